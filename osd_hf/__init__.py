@@ -1,0 +1,57 @@
+"""Assistant models that learn while they serve: online speculative decoding for transformers."""
+
+from osd_hf.assistant import OnlineAssistant
+from osd_hf.config import OnlineConfig
+from osd_hf.cost import best_k, expected_block_efficiency, expected_speedup
+from osd_hf.errors import (
+    CaptureError,
+    ConfigError,
+    DataError,
+    LearnerError,
+    OSDError,
+    StateError,
+    StoreError,
+    UnsupportedGenerationError,
+    UnsupportedModelError,
+    VocabularyMismatchError,
+)
+from osd_hf.hook import capture_traces
+from osd_hf.metrics import AcceptanceStats
+from osd_hf.recording import record_traces
+from osd_hf.records import DraftRound, Trace
+from osd_hf.replay import replay
+from osd_hf.simulate import SimulationReport, simulate
+from osd_hf.store import CorrectionStore
+from osd_hf.updater import UpdateReport
+from osd_hf.vocab import align_vocab
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AcceptanceStats",
+    "CaptureError",
+    "ConfigError",
+    "CorrectionStore",
+    "DataError",
+    "DraftRound",
+    "LearnerError",
+    "OSDError",
+    "OnlineAssistant",
+    "OnlineConfig",
+    "SimulationReport",
+    "StateError",
+    "StoreError",
+    "Trace",
+    "UnsupportedGenerationError",
+    "UnsupportedModelError",
+    "UpdateReport",
+    "VocabularyMismatchError",
+    "align_vocab",
+    "best_k",
+    "capture_traces",
+    "expected_block_efficiency",
+    "expected_speedup",
+    "record_traces",
+    "replay",
+    "simulate",
+]

@@ -1,0 +1,411 @@
+"""The assistant that users call: it serves with a draft, captures what the target corrects, and lets the draft learn."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from osd_hf.config import OnlineConfig
+from osd_hf.errors import ConfigError, LearnerError, UnsupportedGenerationError
+from osd_hf.guards import (
+    check_generation,
+    check_inputs,
+    check_pair,
+    check_processors,
+    check_tokenizers,
+    find_tokenizer,
+)
+from osd_hf.hook import Binding, bind, unwrap
+from osd_hf.metrics import AcceptanceStats
+from osd_hf.records import Trace
+from osd_hf.schedule import UpdateSchedule
+from osd_hf.session import load_session, save_session
+from osd_hf.store import CorrectionStore
+from osd_hf.updater import Updater, UpdateReport, learning_context
+
+__all__ = ["OnlineAssistant"]
+
+logger = logging.getLogger(__name__)
+
+
+class OnlineAssistant:
+    """
+    Serves a target with a draft that learns from every request.
+
+    The draft that serves is a copy: the caller's stays as it was. Answers are the target's own: greedy output token by
+    token (in fp32), sampled output in distribution.
+
+    Args:
+        target (`PreTrainedModel` or `str` or `Path`):
+            The model that answers; a `PeftModel` or a compiled model as well, or where to load one.
+        draft (`PreTrainedModel` or `str` or `Path`):
+            A smaller model with the target's tokenizer; of a `PeftModel` only the adapter learns.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*):
+            The tokenizer of both, saved with the draft. By default the one found where the models came from.
+        config (`OnlineConfig`, *optional*):
+            How to draft and learn.
+        store (`CorrectionStore` or `str` or `Path`, *optional*):
+            Where captured traces are logged, beside the learner's own buffer.
+        report_to (`str` or `list[str]`, *optional*):
+            Trackers as the Hugging Face trainers take them: `"trackio"`, `"tensorboard"`, `"wandb"`, `"all"`, ...
+
+    Raises:
+        UnsupportedModelError: a model that cannot be assisted, or cannot assist or learn.
+        VocabularyMismatchError: vocabularies or tokenizers differ.
+        ConfigError: a tracker that is not installed.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        draft: Any,
+        tokenizer: Any = None,
+        config: OnlineConfig | None = None,
+        *,
+        store: CorrectionStore | str | os.PathLike[str] | None = None,
+        report_to: str | Sequence[str] | None = None,
+    ) -> None:
+        self.config = config or OnlineConfig()
+        self.target = _loaded(target)
+        source = _loaded(draft)
+        check_pair(unwrap(self.target), unwrap(source))
+        self.tokenizer = _common_tokenizer(tokenizer, unwrap(self.target), unwrap(source))
+        with learning_context():
+            self._draft = copy.deepcopy(source).eval()
+        if self.config.num_assistant_tokens is not None:
+            generation_config = self._draft.generation_config
+            generation_config.num_assistant_tokens = self.config.num_assistant_tokens
+            generation_config.num_assistant_tokens_schedule = "constant"
+            generation_config.assistant_confidence_threshold = 0.0
+        self.store = store if store is None or isinstance(store, CorrectionStore) else CorrectionStore(store)
+        self._accelerator = _accelerator(report_to, self.config)
+        self._updater = Updater(self._draft, self.config, self._accelerator)
+        self._schedule = UpdateSchedule(self.config)
+        self._stats: dict[str | None, AcceptanceStats] = {}
+        self._since_update = AcceptanceStats()
+        self._requests = 0
+        self._version = 0
+        self._failure: Exception | None = None
+        self._counting = threading.Lock()
+        self._learning = threading.Lock()
+        self._serving = _Promotion()
+
+    # --- serving ----------------------------------------------------------------------------------------------------
+
+    def generate(self, inputs: Any = None, *, domain: str | None = None, learn: bool = True, **generate_kwargs: Any) -> Any:
+        """
+        What `target.generate` returns for these arguments, sooner.
+
+        Args:
+            inputs (`torch.Tensor` of shape `(1, prompt)`, int64, *optional*):
+                Prompt ids; or pass `input_ids` and `attention_mask` as the tokenizer returns them.
+            domain (`str`, *optional*):
+                Label under which the request is counted and logged.
+            learn (`bool`, *optional*, defaults to `True`):
+                With `False` nothing of the request is kept or learned from; its acceptance is still counted.
+            generate_kwargs (`Any`):
+                As of `target.generate`.
+
+        Raises:
+            UnsupportedGenerationError: what cannot be kept lossless; before any work is done.
+            LearnerError: once, before any work is done, if learning had failed after an earlier answer.
+        """
+        if generate_kwargs.get("assistant_model") is not None:
+            raise UnsupportedGenerationError(
+                "`assistant_model` was given, but the assistant brings its own draft. Leave it out, or call "
+                "`target.generate` inside `with assistant.attached():`."
+            )
+        if generate_kwargs.get("custom_generate") is not None:
+            raise UnsupportedGenerationError("`custom_generate` replaces assisted decoding, so no draft is used. Leave it out.")
+        check_inputs(inputs, generate_kwargs)
+        check_generation(
+            generate_kwargs,
+            generate_kwargs.get("generation_config"),
+            unwrap(self.target).generation_config,
+            assistant_tokenizer=generate_kwargs.get("assistant_tokenizer"),
+        )
+        prompt = inputs if inputs is not None else generate_kwargs.get("input_ids")
+        if prompt is not None and not prompt.is_floating_point():
+            vocab_size = unwrap(self.target).config.get_text_config().vocab_size
+            check_processors(generate_kwargs.get("logits_processor"), prompt, vocab_size)
+        self._raise_failure()
+        with self._bound(domain=domain, learn=learn, exact_stops=True):
+            return self.target.generate(inputs, assistant_model=self._draft, **generate_kwargs)
+
+    @contextlib.contextmanager
+    def attached(self, *, domain: str | None = None, learn: bool = True) -> Iterator[OnlineAssistant]:
+        """
+        Inside the `with` block, any assisted `generate` on the target is captured and learned from: the caller's own
+        call, a pipeline, an evaluation harness. Pass `assistant_model=assistant.draft`. Stopping criteria other than
+        EOS and length are looked at once a round there, as transformers does.
+
+        Args:
+            domain (`str`, *optional*), learn (`bool`, *optional*, defaults to `True`):
+                As of [`~OnlineAssistant.generate`].
+        """
+        with self._bound(domain=domain, learn=learn, exact_stops=False):
+            yield self
+
+    def _bound(self, *, domain: str | None, learn: bool, exact_stops: bool) -> contextlib.AbstractContextManager[Binding]:
+        binding = Binding(
+            functools.partial(self._observe, learn=learn),
+            owner=self,
+            num_logprobs=self.config.num_logprobs if learn else 0,
+            domain=domain,
+            serving=self._request,
+            exact_stops=exact_stops,
+        )
+        return bind(self.target, binding)
+
+    @contextlib.contextmanager
+    def _request(self) -> Iterator[int]:
+        self._raise_failure()
+        with self._serving.request():
+            yield self._version
+
+    def _observe(self, trace: Trace, *, learn: bool) -> None:
+        stats = AcceptanceStats.from_trace(trace)
+        with self._counting:
+            self._requests += 1
+            self._stats[trace.domain] = self._stats.get(trace.domain, AcceptanceStats()) + stats
+            self._since_update = self._since_update + stats
+        if not learn:
+            return
+        try:
+            if self.store is not None:
+                self.store.append(trace)
+            with self._learning:
+                self._updater.observe(trace)
+                if self._schedule.request_ended():
+                    self._update(None)
+        except Exception as error:  # noqa: BLE001 - the answer is there already and must reach the caller
+            logger.exception("Learning failed; the answer is delivered, the error is raised by the next call.")
+            self._failure = error
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise LearnerError(
+                f"Learning failed after an earlier answer ({failure!r}); that answer was delivered, and serving goes "
+                "on with draft version "
+                f"{self._version}. Call again to be served; mend the cause to learn on."
+            ) from failure
+
+    # --- learning ---------------------------------------------------------------------------------------------------
+
+    def update(self, steps: int | None = None) -> UpdateReport:
+        """
+        Learn now from what has been captured since the last update, and serve the outcome from the next request on.
+
+        Args:
+            steps (`int`, *optional*):
+                Optimizer steps, `config.steps_per_update` by default.
+        """
+        with self._learning:
+            return self._update(steps)
+
+    def _update(self, steps: int | None) -> UpdateReport:
+        report = self._updater.update(steps)
+        self._schedule.updated()
+        if report.version != self._version:
+            with self._serving.promotion():
+                self._updater.copy_to(self._draft)
+                self._version = report.version
+        self._track(report)
+        return report
+
+    def _track(self, report: UpdateReport) -> None:
+        with self._counting:
+            recent, self._since_update = self._since_update, AcceptanceStats()
+            requests = self._requests
+        values: dict[str, Any] = {
+            "version": report.version,
+            "dropped_steps": report.dropped_steps,
+            "update_seconds": report.seconds,
+        }
+        if report.loss is not None:
+            values["loss"] = report.loss
+        if recent.examined:
+            values |= {"alpha": recent.alpha, "block_efficiency": recent.block_efficiency}
+        logger.info("Draft version %d after %d requests: %s", report.version, requests, values)
+        self._accelerator.log(values, step=requests)
+
+    # --- what can be read -------------------------------------------------------------------------------------------
+
+    @property
+    def draft(self) -> Any:
+        """The draft that serves, an ordinary transformers model; its weights change between requests."""
+        return self._draft
+
+    def serving_draft(self, domain: str | None = None) -> Any:
+        """The draft that a request of this domain is served with."""
+        return self._draft
+
+    @property
+    def version(self) -> int:
+        """Version of the serving draft; 0 before the first update."""
+        return self._version
+
+    @property
+    def stats(self) -> AcceptanceStats:
+        """Acceptance over all requests since the last reset."""
+        with self._counting:
+            return sum(self._stats.values(), AcceptanceStats())
+
+    @property
+    def stats_by_domain(self) -> dict[str | None, AcceptanceStats]:
+        """Acceptance by the label of the request."""
+        with self._counting:
+            return dict(self._stats)
+
+    def reset_stats(self) -> None:
+        """Count from zero again; nothing learned is lost."""
+        with self._counting:
+            self._stats.clear()
+            self._since_update = AcceptanceStats()
+
+    # --- keeping ----------------------------------------------------------------------------------------------------
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str]) -> None:
+        """Save the draft as an ordinary model folder with its tokenizer; nothing of any request is in it."""
+        self._published().save_pretrained(save_directory)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(save_directory)
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+        """Push the draft and its tokenizer as an ordinary model repo; arguments as of `PreTrainedModel.push_to_hub`."""
+        commit = self._published().push_to_hub(repo_id, **kwargs)
+        if self.tokenizer is not None:
+            self.tokenizer.push_to_hub(repo_id, **kwargs)
+        return commit
+
+    def _published(self) -> Any:
+        with self._serving.request():
+            is_peft = unwrap(self._draft) is not self._draft
+            return copy.deepcopy(self._draft).merge_and_unload() if is_peft else self._draft
+
+    def save_state(self, directory: str | os.PathLike[str]) -> None:
+        """
+        Save the session, so that [`~OnlineAssistant.load_state`] goes on where it stood: learned weights, optimizer,
+        replay buffer, versions and counts. Atomic: a reader sees the old state or the new one. It holds requests'
+        tokens; what is meant for others is saved by [`~OnlineAssistant.save_pretrained`].
+        """
+        with self._learning, self._counting:
+            save_session(
+                Path(directory),
+                self._updater,
+                {
+                    "version": self._version,
+                    "requests": self._requests,
+                    "requests_waiting": self._schedule.requests_waiting,
+                    "stats": [[domain, stats.to_dict()] for domain, stats in self._stats.items()],
+                    "config": self.config.to_dict(),
+                },
+            )
+
+    def load_state(self, directory: str | os.PathLike[str]) -> None:
+        """
+        Go on with a saved session.
+
+        Raises:
+            StateError: nothing readable there, or the session of another draft; the assistant is as before.
+        """
+        with self._learning, self._serving.promotion(), self._counting:
+            session = load_session(Path(directory), self._updater)
+            self._updater.copy_to(self._draft)
+            self._version = int(session["version"])
+            self._requests = int(session["requests"])
+            self._schedule.requests_waiting = int(session["requests_waiting"])
+            self._stats = {domain: AcceptanceStats.from_dict(stats) for domain, stats in session["stats"]}
+            self._since_update = AcceptanceStats()
+
+    def close(self) -> None:
+        """Flush the store, end tracking; raises LearnerError if learning had failed unnoticed."""
+        if self.store is not None:
+            self.store.flush()
+        self._accelerator.end_training()
+        self._raise_failure()
+
+    def __enter__(self) -> OnlineAssistant:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class _Promotion:
+    """Many requests at once, or one promotion: a request drafts with one version from beginning to end."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._requests = 0
+        self._promoting = False
+
+    @contextlib.contextmanager
+    def request(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._promoting)
+            self._requests += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._requests -= 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def promotion(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._promoting)
+            self._promoting = True
+            self._changed.wait_for(lambda: self._requests == 0)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._promoting = False
+                self._changed.notify_all()
+
+
+def _loaded(model: Any) -> Any:
+    if not isinstance(model, str | os.PathLike):
+        return model
+    config = AutoConfig.from_pretrained(model)
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    return auto.from_pretrained(model).eval()
+
+
+def _common_tokenizer(tokenizer: Any, target: Any, draft: Any) -> Any:
+    found = [tokenizer, find_tokenizer(target), find_tokenizer(draft)]
+    known = [t for t in found if t is not None]
+    for other in known[1:]:
+        check_tokenizers(known[0], other)
+    return known[0] if known else None
+
+
+def _accelerator(report_to: str | Sequence[str] | None, config: OnlineConfig) -> Accelerator:
+    names = [report_to] if isinstance(report_to, str) else list(report_to or ())
+    names = [name for name in names if name != "none"]
+    if not names:
+        return Accelerator(device_placement=False)
+    folder = os.environ.get("TENSORBOARD_LOGGING_DIR", "runs")
+    project = ProjectConfiguration(project_dir=".", logging_dir=folder)
+    try:
+        accelerator = Accelerator(device_placement=False, log_with=names, project_config=project)
+    except ValueError as error:
+        raise ConfigError(f"`report_to={report_to!r}` is not known: {error}") from error
+    accelerator.init_trackers("osd_hf", config=config.to_dict())
+    if not accelerator.trackers:
+        raise ConfigError(f"`report_to={report_to!r}` is not installed; `pip install {' '.join(names)}`.")
+    return accelerator

@@ -1,0 +1,122 @@
+"""What a user can set of online learning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from osd_hf.errors import ConfigError
+from osd_hf.losses import DIVERGENCES
+
+__all__ = ["OnlineConfig"]
+
+LEARN_FROM = ("verified", "corrections")
+UPDATE_STRATEGIES = ("interval", "manual")
+
+
+def _setting(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class OnlineConfig:
+    """
+    How an assistant drafts and learns. The defaults were chosen by experiment (`recipes/online_rules.py`);
+    [`OnlineConfig.paper`] is the rule of arXiv 2310.07177.
+
+    Args:
+        num_assistant_tokens (`int`, *optional*, defaults to 5):
+            k, tokens drafted per round, at threshold 0 and a constant schedule. `None` leaves the draft's own
+            generation config as it is.
+        divergence (`str`, *optional*, defaults to `"forward_kl"`):
+            What an update lowers between the target's and the draft's distribution; a key of `osd_hf.losses`.
+        learn_from (`str`, *optional*, defaults to `"verified"`):
+            `"verified"`: every emitted position; `"corrections"`: only where the target corrected the draft.
+        num_logprobs (`int`, *optional*, defaults to 64):
+            Target entries kept per position (K); `None` keeps whole rows.
+        update_strategy (`str`, *optional*, defaults to `"interval"`):
+            `"interval"`: an update after every `update_interval` requests; `"manual"`: only when `update` is called.
+        update_interval (`int`, *optional*, defaults to 8):
+            Requests between two updates.
+        steps_per_update (`int`, *optional*, defaults to 4):
+            Optimizer steps of an update.
+        batch_size (`int`, *optional*, defaults to 16):
+            Requests in the batch of one step.
+        replay_fraction (`float`, *optional*, defaults to 0.5):
+            Share of a batch drawn from the replay buffer; the rest are the newest requests. Where these are fewer,
+            the buffer fills up; where the buffer is empty, the batch is smaller.
+        buffer_size (`int`, *optional*, defaults to 2048):
+            Requests in the replay buffer; the oldest are dropped.
+        learning_rate (`float`, *optional*, defaults to 1e-3):
+            Of AdamW, constant.
+        max_grad_norm (`float`, *optional*, defaults to 1.0):
+            Gradients are clipped to this norm.
+        seed (`int`, *optional*, defaults to 0):
+            Of the replay samples.
+
+    Raises:
+        ConfigError: a value outside its range; names field, rule and value.
+    """
+
+    num_assistant_tokens: int | None = _setting(5, "tokens drafted per round (k); none = the draft's own setting")
+    divergence: str = _setting("forward_kl", "loss between target and draft: " + ", ".join(DIVERGENCES))
+    learn_from: Literal["verified", "corrections"] = _setting("verified", "positions learned from")
+    num_logprobs: int | None = _setting(64, "target entries kept per position; none = whole rows")
+    update_strategy: Literal["interval", "manual"] = _setting("interval", "when updates run")
+    update_interval: int = _setting(8, "requests between two updates")
+    steps_per_update: int = _setting(4, "optimizer steps of an update")
+    batch_size: int = _setting(16, "requests in the batch of one step")
+    replay_fraction: float = _setting(0.5, "share of a batch drawn from the replay buffer")
+    buffer_size: int = _setting(2048, "requests in the replay buffer")
+    learning_rate: float = _setting(1e-3, "of AdamW, constant")
+    max_grad_norm: float = _setting(1.0, "gradients are clipped to this norm")
+    seed: int = _setting(0, "of the replay samples")
+
+    def __post_init__(self) -> None:
+        def must(name: str, holds: bool, rule: str) -> None:
+            if not holds:
+                raise ConfigError(f"`{name}` must be {rule}, got {getattr(self, name)!r}.")
+
+        for name in ("update_interval", "steps_per_update", "batch_size", "buffer_size"):
+            must(name, _is_int(getattr(self, name)) and getattr(self, name) >= 1, "an integer of at least 1")
+        for name in ("num_assistant_tokens", "num_logprobs"):
+            value = getattr(self, name)
+            must(name, value is None or (_is_int(value) and value >= 1), "an integer of at least 1, or None")
+        must("divergence", self.divergence in DIVERGENCES, f"one of {', '.join(DIVERGENCES)}")
+        must("learn_from", self.learn_from in LEARN_FROM, f"one of {', '.join(LEARN_FROM)}")
+        must("update_strategy", self.update_strategy in UPDATE_STRATEGIES, f"one of {', '.join(UPDATE_STRATEGIES)}")
+        must("replay_fraction", 0 <= self.replay_fraction <= 1, "between 0 and 1")
+        must("learning_rate", 0 < self.learning_rate < float("inf"), "a positive number")
+        must("max_grad_norm", self.max_grad_norm > 0, "a positive number")
+        must("seed", _is_int(self.seed) and self.seed >= 0, "an integer of at least 0")
+
+    @classmethod
+    def paper(cls, **changes: Any) -> OnlineConfig:
+        """
+        The paper's rule: k = 5, one step of AdamW on the last 8 requests, corrections only, forward KL, learning rate
+        1e-4, no replay.
+
+        Args:
+            changes (`Any`, *optional*):
+                Fields to set otherwise.
+        """
+        rule: dict[str, Any] = {
+            "num_assistant_tokens": 5,
+            "divergence": "forward_kl",
+            "learn_from": "corrections",
+            "update_strategy": "interval",
+            "update_interval": 8,
+            "steps_per_update": 1,
+            "batch_size": 8,
+            "replay_fraction": 0.0,
+            "learning_rate": 1e-4,
+        }
+        return cls(**{**rule, **changes})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Field by field, ready for JSON."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,220 @@
+"""What cannot be kept lossless, or cannot teach a draft, is refused here, before any work is done."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, GenerationMixin
+
+from osd_hf.errors import UnsupportedGenerationError, UnsupportedModelError, VocabularyMismatchError
+
+__all__ = [
+    "check_draft",
+    "check_generation",
+    "check_inputs",
+    "check_pair",
+    "check_processors",
+    "check_tokenizers",
+    "find_tokenizer",
+]
+
+# Setting of `generate`, the values under which it does nothing, why it is refused.
+_REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("num_beams", (None, 1), "beams verify no draft; use greedy decoding or sampling"),
+    ("num_return_sequences", (None, 1), "assisted generation answers one sequence; call once per answer"),
+    ("assistant_ensemble_weight", (None,), "it trades the target's distribution for acceptance, so it is lossy"),
+    ("prompt_lookup_num_tokens", (None,), "prompt lookup has no draft model that could learn"),
+    ("assistant_early_exit", (None,), "early exit drafts with the target itself, there is no draft to teach"),
+    ("use_mtp", (None, False), "multi-token prediction drafts with the target's own heads"),
+    ("speculation_type", (None,), "block drafting has no ordinary assistant model to teach"),
+    ("guidance_scale", (None, 1, 1.0), "guidance keeps state that target and draft would share"),
+    ("penalty_alpha", (None, 0, 0.0), "contrastive search verifies no draft"),
+    ("dola_layers", (None,), "DoLa verifies no draft"),
+    ("constraints", (None,), "constrained beams verify no draft"),
+    ("force_words_ids", (None,), "constrained beams verify no draft"),
+    ("use_cache", (None, True), "assisted generation needs the key-value cache"),
+)
+_STATIC_CACHES = ("static", "hybrid", "sliding_window", "offloaded_static", "paged")
+
+# Processors of transformers that remember earlier calls: draft and target would share one memory.
+_STATEFUL = frozenset({
+    "AlternatingCodebooksLogitsProcessor", "BarkEosPrioritizerLogitsProcessor", "ClassifierFreeGuidanceLogitsProcessor",
+    "DiaClassifierFreeGuidanceLogitsProcessor", "DiaEOSChannelFilterLogitsProcessor",
+    "DiaEOSDelayPatternLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor",
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor", "WhisperNoSpeechDetection",
+})  # fmt: skip
+
+
+def check_generation(*sources: Any, assistant_tokenizer: Any = None) -> None:
+    """
+    Refuse modes of `generate` that are lossy, or have no draft to teach.
+
+    Args:
+        sources (`Any`):
+            Where settings are looked up, first come first served: dicts or generation configs; `None` is passed over.
+        assistant_tokenizer (`Any`, *optional*):
+            Given where the draft has a tokenizer of its own.
+
+    Raises:
+        UnsupportedGenerationError: names the setting, its value and the reason.
+    """
+
+    def setting(name: str) -> Any:
+        for source in sources:
+            value = source.get(name) if isinstance(source, dict) else getattr(source, name, None)
+            if value is not None:
+                return value
+        return None
+
+    for name, harmless, reason in _REFUSED:
+        value = setting(name)
+        if not any(value is ok or value == ok for ok in harmless):
+            raise UnsupportedGenerationError(f"`{name}={value!r}` cannot be used here: {reason}. Leave it out.")
+    cache = setting("cache_implementation")
+    if cache in _STATIC_CACHES:
+        raise UnsupportedGenerationError(
+            f"`cache_implementation={cache!r}` cannot be used here: assisted generation needs a dynamic cache, which "
+            "can be cropped. Leave it out."
+        )
+    watermark = setting("watermarking_config")
+    if type(watermark).__name__ == "SynthIDTextWatermarkingConfig":
+        raise UnsupportedGenerationError(
+            "`watermarking_config` with SynthID keeps state that target and draft would share. Leave it out, or use "
+            "`WatermarkingConfig`, which is stateless."
+        )
+    if assistant_tokenizer is not None:
+        raise UnsupportedGenerationError(
+            "`assistant_tokenizer` was given: a draft with a tokenizer of its own cannot learn from the target's "
+            "token distributions. Use a draft with the target's tokenizer."
+        )
+
+
+def check_inputs(inputs: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse several prompts at once; raises UnsupportedGenerationError."""
+    for name, value in (("inputs", inputs), ("input_ids", kwargs.get("input_ids"))):
+        shape = getattr(value, "shape", None)
+        if value is not None and (shape is None or len(shape) != 2):
+            raise UnsupportedGenerationError(
+                f"`{name}` must be a tensor of shape (1, prompt tokens), got "
+                f"{type(value).__name__ if shape is None else tuple(shape)}. For text, call the tokenizer with "
+                "`return_tensors='pt'` first."
+            )
+        if shape is not None and shape[0] != 1:
+            raise UnsupportedGenerationError(
+                f"`{name}` holds {shape[0]} prompts: assisted generation serves one at a time. Call `generate` once "
+                "per prompt."
+            )
+
+
+def check_processors(processors: Any, input_ids: torch.Tensor, vocab_size: int) -> None:
+    """
+    Refuse logits processors that remember earlier calls: target and draft share the instances, so drafted tokens that
+    were never emitted would change the target's output. Processors from outside transformers are tried out on a copy.
+
+    Raises:
+        UnsupportedGenerationError: names the processor.
+    """
+    for processor in processors or ():
+        name = type(processor).__name__
+        own = type(processor).__module__.startswith("transformers.")
+        if name in _STATEFUL or (not own and _remembers(processor, input_ids, vocab_size)):
+            raise UnsupportedGenerationError(
+                f"The logits processor {name} keeps state between calls, and assisted generation also calls it on "
+                "drafted tokens that are never emitted. Derive what it needs from `input_ids` instead."
+            )
+
+
+def _remembers(processor: Any, input_ids: torch.Tensor, vocab_size: int) -> bool:
+    longer = torch.cat([input_ids, input_ids[:, -1:]], dim=-1)
+    scores = torch.zeros(input_ids.shape[0], vocab_size, device=input_ids.device)
+    try:
+        probe = copy.deepcopy(processor)
+    except Exception:  # noqa: BLE001 - what cannot be copied cannot be tried out without touching the caller's object
+        return False
+    first = probe(input_ids, scores.clone())
+    probe(longer, scores.clone())
+    settled = _snapshot(probe)  # lazily built tables are there by now
+    again = probe(input_ids, scores.clone())
+    return not torch.equal(first, again) or settled != _snapshot(probe)
+
+
+def _snapshot(processor: Any) -> dict[str, str]:
+    return {
+        name: repr(value.tolist()) if isinstance(value, torch.Tensor) else repr(value)
+        for name, value in vars(processor).items()
+    }
+
+
+def check_draft(draft: Any) -> None:
+    """Refuse what is no ordinary assistant model; raises UnsupportedModelError."""
+    if not callable(getattr(draft, "generate", None)) or not hasattr(draft, "generation_config"):
+        raise UnsupportedModelError(
+            f"The draft must be a transformers model that can `generate`, got {type(draft).__name__}."
+        )
+    if getattr(draft, "_is_stateful", False):
+        raise UnsupportedModelError(
+            f"{type(draft).__name__} is stateful: its state cannot be rolled back when a drafted token is rejected. "
+            "Use an attention model as the draft."
+        )
+
+
+def check_pair(target: Any, draft: Any) -> None:
+    """
+    Refuse pairs that assisted generation cannot run, or that could not learn.
+
+    Args:
+        target (`PreTrainedModel`), draft (`PreTrainedModel`):
+            Unwrapped models.
+
+    Raises:
+        UnsupportedModelError, VocabularyMismatchError
+    """
+    if not isinstance(target, GenerationMixin) or not target.can_generate():
+        raise UnsupportedModelError(
+            f"The target must be a transformers model that can `generate`, got {type(target).__name__}. Load it with "
+            "a class that has a language modeling head, such as `AutoModelForCausalLM`."
+        )
+    if getattr(target, "_is_stateful", False):
+        raise UnsupportedModelError(
+            f"{type(target).__name__} is stateful and cannot be assisted: its state cannot be rolled back when a "
+            "drafted token is rejected. Use an attention model as the target."
+        )
+    check_draft(draft)
+    if target.config.is_encoder_decoder != draft.config.is_encoder_decoder:
+        kinds = ["encoder-decoder" if m.config.is_encoder_decoder else "decoder-only" for m in (target, draft)]
+        raise UnsupportedModelError(
+            f"Target ({kinds[0]}) and draft ({kinds[1]}) must be of one kind: a draft is taught on the target's inputs."
+        )
+    sizes = [int(m.config.get_text_config().vocab_size) for m in (target, draft)]
+    if sizes[0] != sizes[1]:
+        raise VocabularyMismatchError(
+            f"The target has {sizes[0]} tokens, the draft {sizes[1]}. If they share one tokenizer and differ only in "
+            "padding, use `draft = align_vocab(draft, target, tokenizer)`; otherwise choose a draft of the target's "
+            "family."
+        )
+
+
+def check_tokenizers(target_tokenizer: Any, draft_tokenizer: Any) -> None:
+    """Refuse tokenizers that give different ids to one text; raises VocabularyMismatchError."""
+    ours, theirs = target_tokenizer.get_vocab(), draft_tokenizer.get_vocab()
+    if ours == theirs:
+        return
+    differing = sorted(t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t))
+    shown = ", ".join(f"{t!r} ({ours.get(t)} / {theirs.get(t)})" for t in differing[:3])
+    raise VocabularyMismatchError(
+        f"The tokenizers of target and draft differ in {len(differing)} tokens, such as {shown}. A draft can only "
+        "learn token distributions of its own tokenizer; choose a draft of the target's family."
+    )
+
+
+def find_tokenizer(model: Any) -> Any:
+    """The tokenizer that lies where a model came from, in a local folder or the local cache; `None` if there is none."""
+    source = model.config.name_or_path
+    if not source:
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(source, local_files_only=True)
+    except (OSError, ValueError, KeyError):
+        return None

@@ -1,0 +1,154 @@
+"""What is kept of one assisted request: its tokens, its draft-verify rounds, and the target's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["DraftRound", "Trace", "ids_dtype"]
+
+
+def ids_dtype(vocab_size: int) -> type[np.uint16] | type[np.int32]:
+    """The smallest integer type that holds every token id of the vocabulary."""
+    return np.uint16 if vocab_size <= 1 << 16 else np.int32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftRound:
+    """
+    One draft-verify round: the draft proposed, the target examined a prefix of it and emitted at least one token.
+
+    Args:
+        drafted_ids (`np.ndarray` of shape `(drafted,)`, int32):
+            Tokens the draft proposed; empty where the round only decoded.
+        num_accepted (`int`):
+            Length of the longest common prefix of the drafted and the emitted tokens.
+        num_emitted (`int`):
+            Tokens that the round added to the completion, after any cut at EOS or at the length limit.
+        p (`np.ndarray` of shape `(examined,)`, float32, *optional*):
+            Sampled requests only: the target's processed probability of each examined drafted token.
+        q (`np.ndarray` of shape `(examined,)`, float32, *optional*):
+            Sampled requests only: the draft's processed probability of the same tokens.
+    """
+
+    drafted_ids: NDArray[np.int32]
+    num_accepted: int
+    num_emitted: int
+    p: NDArray[np.float32] | None = None
+    q: NDArray[np.float32] | None = None
+
+    @property
+    def num_drafted(self) -> int:
+        return len(self.drafted_ids)
+
+    @property
+    def has_correction(self) -> bool:
+        """Whether the target emitted another token where the draft had proposed one."""
+        return self.num_accepted < min(self.num_drafted, self.num_emitted)
+
+    @property
+    def num_examined(self) -> int:
+        """Accepted tokens and, if there was one, the rejected token; tokens behind it were never examined."""
+        return self.num_accepted + int(self.has_correction)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trace:
+    """
+    What was seen of one request. Row `t` of the target arrays is the target's raw distribution (before any logits
+    processor) of `completion_ids[t]` given everything before it.
+
+    Args:
+        prompt_ids (`np.ndarray` of shape `(prompt,)`, int32):
+            Prompt of a decoder-only target, padding removed; the encoder's input of an encoder-decoder.
+        completion_ids (`np.ndarray` of shape `(completion,)`, int32):
+            Emitted tokens, a final EOS included.
+        rounds (`tuple[DraftRound, ...]`):
+            The rounds in order; their `num_emitted` add up to the completion. Empty for target-only recordings.
+        top_logits (`np.ndarray` of shape `(completion, K)`, float16):
+            The K largest target logits of each row, descending, minus the row's largest (so the first is 0). With
+            `top_ids` of width 0: the whole row, in vocabulary order.
+        top_ids (`np.ndarray` of shape `(completion, K)` or `(completion, 0)`, uint16 or int32):
+            Their token ids.
+        tail_logprob (`np.ndarray` of shape `(completion,)`, float32):
+            Log of the probability mass outside the kept entries; `-inf` where everything was kept.
+        vocab_size (`int`):
+            Width of the target's logits.
+        decoder_prompt_ids (`np.ndarray` of shape `(decoder_prompt,)`, int32, *optional*):
+            Encoder-decoder only: what the decoder began with.
+        domain (`str`, *optional*):
+            Label that the caller gave.
+        draft_version (`int`, defaults to 0):
+            Version of the draft that drafted this request from beginning to end.
+        sampling (`Mapping[str, Any]`, *optional*):
+            Settings of `generate` that shape the distribution or bound the answer, `do_sample` and
+            `max_new_tokens` among them; only those that differ from doing nothing.
+        created_at_seconds (`float`, defaults to 0.0):
+            Unix time at which the request ended.
+    """
+
+    prompt_ids: NDArray[np.int32]
+    completion_ids: NDArray[np.int32]
+    rounds: tuple[DraftRound, ...]
+    top_logits: NDArray[np.float16]
+    top_ids: NDArray[Any]
+    tail_logprob: NDArray[np.float32]
+    vocab_size: int
+    decoder_prompt_ids: NDArray[np.int32] | None = None
+    domain: str | None = None
+    draft_version: int = 0
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    created_at_seconds: float = 0.0
+
+    def __len__(self) -> int:
+        """Number of emitted tokens."""
+        return len(self.completion_ids)
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        return self.decoder_prompt_ids is not None
+
+    @property
+    def is_sampled(self) -> bool:
+        return bool(self.sampling.get("do_sample", False))
+
+    @property
+    def num_kept(self) -> int:
+        """Entries kept per row (K)."""
+        return int(self.top_logits.shape[1])
+
+    @property
+    def correction_mask(self) -> NDArray[np.bool_]:
+        """Bool of shape `(completion,)`: positions where the target corrected the draft."""
+        mask = np.zeros(len(self), dtype=bool)
+        start = 0
+        for r in self.rounds:
+            if r.has_correction:
+                mask[start + r.num_accepted] = True
+            start += r.num_emitted
+        return mask
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by the arrays."""
+        arrays = [self.prompt_ids, self.completion_ids, self.top_logits, self.top_ids, self.tail_logprob]
+        if self.decoder_prompt_ids is not None:
+            arrays.append(self.decoder_prompt_ids)
+        for r in self.rounds:
+            arrays += [a for a in (r.drafted_ids, r.p, r.q) if a is not None]
+        return sum(a.nbytes for a in arrays)
+
+    def kept_logprobs(self) -> NDArray[np.float32]:
+        """
+        Log-probs of the kept entries, float32 of shape `(completion, K)`: renormalized so that, together with the
+        tail, every row sums to one in spite of half-precision storage.
+        """
+        logits = self.top_logits.astype(np.float32)
+        kept_logsum = np.log(np.exp(logits).sum(axis=-1))
+        kept_mass = np.log1p(-np.exp(np.minimum(self.tail_logprob, -1e-7)))
+        return np.asarray(logits - kept_logsum[:, None] + kept_mass[:, None], dtype=np.float32)
+

@@ -1,0 +1,247 @@
+"""The learner: an fp32 master of the draft, one optimizer, and steps on stored target rows."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+
+from osd_hf.config import OnlineConfig
+from osd_hf.errors import StateError, UnsupportedModelError
+from osd_hf.forcing import batches, completion_logits, completion_mask
+from osd_hf.losses import divergence_loss
+from osd_hf.records import Trace
+
+__all__ = ["UpdateReport", "Updater"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """
+    What one update did.
+
+    Args:
+        version (`int`):
+            Of the draft after the update; unchanged if no step was kept.
+        steps (`int`):
+            Optimizer steps kept.
+        dropped_steps (`int`):
+            Steps dropped because loss or gradient was not finite.
+        loss (`float`, *optional*):
+            Mean over the kept steps, in nats per position; `None` if there was none.
+        positions (`int`):
+            Positions learned from, over all steps.
+        new_requests (`int`):
+            Requests seen for the first time.
+        seconds (`float`):
+            Wall time.
+    """
+
+    version: int
+    steps: int
+    dropped_steps: int
+    loss: float | None
+    positions: int
+    new_requests: int
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Field by field, ready for JSON."""
+        return asdict(self)
+
+
+class Updater:
+    """
+    Teaches a copy of a draft from traces. The copy is kept in fp32, as steps of AdamW round away in half precision,
+    together with its optimizer, so that updates go on where the last one ended.
+
+    Args:
+        draft (`PreTrainedModel`):
+            Copied, not changed. Of a `PeftModel` the trainable parameters learn, otherwise all.
+        config (`OnlineConfig`):
+            The rule.
+        accelerator (`Accelerator`, *optional*):
+            Runs backward and step; by default one that leaves the model on its device.
+
+    Raises:
+        UnsupportedModelError: the draft has no parameter that could learn.
+    """
+
+    def __init__(self, draft: Any, config: OnlineConfig, accelerator: Accelerator | None = None) -> None:
+        self.config = config
+        self.version = 0
+        self.new: list[Trace] = []
+        self.buffer: deque[Trace] = deque(maxlen=config.buffer_size)
+        self.rng = np.random.default_rng(config.seed)
+        self.accelerator = accelerator or Accelerator(device_placement=False)
+        with learning_context():
+            # Evaluation mode throughout: dropout would draw from the generator that sampled requests draw from.
+            self.master = copy.deepcopy(draft).float().eval()
+            self.parameters = _trainable(self.master)
+            optimizer = torch.optim.AdamW(self.parameters.values(), lr=config.learning_rate, weight_decay=0.0)
+            self.optimizer = self.accelerator.prepare_optimizer(optimizer)
+
+    def observe(self, trace: Trace) -> None:
+        """Take in one request to learn from at the next update."""
+        if len(trace) and trace.num_kept:
+            self.new.append(trace)
+
+    def update(self, steps: int | None = None) -> UpdateReport:
+        """
+        Learn from the requests taken in since the last update, mixed with replayed ones.
+
+        Args:
+            steps (`int`, *optional*):
+                Optimizer steps, `config.steps_per_update` by default.
+
+        Returns:
+            `UpdateReport`
+        """
+        started = time.perf_counter()
+        losses: list[float] = []
+        dropped = positions = 0
+        with learning_context():
+            for _ in range(self.config.steps_per_update if steps is None else steps):
+                batch = self._batch()
+                loss, count = self._step(batch)
+                if count == 0:
+                    continue
+                if loss is None:
+                    dropped += 1
+                else:
+                    losses.append(loss)
+                    positions += count
+        if losses:
+            self.version += 1
+        if dropped:
+            logger.warning("%d of %d update steps were dropped: loss or gradient not finite.", dropped, dropped + len(losses))
+        new_requests = len(self.new)
+        self.buffer.extend(self.new)
+        self.new.clear()
+        return UpdateReport(
+            version=self.version,
+            steps=len(losses),
+            dropped_steps=dropped,
+            loss=float(np.mean(losses)) if losses else None,
+            positions=positions,
+            new_requests=new_requests,
+            seconds=time.perf_counter() - started,
+        )
+
+    def copy_to(self, draft: Any) -> None:
+        """Cast the learned parameters into another copy of the draft, in place."""
+        with learning_context(), torch.no_grad():
+            served = dict(draft.named_parameters())
+            for name, parameter in self.parameters.items():
+                served[name].copy_(parameter)
+
+    def _batch(self) -> list[Trace]:
+        """The newest requests and a uniform sample of the buffer, in the shares of the configuration."""
+        size = self.config.batch_size
+        fresh = min(len(self.new), size - round(size * self.config.replay_fraction))
+        replayed = min(len(self.buffer), size - fresh) if self.config.replay_fraction > 0 else 0
+        fresh = min(len(self.new), size - replayed)
+        chosen = [self.new[i] for i in self.rng.permutation(len(self.new))[:fresh]]
+        return chosen + [self.buffer[i] for i in self.rng.choice(len(self.buffer), replayed, replace=False)]
+
+    def _step(self, traces: Sequence[Trace]) -> tuple[float | None, int]:
+        """One optimizer step; the loss (`None` if the step was dropped) and the number of positions."""
+        total = sum(int(_learned_mask(t, self.config.learn_from).sum()) for t in traces)
+        if total == 0:
+            return 0.0, 0
+        self.optimizer.zero_grad()
+        value = 0.0
+        # Memory is bounded by micro-batches; weights make their gradients add up to those of the whole batch.
+        for indices in batches(traces, traces[0].vocab_size, len(traces)):
+            part = [traces[i] for i in indices]
+            loss, count = self._loss(part)
+            loss = loss * (count / total)
+            self.accelerator.backward(loss)
+            value += float(loss.detach())
+        norm = self.accelerator.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)
+        if not (np.isfinite(value) and bool(torch.isfinite(norm))):
+            self.optimizer.zero_grad()
+            return None, total
+        self.optimizer.step()
+        return value, total
+
+    def _loss(self, traces: Sequence[Trace]) -> tuple[torch.Tensor, int]:
+        logits = completion_logits(self.master, traces)
+        device = logits.device
+        learned = torch.from_numpy(np.concatenate([_learned_mask(t, self.config.learn_from) for t in traces])).to(device)
+        rows = logits[completion_mask(traces, device)][learned]
+
+        def stacked(arrays: Sequence[Any], dtype: Any) -> torch.Tensor:
+            return torch.from_numpy(np.concatenate(arrays).astype(dtype)).to(device)[learned]
+
+        top_ids = None if traces[0].top_ids.shape[1] == 0 else stacked([t.top_ids for t in traces], np.int64)
+        loss = divergence_loss(
+            rows,
+            top_ids=top_ids,
+            top_logprobs=stacked([t.kept_logprobs() for t in traces], np.float32),
+            tail_logprob=stacked([t.tail_logprob for t in traces], np.float32),
+            divergence=self.config.divergence,
+        )
+        return loss, int(learned.sum())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Learned parameters, optimizer, version and generator state; the buffer is saved apart."""
+        return {
+            "parameters": {name: p.detach() for name, p in self.parameters.items()},
+            "optimizer": self.optimizer.state_dict(),
+            "version": self.version,
+            "rng": self.rng.bit_generator.state,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state; raises StateError where it belongs to another draft."""
+        saved = {name: tuple(p.shape) for name, p in state["parameters"].items()}
+        ours = {name: tuple(p.shape) for name, p in self.parameters.items()}
+        if saved != ours:
+            differing = sorted(n for n in saved.keys() | ours.keys() if saved.get(n) != ours.get(n))
+            raise StateError(
+                f"The saved state belongs to another draft: {len(differing)} parameters differ, such as "
+                f"{differing[0]}. Load it with the draft that it was saved with."
+            )
+        with learning_context(), torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(state["parameters"][name])
+            self.optimizer.load_state_dict(state["optimizer"])
+        self.version = int(state["version"])
+        self.rng.bit_generator.state = state["rng"]
+
+
+@contextmanager
+def learning_context() -> Iterator[None]:
+    """Gradients on, whatever mode the caller is in: answers are often made under `no_grad` or `inference_mode`."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+def _trainable(model: Any) -> dict[str, torch.nn.Parameter]:
+    is_peft = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+    if not is_peft:
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not found:
+        raise UnsupportedModelError(
+            f"The draft ({type(model).__name__}) has no parameter that could learn. Load its adapter with "
+            "`is_trainable=True`, or use a draft in full or half precision."
+        )
+    return found
+
+
+def _learned_mask(trace: Trace, learn_from: str) -> Any:
+    return trace.correction_mask if learn_from == "corrections" else np.ones(len(trace), dtype=bool)
