@@ -1,0 +1,51 @@
+# Every target creates the environment where it is missing and installs what it needs, at the versions of
+# constraints.txt. Another interpreter or folder: make test PYTHON=python3.12 VENV=.venv312
+
+PYTHON ?= python3
+VENV ?= .venv
+
+BIN := $(VENV)/bin
+# -qq: silent unless it fails.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
+
+.PHONY: help quickstart test check
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make quickstart   serve and learn on the bundled pair, before and after"
+	@echo "make test         the tests"
+	@echo "make check        ruff and mypy"
+
+quickstart: $(VENV)/.installed
+	@$(BIN)/osd-hf quickstart
+
+test: $(VENV)/.installed-test
+	@$(BIN)/python -m pytest
+
+check: $(VENV)/.installed-dev
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+# torch goes first and pinned by itself, so that a local build of the version is taken before a resolver looks further.
+$(VENV)/.installed-torch: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("osd-hf needs Python 3.11 or newer: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing torch into $(VENV)"
+	@$(PIP) "$$(grep '^torch==' constraints.txt)"
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.installed-torch pyproject.toml
+	@echo "installing osd-hf into $(VENV)"
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed-torch pyproject.toml
+	@echo "installing osd-hf[test] into $(VENV)"
+	@$(PIP) --editable '.[test]'
+	@touch $(VENV)/.installed $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed-torch pyproject.toml
+	@echo "installing osd-hf[dev] into $(VENV)"
+	@$(PIP) --editable '.[dev]'
+	@touch $(VENV)/.installed $(VENV)/.installed-test $@

@@ -1,0 +1,125 @@
+"""Habits of the whole package, held by reading its text."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from dataclasses import fields
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from osd_hf.config import OnlineConfig
+
+ROOT = Path(__file__).parent.parent
+MODULES = sorted((ROOT / "osd_hf").rglob("*.py"))
+MAX_LINES = 420
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+# Code, docs and reports; `.ci/run` alone may know where the lab pair lies beside a clone.
+TEXTS = sorted(
+    path
+    for pattern in (
+        "*.md",
+        "*.toml",
+        "*.txt",
+        "Makefile",
+        "osd_hf/**/*.py",
+        "osd_hf/**/*.md",
+        "tests/**/*.py",
+        "recipes/**/*.py",
+        "recipes/**/*.md",
+        "recipes/**/*.json",
+    )
+    for path in ROOT.glob(pattern)
+    # Their subject is such paths.
+    if path.name not in ("test_package.py", "test_provenance.py")
+)
+FORBIDDEN = {
+    "a path of one machine": r"(?<![\w.])/(?:work|tmp|root|home|opt|mnt|private|Users)/\w|file:///\w",
+    "a folder beside the clone": r"\.\./shared|\bshared/(?:lab|data)\b",
+    "a registry's host": r"pypi\.org|pythonhosted|download\.pytorch|(?:extra-)?index-url|find-links",
+    "a number without its tracker": r"(?i)\bissue\s+#?\d+",
+}
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(OnlineConfig)])
+def test_a_setting_is_read_by_some_module(name):
+    read = re.compile(rf"config\.{name}\b")
+    assert any(read.search(path.read_text()) for path in MODULES if path.name != "config.py")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=relative)
+def test_a_module_is_short(path):
+    assert len(path.read_text().splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize("path", MODULES, ids=relative)
+def test_a_module_says_its_job_in_one_line(path):
+    docstring = ast.get_docstring(ast.parse(path.read_text()))
+    assert docstring, "no docstring"
+    first, *rest = docstring.splitlines()
+    assert first.endswith(".")
+    assert not rest or rest[0] == ""
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=relative)
+def test_a_text_holds_nothing_that_only_one_machine_knows(path):
+    text = path.read_text()
+    found = [(what, match.group()) for what, rule in FORBIDDEN.items() for match in re.finditer(rule, text)]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("a path of one machine", "/tmp/x"),
+        ("a folder beside the clone", "../shared/lab"),
+        ("a registry's host", "--find-links"),
+        ("a number without its tracker", "see issue 12"),
+    ],
+)
+def test_the_rules_for_texts_bite(what, text):
+    assert re.search(FORBIDDEN[what], text)
+
+
+def test_what_is_imported_is_declared():
+    names = {re.split(r"[^\w-]", requirement)[0].replace("-", "_") for requirement in PROJECT["dependencies"]}
+    imported = set()
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                imported.add(str(node.module).split(".")[0])
+    assert imported - names - set(sys.stdlib_module_names) - {"osd_hf"} == set()
+
+
+def test_dependencies_have_lower_and_upper_bounds():
+    requirements = [*PROJECT["dependencies"], *sum(PROJECT["optional-dependencies"].values(), [])]
+    unbounded = [r for r in requirements if not r.startswith("osd-hf[") and not re.search(r">=[\d.]+,<\d", r)]
+    assert unbounded == []
+
+
+def test_constraints_pin_every_dependency():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = {line.split("==")[0] for line in lines if line and not line.startswith("#")}
+    requirements = [*PROJECT["dependencies"], *sum(PROJECT["optional-dependencies"].values(), [])]
+    assert {re.split(r"[^\w-]", r)[0] for r in requirements if not r.startswith("osd-hf[")} <= pins
+    assert all(re.fullmatch(r"[a-z0-9-]+==[\w.]+", line) for line in lines if line and not line.startswith("#"))
+
+
+def test_the_changelog_knows_the_version():
+    assert f"## [{PROJECT['version']}]" in (ROOT / "CHANGELOG.md").read_text()
+    try:
+        assert metadata.version("osd-hf") == PROJECT["version"]
+    except metadata.PackageNotFoundError:
+        pytest.skip("osd-hf is not installed here")
