@@ -1,0 +1,206 @@
+"""
+Divergences between the target's stored distribution p and the draft's q, on K kept tokens and one tail.
+
+A row of log-probs has K + 1 outcomes: the kept tokens, then the mass of everything that was cut. Merging outcomes
+brings distributions closer, so no divergence here exceeds the dense one, and where nothing was cut the two are equal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from osd_hf.errors import ConfigError
+
+__all__ = ["DIVERGENCES", "divergence_loss", "generalized_jsd", "outcome_logprobs", "overlap"]
+
+LOG_ZERO = -100.0
+"""What a zero probability counts as: negligible as a weight, finite as a logarithm, in half precision too."""
+
+
+def _finite(logprobs: Tensor) -> Tensor:
+    # A clamp would also cut the gradient of a draft that is merely very wrong.
+    return logprobs.masked_fill(logprobs == -torch.inf, LOG_ZERO)
+
+
+def _kl(a: Tensor, b: Tensor) -> Tensor:
+    return (a.exp() * (a - b)).sum(-1)
+
+
+def forward_kl(p_logprobs: Tensor, q_logprobs: Tensor) -> Tensor:
+    """KL(p || q): the draft must cover the target."""
+    return _kl(_finite(p_logprobs), _finite(q_logprobs))
+
+
+def reverse_kl(p_logprobs: Tensor, q_logprobs: Tensor) -> Tensor:
+    """KL(q || p): the draft must stay where the target is."""
+    return _kl(_finite(q_logprobs), _finite(p_logprobs))
+
+
+def generalized_jsd(p_logprobs: Tensor, q_logprobs: Tensor, beta: float = 0.5) -> Tensor:
+    """
+    Generalized Jensen-Shannon divergence (equation 1 of arXiv 2306.13649, in TRL's convention)
+    `beta KL(p || m) + (1 - beta) KL(q || m)` with `m = beta p + (1 - beta) q`.
+
+    Args:
+        p_logprobs (`torch.Tensor` of shape `(..., K + 1)`): Log-probs of the target; `-inf` allowed.
+        q_logprobs (`torch.Tensor` of shape `(..., K + 1)`): Log-probs of the draft; `-inf` allowed.
+        beta (`float`, *optional*, defaults to 0.5): Weight of the target; 0 is the forward, 1 the reverse KL.
+
+    Returns:
+        `torch.Tensor` of shape `(...)`.
+
+    Raises:
+        ConfigError: `beta` is outside [0, 1].
+    """
+    if not 0 <= beta <= 1:
+        raise ConfigError(f"beta must be between 0 and 1, got {beta}")
+    if beta == 0:
+        return forward_kl(p_logprobs, q_logprobs)
+    if beta == 1:
+        return reverse_kl(p_logprobs, q_logprobs)
+    p, q = _finite(p_logprobs), _finite(q_logprobs)
+    m = torch.logaddexp(p + math.log(beta), q + math.log1p(-beta))
+    return beta * _kl(p, m) + (1 - beta) * _kl(q, m)
+
+
+def total_variation(p_logprobs: Tensor, q_logprobs: Tensor) -> Tensor:
+    """`1/2 sum |p - q|`: the chance that speculative sampling rejects a token drawn from q."""
+    return 0.5 * (p_logprobs.exp() - q_logprobs.exp()).abs().sum(-1)
+
+
+def neg_log_overlap(p_logprobs: Tensor, q_logprobs: Tensor) -> Tensor:
+    """`-log sum min(p, q)`: as total variation, but with a gradient that stays large where nothing overlaps yet."""
+    return -torch.minimum(_finite(p_logprobs), _finite(q_logprobs)).logsumexp(-1)
+
+
+def hard_label(p_logprobs: Tensor, q_logprobs: Tensor) -> Tensor:
+    """Cross-entropy on the target's likeliest kept token, which is what greedy verification compares with."""
+    label = p_logprobs[..., :-1].argmax(-1, keepdim=True)
+    return -_finite(q_logprobs).gather(-1, label).squeeze(-1)
+
+
+DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "forward_kl": forward_kl,
+    "reverse_kl": reverse_kl,
+    "jsd": generalized_jsd,
+    "total_variation": total_variation,
+    "neg_log_overlap": neg_log_overlap,
+    "hard_label": hard_label,
+}
+"""
+Each maps the log-probs of the target and of the draft, `(..., K + 1)` both with the tail last, to a loss `(...)` per
+position. `-inf` is allowed on both sides and counts as `exp(LOG_ZERO)`, so that values and gradients stay finite.
+"""
+
+
+def overlap(p_logprobs: Tensor, q_logprobs: Tensor) -> Tensor:
+    """
+    `sum min(p, q)`: the expected acceptance of each position under sampling (theorem 3.5 of arXiv 2211.17192).
+
+    Args:
+        p_logprobs (`torch.Tensor` of shape `(..., K + 1)`): Log-probs of the target; `-inf` allowed.
+        q_logprobs (`torch.Tensor` of shape `(..., K + 1)`): Log-probs of the draft; `-inf` allowed.
+
+    Returns:
+        `torch.Tensor` of shape `(...)`, between 0 and 1.
+    """
+    return torch.minimum(p_logprobs, q_logprobs).exp().sum(-1)
+
+
+class _OutcomeLogprobs(torch.autograd.Function):
+    """
+    Log-softmax of logits onto the kept tokens and the tail.
+
+    The tail is summed up itself, since `1 - sum(kept)` has no correct digit left where the kept tokens hold nearly all
+    of the mass. Either direction needs one dense temporary; in the backward it is the gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, ids: Tensor) -> Tensor:
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        kept = logits.gather(-1, ids).to(dtype)
+        rest = logits.to(dtype, copy=True).scatter_(-1, ids, -torch.inf)
+        peak = rest.amax(-1, keepdim=True).clamp_(min=torch.finfo(dtype).min)
+        tail = rest.sub_(peak).exp_().sum(-1, keepdim=True).log_() + peak
+        outcomes = torch.cat([kept, tail], -1)
+        logprobs = outcomes - outcomes.logsumexp(-1, keepdim=True)
+        ctx.save_for_backward(logits, ids, tail, logprobs)
+        return logprobs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        logits, ids, tail, logprobs = ctx.saved_tensors
+        # Log-softmax over the outcomes; the tail's share then goes to its tokens by their softmax within the tail.
+        grad = grad - logprobs.exp() * grad.sum(-1, keepdim=True)
+        dense = (logits - tail.clamp(min=torch.finfo(tail.dtype).min)).exp_().mul_(grad[..., -1:])
+        return dense.scatter_(-1, ids, grad[..., :-1]), None
+
+
+def outcome_logprobs(draft_logits: Tensor, top_ids: Tensor | None) -> Tensor:
+    """
+    The draft's log-probs of the kept tokens and of the tail.
+
+    Args:
+        draft_logits (`torch.Tensor` of shape `(N, V)`):
+            Logits of the draft, in any floating type; `-inf` allowed.
+        top_ids (`torch.Tensor` of shape `(N, K)`, int64, *optional*):
+            Distinct ids of the kept tokens; `None` keeps whole rows in vocabulary order.
+
+    Returns:
+        `torch.Tensor` of shape `(N, K + 1)`, float64 for float64 logits and float32 otherwise; the last column is the
+        tail, `-inf` where nothing was cut.
+    """
+    if top_ids is not None:
+        return cast(Tensor, _OutcomeLogprobs.apply(draft_logits, top_ids))  # type: ignore[no-untyped-call]
+    dtype = torch.promote_types(draft_logits.dtype, torch.float32)
+    return F.pad(draft_logits.log_softmax(-1, dtype=dtype), (0, 1), value=-torch.inf)
+
+
+def divergence_loss(
+    draft_logits: Tensor,
+    *,
+    top_ids: Tensor | None,
+    top_logprobs: Tensor,
+    tail_logprob: Tensor,
+    divergence: str = "forward_kl",
+    weights: Tensor | None = None,
+) -> Tensor:
+    """
+    Weighted mean over positions of a divergence between stored target rows and the draft.
+
+    Args:
+        draft_logits (`torch.Tensor` of shape `(N, V)`):
+            Logits of the draft at the stored positions.
+        top_ids (`torch.Tensor` of shape `(N, K)`, int64, *optional*):
+            Ids of the kept tokens; `None` where whole rows were kept, in vocabulary order (`K = V`).
+        top_logprobs (`torch.Tensor` of shape `(N, K)`):
+            The target's log-probs of the kept tokens; `-inf` allowed.
+        tail_logprob (`torch.Tensor` of shape `(N,)`):
+            Log of the target's mass outside of them; `-inf` where nothing was cut.
+        divergence (`str`, *optional*, defaults to `"forward_kl"`):
+            A key of `DIVERGENCES`.
+        weights (`torch.Tensor` of shape `(N,)`, *optional*):
+            Non-negative weight of each position; all equal by default.
+
+    Returns:
+        Scalar `torch.Tensor`: `sum(weights * loss) / sum(weights)`; 0, with zero gradients, where there is no weight.
+
+    Raises:
+        ConfigError: `divergence` is unknown.
+    """
+    if divergence not in DIVERGENCES:
+        raise ConfigError(f"divergence must be one of {', '.join(DIVERGENCES)}, got {divergence!r}")
+    q = outcome_logprobs(draft_logits, top_ids)
+    p = torch.cat([top_logprobs, tail_logprob[:, None]], -1).to(q)
+    losses = DIVERGENCES[divergence](p, q)
+    weights = torch.ones_like(losses) if weights is None else weights.to(losses)
+    total = weights.sum()
+    return (weights * losses).sum() / torch.where(total > 0, total, 1)

@@ -1,0 +1,93 @@
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from osd_hf.cost import best_k, expected_block_efficiency, expected_speedup
+from osd_hf.errors import ConfigError
+
+repeatable = settings(deadline=None, derandomize=True)
+alphas, costs, ks = st.floats(0, 1), st.floats(0, 2), st.integers(0, 20)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "k", "speedup"), [(0.6, 2, 1.96), (0.7, 3, 2.53), (0.8, 2, 2.44), (0.8, 5, 3.69), (0.9, 10, 6.86)]
+)
+def test_table_1_of_the_paper(alpha, k, speedup):
+    assert expected_speedup(alpha, k, 0) == pytest.approx(speedup, abs=0.005)  # arXiv 2211.17192
+
+
+@repeatable
+@given(st.floats(0, 0.999), ks, costs)
+def test_the_closed_forms(alpha, k, c):
+    block = (1 - alpha ** (k + 1)) / (1 - alpha)
+    assert expected_block_efficiency(alpha, k) == pytest.approx(block, rel=1e-9)
+    assert expected_speedup(alpha, k, c) == pytest.approx(block / (c * k + 1), rel=1e-9)
+
+
+@repeatable
+@given(ks, costs)
+def test_both_ends_of_alpha(k, c):
+    assert expected_block_efficiency(0, k) == 1
+    assert expected_block_efficiency(1, k) == k + 1
+    assert expected_block_efficiency(math.nextafter(1, 0), k) == pytest.approx(k + 1)
+    assert expected_speedup(0.7, 0, c) == 1
+
+
+def test_agrees_with_simulated_rounds():
+    rng = np.random.default_rng(0)
+    for alpha, k in [(0.3, 4), (0.6, 2), (0.9, 8)]:
+        accepted = np.cumprod(rng.random((200_000, k)) < alpha, axis=1).sum(axis=1)
+        emitted = accepted + 1  # the correction, or the bonus token
+        assert expected_block_efficiency(alpha, k) == pytest.approx(emitted.mean(), rel=0.01)
+
+
+@repeatable
+@given(alphas, alphas, ks, costs)
+def test_monotone(alpha, other, k, c):
+    low, high = sorted((alpha, other))
+    assert expected_block_efficiency(low, k) <= expected_block_efficiency(high, k)
+    assert expected_block_efficiency(alpha, k) <= expected_block_efficiency(alpha, k + 1)
+    assert expected_speedup(low, k, c) <= expected_speedup(high, k, c)
+    assert expected_speedup(alpha, k, c) >= expected_speedup(alpha, k, c + 0.1)
+    assert best_k(low, c) <= best_k(high, c)
+    assert best_k(alpha, c) >= best_k(alpha, c + 0.1)
+
+
+@repeatable
+@given(alphas, costs, st.integers(0, 25))
+def test_best_k_is_the_first_of_the_best(alpha, c, max_k):
+    speedups = [expected_speedup(alpha, k, c) for k in range(max_k + 1)]
+    assert best_k(alpha, c, max_k=max_k) == int(np.argmax(speedups))
+
+
+def test_best_k_at_the_edges():
+    assert best_k(0, 0) == 0  # a draft that is never right gains nothing even for free
+    assert best_k(1, 1) == 0 and best_k(0.99, 1) == 0  # nor does one as slow as the target
+    assert best_k(1, 0.99) == 32 and best_k(1, 0.5, max_k=7) == 7
+    assert best_k(0.5, 0.5) == 0 and best_k(0.5, 0.49) == 1  # one token pays from alpha > c
+    assert best_k(0.9, 0.1, max_k=0) == 0
+
+
+@pytest.mark.parametrize("alpha", [-0.01, 1.01, math.nan])
+def test_alpha_outside_its_range(alpha):
+    for f in (lambda: expected_block_efficiency(alpha, 3), lambda: best_k(alpha, 0.1)):
+        with pytest.raises(ConfigError, match="alpha must be between 0 and 1"):
+            f()
+
+
+@pytest.mark.parametrize("c", [-0.1, math.inf, math.nan])
+def test_c_outside_its_range(c):
+    with pytest.raises(ConfigError, match="c must be finite and at least 0"):
+        expected_speedup(0.5, 3, c)
+
+
+def test_k_outside_its_range():
+    with pytest.raises(ConfigError, match="k must be at least 0, got -1"):
+        expected_block_efficiency(0.5, -1)
+    with pytest.raises(ConfigError, match="max_k must be at least 0, got -1"):
+        best_k(0.5, 0.1, max_k=-1)
+    with pytest.raises(TypeError):
+        expected_block_efficiency(0.5, 2.5)

@@ -1,0 +1,245 @@
+import json
+import math
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from osd_hf.errors import ConfigError
+from osd_hf.metrics import AcceptanceStats, alpha_gain_interval
+from osd_hf.records import DraftRound, Trace
+
+repeatable = settings(deadline=None, derandomize=True, max_examples=50)
+
+
+def draft_round(drafted, accepted, emitted):
+    return DraftRound(np.zeros(drafted, np.int32), accepted, emitted)
+
+
+def request(accepted, examined):
+    """One request of which only alpha matters."""
+    return AcceptanceStats.from_counts(
+        drafted=examined, examined=examined, accepted=accepted, emitted=accepted + 1, target_forwards=1
+    )
+
+
+def requests(pairs):
+    return sum((request(*pair) for pair in pairs), AcceptanceStats())
+
+
+ROUNDS = [
+    draft_round(5, 5, 6),  # all accepted, and a bonus token
+    draft_round(5, 2, 3),  # a correction; two tokens behind it not examined
+    draft_round(0, 0, 1),  # nothing drafted
+    draft_round(5, 0, 1),  # corrected at once
+    draft_round(12, 12, 13),
+    draft_round(5, 2, 2),  # the answer ended inside the accepted tokens: nothing was rejected
+]
+
+rounds_strategy = st.lists(
+    st.integers(0, 6).flatmap(
+        lambda drafted: st.integers(0, drafted).map(lambda accepted: draft_round(drafted, accepted, accepted + 1))
+    ),
+    max_size=6,
+).map(AcceptanceStats.from_rounds)
+
+
+def test_counts_of_rounds():
+    stats = AcceptanceStats.from_rounds(ROUNDS)
+    assert (stats.drafted, stats.examined, stats.accepted) == (32, 5 + 3 + 0 + 1 + 12 + 2, 21)
+    assert (stats.emitted, stats.target_forwards, stats.num_requests) == (26, 6, 1)
+    assert stats.accepted_length_histogram == {0: 1, 2: 2, 5: 1, 12: 1}
+    assert stats.alpha == stats.acceptance_rate == 21 / 23
+    assert stats.block_efficiency == 26 / 6
+    assert all(isinstance(n, int) for n in (stats.drafted, stats.examined, stats.accepted, stats.emitted))
+
+
+def trace(rounds, completion):
+    nothing = np.zeros((completion, 0), np.float16)
+    ids = np.zeros(completion, np.int32)
+    return Trace(ids, ids, tuple(rounds), nothing, nothing.astype(np.uint16), np.zeros(completion, np.float32), 8)
+
+
+def test_a_trace_counts_as_its_rounds_and_a_target_only_one_takes_a_forward_a_token():
+    assert AcceptanceStats.from_trace(trace(ROUNDS, 26)) == AcceptanceStats.from_rounds(ROUNDS)
+    alone = AcceptanceStats.from_trace(trace([], 7))
+    assert (alone.emitted, alone.target_forwards, alone.block_efficiency, alone.drafted) == (7, 7, 1, 0)
+    assert math.isnan(alone.alpha) and alone.num_requests == 1
+
+
+def test_without_requests_the_ratios_are_nan():
+    stats = AcceptanceStats()
+    assert stats.num_requests == 0
+    assert all(math.isnan(x) for x in (stats.alpha, stats.block_efficiency, *stats.alpha_interval))
+
+
+def test_always_and_never_accepted():
+    k = 4
+    always, never = draft_round(k, k, k + 1), draft_round(k, 0, 1)
+    assert AcceptanceStats.from_rounds([always] * 3).alpha == 1.0
+    assert AcceptanceStats.from_rounds([always] * 3).block_efficiency == k + 1
+    assert AcceptanceStats.from_rounds([never] * 3).alpha == 0.0
+    assert AcceptanceStats.from_rounds([never] * 3).block_efficiency == 1
+
+
+def test_expectations_may_be_fractions():
+    half = AcceptanceStats.from_counts(
+        drafted=5, examined=2.5, accepted=1.75, emitted=2.75, target_forwards=1, accepted_length_histogram={1: 0.5}
+    )
+    both = half + AcceptanceStats.from_rounds(ROUNDS)
+    assert both.examined == 25.5 and both.accepted == 22.75
+    assert both.accepted_length_histogram == {0: 1, 1: 0.5, 2: 2, 5: 1, 12: 1}
+    np.testing.assert_array_equal(both.requests, [[2.5, 1.75], [23, 21]])
+
+
+# --- adding up
+
+
+@repeatable
+@given(rounds_strategy, rounds_strategy, rounds_strategy)
+def test_addition_is_that_of_counts(a, b, c):
+    before = json.dumps([a.to_dict(), b.to_dict()])
+    total = a + b
+    assert json.dumps([a.to_dict(), b.to_dict()]) == before
+    for name in ("drafted", "examined", "accepted", "emitted", "target_forwards", "num_requests"):
+        assert getattr(total, name) == getattr(a, name) + getattr(b, name)
+    assert sum(total.accepted_length_histogram.values()) == sum(
+        sum(x.accepted_length_histogram.values()) for x in (a, b)
+    )
+    assert (a + b) + c == a + (b + c) == sum([a, b, c])
+    assert a + AcceptanceStats() == a == AcceptanceStats() + a
+
+
+def test_only_stats_add_up():
+    with pytest.raises(TypeError):
+        AcceptanceStats() + 1
+    with pytest.raises(TypeError):
+        1 + AcceptanceStats()
+
+
+def test_equality_sees_counts_and_requests():
+    assert requests([(1, 2), (3, 4)]) == requests([(1, 2), (3, 4)])
+    assert requests([(1, 2), (3, 4)]) != requests([(3, 4), (1, 2)])
+    assert requests([(1, 2), (3, 4)]) != requests([(2, 3), (2, 3)])
+    assert AcceptanceStats(emitted=1) != AcceptanceStats(emitted=2)
+    assert AcceptanceStats() != 0
+
+
+def test_nothing_can_be_changed():
+    histogram = {2: 1}
+    stats = AcceptanceStats.from_counts(
+        drafted=2, examined=2, accepted=2, emitted=3, target_forwards=1, accepted_length_histogram=histogram
+    )
+    histogram[2] = 9
+    assert stats.accepted_length_histogram == {2: 1}
+    with pytest.raises(AttributeError):
+        stats.drafted = 3
+    with pytest.raises(ValueError, match="read-only"):
+        stats.requests[0, 0] = 3
+
+
+# --- intervals
+
+
+def test_the_interval_holds_the_truth_as_often_as_it_says():
+    """Requests differ in difficulty, so that counting tokens as independent would cover far less."""
+    rng = np.random.default_rng(0)
+    truth, hits, naive_hits, trials = 0.5, 0, 0, 300
+    for _ in range(trials):
+        rates, examined = rng.beta(2, 2, size=60), 50
+        pairs = np.stack([np.full(60, examined), rng.binomial(examined, rates)], axis=1)
+        stats = AcceptanceStats(examined=pairs[:, 0].sum(), accepted=pairs[:, 1].sum(), requests=pairs)
+        low, high = stats.alpha_interval
+        hits += low <= truth <= high
+        naive_hits += abs(stats.alpha - truth) <= 1.96 * math.sqrt(0.25 / 3000)
+    assert 0.90 <= hits / trials <= 0.98
+    assert naive_hits / trials < 0.7
+
+
+def test_the_interval_weighs_requests_by_their_tokens_and_is_repeatable():
+    stats = requests([(1, 2), (90, 100), (3, 10), (40, 60)] * 10)
+    low, high = stats.alpha_interval
+    assert low < stats.alpha < high
+    rng = np.random.default_rng(1)
+    drawn = stats.requests[rng.integers(40, size=(20_000, 40))].sum(axis=1)
+    np.testing.assert_allclose([low, high], np.quantile(drawn[:, 1] / drawn[:, 0], [0.025, 0.975]), atol=0.01)
+    again = requests([(1, 2), (90, 100), (3, 10), (40, 60)] * 10)
+    assert again.alpha_interval == (low, high)
+
+
+def test_the_interval_of_equal_requests_of_one_and_of_unexamined_ones():
+    assert requests([(3, 4)] * 5).alpha_interval == (0.75, 0.75)
+    for pairs in ([(3, 4)], [(0, 0), (0, 0)]):
+        assert all(math.isnan(x) for x in requests(pairs).alpha_interval)
+    assert requests([(0, 9), (9, 9)]).alpha_interval == (0, 1)
+    low, high = requests([(0, 0), (1, 1), (0, 0)]).alpha_interval
+    assert (low, high) == (1, 1)  # resamples that examined nothing say nothing
+
+
+def test_many_requests_are_resampled_in_bounded_blocks():
+    pairs = np.tile([[10, 4], [10, 8]], (2000, 1))
+    stats = AcceptanceStats(examined=40_000, accepted=24_000, requests=pairs)
+    low, high = stats.alpha_interval
+    assert low == pytest.approx(0.6 - 1.96 * 0.2 / math.sqrt(4000), abs=6e-4)
+    assert high == pytest.approx(0.6 + 1.96 * 0.2 / math.sqrt(4000), abs=6e-4)
+
+
+def test_the_gain_is_paired_by_request():
+    rng = np.random.default_rng(2)
+    rates = rng.uniform(0.1, 0.8, size=20)
+    before = requests([(round(100 * r), 100) for r in rates])
+    after = requests([(round(100 * r) + 10, 100) for r in rates])
+    low, high = alpha_gain_interval(before, after)
+    assert low == pytest.approx(0.1) and high == pytest.approx(0.1)  # every request gained as much
+    assert after.alpha_interval[0] < before.alpha_interval[1]  # which the single intervals cannot show
+    assert alpha_gain_interval(after, before) == pytest.approx((-0.1, -0.1))
+    assert alpha_gain_interval(before, before) == (0, 0)
+
+
+def test_the_gain_is_between_the_alphas():
+    rng = np.random.default_rng(3)
+    before, after = (requests([(rng.binomial(n, a), n) for n in rng.integers(5, 90, 60)]) for a in (0.4, 0.6))
+    low, high = alpha_gain_interval(before, after)
+    assert low < after.alpha - before.alpha < high
+    assert 0.1 < low < high < 0.3
+
+
+def test_the_gain_needs_the_same_requests():
+    with pytest.raises(ConfigError, match="same requests in the same order, got 1 and 2"):
+        alpha_gain_interval(request(1, 2), requests([(1, 2), (1, 2)]))
+
+
+# --- out and in again
+
+
+@pytest.mark.parametrize("stats", [AcceptanceStats(), AcceptanceStats.from_rounds(ROUNDS), requests([(1, 2), (2, 2)])])
+def test_round_trip_through_json_and_pickle(stats):
+    data = json.loads(json.dumps(stats.to_dict(), allow_nan=False))
+    assert AcceptanceStats.from_dict(data) == stats
+    assert AcceptanceStats.from_dict(data).requests.dtype == stats.requests.dtype
+    assert AcceptanceStats.from_dict(data) + stats == stats + stats
+    assert list(AcceptanceStats.from_dict(data).accepted_length_histogram) == list(stats.accepted_length_histogram)
+    assert pickle.loads(pickle.dumps(stats)) == stats
+
+
+def test_the_report_says_what_follows_from_the_counts():
+    data = requests([(1, 2), (2, 2)]).to_dict()
+    assert data["alpha"] == 0.75 and data["block_efficiency"] == 2.5 and len(data["alpha_interval"]) == 2
+    empty = AcceptanceStats().to_dict()
+    assert empty["alpha"] is empty["alpha_interval"] is empty["block_efficiency"] is None
+
+
+def test_numpy_counts_become_plain_ones():
+    n = np.int64(3)
+    stats = AcceptanceStats.from_counts(
+        drafted=n, examined=n, accepted=n, emitted=n, target_forwards=n, accepted_length_histogram={n: n}
+    )
+    assert AcceptanceStats.from_dict(json.loads(json.dumps(stats.to_dict()))) == stats
+
+
+def test_repr_reads_well():
+    assert repr(requests([(3, 4)] * 5)) == "alpha 0.750 [0.750, 0.750], 4.00 tokens per target forward, 5 requests"
+    assert str(request(3, 4)) == "alpha 0.750, 4.00 tokens per target forward, 1 request"
+    assert repr(AcceptanceStats()) == "alpha nan, nan tokens per target forward, 0 requests"
