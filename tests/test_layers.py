@@ -24,6 +24,8 @@ LAYERS = {
     "config": 1,
     # what is kept, and what any draft makes of it
     "store": 2,
+    "shards": 2,
+    "tables": 2,
     "forcing": 2,
     "replay": 2,
     # touching transformers, the bundled pair, streams of prompts

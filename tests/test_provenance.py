@@ -1,0 +1,88 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from osd_hf import provenance as module
+from osd_hf.provenance import provenance
+
+
+def test_is_ready_for_json_and_carries_the_extra_entries() -> None:
+    result = provenance(
+        seed=np.int64(3), device="cpu", share=np.float32(0.5), ks=(1, 2), path=Path("a.json"), none=None
+    )
+    assert json.loads(json.dumps(result)) == result
+    assert (result["seed"], result["device"], result["share"]) == (3, "cpu", 0.5)
+    assert (result["ks"], result["path"], result["none"]) == ([1, 2], "a.json", None)
+    assert {"command", "commit", "date", "python", "torch", "transformers", "osd_hf", "processor", "cpu_count"} <= {
+        *result
+    }
+    assert result["date"].endswith("+00:00")
+    assert result["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert result["processor"]
+
+
+@pytest.mark.parametrize(
+    ("argument", "kept"),
+    [
+        ("{cwd}/results/a.json", "results/a.json"),
+        ("--out={cwd}/results/a.json", "--out=results/a.json"),
+        ("results/a.json", "results/a.json"),
+        ("/home/someone/b.json", "b.json"),
+        ("/home/some one/b.json", "'b.json'"),
+        ("--out=/home/someone/b.json", "--out=b.json"),
+        ("x=/home/someone/b,/home/someone/c", "x=b,c"),
+        ("~/b.json", "b.json"),
+        ("../../someone/b.json", "b.json"),
+        ("file:///home/someone/b.json", "b.json"),
+        ("owner/name", "owner/name"),
+        ("https://host/owner/name", "https://host/owner/name"),
+        ("--k=5", "--k=5"),
+        ("-", "-"),
+        ("a b", "'a b'"),
+    ],
+)
+def test_the_command_shows_no_folder_of_the_machine(
+    argument: str, kept: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["/opt/env/bin/osd-hf", "run", argument.format(cwd=tmp_path)])
+    assert provenance()["command"] == f"osd-hf run {kept}".replace("'b.json'", "b.json")
+
+
+def test_the_commit_is_that_of_the_packages_checkout(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=n", "-c", "user.email=e@example.com", "-c", "commit.gpgsign=false"]
+        command = ["git", *identity, *arguments]
+        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
+
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "a.py").write_text("")
+    assert module._commit(package) is None  # no checkout
+    git("init", "-q")
+    assert module._commit(package) is None  # not tracked: an environment inside somebody's checkout
+    git("add", ".")
+    assert module._commit(package) is None  # nothing committed yet
+    git("commit", "-qm", "first")
+    commit = git("rev-parse", "--short", "HEAD")
+    assert module._commit(package) == commit
+    (tmp_path / "result.json").write_text("{}")
+    assert module._commit(package) == commit
+    (package / "a.py").write_text("changed = True")
+    assert module._commit(package) == f"{commit}-dirty"
+
+
+def test_works_without_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert provenance()["commit"] is None
+
+
+def test_a_package_that_is_not_installed_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PACKAGES", ("torch", "no-such-package-here"))
+    result = provenance()
+    assert result["no-such-package-here"] is None
+    assert result["torch"]

@@ -1,0 +1,870 @@
+import contextlib
+import errno
+import functools
+import inspect
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from osd_hf import shards as folder_module
+from osd_hf import store as module
+from osd_hf import tables
+from osd_hf.errors import ConfigError, DataError, StoreError
+from osd_hf.records import DraftRound, Trace, ids_dtype
+from osd_hf.store import CorrectionStore, table_to_traces, traces_to_table
+
+posix = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals, forks or locks")
+
+
+class Clock:
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_trace(time: float, *, positions: int = 12, kept: int = 8, domain: str | None = None) -> Trace:
+    """A trace that `time` identifies: `draft_version` is its whole part."""
+    rng = np.random.default_rng(int(time))
+    rounds = tuple(DraftRound(rng.integers(0, 100, 5).astype(np.int32), 1, 2) for _ in range(positions // 2))
+    return Trace(
+        prompt_ids=rng.integers(0, 100, 7).astype(np.int32),
+        completion_ids=rng.integers(0, 100, positions).astype(np.int32),
+        rounds=rounds,
+        top_logits=-np.sort(rng.exponential(3.0, (positions, kept)), axis=1).astype(np.float16),
+        top_ids=rng.integers(0, 100, (positions, kept)).astype(np.uint16),
+        tail_logprob=-rng.exponential(3.0, positions).astype(np.float32),
+        vocab_size=100,
+        domain=domain,
+        draft_version=int(time),
+        sampling={"max_new_tokens": positions},
+        created_at_seconds=time,
+    )
+
+
+def versions(traces: Iterable[Trace]) -> list[int]:
+    return [t.draft_version for t in traces]
+
+
+def bits(value: Any) -> Any:
+    """Something that compares equal only where every bit, shape and type does."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, Trace | DraftRound):
+        return tuple(bits(getattr(value, name)) for name in value.__slots__)
+    return tuple(map(bits, value)) if isinstance(value, tuple) else value
+
+
+def shards(path: Path) -> list[Path]:
+    return sorted(path.glob("*/*.parquet"))
+
+
+def unfinished(path: Path) -> list[Path]:
+    return sorted(path.glob("*/.*.tmp"))
+
+
+def bytes_on_disk(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+@pytest.fixture
+def load_dataset(tmp_path: Path) -> Callable[..., Any]:
+    import datasets
+
+    def load(folder: Path) -> Any:
+        datasets.disable_progress_bars()
+        return datasets.load_dataset(
+            "parquet", data_files=f"{folder}/*/*.parquet", split="train", cache_dir=str(tmp_path / "cache")
+        )
+
+    return load
+
+
+# Round trips
+
+
+def int32s(size: int | st.SearchStrategy[int]) -> st.SearchStrategy[Any]:
+    return hnp.arrays(np.int32, size)
+
+
+def float32s(size: int) -> st.SearchStrategy[Any]:
+    return hnp.arrays(np.uint32, size).map(lambda a: a.view(np.float32))  # NaNs with payloads and infinities too
+
+
+@st.composite
+def draft_rounds(draw: st.DrawFn) -> DraftRound:
+    drafted, examined = draw(st.integers(0, 4)), draw(st.integers(0, 4))
+    p, q = (draw(st.none() | float32s(examined)) for _ in "pq")
+    return DraftRound(draw(int32s(drafted)), draw(st.integers(0, 4)), draw(st.integers(0, 5)), p, q)
+
+
+@st.composite
+def all_traces(draw: st.DrawFn) -> Trace:
+    positions, kept = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    vocab_size = draw(st.sampled_from([5, 1 << 16, (1 << 16) + 1, 152064]))
+    ids_shape = (positions, draw(st.sampled_from([0, kept])))
+    json_values = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+    return Trace(
+        prompt_ids=draw(int32s(st.integers(0, 4))),
+        completion_ids=draw(int32s(positions)),
+        rounds=tuple(draw(st.lists(draft_rounds(), max_size=3))),
+        top_logits=draw(hnp.arrays(np.uint16, (positions, kept))).view(np.float16),
+        top_ids=draw(hnp.arrays(ids_dtype(vocab_size), ids_shape, elements=st.integers(0, vocab_size - 1))),
+        tail_logprob=draw(float32s(positions)),
+        vocab_size=vocab_size,
+        decoder_prompt_ids=draw(st.none() | int32s(st.integers(0, 3))),
+        domain=draw(st.none() | st.text(st.characters(codec="utf-8"))),
+        draft_version=draw(st.integers(0, (1 << 31) - 1)),
+        sampling=draw(st.dictionaries(st.text(), json_values | st.lists(json_values, max_size=2), max_size=2)),
+        created_at_seconds=draw(st.floats(allow_nan=False, allow_infinity=False)),
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(all_traces(), max_size=4), st.integers(0, 3))
+def test_a_table_keeps_every_bit(traces: list[Trace], start: int) -> None:
+    table = traces_to_table(traces)
+    assert table.schema.equals(tables.SCHEMA)
+    table.validate(full=True)
+    assert bits(tuple(table_to_traces(table))) == bits(tuple(traces))
+    assert bits(tuple(table_to_traces(table.slice(start)))) == bits(tuple(traces[start:]))
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(all_traces(), min_size=1, max_size=5))
+def test_a_folder_keeps_every_bit(tmp_path_factory: pytest.TempPathFactory, traces: list[Trace]) -> None:
+    path = tmp_path_factory.mktemp("store")
+    traces = sorted(traces, key=lambda t: t.created_at_seconds)
+    with CorrectionStore(path) as store:
+        for trace in traces:
+            store.append(trace)
+        assert bits(tuple(store)) == bits(tuple(traces))
+    assert bits(tuple(CorrectionStore(path))) == bits(tuple(traces))
+
+
+def test_traces_own_their_writable_arrays() -> None:
+    for trace in table_to_traces(traces_to_table([make_trace(i) for i in range(3)])):
+        for array in [
+            trace.prompt_ids,
+            trace.top_logits,
+            trace.top_ids,
+            trace.tail_logprob,
+            trace.rounds[1].drafted_ids,
+        ]:
+            owner = array if array.base is None else array.base
+            assert isinstance(owner, np.ndarray)
+            assert owner.base is None
+            assert owner.nbytes == array.nbytes
+            assert array.flags.writeable
+
+
+def test_a_table_is_cut_into_batches_that_arrow_can_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    traces = [make_trace(i) for i in range(10)]
+    monkeypatch.setattr(tables, "TABLE_BYTES", 3 * traces[0].nbytes)
+    table = traces_to_table(traces)
+    assert [batch.num_rows for batch in table.to_batches()] == [3, 3, 3, 1]
+    assert bits(tuple(table_to_traces(table))) == bits(tuple(traces))
+
+
+def test_settings_that_json_does_not_know_are_written_as_what_it_knows() -> None:
+    trace = make_trace(1)
+    sampling = {"ids": np.array([1, 2]), "bias": {(1, 2): np.float32(0.5)}, "stop": {"a"}, "type": np.float32}
+    written = Trace(**{**{n: getattr(trace, n) for n in trace.__slots__}, "sampling": sampling})
+    read = table_to_traces(traces_to_table([written]))[0].sampling
+    assert read == {"ids": [1, 2], "bias": [[[1, 2], 0.5]], "stop": ["a"], "type": "<class 'numpy.float32'>"}
+
+
+def test_a_table_without_the_columns_is_refused() -> None:
+    with pytest.raises(StoreError, match="lacks .*prompt_ids"):
+        table_to_traces(pa.table({"text": ["a"]}))
+    wrong = traces_to_table([]).set_column(0, "prompt_ids", pa.array([], pa.struct([("a", pa.int32())])))
+    with pytest.raises(StoreError, match="holds no traces"):
+        table_to_traces(wrong)
+    column = pa.array([[None]], pa.list_(pa.int32()))
+    with pytest.raises(StoreError, match="holds no traces: a null"):
+        table_to_traces(traces_to_table([make_trace(1)]).set_column(0, "prompt_ids", column))
+
+
+# Appending and reading, in memory and on disk
+
+
+@pytest.fixture(params=["memory", "disk"])
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
+    return tmp_path / "store" if request.param == "disk" else None
+
+
+def test_iterates_oldest_first_and_counts(path: Path | None) -> None:
+    store = CorrectionStore(path, flush_every=3)
+    assert (len(store), list(store)) == (0, [])
+    for time in [5, 1, 4, 2, 3, 9, 7, 8]:
+        store.append(make_trace(time))
+    assert versions(store) == [1, 2, 3, 4, 5, 7, 8, 9]
+    assert len(store) == 8
+    store.flush()
+    assert versions(store) == [1, 2, 3, 4, 5, 7, 8, 9]
+
+
+def test_traces_of_one_moment_stay_in_the_order_of_appending(path: Path | None) -> None:
+    store = CorrectionStore(path, flush_every=3)
+    for i in range(8):
+        store.append(make_trace(i + 0.5))
+    same_time = [Trace(**{**{n: getattr(t, n) for n in t.__slots__}, "created_at_seconds": 1.0}) for t in store]
+    store = CorrectionStore(path and path.with_name("same"), flush_every=3)
+    for trace in same_time:
+        store.append(trace)
+    assert versions(store) == list(range(8))
+
+
+def test_a_sample_has_different_traces_evenly(path: Path | None) -> None:
+    store = CorrectionStore(path, flush_every=4)
+    for i in range(10):
+        store.append(make_trace(i))
+    assert sorted(versions(store.sample(10, rng=0))) == list(range(10))
+    assert sorted(versions(store.sample(99, rng=0))) == list(range(10))
+    assert store.sample(0) == []
+    assert len(set(versions(store.sample(4)))) == 4
+    assert versions(store.sample(4, rng=3)) == versions(store.sample(4, rng=np.random.default_rng(3)))
+    rng = np.random.default_rng(0)
+    counts = np.bincount([v for _ in range(500) for v in versions(store.sample(3, rng=rng))], minlength=10)
+    assert counts.min() > 110  # 150 each, standard deviation 10
+    assert counts.max() < 190
+
+
+def test_a_sample_keeps_to_a_domain_and_to_the_newest(path: Path | None) -> None:
+    store = CorrectionStore(path, flush_every=4)
+    for i in range(10):
+        store.append(make_trace(i, domain="even" if i % 2 == 0 else None))
+    assert sorted(versions(store.sample(99, domain="even"))) == [0, 2, 4, 6, 8]
+    assert sorted(versions(store.sample(99, newest=3))) == [7, 8, 9]
+    assert sorted(versions(store.sample(99, newest=2, domain="even"))) == [6, 8]
+    assert store.sample(99, newest=0) == []
+    assert store.sample(3, domain="odd") == []
+    for arguments in [{"n": -1}, {"n": 1, "newest": -1}]:
+        with pytest.raises(ConfigError, match="must not be negative, got -1"):
+            store.sample(**arguments)
+
+
+def test_the_dataset_has_the_columns_of_the_shards(tmp_path: Path, load_dataset: Callable[..., Any]) -> None:
+    import datasets
+
+    store = CorrectionStore(tmp_path / "store", flush_every=3)
+    traces = [make_trace(time) for time in [5, 1, 4, 2, 3, 9, 7]]
+    for trace in traces:
+        store.append(trace)
+    dataset = store.to_dataset()
+    assert isinstance(dataset, datasets.Dataset)
+    assert dataset["draft_version"] == [1, 2, 3, 4, 5, 7, 9]
+    assert bits(tuple(table_to_traces(dataset.data.table))) == bits(tuple(store))
+    store.flush()
+    loaded = load_dataset(tmp_path / "store")
+    assert loaded.features == dataset.features
+    assert str(loaded.features["top_logits"].feature.feature.dtype) == "float16"
+    read = sorted(table_to_traces(loaded.data.table), key=lambda t: t.created_at_seconds)
+    assert bits(tuple(read)) == bits(tuple(store))
+    assert loaded[0]["top_logits"] == next(iter(store)).top_logits.tolist()
+    memory = CorrectionStore()
+    assert memory.to_dataset().column_names == dataset.column_names
+    memory.append(next(iter(store)))
+    assert memory.to_dataset()[0] == loaded[0]
+
+
+def test_the_same_row_group_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_module, "GROUP_BYTES", 3 * make_trace(0).nbytes)
+    with CorrectionStore(tmp_path) as store:
+        for i in range(9):
+            store.append(make_trace(i))
+    assert pq.read_metadata(shards(tmp_path)[0]).num_row_groups == 3
+    store = CorrectionStore(tmp_path)
+    reads = []
+    read = folder_module.table_to_traces
+    monkeypatch.setattr(folder_module, "table_to_traces", lambda table: reads.append(table.num_rows) or read(table))
+    assert versions(store) == list(range(9))
+    assert reads == [3, 3, 3]
+    store.sample(9)
+    assert reads == [3, 3, 3]
+    monkeypatch.setattr(folder_module, "CACHE_BYTES", 1)
+    for i in range(9):
+        assert len(store.sample(1, rng=i)) == 1
+    assert len(store._folder.cache) <= 3  # type: ignore[union-attr]
+    store._folder.forget_cache()  # type: ignore[union-attr]
+    assert versions(store) == list(range(9))
+    assert len(store._folder.cache) == 1  # type: ignore[union-attr]
+
+
+def broken(**fields: Any) -> Trace:
+    trace = make_trace(1)
+    return Trace(**{**{n: getattr(trace, n) for n in trace.__slots__}, **fields})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_logits": np.zeros((3, 8), np.float16)},
+        {"top_logits": np.zeros((12, 8), np.float32)},
+        {"top_ids": np.zeros((12, 7), np.uint16)},
+        {"top_ids": np.zeros((12, 8), np.float32)},
+        {"tail_logprob": np.zeros(11, np.float32)},
+        {"tail_logprob": np.zeros(12, np.float64)},
+        {"prompt_ids": np.zeros(3)},
+        {"prompt_ids": np.zeros((1, 3), np.int32)},
+        {"decoder_prompt_ids": np.zeros(3)},
+        {"rounds": (DraftRound(np.zeros(2), 0, 1),)},  # type: ignore[arg-type]
+        {"rounds": (DraftRound(np.zeros(2, np.int32), 0, 1, np.zeros(1), None),)},  # type: ignore[arg-type]
+        {"created_at_seconds": float("nan")},
+        {"domain": "\ud800"},
+    ],
+)
+def test_a_trace_that_could_not_be_written_is_refused_at_once(path: Path | None, fields: dict[str, Any]) -> None:
+    store = CorrectionStore(path)
+    with pytest.raises(DataError):
+        store.append(broken(**fields))
+    store.append(make_trace(2))
+    store.flush()
+    assert versions(store) == [2]
+
+
+# Limits
+
+
+def test_memory_keeps_the_newest_within_its_bytes() -> None:
+    size = make_trace(0).nbytes
+    store = CorrectionStore(max_bytes=3 * size)
+    for i in [4, 0, 1, 2, 3]:
+        store.append(make_trace(i))
+        assert store.nbytes <= 3 * size
+    assert versions(store) == [2, 3, 4]
+    assert store.nbytes == 3 * size
+
+
+def test_a_folder_stays_within_its_bytes_and_keeps_the_newest(tmp_path: Path) -> None:
+    max_bytes = 150_000
+    store = CorrectionStore(tmp_path, max_bytes=max_bytes, flush_every=5)
+    for i in range(120):
+        store.append(make_trace(i, kept=32))
+        assert bytes_on_disk(tmp_path) + store.nbytes - store._folder.nbytes <= max_bytes  # type: ignore[union-attr]
+        assert store.nbytes <= max_bytes
+    kept = versions(store)
+    assert kept == list(range(kept[0], 120))
+    assert kept[0] > 0
+    assert store.nbytes > max_bytes * 2 / 3
+
+
+def test_the_unflushed_tail_counts(tmp_path: Path) -> None:
+    size = make_trace(0).nbytes
+    store = CorrectionStore(tmp_path, max_bytes=100 * size)
+    before = store.nbytes
+    store.append(make_trace(0))
+    assert store.nbytes == before + size
+    assert shards(tmp_path) == []
+    for i in range(1, 20):
+        store.append(make_trace(i))
+    assert shards(tmp_path) != []  # a shard is at most an eighth of the store
+
+
+def test_a_limit_below_one_trace_keeps_nothing_and_says_so(
+    path: Path | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = CorrectionStore(path, max_bytes=200)
+    store.append(make_trace(1))
+    store.flush()
+    assert list(store) == []
+    assert store.nbytes <= 200
+    assert "no room for a single trace" in caplog.text
+
+
+def test_a_writer_deletes_the_oldest_shards_of_others(tmp_path: Path) -> None:
+    old, new = CorrectionStore(tmp_path), CorrectionStore(tmp_path)
+    for i in range(3):
+        old.append(make_trace(i))
+    old.flush()
+    for i in range(3, 6):
+        new.append(make_trace(i))
+    new.flush()
+    one = shards(tmp_path)[0].stat().st_size
+    bounded = CorrectionStore(tmp_path, max_bytes=2 * one + 2000)
+    bounded.append(make_trace(6))
+    bounded.flush()
+    assert versions(bounded) == versions(old) == versions(new) == [3, 4, 5, 6]
+
+
+def test_age_is_counted_from_the_creation(path: Path | None) -> None:
+    clock = Clock(100.0)
+    store = CorrectionStore(path, max_age_seconds=80, flush_every=3, clock=clock)
+    store.append(make_trace(19))
+    assert len(store) == 0
+    for time in [20, 30, 40, 50, 60]:
+        store.append(make_trace(time))
+    assert versions(store) == [20, 30, 40, 50, 60]
+    clock.now = 111.0
+    assert versions(store) == [40, 50, 60]
+    assert sorted(versions(store.sample(9))) == [40, 50, 60]
+    assert store.to_dataset()["draft_version"] == [40, 50, 60]
+    assert len(store) == 3
+    store.append(make_trace(111))
+    assert versions(store) == [40, 50, 60, 111]
+    clock.now = 1000.0
+    store.flush()
+    assert store.nbytes == CorrectionStore(path).nbytes  # nothing but the marker
+
+
+def test_nothing_older_than_the_limit_is_left_on_disk(tmp_path: Path) -> None:
+    clock = Clock()
+    store = CorrectionStore(tmp_path, max_age_seconds=40, flush_every=1000, clock=clock)
+    oldest = functools.cache(lambda shard: min(pq.read_table(shard)["draft_version"].to_pylist()))
+    for time in range(100):
+        clock.now = float(time)
+        store.append(make_trace(time, positions=2))
+        assert all(time - oldest(shard) <= 40 for shard in shards(tmp_path))
+        assert len(store) >= min(time, 40 - 5)  # a shard spans an eighth of the age
+
+
+def test_limits_must_be_positive() -> None:
+    for limits in [{"max_bytes": 0}, {"max_age_seconds": -1.0}, {"flush_every": 0}]:
+        with pytest.raises(ConfigError, match=f"{next(iter(limits))} must be positive"):
+            CorrectionStore(**limits)  # type: ignore[arg-type]
+
+
+# Flushing and closing
+
+
+def test_a_tail_is_flushed_when_it_is_long_or_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CorrectionStore(tmp_path, flush_every=3)
+    store.append(make_trace(0))
+    store.append(make_trace(1))
+    assert len(CorrectionStore(tmp_path)) == 0
+    store.append(make_trace(2))
+    assert len(CorrectionStore(tmp_path)) == 3
+    monkeypatch.setattr(module, "FLUSH_BYTES", 2 * make_trace(0).nbytes)
+    store = CorrectionStore(tmp_path)
+    for i in range(3, 6):
+        store.append(make_trace(i))
+    assert len(CorrectionStore(tmp_path)) == 5
+
+
+def test_closing_flushes_and_ends_appending_but_not_reading(path: Path | None) -> None:
+    with CorrectionStore(path) as store:
+        store.append(make_trace(1))
+    store.close()
+    assert versions(store) == [1]
+    with pytest.raises(StoreError, match="closed"):
+        store.append(make_trace(2))
+    assert versions(store) == [1]
+
+
+def test_a_relative_path_outlives_a_change_of_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = CorrectionStore("store")
+    monkeypatch.chdir("/")
+    store.append(make_trace(1))
+    store.flush()
+    assert len(shards(tmp_path / "store")) == 1
+
+
+def test_closing_quietly_reports_what_is_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = CorrectionStore(tmp_path / "store")
+    store.append(make_trace(1))
+    shutil.rmtree(tmp_path / "store")
+    del store
+    assert "1 traces were lost: cannot write" in caplog.text
+
+
+def test_a_forgotten_store_is_flushed(tmp_path: Path) -> None:
+    store = CorrectionStore(tmp_path)
+    store.append(make_trace(1))
+    del store
+    assert versions(CorrectionStore(tmp_path)) == [1]
+
+
+# Children start sooner without the rest of the package and of this file.
+CHILD = """
+import sys, types
+from collections.abc import Iterable
+from pathlib import Path
+import numpy as np
+package = types.ModuleType("osd_hf")
+package.__path__ = [sys.argv[2]]
+sys.modules["osd_hf"] = package
+from osd_hf import store as module
+from osd_hf.records import DraftRound, Trace
+from osd_hf.store import CorrectionStore
+path = Path(sys.argv[1])
+"""
+
+
+def start(code: str, path: Path) -> subprocess.Popen[str]:
+    code = "\n".join(
+        [CHILD, inspect.getsource(make_trace), inspect.getsource(shards), inspect.getsource(versions), code]
+    )
+    command = [sys.executable, "-c", code, str(path), str(Path(module.__file__).parent)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def test_the_end_of_a_program_flushes(tmp_path: Path) -> None:
+    child = start("store = CorrectionStore(path); store.append(make_trace(1)); store.cycle = store", tmp_path)
+    child.communicate()
+    assert child.returncode == 0
+    assert versions(CorrectionStore(tmp_path)) == [1]
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CorrectionStore(tmp_path, flush_every=3)
+    store.append(make_trace(0))
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_module.os, "fsync", full)
+        with pytest.raises(StoreError, match="cannot write .*shard-000001.parquet: No space left on device") as caught:
+            store.flush()
+        assert isinstance(caught.value.__cause__, OSError)
+        store.append(make_trace(1))
+        for i in (2, 3, 4):
+            with pytest.raises(StoreError, match="No space left"):
+                store.append(make_trace(i))
+    assert shards(tmp_path) == unfinished(tmp_path) == []
+    assert versions(store) == [0, 1, 2, 3, 4]
+    store.flush()
+    assert versions(CorrectionStore(tmp_path)) == [0, 1, 2, 3, 4]
+    assert versions(store) == [0, 1, 2, 3, 4]
+
+
+def test_a_full_disk_does_not_break_the_byte_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = make_trace(0).nbytes
+    store = CorrectionStore(tmp_path, max_bytes=10 * size, flush_every=1000)
+    monkeypatch.setattr(folder_module, "_write_whole", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    for i in range(30):
+        with contextlib.suppress(StoreError):
+            store.append(make_trace(i))
+        assert store.nbytes <= 10 * size
+    assert versions(store) == list(range(30 - len(store), 30))
+    assert len(store) >= 9
+    monkeypatch.undo()
+
+
+# Many writers, many readers
+
+
+def test_writers_have_their_own_folders_and_all_see_everything(tmp_path: Path) -> None:
+    a, b, reader = (CorrectionStore(tmp_path, flush_every=2) for _ in range(3))
+    for i in range(0, 8, 2):
+        a.append(make_trace(i))
+        b.append(make_trace(i + 1))
+    assert versions(a) == versions(b) == versions(reader) == list(range(8))
+    assert reader.to_dataset()["draft_version"] == list(range(8))
+    assert len({s.parent for s in shards(tmp_path)}) == 2
+    a.append(make_trace(8))
+    assert len(a) == 9
+    assert len(reader) == 8  # not flushed yet
+
+
+def test_reading_survives_shards_that_vanish(tmp_path: Path) -> None:
+    with CorrectionStore(tmp_path, flush_every=2) as store:
+        for i in range(8):
+            store.append(make_trace(i))
+    reader = CorrectionStore(tmp_path)
+    snapshot, iterator = reader._snapshot(), iter(reader)
+    shards(tmp_path)[1].unlink()
+    assert versions(iterator) == [0, 1, 4, 5, 6, 7]
+    assert snapshot.load(2) is None
+    reader._snapshot = lambda: snapshot  # type: ignore[method-assign]
+    assert sorted(versions(reader.sample(6))) == [0, 1, 4, 5, 6, 7]
+    assert reader.to_dataset()["draft_version"] == [0, 1, 4, 5, 6, 7]
+    del reader._snapshot
+    assert versions(reader) == [0, 1, 4, 5, 6, 7]
+
+
+def test_threads_append_and_read_at_once(path: Path | None) -> None:
+    store = CorrectionStore(path, flush_every=7)
+    barrier = threading.Barrier(5)
+
+    def write(start: int) -> None:
+        barrier.wait()
+        for i in range(start, start + 25):
+            store.append(make_trace(i, positions=2))
+
+    def read() -> None:
+        barrier.wait()
+        for i in range(15):
+            seen = versions(store.sample(10, rng=i))
+            assert len(seen) == len(set(seen))
+            seen = versions(store)
+            assert len(seen) == len(set(seen))
+            assert seen == sorted(seen)
+
+    with ThreadPoolExecutor(5) as pool:
+        for future in [*(pool.submit(write, s) for s in (0, 25, 50, 75)), pool.submit(read)]:
+            future.result()
+    assert versions(store) == list(range(100))
+
+
+def test_processes_write_and_read_at_once(tmp_path: Path) -> None:
+    code = """
+store = CorrectionStore(path, flush_every=4)
+print("ready", flush=True)
+start = int(input())
+for i in range(start, start + 40):
+    store.append(make_trace(i))
+    if i % 10 == 0:
+        assert set(range(start, i + 1)) <= set(versions(store))
+store.close()
+"""
+    children = [start(code, tmp_path) for _ in range(2)]  # both begin the store at once
+    for i, child in enumerate(children):
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        assert child.stdin is not None
+        child.stdin.write(f"{40 * i}\n")
+        child.stdin.flush()
+    reader, seen = CorrectionStore(tmp_path), 0
+    while any(child.poll() is None for child in children):
+        assert len(reader) >= seen
+        seen = len(list(reader))
+    for child in children:
+        child.communicate()
+        assert child.returncode == 0
+    assert versions(reader) == list(range(80))
+
+
+@posix
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_leaves_the_parents_tail_and_folder(tmp_path: Path) -> None:
+    store = CorrectionStore(tmp_path)
+    store.append(make_trace(0))
+
+    def child() -> None:
+        store.append(make_trace(1))
+        store.close()
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    with store._lock:  # as when another thread of the parent is busy with the store
+        process.start()
+        process.join(timeout=20)
+    assert process.exitcode == 0
+    assert [pq.read_table(s)["draft_version"].to_pylist() for s in shards(tmp_path)] == [[1]]
+    CorrectionStore(tmp_path).append(make_trace(2))  # sweeps; the parent is still alive
+    store.flush()
+    assert versions(store) == [0, 1, 2]
+    assert len({s.parent for s in shards(tmp_path)}) == 3
+
+
+def test_an_unpickled_store_is_another_writer_and_memory_is_copied(tmp_path: Path) -> None:
+    store = CorrectionStore(tmp_path, max_bytes=10**6, flush_every=2)
+    for i in range(3):
+        store.append(make_trace(i))
+    copy = pickle.loads(pickle.dumps(store))
+    assert versions(copy) == [0, 1]
+    assert (copy.max_bytes, copy.flush_every) == (10**6, 2)
+    copy.append(make_trace(9))
+    copy.flush()
+    store.flush()
+    assert versions(store) == [0, 1, 2, 9]
+    memory = CorrectionStore(max_bytes=10**6)
+    memory.append(make_trace(1))
+    copy = pickle.loads(pickle.dumps(memory))
+    copy.append(make_trace(2))
+    assert (versions(memory), versions(copy)) == ([1], [1, 2])
+    assert copy.nbytes == 2 * memory.nbytes
+
+
+# Writers that die
+
+
+WRITE_FOREVER = """
+store, i = CorrectionStore(path), 0
+while True:
+    for _ in range(4):
+        store.append(make_trace(i, positions=64, kept=64))
+        i += 1
+    store.flush()
+    print(max(shards(store._folder.own.parent), key=lambda s: (s.parent == store._folder.own, s)), flush=True)
+"""
+STOP_BEFORE_RENAMING = """
+store = CorrectionStore(path)
+store.append(make_trace(0))
+store.flush()
+store.append(make_trace(1))
+def stop(*_):
+    print(shards(path)[0], flush=True)
+    input()
+module.os.replace = stop
+store.flush()
+"""
+
+
+@posix
+def test_kill_9_loses_no_finished_shard(tmp_path: Path, load_dataset: Callable[..., Any]) -> None:
+    folder = tmp_path / "store"
+    children = [start(WRITE_FOREVER, folder) for _ in range(3)] + [start(STOP_BEFORE_RENAMING, folder)]
+    rng = np.random.default_rng()
+    finished = []
+    for child in children:
+        assert child.stdout is not None
+        stopped = child is children[-1]
+        finished += [child.stdout.readline().strip() for _ in range(1 if stopped else rng.integers(1, 12))]
+        if stopped:
+            CorrectionStore(folder).append(make_trace(1e6))
+            assert len(unfinished(folder)) == 1  # of the dead writers they are swept, of the live one not
+        child.send_signal(signal.SIGKILL)
+        finished += child.communicate()[0].split()
+        assert child.returncode == -signal.SIGKILL
+
+    assert {str(s) for s in shards(folder)} >= set(finished)
+    reader = CorrectionStore(folder)
+    assert len(list(reader)) == len(reader) >= 4 * (len(finished) - 1) + 2
+    assert load_dataset(folder).num_rows == len(reader)
+    assert len(unfinished(folder)) == 1  # a reader changes nothing
+    CorrectionStore(folder).append(make_trace(2e6))
+    assert unfinished(folder) == []
+
+
+def test_folders_of_ended_writers_without_shards_are_removed(tmp_path: Path) -> None:
+    for i in range(3):
+        with CorrectionStore(tmp_path) as store:
+            store.append(make_trace(i))
+    for shard in shards(tmp_path)[:2]:
+        shard.unlink()
+    store = CorrectionStore(tmp_path)
+    store.append(make_trace(9))
+    assert len([p for p in tmp_path.iterdir() if p.is_dir()]) == 2
+
+
+# Foreign and unreadable stores
+
+
+def test_a_folder_that_is_no_store_is_refused_untouched(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    with pytest.raises(StoreError, match=r"is no store .* holds photos and no \.osd_hf_store\.json.*new or empty"):
+        CorrectionStore(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["photos"]
+
+
+def test_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(StoreError, match="is a file; a store is a folder"):
+        CorrectionStore(tmp_path / "file")
+    with pytest.raises(StoreError, match="cannot open the store"):
+        CorrectionStore(tmp_path / "file" / "below")
+
+
+@pytest.mark.parametrize(
+    ("marker", "message"),
+    [
+        ("{torn", "cannot be read"),
+        ("", "cannot be read"),
+        ("[1]", "is not the marker of a store"),
+        (json.dumps({"format": "other", "version": 1}), "is not the marker of a store"),
+        (json.dumps(folder_module.MARKER | {"version": 2}), "has version 2, this package reads version 1"),
+    ],
+)
+def test_a_marker_of_another_kind_is_refused(tmp_path: Path, marker: str, message: str) -> None:
+    (tmp_path / folder_module.MARKER_NAME).write_text(marker)
+    with pytest.raises(StoreError, match=message):
+        CorrectionStore(tmp_path)
+
+
+def test_a_store_being_begun_by_another_process_is_no_foreign_folder(tmp_path: Path) -> None:
+    (tmp_path / f"{folder_module.MARKER_NAME.removesuffix('.json')}-00.tmp").write_text("{")
+    assert len(CorrectionStore(tmp_path)) == 0
+
+
+@pytest.fixture
+def denied(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Patched rather than by file modes, which do not bind root."""
+
+    def deny(name: str) -> None:
+        def refuse(*arguments: Any, **_: Any) -> None:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(arguments[0]))
+
+        monkeypatch.setattr(folder_module.os, name, refuse)
+
+    yield deny
+
+
+def test_a_folder_without_permission_is_refused(tmp_path: Path, denied: Callable[[str], None]) -> None:
+    store = CorrectionStore(tmp_path)
+    store.append(make_trace(0))
+    denied("scandir")
+    with pytest.raises(StoreError, match="cannot list the store .*Permission denied"):
+        len(store)
+    with pytest.raises(StoreError, match="Permission denied"):
+        CorrectionStore(tmp_path)
+
+
+def test_a_store_that_is_only_readable_fails_at_the_first_append(
+    tmp_path: Path, denied: Callable[[str], None]
+) -> None:
+    with CorrectionStore(tmp_path) as store:
+        store.append(make_trace(0))
+    denied("mkdir")
+    store = CorrectionStore(tmp_path)
+    assert versions(store) == [0]
+    with pytest.raises(StoreError, match="cannot write to the store .*Permission denied"):
+        store.append(make_trace(1))
+
+
+def damage_end(shard: Path) -> None:
+    shard.write_bytes(shard.read_bytes()[:-20])
+
+
+def damage_middle(shard: Path) -> None:
+    data = bytearray(shard.read_bytes())
+    at = pq.read_metadata(shard).row_group(0).column(8).data_page_offset + 100
+    data[at : at + 8] = bytes(b ^ 255 for b in data[at : at + 8])
+    shard.write_bytes(data)
+
+
+def replace_table(shard: Path) -> None:
+    pq.write_table(pa.table({"text": ["a"]}), shard)
+
+
+@pytest.mark.parametrize("damage", [damage_end, replace_table])
+def test_a_damaged_shard_is_named_on_opening(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    with CorrectionStore(tmp_path, flush_every=1) as store:
+        store.append(make_trace(0))
+        store.append(make_trace(1))
+    shard = shards(tmp_path)[1]
+    damage(shard)
+    with pytest.raises(StoreError, match=str(shard)):
+        CorrectionStore(tmp_path)
+    shard.unlink()
+    assert versions(CorrectionStore(tmp_path)) == [0]
+
+
+def test_damaged_rows_are_noticed_on_reading(tmp_path: Path) -> None:
+    with CorrectionStore(tmp_path) as store:
+        store.append(make_trace(0, positions=64, kept=64))
+    shard = shards(tmp_path)[0]
+    damage_middle(shard)
+    store = CorrectionStore(tmp_path)
+    with pytest.raises(StoreError, match=f"the shard {shard} cannot be read"):
+        list(store)
+    with pytest.raises(StoreError, match=f"the shard {shard} cannot be read"):
+        store.to_dataset()
+
+
+def test_files_that_are_no_shards_are_ignored(tmp_path: Path) -> None:
+    with CorrectionStore(tmp_path) as store:
+        store.append(make_trace(0))
+    (shards(tmp_path)[0].parent / ".hidden.parquet").write_text("torn")
+    (tmp_path / "notes.txt").write_text("mine")
+    assert versions(CorrectionStore(tmp_path)) == [0]
