@@ -12,6 +12,7 @@ __all__ = ["OnlineConfig"]
 
 LEARN_FROM = ("verified", "corrections")
 UPDATE_STRATEGIES = ("interval", "manual")
+OPTIMIZERS = ("muon", "adamw")
 
 
 def _setting(default: Any, help: str) -> Any:
@@ -40,17 +41,22 @@ class OnlineConfig:
             Requests between two updates.
         steps_per_update (`int`, *optional*, defaults to 4):
             Optimizer steps of an update.
-        batch_size (`int`, *optional*, defaults to 16):
+        batch_size (`int`, *optional*, defaults to 32):
             Requests in the batch of one step.
-        replay_fraction (`float`, *optional*, defaults to 0.5):
+        replay_fraction (`float`, *optional*, defaults to 0.75):
             Share of a batch drawn from the replay buffer; the rest are the newest requests. Where these are fewer,
             the buffer fills up; where the buffer is empty, the batch is smaller.
         buffer_size (`int`, *optional*, defaults to 2048):
             Requests in the replay buffer; the oldest are dropped.
+        optimizer (`str`, *optional*, defaults to `"muon"`):
+            `"muon"`: Muon for the weight matrices inside the layers, AdamW for the rest; `"adamw"`: AdamW for all.
         learning_rate (`float`, *optional*, defaults to 1e-3):
-            Of AdamW, constant.
+            Constant; Muon's steps are scaled to the size of AdamW's, so that one rate serves both.
         max_grad_norm (`float`, *optional*, defaults to 1.0):
             Gradients are clipped to this norm.
+        weight_average (`float`, *optional*, defaults to 0.95):
+            What serves is the exponential average of the learned weights over steps, with this decay; 0 serves the
+            last step's. An average allows a high rate without its noise.
         seed (`int`, *optional*, defaults to 0):
             Of the replay samples.
 
@@ -65,11 +71,13 @@ class OnlineConfig:
     update_strategy: Literal["interval", "manual"] = _setting("interval", "when updates run")
     update_interval: int = _setting(8, "requests between two updates")
     steps_per_update: int = _setting(4, "optimizer steps of an update")
-    batch_size: int = _setting(16, "requests in the batch of one step")
-    replay_fraction: float = _setting(0.5, "share of a batch drawn from the replay buffer")
+    batch_size: int = _setting(32, "requests in the batch of one step")
+    replay_fraction: float = _setting(0.75, "share of a batch drawn from the replay buffer")
     buffer_size: int = _setting(2048, "requests in the replay buffer")
-    learning_rate: float = _setting(1e-3, "of AdamW, constant")
+    optimizer: Literal["muon", "adamw"] = _setting("muon", "muon (matrices inside the layers; AdamW for the rest) or adamw")
+    learning_rate: float = _setting(1e-3, "of the optimizer, constant")
     max_grad_norm: float = _setting(1.0, "gradients are clipped to this norm")
+    weight_average: float = _setting(0.95, "decay of the averaged weights that serve; 0 = the last step's")
     seed: int = _setting(0, "of the replay samples")
 
     def __post_init__(self) -> None:
@@ -85,16 +93,18 @@ class OnlineConfig:
         must("divergence", self.divergence in DIVERGENCES, f"one of {', '.join(DIVERGENCES)}")
         must("learn_from", self.learn_from in LEARN_FROM, f"one of {', '.join(LEARN_FROM)}")
         must("update_strategy", self.update_strategy in UPDATE_STRATEGIES, f"one of {', '.join(UPDATE_STRATEGIES)}")
+        must("optimizer", self.optimizer in OPTIMIZERS, f"one of {', '.join(OPTIMIZERS)}")
         must("replay_fraction", 0 <= self.replay_fraction <= 1, "between 0 and 1")
         must("learning_rate", 0 < self.learning_rate < float("inf"), "a positive number")
         must("max_grad_norm", self.max_grad_norm > 0, "a positive number")
+        must("weight_average", 0 <= self.weight_average < 1, "at least 0 and below 1")
         must("seed", _is_int(self.seed) and self.seed >= 0, "an integer of at least 0")
 
     @classmethod
     def paper(cls, **changes: Any) -> OnlineConfig:
         """
         The paper's rule: k = 5, one step of AdamW on the last 8 requests, corrections only, forward KL, learning rate
-        1e-4, no replay.
+        1e-4, no replay, no average.
 
         Args:
             changes (`Any`, *optional*):
@@ -109,7 +119,9 @@ class OnlineConfig:
             "steps_per_update": 1,
             "batch_size": 8,
             "replay_fraction": 0.0,
+            "optimizer": "adamw",
             "learning_rate": 1e-4,
+            "weight_average": 0.0,
         }
         return cls(**{**rule, **changes})
 

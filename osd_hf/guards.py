@@ -92,7 +92,11 @@ def check_generation(*sources: Any, assistant_tokenizer: Any = None) -> None:
 
 
 def check_inputs(inputs: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse several prompts at once; raises UnsupportedGenerationError."""
+    """Refuse several prompts at once, and prompts of embeddings; raises UnsupportedGenerationError."""
+    if kwargs.get("inputs_embeds") is not None:
+        raise UnsupportedGenerationError(
+            "`inputs_embeds` cannot be used here: the draft reads token ids. Pass `input_ids` instead."
+        )
     for name, value in (("inputs", inputs), ("input_ids", kwargs.get("input_ids"))):
         shape = getattr(value, "shape", None)
         if value is not None and (shape is None or len(shape) != 2):

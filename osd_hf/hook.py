@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import threading
 import time
@@ -30,13 +31,15 @@ logger = logging.getLogger(__name__)
 
 Sink = Callable[[Trace], object]
 
+# `None` would be filled up with defaults, top_k = 50 among them.
+NO_WARPING = {
+    "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None, "top_h": None, "typical_p": 1.0,
+    "epsilon_cutoff": 0.0, "eta_cutoff": 0.0,
+}  # fmt: skip
 # What of a generation config shapes the distribution or bounds the answer: kept with a trace, so that a replay can
 # process a draft's logits as the live request did.
-WARPER_FIELDS = (
-    "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff",
-)  # fmt: skip
 SAMPLING_FIELDS = (
-    "do_sample", *WARPER_FIELDS, "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size",
+    "do_sample", *NO_WARPING, "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size",
     "encoder_no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "min_length", "min_new_tokens",
     "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens",
     "exponential_decay_length_penalty", "remove_invalid_values", "renormalize_logits", "eos_token_id",
@@ -122,7 +125,8 @@ def capture_traces(
     """
     Hand one [`Trace`] to `sink` for every assisted `generate` on `target` inside the `with` block. Nothing is learned,
     any draft will do, and the output is what it would have been. Only requests of this context (thread or task) are
-    seen; start other threads with `contextvars.copy_context().run`.
+    seen; start other threads with `contextvars.copy_context().run`. Sampled answers have the same distribution, though
+    not the same tokens for one seed, as slips of transformers that spoil drafts are mended while somebody listens.
 
     Args:
         target (`PreTrainedModel`):
@@ -209,9 +213,19 @@ class _Captured:
 
 @functools.lru_cache(maxsize=None)
 def _captured_class(cls: type) -> type:
+    @functools.wraps(cls.prepare_inputs_for_generation)  # type: ignore[attr-defined]  # `generate` inspects this one as well
+    def prepare_inputs_for_generation(self: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        request = _request.get()
+        if request is not None and request.model is self and request.num_cached and kwargs.get("is_first_iteration"):
+            # The loop feeds the whole prompt although a cache of an earlier turn holds most of it, which changes the
+            # answer; `generate` without an assistant feeds the rest.
+            kwargs["next_sequence_length"] = input_ids.shape[1] - request.num_cached
+        return cls.prepare_inputs_for_generation(self, input_ids, *args, **kwargs)  # type: ignore[attr-defined]
+
     # Name, qualified name and module stay: saved `architectures` and registries inside transformers read them.
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (_Captured, cls), names)
+    methods = {"prepare_inputs_for_generation": prepare_inputs_for_generation}
+    return type(cls.__name__, (_Captured, cls), {**names, **methods})
 
 
 _seats: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -285,7 +299,8 @@ class _Request:
         self.drafted = input_ids[0, :0]
         self.draft_logits: torch.Tensor | None = None
         self.widths = {b.num_logprobs for b in bindings}
-        self.prompts = _prompt_ids(model, input_ids, kwargs)
+        self.num_cached = _num_cached(model, input_ids, kwargs)
+        self.prompts = _prompt_ids(model, input_ids, kwargs, prefix_unseen=self.num_cached is None)
         self.settings = _settings(kwargs["generation_config"], input_ids.shape[1], kwargs["logits_processor"])
 
     def watch(self, generator: Any, logits_processor: LogitsProcessorList) -> None:
@@ -298,6 +313,8 @@ class _Request:
             # Behind the generator's back: it has copied the list, the draft's own rows must not be recorded.
             self.raw = _RawRows()
             logits_processor.insert(0, self.raw)
+        if self.prompts is not None:
+            _mend_drafting(generator, self.input_ids)
         criteria = self.kwargs["stopping_criteria"]
         stops = [c for c in criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
         cut_before = StoppingCriteriaList(stops) if any(b.exact_stops for b in self.bindings) and stops else None
@@ -379,6 +396,34 @@ class _Request:
         return top_logits, top_ids, tail
 
 
+def _mend_drafting(generator: AssistedCandidateGenerator, input_ids: torch.Tensor) -> None:
+    """
+    Let the draft see what the target sees. The output would be the same without it, but a draft as good as the target
+    would be rejected: `generate` drops masks of ones, so that the draft's own `generate` takes pad tokens in the
+    context for padding and, for an encoder-decoder, feeds the whole answer once more on top of its cache; and it warps
+    the draft's distribution twice, by the processors that it is handed and by its settings.
+    """
+    draft = unwrap(generator.assistant_model)
+    name = "decoder_attention_mask" if draft.config.is_encoder_decoder else "attention_mask"
+    if generator.assistant_kwargs.get(name) is None and name in inspect.signature(draft.forward).parameters:
+        generator.assistant_kwargs[name] = torch.ones_like(input_ids, device=draft.device)
+    for name, neutral in NO_WARPING.items():
+        setattr(generator.generation_config, name, neutral)
+
+
+def _num_cached(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> int | None:
+    """Tokens of the prompt that lie in a cache of an earlier turn; `None` where the cache holds tokens that the prompt
+    does not repeat, which `generate` tells by a mask longer than the prompt."""
+    cache = kwargs.get("past_key_values")
+    cached = 0 if cache is None else int(cache.get_seq_length())
+    if cached == 0:
+        return 0
+    mask = kwargs.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
+    length = getattr(kwargs["generation_config"], "_mask_length", None) if mask is None else mask.shape[1]
+    repeated = length in (None, input_ids.shape[1]) and cached < input_ids.shape[1]
+    return cached if repeated else None
+
+
 def _as_draft_round(r: _Round) -> DraftRound:
     drafted, emitted = r.drafted.cpu().numpy().astype(np.int32), r.emitted.cpu().numpy()
     both = min(len(drafted), len(emitted))
@@ -407,7 +452,9 @@ def _cut(
     return candidate_ids, candidate_logits
 
 
-def _prompt_ids(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+def _prompt_ids(
+    model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], *, prefix_unseen: bool
+) -> tuple[Any, Any] | None:
     """Prompt ids without padding and, for an encoder-decoder, the decoder's prompt; `None` where the request also
     hangs on something other than token ids, so that no draft could be taught from its trace."""
 
@@ -424,12 +471,10 @@ def _prompt_ids(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> 
         for name, value in kwargs.items()
         if name != "inputs_tensor" and isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim > 2
     ]
-    cache = kwargs.get("past_key_values")
-    unseen = not is_encoder_decoder and cache is not None and cache.get_seq_length() >= max(input_ids.shape[1], 1)
-    if source is None or source.is_floating_point() or source.shape[1] == 0 or foreign or unseen:
+    if source is None or source.is_floating_point() or source.shape[1] == 0 or foreign or prefix_unseen:
         logger.warning(
             "A request is not captured: its prompt is not made of token ids alone (%s).",
-            ", ".join(foreign) or ("part of it lies only in the cache" if unseen else "embeddings or features"),
+            ", ".join(foreign) or ("part of it lies only in the cache" if prefix_unseen else "embeddings or features"),
         )
         return None
     if not is_encoder_decoder:
@@ -442,7 +487,7 @@ def _settings(generation_config: Any, prompt_tokens: int, processors: LogitsProc
     for name in SAMPLING_FIELDS:
         value = getattr(generation_config, name, None)
         neutral = value is None or value is False or value == 0 or (isinstance(value, float) and value == 1.0)
-        if not neutral and (generation_config.do_sample or name not in WARPER_FIELDS):
+        if not neutral and (generation_config.do_sample or name not in NO_WARPING):
             # Biases are keyed by tuples of ids, which JSON has not; transformers takes pairs as well.
             settings[name] = [[list(k), v] for k, v in value.items()] if isinstance(value, dict) else value
     settings["max_new_tokens"] = int(generation_config.max_length) - prompt_tokens

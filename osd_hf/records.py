@@ -135,7 +135,7 @@ class Trace:
     @property
     def nbytes(self) -> int:
         """Bytes held by the arrays."""
-        arrays = [self.prompt_ids, self.completion_ids, self.top_logits, self.top_ids, self.tail_logprob]
+        arrays: list[NDArray[Any]] = [self.prompt_ids, self.completion_ids, self.top_logits, self.top_ids, self.tail_logprob]
         if self.decoder_prompt_ids is not None:
             arrays.append(self.decoder_prompt_ids)
         for r in self.rounds:

@@ -89,8 +89,11 @@ class Updater:
             # Evaluation mode throughout: dropout would draw from the generator that sampled requests draw from.
             self.master = copy.deepcopy(draft).float().eval()
             self.parameters = _trainable(self.master)
-            optimizer = torch.optim.AdamW(self.parameters.values(), lr=config.learning_rate, weight_decay=0.0)
-            self.optimizer = self.accelerator.prepare_optimizer(optimizer)
+            self.optimizers = [
+                self.accelerator.prepare_optimizer(o) for o in _optimizers(self.master, self.parameters, config)
+            ]
+            self.averaged = {name: p.detach().clone() for name, p in self.parameters.items()}
+        self.kept_steps = 0
 
     def observe(self, trace: Trace) -> None:
         """Take in one request to learn from at the next update."""
@@ -140,11 +143,11 @@ class Updater:
         )
 
     def copy_to(self, draft: Any) -> None:
-        """Cast the learned parameters into another copy of the draft, in place."""
+        """Cast the learned (averaged) parameters into another copy of the draft, in place."""
         with learning_context(), torch.no_grad():
             served = dict(draft.named_parameters())
-            for name, parameter in self.parameters.items():
-                served[name].copy_(parameter)
+            for name, learned in self.averaged.items():
+                served[name].copy_(learned)
 
     def _batch(self) -> list[Trace]:
         """The newest requests and a uniform sample of the buffer, in the shares of the configuration."""
@@ -160,7 +163,7 @@ class Updater:
         total = sum(int(_learned_mask(t, self.config.learn_from).sum()) for t in traces)
         if total == 0:
             return 0.0, 0
-        self.optimizer.zero_grad()
+        self._zero_grad()
         value = 0.0
         # Memory is bounded by micro-batches; weights make their gradients add up to those of the whole batch.
         for indices in batches(traces, traces[0].vocab_size, len(traces)):
@@ -171,13 +174,27 @@ class Updater:
             value += float(loss.detach())
         norm = self.accelerator.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)
         if not (np.isfinite(value) and bool(torch.isfinite(norm))):
-            self.optimizer.zero_grad()
+            self._zero_grad()
             return None, total
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self._average()
         return value, total
 
+    def _zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def _average(self) -> None:
+        # The decay ramps up, so that the start is forgotten at once and not over 1 / (1 - decay) steps.
+        self.kept_steps += 1
+        decay = min(self.config.weight_average, self.kept_steps / (9 + self.kept_steps))
+        with torch.no_grad():
+            torch._foreach_lerp_(list(self.averaged.values()), list(self.parameters.values()), 1 - decay)
+
     def _loss(self, traces: Sequence[Trace]) -> tuple[torch.Tensor, int]:
-        logits = completion_logits(self.master, traces)
+        with self.accelerator.autocast():
+            logits = completion_logits(self.master, traces)
         device = logits.device
         learned = torch.from_numpy(np.concatenate([_learned_mask(t, self.config.learn_from) for t in traces])).to(device)
         rows = logits[completion_mask(traces, device)][learned]
@@ -199,7 +216,9 @@ class Updater:
         """Learned parameters, optimizer, version and generator state; the buffer is saved apart."""
         return {
             "parameters": {name: p.detach() for name, p in self.parameters.items()},
-            "optimizer": self.optimizer.state_dict(),
+            "averaged": dict(self.averaged),
+            "kept_steps": self.kept_steps,
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "version": self.version,
             "rng": self.rng.bit_generator.state,
         }
@@ -217,7 +236,10 @@ class Updater:
         with learning_context(), torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(state["parameters"][name])
-            self.optimizer.load_state_dict(state["optimizer"])
+                self.averaged[name].copy_(state["averaged"][name])
+            for optimizer, saved_optimizer in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved_optimizer)
+        self.kept_steps = int(state["kept_steps"])
         self.version = int(state["version"])
         self.rng.bit_generator.state = state["rng"]
 
@@ -241,6 +263,23 @@ def _trainable(model: Any) -> dict[str, torch.nn.Parameter]:
             "`is_trainable=True`, or use a draft in full or half precision."
         )
     return found
+
+
+def _optimizers(
+    model: Any, parameters: dict[str, torch.nn.Parameter], config: OnlineConfig
+) -> list[torch.optim.Optimizer]:
+    """Muon (arXiv 2502.16982) is for matrices that map hidden states; embeddings and vectors go to AdamW."""
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    head = model.get_output_embeddings()
+    if head is not None:
+        embeddings.add(id(head.weight))
+    matrices = [p for p in parameters.values() if p.ndim == 2 and id(p) not in embeddings]
+    if config.optimizer == "adamw" or not matrices:
+        return [torch.optim.AdamW(parameters.values(), lr=config.learning_rate, weight_decay=0.0)]
+    hidden = {id(p) for p in matrices}
+    rest = [p for p in parameters.values() if id(p) not in hidden]
+    muon = torch.optim.Muon(matrices, lr=config.learning_rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    return [muon, *([torch.optim.AdamW(rest, lr=config.learning_rate, weight_decay=0.0)] if rest else [])]
 
 
 def _learned_mask(trace: Trace, learn_from: str) -> Any:

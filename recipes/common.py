@@ -1,0 +1,83 @@
+"""What the recipes share: the data sets of the experiments, recorded traces, report files."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from osd_hf import AcceptanceStats, CorrectionStore, Trace, record_traces
+from osd_hf.provenance import provenance
+
+# Data set -> template of the user's turn, over the columns that it has on the Hub.
+TEMPLATES = {
+    "gsm8k": "{question}",
+    "spider": "db: {db_id}\n{question}",
+    "code_search_net_python": "Write Python: {func_documentation_string:.300}",
+    "finance_alpaca": "{instruction}",
+}
+RESULTS = Path(__file__).parent / "results"
+MAX_NEW_TOKENS = 96
+
+
+def data_folder() -> Path:
+    """The folder with `data/*.jsonl` and the pair in `lab/`; ends the recipe with a clear line where there is none."""
+    folder = os.environ.get("OSD_HF_DATA")
+    if not folder:
+        sys.exit("Set OSD_HF_DATA to a folder with data/*.jsonl and lab/{target,draft}.")
+    return Path(folder)
+
+
+def load_pair(target: str | None = None, draft: str | None = None) -> tuple[Any, Any, Any]:
+    """Target, draft (fp32, k = 5, threshold 0, constant schedule) and tokenizer."""
+    target, draft = target or str(data_folder() / "lab/target"), draft or str(data_folder() / "lab/draft")
+    models = [AutoModelForCausalLM.from_pretrained(m, dtype=torch.float32).eval() for m in (target, draft)]
+    config = models[1].generation_config
+    config.num_assistant_tokens, config.num_assistant_tokens_schedule = 5, "constant"
+    config.assistant_confidence_threshold = 0.0
+    return models[0], models[1], AutoTokenizer.from_pretrained(target)
+
+
+def prompts(name: str, tokenizer: Any, n: int, seed: int) -> list[list[int]]:
+    """Token ids of `n` prompts drawn at random (seeded) from a data set, each as one user turn."""
+    lines = (data_folder() / f"data/{name}.jsonl").read_text().rstrip("\n").split("\n")
+    rows = [json.loads(line) for line in lines]
+    rows = random.Random(seed).sample(rows, min(n, len(rows)))
+    turns = [[{"role": "user", "content": TEMPLATES[name].format(**row)}] for row in rows]
+    return [tokenizer.apply_chat_template(t, add_generation_prompt=True)["input_ids"] for t in turns]
+
+
+def recorded(name: str, seed: int, n: int, folder: Path, pair: tuple[Any, Any, Any] | None = None) -> list[Trace]:
+    """The target's greedy answers to `n` prompts, recorded once and kept in a store below `folder`."""
+    path = folder / f"{name}-seed{seed}-n{n}"
+    store = CorrectionStore(path)
+    if len(store) == 0:
+        target, _, tokenizer = pair or load_pair()
+        questions = prompts(name, tokenizer, n, seed)
+        traces = record_traces(target, questions, max_new_tokens=MAX_NEW_TOKENS, domain=name)
+        # All or nothing: a killed recording leaves no half of a data set behind.
+        for trace in list(tqdm(traces, total=n, desc=f"record {name} seed {seed}")):
+            store.append(trace)
+        store.close()
+    return list(CorrectionStore(path))
+
+
+def last_share(stats: list[AcceptanceStats] | tuple[AcceptanceStats, ...], share: float = 0.2) -> AcceptanceStats:
+    """Joined stats of the last `share` of the requests."""
+    return sum(stats[round(len(stats) * (1 - share)) :], AcceptanceStats())
+
+
+def write_report(name: str, report: dict[str, Any], **facts: Any) -> Path:
+    """Write `results/<name>.json`, provenance included."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"provenance": provenance(**facts), **report}, indent=1) + "\n")
+    print(f"wrote {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path.name}")
+    return path

@@ -1,0 +1,157 @@
+"""
+Online learning on real text, by replay over recorded target traces: the default rule against the paper's, and against
+the same draft's offline ceiling.
+
+    OSD_HF_DATA=... python recipes/lab_online.py                       # 4 data sets x 600 requests x 3 seeds
+    OSD_HF_DATA=... python recipes/lab_online.py --live 50             # ... and a live run of the first 50 requests
+    OSD_HF_DATA=... python recipes/lab_online.py --requests 16 --seeds 0 --datasets gsm8k --epochs 1   # smoke
+
+One pass over the requests of one data set, from the same fresh draft each time; acceptance over the last 20% of the
+requests, beside the static draft's on those same requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import MAX_NEW_TOKENS, TEMPLATES, last_share, load_pair, prompts, recorded, write_report
+from tqdm import tqdm
+
+from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, Trace, replay, simulate
+from osd_hf.metrics import alpha_gain_interval
+from osd_hf.replay import redraft, replay_each
+from osd_hf.updater import Updater
+
+PAPER_RATES = (1e-4, 3e-4, 1e-3)
+K = 5
+
+
+def repeated(trace: Trace, n: int = 4) -> np.ndarray:
+    """Bool of shape `(completion,)`: tokens that complete an n-gram seen before in the same answer."""
+    seen: set[tuple[int, ...]] = set()
+    mask = np.zeros(len(trace), dtype=bool)
+    ids = trace.completion_ids.tolist()
+    for end in range(n, len(ids) + 1):
+        gram = tuple(ids[end - n : end])
+        mask[end - 1] = gram in seen
+        seen.add(gram)
+    return mask
+
+
+def alpha_without_repeats(draft: Any, traces: list[Trace]) -> float:
+    """Alpha over examined positions that are no repetition, all rounds included."""
+    examined = accepted = 0
+    for trace in redraft(draft, traces, K):
+        fresh, start = ~repeated(trace), 0
+        for r in trace.rounds:
+            examined += int(fresh[start : start + r.num_examined].sum())
+            accepted += int(fresh[start : start + r.num_accepted].sum())
+            start += r.num_emitted
+    return accepted / max(examined, 1)
+
+
+def ceiling(draft: Any, traces: list[Trace], held_out: list[Trace], epochs: int, rates: tuple[float, ...]) -> dict[str, Any]:
+    """The best held-out alpha of the same draft after many epochs over the same traces, by rate and epoch."""
+    best: dict[str, Any] = {"alpha": 0.0}
+    for rate in rates:
+        config = OnlineConfig(learning_rate=rate, batch_size=16, replay_fraction=1.0, weight_average=0.99)
+        learner, copied = Updater(draft, config), copy.deepcopy(draft)
+        learner.buffer.extend(traces)
+        per_epoch = max(len(traces) // config.batch_size, 1)
+        for epoch in tqdm(range(1, epochs + 1), desc=f"ceiling {traces[0].domain} lr {rate:g}", leave=False):
+            learner.update(per_epoch)
+            if epoch % 5 == 0 or epoch == epochs:
+                learner.copy_to(copied)
+                alpha = replay(copied, held_out, K).alpha
+                if alpha > best["alpha"]:
+                    best = {"alpha": alpha, "epoch": epoch, "learning_rate": rate}
+    return best
+
+
+def run_rule(draft: Any, traces: list[Trace], config: OnlineConfig, name: str) -> tuple[Any, float]:
+    """Simulate one rule over the traces; the report and the learner's seconds per request."""
+    bar = tqdm(total=len(traces), desc=name, leave=False)
+    report = simulate(draft, traces, config, on_request=lambda i, stats: bar.update())
+    bar.close()
+    return report, sum(u.seconds for u in report.updates) / len(traces)
+
+
+def gain(report: Any, static: list[AcceptanceStats]) -> dict[str, Any]:
+    before, after = last_share(static), last_share(report.stats)
+    low, high = alpha_gain_interval(before, after)
+    return {"alpha": after.alpha, "gain": after.alpha - before.alpha, "gain_interval": [low, high]}
+
+
+def live(pair: tuple[Any, Any, Any], name: str, n: int, seed: int, simulated: Any) -> dict[str, Any]:
+    """Serve the first `n` requests with the real target and compare counts request by request."""
+    target, draft, tokenizer = pair
+    equal = identical = 0
+    with OnlineAssistant(target, draft, tokenizer) as assistant:
+        before = AcceptanceStats()
+        for i, prompt in enumerate(tqdm(prompts(name, tokenizer, 600, seed)[:n], desc=f"live {name}", leave=False)):
+            ids = torch.tensor([prompt])
+            alone = target.generate(ids, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+            answer = assistant.generate(ids, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+            identical += int(torch.equal(alone, answer))
+            after = assistant.stats
+            counts = [(after.examined - before.examined), (after.accepted - before.accepted), after.emitted - before.emitted]
+            expected = simulated.stats[i]
+            equal += int(counts == [expected.examined, expected.accepted, expected.emitted])
+            before = after
+    return {"requests": n, "equal_counts": equal, "token_identical": identical, "alpha": before.alpha}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--datasets", nargs="+", default=list(TEMPLATES))
+    parser.add_argument("--requests", type=int, default=600)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--epochs", type=int, default=30, help="of the offline ceiling; 0 = leave it out")
+    parser.add_argument("--live", type=int, default=0, help="requests served live, first seed")
+    parser.add_argument("--traces", type=Path, default=Path("traces"), help="where recorded traces are kept")
+    parser.add_argument("--name", default="lab_online", help="of the report")
+    args = parser.parse_args()
+    pair = load_pair()
+    draft, rows, started = pair[1], [], time.time()
+    for seed in args.seeds:
+        for name in args.datasets:
+            traces = recorded(name, seed, args.requests, args.traces, pair)
+            static = replay_each(draft, traces, K)
+            split = round(len(traces) * 0.8)
+            row: dict[str, Any] = {"dataset": name, "seed": seed, "static": last_share(static).alpha}
+            report, seconds = run_rule(draft, traces, OnlineConfig(seed=seed), f"{name} seed {seed} default")
+            row["default"] = {**gain(report, static), "learner_seconds_per_request": seconds}
+            for rate in PAPER_RATES:
+                paper, seconds = run_rule(draft, traces, OnlineConfig.paper(learning_rate=rate, seed=seed), f"{name} paper {rate:g}")
+                row[f"paper {rate:g}"] = {**gain(paper, static), "learner_seconds_per_request": seconds}
+            best_paper = max(row[f"paper {rate:g}"]["gain"] for rate in PAPER_RATES)
+            row["gain_over_best_paper"] = row["default"]["gain"] / best_paper
+            held_out = traces[split:]
+            row["repeated_4gram_share"] = float(np.mean(np.concatenate([repeated(t) for t in traces])))
+            row["static_without_repeats"] = alpha_without_repeats(draft, held_out)
+            row["learned_without_repeats"] = alpha_without_repeats(report.draft, held_out)
+            if args.epochs and seed == args.seeds[0]:
+                row["ceiling"] = ceiling(draft, traces[:split], held_out, args.epochs, (1e-3, 2e-3))
+            if args.live and seed == args.seeds[0]:
+                row["live"] = live(pair, name, args.live, seed, report)
+            rows.append(row)
+            d = row["default"]
+            print(
+                f"{name:24s} seed {seed}  static {row['static']:.3f}  learned {d['alpha']:.3f}  gain {d['gain']:+.3f} "
+                f"[{d['gain_interval'][0]:+.3f}, {d['gain_interval'][1]:+.3f}]  paper's best {best_paper:+.3f}  "
+                f"x{row['gain_over_best_paper']:.2f}  ceiling {row.get('ceiling', {}).get('alpha', float('nan')):.3f}  "
+                f"{d['learner_seconds_per_request'] * 1e3:.0f} ms/request",
+                flush=True,
+            )
+    facts = {"seeds": args.seeds, "requests": args.requests, "minutes": round((time.time() - started) / 60, 1)}
+    write_report(args.name, {"config": OnlineConfig().to_dict(), "rows": rows}, **facts)
+
+
+if __name__ == "__main__":
+    main()
