@@ -39,7 +39,7 @@ class OnlineConfig:
             `"interval"`: an update after every `update_interval` requests; `"manual"`: only when `update` is called.
         update_interval (`int`, *optional*, defaults to 8):
             Requests between two updates.
-        steps_per_update (`int`, *optional*, defaults to 4):
+        steps_per_update (`int`, *optional*, defaults to 8):
             Optimizer steps of an update.
         batch_size (`int`, *optional*, defaults to 32):
             Requests in the batch of one step.
@@ -54,7 +54,7 @@ class OnlineConfig:
             Constant; Muon's steps are scaled to the size of AdamW's, so that one rate serves both.
         max_grad_norm (`float`, *optional*, defaults to 1.0):
             Gradients are clipped to this norm.
-        weight_average (`float`, *optional*, defaults to 0.95):
+        weight_average (`float`, *optional*, defaults to 0.98):
             What serves is the exponential average of the learned weights over steps, with this decay; 0 serves the
             last step's. An average allows a high rate without its noise.
         seed (`int`, *optional*, defaults to 0):
@@ -70,14 +70,14 @@ class OnlineConfig:
     num_logprobs: int | None = _setting(64, "target entries kept per position; none = whole rows")
     update_strategy: Literal["interval", "manual"] = _setting("interval", "when updates run")
     update_interval: int = _setting(8, "requests between two updates")
-    steps_per_update: int = _setting(4, "optimizer steps of an update")
+    steps_per_update: int = _setting(8, "optimizer steps of an update")
     batch_size: int = _setting(32, "requests in the batch of one step")
     replay_fraction: float = _setting(0.75, "share of a batch drawn from the replay buffer")
     buffer_size: int = _setting(2048, "requests in the replay buffer")
     optimizer: Literal["muon", "adamw"] = _setting("muon", "muon (matrices inside the layers; AdamW for the rest) or adamw")
     learning_rate: float = _setting(1e-3, "of the optimizer, constant")
     max_grad_norm: float = _setting(1.0, "gradients are clipped to this norm")
-    weight_average: float = _setting(0.95, "decay of the averaged weights that serve; 0 = the last step's")
+    weight_average: float = _setting(0.98, "decay of the averaged weights that serve; 0 = the last step's")
     seed: int = _setting(0, "of the replay samples")
 
     def __post_init__(self) -> None:

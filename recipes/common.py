@@ -79,5 +79,4 @@ def write_report(name: str, report: dict[str, Any], **facts: Any) -> Path:
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"provenance": provenance(**facts), **report}, indent=1) + "\n")
-    print(f"wrote {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path.name}")
     return path

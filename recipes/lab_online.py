@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import torch
 from common import MAX_NEW_TOKENS, TEMPLATES, last_share, load_pair, prompts, recorded, write_report
 from tqdm import tqdm
 
-from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, Trace, replay, simulate
+from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig, Trace, replay, simulate
 from osd_hf.metrics import alpha_gain_interval
 from osd_hf.replay import redraft, replay_each
 from osd_hf.updater import Updater
@@ -88,23 +89,31 @@ def gain(report: Any, static: list[AcceptanceStats]) -> dict[str, Any]:
     return {"alpha": after.alpha, "gain": after.alpha - before.alpha, "gain_interval": [low, high]}
 
 
-def live(pair: tuple[Any, Any, Any], name: str, n: int, seed: int, simulated: Any) -> dict[str, Any]:
-    """Serve the first `n` requests with the real target and compare counts request by request."""
+def live(pair: tuple[Any, Any, Any], name: str, n: int, seed: int, recorded_run: Any) -> dict[str, Any]:
+    """Serve the first `n` requests with the real target; compare its counts, request by request, with the simulation on
+    the traces that it captured, and with the one on the recorded traces."""
     target, draft, tokenizer = pair
-    equal = identical = 0
-    with OnlineAssistant(target, draft, tokenizer) as assistant:
-        before = AcceptanceStats()
-        for i, prompt in enumerate(tqdm(prompts(name, tokenizer, 600, seed)[:n], desc=f"live {name}", leave=False)):
+    identical, counts, store = 0, [], CorrectionStore()
+    with OnlineAssistant(target, draft, tokenizer, OnlineConfig(seed=seed), store=store) as assistant:
+        for prompt in tqdm(prompts(name, tokenizer, 600, seed)[:n], desc=f"live {name}", leave=False):
             ids = torch.tensor([prompt])
             alone = target.generate(ids, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
             answer = assistant.generate(ids, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
             identical += int(torch.equal(alone, answer))
-            after = assistant.stats
-            counts = [(after.examined - before.examined), (after.accepted - before.accepted), after.emitted - before.emitted]
-            expected = simulated.stats[i]
-            equal += int(counts == [expected.examined, expected.accepted, expected.emitted])
-            before = after
-    return {"requests": n, "equal_counts": equal, "token_identical": identical, "alpha": before.alpha}
+            counts.append((assistant.stats.examined, assistant.stats.accepted, assistant.stats.emitted))
+            assistant.reset_stats()
+    captured_run = simulate(draft, list(store), OnlineConfig(seed=seed))
+
+    def equal(run: Any) -> int:
+        pairs = zip(counts, run.stats, strict=False)
+        return sum(c == (s.examined, s.accepted, s.emitted) for c, s in pairs)
+
+    return {
+        "requests": n,
+        "token_identical": identical,
+        "equal_counts_by_replay_of_captured": equal(captured_run),
+        "equal_counts_by_replay_of_recorded": equal(recorded_run),
+    }
 
 
 def main() -> None:
@@ -112,7 +121,7 @@ def main() -> None:
     parser.add_argument("--datasets", nargs="+", default=list(TEMPLATES))
     parser.add_argument("--requests", type=int, default=600)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--epochs", type=int, default=30, help="of the offline ceiling; 0 = leave it out")
+    parser.add_argument("--epochs", type=int, default=20, help="of the offline ceiling; 0 = leave it out")
     parser.add_argument("--live", type=int, default=0, help="requests served live, first seed")
     parser.add_argument("--traces", type=Path, default=Path("traces"), help="where recorded traces are kept")
     parser.add_argument("--name", default="lab_online", help="of the report")
@@ -137,7 +146,7 @@ def main() -> None:
             row["static_without_repeats"] = alpha_without_repeats(draft, held_out)
             row["learned_without_repeats"] = alpha_without_repeats(report.draft, held_out)
             if args.epochs and seed == args.seeds[0]:
-                row["ceiling"] = ceiling(draft, traces[:split], held_out, args.epochs, (1e-3, 2e-3))
+                row["ceiling"] = ceiling(draft, traces[:split], held_out, args.epochs, (1e-3,))
             if args.live and seed == args.seeds[0]:
                 row["live"] = live(pair, name, args.live, seed, report)
             rows.append(row)
@@ -149,7 +158,13 @@ def main() -> None:
                 f"{d['learner_seconds_per_request'] * 1e3:.0f} ms/request",
                 flush=True,
             )
-    facts = {"seeds": args.seeds, "requests": args.requests, "minutes": round((time.time() - started) / 60, 1)}
+    facts = {
+        "seeds": args.seeds,
+        "requests": args.requests,
+        "minutes": round((time.time() - started) / 60, 1),
+        "mixed_precision": os.environ.get("ACCELERATE_MIXED_PRECISION", "no"),
+        "threads": torch.get_num_threads(),
+    }
     write_report(args.name, {"config": OnlineConfig().to_dict(), "rows": rows}, **facts)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,10 @@ RULES: dict[str, dict[str, Any]] = {
     "rate x2": {"learning_rate": 2e-3},
     "rate x4": {"learning_rate": 4e-3},
     "last weights": {"weight_average": 0.0},
-    "average 0.98": {"weight_average": 0.98},
+    "average 0.95": {"weight_average": 0.95},
     "2 steps": {"steps_per_update": 2},
-    "8 steps": {"steps_per_update": 8},
-    "16 requests a step": {"batch_size": 16, "replay_fraction": 0.5},
+    "4 steps": {"steps_per_update": 4},
+    "4 steps of 16 requests": {"steps_per_update": 4, "batch_size": 16, "replay_fraction": 0.5},
     "no replay": {"batch_size": 8, "replay_fraction": 0.0},
     "corrections": {"learn_from": "corrections"},
     "reverse_kl": {"divergence": "reverse_kl"},
@@ -43,7 +44,7 @@ RULES: dict[str, dict[str, Any]] = {
     "total_variation": {"divergence": "total_variation"},
     "neg_log_overlap": {"divergence": "neg_log_overlap"},
     "hard_label": {"divergence": "hard_label"},
-    "interval 32, 16 steps": {"update_interval": 32, "steps_per_update": 16},
+    "interval 32, 32 steps": {"update_interval": 32, "steps_per_update": 32},
 }
 
 
@@ -96,7 +97,11 @@ def main() -> None:
             }
             rows = [r for r in rows if (r["rule"], r["dataset"]) != (rule, name)] + [row]
             print(f"{name:24s} {rule:24s} gain {row['gain']:+.3f}  {seconds * 1e3:6.0f} ms/request", flush=True)
-            facts = {"seed": args.seed, "requests": args.requests}
+            facts = {
+                "seed": args.seed,
+                "requests": args.requests,
+                "mixed_precision": os.environ.get("ACCELERATE_MIXED_PRECISION", "no"),
+            }
             write_report(args.name, {"config": OnlineConfig().to_dict(), "rows": rows}, **facts)
     plot(rows, RESULTS / f"{args.name}.png")
 
