@@ -1,4 +1,4 @@
-"""The assistant that users call: it serves with a draft, captures what the target corrects, and lets the draft learn."""
+"""The assistant that users call: it serves with a draft, captures the target's corrections and learns from them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+from osd_hf.capture import Binding, unwrap
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, LearnerError, UnsupportedGenerationError
 from osd_hf.guards import (
@@ -26,7 +27,7 @@ from osd_hf.guards import (
     check_tokenizers,
     find_tokenizer,
 )
-from osd_hf.hook import Binding, bind, unwrap
+from osd_hf.hook import bind
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.records import Trace
 from osd_hf.schedule import UpdateSchedule
@@ -103,7 +104,9 @@ class OnlineAssistant:
 
     # --- serving ----------------------------------------------------------------------------------------------------
 
-    def generate(self, inputs: Any = None, *, domain: str | None = None, learn: bool = True, **generate_kwargs: Any) -> Any:
+    def generate(
+        self, inputs: Any = None, *, domain: str | None = None, learn: bool = True, **generate_kwargs: Any
+    ) -> Any:
         """
         What `target.generate` returns for these arguments, sooner.
 
@@ -121,13 +124,15 @@ class OnlineAssistant:
             UnsupportedGenerationError: what cannot be kept lossless; before any work is done.
             LearnerError: once, before any work is done, if learning had failed after an earlier answer.
         """
-        if generate_kwargs.get("assistant_model") is not None:
+        if generate_kwargs.pop("assistant_model", None) is not None:
             raise UnsupportedGenerationError(
                 "`assistant_model` was given, but the assistant brings its own draft. Leave it out, or call "
                 "`target.generate` inside `with assistant.attached():`."
             )
         if generate_kwargs.get("custom_generate") is not None:
-            raise UnsupportedGenerationError("`custom_generate` replaces assisted decoding, so no draft is used. Leave it out.")
+            raise UnsupportedGenerationError(
+                "`custom_generate` replaces assisted decoding, so no draft is used. Leave it out."
+            )
         check_inputs(inputs, generate_kwargs)
         check_generation(
             generate_kwargs,
@@ -157,7 +162,9 @@ class OnlineAssistant:
         with self._bound(domain=domain, learn=learn, exact_stops=False):
             yield self
 
-    def _bound(self, *, domain: str | None, learn: bool, exact_stops: bool) -> contextlib.AbstractContextManager[Binding]:
+    def _bound(
+        self, *, domain: str | None, learn: bool, exact_stops: bool
+    ) -> contextlib.AbstractContextManager[Binding]:
         binding = Binding(
             functools.partial(self._observe, learn=learn),
             owner=self,
@@ -189,7 +196,7 @@ class OnlineAssistant:
                 self._updater.observe(trace)
                 if self._schedule.request_ended():
                     self._update(None)
-        except Exception as error:  # noqa: BLE001 - the answer is there already and must reach the caller
+        except Exception as error:
             logger.exception("Learning failed; the answer is delivered, the error is raised by the next call.")
             self._failure = error
 
@@ -284,7 +291,7 @@ class OnlineAssistant:
             self.tokenizer.save_pretrained(save_directory)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Push the draft and its tokenizer as an ordinary model repo; arguments as of `PreTrainedModel.push_to_hub`."""
+        """Push draft and tokenizer as an ordinary model repo; arguments as of `PreTrainedModel.push_to_hub`."""
         commit = self._published().push_to_hub(repo_id, **kwargs)
         if self.tokenizer is not None:
             self.tokenizer.push_to_hub(repo_id, **kwargs)

@@ -137,6 +137,8 @@ def process_rows(model: Any, trace: Trace, logits: torch.Tensor) -> torch.Tensor
 def _processors(model: Any, trace: Trace, prompt_tokens: int) -> LogitsProcessorList:
     settings = {k: v for k, v in trace.sampling.items() if k not in ("processors", "max_new_tokens")}
     config = GenerationConfig(**settings)
+    if trace.decoder_prompt_ids is not None:
+        config.decoder_start_token_id = int(trace.decoder_prompt_ids[0])
     model._prepare_special_tokens(config, True, device=model.device)
     encoder_ids = None
     if trace.is_encoder_decoder:

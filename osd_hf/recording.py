@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from osd_hf.capture import compress_rows
 from osd_hf.errors import ConfigError
-from osd_hf.hook import compress_rows
 from osd_hf.records import Trace, ids_dtype
 
 __all__ = ["record_traces"]

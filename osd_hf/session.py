@@ -67,8 +67,8 @@ def load_session(directory: Path, updater: Updater) -> dict[str, Any]:
     pointer = directory / POINTER
     if not pointer.is_file():
         raise StateError(f"There is no saved session in {directory}. Save one with `save_state` first.")
-    folder = directory / pointer.read_text().strip()
     try:
+        folder = directory / pointer.read_text().strip()
         session: dict[str, Any] = json.loads((folder / "session.json").read_text())
         if session["format"] != FORMAT:
             raise StateError(
@@ -77,7 +77,7 @@ def load_session(directory: Path, updater: Updater) -> dict[str, Any]:
             )
         traces = table_to_traces(pq.read_table(folder / "requests.parquet"))
         state = torch.load(folder / "learner.pt", weights_only=True)
-    except (OSError, ValueError, KeyError, RuntimeError, pickle.UnpicklingError) as error:
+    except (OSError, EOFError, ValueError, KeyError, RuntimeError, pickle.UnpicklingError) as error:
         if isinstance(error, StateError):
             raise
         raise StateError(f"The session in {directory} cannot be read: {error}. Restore it from a copy.") from error

@@ -29,6 +29,7 @@ LAYERS = {
     "forcing": 2,
     "replay": 2,
     # touching transformers, the bundled pair, streams of prompts
+    "capture": 3,
     "hook": 3,
     "guards": 3,
     "vocab": 3,
@@ -46,10 +47,12 @@ LAYERS = {
     "serving": 5,
     "display": 5,
     "plots": 5,
+    "timing": 5,
     # the public names, which commands may use and never the other way round
     "__init__": 6,
     # commands
     "quickstart": 7,
+    "commands": 7,
     "cli": 7,
     "__main__": 7,
 }

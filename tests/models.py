@@ -1,0 +1,266 @@
+"""Tiny models with random weights and a seed, drafts that are sometimes right, and stubs that follow a script."""
+
+from __future__ import annotations
+
+import copy
+import string
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import BPE
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    DynamicCache,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GenerationMixin,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+VOCAB = 64
+WINDOW = 8  # of the sliding models; answers in tests are longer
+
+_LLAMA: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+_IDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def _llama(**changes: Any) -> Any:
+    return LlamaForCausalLM(LlamaConfig(**{**_LLAMA, **_IDS, **changes}))
+
+
+def _qwen3(**changes: Any) -> Any:
+    return Qwen3ForCausalLM(Qwen3Config(**{**_LLAMA, **_IDS, "head_dim": 8, **changes}))
+
+
+def _mistral(**changes: Any) -> Any:
+    return MistralForCausalLM(MistralConfig(**{**_LLAMA, **_IDS, "sliding_window": WINDOW, **changes}))
+
+
+def _gemma3(**changes: Any) -> Any:
+    layers = ["sliding_attention", "full_attention"]
+    own = {"head_dim": 8, "sliding_window": WINDOW, "layer_types": layers, "query_pre_attn_scalar": 8}
+    return Gemma3ForCausalLM(Gemma3TextConfig(**{**_LLAMA, **_IDS, **own, **changes}))
+
+
+def _gpt2(**changes: Any) -> Any:
+    return GPT2LMHeadModel(
+        GPT2Config(
+            **{
+                "n_embd": 32,
+                "n_layer": 2,
+                "n_head": 4,
+                "n_positions": 256,
+                "tie_word_embeddings": False,
+                **_IDS,
+                **changes,
+            }
+        )
+    )
+
+
+def _opt(**changes: Any) -> Any:
+    size = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    own = {"max_position_embeddings": 256, "word_embed_proj_dim": 32, "tie_word_embeddings": False}
+    return OPTForCausalLM(OPTConfig(**{**size, **own, **_IDS, **changes}))
+
+
+def _t5(**changes: Any) -> Any:
+    size = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "tie_word_embeddings": False}
+    return T5ForConditionalGeneration(T5Config(**{**size, **_IDS, "decoder_start_token_id": 0, **changes}))
+
+
+def _bart(**changes: Any) -> Any:
+    size = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in
+            (("layers", 2), ("ffn_dim", 48), ("attention_heads", 4))}  # fmt: skip
+    own = {
+        "d_model": 32,
+        "max_position_embeddings": 256,
+        "decoder_start_token_id": 2,
+        "forced_eos_token_id": None,
+        "tie_word_embeddings": False,
+    }
+    return BartForConditionalGeneration(BartConfig(**{**size, **own, **_IDS, **changes}))
+
+
+_BUILDERS: dict[str, Callable[..., Any]] = {
+    "llama": _llama, "qwen3": _qwen3, "mistral": _mistral, "gemma3": _gemma3, "gpt2": _gpt2, "opt": _opt, "t5": _t5,
+    "bart": _bart,
+}  # fmt: skip
+ARCHITECTURES = tuple(_BUILDERS)
+DECODER_ONLY = tuple(name for name in ARCHITECTURES if name not in ("t5", "bart"))
+
+
+def build(architecture: str = "llama", seed: int = 0, *, vocab_size: int = VOCAB, **changes: Any) -> Any:
+    """A target. Weights are much larger than a fresh model's: its argmax is clear, and changes from token to token."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = _BUILDERS[architecture](vocab_size=vocab_size, **changes)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.ndim > 1:
+                    # What the encoder says is the same at each step: too loud, it drowns the tokens of the answer.
+                    quiet, loud = "EncDecAttention" in name, architecture == "bart" and "shared" in name
+                    scale = 0.3 if quiet else 5.0 if loud else 1.5
+                    parameter.normal_(0, scale / parameter.shape[-1] ** 0.5)
+    config = model.generation_config
+    config.eos_token_id = None
+    config.forced_eos_token_id = None
+    config.bos_token_id, config.pad_token_id = 1, 0
+    return model.eval()
+
+
+def draft_of(target: Any, noise: float = 0.12, seed: int = 1, k: int = 5) -> Any:
+    """A copy of the target with noise on its weights: right now and then. Drafts `k` tokens a round, threshold 0."""
+    draft = copy.deepcopy(target)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            if parameter.ndim > 1:
+                scale = noise * parameter.std()
+                parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+    return fixed_k(draft, k)
+
+
+def fixed_k(draft: Any, k: int = 5) -> Any:
+    draft.generation_config.num_assistant_tokens = k
+    draft.generation_config.num_assistant_tokens_schedule = "constant"
+    draft.generation_config.assistant_confidence_threshold = 0.0
+    return draft
+
+
+def pair(
+    architecture: str = "llama", seed: int = 0, *, noise: float = 0.12, k: int = 5, **changes: Any
+) -> tuple[Any, Any]:
+    target = build(architecture, seed, **changes)
+    return target, draft_of(target, noise, k=k)
+
+
+def prompt(length: int = 6, seed: int = 0, vocab_size: int = VOCAB) -> torch.Tensor:
+    """Ids of shape `(1, length)`, special ones left out."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, vocab_size, (1, length), generator=generator)
+
+
+def prompts(number: int, vocab_size: int = VOCAB) -> list[torch.Tensor]:
+    return [prompt(3 + i % 5, seed=100 + i, vocab_size=vocab_size) for i in range(number)]
+
+
+# --- stubs ----------------------------------------------------------------------------------------------------------
+
+
+class TableConfig(PreTrainedConfig):  # type: ignore[misc]
+    model_type = "osd_hf_table"
+
+    def __init__(self, vocab_size: int = 16, positions: int = 128, **kwargs: Any) -> None:
+        self.vocab_size = vocab_size
+        self.positions = positions
+        self.num_hidden_layers = 1
+        super().__init__(**kwargs)
+
+
+class TableModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+    """Logits looked up by position and by the token before: `by_position[t] + by_token[ids[t]]`."""
+
+    config_class = TableConfig
+
+    def __init__(self, config: TableConfig) -> None:
+        super().__init__(config)
+        self.by_position = torch.nn.Parameter(torch.zeros(config.positions, config.vocab_size))
+        self.by_token = torch.nn.Parameter(torch.zeros(config.vocab_size, config.vocab_size))
+        self.post_init()
+
+    def _init_weights(self, module: Any) -> None:
+        pass
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool = True,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        batch, length = input_ids.shape
+        if attention_mask is None:
+            seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+            positions = torch.arange(seen, seen + length).expand(batch, -1)
+        else:
+            positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)[:, -length:]
+        if use_cache:
+            past_key_values = DynamicCache() if past_key_values is None else past_key_values
+            nothing = torch.zeros(batch, 1, length, 1)
+            past_key_values.update(nothing, nothing, 0)
+        logits = self.by_position[positions] + self.by_token[input_ids]
+        return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
+
+
+def scripted(tokens: Sequence[int], prompt_tokens: int, *, vocab_size: int = 16, k: int = 5) -> TableModel:
+    """A model that answers a prompt of `prompt_tokens` tokens with `tokens`, whatever it is fed."""
+    model = TableModel(TableConfig(vocab_size=vocab_size, positions=prompt_tokens + len(tokens) + 32)).eval()
+    with torch.no_grad():
+        for i, token in enumerate(tokens):
+            model.by_position[prompt_tokens - 1 + i, token] = 10.0
+    return fixed_k(model, k)
+
+
+def bigram(seed: int, *, vocab_size: int = 5, sharpness: float = 1.0, k: int = 5) -> TableModel:
+    """A model whose next token hangs on the last one only: its distribution over answers is known."""
+    model = TableModel(TableConfig(vocab_size=vocab_size, positions=4096)).eval()
+    with torch.no_grad():
+        model.by_token.copy_(
+            sharpness * torch.randn(vocab_size, vocab_size, generator=torch.Generator().manual_seed(seed))
+        )
+    return fixed_k(model, k)
+
+
+def tokenizer(vocab_size: int = VOCAB, characters: str = string.ascii_letters + string.digits) -> Any:
+    """One token a character, behind three special tokens."""
+    vocab = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", *characters][:vocab_size])}
+    backend = Tokenizer(BPE(vocab, []))
+    backend.decoder = Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+class ForwardCounter:
+    """Counts the forwards of models, so that a test can say that none ran."""
+
+    def __init__(self, *models: Any) -> None:
+        self.count = 0
+        self._handles = [m.register_forward_pre_hook(self._seen) for m in models]
+
+    def _seen(self, *_: Any) -> None:
+        self.count += 1
+
+    def __enter__(self) -> ForwardCounter:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for handle in self._handles:
+            handle.remove()

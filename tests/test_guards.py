@@ -1,0 +1,229 @@
+"""What is refused, with what words, and that no forward ran before."""
+
+from collections.abc import Callable
+from typing import Any
+
+import models
+import pytest
+import torch
+from transformers import (
+    GenerationConfig,
+    LlamaModel,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MambaConfig,
+    MambaForCausalLM,
+    SynthIDTextWatermarkingConfig,
+    WatermarkingConfig,
+)
+
+from osd_hf import (
+    OnlineAssistant,
+    UnsupportedGenerationError,
+    UnsupportedModelError,
+    VocabularyMismatchError,
+    capture_traces,
+)
+from osd_hf.guards import check_tokenizers, find_tokenizer
+
+
+class Counting(LogitsProcessor):  # type: ignore[misc]
+    """Remembers how often it was called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return scores
+
+
+class Lazy(LogitsProcessor):  # type: ignore[misc]
+    """Builds a table at its first call, which is no memory of earlier calls."""
+
+    def __init__(self) -> None:
+        self.table: torch.Tensor | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.linspace(0, 1, scores.shape[-1])
+        return scores + self.table
+
+
+SYNTHID = SynthIDTextWatermarkingConfig(keys=[3, 5, 7], ngram_len=3)
+REFUSED: dict[str, dict[str, Any]] = {
+    "num_beams": {"num_beams": 3},
+    "num_return_sequences": {"num_return_sequences": 2, "do_sample": True},
+    "assistant_ensemble_weight": {"assistant_ensemble_weight": 0.5},
+    "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 3},
+    "assistant_early_exit": {"assistant_early_exit": 1},
+    "use_mtp": {"use_mtp": True},
+    "guidance_scale": {"guidance_scale": 1.5},
+    "penalty_alpha": {"penalty_alpha": 0.6, "top_k": 4},
+    "dola_layers": {"dola_layers": "low"},
+    "use_cache": {"use_cache": False},
+    "cache_implementation": {"cache_implementation": "static"},
+    "watermarking_config": {"watermarking_config": SYNTHID},
+    "assistant_tokenizer": {"assistant_tokenizer": models.tokenizer()},
+    "assistant_model": {"assistant_model": models.build()},
+    "custom_generate": {"custom_generate": "somebody/else"},
+    "inputs_embeds": {"inputs_embeds": torch.zeros(1, 3, 32)},
+    "Counting": {"logits_processor": LogitsProcessorList([Counting()])},
+}
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Any, Any]:
+    return models.pair()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_modes_are_refused_before_any_work(name: str, pair: tuple[Any, Any]) -> None:
+    assistant = OnlineAssistant(*pair)
+    with models.ForwardCounter(assistant.target, assistant.draft) as forwards:
+        with pytest.raises(UnsupportedGenerationError, match=name):
+            ids = {} if name == "inputs_embeds" else {"inputs": models.prompt()}
+            assistant.generate(**ids, max_new_tokens=3, **REFUSED[name])
+        assert forwards.count == 0
+    assert assistant.stats.num_requests == 0
+    assistant.generate(models.prompt(), max_new_tokens=3)
+    assert assistant.stats.num_requests == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["num_beams", "assistant_ensemble_weight", "prompt_lookup_num_tokens", "guidance_scale"]
+)
+def test_modes_are_refused_in_a_generation_config_too(name: str, pair: tuple[Any, Any]) -> None:
+    target, draft = pair
+    assistant = OnlineAssistant(target, draft)
+    config = GenerationConfig(max_new_tokens=3, **REFUSED[name])
+    with models.ForwardCounter(target, assistant.draft) as forwards:
+        with pytest.raises(UnsupportedGenerationError, match=name):
+            assistant.generate(models.prompt(), generation_config=config)
+        other = OnlineAssistant(models.build(), draft)
+        other.target.generation_config = config
+        with pytest.raises(UnsupportedGenerationError, match=name):
+            other.generate(models.prompt(), max_new_tokens=3)
+        assert forwards.count == 0
+
+
+@pytest.mark.parametrize("name", ["assistant_ensemble_weight", "guidance_scale", "Counting", "watermarking_config"])
+@pytest.mark.parametrize("attach", ["attached", "capture"])
+def test_modes_are_refused_where_the_caller_generates(name: str, attach: str, pair: tuple[Any, Any]) -> None:
+    target, draft = pair
+    assistant = OnlineAssistant(target, draft)
+    context: Callable[[], Any] = assistant.attached if attach == "attached" else lambda: capture_traces(target, print)
+    with models.ForwardCounter(target, assistant.draft) as forwards, context():
+        with pytest.raises(UnsupportedGenerationError, match="SynthID" if name == "watermarking_config" else name):
+            target.generate(models.prompt(), assistant_model=assistant.draft, max_new_tokens=3, **REFUSED[name])
+        assert forwards.count == 0
+
+
+def test_a_draft_with_a_tokenizer_of_its_own_is_refused_where_the_caller_generates(pair: tuple[Any, Any]) -> None:
+    target, draft = pair[0], models.build(vocab_size=70)
+    tokenizers = {"tokenizer": models.tokenizer(), "assistant_tokenizer": models.tokenizer(characters="zyx")}
+    with models.ForwardCounter(target, draft) as forwards, capture_traces(target, print):
+        with pytest.raises(UnsupportedGenerationError, match="assistant_tokenizer"):
+            target.generate(models.prompt(), assistant_model=draft, max_new_tokens=3, **tokenizers)
+        assert forwards.count == 0
+
+
+def test_harmless_values_are_taken(pair: tuple[Any, Any]) -> None:
+    assistant = OnlineAssistant(*pair)
+    ids = models.prompt()
+    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 3, "do_sample": False}
+    harmless: list[dict[str, Any]] = [
+        {"num_beams": 1, "num_return_sequences": 1, "guidance_scale": 1.0, "use_cache": True, "assistant_model": None},
+        {"logits_processor": LogitsProcessorList([Lazy()])},
+        {"watermarking_config": WatermarkingConfig(bias=1.0)},
+    ]
+    for kwargs in harmless:
+        assert assistant.generate(ids, **settings, **kwargs).shape == (1, 9)
+    assert assistant.generate(input_ids=ids, **settings).shape == (1, 9)
+    assert assistant.stats.num_requests == 4
+
+
+def test_trying_a_processor_out_leaves_the_callers_as_it_was(pair: tuple[Any, Any]) -> None:
+    processor = Counting()
+    with pytest.raises(UnsupportedGenerationError):
+        OnlineAssistant(*pair).generate(models.prompt(), logits_processor=LogitsProcessorList([processor]))
+    assert processor.calls == 0
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        (torch.ones(2, 5, dtype=torch.long), "2 prompts"),
+        (torch.ones(5, dtype=torch.long), "shape"),
+        ("What is it?", "return_tensors"),
+        ([1, 2, 3], "return_tensors"),
+    ],
+)
+def test_prompts_of_another_shape_are_refused(inputs: Any, words: str, pair: tuple[Any, Any]) -> None:
+    assistant = OnlineAssistant(*pair)
+    with models.ForwardCounter(*pair) as forwards:
+        for call in ({"inputs": inputs}, {"input_ids": inputs}):
+            with pytest.raises(UnsupportedGenerationError, match=words):
+                assistant.generate(**call, max_new_tokens=3)
+        assert forwards.count == 0
+
+
+def test_vocabularies_that_differ_name_align_vocab() -> None:
+    with pytest.raises(VocabularyMismatchError, match=r"64 tokens, the draft 70.*align_vocab"):
+        OnlineAssistant(models.build(), models.build(vocab_size=70))
+
+
+def test_tokenizers_that_differ_are_refused(tmp_path: Any) -> None:
+    ours, theirs = models.tokenizer(), models.tokenizer(characters="zyxwvutsrqponmlkjihgfedcba")
+    with pytest.raises(VocabularyMismatchError, match=r"differ in 61 tokens, such as '0' \(55 / None\)"):
+        check_tokenizers(ours, theirs)
+    check_tokenizers(ours, models.tokenizer())
+    target, draft = models.pair()
+    draft.save_pretrained(tmp_path)
+    theirs.save_pretrained(tmp_path)
+    with pytest.raises(VocabularyMismatchError, match="tokenizers of target and draft differ"):
+        OnlineAssistant(target, tmp_path, ours)
+
+
+def test_a_tokenizer_is_found_where_the_model_came_from(tmp_path: Any) -> None:
+    model = models.build()
+    assert find_tokenizer(model) is None
+    model.save_pretrained(tmp_path)
+    assert find_tokenizer(type(model).from_pretrained(tmp_path)) is None
+    models.tokenizer().save_pretrained(tmp_path)
+    found = find_tokenizer(type(model).from_pretrained(tmp_path))
+    assert found.get_vocab() == models.tokenizer().get_vocab()
+
+
+def mamba() -> Any:
+    return MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=8, num_hidden_layers=1, state_size=2))
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "words"),
+    [
+        (mamba, models.build, "stateful"),
+        (models.build, mamba, "stateful"),
+        (lambda: LlamaModel(models.build().config), models.build, "AutoModelForCausalLM"),
+        (object, models.build, "object"),
+        (models.build, lambda: LlamaModel(models.build().config), "LlamaModel"),
+        (models.build, lambda: models.build("t5"), "of one kind"),
+        (lambda: models.build("bart"), models.build, "of one kind"),
+    ],
+)
+def test_models_that_cannot_be_paired_are_refused(target: Any, draft: Any, words: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=words):
+        OnlineAssistant(target(), draft())
+
+
+def test_a_draft_without_anything_to_learn_is_refused() -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    target, draft = models.pair()
+    with pytest.warns(FutureWarning, match="is_gradient_checkpointing"):
+        wrapped = get_peft_model(draft, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=2))
+    assert isinstance(wrapped, PeftModel)
+    for parameter in wrapped.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(UnsupportedModelError, match="is_trainable=True"):
+        OnlineAssistant(target, wrapped)

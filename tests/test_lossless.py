@@ -1,0 +1,310 @@
+"""The answers are the target's own: token by token when greedy, in distribution when sampled. Each check is shown to
+fail for a loop that accepts what it should not."""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import models
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers.generation import utils as generation_utils
+from transformers.generation.candidate_generator import AssistedCandidateGenerator
+
+from osd_hf import OnlineAssistant, OnlineConfig, capture_traces
+
+TIE = 1e-4  # a difference of the top two logits below this may be broken otherwise
+
+FAST = OnlineConfig(update_interval=2, steps_per_update=2, learning_rate=3e-3)
+
+Request = tuple[torch.Tensor, dict[str, Any]]
+
+
+# --- the checks -----------------------------------------------------------------------------------------------------
+
+
+def greedy_divergences(target: Any, generate: Callable[..., Any], requests: list[Request]) -> tuple[list[str], int]:
+    """Answers that are not the target's own, but for ties; and the number of these ties."""
+    wrong, ties = [], 0
+    for number, (ids, settings) in enumerate(requests):
+        settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 24, **settings}
+        alone = target.generate(ids, output_scores=True, return_dict_in_generate=True, **settings)
+        assisted = generate(ids, **settings)
+        start = alone.sequences.shape[1] - len(alone.scores)
+        ours, theirs = assisted[0, start:], alone.sequences[0, start:]
+        both = min(len(ours), len(theirs))
+        differs = (ours[:both] != theirs[:both]).nonzero()
+        if len(differs) == 0 and len(ours) == len(theirs):
+            continue
+        first = int(differs[0]) if len(differs) else both - 1
+        top = alone.scores[first][0].topk(2).values
+        if len(differs) and float(top[0] - top[1]) < TIE:
+            ties += 1
+        else:
+            wrong.append(f"request {number}, token {first}: {ours.tolist()} instead of {theirs.tolist()}")
+    return wrong, ties
+
+
+def goodness_of_fit(counts: Counter[Any], probabilities: dict[Any, float]) -> float:
+    """p-value of the chi-square test; outcomes that are expected fewer than five times make one class."""
+    total = sum(counts.values())
+    assert set(counts) <= set(probabilities)
+    common = [key for key, p in probabilities.items() if p * total >= 5]
+    observed = [counts[key] for key in common]
+    expected = [probabilities[key] * total for key in common]
+    if total - sum(expected) > 1e-6 * total:
+        observed.append(total - sum(observed))
+        expected.append(total - sum(expected))
+    return float(stats.chisquare(observed, expected).pvalue)
+
+
+def transitions_fit(answers: list[list[int]], table: np.ndarray[Any, Any]) -> float:
+    """p-value that each token of the answers was drawn from the row of `table` of the token before it."""
+    counts = np.zeros_like(table)
+    for answer in answers:
+        for before, after in itertools.pairwise(answer):
+            counts[before, after] += 1
+    expected = counts.sum(axis=1, keepdims=True) * table
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    return float(stats.chi2.sf(statistic, table.size - len(table)))
+
+
+# --- loops that are not lossless ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["accepts every draft", "accepts too readily"])
+def broken_sampling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    def accept(ids: Any, candidate_logits: Any, length: int, new_logits: Any, **_: Any) -> Any:
+        drafted = ids[:, -length:]
+        p = new_logits[:, :length].softmax(-1).gather(-1, drafted[..., None])[0, :, 0]
+        q = candidate_logits.softmax(-1).gather(-1, drafted[..., None])[0, :, 0]
+        lenient = torch.ones_like(p) if request.param == "accepts every draft" else (4 * p / q).clamp(max=1)
+        accepted = int((torch.rand_like(p) <= lenient).long().cumprod(0).sum())
+        own = torch.multinomial(new_logits[0, accepted].softmax(-1), 1)[None]
+        return torch.cat([drafted[:, :accepted], own], dim=1), accepted
+
+    monkeypatch.setattr(generation_utils, "_speculative_sampling", accept)
+
+
+@pytest.fixture
+def broken_greedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop's target repeats what was drafted instead of its own argmax."""
+    propose = AssistedCandidateGenerator.get_candidates
+
+    def get_candidates(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        ids, logits = propose(self, input_ids, **kwargs)
+        drafted[:] = ids[0, input_ids.shape[1] :].tolist()
+        return ids, logits
+
+    drafted: list[int] = []
+    argmax = torch.Tensor.argmax
+
+    def lenient(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        selected = argmax(self, *args, **kwargs)
+        if self.ndim == 3 and drafted and selected.shape[1] == len(drafted) + 1:
+            selected[0, : len(drafted)] = torch.tensor(drafted)
+        return selected
+
+    monkeypatch.setattr(AssistedCandidateGenerator, "get_candidates", get_candidates)
+    monkeypatch.setattr(torch.Tensor, "argmax", lenient)
+
+
+# --- greedy ---------------------------------------------------------------------------------------------------------
+
+
+def requests_of(target: Any) -> list[Request]:
+    """Plain requests, and one each that is padded, penalized, ended by EOS, and cut."""
+    ids = models.prompts(8)
+    requests: list[Request] = [(x, {}) for x in ids]
+    answer = target.generate(ids[0], attention_mask=torch.ones_like(ids[0]), do_sample=False, max_new_tokens=24)
+    requests.append((ids[0], {"eos_token_id": int(answer[0, -9])}))
+    requests.append((ids[1], {"repetition_penalty": 1.4}))
+    requests.append((ids[2], {"max_new_tokens": 7, "no_repeat_ngram_size": 2}))
+    if not target.config.is_encoder_decoder:
+        for x in ids[3:5]:
+            padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), x], dim=1)
+            mask = (torch.arange(padded.shape[1]) >= 5).long()[None]
+            requests.append((padded, {"attention_mask": mask}))
+    return requests
+
+
+@pytest.mark.parametrize("architecture", models.ARCHITECTURES)
+def test_greedy_answers_are_the_targets_while_the_draft_learns(architecture: str) -> None:
+    target, draft = models.pair(architecture, noise=0.08)
+    assistant = OnlineAssistant(target, draft, config=FAST)
+    requests = requests_of(target)
+    wrong, ties = greedy_divergences(target, assistant.generate, requests)
+    print(
+        f"{architecture}: {ties} ties in {len(requests)} answers, versions 0 to {assistant.version}, {assistant.stats}"
+    )
+    assert wrong == []
+    assert ties <= 1
+    assert assistant.version >= 5
+    assert 0 < assistant.stats.alpha < 1
+    assert any(not torch.equal(a, b) for a, b in zip(assistant.draft.parameters(), draft.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma3", "gpt2"])
+def test_greedy_answers_are_the_targets_across_turns(architecture: str) -> None:
+    target, draft = models.pair(architecture, noise=0.08)
+    assistant = OnlineAssistant(target, draft, config=FAST)
+    kept: dict[str, Any] = {}
+
+    def turn(ids: torch.Tensor, **settings: Any) -> Any:
+        output = assistant.generate(ids, return_dict_in_generate=True, **settings, **kept)
+        kept["past_key_values"] = output.past_key_values
+        return output.sequences
+
+    context = models.prompt(4)
+    for number in range(4):
+        wrong, _ = greedy_divergences(target, turn, [(context, {"max_new_tokens": 9})])
+        assert wrong == [], f"turn {number}"
+        answer = target.generate(context, attention_mask=torch.ones_like(context), do_sample=False, max_new_tokens=9)
+        context = torch.cat([answer, models.prompt(3, seed=number)], dim=1)
+    assert assistant.version == 2
+
+
+@pytest.mark.parametrize("architecture", ["llama", "t5"])
+def test_a_loop_that_accepts_every_draft_fails_the_greedy_check(architecture: str, broken_greedy: None) -> None:
+    target, draft = models.pair(architecture)
+    assistant = OnlineAssistant(target, draft, config=FAST)
+    wrong, _ = greedy_divergences(target, assistant.generate, requests_of(target))
+    assert len(wrong) > 5
+
+
+class AfterTokens(StoppingCriteria):  # type: ignore[misc]
+    """Stops as soon as the last token is one of `tokens`, as a caller's own criterion may."""
+
+    def __init__(self, tokens: set[int]) -> None:
+        self.tokens = tokens
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.tensor([int(input_ids[0, -1]) in self.tokens])
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_a_criterion_stops_at_its_token(noise: float) -> None:
+    target, draft = models.pair("qwen3", noise=noise)
+    assistant = OnlineAssistant(target, draft, config=FAST)
+    requests = []
+    for ids in models.prompts(6):
+        answer = target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24)
+        stop = AfterTokens({int(answer[0, ids.shape[1] + 2])})
+        requests.append((ids, {"stopping_criteria": StoppingCriteriaList([stop])}))
+    assert greedy_divergences(target, assistant.generate, requests) == ([], 0)
+    assert assistant.stats.emitted <= 3 * 6
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_stop_strings_stop_at_their_token(noise: float) -> None:
+    target, draft = models.pair("llama", noise=noise)
+    tokenizer = models.tokenizer()
+    assistant = OnlineAssistant(target, draft, tokenizer, FAST)
+    requests = []
+    for ids in models.prompts(4):
+        answer = target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24)
+        word = tokenizer.convert_ids_to_tokens(int(answer[0, ids.shape[1] + 3]))
+        requests.append((ids, {"stop_strings": [word], "tokenizer": tokenizer}))
+    assert greedy_divergences(target, assistant.generate, requests) == ([], 0)
+    assert assistant.stats.emitted <= 4 * 4
+
+
+def test_a_criterion_that_is_looked_at_once_a_round_fails_the_check() -> None:
+    # So it is in transformers, and inside `attached`.
+    target, draft = models.pair("qwen3", noise=0.0)
+    ids = models.prompts(1)[0]
+    answer = target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24)
+    stop = StoppingCriteriaList([AfterTokens({int(answer[0, ids.shape[1] + 2])})])
+
+    def stock(ids: torch.Tensor, **settings: Any) -> Any:
+        with capture_traces(target, lambda trace: None):
+            return target.generate(ids, assistant_model=draft, **settings)
+
+    wrong, _ = greedy_divergences(target, stock, [(ids, {"stopping_criteria": stop})])
+    assert len(wrong) == 1
+
+
+# --- sampled --------------------------------------------------------------------------------------------------------
+
+VOCAB = 6
+NEW = 3
+SETTINGS = {"do_sample": True, "temperature": 1.3, "top_k": 5, "top_p": 1.0}
+LEARNS = OnlineConfig(update_interval=25, steps_per_update=2, learning_rate=3e-3, num_assistant_tokens=2)
+
+
+def answer_distribution(target: Any, ids: torch.Tensor) -> dict[tuple[int, ...], float]:
+    """The exact probability of each answer of `NEW` tokens under `SETTINGS`, enumerated."""
+    answers = list(itertools.product(range(VOCAB), repeat=NEW))
+    full = torch.cat([ids.expand(len(answers), -1), torch.tensor(answers)], dim=1)
+    with torch.no_grad():
+        logits = target(full).logits[:, ids.shape[1] - 1 : -1].double() / SETTINGS["temperature"]
+    lowest = logits.topk(int(SETTINGS["top_k"])).values[..., -1:]
+    logprobs = logits.masked_fill(logits < lowest, -torch.inf).log_softmax(-1)
+    joint = logprobs.gather(-1, torch.tensor(answers)[..., None])[..., 0].sum(-1).exp()
+    return dict(zip(answers, joint.tolist(), strict=True))
+
+
+def small_pair() -> tuple[Any, Any]:
+    target = models.build("llama", 3, vocab_size=VOCAB, num_hidden_layers=1)
+    with torch.no_grad():
+        target.lm_head.weight.mul_(0.5)
+    return target, models.draft_of(target, noise=1.5)
+
+
+def sampled_answers(assistant: OnlineAssistant, ids: torch.Tensor, number: int) -> Counter[tuple[int, ...]]:
+    counts: Counter[tuple[int, ...]] = Counter()
+    for _ in range(number):
+        output = assistant.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, **SETTINGS)
+        counts[tuple(output[0, -NEW:].tolist())] += 1
+    return counts
+
+
+def test_sampled_answers_have_the_targets_distribution_while_the_draft_learns() -> None:
+    target, draft = small_pair()
+    assistant = OnlineAssistant(target, draft, config=LEARNS)
+    ids = models.prompt(3, vocab_size=VOCAB)
+    counts = sampled_answers(assistant, ids, 1500)
+    p_value = goodness_of_fit(counts, answer_distribution(target, ids))
+    print(f"p = {p_value:.3f} over {len(counts)} answers, version {assistant.version}, {assistant.stats}")
+    assert p_value > 1e-3
+    assert assistant.version == 60
+    assert 0.2 < assistant.stats.alpha < 0.95
+
+
+def test_a_loop_that_accepts_too_much_fails_the_sampled_check(broken_sampling: None) -> None:
+    target, draft = small_pair()
+    assistant = OnlineAssistant(target, draft, config=OnlineConfig(update_strategy="manual", num_assistant_tokens=2))
+    ids = models.prompt(3, vocab_size=VOCAB)
+    assert goodness_of_fit(sampled_answers(assistant, ids, 600), answer_distribution(target, ids)) < 1e-6
+
+
+def long_answers(assistant: OnlineAssistant, vocab_size: int) -> Iterator[list[int]]:
+    for number in range(4):
+        ids = torch.tensor([[number % vocab_size]])
+        output = assistant.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=500, do_sample=True, top_k=0
+        )
+        yield output[0].tolist()
+
+
+def test_each_token_of_long_answers_is_drawn_as_the_target_draws_it() -> None:
+    target, draft = models.bigram(0), models.bigram(1)
+    config = OnlineConfig(update_interval=1, steps_per_update=8, learning_rate=0.3, num_logprobs=None)
+    assistant = OnlineAssistant(target, draft, config=config)
+    table = target.by_token.detach().double().softmax(-1).numpy()
+    p_value = transitions_fit(list(long_answers(assistant, 5)), table)
+    print(f"p = {p_value:.3f}, {assistant.stats}")
+    assert p_value > 1e-3
+    learned, given = (torch.softmax(m.by_token.detach(), -1) for m in (assistant.draft, draft))
+    assert float((learned - torch.tensor(table)).abs().sum()) < 0.8 * float((given - torch.tensor(table)).abs().sum())
+
+
+def test_a_loop_that_accepts_too_much_fails_the_check_of_long_answers(broken_sampling: None) -> None:
+    target = models.bigram(0)
+    assistant = OnlineAssistant(target, models.bigram(1), config=OnlineConfig(update_strategy="manual"))
+    table = target.by_token.detach().double().softmax(-1).numpy()
+    assert transitions_fit(list(long_answers(assistant, 5)), table) < 1e-6

@@ -1,0 +1,54 @@
+from typing import Any
+
+import models
+import numpy as np
+import pytest
+import torch
+
+from osd_hf import ConfigError, Trace, capture_traces, record_traces
+
+
+def recorded(target: Any, prompts: list[list[int]], **settings: Any) -> list[Trace]:
+    return list(record_traces(target, prompts, **{"max_new_tokens": 12, **settings}))
+
+
+@pytest.mark.parametrize("architecture", models.ARCHITECTURES)
+def test_recordings_are_what_the_target_answers(architecture: str) -> None:
+    target, draft = models.pair(architecture)
+    prompts = models.prompts(5)
+    first = target.generate(prompts[0], attention_mask=torch.ones_like(prompts[0]), do_sample=False, max_new_tokens=12)
+    target.generation_config.eos_token_id = [int(first[0, -5]), 9]
+    captured: list[Trace] = []
+    with capture_traces(target, captured.append):
+        for ids in prompts:
+            kwargs = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 12}
+            target.generate(ids, assistant_model=draft, **kwargs)
+    for batch_size in (1, 3):
+        for ours, theirs in zip(
+            recorded(target, [p[0].tolist() for p in prompts], batch_size=batch_size), captured, strict=True
+        ):
+            assert ours.completion_ids.tolist() == theirs.completion_ids.tolist()
+            assert ours.prompt_ids.tolist() == theirs.prompt_ids.tolist()
+            assert ours.top_ids[:, :3].tolist() == theirs.top_ids[:, :3].tolist()
+            np.testing.assert_allclose(np.exp(ours.kept_logprobs()), np.exp(theirs.kept_logprobs()), atol=1e-3)
+            assert (ours.decoder_prompt_ids is None) == (theirs.decoder_prompt_ids is None)
+            assert ours.rounds == ()
+            assert ours.sampling["max_new_tokens"] == theirs.sampling["max_new_tokens"] == 12
+            assert ours.sampling["eos_token_id"] == theirs.sampling["eos_token_id"]
+    assert len(captured[0]) < 12
+
+
+def test_whole_rows_and_labels_are_kept() -> None:
+    (trace,) = recorded(models.build(), [[3, 4, 5]], num_logprobs=None, domain="d")
+    assert trace.top_logits.shape == (12, 64)
+    assert trace.top_ids.shape == (12, 0)
+    assert trace.domain == "d"
+    assert not trace.is_sampled
+
+
+def test_an_empty_prompt_is_named() -> None:
+    with models.ForwardCounter(target := models.build()) as forwards:
+        with pytest.raises(ConfigError, match="Prompt 1 is empty"):
+            recorded(target, [[3], []])
+        assert forwards.count == 0
+    assert recorded(target, []) == []

@@ -1,0 +1,112 @@
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from osd_hf import DraftRound, Trace
+from osd_hf.records import ids_dtype
+
+
+def drafted(number: int) -> Any:
+    return np.arange(number, dtype=np.int32)
+
+
+def trace(rounds: list[DraftRound], **changes: Any) -> Trace:
+    length = sum(r.num_emitted for r in rounds)
+    fields: dict[str, Any] = {
+        "prompt_ids": np.zeros(3, np.int32),
+        "completion_ids": np.zeros(length, np.int32),
+        "rounds": tuple(rounds),
+        "top_logits": np.zeros((length, 4), np.float16),
+        "top_ids": np.zeros((length, 4), np.uint16),
+        "tail_logprob": np.zeros(length, np.float32),
+        "vocab_size": 64,
+    }
+    return Trace(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("round_", "examined", "corrected"),
+    [
+        (DraftRound(drafted(5), 2, 3), 3, True),
+        (DraftRound(drafted(5), 0, 1), 1, True),
+        (DraftRound(drafted(5), 5, 6), 5, False),  # a bonus token is no correction
+        (DraftRound(drafted(5), 2, 2), 2, False),  # cut behind an accepted token
+        (DraftRound(drafted(2), 2, 2), 2, False),
+        (DraftRound(drafted(0), 0, 1), 0, False),  # the round only decoded
+    ],
+)
+def test_what_a_round_examined(round_: DraftRound, examined: int, corrected: bool) -> None:
+    assert round_.num_examined == examined
+    assert round_.has_correction is corrected
+    assert round_.num_drafted == len(round_.drafted_ids)
+
+
+def test_corrections_lie_behind_the_accepted_tokens() -> None:
+    rounds = [
+        DraftRound(drafted(5), 2, 3),
+        DraftRound(drafted(5), 5, 6),
+        DraftRound(drafted(0), 0, 1),
+        DraftRound(drafted(1), 0, 1),
+    ]
+    mask = trace(rounds).correction_mask
+    assert np.flatnonzero(mask).tolist() == [2, 10]
+    assert len(mask) == len(trace(rounds)) == 11
+
+
+def test_ids_are_as_small_as_the_vocabulary_allows() -> None:
+    assert ids_dtype(1 << 16) is np.uint16
+    assert ids_dtype((1 << 16) + 1) is np.int32
+
+
+def test_kinds_of_requests() -> None:
+    plain = trace([DraftRound(drafted(1), 1, 2)])
+    assert not plain.is_sampled
+    assert not plain.is_encoder_decoder
+    assert trace([], sampling={"do_sample": True}).is_sampled
+    assert trace([], decoder_prompt_ids=np.zeros(1, np.int32)).is_encoder_decoder
+    assert plain.num_kept == 4
+
+
+def test_bytes_are_those_of_the_arrays() -> None:
+    p = np.zeros(2, np.float32)
+    full = trace([DraftRound(drafted(5), 1, 2, p, p)], decoder_prompt_ids=np.zeros(1, np.int32))
+    assert full.nbytes == 3 * 4 + 2 * 4 + 2 * 4 * (2 + 2) + 2 * 4 + 4 + 5 * 4 + 2 * 2 * 4
+
+
+def test_records_do_not_change() -> None:
+    with pytest.raises(FrozenInstanceError):
+        trace([]).domain = "other"  # type: ignore[misc]
+
+
+@given(
+    hnp.arrays(np.float32, st.tuples(st.integers(1, 5), st.integers(1, 8)), elements=st.floats(-30, 0, width=32)),
+    st.floats(-50, -1e-6),
+)
+def test_kept_log_probs_and_the_tail_sum_to_one(logits: Any, tail: float) -> None:
+    logits = (logits - logits.max(axis=1, keepdims=True)).astype(np.float16)
+    length, kept = logits.shape
+    row = trace(
+        [DraftRound(drafted(0), 0, length)],
+        top_logits=logits,
+        top_ids=np.zeros((length, kept), np.uint16),
+        tail_logprob=np.full(length, tail, np.float32),
+    )
+    mass = np.exp(row.kept_logprobs().astype(np.float64)).sum(axis=1) + np.exp(tail)
+    np.testing.assert_allclose(mass, 1.0, atol=1e-5)
+
+
+def test_whole_rows_sum_to_one() -> None:
+    row = trace(
+        [DraftRound(drafted(0), 0, 1)],
+        top_logits=np.array([[0, -1, -np.inf, -2]], np.float16),
+        top_ids=np.zeros((1, 0), np.uint16),
+        tail_logprob=np.full(1, -np.inf, np.float32),
+    )
+    kept = row.kept_logprobs()
+    assert kept[0, 2] == -np.inf
+    np.testing.assert_allclose(np.exp(kept).sum(), 1.0, atol=1e-6)

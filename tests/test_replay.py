@@ -1,0 +1,268 @@
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import models
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from osd_hf import (
+    AcceptanceStats,
+    ConfigError,
+    DraftRound,
+    Trace,
+    VocabularyMismatchError,
+    capture_traces,
+    record_traces,
+    replay,
+)
+from osd_hf.replay import _rounds, redraft, replay_each
+
+
+def live(target: Any, draft: Any, prompts: list[torch.Tensor], **settings: Any) -> list[Trace]:
+    traces: list[Trace] = []
+    with capture_traces(target, traces.append, num_logprobs=settings.pop("num_logprobs", 64)):
+        for ids in prompts:
+            kwargs = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 20, **settings}
+            target.generate(ids, assistant_model=draft, **kwargs)
+    return traces
+
+
+def counts(stats: AcceptanceStats) -> dict[str, Any]:
+    """All but `drafted`: behind a rejected token a live draft may end itself, which nobody sees afterwards."""
+    kept = ("examined", "accepted", "emitted", "target_forwards", "accepted_length_histogram")
+    return {name: getattr(stats, name) for name in kept} | {"requests": stats.requests.tolist()}
+
+
+def total(traces: list[Trace]) -> AcceptanceStats:
+    return sum(map(AcceptanceStats.from_trace, traces), AcceptanceStats())
+
+
+# --- greedy: exact --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [1, 3, 5, 7])
+@pytest.mark.parametrize("architecture", models.ARCHITECTURES)
+def test_replay_counts_what_a_live_run_counts(architecture: str, k: int) -> None:
+    target, draft = models.pair(architecture, noise=0.08, k=k)
+    prompts = models.prompts(3)
+    cut = live(target, draft, prompts)
+    ends = [int(t.completion_ids[10]) for t in cut]
+    ended = live(target, draft, prompts, eos_token_id=ends)
+    penalized = live(target, draft, prompts[:2], repetition_penalty=1.3, max_new_tokens=9 + k)
+    for traces in (cut, ended, penalized):
+        assert counts(replay(draft, traces, k)) == counts(total(traces))
+    assert any(len(t) < 20 for t in ended)
+    assert replay(draft, cut, k) == total(cut)  # nothing ends early, so `drafted` agrees as well
+
+
+@pytest.mark.parametrize("architecture", ["llama", "t5"])
+def test_replay_of_target_only_recordings_counts_what_a_live_run_counts(architecture: str) -> None:
+    target, draft = models.pair(architecture, noise=0.08)
+    prompts = models.prompts(5)
+    recorded = list(record_traces(target, [p[0].tolist() for p in prompts], max_new_tokens=20, batch_size=3))
+    other = models.draft_of(target, noise=0.2, seed=5)
+    for tried in (draft, other):
+        assert counts(replay(tried, recorded)) == counts(total(live(target, tried, prompts)))
+
+
+@pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}])
+def test_redrafted_rounds_are_the_live_ones(settings: dict[str, Any]) -> None:
+    target, draft = models.pair("qwen3", noise=0.08)
+    other = models.draft_of(target, noise=0.2, seed=5)
+    prompts = models.prompts(5)
+    eos = int(live(target, draft, prompts[:1])[0].completion_ids[7])
+    traces = live(target, draft, prompts, eos_token_id=eos, **settings)
+    for ours, theirs in zip(
+        redraft(other, traces), live(target, other, prompts, eos_token_id=eos, **settings), strict=True
+    ):
+        assert [(r.num_accepted, r.num_emitted) for r in ours.rounds] == [
+            (r.num_accepted, r.num_emitted) for r in theirs.rounds
+        ]
+        assert ours.correction_mask.tolist() == theirs.correction_mask.tolist()
+        for mine, live_round in zip(ours.rounds, theirs.rounds, strict=True):
+            examined = slice(0, mine.num_examined)
+            assert mine.drafted_ids[examined].tolist() == live_round.drafted_ids[examined].tolist()
+
+
+def test_the_rest_of_a_trace_stays_as_it_was() -> None:
+    target, draft = models.pair()
+    (trace,) = live(target, draft, [models.prompt()])
+    (again,) = redraft(models.draft_of(target, seed=9), [trace], 2)
+    for name in ("prompt_ids", "completion_ids", "top_logits", "top_ids", "tail_logprob", "sampling", "vocab_size"):
+        assert getattr(again, name) is getattr(trace, name)
+
+
+def test_a_criterions_last_token_is_the_targets_own() -> None:
+    from transformers import StoppingCriteria, StoppingCriteriaList
+
+    from osd_hf import OnlineAssistant, OnlineConfig
+
+    class After(StoppingCriteria):  # type: ignore[misc]
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            return torch.tensor([input_ids.shape[1] >= 6 + 8])
+
+    target = models.build()
+    assistant = OnlineAssistant(target, target, config=OnlineConfig(update_strategy="manual"))
+    traces: list[Trace] = []
+    with capture_traces(target, traces.append):
+        ids = models.prompt()
+        settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 20}
+        assistant.generate(ids, stopping_criteria=StoppingCriteriaList([After()]), **settings)
+    assert len(traces[0]) == 8
+    assert counts(replay(target, traces)) == counts(assistant.stats) == counts(total(traces))
+    assert assistant.stats.alpha == 1.0
+
+
+def reference(
+    predicted: list[int], emitted: list[int], eos: set[int], limit_tokens: int, k: int
+) -> list[tuple[int, ...]]:
+    """The loop of transformers, token by token: `(drafted, accepted, emitted)` of each round. A draft's prediction
+    behind its first wrong token is not known, and not needed."""
+    rounds = []
+    start = 0
+    while start < len(emitted):
+        room = min(k, limit_tokens - start - 1)
+        drafted: list[int] = []
+        while len(drafted) < room and start + len(drafted) < len(emitted):
+            drafted.append(predicted[start + len(drafted)])
+            if drafted[-1] in eos or drafted[-1] != emitted[start + len(drafted) - 1]:
+                break
+        accepted = 0
+        while accepted < len(drafted) and drafted[accepted] == emitted[start + accepted]:
+            accepted += 1
+        new = emitted[start : start + accepted + 1]
+        for i, token in enumerate(new):
+            if token in eos:
+                new = new[: i + 1]
+                break
+        rounds.append((accepted, len(new), int(accepted < len(new) and accepted < len(drafted))))
+        start += len(new)
+    return rounds
+
+
+@given(
+    st.lists(st.tuples(st.integers(3, 6), st.integers(3, 6)), min_size=1, max_size=30),
+    st.sampled_from(["cut", "eos", "bounded later"]),
+    st.integers(1, 7),
+)
+def test_rounds_are_those_of_the_loop(tokens: list[tuple[int, int]], ending: str, k: int) -> None:
+    predicted, emitted = (list(side) for side in zip(*tokens, strict=True))
+    eos: set[int] = set()
+    limit = len(emitted)
+    if ending != "cut":
+        eos = {2}
+        emitted[-1] = 2
+        if predicted[-1] == 6:
+            predicted[-1] = 2
+        limit += 3 if ending == "bounded later" else 0
+    trace = Trace(
+        prompt_ids=np.zeros(1, np.int32),
+        completion_ids=np.array(emitted, np.int32),
+        rounds=(),
+        top_logits=np.zeros((len(emitted), 0), np.float16),
+        top_ids=np.zeros((len(emitted), 0), np.uint16),
+        tail_logprob=np.zeros(len(emitted), np.float32),
+        vocab_size=8,
+        sampling={"max_new_tokens": limit, "eos_token_id": list(eos) or None},
+    )
+    rounds = _rounds(trace, np.array(predicted), k)
+    ours = [(r.num_accepted, r.num_emitted, r.num_examined - r.num_accepted) for r in rounds]
+    assert ours == reference(predicted, emitted, eos, limit, k)
+    assert sum(r.num_emitted for r in rounds) == len(emitted)
+
+
+# --- sampled: expectations ------------------------------------------------------------------------------------------
+
+
+def test_expected_counts_are_those_of_many_live_runs() -> None:
+    target, draft = models.bigram(0), models.bigram(1)
+    models.fixed_k(draft, 3)
+    settings = {"do_sample": True, "top_k": 0, "temperature": 1.4, "num_logprobs": None, "max_new_tokens": 60}
+    traces = live(target, draft, [torch.tensor([[i % 5]]) for i in range(30)], **settings)
+    measured, expected = total(traces), replay(draft, traces, 3)
+    low, high = measured.alpha_interval
+    print(f"live {measured}; expected {expected.alpha:.3f}, {expected.block_efficiency:.3f}")
+    assert low < expected.alpha < high
+    assert expected.block_efficiency == pytest.approx(measured.block_efficiency, rel=0.05)
+    assert expected.emitted == measured.emitted
+    assert expected.drafted == pytest.approx(measured.drafted, rel=0.05)
+    shares = [Counter(s.accepted_length_histogram) for s in (measured, expected)]
+    for length in range(4):
+        ours, theirs = (s[length] / sum(s.values()) for s in shares)
+        assert ours == pytest.approx(theirs, abs=0.05)
+
+
+def test_the_target_as_its_own_draft_is_expected_to_be_accepted() -> None:
+    target = models.build(vocab_size=80)
+    draft = models.fixed_k(models.draft_of(target, noise=0.0))
+    traces = live(target, draft, models.prompts(3), do_sample=True, temperature=0.7)
+    assert replay(target, traces).alpha == pytest.approx(1.0, abs=2e-3)
+    assert total(traces).alpha == 1.0
+
+
+def test_greedy_and_sampled_traces_keep_their_order() -> None:
+    target, draft = models.pair()
+    greedy = live(target, draft, models.prompts(2))
+    sampled = live(target, draft, models.prompts(2), do_sample=True)
+    mixed = [greedy[0], sampled[0], greedy[1], sampled[1]]
+    each = replay_each(draft, mixed)
+    assert [each[0], each[2]] == [AcceptanceStats.from_trace(t) for t in greedy]
+    assert isinstance(each[1].accepted, float)
+    assert sum(each, AcceptanceStats()) == replay(draft, iter(mixed))
+
+
+# --- care -----------------------------------------------------------------------------------------------------------
+
+
+def test_batches_do_not_change_the_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = models.pair()
+    traces = [t for n in (3, 9, 20) for t in live(target, draft, models.prompts(4), max_new_tokens=n)]
+    whole = replay(draft, traces)
+    for batch_size in (1, 3):
+        assert replay(draft, traces, batch_size=batch_size) == whole
+    monkeypatch.setattr("osd_hf.forcing.MAX_LOGITS", 64 * 25)
+    assert replay(draft, traces) == whole
+
+
+def test_the_draft_is_left_as_it_was() -> None:
+    target, draft = models.pair()
+    traces = live(target, draft, [models.prompt()])
+    draft.train()
+    before = {name: p.clone() for name, p in draft.named_parameters()}
+    replay(draft, traces)
+    assert draft.training
+    assert all(torch.equal(before[name], p) and p.grad is None for name, p in draft.named_parameters())
+
+
+def test_nothing_replayed_is_nothing_counted() -> None:
+    assert replay(models.build(), []) == AcceptanceStats()
+
+
+def test_what_cannot_be_replayed_is_refused() -> None:
+    target, draft = models.pair()
+    traces = live(target, draft, [models.prompt()])
+    with pytest.raises(ConfigError, match="at least 1, got 0"):
+        replay(draft, traces, 0)
+    with pytest.raises(VocabularyMismatchError, match="align_vocab"):
+        replay(models.build(vocab_size=70), traces)
+
+
+def test_processors_that_cannot_be_rebuilt_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    target, draft = models.pair()
+    (trace,) = live(target, draft, [models.prompt()])
+    foreign = replace(trace, sampling={**trace.sampling, "processors": ["Mine"]})
+    replay(draft, [foreign])
+    assert "Mine" in caplog.text
+    assert "approximate" in caplog.text
+
+
+def test_rounds_know_what_was_examined() -> None:
+    ids = np.arange(5, dtype=np.int32)
+    assert DraftRound(ids, 2, 3).num_examined == 3
+    assert DraftRound(ids, 5, 6).num_examined == 5
+    assert DraftRound(ids, 3, 3).num_examined == 3  # cut at EOS: an accepted token ends the answer
+    assert DraftRound(ids[:0], 0, 1).num_examined == 0
