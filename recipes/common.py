@@ -23,7 +23,7 @@ TEMPLATES = {
     "code_search_net_python": "Write Python: {func_documentation_string:.300}",
     "finance_alpaca": "{instruction}",
 }
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(os.environ.get("OSD_HF_RESULTS", Path(__file__).parent / "results"))
 MAX_NEW_TOKENS = 96
 
 
@@ -76,7 +76,7 @@ def last_share(stats: list[AcceptanceStats] | tuple[AcceptanceStats, ...], share
 
 def write_report(name: str, report: dict[str, Any], **facts: Any) -> Path:
     """Write `results/<name>.json`, provenance included."""
-    RESULTS.mkdir(exist_ok=True)
+    RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"provenance": provenance(**facts), **report}, indent=1) + "\n")
     return path
