@@ -1,0 +1,186 @@
+"""The command line: `osd-hf quickstart`, `osd-hf run`, `osd-hf replay`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from osd_hf import commands
+from osd_hf.config import OnlineConfig
+from osd_hf.errors import CaptureError, LearnerError, OSDError
+from osd_hf.quickstart import QuickstartSizes
+
+__all__ = ["main"]
+
+EPILOG = "exit codes: 0 done; 1 the run failed, or an output differed; 2 bad usage or input; 130 interrupted"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """
+    Run a command.
+
+    Args:
+        argv (`Sequence[str]`, *optional*):
+            Arguments; those of the process by default.
+
+    Returns:
+        `int`: the exit code, see `osd-hf --help`. Bad usage exits by itself, as `argparse` does.
+    """
+    args = _parser().parse_args(argv)
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        return int(args.command(args))
+    except KeyboardInterrupt:
+        print("osd-hf: interrupted", file=sys.stderr)
+        return commands.INTERRUPTED
+    except OSDError as error:
+        print(f"osd-hf: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return commands.FAILED if isinstance(error, LearnerError | CaptureError) else commands.BAD_INPUT
+
+
+# --- arguments ----------------------------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="osd-hf", description="Assistant models that learn while they serve.", epilog=EPILOG
+    )
+    subparsers = parser.add_subparsers(required=True, metavar="command")
+
+    def add(name: str, command: Any, help: str) -> argparse.ArgumentParser:
+        added = subparsers.add_parser(
+            name, help=help, description=help[0].upper() + help[1:] + ".", epilog=EPILOG,
+            formatter_class=_HelpWithDefaults,
+        )  # fmt: skip
+        added.set_defaults(command=command)
+        added.add_argument("--json", metavar="PATH", help="also write the report there; - is the standard output")
+        return added
+
+    _add_quickstart(
+        add("quickstart", commands.quickstart_command, "serve and learn on the bundled pair, before and after")
+    )
+    _add_run(add("run", commands.run_command, "serve a stream of prompts with a draft that learns"))
+    _add_replay(add("replay", commands.replay_command, "what drafts would have scored on recorded requests"))
+    return parser
+
+
+class _HelpWithDefaults(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows a default only where it says something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        says_nothing = action.default in (None, False, argparse.SUPPRESS)
+        return action.help if says_nothing else super()._get_help_string(action)
+
+
+def _add_quickstart(parser: argparse.ArgumentParser) -> None:
+    for field in dataclasses.fields(QuickstartSizes):
+        flag = "--" + field.name.replace("_", "-")
+        parser.add_argument(flag, type=int, default=field.default, metavar="N", help=field.metadata["help"])
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts and of learning")
+    parser.add_argument("--threads", type=int, metavar="N", help="of torch; measured by default")
+    parser.add_argument("--target", metavar="ID|PATH", help="another target for the same prompts")
+    parser.add_argument("--draft", metavar="ID|PATH", help="another draft for the same prompts")
+    parser.add_argument("--output-dir", type=Path, default=Path("osd_hf_quickstart"), help="overwritten")
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("models")
+    group.add_argument("--target", metavar="ID|PATH", help="Hub id or folder of the model that answers")
+    group.add_argument("--draft", metavar="ID|PATH", help="Hub id or folder of the model that drafts and learns")
+    group.add_argument("--bundled", action="store_true", help="the bundled pair, on prompts of its domains")
+    group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
+                       help="auto is each checkpoint's own; only float32 is exact to the token")  # fmt: skip
+    group.add_argument("--device", help="such as cpu or cuda:0; CUDA where there is one by default")
+    group = parser.add_argument_group("prompts")
+    group.add_argument("--prompts", metavar="ID|FILE", help="Hub data set id, or a json, jsonl or parquet file")
+    group.add_argument("--split", default="train", help="of a Hub data set")
+    group.add_argument("--subset", help="configuration of a Hub data set")
+    group.add_argument("--column", help="column of the prompt")
+    group.add_argument("--prompt-template", metavar="FORMAT",
+                       help="instead of a column: a format string, such as 'db: {db_id}\\n{question}'")  # fmt: skip
+    group.add_argument("--no-chat-template", action="store_true",
+                       help="plain text, also where the tokenizer has a chat template")  # fmt: skip
+    group.add_argument("--domain", action="append", metavar="NAME",
+                       help="label of all prompts; with --bundled, domains to serve (repeat for several)")  # fmt: skip
+    group.add_argument("--domain-column", metavar="COLUMN", help="column of the label")
+    group.add_argument("--num-requests", type=int, metavar="N",
+                       help=f"all by default; {commands.BUNDLED_REQUESTS} with --bundled")  # fmt: skip
+    group = parser.add_argument_group("answers")
+    group.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="bound of an answer")
+    group.add_argument("--do-sample", action="store_true", help="sample; greedy otherwise. --seed makes it repeatable")
+    group.add_argument("--temperature", type=float, help="with --do-sample")
+    group.add_argument("--top-p", type=float, help="with --do-sample")
+    group.add_argument("--top-k", type=int, help="with --do-sample")
+    _add_config(parser)
+    parser.add_argument("--no-learn", action="store_true", help="serve and count only")
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--output-dir", type=Path, default=Path("osd_hf_run"), help="report, plot, journal, draft, state"
+    )
+    group.add_argument("--resume", action="store_true", help="go on with the run in the output folder")
+    group.add_argument(
+        "--save-every", type=int, default=1, metavar="N", help="updates between two saves of the session"
+    )
+    group.add_argument("--keep-text", action="store_true", help="prompts and answers in the journal")
+    group.add_argument("--store", metavar="DIR", help="also log the captured requests there, for replay")
+    group.add_argument("--report-to", action="append", metavar="NAME", help="trackio, tensorboard, wandb, ...")
+
+
+def _add_replay(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--store", required=True, metavar="DIR", help="folder of captured requests")
+    parser.add_argument("--draft", required=True, action="append", metavar="ID|PATH", help="repeat for several")
+    parser.add_argument("--domain", help="requests of this domain only")
+    parser.add_argument("--limit", type=int, metavar="N", help="the newest N requests only")
+    parser.add_argument("--cost", type=float, metavar="C",
+                        help="time of a draft's forward over the target's, for the expected speed-up")  # fmt: skip
+    parser.add_argument("--learn", action="store_true", help="let each draft learn from the requests, in their order")
+    parser.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="of a draft"
+    )
+    parser.add_argument("--device", help="such as cpu or cuda:0; CUDA where there is one by default")
+    parser.add_argument(
+        "--output-dir", type=Path, default=Path("osd_hf_replay"), help="plots, with --learn; overwritten"
+    )
+    _add_config(parser)
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("learning")
+    group.add_argument("--paper", action="store_true", help="the rule of arXiv 2310.07177; other flags change it")
+    kinds = typing.get_type_hints(OnlineConfig)
+    for field in dataclasses.fields(OnlineConfig):
+        options = set(typing.get_args(kinds[field.name]))
+        is_choice = typing.get_origin(kinds[field.name]) is typing.Literal
+        kind = str if is_choice else _optional_number if types.NoneType in options else kinds[field.name]
+        group.add_argument(
+            "--" + field.name.replace("_", "-"),
+            dest=f"config.{field.name}",
+            type=kind,
+            choices=typing.get_args(kinds[field.name]) if is_choice else None,
+            metavar=None if is_choice else "X",
+            default=argparse.SUPPRESS,
+            help=f"{field.metadata['help']} (default: {_shown(field.default)})",
+        )
+
+
+def _optional_number(text: str) -> int | str | None:
+    try:
+        return None if text.lower() == "none" else int(text)
+    except ValueError:
+        return text  # for settings that are a number or a word; the configuration says what it takes
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""Plots of acceptance, written as PNG files; matplotlib is imported when the first one is drawn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from osd_hf.metrics import AcceptanceStats
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["plot_alpha", "plot_domains", "rolling_alpha", "rolling_window"]
+
+MAX_PANELS = 6
+MAX_LABELS = 12
+
+# Colors that stay apart for color-blind readers (Okabe and Ito).
+LEARNING, FROZEN, CEILING = "#0072B2", "#D55E00", "#9A9A9A"
+
+
+def rolling_alpha(stats: Sequence[AcceptanceStats], window: int) -> Any:
+    """
+    Alpha pooled over the last `window` requests, at each request.
+
+    Args:
+        stats (`Sequence[AcceptanceStats]`):
+            Of single requests, in order.
+        window (`int`):
+            Requests pooled; fewer at the beginning.
+
+    Returns:
+        `np.ndarray` of shape `(requests,)`, float64; `nan` where nothing was examined.
+    """
+    counts = np.array([[s.accepted, s.examined] for s in stats], dtype=float).reshape(-1, 2)
+    sums = np.concatenate([np.zeros((1, 2)), counts.cumsum(0)])
+    ends = np.arange(1, len(stats) + 1)
+    accepted, examined = (sums[ends] - sums[np.maximum(ends - window, 0)]).T
+    return np.divide(accepted, examined, out=np.full(len(stats), math.nan), where=examined > 0)
+
+
+def rolling_window(requests: int) -> int:
+    """Requests pooled in a point of a run of this length: enough to be steady, few enough to show the learning."""
+    return max(8, min(50, requests // 8))
+
+
+def plot_alpha(
+    path: Path,
+    learning: Sequence[AcceptanceStats],
+    frozen: Sequence[AcceptanceStats],
+    domains: Sequence[str | None],
+    *,
+    window: int,
+    title: str,
+) -> None:
+    """
+    Alpha over the requests, of the draft that learned and of the same draft frozen. Domains that were served one after
+    the other are shaded; a few mixed ones get a panel each, many are drawn as one.
+
+    Args:
+        path (`Path`):
+            PNG file to write.
+        learning (`Sequence[AcceptanceStats]`), frozen (`Sequence[AcceptanceStats]`):
+            Of each request, in order.
+        domains (`Sequence[str | None]`):
+            Label of each request.
+        window (`int`):
+            Requests pooled in a point.
+        title (`str`):
+            Title of the figure.
+    """
+    blocks = [(name, len(list(group))) for name, group in groupby(domains)]
+    names = list(dict.fromkeys(domains))
+    shades = names != [None] and len(blocks) <= min(2 * len(names), MAX_LABELS)
+    if shades or len(names) == 1 or len(names) > MAX_PANELS:
+        figure, (axes,) = _figure(1, 1, 9.0, 4.2)
+        _draw(axes, range(1, len(learning) + 1), learning, frozen, window)
+        if shades:
+            _shade(axes, blocks)
+        axes.set_xlabel("request")
+        axes.set_ylabel(f"alpha (last {window} requests)")
+        axes.legend(loc="lower right", frameon=True, framealpha=0.9)
+        axes.set_title(title, loc="left", fontsize=11, pad=20 if shades else 6)
+    else:
+        columns = min(2, len(names))
+        rows = -(-len(names) // columns)
+        figure, panels = _figure(rows, columns, 9.0, 1.0 + 2.4 * rows)
+        share = max(4, round(window * 2 / len(names)))
+        for number, (axes, name) in enumerate(zip(panels, sorted(names, key=str), strict=False)):
+            chosen = [i for i, domain in enumerate(domains) if domain == name]
+            _draw(axes, [i + 1 for i in chosen], [learning[i] for i in chosen], [frozen[i] for i in chosen], share)
+            axes.set_title(str(name), loc="left", fontsize=10)
+            if number % columns == 0:
+                axes.set_ylabel(f"alpha (last {share} of the domain)")
+            if number >= len(names) - columns:
+                axes.set_xlabel("request, all domains mixed")
+        panels[0].legend(loc="lower right", frameon=True, framealpha=0.9)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    figure.savefig(path)
+
+
+def plot_domains(
+    path: Path, bars: Mapping[str, Mapping[str, tuple[float, tuple[float, float]]]], *, title: str
+) -> None:
+    """
+    Bars with 95% intervals: a group per domain, a bar per draft.
+
+    Args:
+        path (`Path`):
+            PNG file to write.
+        bars (`Mapping[str, Mapping[str, tuple[float, tuple[float, float]]]]`):
+            Domain -> draft -> alpha and its interval.
+        title (`str`):
+            Title of the figure.
+    """
+    figure, (axes,) = _figure(1, 1, 9.0, 4.2)
+    drafts = list(next(iter(bars.values())))
+    width = 0.8 / len(drafts)
+    for number, (draft, color) in enumerate(zip(drafts, (FROZEN, LEARNING, CEILING), strict=False)):
+        places = [i + (number - (len(drafts) - 1) / 2) * width for i in range(len(bars))]
+        heights = [bars[domain][draft][0] for domain in bars]
+        ends = [bars[domain][draft][1] for domain in bars]
+        errors = [
+            [0 if math.isnan(low) else max(h - low, 0) for h, (low, _) in zip(heights, ends, strict=True)],
+            [0 if math.isnan(high) else max(high - h, 0) for h, (_, high) in zip(heights, ends, strict=True)],
+        ]
+        axes.bar(places, heights, width * 0.94, color=color, label=draft, yerr=errors, capsize=3, ecolor="#333333")
+        for place, height in zip(places, heights, strict=True):
+            axes.text(place, 0.015, f"{height:.2f}", ha="center", va="bottom", color="white", fontsize=9)
+    axes.set_xticks(range(len(bars)), list(bars))
+    axes.set_ylabel("alpha, with 95% interval")
+    axes.set_ylim(0, 1)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=len(drafts), frameon=False)
+    axes.set_title(title, loc="left", fontsize=11)
+    figure.savefig(path)
+
+
+def _figure(rows: int, columns: int, width: float, height: float) -> tuple[Any, list[Any]]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    # Without pyplot: no global state, no window system.
+    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).ravel().tolist()
+    for axes in panels:
+        axes.grid(True, axis="y", color="#DDDDDD", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, panels
+
+
+def _draw(
+    axes: Axes,
+    requests: Sequence[int],
+    learning: Sequence[AcceptanceStats],
+    frozen: Sequence[AcceptanceStats],
+    window: int,
+) -> None:
+    # The first points pool fewer requests than the window and jump about.
+    first = min(max(window // 2, 1), len(requests)) - 1
+    axes.plot(requests[first:], rolling_alpha(learning, window)[first:], color=LEARNING, lw=2, label="learning")
+    axes.plot(requests[first:], rolling_alpha(frozen, window)[first:], color=FROZEN, lw=1.6, ls="--", label="frozen")
+    axes.set_ylim(0, 1)
+    axes.margins(x=0.01)
+
+
+def _shade(axes: Axes, blocks: Sequence[tuple[str | None, int]]) -> None:
+    start = 0.5
+    for number, (name, count) in enumerate(blocks):
+        axes.axvspan(start, start + count, color="#000000", alpha=0.05 if number % 2 else 0.0, lw=0)
+        label = str(name or "no domain")
+        axes.annotate(
+            label, (start + count / 2, 1.0), xycoords=("data", "axes fraction"), xytext=(0, 4),
+            textcoords="offset points", ha="center", va="bottom", fontsize=9,
+        )  # fmt: skip
+        start += count

@@ -1,0 +1,133 @@
+"""Answers requests several ways in alternation: how fast each way is, and whether the outputs are the target's own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["TimedRequest", "answer_greedily", "compare_outputs", "median_ratio", "time_in_turns"]
+
+# Two tokens this close may swap places in a forward over more tokens, in float32 too.
+TIE = 1e-4
+
+
+@dataclass(frozen=True)
+class TimedRequest:
+    """
+    One request, answered by the target alone and with each draft.
+
+    Args:
+        tokens (`int`):
+            Of the target's own answer.
+        alone_seconds (`float`):
+            The target alone.
+        assisted_seconds (`tuple[float, ...]`):
+            With each draft.
+        outcomes (`tuple[str, ...]`):
+            With each draft: `"identical"`, `"tied"` or `"differing"`, see [`compare_outputs`].
+    """
+
+    tokens: int
+    alone_seconds: float
+    assisted_seconds: tuple[float, ...]
+    outcomes: tuple[str, ...]
+
+
+def answer_greedily(
+    target: Any, prompt_ids: Sequence[int], max_new_tokens: int, draft: Any = None
+) -> tuple[list[int], float]:
+    """
+    The answer of one plain or stock assisted `generate`, and its wall time in seconds.
+
+    Args:
+        target (`PreTrainedModel`):
+            Decoder-only.
+        prompt_ids (`Sequence[int]`):
+            Token ids.
+        max_new_tokens (`int`):
+            Bound of the answer.
+        draft (`PreTrainedModel`, *optional*):
+            Passed as `assistant_model`.
+    """
+    input_ids = torch.tensor([list(prompt_ids)], device=target.device)
+    started = time.perf_counter()
+    output = target.generate(
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        assistant_model=draft,
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+    )
+    answer = output[0, len(prompt_ids) :].tolist()  # waits for the device
+    return answer, time.perf_counter() - started
+
+
+def time_in_turns(
+    target: Any,
+    drafts: Sequence[Any],
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+) -> Iterator[TimedRequest]:
+    """
+    Answer each prompt with the target alone and with each draft, one right after the other; who begins rotates, so
+    that a machine that slows down does so for all. The first prompt is answered once before, to warm up.
+
+    Args:
+        target (`PreTrainedModel`):
+            Decoder-only.
+        drafts (`Sequence[PreTrainedModel]`):
+            With the generation configs that they are to draft with.
+        prompts (`Sequence[Sequence[int]]`):
+            Token ids of each.
+        max_new_tokens (`int`):
+            Bound of each answer.
+
+    Yields:
+        `TimedRequest`: one per prompt.
+    """
+    ways = [None, *drafts]
+    for draft in ways:
+        answer_greedily(target, prompts[0], max_new_tokens, draft)
+    for number, prompt in enumerate(prompts):
+        answers: dict[int, tuple[list[int], float]] = {}
+        for turn in range(len(ways)):
+            way = (number + turn) % len(ways)
+            answers[way] = answer_greedily(target, prompt, max_new_tokens, ways[way])
+        alone, alone_seconds = answers[0]
+        assisted = [answers[way] for way in range(1, len(ways))]
+        yield TimedRequest(
+            tokens=len(alone),
+            alone_seconds=alone_seconds,
+            assisted_seconds=tuple(seconds for _, seconds in assisted),
+            outcomes=tuple(compare_outputs(target, prompt, alone, answer) for answer, _ in assisted),
+        )
+
+
+@torch.no_grad()
+def compare_outputs(target: Any, prompt_ids: Sequence[int], alone: list[int], assisted: list[int]) -> str:
+    """
+    `"identical"`, token by token; `"tied"`, where the answers part at two tokens that the target finds equally likely
+    to rounding; `"differing"` otherwise.
+    """
+    if alone == assisted:
+        return "identical"
+    at = next((i for i, (a, b) in enumerate(zip(alone, assisted, strict=False)) if a != b), None)
+    if at is None:
+        return "differing"
+    context = torch.tensor([[*prompt_ids, *alone[:at]]], device=target.device)
+    top = target(context).logits[0, -1].float().topk(2)
+    is_tie = float(top.values[0] - top.values[1]) < TIE
+    return "tied" if is_tie and {alone[at], assisted[at]} == set(top.indices.tolist()) else "differing"
+
+
+def median_ratio(ratios: Iterable[float]) -> dict[str, Any]:
+    """`median`, and its 95% `interval` by a bootstrap over requests; ready for JSON."""
+    values = np.array(list(ratios))
+    draws = np.random.default_rng(0).integers(len(values), size=(2000, len(values)))
+    low, high = np.quantile(np.median(values[draws], axis=1), [0.025, 0.975])
+    return {"median": float(np.median(values)), "interval": [float(low), float(high)]}

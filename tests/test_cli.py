@@ -1,0 +1,231 @@
+"""The commands: help, exit codes, one line for what is wrong, JSON for machines; `osd-hf replay`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from saved_pair import save_pair
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from osd_hf import CorrectionStore, LearnerError, OnlineConfig, expected_speedup, record_traces, replay
+from osd_hf.cli import main
+from osd_hf.prompts import encode_turn
+
+LEARNING = ["--update-interval", "4", "--steps-per-update", "2", "--batch-size", "4", "--learning-rate", "3e-3"]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return save_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    path.write_text('{"question": "one", "n": 1}\n{"question": "two", "n": 2}\n')
+    return path
+
+
+@pytest.fixture(scope="module")
+def traces(pair):
+    target = AutoModelForCausalLM.from_pretrained(pair / "target")
+    tokenizer = AutoTokenizer.from_pretrained(pair / "target")
+    prompts = {d: [encode_turn(tokenizer, f"{d} {i}") for i in range(8)] for d in ("sql", "math")}
+    return [
+        trace for d, texts in prompts.items() for trace in record_traces(target, texts, max_new_tokens=12, domain=d)
+    ]
+
+
+@pytest.fixture(scope="module")
+def store(traces, tmp_path_factory):
+    path = tmp_path_factory.mktemp("store") / "store"
+    with CorrectionStore(path) as written:
+        for trace in traces:
+            written.append(trace)
+    return path
+
+
+@pytest.mark.parametrize("command", [[], ["run"], ["replay"], ["quickstart"]])
+def test_help_says_the_exit_codes(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--help"])
+    assert ended.value.code == 0
+    assert "exit codes: 0 done; 1" in capsys.readouterr().out
+
+
+def test_every_setting_is_a_flag_of_run_and_replay(capsys):
+    for command in ("run", "replay"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        shown = capsys.readouterr().out
+        for name in OnlineConfig().to_dict():
+            assert f"--{name.replace('_', '-')} " in shown
+
+
+def test_the_commands_bring_in_no_plotting_library():
+    code = "import sys, osd_hf.cli; print([n for n in ('matplotlib', 'trl', 'gradio') if n in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["fly"], ["run", "--fly"], ["run", "--update-interval", "soon"], ["replay"]]
+)
+def test_bad_usage_exits_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+
+
+def run_arguments(pair, rows, folder):
+    return {
+        "--target": str(pair / "target"), "--draft": str(pair / "draft"), "--prompts": str(rows),
+        "--column": "question", "--output-dir": str(folder), "--max-new-tokens": "8",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"--target": None}, "--target must be given, or --bundled"),
+        ({"--target": None, "--prompts": None}, "--target and --prompts must be given"),
+        ({"--target": "no/such/model"}, "The model 'no/such/model' cannot be loaded"),
+        ({"--draft": "a folder without a model"}, "cannot be loaded"),
+        ({"--prompts": "missing.jsonl"}, "There is no file missing.jsonl"),
+        ({"--column": "prompt"}, "no column 'prompt'; its columns are question, n"),
+        ({"--column": "n"}, "holds a int, not text"),
+        ({"--column": None}, "got neither"),
+        ({"--column": None, "--prompt-template": "{prompt}"}, "no column 'prompt'"),
+        ({"--domain-column": "kind"}, "no column 'kind'"),
+        ({"--domain": "x", "--domain-column": "n"}, "one of them"),
+        ({"--max-new-tokens": "256"}, "leave no room for a prompt: the models have 256 positions"),
+        ({"--max-new-tokens": "250"}, "There is nothing to serve: 0 prompts without text, 2 longer than 6 tokens"),
+        ({"--max-new-tokens": "0"}, "--max-new-tokens must be at least 1"),
+        ({"--num-requests": "0"}, "--num-requests must be at least 1"),
+        ({"--temperature": "0.5"}, "need --do-sample"),
+        ({"--do-sample": "", "--temperature": "-1"}, "--temperature must be positive"),
+        ({"--learning-rate": "-1"}, "`learning_rate` must be a positive number"),
+        ({"--num-logprobs": "many"}, "`num_logprobs` must be"),
+        ({"--divergence": "distance"}, "`divergence` must be one of forward_kl"),
+        ({"--bundled": ""}, "--bundled brings its own"),
+        ({"--device": "cuda:99"}, "cannot be used"),
+        ({"--report-to": "paper"}, "`report_to=['paper']`"),
+        ({"--output-dir": "a folder in use"}, "is not empty"),
+    ],
+)
+def test_bad_input_of_run_is_one_line_and_exits_with_2(pair, rows, tmp_path, capsys, changes, message):
+    arguments = run_arguments(pair, rows, tmp_path / "run")
+    arguments |= changes
+    if arguments["--draft"] == "a folder without a model":
+        arguments["--draft"] = str(tmp_path)
+    if arguments["--output-dir"] == "a folder in use":
+        arguments["--output-dir"] = str(pair)
+    given = [part for flag, value in arguments.items() if value is not None for part in (flag, value) if part]
+    assert main(["run", *given]) == 2
+    out, err = capsys.readouterr()
+    lines = [line for line in err.splitlines() if not line.startswith("osd-hf: warning")]
+    assert out == ""
+    assert lines[-1].startswith("osd-hf: error: ")
+    assert message in lines[-1]
+    assert "Traceback" not in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_bundled_domain_must_exist(capsys):
+    assert main(["run", "--bundled", "--domain", "poetry"]) == 2
+    assert "--domain must be one of sql, math, python, finance, got poetry" in capsys.readouterr().err
+
+
+def test_the_papers_rule_can_be_changed_by_flags(pair, rows, tmp_path, capsys):
+    arguments = run_arguments(pair, rows, tmp_path / "run")
+    given = [part for item in arguments.items() for part in item]
+    assert main(["run", *given, "--paper", "--learning-rate", "3e-5", "--num-logprobs", "none", "--json", "-"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    config = {name.removeprefix("config."): v for name, v in report["settings"].items() if name.startswith("config.")}
+    assert config == OnlineConfig.paper(learning_rate=3e-5, num_logprobs=None).to_dict()
+
+
+def test_json_goes_to_a_file_too(pair, rows, tmp_path, capsys):
+    given = [part for item in run_arguments(pair, rows, tmp_path / "run").items() for part in item]
+    assert main(["run", *given, "--json", str(tmp_path / "report.json")]) == 0
+    assert (tmp_path / "report.json").read_text() == (tmp_path / "run" / "report.json").read_text()
+    assert "alpha frozen" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("error", "code"), [(LearnerError("no luck"), 1), (KeyboardInterrupt(), 130)])
+def test_a_failed_and_an_interrupted_run_have_their_own_exit_codes(monkeypatch, capsys, error, code):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr("osd_hf.commands.bundled.load_bundled", fail)
+    assert main(["run", "--bundled", "--output-dir", "never-made"]) == code
+    assert capsys.readouterr().err.startswith("osd-hf: ")
+
+
+# --- replay ---------------------------------------------------------------------------------------------------------
+
+
+def test_replay_scores_every_draft_overall_and_by_domain(pair, store, traces, capsys):
+    drafts = [part for name in ("draft", "target") for part in ("--draft", str(pair / name))]
+    assert main(["replay", "--store", str(store), *drafts, "--cost", "0.2", "--json", "-"]) == 0
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    assert [entry["draft"] for entry in report["drafts"]] == ["draft", "target"]
+    expected = replay(AutoModelForCausalLM.from_pretrained(pair / "draft"), traces, 5)
+    static = report["drafts"][0]["static"]
+    assert static["all"]["alpha"] == expected.alpha
+    assert static["all"]["block_efficiency"] == expected.block_efficiency
+    assert static["sql"]["emitted"] + static["math"]["emitted"] == static["all"]["emitted"]
+    assert report["drafts"][1]["static"]["all"]["alpha"] == 1.0
+    assert f"{expected_speedup(expected.alpha, 5, 0.2):.2f}x" in err
+    assert "6.00x" not in err
+    assert "3.00x" in err
+
+
+def test_replay_lets_a_draft_learn_in_time_order(pair, store, tmp_path, capsys):
+    arguments = ["--store", str(store), "--draft", str(pair / "draft"), "--learn", *LEARNING]
+    folder = tmp_path / "plots"
+    assert main(["replay", *arguments, "--output-dir", str(folder), "--json", str(tmp_path / "r.json")]) == 0
+    (entry,) = json.loads((tmp_path / "r.json").read_text())["drafts"]
+    assert len(entry["updates"]) == 4
+    assert entry["learned"]["all"]["alpha"] > entry["static"]["all"]["alpha"]
+    assert entry["last_fifth"]["static"].keys() == entry["last_fifth"]["learned"].keys() == {"all"}
+    assert (folder / "alpha-0.png").read_bytes().startswith(b"\x89PNG")
+    assert "alpha over the last 20%" in capsys.readouterr().out
+
+
+def test_replay_takes_the_newest_of_a_domain(pair, store, traces, capsys):
+    arguments = ["--store", str(store), "--draft", str(pair / "draft"), "--domain", "sql", "--limit", "3"]
+    assert main(["replay", *arguments, "--json", "-"]) == 0
+    static = json.loads(capsys.readouterr().out)["drafts"][0]["static"]
+    wanted = [trace for trace in traces if trace.domain == "sql"][-3:]
+    assert static["all"]["emitted"] == sum(map(len, wanted))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--store", "nowhere"], "There is no store at nowhere"),
+        (["--store", "{foreign}"], "is no store of this package"),
+        (["--store", "{store}", "--domain", "poetry"], "no recordings to replay; its domains: math, sql"),
+        (["--store", "{store}", "--limit", "0"], "--limit must be at least 1"),
+        (["--store", "{store}", "--cost", "-1"], "c must be finite and at least 0"),
+        (["--store", "{store}", "--draft", "{padded}"], "A trace has a vocabulary of 300 tokens, the draft 320"),
+        (["--store", "{store}", "--draft", "nobody/nothing"], "cannot be loaded"),
+        (["--store", "{store}", "--batch-size", "0"], "`batch_size` must be"),
+    ],
+)
+def test_bad_input_of_replay_is_one_line_and_exits_with_2(pair, store, tmp_path, capsys, arguments, message):
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "notes.txt").write_text("mine")
+    places = {"store": store, "foreign": tmp_path / "foreign", "padded": tmp_path / "padded" / "draft"}
+    if "{padded}" in arguments:
+        save_pair(tmp_path / "padded", vocab_size=320)
+    given = [argument.format(**places) for argument in arguments]
+    drafts = [] if "--draft" in given else ["--draft", str(pair / "draft")]
+    assert main(["replay", *given, *drafts]) == 2
+    err = capsys.readouterr().err
+    assert message in err.splitlines()[-1]
+    assert "Traceback" not in err

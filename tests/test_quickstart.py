@@ -1,0 +1,162 @@
+"""`osd-hf quickstart` on a tiny pair, and the parts it is made of."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from saved_pair import save_pair
+from transformers import AutoModelForCausalLM
+
+from osd_hf import AcceptanceStats
+from osd_hf.bundled import DOMAINS
+from osd_hf.cli import main
+from osd_hf.plots import plot_alpha, rolling_alpha
+from osd_hf.quickstart import QuickstartSizes, learned_and_later
+from osd_hf.timing import answer_greedily, compare_outputs, median_ratio, time_in_turns
+
+SIZES = {
+    "learn_requests": 4, "later_requests": 3, "timed_requests": 2, "max_new_tokens": 8, "ceiling_epochs": 2,
+    "ceiling_seconds": 60,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return save_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def models(pair):
+    return [AutoModelForCausalLM.from_pretrained(pair / name) for name in ("target", "draft")]
+
+
+def arguments(pair, folder, **changes):
+    sizes = [part for name, n in {**SIZES, **changes}.items() for part in (f"--{name.replace('_', '-')}", str(n))]
+    models = ["--target", str(pair / "target"), "--draft", str(pair / "draft")]
+    return ["quickstart", *models, *sizes, "--threads", "1", "--output-dir", str(folder)]
+
+
+@pytest.fixture(scope="module")
+def finished(pair, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("out") / "quickstart"
+    threads = torch.get_num_threads()
+    assert main([*arguments(pair, folder), "--json", str(folder.with_suffix(".json"))]) == 0
+    assert torch.get_num_threads() == threads
+    return folder
+
+
+def test_the_report_has_each_domain_and_all_of_them(finished):
+    report = json.loads((finished / "report.json").read_text())
+    assert list(report["by_domain"]) == [*DOMAINS, "all"]
+    every = report["by_domain"]["all"]
+    for name in ("static", "learned", "ceiling"):
+        parts = [report["by_domain"][domain][name] for domain in DOMAINS]
+        assert sum(part["examined"] for part in parts) == every[name]["examined"]
+        assert {part["emitted"] for part in parts} == {24}
+    assert every["answers"] == 12
+    assert report["outputs"] == {"identical": 16, "tied": 0, "differing": 0}
+    assert report["updates"] == 2
+    assert set(every["tokens_per_second"]) == {"target alone", "static draft", "learned draft"}
+    assert report["provenance"]["seed"] == 0
+
+
+def test_plots_and_json_are_written(finished):
+    for name in ("alpha.png", "domains.png"):
+        assert (finished / name).read_bytes().startswith(b"\x89PNG")
+    assert json.loads(finished.with_suffix(".json").read_text())["by_domain"]
+
+
+def test_it_is_overwritten_and_the_table_is_narrow(finished, pair, capsys):
+    assert main(arguments(pair, finished)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = [line for line in lines if line.startswith((*DOMAINS, "all ", "domain"))]
+    assert len(table) == 12
+    assert max(map(len, table)) <= 110
+    assert any("16 of 16 assisted outputs are the target's own" in line for line in lines)
+
+
+def test_a_differing_output_exits_with_1(pair, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("osd_hf.timing.compare_outputs", lambda *args: "differing")
+    assert main(arguments(pair, tmp_path / "out", later_requests=2, timed_requests=1)) == 1
+    assert "8 DIFFER" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["learn_requests", "timed_requests"])
+def test_a_size_that_is_too_small_is_refused(pair, tmp_path, name, capsys):
+    assert main(arguments(pair, tmp_path / "out", **{name: 0})) == 2
+    assert f"`{name}` must be at least" in capsys.readouterr().err
+
+
+def test_half_a_pair_is_refused(pair, capsys):
+    assert main(["quickstart", "--target", str(pair / "target")]) == 2
+    assert "both --target and --draft" in capsys.readouterr().err
+
+
+def test_later_prompts_pose_other_problems_than_those_learned_from():
+    learned, later = learned_and_later(QuickstartSizes(learn_requests=60, later_requests=20), seed=0)
+    assert {e.domain for e in learned[:20]} == set(DOMAINS)
+    assert [e.domain for e in later] == [domain for domain in DOMAINS for _ in range(20)]
+    assert not {(e.domain, e.content) for e in learned} & {(e.domain, e.content) for e in later}
+
+
+def test_outputs_are_compared_token_by_token(models):
+    target, _ = models
+    prompt = [1, 40, 41]
+    alone, seconds = answer_greedily(target, prompt, 6)
+    assert seconds > 0
+    assert compare_outputs(target, prompt, alone, list(alone)) == "identical"
+    assert compare_outputs(target, prompt, alone, alone[:-1]) == "differing"
+    assert compare_outputs(target, prompt, alone, [*alone[:2], 7, *alone[3:]]) == "differing"
+
+
+def test_a_tie_of_the_two_best_tokens_is_told_from_a_difference(models):
+    target, _ = models
+    prompt = [1, 40, 41]
+    alone, _ = answer_greedily(target, prompt, 1)
+    other = 9 if alone != [9] else 10
+    weight = target.lm_head.weight
+    with torch.no_grad():
+        before = weight[other].clone()
+        weight[other] = weight[alone[0]]
+        try:
+            assert compare_outputs(target, prompt, alone, [other]) == "tied"
+        finally:
+            weight[other] = before
+    assert compare_outputs(target, prompt, alone, [other]) == "differing"
+
+
+def test_ways_are_timed_on_the_same_answers(models):
+    target, draft = models
+    timed = list(time_in_turns(target, [draft, target], [[1, 30], [1, 31, 32]], 5))
+    assert [len(t.assisted_seconds) for t in timed] == [2, 2]
+    assert all(outcome == "identical" for t in timed for outcome in t.outcomes)
+    assert all(0 < t.tokens <= 5 for t in timed)
+
+
+def test_the_interval_of_a_ratio_holds_its_median():
+    ratio = median_ratio([1.0, 1.5, 2.0, 2.5, 3.0])
+    assert ratio["median"] == 2.0
+    assert ratio["interval"][0] < 2.0 < ratio["interval"][1]
+
+
+def one_request(accepted, examined):
+    return AcceptanceStats.from_counts(
+        drafted=examined, examined=examined, accepted=accepted, emitted=examined + 1, target_forwards=1
+    )
+
+
+def test_rolling_alpha_pools_counts_over_its_window():
+    stats = [one_request(0, 0), one_request(1, 2), one_request(4, 4), one_request(0, 6)]
+    values = rolling_alpha(stats, 2).tolist()
+    assert math.isnan(values[0])
+    assert values[1:] == [1 / 2, 5 / 6, 4 / 10]
+
+
+@pytest.mark.parametrize("domains", [[None] * 6, list("aaabbb"), list("ababab"), list("abcdefgh")])
+def test_streams_of_any_order_are_drawn(tmp_path, domains):
+    stats = [one_request(i, 8) for i in range(len(domains))]
+    plot_alpha(tmp_path / "alpha.png", stats, stats[::-1], domains, window=2, title="alpha")
+    assert (tmp_path / "alpha.png").read_bytes().startswith(b"\x89PNG")

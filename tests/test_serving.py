@@ -1,0 +1,262 @@
+"""`osd-hf run`: what it writes, and that a killed run ends as one that was not."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from saved_pair import save_pair
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant
+from osd_hf.cli import main
+from osd_hf.prompts import encode_turn
+from osd_hf.serving import Served, report_on
+
+REQUESTS = 22
+LEARNING = ["--update-interval", "4", "--steps-per-update", "2", "--batch-size", "4", "--learning-rate", "3e-3"]
+SAMPLING = ["--do-sample", "--temperature", "0.8", "--top-k", "20", "--seed", "3"]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return save_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
+    rows = [{"question": f"quux {i} {'ab'[i % 2] * (i % 5)}", "kind": "ab"[i // 11]} for i in range(REQUESTS)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def arguments(pair, prompts, folder, *more):
+    return [
+        "run", "--target", str(pair / "target"), "--draft", str(pair / "draft"), "--prompts", str(prompts),
+        "--column", "question", "--domain-column", "kind", "--max-new-tokens", "12", "--output-dir", str(folder),
+        *LEARNING, *more,
+    ]  # fmt: skip
+
+
+def interrupt(monkeypatch, request):
+    """Ctrl-C while the request of this number is being served."""
+    generate, calls = OnlineAssistant.generate, []
+
+    def interrupted(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == request:
+            raise KeyboardInterrupt
+        return generate(self, *args, **kwargs)
+
+    monkeypatch.setattr(OnlineAssistant, "generate", interrupted)
+
+
+def comparable(folder):
+    """Everything that two equal runs share: the report and the journal without times, the draft's weights."""
+    report = json.loads((folder / "report.json").read_text())
+    for name in ("provenance", "seconds", "update_seconds", "tokens_per_second"):
+        del report[name]
+    lines = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
+    for update in [*report["updates"], *(line["update"] for line in lines if line["update"])]:
+        del update["seconds"]
+    for line in lines:
+        del line["seconds"]
+    return report, lines, load_file(folder / "draft" / "model.safetensors")
+
+
+def assert_same_run(one, other):
+    (report, lines, weights), (other_report, other_lines, other_weights) = comparable(one), comparable(other)
+    assert report == other_report
+    assert lines == other_lines
+    assert weights.keys() == other_weights.keys()
+    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+
+
+@pytest.fixture(scope="module")
+def straight(pair, prompts, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("straight") / "run"
+    assert main(arguments(pair, prompts, folder)) == 0
+    return folder
+
+
+def test_a_run_leaves_report_journal_plot_draft_and_session(straight, pair):
+    report = json.loads((straight / "report.json").read_text())
+    lines = [json.loads(line) for line in (straight / "journal.jsonl").read_text().splitlines()]
+    assert [line["index"] for line in lines] == list(range(REQUESTS))
+    assert report["overall"]["requests"] == REQUESTS
+    for side in ("learned", "frozen"):
+        accepted, examined = (sum(line[side][name] for line in lines) for name in ("accepted", "examined"))
+        assert report["overall"][side]["alpha"] == accepted / examined
+    assert [part["domain"] for part in report["by_domain"]] == ["a", "b"]
+    assert [update["after_requests"] for update in report["updates"]] == [4, 8, 12, 16, 20]
+    assert [line["draft_version"] for line in lines] == [i // 4 for i in range(REQUESTS)]
+    assert report["settings"]["target"] == "target"
+    assert (straight / "alpha.png").read_bytes().startswith(b"\x89PNG")
+    draft = AutoModelForCausalLM.from_pretrained(straight / "draft")
+    before = AutoModelForCausalLM.from_pretrained(pair / "draft")
+    assert not torch.equal(draft.lm_head.weight, before.lm_head.weight)
+    assert AutoTokenizer.from_pretrained(straight / "draft").chat_template is not None
+
+
+def test_learned_and_frozen_agree_until_the_first_update_and_part_after_it(straight):
+    lines = [json.loads(line) for line in (straight / "journal.jsonl").read_text().splitlines()]
+    counts = ("examined", "accepted", "emitted", "target_forwards", "accepted_length_histogram")
+    same = [all(line["learned"][name] == line["frozen"][name] for name in counts) for line in lines]
+    assert all(same[:4])
+    assert not all(same[4:])
+
+
+def test_no_prompt_and_no_folder_is_written_where_it_might_be_shared(straight):
+    for name in ("journal.jsonl", "report.json", "settings.json"):
+        assert "quux" not in (straight / name).read_text()
+    assert str(straight.parent) not in (straight / "report.json").read_text()
+
+
+def test_kept_answers_are_the_targets_own(pair, prompts, tmp_path):
+    assert main(arguments(pair, prompts, tmp_path / "run", "--keep-text", "--num-requests", "9")) == 0
+    target = AutoModelForCausalLM.from_pretrained(pair / "target")
+    tokenizer = AutoTokenizer.from_pretrained(pair / "target")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
+    assert len(lines) == 9
+    for line in lines:
+        ids = torch.tensor([encode_turn(tokenizer, line["prompt"])])
+        alone = target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
+        assert line["answer"] == tokenizer.decode(alone[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+KILLED = """
+import os, signal, sys
+from osd_hf import OnlineAssistant
+from osd_hf.cli import main
+generate, calls = OnlineAssistant.generate, []
+def killed(self, *args, **kwargs):
+    calls.append(1)
+    output = generate(self, *args, **kwargs)
+    if len(calls) == 15:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return output
+OnlineAssistant.generate = killed
+main(sys.argv[1:])
+"""
+
+
+def test_a_run_killed_between_two_saves_ends_as_one_that_was_not(straight, pair, prompts, tmp_path):
+    folder = tmp_path / "run"
+    done = subprocess.run([sys.executable, "-c", KILLED, *arguments(pair, prompts, folder)], capture_output=True)
+    assert done.returncode == -signal.SIGKILL
+    assert len((folder / "journal.jsonl").read_text().splitlines()) == 14
+    with (folder / "journal.jsonl").open("a") as journal:
+        journal.write('{"index": 14, "dom')
+    assert main(arguments(pair, prompts, folder, "--resume")) == 0
+    assert_same_run(folder, straight)
+
+
+def test_an_interrupted_sampled_run_goes_on_with_the_same_draws(pair, prompts, tmp_path, monkeypatch, capsys):
+    arguments_of = lambda name, *more: arguments(pair, prompts, tmp_path / name, *SAMPLING, *more)  # noqa: E731
+    assert main(arguments_of("straight")) == 0
+    with monkeypatch.context() as patch:
+        interrupt(patch, 11)
+        assert main(arguments_of("resumed")) == 130
+    assert "interrupted" in capsys.readouterr().err
+    assert main(arguments_of("resumed", "--resume")) == 0
+    assert_same_run(tmp_path / "resumed", tmp_path / "straight")
+
+
+def test_a_run_interrupted_before_its_first_save_begins_again(straight, pair, prompts, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        interrupt(patch, 3)
+        assert main(arguments(pair, prompts, tmp_path / "run")) == 130
+    assert main(arguments(pair, prompts, tmp_path / "run", "--resume")) == 0
+    assert_same_run(tmp_path / "run", straight)
+
+
+def test_a_finished_run_is_reported_again(straight, pair, prompts, tmp_path, monkeypatch):
+    before = comparable(straight)
+    interrupt(monkeypatch, 1)
+    assert main(arguments(pair, prompts, straight, "--resume")) == 0
+    assert comparable(straight)[:2] == before[:2]
+
+
+def test_a_folder_in_use_is_refused(straight, pair, prompts, capsys):
+    assert main(arguments(pair, prompts, straight)) == 2
+    assert "is not empty" in capsys.readouterr().err
+
+
+def test_resuming_with_other_settings_names_them(straight, pair, prompts, capsys):
+    more = ["--resume", "--replay-fraction", "0.1", "--num-requests", "9", "--draft", str(pair / "target")]
+    assert main(arguments(pair, prompts, straight, *more)) == 2
+    message = capsys.readouterr().err
+    for name in ("config.replay_fraction was 0.75, is 0.1", "requests was 22, is 9", "draft was", "fingerprint"):
+        assert name in message
+    assert "batch_size" not in message
+
+
+def test_resuming_where_there_is_no_run_is_refused(pair, prompts, tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("mine")
+    assert main(arguments(pair, prompts, tmp_path, "--resume")) == 2
+    assert "no run in" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_journal_that_lost_lines_is_refused(pair, prompts, tmp_path, capsys):
+    more = ["--num-requests", "5"]
+    assert main(arguments(pair, prompts, tmp_path / "run", *more)) == 0
+    (tmp_path / "run" / "journal.jsonl").write_text("")
+    assert main(arguments(pair, prompts, tmp_path / "run", *more, "--resume")) == 2
+    assert "has 0 of the 5 requests" in capsys.readouterr().err
+
+
+def test_without_learning_the_draft_stays_as_it_is(pair, prompts, tmp_path):
+    more = ["--no-learn", "--num-requests", "9", "--store", str(tmp_path / "store")]
+    assert main(arguments(pair, prompts, tmp_path / "run", *more)) == 0
+    report, lines, weights = comparable(tmp_path / "run")
+    assert report["updates"] == []
+    assert report["overall"]["gain"] == 0
+    before = load_file(pair / "draft" / "model.safetensors")
+    assert all(torch.equal(weights[name], before[name]) for name in weights)
+    assert len(CorrectionStore(tmp_path / "store")) == 0
+
+
+def test_a_store_gets_every_request_with_its_domain(pair, prompts, tmp_path):
+    more = ["--num-requests", "9", "--store", str(tmp_path / "store")]
+    assert main(arguments(pair, prompts, tmp_path / "run", *more)) == 0
+    assert [trace.domain for trace in CorrectionStore(tmp_path / "store")] == ["a"] * 9
+
+
+def test_skipped_prompts_are_counted_and_said(pair, tmp_path, capsys):
+    path = tmp_path / "prompts.jsonl"
+    texts = ["one", "", "x" * 300, None, "two"]
+    path.write_text("".join(json.dumps({"question": text, "kind": "a"}) + "\n" for text in texts))
+    assert main(arguments(pair, path, tmp_path / "run")) == 0
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["skipped"] == {"empty": 2, "long": 1}
+    assert report["overall"]["requests"] == 2
+    assert "skipped 2 prompts without text and 1 that leave no room for 12 new tokens" in capsys.readouterr().err
+
+
+def test_a_draft_that_differs_in_padding_is_aligned(pair, prompts, tmp_path):
+    padded = save_pair(tmp_path / "padded", vocab_size=320)
+    more = ["--num-requests", "5", "--target", str(padded / "target")]
+    assert main(arguments(pair, prompts, tmp_path / "run", *more)) == 0
+    draft = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "draft")
+    assert draft.config.vocab_size == 320
+
+
+def test_a_line_of_the_journal_says_what_was_said():
+    stats = AcceptanceStats.from_counts(
+        drafted=10, examined=7, accepted=5, emitted=8, target_forwards=3, accepted_length_histogram={2: 1, 3: 1}
+    )
+    served = Served(3, "sql", stats, stats, 0.5, 2, {"version": 3}, ("how", "so"))
+    assert Served.from_line(served.to_line()) == served
+
+
+def test_a_report_of_nothing_examined_is_json():
+    stats = AcceptanceStats.from_counts(drafted=0, examined=0, accepted=0, emitted=1, target_forwards=1)
+    report = report_on([Served(0, None, stats, stats, 0.1, 0)], window=8)
+    assert json.loads(json.dumps(report, allow_nan=False))["overall"]["gain"] is None
