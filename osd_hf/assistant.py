@@ -14,12 +14,12 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from osd_hf.capture import Binding, unwrap
+from osd_hf.capture import Binding
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, LearnerError, UnsupportedGenerationError
 from osd_hf.guards import (
+    check_criteria,
     check_generation,
     check_inputs,
     check_pair,
@@ -28,12 +28,15 @@ from osd_hf.guards import (
     find_tokenizer,
 )
 from osd_hf.hook import bind
+from osd_hf.loading import load_model
 from osd_hf.metrics import AcceptanceStats
+from osd_hf.promotion import Promotion
 from osd_hf.records import Trace
 from osd_hf.schedule import UpdateSchedule
 from osd_hf.session import load_session, save_session
 from osd_hf.store import CorrectionStore
 from osd_hf.updater import Updater, UpdateReport, learning_context
+from osd_hf.wrappers import is_peft, uncompiled, unwrap
 
 __all__ = ["OnlineAssistant"]
 
@@ -78,8 +81,9 @@ class OnlineAssistant:
         report_to: str | Sequence[str] | None = None,
     ) -> None:
         self.config = config or OnlineConfig()
-        self.target = _loaded(target)
-        source = _loaded(draft)
+        named = (str, os.PathLike)
+        self.target = load_model(os.fspath(target)) if isinstance(target, named) else target
+        source = load_model(os.fspath(draft)) if isinstance(draft, named) else uncompiled(draft)
         check_pair(unwrap(self.target), unwrap(source))
         self.tokenizer = _common_tokenizer(tokenizer, unwrap(self.target), unwrap(source))
         with learning_context():
@@ -100,7 +104,7 @@ class OnlineAssistant:
         self._failure: Exception | None = None
         self._counting = threading.Lock()
         self._learning = threading.Lock()
-        self._serving = _Promotion()
+        self._serving = Promotion()
 
     # --- serving ----------------------------------------------------------------------------------------------------
 
@@ -144,6 +148,9 @@ class OnlineAssistant:
         if prompt is not None and not prompt.is_floating_point():
             vocab_size = unwrap(self.target).config.get_text_config().vocab_size
             check_processors(generate_kwargs.get("logits_processor"), prompt, vocab_size)
+            check_criteria(generate_kwargs.get("stopping_criteria"), prompt)
+        if self.tokenizer is not None and generate_kwargs.get("stop_strings") is not None:
+            generate_kwargs.setdefault("tokenizer", self.tokenizer)
         self._raise_failure()
         with self._bound(domain=domain, learn=learn, exact_stops=True):
             return self.target.generate(inputs, assistant_model=self._draft, **generate_kwargs)
@@ -153,7 +160,8 @@ class OnlineAssistant:
         """
         Inside the `with` block, any assisted `generate` on the target is captured and learned from: the caller's own
         call, a pipeline, an evaluation harness. Pass `assistant_model=assistant.draft`. Stopping criteria other than
-        EOS and length are looked at once a round there, as transformers does.
+        EOS and length are looked at once a round there, as transformers does. Only requests of this context (thread or
+        task) are seen; start other threads with `contextvars.copy_context().run`.
 
         Args:
             domain (`str`, *optional*), learn (`bool`, *optional*, defaults to `True`):
@@ -192,13 +200,19 @@ class OnlineAssistant:
         try:
             if self.store is not None:
                 self.store.append(trace)
-            with self._learning:
+            with self._counting:
                 self._updater.observe(trace)
-                if self._schedule.request_ended():
+                due = self._schedule.request_ended()
+            # While another thread learns, this one's answer does not wait for it; the update stays due.
+            if due and self._learning.acquire(blocking=False):
+                try:
                     self._update(None)
+                finally:
+                    self._learning.release()
         except Exception as error:
             logger.exception("Learning failed; the answer is delivered, the error is raised by the next call.")
             self._failure = error
+            self._schedule.updated()  # try again after another interval, not at every request
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -286,21 +300,23 @@ class OnlineAssistant:
 
     def save_pretrained(self, save_directory: str | os.PathLike[str]) -> None:
         """Save the draft as an ordinary model folder with its tokenizer; nothing of any request is in it."""
-        self._published().save_pretrained(save_directory)
+        with self._published() as draft:
+            draft.save_pretrained(save_directory)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(save_directory)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
         """Push draft and tokenizer as an ordinary model repo; arguments as of `PreTrainedModel.push_to_hub`."""
-        commit = self._published().push_to_hub(repo_id, **kwargs)
+        with self._published() as draft:
+            commit = draft.push_to_hub(repo_id, **kwargs)
         if self.tokenizer is not None:
             self.tokenizer.push_to_hub(repo_id, **kwargs)
         return commit
 
-    def _published(self) -> Any:
-        with self._serving.request():
-            is_peft = unwrap(self._draft) is not self._draft
-            return copy.deepcopy(self._draft).merge_and_unload() if is_peft else self._draft
+    @contextlib.contextmanager
+    def _published(self) -> Iterator[Any]:
+        with self._serving.request():  # one version from the first file to the last
+            yield copy.deepcopy(self._draft).merge_and_unload() if is_peft(self._draft) else self._draft
 
     def save_state(self, directory: str | os.PathLike[str]) -> None:
         """
@@ -351,48 +367,6 @@ class OnlineAssistant:
         self.close()
 
 
-class _Promotion:
-    """Many requests at once, or one promotion: a request drafts with one version from beginning to end."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._requests = 0
-        self._promoting = False
-
-    @contextlib.contextmanager
-    def request(self) -> Iterator[None]:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._promoting)
-            self._requests += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._requests -= 1
-                self._changed.notify_all()
-
-    @contextlib.contextmanager
-    def promotion(self) -> Iterator[None]:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._promoting)
-            self._promoting = True
-            self._changed.wait_for(lambda: self._requests == 0)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._promoting = False
-                self._changed.notify_all()
-
-
-def _loaded(model: Any) -> Any:
-    if not isinstance(model, str | os.PathLike):
-        return model
-    config = AutoConfig.from_pretrained(model)
-    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    return auto.from_pretrained(model).eval()
-
-
 def _common_tokenizer(tokenizer: Any, target: Any, draft: Any) -> Any:
     found = [tokenizer, find_tokenizer(target), find_tokenizer(draft)]
     known = [t for t in found if t is not None]
@@ -414,5 +388,5 @@ def _accelerator(report_to: str | Sequence[str] | None, config: OnlineConfig) ->
         raise ConfigError(f"`report_to={report_to!r}` is not known: {error}") from error
     accelerator.init_trackers("osd_hf", config=config.to_dict())
     if not accelerator.trackers:
-        raise ConfigError(f"`report_to={report_to!r}` is not installed; `pip install {' '.join(names)}`.")
+        raise ConfigError(f"`report_to={report_to!r}` finds no tracker installed; try `pip install trackio`.")
     return accelerator

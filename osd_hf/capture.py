@@ -19,8 +19,9 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from osd_hf.errors import UnsupportedModelError
 from osd_hf.records import DraftRound, Trace, ids_dtype
+from osd_hf.wrappers import unwrap
 
-__all__ = ["Binding", "Request", "Sink", "compress_rows", "unwrap"]
+__all__ = ["Binding", "Request", "Sink", "compress_rows", "sampling_settings"]
 
 logger = logging.getLogger(__name__)
 
@@ -77,17 +78,6 @@ class Binding:
         except Exception as error:
             logger.exception("A trace sink failed; the answer is delivered, the error is raised when capture ends.")
             self.failure = self.failure or error
-
-
-def unwrap(model: Any) -> Any:
-    """The transformers model whose `generate` runs in the end: inside a compiled model, inside a `PeftModel`."""
-    while True:
-        if hasattr(model, "_orig_mod"):
-            model = model._orig_mod
-        elif hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-            model = model.get_base_model()
-        else:
-            return model
 
 
 def compress_rows(
@@ -341,14 +331,22 @@ def _prompt_ids(
     return without_padding(source, kwargs.get("attention_mask")), input_ids[0].to(torch.int32).cpu().numpy()
 
 
-def _settings(generation_config: Any, prompt_tokens: int, processors: LogitsProcessorList) -> dict[str, Any]:
+def sampling_settings(generation_config: Any) -> dict[str, Any]:
+    """Those settings of `SAMPLING_FIELDS` that do something, ready for JSON."""
     settings: dict[str, Any] = {}
     for name in SAMPLING_FIELDS:
         value = getattr(generation_config, name, None)
-        neutral = value is None or value is False or value == 0 or (isinstance(value, float) and value == 1.0)
+        is_id = name.endswith("_token_id")  # of which 0 is one like any other
+        neutral = value is None or value is False or (not is_id and value in (0, 1.0) and not isinstance(value, bool))
         if not neutral and (generation_config.do_sample or name not in NO_WARPING):
             # Biases are keyed by tuples of ids, which JSON has not; transformers takes pairs as well.
             settings[name] = [[list(k), v] for k, v in value.items()] if isinstance(value, dict) else value
-    settings["max_new_tokens"] = int(generation_config.max_length) - prompt_tokens
-    settings["processors"] = [type(p).__name__ for p in processors]
     return settings
+
+
+def _settings(generation_config: Any, prompt_tokens: int, processors: LogitsProcessorList) -> dict[str, Any]:
+    return {
+        **sampling_settings(generation_config),
+        "max_new_tokens": int(generation_config.max_length) - prompt_tokens,
+        "processors": [type(p).__name__ for p in processors],
+    }

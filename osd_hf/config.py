@@ -74,7 +74,9 @@ class OnlineConfig:
     batch_size: int = _setting(32, "requests in the batch of one step")
     replay_fraction: float = _setting(0.75, "share of a batch drawn from the replay buffer")
     buffer_size: int = _setting(2048, "requests in the replay buffer")
-    optimizer: Literal["muon", "adamw"] = _setting("muon", "muon (matrices inside the layers; AdamW for the rest) or adamw")
+    optimizer: Literal["muon", "adamw"] = _setting(
+        "muon", "muon (matrices inside the layers; AdamW for the rest) or adamw"
+    )
     learning_rate: float = _setting(1e-3, "of the optimizer, constant")
     max_grad_norm: float = _setting(1.0, "gradients are clipped to this norm")
     weight_average: float = _setting(0.98, "decay of the averaged weights that serve; 0 = the last step's")
@@ -96,7 +98,7 @@ class OnlineConfig:
         must("optimizer", self.optimizer in OPTIMIZERS, f"one of {', '.join(OPTIMIZERS)}")
         must("replay_fraction", 0 <= self.replay_fraction <= 1, "between 0 and 1")
         must("learning_rate", 0 < self.learning_rate < float("inf"), "a positive number")
-        must("max_grad_norm", self.max_grad_norm > 0, "a positive number")
+        must("max_grad_norm", 0 < self.max_grad_norm < float("inf"), "a positive number")
         must("weight_average", 0 <= self.weight_average < 1, "at least 0 and below 1")
         must("seed", _is_int(self.seed) and self.seed >= 0, "an integer of at least 0")
 

@@ -12,22 +12,27 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
 from osd_hf.records import Trace
+from osd_hf.wrappers import unwrap
 
 __all__ = ["batches", "completion_logits", "completion_mask", "process_rows"]
 
 logger = logging.getLogger(__name__)
 
 MAX_LOGITS = 1 << 26  # elements of one batch's logits: 256 MiB in float32
+MAX_TOKENS = 1 << 16  # of one batch, prompts included
 
 
 def batches(traces: Sequence[Trace], vocab_size: int, batch_size: int = 32) -> Iterator[list[int]]:
-    """Indices of the traces in batches of similar length, each small enough that its logits stay below `MAX_LOGITS`."""
+    """Indices of the traces in batches of similar length, each within `MAX_LOGITS` and `MAX_TOKENS`."""
     order = sorted(range(len(traces)), key=lambda i: (len(traces[i]), len(traces[i].prompt_ids)))
     batch: list[int] = []
+    prompt = 0
     for i in order:
-        if batch and (len(batch) == batch_size or (len(batch) + 1) * len(traces[i]) * vocab_size > MAX_LOGITS):
+        rows, prompt = len(batch) + 1, max(prompt, len(traces[i].prompt_ids))
+        full = rows * len(traces[i]) * vocab_size > MAX_LOGITS or rows * (prompt + len(traces[i])) > MAX_TOKENS
+        if batch and (rows > batch_size or full):
             yield batch
-            batch = []
+            batch, prompt = [], len(traces[i].prompt_ids)
         batch.append(i)
     if batch:
         yield batch
@@ -83,7 +88,7 @@ def completion_logits(model: Any, traces: Sequence[Trace]) -> torch.Tensor:
     # The last token predicts nothing that is asked for.
     input_ids = torch.cat([prompt_ids, answer_ids[:, :-1]], dim=1)
     mask = torch.cat([prompt_mask, answer_mask[:, :-1]], dim=1)
-    accepted = inspect.signature(model.forward).parameters
+    accepted = inspect.signature(unwrap(model).forward).parameters  # a `PeftModel` hides what it passes on
     inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": mask, "use_cache": False}
     if "position_ids" in accepted:
         inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)

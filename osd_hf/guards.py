@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, GenerationMixin
 from osd_hf.errors import UnsupportedGenerationError, UnsupportedModelError, VocabularyMismatchError
 
 __all__ = [
+    "check_criteria",
     "check_draft",
     "check_generation",
     "check_inputs",
@@ -40,10 +41,11 @@ _STATIC_CACHES = ("static", "hybrid", "sliding_window", "offloaded_static", "pag
 
 # Processors of transformers that remember earlier calls: draft and target would share one memory.
 _STATEFUL = frozenset({
-    "AlternatingCodebooksLogitsProcessor", "BarkEosPrioritizerLogitsProcessor", "ClassifierFreeGuidanceLogitsProcessor",
-    "DiaClassifierFreeGuidanceLogitsProcessor", "DiaEOSChannelFilterLogitsProcessor",
-    "DiaEOSDelayPatternLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor",
-    "UnbatchedClassifierFreeGuidanceLogitsProcessor", "WhisperNoSpeechDetection",
+    "AlternatingCodebooksLogitsProcessor", "BarkEosPrioritizerLogitsProcessor",
+    "ClassifierFreeGuidanceLogitsProcessor", "DiaClassifierFreeGuidanceLogitsProcessor",
+    "DiaEOSChannelFilterLogitsProcessor", "DiaEOSDelayPatternLogitsProcessor",
+    "SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+    "WhisperNoSpeechDetection",
 })  # fmt: skip
 
 
@@ -130,6 +132,36 @@ def check_processors(processors: Any, input_ids: torch.Tensor, vocab_size: int) 
             )
 
 
+def check_criteria(criteria: Any, input_ids: torch.Tensor) -> None:
+    """
+    Refuse stopping criteria that remember earlier calls: they are also asked about drafted tokens, so that an answer
+    ends at the very token at which the target alone would end it. Criteria from outside transformers are tried out on
+    a copy.
+
+    Raises:
+        UnsupportedGenerationError: names the criterion.
+    """
+    for criterion in criteria or ():
+        if type(criterion).__module__.startswith("transformers."):
+            continue
+        name = getattr(criterion, "__name__", type(criterion).__name__)
+        try:
+            probe = copy.deepcopy(criterion)
+            probe(input_ids, None)
+            settled = _snapshot(probe)
+            probe(input_ids, None)
+        except Exception as error:
+            raise UnsupportedGenerationError(
+                f"The stopping criterion {name} cannot be asked about drafted tokens ({error!r}): it must be copyable "
+                "and decide from `input_ids` alone, `scores` being None."
+            ) from error
+        if settled != _snapshot(probe):
+            raise UnsupportedGenerationError(
+                f"The stopping criterion {name} keeps state between calls, and is also asked about drafted tokens "
+                "that are never emitted. Derive what it needs from `input_ids` instead."
+            )
+
+
 def _remembers(processor: Any, input_ids: torch.Tensor, vocab_size: int) -> bool:
     longer = torch.cat([input_ids, input_ids[:, -1:]], dim=-1)
     scores = torch.zeros(input_ids.shape[0], vocab_size, device=input_ids.device)
@@ -147,7 +179,7 @@ def _remembers(processor: Any, input_ids: torch.Tensor, vocab_size: int) -> bool
 def _snapshot(processor: Any) -> dict[str, str]:
     return {
         name: repr(value.tolist()) if isinstance(value, torch.Tensor) else repr(value)
-        for name, value in vars(processor).items()
+        for name, value in getattr(processor, "__dict__", {}).items()
     }
 
 
@@ -189,7 +221,7 @@ def check_pair(target: Any, draft: Any) -> None:
     if target.config.is_encoder_decoder != draft.config.is_encoder_decoder:
         kinds = ["encoder-decoder" if m.config.is_encoder_decoder else "decoder-only" for m in (target, draft)]
         raise UnsupportedModelError(
-            f"Target ({kinds[0]}) and draft ({kinds[1]}) must be of one kind: a draft is taught on the target's inputs."
+            f"Target ({kinds[0]}) and draft ({kinds[1]}) must be of one kind: a draft is taught on the target's input."
         )
     sizes = [int(m.config.get_text_config().vocab_size) for m in (target, draft)]
     if sizes[0] != sizes[1]:
@@ -214,7 +246,7 @@ def check_tokenizers(target_tokenizer: Any, draft_tokenizer: Any) -> None:
 
 
 def find_tokenizer(model: Any) -> Any:
-    """The tokenizer that lies where a model came from, in a local folder or the local cache; `None` if there is none."""
+    """The tokenizer that lies where a model came from, in a folder or the local cache; `None` if there is none."""
     source = model.config.name_or_path
     if not source:
         return None

@@ -13,9 +13,10 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import GenerationMixin
 
-from osd_hf.capture import Binding, Request, Sink, unwrap
-from osd_hf.errors import CaptureError, UnsupportedModelError
+from osd_hf.capture import Binding, Request, Sink
+from osd_hf.errors import CaptureError, ConfigError, UnsupportedModelError
 from osd_hf.guards import check_generation, check_processors
+from osd_hf.wrappers import unwrap
 
 __all__ = ["bind", "capture_traces"]
 
@@ -38,8 +39,10 @@ def bind(target: Any, binding: Binding) -> Iterator[Binding]:
     try:
         yield binding
     finally:
-        _bindings.reset(token)
-        _unseat(model)
+        try:
+            _bindings.reset(token)
+        finally:  # left in another context than entered, the token is refused; the model is put back all the same
+            _unseat(model)
 
 
 @contextlib.contextmanager
@@ -63,10 +66,13 @@ def capture_traces(
             Label written into the traces.
 
     Raises:
+        ConfigError: `num_logprobs` below 1.
         UnsupportedModelError: the target cannot `generate`.
         UnsupportedGenerationError: a request uses a mode that has no draft model to watch, or is lossy.
         CaptureError: on exit, if the sink had failed; every answer was delivered.
     """
+    if num_logprobs is not None and num_logprobs < 1:
+        raise ConfigError(f"`num_logprobs` must be at least 1, or None for whole rows, got {num_logprobs}.")
     binding = Binding(sink, owner=object(), num_logprobs=num_logprobs, domain=domain)
     with bind(target, binding):
         yield

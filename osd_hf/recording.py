@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from osd_hf.capture import compress_rows
+from osd_hf.capture import NO_WARPING, compress_rows, sampling_settings
 from osd_hf.errors import ConfigError
 from osd_hf.records import Trace, ids_dtype
 
@@ -50,11 +50,17 @@ def record_traces(
         `Trace`: in the order of the prompts.
 
     Raises:
-        ConfigError: an empty prompt.
+        ConfigError: an empty prompt, or a target whose generation config asks for logits processors.
     """
     for i, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise ConfigError(f"Prompt {i} is empty; every prompt needs at least one token.")
+    asked = sampling_settings(target.generation_config).keys() - {"do_sample", "eos_token_id", *NO_WARPING}
+    if asked:
+        raise ConfigError(
+            f"The target's generation config sets {', '.join(sorted(asked))}, so its answers are not its own greedy "
+            "choice. Unset it for the recording, or capture assisted requests instead."
+        )
     size = int(target.config.get_text_config().vocab_size)
     eos = target.generation_config.eos_token_id
     eos_ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)

@@ -135,7 +135,13 @@ class Trace:
     @property
     def nbytes(self) -> int:
         """Bytes held by the arrays."""
-        arrays: list[NDArray[Any]] = [self.prompt_ids, self.completion_ids, self.top_logits, self.top_ids, self.tail_logprob]
+        arrays: list[NDArray[Any]] = [
+            self.prompt_ids,
+            self.completion_ids,
+            self.top_logits,
+            self.top_ids,
+            self.tail_logprob,
+        ]
         if self.decoder_prompt_ids is not None:
             arrays.append(self.decoder_prompt_ids)
         for r in self.rounds:
@@ -151,4 +157,3 @@ class Trace:
         kept_logsum = np.log(np.exp(logits).sum(axis=-1))
         kept_mass = np.log1p(-np.exp(np.minimum(self.tail_logprob, -1e-7)))
         return np.asarray(logits - kept_logsum[:, None] + kept_mass[:, None], dtype=np.float32)
-

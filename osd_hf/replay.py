@@ -58,7 +58,9 @@ def replay_each(
     _check(draft, traces, num_assistant_tokens)
     stats = [AcceptanceStats()] * len(traces)
     greedy = [i for i, trace in enumerate(traces) if not trace.is_sampled]
-    for i, trace in zip(greedy, redraft(draft, [traces[i] for i in greedy], num_assistant_tokens), strict=True):
+    for i, trace in zip(
+        greedy, redraft(draft, [traces[i] for i in greedy], num_assistant_tokens, batch_size=batch_size), strict=True
+    ):
         stats[i] = AcceptanceStats.from_rounds(trace.rounds)
     sampled = [i for i, trace in enumerate(traces) if trace.is_sampled]
     for batch, logits in _forward(draft, [traces[i] for i in sampled], batch_size):

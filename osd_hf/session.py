@@ -37,8 +37,9 @@ def save_session(directory: Path, updater: Updater, facts: dict[str, Any]) -> No
         folder.mkdir(parents=True)
         torch.save(updater.state_dict(), folder / "learner.pt")
         # Those not yet learned from come last; their number tells them from the replay buffer.
-        pq.write_table(traces_to_table([*updater.buffer, *updater.new]), folder / "requests.parquet")
-        session = {"format": FORMAT, "new_requests": len(updater.new), **facts}
+        new = list(updater.new)
+        pq.write_table(traces_to_table([*updater.buffer, *new]), folder / "requests.parquet")
+        session = {"format": FORMAT, "new_requests": len(new), **facts}
         (folder / "session.json").write_text(json.dumps(session))
         for file in folder.iterdir():
             with file.open("rb") as handle:
@@ -46,9 +47,11 @@ def save_session(directory: Path, updater: Updater, facts: dict[str, Any]) -> No
         pointer = directory / f".{POINTER}-{name}"
         pointer.write_text(name)
         os.replace(pointer, directory / POINTER)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
         shutil.rmtree(folder, ignore_errors=True)
-        raise StateError(f"The session cannot be saved to {directory}: {error}. Free or choose another folder.") from error
+        raise StateError(
+            f"The session cannot be saved to {directory}: {error}. Free or choose another folder."
+        ) from error
     for old in directory.glob("state-*"):
         if old.name != name:
             shutil.rmtree(old, ignore_errors=True)
@@ -81,9 +84,11 @@ def load_session(directory: Path, updater: Updater) -> dict[str, Any]:
         if isinstance(error, StateError):
             raise
         raise StateError(f"The session in {directory} cannot be read: {error}. Restore it from a copy.") from error
+    updater.check_traces(traces)
     updater.load_state_dict(state)
     learned = len(traces) - int(session["new_requests"])
     updater.buffer.clear()
     updater.buffer.extend(traces[:learned])
-    updater.new = traces[learned:]
+    updater.new.clear()
+    updater.new.extend(traces[learned:])
     return session

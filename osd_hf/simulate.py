@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from osd_hf.config import OnlineConfig
+from osd_hf.errors import ConfigError, DataError
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.records import Trace
 from osd_hf.replay import redraft
@@ -24,7 +25,9 @@ class SimulationReport:
 
     Args:
         stats (`tuple[AcceptanceStats, ...]`):
-            Of each request, with the draft version that served it.
+            Of each request, drafted by the version that would have served it.
+        traces (`tuple[Trace, ...]`):
+            The requests as a live run would have captured them, with the rounds of the version that served.
         updates (`tuple[UpdateReport, ...]`):
             In order.
         draft (`PreTrainedModel`):
@@ -32,6 +35,7 @@ class SimulationReport:
     """
 
     stats: tuple[AcceptanceStats, ...]
+    traces: tuple[Trace, ...]
     updates: tuple[UpdateReport, ...]
     draft: Any
 
@@ -59,17 +63,30 @@ def simulate(
 
     Returns:
         `SimulationReport`
+
+    Raises:
+        DataError: sampled traces, whose rounds cannot be simulated.
+        ConfigError: k is set neither by the configuration nor by the draft's generation config.
     """
     config = config or OnlineConfig()
+    sampled = sum(trace.is_sampled for trace in traces)
+    if sampled:
+        raise DataError(
+            f"{sampled} of {len(traces)} traces were sampled; only greedy ones can be simulated. Leave them out."
+        )
+    k = config.num_assistant_tokens or draft.generation_config.num_assistant_tokens
+    if k is None:
+        raise ConfigError("`num_assistant_tokens` is None and the draft's generation config has none; set it.")
     with learning_context():
         serving = copy.deepcopy(draft).eval()
-    k = config.num_assistant_tokens or int(draft.generation_config.num_assistant_tokens)
     updater, schedule = Updater(draft, config), UpdateSchedule(config)
     stats: list[AcceptanceStats] = []
+    served: list[Trace] = []
     updates: list[UpdateReport] = []
     chunk = schedule.interval or max(len(traces), 1)
     for first in range(0, len(traces), chunk):
         for trace in redraft(serving, traces[first : first + chunk], k):
+            served.append(trace)
             stats.append(AcceptanceStats.from_rounds(trace.rounds))
             if on_request is not None:
                 on_request(len(stats) - 1, stats[-1])
@@ -78,4 +95,4 @@ def simulate(
                 updates.append(updater.update())
                 updater.copy_to(serving)
                 schedule.updated()
-    return SimulationReport(tuple(stats), tuple(updates), serving)
+    return SimulationReport(tuple(stats), tuple(served), tuple(updates), serving)

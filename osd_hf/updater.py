@@ -16,10 +16,11 @@ import torch
 from accelerate import Accelerator
 
 from osd_hf.config import OnlineConfig
-from osd_hf.errors import StateError, UnsupportedModelError
+from osd_hf.errors import ConfigError, StateError, UnsupportedModelError
 from osd_hf.forcing import batches, completion_logits, completion_mask
 from osd_hf.losses import divergence_loss
 from osd_hf.records import Trace
+from osd_hf.wrappers import is_peft
 
 __all__ = ["UpdateReport", "Updater"]
 
@@ -68,7 +69,7 @@ class Updater:
 
     Args:
         draft (`PreTrainedModel`):
-            Copied, not changed. Of a `PeftModel` the trainable parameters learn, otherwise all.
+            Copied, not changed. Of one with adapters the trainable parameters learn, otherwise all.
         config (`OnlineConfig`):
             The rule.
         accelerator (`Accelerator`, *optional*):
@@ -81,7 +82,7 @@ class Updater:
     def __init__(self, draft: Any, config: OnlineConfig, accelerator: Accelerator | None = None) -> None:
         self.config = config
         self.version = 0
-        self.new: list[Trace] = []
+        self.new: deque[Trace] = deque(maxlen=config.buffer_size)
         self.buffer: deque[Trace] = deque(maxlen=config.buffer_size)
         self.rng = np.random.default_rng(config.seed)
         self.accelerator = accelerator or Accelerator(device_placement=False)
@@ -96,9 +97,21 @@ class Updater:
         self.kept_steps = 0
 
     def observe(self, trace: Trace) -> None:
-        """Take in one request to learn from at the next update."""
+        """Take in one request to learn from at the next update; raises StateError if its rows are of another width."""
         if len(trace) and trace.num_kept:
+            self.check_traces([trace])
             self.new.append(trace)
+
+    def check_traces(self, traces: Sequence[Trace]) -> None:
+        """Refuse traces that do not keep as many entries per row as those already there; raises StateError."""
+        known = next(iter(self.new or self.buffer), None)
+        widths = {t.top_ids.shape[1] for t in traces if len(t) and t.num_kept}
+        widths |= set() if known is None else {known.top_ids.shape[1]}
+        if len(widths) > 1:
+            raise StateError(
+                f"Traces keep {' and '.join(str(w or 'all') for w in sorted(widths))} entries per position; a learner "
+                "takes one width. Use the `num_logprobs` that they were captured with."
+            )
 
     def update(self, steps: int | None = None) -> UpdateReport:
         """
@@ -110,35 +123,44 @@ class Updater:
 
         Returns:
             `UpdateReport`
+
+        Raises:
+            ConfigError: `steps` below 1.
         """
+        if steps is not None and steps < 1:
+            raise ConfigError(f"`steps` must be at least 1, got {steps}.")
         started = time.perf_counter()
         losses: list[float] = []
         dropped = positions = 0
-        with learning_context():
-            for _ in range(self.config.steps_per_update if steps is None else steps):
-                batch = self._batch()
-                loss, count = self._step(batch)
-                if count == 0:
-                    continue
-                if loss is None:
-                    dropped += 1
-                else:
-                    losses.append(loss)
-                    positions += count
+        # Requests that end meanwhile, in other threads, are for the next update.
+        newest = [self.new.popleft() for _ in range(len(self.new))]
+        try:
+            with learning_context():
+                for _ in range(self.config.steps_per_update if steps is None else steps):
+                    loss, count = self._step(self._batch(newest))
+                    if count == 0:
+                        continue
+                    if loss is None:
+                        dropped += 1
+                    else:
+                        losses.append(loss)
+                        positions += count
+        finally:
+            # A row that is not finite (an overflow in half precision) would go on spoiling steps.
+            self.buffer.extend(t for t in newest if not np.isnan(t.top_logits).any())
         if losses:
             self.version += 1
         if dropped:
-            logger.warning("%d of %d update steps were dropped: loss or gradient not finite.", dropped, dropped + len(losses))
-        new_requests = len(self.new)
-        self.buffer.extend(self.new)
-        self.new.clear()
+            logger.warning(
+                "%d of %d update steps were dropped: loss or gradient not finite.", dropped, dropped + len(losses)
+            )
         return UpdateReport(
             version=self.version,
             steps=len(losses),
             dropped_steps=dropped,
             loss=float(np.mean(losses)) if losses else None,
             positions=positions,
-            new_requests=new_requests,
+            new_requests=len(newest),
             seconds=time.perf_counter() - started,
         )
 
@@ -149,13 +171,13 @@ class Updater:
             for name, learned in self.averaged.items():
                 served[name].copy_(learned)
 
-    def _batch(self) -> list[Trace]:
+    def _batch(self, newest: Sequence[Trace]) -> list[Trace]:
         """The newest requests and a uniform sample of the buffer, in the shares of the configuration."""
         size = self.config.batch_size
-        fresh = min(len(self.new), size - round(size * self.config.replay_fraction))
+        fresh = min(len(newest), size - round(size * self.config.replay_fraction))
         replayed = min(len(self.buffer), size - fresh) if self.config.replay_fraction > 0 else 0
-        fresh = min(len(self.new), size - replayed)
-        chosen = [self.new[i] for i in self.rng.permutation(len(self.new))[:fresh]]
+        fresh = min(len(newest), size - replayed)
+        chosen = [newest[i] for i in self.rng.permutation(len(newest))[:fresh]]
         return chosen + [self.buffer[i] for i in self.rng.choice(len(self.buffer), replayed, replace=False)]
 
     def _step(self, traces: Sequence[Trace]) -> tuple[float | None, int]:
@@ -196,7 +218,9 @@ class Updater:
         with self.accelerator.autocast():
             logits = completion_logits(self.master, traces)
         device = logits.device
-        learned = torch.from_numpy(np.concatenate([_learned_mask(t, self.config.learn_from) for t in traces])).to(device)
+        learned = torch.from_numpy(np.concatenate([_learned_mask(t, self.config.learn_from) for t in traces])).to(
+            device
+        )
         rows = logits[completion_mask(traces, device)][learned]
 
         def stacked(arrays: Sequence[Any], dtype: Any) -> torch.Tensor:
@@ -233,6 +257,14 @@ class Updater:
                 f"The saved state belongs to another draft: {len(differing)} parameters differ, such as "
                 f"{differing[0]}. Load it with the draft that it was saved with."
             )
+
+        def groups(states: Any) -> list[list[int]]:
+            return [[len(group["params"]) for group in s["param_groups"]] for s in states]
+
+        if groups(state["optimizers"]) != groups([o.state_dict() for o in self.optimizers]):
+            raise StateError(
+                "The saved state belongs to another optimizer. Load it with the `optimizer` it was saved with."
+            )
         with learning_context(), torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(state["parameters"][name])
@@ -252,8 +284,8 @@ def learning_context() -> Iterator[None]:
 
 
 def _trainable(model: Any) -> dict[str, torch.nn.Parameter]:
-    is_peft = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
-    if not is_peft:
+    # Adapters, of a `PeftModel` or added by transformers, have frozen the rest, and are saved without it.
+    if not is_peft(model) and not getattr(model, "_hf_peft_config_loaded", False):
         for parameter in model.parameters():
             parameter.requires_grad_(parameter.is_floating_point())
     found = {name: p for name, p in model.named_parameters() if p.requires_grad}

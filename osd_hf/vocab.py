@@ -53,4 +53,3 @@ def align_vocab(draft: Any, target: Any, tokenizer: Any = None) -> Any:
     if size != old_size:
         aligned.resize_token_embeddings(size, mean_resizing=size > old_size)
     return aligned.eval()
-

@@ -24,7 +24,7 @@ from osd_hf import CorrectionStore, capture_traces
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=80)
-    parser.add_argument("--repeats", type=int, default=3, help="times each request is answered each way; the quickest counts")
+    parser.add_argument("--repeats", type=int, default=3, help="answers each way; the quickest counts")
     parser.add_argument("--max-new-tokens", type=int, default=MAX_NEW_TOKENS)
     parser.add_argument("--num-logprobs", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)

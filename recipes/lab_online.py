@@ -16,6 +16,7 @@ import argparse
 import copy
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,10 @@ def repeated(trace: Trace, n: int = 4) -> np.ndarray:
     return mask
 
 
-def alpha_without_repeats(draft: Any, traces: list[Trace]) -> float:
-    """Alpha over examined positions that are no repetition, all rounds included."""
+def alpha_without_repeats(served: Sequence[Trace]) -> float:
+    """Alpha over examined positions that are no repetition, in the rounds in which the requests were served."""
     examined = accepted = 0
-    for trace in redraft(draft, traces, K):
+    for trace in served:
         fresh, start = ~repeated(trace), 0
         for r in trace.rounds:
             examined += int(fresh[start : start + r.num_examined].sum())
@@ -57,7 +58,9 @@ def alpha_without_repeats(draft: Any, traces: list[Trace]) -> float:
     return accepted / max(examined, 1)
 
 
-def ceiling(draft: Any, traces: list[Trace], held_out: list[Trace], epochs: int, rates: tuple[float, ...]) -> dict[str, Any]:
+def ceiling(
+    draft: Any, traces: list[Trace], held_out: list[Trace], epochs: int, rates: tuple[float, ...]
+) -> dict[str, Any]:
     """The best held-out alpha of the same draft after many epochs over the same traces, by rate and epoch."""
     best: dict[str, Any] = {"alpha": 0.0}
     for rate in rates:
@@ -90,8 +93,8 @@ def gain(report: Any, static: list[AcceptanceStats]) -> dict[str, Any]:
 
 
 def live(pair: tuple[Any, Any, Any], name: str, n: int, seed: int, recorded_run: Any) -> dict[str, Any]:
-    """Serve the first `n` requests with the real target; compare its counts, request by request, with the simulation on
-    the traces that it captured, and with the one on the recorded traces."""
+    """Serve the first `n` requests with the real target; compare its counts, request by request, with the simulation
+    on the traces that it captured, and with the one on the recorded traces."""
     target, draft, tokenizer = pair
     identical, counts, store = 0, [], CorrectionStore()
     with OnlineAssistant(target, draft, tokenizer, OnlineConfig(seed=seed), store=store) as assistant:
@@ -122,6 +125,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=600)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, default=20, help="of the offline ceiling; 0 = leave it out")
+    parser.add_argument("--rates", type=float, nargs="*", default=PAPER_RATES, help="of the paper's rule")
     parser.add_argument("--live", type=int, default=0, help="requests served live, first seed")
     parser.add_argument("--traces", type=Path, default=Path("traces"), help="where recorded traces are kept")
     parser.add_argument("--name", default="lab_online", help="of the report")
@@ -136,25 +140,26 @@ def main() -> None:
             row: dict[str, Any] = {"dataset": name, "seed": seed, "static": last_share(static).alpha}
             report, seconds = run_rule(draft, traces, OnlineConfig(seed=seed), f"{name} seed {seed} default")
             row["default"] = {**gain(report, static), "learner_seconds_per_request": seconds}
-            for rate in PAPER_RATES:
-                paper, seconds = run_rule(draft, traces, OnlineConfig.paper(learning_rate=rate, seed=seed), f"{name} paper {rate:g}")
+            for rate in args.rates:
+                rule = OnlineConfig.paper(learning_rate=rate, seed=seed)
+                paper, seconds = run_rule(draft, traces, rule, f"{name} paper {rate:g}")
                 row[f"paper {rate:g}"] = {**gain(paper, static), "learner_seconds_per_request": seconds}
-            best_paper = max(row[f"paper {rate:g}"]["gain"] for rate in PAPER_RATES)
+            best_paper = max((row[f"paper {rate:g}"]["gain"] for rate in args.rates), default=float("nan"))
             row["gain_over_best_paper"] = row["default"]["gain"] / best_paper
             held_out = traces[split:]
             row["repeated_4gram_share"] = float(np.mean(np.concatenate([repeated(t) for t in traces])))
-            row["static_without_repeats"] = alpha_without_repeats(draft, held_out)
-            row["learned_without_repeats"] = alpha_without_repeats(report.draft, held_out)
+            row["static_without_repeats"] = alpha_without_repeats(redraft(draft, held_out, K))
+            row["learned_without_repeats"] = alpha_without_repeats(report.traces[split:])
             if args.epochs and seed == args.seeds[0]:
                 row["ceiling"] = ceiling(draft, traces[:split], held_out, args.epochs, (1e-3,))
             if args.live and seed == args.seeds[0]:
                 row["live"] = live(pair, name, args.live, seed, report)
             rows.append(row)
-            d = row["default"]
+            d, top = row["default"], row.get("ceiling", {}).get("alpha", float("nan"))
             print(
                 f"{name:24s} seed {seed}  static {row['static']:.3f}  learned {d['alpha']:.3f}  gain {d['gain']:+.3f} "
                 f"[{d['gain_interval'][0]:+.3f}, {d['gain_interval'][1]:+.3f}]  paper's best {best_paper:+.3f}  "
-                f"x{row['gain_over_best_paper']:.2f}  ceiling {row.get('ceiling', {}).get('alpha', float('nan')):.3f}  "
+                f"x{row['gain_over_best_paper']:.2f}  ceiling {top:.3f}  "
                 f"{d['learner_seconds_per_request'] * 1e3:.0f} ms/request",
                 flush=True,
             )

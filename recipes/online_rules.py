@@ -58,9 +58,9 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure, axes = plt.subplots(1, len(names), figsize=(4.2 * len(names), 4.2), squeeze=False, layout="constrained")
     for axis, name in zip(axes[0], names, strict=True):
         for r in (r for r in rows if r["dataset"] == name):
-            marked = r["rule"] == "default"
-            axis.scatter(r["learner_seconds_per_request"] * 1e3, r["gain"], color="C3" if marked else "C0", s=60 if marked else 18)
-            axis.annotate(r["rule"], (r["learner_seconds_per_request"] * 1e3, r["gain"]), fontsize=6, xytext=(3, 2), textcoords="offset points")
+            point = (r["learner_seconds_per_request"] * 1e3, r["gain"])
+            axis.scatter(*point, **({"color": "C3", "s": 60} if r["rule"] == "default" else {"color": "C0", "s": 18}))
+            axis.annotate(r["rule"], point, fontsize=6, xytext=(3, 2), textcoords="offset points")
         axis.set(title=name, xlabel="learner ms per request", xscale="log")
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("gain in acceptance, last 20% of requests")

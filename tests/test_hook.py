@@ -13,9 +13,10 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, pipeline
 
 from osd_hf import CaptureError, CorrectionStore, UnsupportedGenerationError, UnsupportedModelError, capture_traces
-from osd_hf.capture import compress_rows, unwrap
+from osd_hf.capture import compress_rows
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.records import Trace
+from osd_hf.wrappers import unwrap
 
 
 def captured(

@@ -29,6 +29,7 @@ LAYERS = {
     "forcing": 2,
     "replay": 2,
     # touching transformers, the bundled pair, streams of prompts
+    "wrappers": 1,
     "capture": 3,
     "hook": 3,
     "guards": 3,
@@ -40,6 +41,7 @@ LAYERS = {
     # who learns, when, and how it goes on later
     "updater": 4,
     "schedule": 4,
+    "promotion": 4,
     "session": 4,
     # what users call
     "assistant": 5,

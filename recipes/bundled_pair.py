@@ -1,0 +1,482 @@
+"""Make the bundled pair: tokenizer, target, draft, and the scores in its README.
+
+    python recipes/bundled_pair.py                      # everything, within an hour on two cores
+    python recipes/bundled_pair.py --stage draft        # one stage: tokenizer, target, draft or score
+    python recipes/bundled_pair.py --max-steps 2 --out /some/folder   # a smoke run
+
+All text comes from `osd_hf.bundled.prompts`. The target is trained with Muon (matrices) and AdamW (the rest), mostly
+on the answers; the draft sees small talk and a little of the domains, and is stopped while it is weak.
+"""
+
+import argparse
+import copy
+import functools
+import itertools
+import json
+import math
+import platform
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+import transformers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm.auto import tqdm
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from osd_hf.bundled.prompts import DOMAINS, bundled_prompts, check_answer, stream_examples
+from osd_hf.bundled.small_talk import make as small_talk
+
+SEED = 0
+VOCAB_SIZE = 2048
+SPECIALS = ["<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>"]
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|' + m['role'] + '|>' }}{{ m['content'] }}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+FIGURES = ("<!-- figures: begin -->", "<!-- figures: end -->")
+TARGET_STEPS = 4500
+DRAFT_LAYERS = 2
+DRAFT_STEPS = 180
+DRAFT_SHARES = {"talk": 0.84, "sql": 0.035, "math": 0.055, "python": 0.04, "finance": 0.03}
+# The harder sums get more of the tokens.
+TARGET_SHARES = {"sql": 0.15, "math": 0.33, "python": 0.17, "finance": 0.35}
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE in which every digit is a token of its own and a space before a digit joins the word before."""
+    texts = [
+        text
+        for domain in DOMAINS
+        for e in bundled_prompts(domain, 5000, seed=SEED, split="train")
+        for text in (e.prompt, e.answer)
+    ]
+    tokenizer = Tokenizer(models.BPE())
+    pieces = Regex(r"\d| ?[A-Za-z]+(?: (?=\d))?| ?[^\sA-Za-z\d]+(?: (?=\d))?|\s+")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(pieces, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=SPECIALS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        extra_special_tokens=SPECIALS[3:],
+        model_max_length=512,
+    )
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast, layers: int, width: int, inner: int) -> LlamaForCausalLM:
+    torch.manual_seed(SEED)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 32,
+        num_key_value_heads=width // 32,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+def batches(
+    tokenizer, shares: dict[str, float], batch_tokens: int, prompt_weight: float, seed: int
+) -> Iterator[tuple]:
+    """(ids, weight of each target token) batches of similar length; padding is at the right, with weight 0."""
+    rng = random.Random(seed)
+    streams: dict = {domain: stream_examples(domain, seed=1000 + seed, split="train") for domain in DOMAINS}
+    streams["talk"] = (small_talk(rng) for _ in itertools.count())
+    while True:
+        drawn = [next(streams[d]) for d in rng.choices(list(shares), list(shares.values()), k=1024)]
+        prompts = tokenizer([f"<s><|user|>{e.prompt}<|assistant|>" for e in drawn], add_special_tokens=False)[
+            "input_ids"
+        ]
+        answers = tokenizer([f"{e.answer}</s>" for e in drawn], add_special_tokens=False)["input_ids"]
+        rows = sorted(zip(prompts, answers, strict=True), key=lambda row: len(row[0]) + len(row[1]))
+        groups: list[list] = [[]]
+        for row in rows:
+            if groups[-1] and (len(groups[-1]) + 1) * (len(row[0]) + len(row[1])) > batch_tokens:
+                groups.append([])
+            groups[-1].append(row)
+        rng.shuffle(groups)
+        for group in groups:
+            longest = max(len(p) + len(a) for p, a in group)
+            ids = torch.full((len(group), longest), tokenizer.pad_token_id)
+            weight = torch.zeros(len(group), longest)
+            for i, (p, a) in enumerate(group):
+                ids[i, : len(p) + len(a)] = torch.tensor(p + a)
+                weight[i, 1 : len(p)] = prompt_weight
+                weight[i, len(p) : len(p) + len(a)] = 1.0
+            yield ids, weight
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose update is orthogonalized (Newton-Schulz); matrices of one shape are done together."""
+
+    def __init__(self, params, lr: float, momentum: float = 0.95, weight_decay: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            shapes: dict[torch.Size, list] = {}
+            for p in group["params"]:
+                shapes.setdefault(p.shape, []).append(p)
+            for (rows, columns), params in shapes.items():
+                for p in params:
+                    state = self.state[p]
+                    buffer = state.setdefault("momentum", torch.zeros_like(p))
+                    buffer.lerp_(p.grad, 1 - group["momentum"])
+                x = torch.stack([p.grad.lerp(self.state[p]["momentum"], group["momentum"]) for p in params])
+                x = x.mT if rows > columns else x
+                x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+                for _ in range(5):
+                    a = x @ x.mT
+                    x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+                x = x.mT if rows > columns else x
+                for p, update in zip(params, x, strict=True):
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                    p.add_(update, alpha=-group["lr"] * 0.2 * max(rows, columns) ** 0.5)
+
+
+def train(
+    model, stream, steps: int, learning_rate: float, minutes: float, name: str, save=None, max_steps: int | None = None
+) -> None:
+    """Train on `steps` batches; the rate falls to zero over the last 40%, sooner where `minutes` would be passed.
+
+    In a process group the gradients are averaged: two processes of one thread each outrun one of two threads.
+    """
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    rest = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+    optimizers = [
+        Muon(matrices, learning_rate),
+        torch.optim.AdamW(rest, learning_rate, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+    parameters = [*matrices, *rest]
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    first = world == 1 or dist.get_rank() == 0
+    model.train()
+    start, seen, losses, shown, progress = time.monotonic(), 0, [], -1, 0.0
+    bar = tqdm(total=steps, desc=name, mininterval=10, disable=not first)
+    for step in range(steps):
+        if progress >= 1 or step == max_steps:
+            break
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate * min(1.0, (step + 1) / 50, (1.02 - progress) / 0.4)
+        ids, weight = next(stream)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits = model(input_ids=ids, use_cache=False).logits
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
+        weight = weight[:, 1:].flatten()
+        loss = (loss * weight).sum() / weight.sum()
+        loss.backward()
+        progress = max((step + 1) / steps, (time.monotonic() - start) / (60 * minutes))
+        losses.append(loss.item())
+        if world > 1:
+            flat = torch.cat([*(p.grad.flatten() for p in parameters), torch.tensor([progress])])
+            dist.all_reduce(flat)
+            flat /= world
+            progress = flat[-1].item()
+            for p, grad in zip(parameters, flat[:-1].split([p.numel() for p in parameters]), strict=True):
+                p.grad.copy_(grad.view_as(p))
+        torch.nn.utils.clip_grad_norm_(rest, 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        seen += ids.numel() * world
+        bar.update()
+        if first and int(progress * 20) > shown:
+            shown = int(progress * 20)
+            elapsed = time.monotonic() - start
+            recent = sum(losses[-50:]) / len(losses[-50:])
+            tqdm.write(
+                f"{name} {progress:.0%} step {step} loss {recent:.4f} "
+                f"{seen / 1e6:.2f}M tokens {seen / elapsed:.0f}/s {elapsed:.0f}s"
+            )
+            if save is not None:
+                save()
+    bar.close()
+    model.eval()
+    return {"steps": len(losses), "tokens": seen, "minutes": round((time.monotonic() - start) / 60, 1)}
+
+
+def train_target(
+    rank: int, world: int, folder: str, meeting: str, steps: int, minutes: float, max_steps: int | None, more: bool
+) -> None:
+    """One of `world` processes that train the target together; the first saves it, with checkpoints on the way."""
+    torch.set_num_threads(1)
+    if world > 1:
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(f"{folder}/target")
+    model = make_model(tokenizer, layers=12, width=128, inner=344)
+    if more:
+        model = LlamaForCausalLM.from_pretrained(f"{folder}/target")
+    stream = batches(tokenizer, TARGET_SHARES, 2000, 0.1, SEED + rank + 50 * more)
+    save = functools.partial(save_pair_member, model, tokenizer, f"{folder}/target") if rank == 0 else None
+    done = train(model, stream, steps, 0.002 if more else 0.004, minutes, "target", save, max_steps)
+    if save is not None:
+        save()
+        record(folder, "target more" if more else "target", {**done, "processes": world})
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def train_draft(folder: str, steps: int, max_steps: int | None) -> None:
+    """Train the draft on small talk and a little of the domains, and stop while it is weak."""
+    torch.set_num_threads(1)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(f"{folder}/target")
+    model = make_model(tokenizer, layers=DRAFT_LAYERS, width=128, inner=344)
+    stream = batches(tokenizer, DRAFT_SHARES, 2000, 1.0, SEED + 100)
+    done = train(model, stream, steps, 0.002, 10, "draft", max_steps=max_steps)
+    save_pair_member(model, tokenizer, f"{folder}/draft")
+    record(folder, "draft", done)
+
+
+def save_pair_member(model, tokenizer, folder: str) -> None:
+    """Write an ordinary model folder with generation settings and the tokenizer."""
+    settings = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if folder.endswith("draft"):
+        settings |= {
+            "num_assistant_tokens": 5,
+            "num_assistant_tokens_schedule": "constant",
+            "assistant_confidence_threshold": 0.0,
+        }
+    model.generation_config = GenerationConfig(**settings)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def record(folder: str, stage: str, entry: dict[str, Any]) -> None:
+    """Add what a stage did to `made.json`, and renew the figures of the README from it."""
+    path, card = Path(folder) / "made.json", Path(folder) / "README.md"
+    made = json.loads(path.read_text()) if path.exists() else {}
+    if stage == "target":
+        made.pop("target more", None)
+    if stage == "target more" and stage in made:
+        entry |= {what: entry[what] + made[stage][what] for what in ("steps", "tokens", "minutes")}
+    versions = {module.__name__: module.__version__ for module in (torch, transformers, tokenizers)}
+    made[stage] = {**entry, "seed": SEED, "versions": {"python": platform.python_version(), **versions}}
+    path.write_text(json.dumps(made, indent=2) + "\n")
+    if card.exists() and {"target", "draft", "score"} <= made.keys():
+        before, _, rest = card.read_text().partition(FIGURES[0])
+        card.write_text(f"{before}{FIGURES[0]}\n{figures(made)}\n{FIGURES[1]}{rest.partition(FIGURES[1])[2]}")
+
+
+def figures(made: dict[str, Any]) -> str:
+    """The tables of the README, from what the stages recorded."""
+    score, draft = made["score"], made["draft"]
+    parts = [made[stage] for stage in ("target", "target more") if stage in made]
+    steps, minutes = (" + ".join(f"{part[what]:,}" for part in parts) for what in ("steps", "minutes"))
+    sizes, ms = score["parameters"], score["token_milliseconds"]
+    lines = [
+        "| | target | draft |",
+        "|---|---|---|",
+        f"| parameters | {sizes['target']:,} | {sizes['draft']:,} |",
+        f"| trained on, tokens | {sum(part['tokens'] for part in parts):,} | {draft['tokens']:,} |",
+        f"| steps | {steps} | {draft['steps']:,} |",
+        f"| minutes of training | {minutes} | {draft['minutes']} |",
+        f"| one token, one thread | {ms['target']} ms | {ms['draft']} ms (c = {ms['draft'] / ms['target']:.2f}) |",
+        "",
+        f"| domain | score on {score['n']} | 95% interval | alpha | alpha, tuned |",
+        "|---|---|---|---|---|",
+    ]
+    for name, row in score["domains"].items():
+        low, high = row["interval"]
+        alphas = f"{row['alpha']:.2f} | {row['alpha_tuned']:.2f}"
+        lines.append(f"| {name} | {row['score']:.3f} | {low:.3f} to {high:.3f} | {alphas} |")
+    versions = ", ".join(f"{name} {version}" for name, version in draft["versions"].items())
+    return "\n".join([*lines, "", f"Seed {SEED}; {versions}; CPU, two cores."])
+
+
+def alpha(draft, rows: list[tuple[list[int], list[int]]], k: int = 5) -> float:
+    """Accepted / examined draft tokens over (prompt ids, target's greedy ids), by one teacher-forced pass per row."""
+    accepted = examined = 0
+    for prompt, answer in rows:
+        with torch.inference_mode():
+            logits = draft(input_ids=torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        right = (logits.argmax(-1) == torch.tensor(answer)).tolist()
+        at = 0
+        while at < len(answer):
+            run = 0
+            while run < k and at + run < len(answer) and right[at + run]:
+                run += 1
+            accepted += run
+            examined += run + (run < k and at + run < len(answer))
+            at += run + 1
+    return accepted / examined
+
+
+def tune(
+    draft, target, rows: list[tuple[list[int], list[int]]], epochs: int = 10, learning_rate: float = 1e-3
+) -> None:
+    """Teach the draft the target's rows (forward KL at the answer's positions): can it learn?"""
+    order = random.Random(SEED)
+    optimizer = torch.optim.AdamW(draft.parameters(), learning_rate, weight_decay=0.0)
+    with torch.inference_mode():
+        wanted = [target(input_ids=torch.tensor([p + a])).logits[0, len(p) - 1 : -1].log_softmax(-1) for p, a in rows]
+    wanted = [row.clone() for row in wanted]
+    draft.train()
+    for _ in range(epochs):
+        indices = order.sample(range(len(rows)), len(rows))
+        for begin in range(0, len(rows), 8):
+            chosen = indices[begin : begin + 8]
+            longest = max(len(rows[i][0]) + len(rows[i][1]) for i in chosen)
+            ids = torch.tensor([rows[i][0] + rows[i][1] + [0] * (longest - sum(map(len, rows[i]))) for i in chosen])
+            logits = draft(input_ids=ids).logits
+            got = torch.cat(
+                [logits[j, len(rows[i][0]) - 1 : sum(map(len, rows[i])) - 1] for j, i in enumerate(chosen)]
+            )
+            F.kl_div(
+                got.log_softmax(-1), torch.cat([wanted[i] for i in chosen]), reduction="batchmean", log_target=True
+            ).backward()
+            torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    draft.eval()
+
+
+@torch.inference_mode()
+def answers_of(model, tokenizer, prompts: list[str], max_new_tokens: int = 128) -> list[str]:
+    """Greedy answers, in batches padded at the left."""
+    texts = []
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    for begin in range(0, len(prompts), 50):
+        chosen = [prompts[i] for i in order[begin : begin + 50]]
+        inputs = tokenizer(
+            [f"<s><|user|>{p}<|assistant|>" for p in chosen],
+            add_special_tokens=False,
+            return_tensors="pt",
+            padding=True,
+            padding_side="left",
+            return_token_type_ids=False,
+        )
+        out = model.generate(
+            **inputs, do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id
+        )
+        texts += tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    back = [""] * len(prompts)
+    for i, text in zip(order, texts, strict=True):
+        back[i] = text
+    return back
+
+
+def wilson(right: int, n: int, z: float = 1.96) -> list[float]:
+    """95% interval of a share."""
+    share, spread = right / n, z * math.sqrt(right * (n - right) / n**3 + z * z / (4 * n * n))
+    return [round((share + z * z / (2 * n) + sign * spread) / (1 + z * z / n), 3) for sign in (-1, 1)]
+
+
+@torch.inference_mode()
+def token_milliseconds(cases: dict[str, tuple[Any, int]], repeats: int = 300) -> dict[str, float]:
+    """Time of a forward of (model, new tokens) behind 64 others, in turn: the fastest twentieth."""
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    caches = {name: DynamicCache() for name in cases}
+    for name, (model, _) in cases.items():
+        model(input_ids=torch.randint(5, 1000, (1, 64)), past_key_values=caches[name])
+    for _ in range(repeats):
+        for name, (model, width) in cases.items():
+            ids = torch.randint(5, 1000, (1, width))
+            begin = time.perf_counter()
+            model(input_ids=ids, past_key_values=caches[name])
+            times[name].append(time.perf_counter() - begin)
+            caches[name].crop(-width)
+    return {name: round(1000 * sorted(row)[repeats // 20], 2) for name, row in times.items()}
+
+
+def score(folder: str, n: int, learn_from: int = 100, held_out: int = 40) -> None:
+    """Check the target on `n` unseen prompts of each domain; measure the draft before and after a little tuning."""
+    torch.set_num_threads(1)
+    target, draft = (AutoModelForCausalLM.from_pretrained(f"{folder}/{name}") for name in ("target", "draft"))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(f"{folder}/target")
+    entry: dict[str, Any] = {"n": n, "learn_from": min(learn_from, n), "held_out": held_out, "domains": {}}
+    for domain in tqdm(DOMAINS, desc="score"):
+        examples = bundled_prompts(domain, n + held_out, seed=SEED)
+        texts = answers_of(target, tokenizer, [e.prompt for e in examples])
+        right = sum(map(check_answer, examples[:n], texts))
+        rows = [
+            (
+                tokenizer(f"<s><|user|>{e.prompt}<|assistant|>", add_special_tokens=False)["input_ids"],
+                tokenizer(f"{text}</s>", add_special_tokens=False)["input_ids"],
+            )
+            for e, text in zip(examples, texts, strict=True)
+        ]
+        before = alpha(draft, rows[n:])
+        learner = copy.deepcopy(draft)
+        tune(learner, target, rows[: min(learn_from, n)])
+        entry["domains"][domain] = {
+            "score": round(right / n, 3),
+            "interval": wilson(right, n),
+            "alpha": round(before, 3),
+            "alpha_tuned": round(alpha(learner, rows[n:]), 3),
+        }
+        tqdm.write(f"{domain} {entry['domains'][domain]}")
+    cases = {"target": (target, 1), "target_6_tokens": (target, 6), "draft": (draft, 1)}
+    entry["token_milliseconds"] = token_milliseconds(cases)
+    entry["parameters"] = {"target": target.num_parameters(), "draft": draft.num_parameters()}
+    record(folder, "score", entry)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make the bundled pair.")
+    parser.add_argument("--stage", choices=("all", "tokenizer", "target", "draft", "score"), default="all")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "osd_hf" / "bundled")
+    parser.add_argument("--steps", type=int, default=TARGET_STEPS, help="steps of the target")
+    parser.add_argument("--minutes", type=float, default=45, help="end the target's training by then")
+    parser.add_argument("--processes", type=int, default=2, help="processes that train the target, one thread each")
+    parser.add_argument("--prompts", type=int, default=300, help="unseen prompts of each domain to score")
+    parser.add_argument("--more", action="store_true", help="train the target that is there further, at half the rate")
+    parser.add_argument("--max-steps", type=int, help="stop every training after so many steps")
+    options = parser.parse_args()
+    folder = str(options.out.resolve())
+    stages = ("tokenizer", "target", "draft", "score") if options.stage == "all" else (options.stage,)
+    if "tokenizer" in stages:
+        make_tokenizer().save_pretrained(f"{folder}/target")
+    if "target" in stages:
+        with tempfile.TemporaryDirectory() as scratch:
+            world, limit = options.processes, options.max_steps
+            arguments = (world, folder, f"{scratch}/meeting", options.steps, options.minutes, limit, options.more)
+            mp.spawn(train_target, arguments, nprocs=world)
+    if "draft" in stages:
+        train_draft(folder, DRAFT_STEPS, options.max_steps)
+    if "score" in stages:
+        score(folder, options.prompts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,565 @@
+import copy
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import models
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList, pipeline
+
+from osd_hf import (
+    CaptureError,
+    ConfigError,
+    CorrectionStore,
+    LearnerError,
+    OnlineAssistant,
+    OnlineConfig,
+    StateError,
+    Trace,
+    UnsupportedGenerationError,
+    capture_traces,
+)
+from osd_hf.metrics import AcceptanceStats
+
+FAST = OnlineConfig(update_interval=3, steps_per_update=2, batch_size=4, learning_rate=3e-3)
+MANUAL = replace(FAST, update_strategy="manual")
+
+
+def serve(assistant: OnlineAssistant, number: int, **settings: Any) -> list[list[int]]:
+    answers = []
+    for ids in models.prompts(number):
+        kwargs = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 8, **settings}
+        answers.append(assistant.generate(ids, **kwargs)[0, ids.shape[1] :].tolist())
+    return answers
+
+
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@contextmanager
+def weights_used(model: Any) -> Iterator[list[int]]:
+    """Which weights each forward of `model` ran with, as a checksum."""
+    seen: list[int] = []
+    parameter = next(p for p in model.parameters() if p.ndim > 1)
+    handle = model.register_forward_pre_hook(lambda *_: seen.append(hash(parameter.detach().numpy().tobytes())))
+    yield seen
+    handle.remove()
+
+
+# --- serving and learning -------------------------------------------------------------------------------------------
+
+
+def test_alpha_rises_and_the_callers_draft_stays() -> None:
+    target, draft = models.pair("gpt2", noise=0.3)
+    before, config = weights(draft), draft.generation_config.to_dict()
+    assistant = OnlineAssistant(target, draft, config=FAST)
+    for _ in range(8):
+        serve(assistant, 6)
+    requests = assistant.stats.requests
+    assert requests[-12:, 1].sum() / requests[-12:, 0].sum() > requests[:12, 1].sum() / requests[:12, 0].sum() + 0.1
+    assert assistant.version == 16
+    assert same(weights(draft), before)
+    assert draft.generation_config.to_dict() == config
+    assert not same(weights(assistant.draft), before)
+    assert assistant.serving_draft("any") is assistant.draft
+
+
+def test_k_is_the_configurations_or_the_drafts_own() -> None:
+    target, draft = models.pair()
+    draft.generation_config.num_assistant_tokens = 9
+    for k, drafted in ((2, 2), (7, 7), (None, 9)):
+        assistant = OnlineAssistant(target, draft, config=replace(MANUAL, num_assistant_tokens=k))
+        traces: list[Trace] = []
+        with capture_traces(target, traces.append):
+            serve(assistant, 1, max_new_tokens=20)
+        assert traces[0].rounds[0].num_drafted == drafted
+    assert draft.generation_config.num_assistant_tokens == 9
+
+
+def test_updates_come_every_so_many_requests() -> None:
+    assistant = OnlineAssistant(*models.pair(), config=FAST)
+    versions = []
+    for _ in range(7):
+        serve(assistant, 1)
+        versions.append(assistant.version)
+    assert versions == [0, 0, 1, 1, 1, 2, 2]
+    report = assistant.update(steps=5)
+    assert (report.version, report.steps, report.new_requests) == (3, 5, 1)
+    assert assistant.version == 3
+    serve(assistant, 2)
+    assert assistant.version == 3  # counting began again
+
+
+def test_manual_updates_come_when_asked() -> None:
+    assistant = OnlineAssistant(*models.pair(), config=MANUAL)
+    serve(assistant, 9)
+    assert assistant.version == 0
+    assert assistant.update().new_requests == 9
+
+
+def test_a_request_that_is_not_to_be_learned_from_leaves_nothing() -> None:
+    target, draft = models.pair()
+    store = CorrectionStore()
+    assistant = OnlineAssistant(target, draft, config=replace(FAST, update_interval=2), store=store)
+    answers = serve(assistant, 4, learn=False)
+    assert len(store) == 0
+    assert not assistant._updater.new
+    assert (assistant.version, assistant.stats.num_requests) == (0, 4)
+    assert answers == serve(OnlineAssistant(target, draft, config=FAST), 4)
+    with assistant.attached(learn=False):
+        target.generate(models.prompt(), assistant_model=assistant.draft, max_new_tokens=4)
+    assert len(store) == 0
+    assert assistant.stats.num_requests == 5
+
+
+def test_a_request_is_logged_with_its_domain_and_version() -> None:
+    store = CorrectionStore()
+    assistant = OnlineAssistant(*models.pair(), config=FAST, store=store)
+    serve(assistant, 4, domain="sql")
+    serve(assistant, 2)
+    assert [(t.domain, t.draft_version) for t in store] == [("sql", 0)] * 3 + [("sql", 1), (None, 1), (None, 1)]
+    assert {d: s.num_requests for d, s in assistant.stats_by_domain.items()} == {"sql": 4, None: 2}
+    assert sum(map(AcceptanceStats.from_trace, store), AcceptanceStats()) == assistant.stats
+    assistant.reset_stats()
+    assert assistant.stats == AcceptanceStats()
+    assert assistant.version == 2
+
+
+def test_attached_learns_from_the_callers_own_requests() -> None:
+    target, draft = models.pair()
+    cls = type(target)
+    assistant = OnlineAssistant(target, draft, config=FAST)
+    pipe = pipeline(
+        "text-generation", model=target, tokenizer=models.tokenizer(), assistant_model=assistant.draft, device="cpu"
+    )
+    with assistant.attached(domain="mine") as attached:
+        assert attached is assistant
+        for text in ("abc", "xyz", "qrs"):
+            pipe(text, max_new_tokens=8, do_sample=False)
+    assert assistant.version == 1
+    assert assistant.stats_by_domain["mine"].num_requests == 3
+    assert type(target) is cls
+    pipe("abc", max_new_tokens=8, do_sample=False)
+    assert assistant.stats.num_requests == 3
+
+
+def test_a_request_inside_attached_counts_once() -> None:
+    assistant = OnlineAssistant(*models.pair(), config=FAST)
+    with assistant.attached(domain="outer"):
+        serve(assistant, 2, domain="inner")
+    assert {d: s.num_requests for d, s in assistant.stats_by_domain.items()} == {"inner": 2}
+
+
+def test_capture_sees_an_assistants_requests() -> None:
+    target, draft = models.pair()
+    assistant = OnlineAssistant(target, draft, config=FAST)
+    traces: list[Trace] = []
+    with capture_traces(target, traces.append):
+        serve(assistant, 2)
+    assert sum(map(AcceptanceStats.from_trace, traces), AcceptanceStats()) == assistant.stats
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_calls_without_gradients_learn_as_others(mode: Any) -> None:
+    target, draft = models.pair()
+    outside = OnlineAssistant(target, draft, config=FAST)
+    answers = serve(outside, 7)
+    with mode():
+        inside = OnlineAssistant(target, draft, config=FAST)
+        assert serve(inside, 7) == answers
+        assert torch.is_grad_enabled() is False
+    assert inside.version == 2
+    assert same(weights(inside.draft), weights(outside.draft))
+    serve(inside, 3)
+    inside.update()
+    assert not any(p.is_inference() for p in inside.draft.parameters())
+
+
+def test_learning_does_not_touch_the_callers_random_numbers() -> None:
+    target, draft = models.pair()
+    sampled = []
+    for config in (FAST, MANUAL):
+        torch.manual_seed(1)
+        assistant = OnlineAssistant(target, draft, config=config)
+        serve(assistant, 3, do_sample=True)
+        sampled.append(torch.rand(3))
+    assert torch.equal(*sampled)
+
+
+def test_loads_models_by_path(tmp_path: Path) -> None:
+    target, draft = models.pair()
+    for name, model in (("target", target), ("draft", draft)):
+        model.save_pretrained(tmp_path / name)
+        models.tokenizer().save_pretrained(tmp_path / name)
+    assistant = OnlineAssistant(tmp_path / "target", str(tmp_path / "draft"), config=FAST)
+    assert assistant.tokenizer.get_vocab() == models.tokenizer().get_vocab()
+    assert serve(assistant, 3) == serve(OnlineAssistant(target, draft, config=FAST), 3)
+
+
+def test_what_is_saved_is_an_ordinary_draft(tmp_path: Path) -> None:
+    target, draft = models.pair()
+    assistant = OnlineAssistant(target, draft, models.tokenizer(), FAST)
+    serve(assistant, 3)
+    assistant.save_pretrained(tmp_path)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert same(weights(saved), weights(assistant.draft))
+    assert saved.generation_config.num_assistant_tokens == 5
+    assert saved.generation_config.assistant_confidence_threshold == 0.0
+    assert saved.generation_config.num_assistant_tokens_schedule == "constant"
+    assert (tmp_path / "tokenizer.json").exists()
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
+def test_a_peft_draft_learns_its_adapter_and_is_saved_merged(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    target, draft = models.pair(noise=0.05)
+    wrapped = get_peft_model(draft, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], r=2))
+    before = weights(wrapped)
+    assistant = OnlineAssistant(target, wrapped, config=replace(FAST, learning_rate=0.05))
+    answers = serve(assistant, 6)
+    assert answers == serve(OnlineAssistant(target, models.build(seed=4), config=MANUAL), 6)
+    assert assistant.version == 2
+    assert same(weights(wrapped), before)
+    changed = {name for name, p in weights(assistant.draft).items() if not torch.equal(p, before[name])}
+    assert changed
+    assert all("lora" in name for name in changed)
+    assistant.save_pretrained(tmp_path)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = models.prompt()
+    with torch.no_grad():
+        torch.testing.assert_close(saved(ids).logits, assistant.draft(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+# --- failures -------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_is_not_finite_costs_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = models.pair()
+    answers = serve(OnlineAssistant(target, draft, config=MANUAL), 6)
+    assistant = OnlineAssistant(target, draft, config=FAST)
+    loss = assistant._updater._loss
+    monkeypatch.setattr(assistant._updater, "_loss", lambda traces: (loss(traces)[0] * float("nan"), 1))
+    reports = []
+    monkeypatch.setattr(assistant, "_track", reports.append)
+    assert serve(assistant, 6) == answers
+    assert [(r.steps, r.dropped_steps, r.version) for r in reports] == [(0, 2, 0), (0, 2, 0)]
+    assert same(weights(assistant.draft), weights(draft))
+    monkeypatch.undo()
+    assert serve(assistant, 3) == answers[:3]
+    assert assistant.version == 1
+
+
+def test_a_failing_learner_costs_no_answer_and_is_heard_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = models.pair()
+    assistant = OnlineAssistant(target, draft, config=FAST)
+    monkeypatch.setattr(assistant._updater, "_step", lambda traces: 1 / 0)
+    answers = serve(assistant, 3)
+    assert [len(a) for a in answers] == [8, 8, 8]
+    with models.ForwardCounter(target, assistant.draft) as forwards:
+        with pytest.raises(LearnerError, match="division by zero") as caught:
+            serve(assistant, 1)
+        assert forwards.count == 0
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    monkeypatch.undo()
+    assert serve(assistant, 3) == answers
+    assert assistant.version >= 1
+
+
+def test_a_failing_learner_is_heard_of_by_attached_requests_and_at_the_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = models.pair()
+    assistant = OnlineAssistant(target, draft, config=FAST)
+    monkeypatch.setattr(assistant._updater, "observe", lambda trace: 1 / 0)
+    serve(assistant, 1)
+    with pytest.raises(LearnerError), assistant.attached():
+        target.generate(models.prompt(), assistant_model=assistant.draft, max_new_tokens=4)
+    serve(assistant, 1)
+    with pytest.raises(LearnerError):
+        assistant.close()
+    assistant.close()
+
+
+def test_a_failing_store_costs_no_answer() -> None:
+    class Full(CorrectionStore):
+        def append(self, trace: Trace) -> None:
+            raise OSError("disk full")
+
+    assistant = OnlineAssistant(*models.pair(), config=FAST, store=Full())
+    assert len(serve(assistant, 1)) == 1
+    with pytest.raises(LearnerError, match="disk full"):
+        serve(assistant, 1)
+    assert len(serve(assistant, 1)) == 1
+
+
+def test_an_error_of_the_target_reaches_the_caller_and_serving_goes_on() -> None:
+    target, draft = models.pair()
+    assistant = OnlineAssistant(target, draft, config=replace(FAST, update_interval=1))
+    handle = target.model.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        serve(assistant, 1)
+    handle.remove()
+    serve(assistant, 2)  # the promotion after the first must not wait for the failed request
+    assert (assistant.version, assistant.stats.num_requests) == (2, 2)
+
+
+def test_other_captures_fail_on_their_own() -> None:
+    target, draft = models.pair()
+    assistant = OnlineAssistant(target, draft, config=FAST)
+    with pytest.raises(CaptureError), capture_traces(target, lambda trace: 1 / 0):
+        serve(assistant, 3)
+    assert assistant.version == 1
+
+
+# --- threads --------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_uses_one_version_from_beginning_to_end() -> None:
+    target, draft = models.pair()
+    store = CorrectionStore()
+    assistant = OnlineAssistant(target, draft, config=replace(MANUAL, learning_rate=0.01), store=store)
+    serve(assistant, 4)
+    stop = threading.Event()
+
+    def learn() -> None:
+        while not stop.is_set():
+            assistant.update(steps=1)
+            time.sleep(0.005)
+
+    learner = threading.Thread(target=learn)
+    with weights_used(assistant.draft) as seen:
+        learner.start()
+        try:
+            of_requests = []
+            for ids in models.prompts(12):
+                before = len(seen)
+                output = assistant.generate(
+                    ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=16
+                )
+                of_requests.append((set(seen[before:]), output, ids))
+        finally:
+            stop.set()
+            learner.join()
+    assert assistant.version > 3
+    assert all(len(used) == 1 for used, _, _ in of_requests)
+    assert len({next(iter(used)) for used, _, _ in of_requests}) > 2
+    versions = [t.draft_version for t in store][4:]
+    assert versions == sorted(versions)
+    assert len(set(versions)) == len({next(iter(used)) for used, _, _ in of_requests})
+    for _, output, ids in of_requests:
+        alone = target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=16)
+        assert torch.equal(output, alone)
+
+
+def test_threads_serve_and_learn_together() -> None:
+    target, draft = models.pair()
+    assistant = OnlineAssistant(target, draft, config=FAST)
+    alone = serve(OnlineAssistant(target, draft, config=MANUAL), 5)
+    answers: dict[int, list[list[int]]] = {}
+
+    def work(number: int) -> None:
+        answers[number] = serve(assistant, 5, domain=str(number))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+        assert not thread.is_alive()
+    assert list(answers.values()) == [alone] * 3
+    assert assistant.stats.num_requests == 15
+    # Nobody's answer waits for another's update, so that there may be fewer of them; what is left is for the next one.
+    assert 1 <= assistant.version <= 5
+    assistant.update()
+    assert len(assistant._updater.buffer) == 15
+    assert {s.num_requests for s in assistant.stats_by_domain.values()} == {5}
+
+
+def test_the_draft_does_not_change_in_the_middle_of_a_request() -> None:
+    target, draft = models.pair()
+    assistant = OnlineAssistant(target, draft, config=MANUAL)
+    serve(assistant, 3)
+
+    class Meddler:
+        calls = 0
+
+        def put(self, value: torch.Tensor) -> None:
+            self.calls += 1
+            if self.calls == 1:
+                return  # the prompt, before the request begins
+            with pytest.raises(LearnerError, match="in the middle of a request"):
+                assistant.update()
+
+        def end(self) -> None:
+            pass
+
+    assert serve(assistant, 1, streamer=Meddler()) == serve(assistant, 1)
+    assert assistant.version == 0
+    assistant.update()
+    assert assistant.version >= 1
+
+
+# --- the session ----------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_session_equals_one_straight_through(tmp_path: Path) -> None:
+    target, draft = models.pair()
+    straight = OnlineAssistant(target, draft, config=FAST)
+    first = OnlineAssistant(target, draft, config=FAST)
+    for assistant in (straight, first):
+        serve(assistant, 5, domain="a")  # one update, and two requests waiting for the next
+    first.save_state(tmp_path)
+    second = OnlineAssistant(target, draft, config=FAST)
+    second.load_state(tmp_path)
+    assert (second.version, second.stats) == (first.version, first.stats)
+    for assistant in (straight, second):
+        serve(assistant, 8)
+    assert second.version == straight.version == 4
+    assert second.stats == straight.stats
+    assert {d: s.num_requests for d, s in second.stats_by_domain.items()} == {"a": 5, None: 8}
+    assert same(weights(second.draft), weights(straight.draft))
+
+
+def test_the_session_of_another_draft_leaves_the_assistant_as_it_was(tmp_path: Path) -> None:
+    target, draft = models.pair()
+    OnlineAssistant(models.build("gpt2"), models.build("gpt2"), config=FAST).save_state(tmp_path)
+    assistant = OnlineAssistant(target, draft, config=FAST)
+    serve(assistant, 4)
+    before, stats, waiting = weights(assistant.draft), assistant.stats, len(assistant._updater.new)
+    with pytest.raises(StateError, match="another draft"):
+        assistant.load_state(tmp_path)
+    with pytest.raises(StateError, match="no saved session"):
+        assistant.load_state(tmp_path / "nowhere")
+    assert same(weights(assistant.draft), before)
+    assert (assistant.version, assistant.stats, len(assistant._updater.new)) == (1, stats, waiting)
+    serve(assistant, 2)
+    assert assistant.version == 2
+
+
+# --- tracking -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of tensorboard's own imports
+def test_tensorboard_gets_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with OnlineAssistant(*models.pair(), config=FAST, report_to="tensorboard") as assistant:
+        serve(assistant, 6)
+    (folder,) = {p.parent for p in tmp_path.rglob("events.out.tfevents.*") if p.parent.name == "osd_hf"}
+    events = EventAccumulator(str(folder)).Reload()
+    assert {"alpha", "block_efficiency", "loss", "version"} <= set(events.Tags()["scalars"])
+    assert [(e.step, e.value) for e in events.Scalars("version")] == [(3, 1.0), (6, 2.0)]
+    alphas = [e.value for e in events.Scalars("alpha")]
+    halves = [assistant.stats.requests[:3], assistant.stats.requests[3:]]
+    np.testing.assert_allclose(alphas, [h[:, 1].sum() / h[:, 0].sum() for h in halves], rtol=1e-5)
+
+
+@pytest.mark.parametrize("report_to", ["nothing_of_that_name", ["tensorboard", "nothing_of_that_name"]])
+def test_trackers_that_do_not_exist_are_refused(report_to: Any) -> None:
+    with pytest.raises(ConfigError, match="nothing_of_that_name"):
+        OnlineAssistant(*models.pair(), report_to=report_to)
+
+
+def test_figures_are_logged_without_a_tracker(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="osd_hf"):
+        serve(OnlineAssistant(*models.pair(), config=FAST, report_to="none"), 3)
+    assert "Draft version 1 after 3 requests" in caplog.text
+
+
+def test_closing_flushes_the_store(tmp_path: Path) -> None:
+    with OnlineAssistant(*models.pair(), config=FAST, store=tmp_path / "log") as assistant:
+        serve(assistant, 3)
+    assert len(list(CorrectionStore(tmp_path / "log"))) == 3
+
+
+def test_the_given_models_may_be_copied_while_served() -> None:
+    target, draft = models.pair()
+    assistant = OnlineAssistant(target, draft, config=FAST)
+    with assistant.attached():
+        copied = copy.deepcopy(assistant.draft)
+    assert same(weights(copied), weights(assistant.draft))
+
+
+# --- what a review found --------------------------------------------------------------------------------------------
+
+
+def test_a_failing_learner_is_tried_again_after_an_interval_and_not_at_every_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target, draft = models.pair()
+    assistant = OnlineAssistant(target, draft, config=replace(FAST, update_interval=2))
+    monkeypatch.setattr(assistant._updater, "update", lambda steps: 1 / 0)
+    outcomes = []
+    for ids in models.prompts(6):
+        try:
+            assistant.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=4)
+            outcomes.append("served")
+        except LearnerError:
+            outcomes.append("error")
+    assert outcomes == ["served", "served", "error", "served", "served", "error"]
+
+
+def test_an_update_from_inside_a_request_is_refused_and_does_not_hang() -> None:
+    target, draft = models.pair()
+    assistant = OnlineAssistant(target, draft, config=MANUAL)
+    serve(assistant, 1)
+    seen: list[str] = []
+
+    class Updating:
+        puts = 0
+
+        def put(self, value: torch.Tensor) -> None:
+            self.puts += 1
+            if self.puts == 2:  # the first is the prompt, before the request begins
+                with pytest.raises(LearnerError, match="in the middle of a request"):
+                    assistant.update()
+                seen.append("refused")
+
+        def end(self) -> None: ...
+
+    ids = models.prompts(1)[0]
+    assistant.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=4, streamer=Updating()
+    )
+    assert seen == ["refused"]
+
+
+def test_a_stopping_criterion_with_a_memory_is_refused() -> None:
+    target, draft = models.pair()
+    assistant = OnlineAssistant(target, draft, config=FAST)
+
+    class AtTheTenthCall(StoppingCriteria):
+        calls = 0
+
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            self.calls = self.calls + 1
+            return torch.full((1,), self.calls >= 10)
+
+    ids = models.prompts(1)[0]
+    with pytest.raises(UnsupportedGenerationError, match="AtTheTenthCall keeps state"):
+        assistant.generate(ids, max_new_tokens=4, stopping_criteria=StoppingCriteriaList([AtTheTenthCall()]))
+
+
+def test_a_draft_that_speaks_eos_zero_is_replayed_exactly() -> None:
+    target, draft = models.pair()
+    target.generation_config.eos_token_id = draft.generation_config.eos_token_id = 0
+    traces: list[Trace] = []
+    with capture_traces(target, traces.append):
+        for ids in models.prompts(4):
+            target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, max_new_tokens=12)
+    assert all(t.sampling["eos_token_id"] in (0, [0]) for t in traces)

@@ -1,0 +1,225 @@
+"""The bundled pair: prompts, checkers, splits, and the committed models."""
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from osd_hf import bundled
+from osd_hf.bundled import DOMAINS, bundled_prompts, check_answer, load_bundled
+from osd_hf.bundled.example import equations_hold
+
+FOLDER = Path(bundled.__file__).parent
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return load_bundled()
+
+
+def encode(tokenizer, prompt):
+    return tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_prompts_are_deterministic_distinct_and_begin_alike(domain):
+    some = bundled_prompts(domain, 100, seed=3)
+    assert some == bundled_prompts(domain, 100, seed=3)
+    assert some[:10] == bundled_prompts(domain, 10, seed=3)
+    assert len({example.prompt for example in some}) == 100
+    assert some != bundled_prompts(domain, 100, seed=4)
+    assert bundled_prompts(domain, 0) == []
+    assert {example.domain for example in some} == {domain}
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_no_problem_is_in_both_splits(domain):
+    served = {example.content for seed in range(3) for example in bundled_prompts(domain, 300, seed=seed)}
+    trained = {
+        example.content for seed in range(3) for example in bundled_prompts(domain, 1000, seed=seed, split="train")
+    }
+    assert not served & trained
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_prompts_and_answers_are_many(domain):
+    examples = bundled_prompts(domain, 2000, split="train")
+    assert len({example.answer for example in examples}) > 1200
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_reference_answers_pass_and_others_do_not(domain):
+    examples = bundled_prompts(domain, 200)
+    assert all(check_answer(example, example.answer) for example in examples)
+    assert not any(check_answer(example, "") for example in examples)
+    assert not any(check_answer(example, "I do not know.") for example in examples)
+    others = sum(check_answer(a, b.answer) for a, b in itertools.pairwise(examples))
+    assert others <= 10  # two word problems may well have the same number
+
+
+@pytest.mark.parametrize("domain", ("math", "finance"))
+def test_a_wrong_number_anywhere_is_refused(domain):
+    for example in bundled_prompts(domain, 100):
+        last = re.findall(r"\d+", example.answer)[-1]
+        head, _, tail = example.answer.rpartition(last)
+        assert not check_answer(example, f"{head}{int(last) + 1}{tail}")
+        wrong = re.sub(r"= (\$?)(\d+)", lambda m: f"= {m[1]}{int(m[2]) + 1}", example.answer, count=1)
+        assert not check_answer(example, wrong)
+
+
+def test_an_invented_figure_is_refused():
+    example = bundled_prompts("finance", 1)[0]
+    assert not check_answer(example, "Take $987654321. " + example.answer)
+
+
+def test_wrong_queries_are_refused():
+    changes = (
+        (">=", ">"), ("> ", ">= "), ("<=", "<"), ("< ", "<= "), ("AVG(", "MAX("), ("MAX(", "MIN("), ("SUM(", "AVG("),
+        (" DESC", " ASC"), (" ASC", " DESC"), (" AND ", " OR "), ("COUNT(*)", "id"), ("SELECT", "SELEC"),
+        ("LIMIT 1", "LIMIT 2"), ("= '", "!= '"), ("SELECT name", "SELECT id"), ("SELECT title", "SELECT id"),
+    )  # fmt: skip
+    tried = passed = 0
+    for example in bundled_prompts("sql", 150):
+        for old, new in changes:
+            # `>` inside `>=` is no change of its own.
+            if old in example.key[0] and not (old in ("> ", "< ") and f"{old[0]}=" in example.key[0]):
+                tried += 1
+                passed += check_answer(example, example.key[0].replace(old, new, 1))
+    assert tried > 200
+    assert passed <= tried * 0.02
+    assert not check_answer(example, f"DROP TABLE {example.key[0].split('FROM ')[1].split()[0]};")
+
+
+def test_wrong_functions_are_refused():
+    for example in bundled_prompts("python", 100):
+        name = example.key[0]
+        assert not check_answer(example, example.answer.replace("return", "retrun"))
+        assert not check_answer(example, example.answer.replace(f"def {name}", "def another_name"))
+        assert not check_answer(example, re.sub(r"return .*$", "return None", example.answer))
+        assert not check_answer(example, "import os\n" + example.answer)
+        assert not check_answer(example, f"def {name}(x):\n    while True:\n        pass")
+
+
+def test_python_examples_in_the_prompt_are_true():
+    for example in bundled_prompts("python", 100):
+        namespace = {}
+        exec(example.answer, namespace)
+        for call, result in re.findall(r"^(\w+\(.*\)) -> (.*)$", example.prompt, flags=re.MULTILINE):
+            assert repr(eval(call, namespace)) == result
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("3 * $4 = $12", True),
+        ("8 - 2 = 6 and 6 / 2 = 3", True),
+        ("5 + 5 = 11", False),
+        ("10% * 50 = 5", True),
+        ("9 ** 9 = 81", False),
+        ("4 / 0 = 4", False),
+        ("no sums", True),
+    ],
+)
+def test_equations(text, right):
+    assert equations_hold(text) is right
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"domain": "poetry", "n": 1}, "domain must be one of"),
+        ({"domain": "sql", "n": 1, "split": "test"}, "split must be one of"),
+        ({"domain": "sql", "n": -1}, "n must be"),
+        ({"domain": "sql", "n": 1.5}, "n must be"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        bundled_prompts(**arguments)
+
+
+def test_prompts_need_no_torch():
+    # The package above imports torch; the prompts themselves must not.
+    code = (
+        "import sys, types; sys.modules['osd_hf'] = m = types.ModuleType('osd_hf'); "
+        f"m.__path__ = [{str(FOLDER.parent)!r}]; import osd_hf.bundled; "
+        "print(sorted({'torch', 'transformers', 'numpy'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_committed_models_fit_together(pair):
+    target, draft, tokenizer = pair
+    assert target.config.vocab_size == draft.config.vocab_size == len(tokenizer)
+    assert {p.dtype for p in [*target.parameters(), *draft.parameters()]} == {torch.float32}
+    assert not target.training
+    assert not draft.training
+    size = sum(path.stat().st_size for path in FOLDER.rglob("*.safetensors"))
+    assert size <= 20e6
+    assert (FOLDER / "target" / "tokenizer.json").read_text() == (FOLDER / "draft" / "tokenizer.json").read_text()
+    for model in (target, draft):
+        settings = model.generation_config
+        assert (settings.bos_token_id, settings.eos_token_id, settings.pad_token_id) == (1, 2, 0)
+    settings = draft.generation_config
+    assert settings.num_assistant_tokens == 5
+    assert settings.num_assistant_tokens_schedule == "constant"
+    assert settings.assistant_confidence_threshold == 0.0
+
+
+def test_tokenizer_keeps_text_and_splits_digits(pair):
+    tokenizer = pair[2]
+    for domain in DOMAINS:
+        for example in bundled_prompts(domain, 50):
+            assert tokenizer.decode(tokenizer(example.answer)["input_ids"]) == example.answer
+    assert all(sum(c.isdigit() for c in token) <= 1 for token in tokenizer.get_vocab())
+    ids = encode(tokenizer, "hi")["input_ids"][0].tolist()
+    assert ids[0] == tokenizer.bos_token_id
+    assert ids[-1] == tokenizer.convert_tokens_to_ids("<|assistant|>")
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_committed_target_answers_rightly(pair, domain):
+    target, _, tokenizer = pair
+    right = 0
+    for example in bundled_prompts(domain, 10, seed=7):
+        inputs = encode(tokenizer, example.prompt)
+        out = target.generate(**inputs, max_new_tokens=128, do_sample=False)
+        assert out[0, -1] == tokenizer.eos_token_id
+        right += check_answer(
+            example, tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        )
+    assert right >= 8
+
+
+def test_committed_draft_assists_without_changing_the_answer(pair):
+    target, draft, tokenizer = pair
+    for domain in DOMAINS:
+        inputs = encode(tokenizer, bundled_prompts(domain, 1, seed=9)[0].prompt)
+        alone = target.generate(**inputs, max_new_tokens=128, do_sample=False)
+        assisted = target.generate(**inputs, max_new_tokens=128, do_sample=False, assistant_model=draft)
+        assert torch.equal(alone, assisted)
+
+
+def test_recorded_scores_are_what_the_readme_promises():
+    made = json.loads((FOLDER / "made.json").read_text())
+    for row in made["score"]["domains"].values():
+        assert row["score"] >= 0.9
+        assert 0.2 <= row["alpha"] < 0.5
+        assert row["alpha_tuned"] >= row["alpha"] + 0.2
+
+
+@pytest.mark.slow
+def test_recipe_makes_a_pair_in_two_steps(tmp_path):
+    recipe = FOLDER.parents[1] / "recipes" / "bundled_pair.py"
+    command = [sys.executable, str(recipe), "--max-steps", "2", "--prompts", "2", "--out", str(tmp_path)]
+    subprocess.run(command, check=True, capture_output=True)
+    assert {"target", "draft", "score"} <= json.loads((tmp_path / "made.json").read_text()).keys()
+    assert (tmp_path / "draft" / "model.safetensors").exists()

@@ -1,0 +1,76 @@
+from dataclasses import replace
+from typing import Any
+
+import models
+import pytest
+import torch
+
+from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, record_traces, simulate
+
+CONFIG = OnlineConfig(update_interval=3, steps_per_update=2, batch_size=4, learning_rate=3e-3)
+
+
+def counts(stats: AcceptanceStats) -> tuple[Any, ...]:
+    """All but `drafted`: behind its rejected token a live draft may end itself with EOS, which nobody sees."""
+    histogram = sorted(stats.accepted_length_histogram.items())
+    return stats.examined, stats.accepted, stats.emitted, stats.target_forwards, histogram
+
+
+@pytest.mark.parametrize(
+    "config", [CONFIG, OnlineConfig.paper(update_interval=3), replace(CONFIG, num_assistant_tokens=3)]
+)
+@pytest.mark.parametrize("architecture", ["llama", "t5"])
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_simulated_run_is_the_live_run(architecture: str, config: OnlineConfig, ends: bool) -> None:
+    target, draft = models.pair(architecture, noise=0.08)
+    prompts = models.prompts(8)
+    if ends:
+        ids = prompts[0]
+        answer = target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
+        target.generation_config.eos_token_id = int(answer[0, -5])
+    live: list[AcceptanceStats] = []
+    assistant = OnlineAssistant(target, draft, config=config)
+    for ids in prompts:
+        before = assistant.stats
+        assistant.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
+        after = assistant.stats
+        histogram = {
+            n: c - before.accepted_length_histogram.get(n, 0) for n, c in after.accepted_length_histogram.items()
+        }
+        names = ("drafted", "examined", "accepted", "emitted", "target_forwards")
+        live.append(
+            AcceptanceStats.from_counts(
+                **{name: getattr(after, name) - getattr(before, name) for name in names},
+                accepted_length_histogram={n: c for n, c in histogram.items() if c},
+            )
+        )
+    traces = list(record_traces(target, [p[0].tolist() for p in prompts], max_new_tokens=12, num_logprobs=64))
+    report = simulate(draft, traces, config)
+    assert [counts(s) for s in report.stats] == [counts(s) for s in live]
+    if not ends:
+        assert list(report.stats) == live
+    assert len(report.updates) == assistant.version == 2
+    assert sum(s.emitted for s in report.stats) == assistant.stats.emitted
+    for (name, ours), theirs in zip(report.draft.named_parameters(), assistant.draft.parameters(), strict=True):
+        # Recorded rows are those of batched forwards: equal up to half-precision storage.
+        torch.testing.assert_close(ours, theirs, atol=5e-3, rtol=0, msg=name)
+
+
+def test_progress_is_told_and_the_draft_stays() -> None:
+    target, draft = models.pair()
+    before = [p.detach().clone() for p in draft.parameters()]
+    traces = list(record_traces(target, [p[0].tolist() for p in models.prompts(4)], max_new_tokens=6))
+    seen: list[int] = []
+    report = simulate(draft, traces, CONFIG, on_request=lambda number, stats: seen.append(number))
+    assert seen == [0, 1, 2, 3]
+    assert len(report.stats) == 4
+    assert all(map(torch.equal, draft.parameters(), before))
+
+
+def test_without_updates_the_draft_is_the_given_one() -> None:
+    target, draft = models.pair()
+    traces = list(record_traces(target, [p[0].tolist() for p in models.prompts(4)], max_new_tokens=6))
+    report = simulate(draft, traces, replace(CONFIG, update_strategy="manual"))
+    assert report.updates == ()
+    assert all(map(torch.equal, draft.parameters(), report.draft.parameters()))
+    assert simulate(draft, [], CONFIG).stats == ()

@@ -1,0 +1,385 @@
+import copy
+from dataclasses import fields, replace
+from typing import Any
+
+import models
+import numpy as np
+import pytest
+import torch
+
+from osd_hf import ConfigError, OnlineConfig, StateError, Trace, capture_traces
+from osd_hf.updater import Updater, _learned_mask
+
+CONFIG = OnlineConfig(batch_size=4, steps_per_update=2, learning_rate=1e-3, num_logprobs=16)
+PLAIN = replace(CONFIG, optimizer="adamw", weight_average=0.0, replay_fraction=0.0)
+
+
+def traffic(target: Any, draft: Any, number: int = 4, **settings: Any) -> list[Trace]:
+    traces: list[Trace] = []
+    num_logprobs = settings.pop("num_logprobs", 16)
+    with capture_traces(target, traces.append, num_logprobs=num_logprobs):
+        for i, ids in enumerate(models.prompts(number)):
+            kwargs = {
+                "attention_mask": torch.ones_like(ids),
+                "do_sample": False,
+                "max_new_tokens": 6 + 3 * i,
+                **settings,
+            }
+            target.generate(ids, assistant_model=draft, **kwargs)
+    return traces
+
+
+def learned(draft: Any, traces: list[Trace], config: OnlineConfig, updates: int = 1) -> Updater:
+    updater = Updater(draft, config)
+    for _ in range(updates):
+        for trace in traces:
+            updater.observe(trace)
+        updater.update()
+    return updater
+
+
+def weights(updater: Updater) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in updater.parameters.items()}
+
+
+def served(updater: Updater, draft: Any) -> Any:
+    copied = copy.deepcopy(draft)
+    updater.copy_to(copied)
+    return copied
+
+
+# --- one step -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("architecture", ["llama", "t5"])
+def test_an_update_brings_the_draft_closer(architecture: str, divergence: str) -> None:
+    target, draft = models.pair(architecture)
+    traces = traffic(target, draft)
+    config = replace(CONFIG, divergence=divergence, steps_per_update=1)
+    updater = Updater(draft, config)
+    losses = []
+    for _ in range(12):
+        for trace in traces:
+            updater.observe(trace)
+        losses.append(updater.update().loss)
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("learn_from", ["verified", "corrections"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "t5"])
+def test_micro_batches_add_up_to_one_batch(
+    architecture: str, learn_from: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = models.pair(architecture)
+    traces = traffic(target, draft)
+    config = replace(PLAIN, learn_from=learn_from, steps_per_update=1, max_grad_norm=1e9)
+
+    def gradients() -> tuple[dict[str, torch.Tensor], float | None]:
+        updater = Updater(draft, config)
+        monkeypatch.setattr(updater, "_zero_grad", lambda: None)
+        for trace in traces:
+            updater.observe(trace)
+        report = updater.update()
+        return {n: p.grad.clone() for n, p in updater.parameters.items() if p.grad is not None}, report.loss
+
+    whole, whole_loss = gradients()
+    monkeypatch.setattr("osd_hf.forcing.MAX_LOGITS", 1)  # one trace a forward
+    parts, parts_loss = gradients()
+    assert parts_loss == pytest.approx(whole_loss, rel=1e-5)
+    assert whole.keys() == parts.keys()
+    for name in whole:
+        torch.testing.assert_close(parts[name], whole[name], atol=1e-6, rtol=1e-3)
+
+
+def test_corrections_are_where_the_target_corrected_the_draft() -> None:
+    target, draft = models.pair()
+    for trace in traffic(target, draft):
+        mask = _learned_mask(trace, "corrections")
+        assert mask.tolist() == trace.correction_mask.tolist()
+        assert mask.sum() == sum(r.num_examined - r.num_accepted for r in trace.rounds)
+        assert _learned_mask(trace, "verified").all()
+        assert len(_learned_mask(trace, "verified")) == len(trace)
+
+
+def test_positions_learned_from_are_counted() -> None:
+    target, draft = models.pair()
+    traces = traffic(target, draft)
+    for learn_from, number in (
+        ("verified", sum(len(t) for t in traces)),
+        ("corrections", sum(int(t.correction_mask.sum()) for t in traces)),
+    ):
+        updater = Updater(draft, replace(PLAIN, learn_from=learn_from, steps_per_update=3))
+        for trace in traces:
+            updater.observe(trace)
+        report = updater.update()
+        assert report.positions == 3 * number
+        assert (report.steps, report.new_requests, report.version) == (3, 4, 1)
+
+
+def test_whole_rows_and_kept_rows_learn_alike() -> None:
+    target, draft = models.pair()
+    kept, whole = (traffic(target, draft, num_logprobs=n) for n in (63, None))
+    first, second = (learned(draft, traces, PLAIN) for traces in (kept, whole))
+    for name, parameter in weights(first).items():
+        torch.testing.assert_close(parameter, weights(second)[name], atol=2e-3, rtol=0)
+
+
+def test_a_half_precision_draft_keeps_small_steps() -> None:
+    target, draft = models.pair()
+    traces = traffic(target, draft)
+    half = copy.deepcopy(draft).to(torch.bfloat16)
+    config = replace(PLAIN, learning_rate=3e-5, steps_per_update=1)
+    updater = learned(half, traces, config)
+    name, given = next((n, p) for n, p in half.named_parameters() if "q_proj" in n)
+    assert updater.parameters[name].dtype == torch.float32
+    assert bool((updater.parameters[name] != given.float()).all())
+
+    def changed() -> float:
+        now = dict(served(updater, half).named_parameters())[name]
+        assert now.dtype == torch.bfloat16
+        return float((now != given).float().mean())
+
+    assert changed() < 0.15  # one step rounds away in what serves, many do not
+    for _ in range(40):
+        for trace in traces:
+            updater.observe(trace)
+        updater.update()
+    assert changed() > 0.4
+
+
+def test_the_callers_draft_is_not_changed() -> None:
+    target, draft = models.pair()
+    before = copy.deepcopy(draft)
+    traces = traffic(target, draft)
+    draft.train()
+    frozen = next(iter(draft.parameters())).requires_grad_(False)
+    learned(draft, traces, CONFIG)
+    assert draft.training
+    assert not frozen.requires_grad
+    for (name, a), b in zip(draft.named_parameters(), before.parameters(), strict=True):
+        assert torch.equal(a, b), name
+        assert a.grad is None
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
+def test_of_a_peft_draft_only_the_adapter_learns() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    target, draft = models.pair()
+    traces = traffic(target, draft)
+    wrapped = get_peft_model(draft, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], r=2))
+    before = copy.deepcopy(wrapped)
+    updater = learned(wrapped, traces, replace(CONFIG, learning_rate=0.05), updates=3)
+    assert updater.parameters
+    assert all("lora" in name for name in updater.parameters)
+    after = dict(served(updater, wrapped).named_parameters())
+    changed = {name for name, p in before.named_parameters() if not torch.equal(p, after[name])}
+    assert changed
+    assert all("lora" in name for name in changed)
+
+
+# --- what cannot be learned from ------------------------------------------------------------------------------------
+
+
+def test_an_update_without_requests_changes_nothing() -> None:
+    draft = models.build()
+    updater = Updater(draft, CONFIG)
+    before = weights(updater)
+    report = updater.update()
+    assert (report.version, report.steps, report.dropped_steps, report.loss, report.positions) == (0, 0, 0, None, 0)
+    assert all(torch.equal(before[n], p) for n, p in weights(updater).items())
+
+
+def test_a_perfect_draft_leaves_no_corrections() -> None:
+    target = models.build()
+    draft = models.draft_of(target, noise=0.0)
+    updater = learned(draft, traffic(target, draft), replace(CONFIG, learn_from="corrections"))
+    assert updater.version == 0
+
+
+def test_steps_that_are_not_finite_are_dropped_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    target, draft = models.pair()
+    traces = traffic(target, draft)
+    poison = replace(traces[1], top_logits=np.full_like(traces[1].top_logits, np.nan))
+    updater = Updater(draft, replace(PLAIN, batch_size=8))
+    before = weights(updater)
+    for trace in (*traces, poison):
+        updater.observe(trace)
+    report = updater.update()
+    assert (report.steps, report.dropped_steps, report.loss, report.version) == (0, 2, None, 0)
+    assert "not finite" in caplog.text
+    assert all(torch.equal(before[n], p) for n, p in weights(updater).items())
+    for trace in traces:
+        updater.observe(trace)
+    assert updater.update().dropped_steps == 0
+    assert all(torch.isfinite(p).all() for p in weights(updater).values())
+
+
+def test_a_gradient_that_is_not_finite_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = models.pair()
+    updater = Updater(draft, PLAIN)
+    for trace in traffic(target, draft):
+        updater.observe(trace)
+    next(iter(updater.parameters.values())).register_hook(lambda gradient: gradient * float("inf"))
+    report = updater.update()
+    assert (report.steps, report.dropped_steps) == (0, 2)
+    assert all(torch.isfinite(p).all() for p in weights(updater).values())
+
+
+def test_traces_without_rows_are_not_taken_in() -> None:
+    target, draft = models.pair()
+    updater = Updater(draft, CONFIG)
+    trace = traffic(target, draft, 1)[0]
+    updater.observe(replace(trace, top_logits=np.zeros((len(trace), 0), np.float16)))
+    assert not updater.new
+
+
+# --- across updates -------------------------------------------------------------------------------------------------
+
+
+def test_the_optimizer_goes_on_where_it_stood() -> None:
+    target, draft = models.pair()
+    traces = traffic(target, draft)
+    whole = learned(draft, traces, replace(PLAIN, steps_per_update=4))
+    halves = learned(draft, traces, replace(PLAIN, steps_per_update=2), updates=2)
+    for name, parameter in weights(whole).items():
+        torch.testing.assert_close(weights(halves)[name], parameter, atol=1e-6, rtol=1e-4)
+    assert halves.version == 2
+
+
+@pytest.mark.parametrize("config", [CONFIG, PLAIN, OnlineConfig.paper(batch_size=3)])
+def test_saved_and_resumed_equals_straight_through(config: OnlineConfig) -> None:
+    target, draft = models.pair()
+    traces = traffic(target, draft, 8)
+    straight = learned(draft, traces[:4], config)
+    first = learned(draft, traces[:4], config)
+    second = Updater(draft, config)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    second.buffer.extend(first.buffer)
+    for updater in (straight, second):
+        for trace in traces[4:]:
+            updater.observe(trace)
+        updater.update()
+    assert second.version == straight.version == 2
+    for name, parameter in weights(straight).items():
+        assert torch.equal(weights(second)[name], parameter), name
+    for a, b in zip(served(straight, draft).parameters(), served(second, draft).parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_state_of_another_draft_is_refused() -> None:
+    updater = Updater(models.build(), CONFIG)
+    with pytest.raises(StateError, match="another draft"):
+        updater.load_state_dict(Updater(models.build("gpt2"), CONFIG).state_dict())
+    with pytest.raises(StateError, match="another draft"):
+        updater.load_state_dict(Updater(models.build(vocab_size=70), CONFIG).state_dict())
+
+
+def test_requests_learned_from_are_replayed_later() -> None:
+    target, draft = models.pair()
+    traces = traffic(target, draft)
+    updater = learned(draft, traces[:3], replace(CONFIG, replay_fraction=0.5, buffer_size=2, steps_per_update=1))
+    assert not updater.new
+    assert list(updater.buffer) == traces[1:3]
+    updater.observe(traces[3])
+    report = updater.update()
+    assert report.new_requests == 1
+    assert report.positions == sum(len(t) for t in traces[1:])
+    assert list(updater.buffer) == traces[2:]
+
+
+def test_batches_mix_the_newest_with_replay() -> None:
+    blank = Trace(
+        prompt_ids=np.zeros(1, np.int32),
+        completion_ids=np.zeros(1, np.int32),
+        rounds=(),
+        top_logits=np.zeros((1, 1), np.float16),
+        top_ids=np.zeros((1, 1), np.uint16),
+        tail_logprob=np.zeros(1, np.float32),
+        vocab_size=64,
+    )
+    updater = Updater(models.build(), replace(CONFIG, batch_size=8, replay_fraction=0.5, buffer_size=20))
+    updater.buffer.extend(replace(blank, draft_version=i) for i in range(30))
+    assert [t.draft_version for t in updater.buffer] == list(range(10, 30))  # the oldest are dropped
+    newest = [replace(blank, draft_version=100 + i) for i in range(30)]
+    few = [t.draft_version for t in updater._batch(newest[:3])]
+    assert sorted(v for v in few if v >= 100) == [100, 101, 102]
+    assert len(few) == len(set(few)) == 8
+    assert sum(t.draft_version >= 100 for t in updater._batch(newest)) == 4
+    updater.buffer.clear()
+    assert len(updater._batch(newest)) == 8
+    assert len(updater._batch(newest[:2])) == 2
+
+
+def test_rows_of_another_width_are_refused() -> None:
+    target, draft = models.pair()
+    updater = Updater(draft, CONFIG)
+    updater.observe(traffic(target, draft, 1)[0])
+    for other, words in ((8, "8 and 16 entries"), (None, "all and 16 entries")):
+        with pytest.raises(StateError, match=words):
+            updater.observe(traffic(target, draft, 1, num_logprobs=other)[0])
+    assert len(updater.new) == 1
+
+
+def test_a_failed_update_does_not_hold_on_to_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = models.pair()
+    updater = Updater(draft, CONFIG)
+    for trace in traffic(target, draft, 2):
+        updater.observe(trace)
+    with monkeypatch.context() as patch:
+        patch.setattr(updater, "_step", lambda traces: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            updater.update()
+    assert (len(updater.new), updater.version) == (0, 0)
+    assert updater.update().steps == 2  # by replay
+
+
+# --- the configuration ----------------------------------------------------------------------------------------------
+
+
+def test_the_papers_rule() -> None:
+    config = OnlineConfig.paper()
+    assert (config.num_assistant_tokens, config.update_interval, config.steps_per_update) == (5, 8, 1)
+    assert (config.learn_from, config.divergence, config.learning_rate) == ("corrections", "forward_kl", 1e-4)
+    assert (config.replay_fraction, config.batch_size) == (0.0, 8)
+    assert OnlineConfig.paper(learning_rate=1e-5).learning_rate == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        ("num_assistant_tokens", 0, "at least 1, or None"),
+        ("num_assistant_tokens", True, "at least 1, or None"),
+        ("num_assistant_tokens", 2.5, "at least 1, or None"),
+        ("num_logprobs", 0, "at least 1, or None"),
+        ("divergence", "kl", "one of forward_kl"),
+        ("learn_from", "all", "one of verified"),
+        ("update_strategy", "sometimes", "one of interval"),
+        ("update_interval", 0, "at least 1"),
+        ("steps_per_update", -1, "at least 1"),
+        ("batch_size", 0, "at least 1"),
+        ("buffer_size", "many", "at least 1"),
+        ("replay_fraction", 1.5, "between 0 and 1"),
+        ("replay_fraction", -0.1, "between 0 and 1"),
+        ("learning_rate", 0.0, "positive"),
+        ("learning_rate", float("nan"), "positive"),
+        ("learning_rate", float("inf"), "positive"),
+        ("max_grad_norm", 0.0, "positive"),
+        ("max_grad_norm", float("nan"), "positive"),
+        ("seed", -1, "at least 0"),
+    ],
+)
+def test_values_outside_their_range_are_named(field: str, value: Any, rule: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        OnlineConfig(**{field: value})
+    assert f"`{field}`" in str(caught.value)
+    assert rule in str(caught.value)
+    assert repr(value) in str(caught.value)
+
+
+def test_every_field_has_its_help_and_goes_to_json() -> None:
+    assert all(f.metadata["help"] for f in fields(OnlineConfig))
+    assert OnlineConfig(**OnlineConfig().to_dict()) == OnlineConfig()
+    with pytest.raises(AttributeError):
+        OnlineConfig().seed = 3  # type: ignore[misc]
