@@ -105,7 +105,7 @@ def compress_rows(
     return (top - top[:, :1]).half(), ids, torch.log(-torch.expm1(kept))
 
 
-class _RawRows(LogitsProcessor):  # type: ignore[misc]
+class _RawRows(LogitsProcessor):
     """First in the list, it sees each row as the target made it; later ones overwrite it in place, so it clones."""
 
     def __init__(self) -> None:

@@ -70,11 +70,11 @@ def completion_logits(model: Any, traces: Sequence[Trace]) -> torch.Tensor:
             rows = [completion_logits(model, [t]) for t in traces]
             return torch.cat([torch.nn.functional.pad(r, (0, 0, 0, width - r.shape[1])) for r in rows])
         decoder_ids, decoder_mask = _pad(
-            [np.concatenate([t.decoder_prompt_ids, t.completion_ids]) for t in traces],  # type: ignore[list-item]
+            [np.concatenate([t.decoder_prompt_ids, t.completion_ids]) for t in traces],
             "right",
             device,
         )
-        logits = model(
+        logits: torch.Tensor = model(
             input_ids=encoder_ids,
             attention_mask=encoder_mask,
             decoder_input_ids=decoder_ids[:, :-1],
@@ -94,7 +94,8 @@ def completion_logits(model: Any, traces: Sequence[Trace]) -> torch.Tensor:
         inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
     if "logits_to_keep" in accepted:
         inputs["logits_to_keep"] = width
-    return model(**inputs).logits[:, -width:]
+    answer_logits: torch.Tensor = model(**inputs).logits[:, -width:]
+    return answer_logits
 
 
 def _pad(rows: Sequence[Any], side: str, device: Any) -> tuple[torch.Tensor, torch.Tensor]:

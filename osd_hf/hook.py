@@ -138,7 +138,8 @@ def _seat(model: Any) -> None:
     # Methods are looked up on the type, so the instance's class is exchanged, once for all listeners and threads.
     with _seats_lock:
         if _seats.get(model, 0) == 0:
-            model.__class__ = _captured_class(type(model))
+            seat: Any = type(model)
+            model.__class__ = _captured_class(seat)
         _seats[model] = _seats.get(model, 0) + 1
 
 
