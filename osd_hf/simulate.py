@@ -49,7 +49,7 @@ def simulate(
 ) -> SimulationReport:
     """
     Serve recorded greedy requests one after the other to a learning draft. Counts are those of a live run, as greedy
-    replay is exact and the rounds between two updates do not depend on each other.
+    replay is exact (see [`replay`], also of `drafted`) and requests between two updates do not depend on each other.
 
     Args:
         draft (`PreTrainedModel`):

@@ -514,31 +514,6 @@ def test_a_failing_learner_is_tried_again_after_an_interval_and_not_at_every_req
     assert outcomes == ["served", "served", "error", "served", "served", "error"]
 
 
-def test_an_update_from_inside_a_request_is_refused_and_does_not_hang() -> None:
-    target, draft = models.pair()
-    assistant = OnlineAssistant(target, draft, config=MANUAL)
-    serve(assistant, 1)
-    seen: list[str] = []
-
-    class Updating:
-        puts = 0
-
-        def put(self, value: torch.Tensor) -> None:
-            self.puts += 1
-            if self.puts == 2:  # the first is the prompt, before the request begins
-                with pytest.raises(LearnerError, match="in the middle of a request"):
-                    assistant.update()
-                seen.append("refused")
-
-        def end(self) -> None: ...
-
-    ids = models.prompts(1)[0]
-    assistant.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=4, streamer=Updating()
-    )
-    assert seen == ["refused"]
-
-
 def test_a_stopping_criterion_with_a_memory_is_refused() -> None:
     target, draft = models.pair()
     assistant = OnlineAssistant(target, draft, config=FAST)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from osd_hf import CorrectionStore, LearnerError, OnlineConfig, expected_speedup, record_traces, replay
 from osd_hf.cli import main
+from osd_hf.outputs import json_text
 from osd_hf.prompts import encode_turn
 
 LEARNING = ["--update-interval", "4", "--steps-per-update", "2", "--batch-size", "4", "--learning-rate", "3e-3"]
@@ -103,6 +105,13 @@ def run_arguments(pair, rows, folder):
         ({"--max-new-tokens": "256"}, "leave no room for a prompt: the models have 256 positions"),
         ({"--max-new-tokens": "250"}, "There is nothing to serve: 0 prompts without text, 2 longer than 6 tokens"),
         ({"--max-new-tokens": "0"}, "--max-new-tokens must be at least 1"),
+        ({"--save-every": "0"}, "--save-every must be at least 1"),
+        ({"--max-grad-norm": "inf"}, "`max_grad_norm` must be a positive number"),
+        ({"--learning-rate": "nan"}, "`learning_rate` must be a positive number"),
+        ({"--num-assistant-tokens": "none"}, "--num-assistant-tokens must be a number"),
+        ({"--update-strategy": "manual"}, "say so with --no-learn"),
+        ({"--do-sample": "", "--temperature": "nan"}, "--temperature must be positive"),
+        ({"--json": "no such folder/report.json"}, "name a file in a folder that exists"),
         ({"--num-requests": "0"}, "--num-requests must be at least 1"),
         ({"--temperature": "0.5"}, "need --do-sample"),
         ({"--do-sample": "", "--temperature": "-1"}, "--temperature must be positive"),
@@ -113,6 +122,8 @@ def run_arguments(pair, rows, folder):
         ({"--device": "cuda:99"}, "cannot be used"),
         ({"--report-to": "paper"}, "`report_to=['paper']`"),
         ({"--output-dir": "a folder in use"}, "is not empty"),
+        ({"--output-dir": "a file"}, "The output folder"),
+        ({"--output-dir": "below a file"}, "The output folder"),
     ],
 )
 def test_bad_input_of_run_is_one_line_and_exits_with_2(pair, rows, tmp_path, capsys, changes, message):
@@ -122,6 +133,9 @@ def test_bad_input_of_run_is_one_line_and_exits_with_2(pair, rows, tmp_path, cap
         arguments["--draft"] = str(tmp_path)
     if arguments["--output-dir"] == "a folder in use":
         arguments["--output-dir"] = str(pair)
+    arguments["--output-dir"] = {"a file": str(rows), "below a file": str(rows / "run")}.get(
+        arguments["--output-dir"], arguments["--output-dir"]
+    )
     given = [part for flag, value in arguments.items() if value is not None for part in (flag, value) if part]
     assert main(["run", *given]) == 2
     out, err = capsys.readouterr()
@@ -162,6 +176,20 @@ def test_a_failed_and_an_interrupted_run_have_their_own_exit_codes(monkeypatch, 
     monkeypatch.setattr("osd_hf.commands.bundled.load_bundled", fail)
     assert main(["run", "--bundled", "--output-dir", "never-made"]) == code
     assert capsys.readouterr().err.startswith("osd-hf: ")
+
+
+def test_what_the_system_refuses_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(
+        "osd_hf.commands.bundled.load_bundled", lambda: (_ for _ in ()).throw(OSError(28, "disk full"))
+    )
+    assert main(["run", "--bundled", "--output-dir", "never-made"]) == 1
+    assert capsys.readouterr().err == "osd-hf: error: [Errno 28] disk full\n"
+
+
+def test_a_report_with_what_json_has_no_number_for_is_json():
+    assert json_text({"a": [math.nan, (math.inf, 1.5)], "b": {"c": -math.inf, "d": "x"}}) == (
+        '{"a": [null, [null, 1.5]], "b": {"c": null, "d": "x"}}'
+    )
 
 
 # --- replay ---------------------------------------------------------------------------------------------------------
@@ -215,12 +243,15 @@ def test_replay_takes_the_newest_of_a_domain(pair, store, traces, capsys):
         (["--store", "{store}", "--draft", "{padded}"], "A trace has a vocabulary of 300 tokens, the draft 320"),
         (["--store", "{store}", "--draft", "nobody/nothing"], "cannot be loaded"),
         (["--store", "{store}", "--batch-size", "0"], "`batch_size` must be"),
+        (["--store", "{store}", "--num-assistant-tokens", "none"], "--num-assistant-tokens must be a number"),
+        (["--store", "{store}", "--learn", "--output-dir", "{file}/plots"], "The output folder"),
     ],
 )
 def test_bad_input_of_replay_is_one_line_and_exits_with_2(pair, store, tmp_path, capsys, arguments, message):
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "notes.txt").write_text("mine")
     places = {"store": store, "foreign": tmp_path / "foreign", "padded": tmp_path / "padded" / "draft"}
+    places["file"] = tmp_path / "foreign" / "notes.txt"
     if "{padded}" in arguments:
         save_pair(tmp_path / "padded", vocab_size=320)
     given = [argument.format(**places) for argument in arguments]

@@ -17,6 +17,7 @@ LAYERS = {
     "records": 0,
     "errors": 0,
     "provenance": 0,
+    "outputs": 0,
     # mathematics, and what is set
     "losses": 1,
     "metrics": 1,

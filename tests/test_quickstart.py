@@ -75,6 +75,7 @@ def test_it_is_overwritten_and_the_table_is_narrow(finished, pair, capsys):
     table = [line for line in lines if line.startswith((*DOMAINS, "all ", "domain"))]
     assert len(table) == 12
     assert max(map(len, table)) <= 110
+    assert any("chosen on these later prompts, which favors the ceiling" in line for line in lines)
     assert any("16 of 16 assisted outputs are the target's own" in line for line in lines)
 
 
@@ -88,6 +89,26 @@ def test_a_differing_output_exits_with_1(pair, tmp_path, monkeypatch, capsys):
 def test_a_size_that_is_too_small_is_refused(pair, tmp_path, name, capsys):
     assert main(arguments(pair, tmp_path / "out", **{name: 0})) == 2
     assert f"`{name}` must be at least" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--threads", "0"], "`threads` must be at least 1, got 0"),
+        (["--threads", "-1"], "`threads` must be at least 1, got -1"),
+        (["--seed", "-1"], "`seed` must be"),
+        (["--timed-requests", "4"], "`timed_requests` are some of the `later_requests`, got 4 of 3"),
+        (["--output-dir", "{file}/out"], "The output folder"),
+    ],
+)
+def test_bad_input_is_one_line_and_exits_with_2(pair, tmp_path, capsys, more, message):
+    file = tmp_path / "file"
+    file.touch()
+    given = [part.format(file=file) for part in more]
+    assert main([*arguments(pair, tmp_path / "out"), *given]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert "Traceback" not in err
 
 
 def test_half_a_pair_is_refused(pair, capsys):

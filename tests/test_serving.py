@@ -13,13 +13,14 @@ from safetensors.torch import load_file
 from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant
+from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig
 from osd_hf.cli import main
-from osd_hf.prompts import encode_turn
-from osd_hf.serving import Served, report_on
+from osd_hf.prompts import Prompt, encode_prompts, encode_turn
+from osd_hf.serving import Served, report_on, serve
 
 REQUESTS = 22
 LEARNING = ["--update-interval", "4", "--steps-per-update", "2", "--batch-size", "4", "--learning-rate", "3e-3"]
+OFTEN = ["--save-every", "1"]
 SAMPLING = ["--do-sample", "--temperature", "0.8", "--top-k", "20", "--seed", "3"]
 
 
@@ -147,23 +148,28 @@ main(sys.argv[1:])
 
 
 def test_a_run_killed_between_two_saves_ends_as_one_that_was_not(straight, pair, prompts, tmp_path):
-    folder = tmp_path / "run"
-    done = subprocess.run([sys.executable, "-c", KILLED, *arguments(pair, prompts, folder)], capture_output=True)
+    folder, store = tmp_path / "run", tmp_path / "store"
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, *arguments(pair, prompts, folder, *OFTEN, "--store", str(store))],
+        capture_output=True,
+    )
     assert done.returncode == -signal.SIGKILL
     assert len((folder / "journal.jsonl").read_text().splitlines()) == 14
     with (folder / "journal.jsonl").open("a") as journal:
         journal.write('{"index": 14, "dom')
-    assert main(arguments(pair, prompts, folder, "--resume")) == 0
+    assert len(CorrectionStore(store)) == 12
+    assert main(arguments(pair, prompts, folder, "--resume", "--store", str(store))) == 0
     assert_same_run(folder, straight)
+    assert len(CorrectionStore(store)) == REQUESTS
 
 
 def test_an_interrupted_sampled_run_goes_on_with_the_same_draws(pair, prompts, tmp_path, monkeypatch, capsys):
-    arguments_of = lambda name, *more: arguments(pair, prompts, tmp_path / name, *SAMPLING, *more)  # noqa: E731
+    arguments_of = lambda name, *more: arguments(pair, prompts, tmp_path / name, *SAMPLING, *OFTEN, *more)  # noqa: E731
     assert main(arguments_of("straight")) == 0
     with monkeypatch.context() as patch:
         interrupt(patch, 11)
         assert main(arguments_of("resumed")) == 130
-    assert "interrupted" in capsys.readouterr().err
+    assert "osd-hf: interrupted: go on with the same command and --resume" in capsys.readouterr().err
     assert main(arguments_of("resumed", "--resume")) == 0
     assert_same_run(tmp_path / "resumed", tmp_path / "straight")
 
@@ -221,6 +227,55 @@ def test_without_learning_the_draft_stays_as_it_is(pair, prompts, tmp_path):
     before = load_file(pair / "draft" / "model.safetensors")
     assert all(torch.equal(weights[name], before[name]) for name in weights)
     assert len(CorrectionStore(tmp_path / "store")) == 0
+
+
+def test_without_learning_the_journal_alone_says_where_to_go_on(pair, prompts, tmp_path, monkeypatch):
+    assert main(arguments(pair, prompts, tmp_path / "straight", "--no-learn")) == 0
+    with monkeypatch.context() as patch:
+        interrupt(patch, 8)
+        assert main(arguments(pair, prompts, tmp_path / "run", "--no-learn")) == 130
+    assert not (tmp_path / "run" / "state").exists()
+    with (tmp_path / "run" / "journal.jsonl").open("a") as journal:
+        journal.write('{"index": 7, "dom')
+    assert main(arguments(pair, prompts, tmp_path / "run", "--no-learn", "--resume")) == 0
+    assert_same_run(tmp_path / "run", tmp_path / "straight")
+
+
+def test_the_session_is_saved_once_a_minute_and_at_the_end(pair, tmp_path, monkeypatch):
+    target, draft = (AutoModelForCausalLM.from_pretrained(pair / name) for name in ("target", "draft"))
+    tokenizer = AutoTokenizer.from_pretrained(pair / "target")
+    config = OnlineConfig(update_strategy="manual", update_interval=4, steps_per_update=1, batch_size=4)
+    store = CorrectionStore(tmp_path / "store")
+    encoded = encode_prompts([Prompt(i, f"prompt {i}") for i in range(10)], tokenizer)
+    served, saved = [], []
+    assistant = OnlineAssistant(target, draft, tokenizer, config, store=store)
+    monkeypatch.setattr(assistant, "save_state", lambda folder: saved.append((len(served) + 1, len(store._tail))))
+    (tmp_path / "run").mkdir()
+    serve(
+        assistant, draft, encoded, tmp_path / "run", generate_kwargs={"do_sample": False, "max_new_tokens": 4},
+        clock=lambda: 25.0 * len(served), on_request=served.append,
+    )  # fmt: skip
+    # After 75 s, after 75 s more, and at the end; the store's unflushed tail is empty each time.
+    assert saved == [(4, 0), (7, 0), (10, 0)]
+
+
+def test_failed_learning_is_one_line_and_the_saved_session_stands(straight, pair, prompts, tmp_path, capsys):
+    update, calls = OnlineAssistant.update, []
+
+    def failing(self, *args):
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("out of memory\nsee the manual")
+        return update(self, *args)
+
+    folder = tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OnlineAssistant, "update", failing)
+        assert main(arguments(pair, prompts, folder, *OFTEN)) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("osd-hf: error: Learning failed after request 12: out of memory. ")
+    assert main(arguments(pair, prompts, folder, "--resume")) == 0
+    assert_same_run(folder, straight)
 
 
 def test_a_store_gets_every_request_with_its_domain(pair, prompts, tmp_path):
