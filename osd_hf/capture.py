@@ -256,8 +256,9 @@ def _mend_drafting(generator: AssistedCandidateGenerator, input_ids: torch.Tenso
     name = "decoder_attention_mask" if draft.config.is_encoder_decoder else "attention_mask"
     if generator.assistant_kwargs.get(name) is None and name in inspect.signature(draft.forward).parameters:
         generator.assistant_kwargs[name] = torch.ones_like(input_ids, device=draft.device)
-    for name, neutral in NO_WARPING.items():
-        setattr(generator.generation_config, name, neutral)
+    if generator.generation_config.do_sample:
+        for name, neutral in NO_WARPING.items():
+            setattr(generator.generation_config, name, neutral)
 
 
 def _num_cached(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> int | None:

@@ -37,13 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     transformers.utils.logging.disable_progress_bar()
     try:
+        commands.check_json(args)
         return int(args.command(args))
-    except KeyboardInterrupt:
-        print("osd-hf: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print(": ".join(["osd-hf: interrupted", *map(str, interrupt.args)]), file=sys.stderr)
         return commands.INTERRUPTED
-    except OSDError as error:
+    except (OSDError, OSError) as error:
         print(f"osd-hf: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return commands.FAILED if isinstance(error, LearnerError | CaptureError) else commands.BAD_INPUT
+        return commands.FAILED if isinstance(error, LearnerError | CaptureError | OSError) else commands.BAD_INPUT
 
 
 # --- arguments ----------------------------------------------------------------------------------------------------
@@ -85,7 +86,7 @@ def _add_quickstart(parser: argparse.ArgumentParser) -> None:
         flag = "--" + field.name.replace("_", "-")
         parser.add_argument(flag, type=int, default=field.default, metavar="N", help=field.metadata["help"])
     parser.add_argument("--seed", type=int, default=0, help="of the prompts and of learning")
-    parser.add_argument("--threads", type=int, metavar="N", help="of torch; measured by default")
+    parser.add_argument("--threads", type=int, metavar="N", help="of torch, at least 1; measured by default")
     parser.add_argument("--target", metavar="ID|PATH", help="another target for the same prompts")
     parser.add_argument("--draft", metavar="ID|PATH", help="another draft for the same prompts")
     parser.add_argument("--output-dir", type=Path, default=Path("osd_hf_quickstart"), help="overwritten")
@@ -127,10 +128,14 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--resume", action="store_true", help="go on with the run in the output folder")
     group.add_argument(
-        "--save-every", type=int, default=1, metavar="N", help="updates between two saves of the session"
+        "--save-every",
+        type=int,
+        metavar="N",
+        help="updates between two saves; saved once a minute by default",
     )
     group.add_argument("--keep-text", action="store_true", help="prompts and answers in the journal")
-    group.add_argument("--store", metavar="DIR", help="also log the captured requests there, for replay")
+    group.add_argument("--store", metavar="DIR", help="also log the captured requests there, for replay; a killed run "
+                       "serves those since its last save again, so they may stand there twice")  # fmt: skip
     group.add_argument("--report-to", action="append", metavar="NAME", help="trackio, tensorboard, wandb, ...")
 
 

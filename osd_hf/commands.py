@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
+import math
 import random
 import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from osd_hf import bundled
 from osd_hf.assistant import OnlineAssistant
@@ -19,6 +22,7 @@ from osd_hf.display import AlphaBar, figure, progress, stats_interval, text_tabl
 from osd_hf.errors import ConfigError, DataError, StoreError
 from osd_hf.loading import load_config, load_model, load_tokenizer, placed, prompt_room
 from osd_hf.metrics import AcceptanceStats, alpha_gain_interval
+from osd_hf.outputs import json_text, make_folder
 from osd_hf.plots import plot_alpha, rolling_window
 from osd_hf.prompts import EncodedPrompts, Prompt, PromptSource, encode_prompts, fingerprint, read_prompts
 from osd_hf.provenance import provenance
@@ -35,6 +39,7 @@ __all__ = [
     "BUNDLED_REQUESTS",
     "FAILED",
     "INTERRUPTED",
+    "check_json",
     "quickstart_command",
     "replay_command",
     "run_command",
@@ -46,7 +51,10 @@ BUNDLED_REQUESTS = 200
 
 def _config(args: argparse.Namespace) -> OnlineConfig:
     given = {name.removeprefix("config."): value for name, value in vars(args).items() if name.startswith("config.")}
-    return OnlineConfig.paper(**given) if args.paper else OnlineConfig(**given)
+    config = OnlineConfig.paper(**given) if args.paper else OnlineConfig(**given)
+    if config.num_assistant_tokens is None:
+        raise ConfigError("--num-assistant-tokens must be a number: what is compared needs one k throughout.")
+    return config
 
 
 # --- quickstart -----------------------------------------------------------------------------------------------------
@@ -77,6 +85,8 @@ def quickstart_command(args: argparse.Namespace) -> int:
 def run_command(args: argparse.Namespace) -> int:
     """`osd-hf run`; the exit code."""
     config, generate_kwargs = _config(args), _generate_kwargs(args)
+    if config.update_strategy == "manual" and not args.no_learn:
+        raise ConfigError("--update-strategy manual would never learn in a run; say so with --no-learn.")
     for name in ("save_every", "max_new_tokens", "num_requests"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}.")
@@ -108,26 +118,27 @@ def run_command(args: argparse.Namespace) -> int:
         target, draft = (load_model(m, dtype=args.dtype, device=args.device) for m in (args.target, args.draft))
         if target.config.get_text_config().vocab_size != draft.config.get_text_config().vocab_size:
             draft = align_vocab(draft, target)
-    learns = config.update_strategy == "interval" and not args.no_learn
     assistant = OnlineAssistant(
         target, draft, tokenizer, dataclasses.replace(config, update_strategy="manual"), store=args.store,
         report_to=args.report_to,
     )  # fmt: skip
     open_folder(args.output_dir, settings)
-    with assistant, AlphaBar(len(encoded.prompts), "serving") as bar:
-        served = serve(
-            assistant, draft, encoded, args.output_dir,
-            generate_kwargs=generate_kwargs | _padding(target),
-            learn=not args.no_learn, learn_every=config.update_interval if learns else None,
-            save_every=args.save_every, keep_text=args.keep_text,
-            on_request=lambda s: bar.advance(s.learned, s.frozen, s.draft_version),
-        )  # fmt: skip
+    try:
+        with assistant, AlphaBar(len(encoded.prompts), "serving") as bar:
+            served = serve(
+                assistant, draft, encoded, args.output_dir,
+                generate_kwargs=generate_kwargs | _padding(target), learn=not args.no_learn,
+                save_every=args.save_every, keep_text=args.keep_text,
+                on_request=lambda s: bar.advance(s.learned, s.frozen, s.draft_version),
+            )  # fmt: skip
+    except KeyboardInterrupt as interrupt:
+        raise KeyboardInterrupt("go on with the same command and --resume") from interrupt
     window = rolling_window(len(served))
     report = {
         "provenance": provenance(device=str(target.device), dtype=str(target.dtype), seed=config.seed),
         "settings": {name: _without_folder(value) for name, value in settings.items()},
         "skipped": {"empty": encoded.skipped_empty, "long": encoded.skipped_long},
-        "frozen_is": "expected by replay on the sampled answers" if args.do_sample else "exact, by replay",
+        "frozen_is": _frozen_is(args, target, draft),
         **report_on(served, window=window),
     }
     assistant.save_pretrained(args.output_dir / "draft")
@@ -135,10 +146,18 @@ def run_command(args: argparse.Namespace) -> int:
         args.output_dir / "alpha.png", [s.learned for s in served], [s.frozen for s in served], encoded.domains,
         window=window, title="Acceptance while serving: the draft that learns, and the same draft frozen",
     )  # fmt: skip
-    (args.output_dir / "report.json").write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+    (args.output_dir / "report.json").write_text(json_text(report, indent=1) + "\n")
     _print_run(report, args.output_dir, _out(args))
     _write_json(args, report)
     return 0
+
+
+def _frozen_is(args: argparse.Namespace, target: Any, draft: Any) -> str:
+    if args.do_sample:
+        return "expected by replay on the sampled answers"
+    if {target.dtype, draft.dtype} == {torch.float32}:
+        return "exact, by replay"
+    return "by replay, exact but for rounding, as the models are not in float32"
 
 
 def _prompts(args: argparse.Namespace, seed: int) -> Iterator[Prompt]:
@@ -174,7 +193,8 @@ def _generate_kwargs(args: argparse.Namespace) -> dict[str, Any]:
     given = {name: value for name, value in sampling.items() if value is not None}
     if given and not args.do_sample:
         raise ConfigError(f"--{' and --'.join(name.replace('_', '-') for name in given)} need --do-sample.")
-    if given.get("temperature", 1.0) <= 0 or not 0 < given.get("top_p", 1.0) <= 1 or given.get("top_k", 1) < 0:
+    temperature, top_p, top_k = (given.get(name, 1) for name in sampling)
+    if not (0 < temperature < math.inf and 0 < top_p <= 1 and top_k >= 0):
         raise ConfigError("--temperature must be positive, --top-p above 0 and at most 1, --top-k at least 0.")
     return {"do_sample": args.do_sample, "max_new_tokens": args.max_new_tokens, **given}
 
@@ -227,8 +247,8 @@ def _print_run(report: dict[str, Any], folder: Path, out: Any) -> None:
     print(
         f"\n{report['tokens_per_second'] or 0:.0f} tokens/s, {report['seconds']:.1f} s of answers, "
         f"{report['update_seconds']:.1f} s of learning; draft version {report['draft_version']}. "
-        f"Frozen: {report['frozen_is']}.\nWrote report.json, alpha.png, journal.jsonl and draft/ to {folder}; "
-        "state/ is for --resume and holds tokens of requests.",
+        f"Frozen: {report['frozen_is']}.\nWrote report.json, alpha.png, journal.jsonl and draft/ to {folder}"
+        + ("; state/ is for --resume and holds tokens of requests." if report["settings"]["learn"] else "."),
         file=out,
     )
 
@@ -242,7 +262,10 @@ def replay_command(args: argparse.Namespace) -> int:
     if args.cost is not None:
         expected_speedup(0.5, 1, args.cost)  # says what is wrong with it before any work
     traces = _recorded(args)
-    k = config.num_assistant_tokens or 5
+    if args.learn:
+        make_folder(args.output_dir)
+    k = config.num_assistant_tokens
+    assert k is not None
     report: dict[str, Any] = {"provenance": provenance(), "num_assistant_tokens": k, "drafts": []}
     rows, learned_rows = [], []
     for number, source in enumerate(args.draft):
@@ -274,16 +297,19 @@ def _recorded(args: argparse.Namespace) -> list[Trace]:
         raise StoreError(f"There is no store at {args.store}. `osd-hf run --store DIR` writes one.")
     if args.limit is not None and args.limit < 1:
         raise ConfigError(f"--limit must be at least 1, got {args.limit}.")
-    every = list(CorrectionStore(args.store))
-    traces = [t for t in every if args.domain is None or t.domain == args.domain]
-    if args.learn:
-        traces = [t for t in traces if not t.is_sampled and t.num_kept]
-    traces = traces[-args.limit :] if args.limit is not None else traces
-    if not traces:
+    newest: deque[Trace] = deque(maxlen=args.limit)  # so that the others do not stay in memory
+    domains = set()
+    for trace in CorrectionStore(args.store):
+        domains.add(str(trace.domain))
+        if args.learn and (trace.is_sampled or not trace.num_kept):
+            continue
+        if args.domain in (None, trace.domain):
+            newest.append(trace)
+    if not newest:
         wanted = " of greedy requests with target rows" if args.learn else ""
-        domains = ", ".join(sorted({str(t.domain) for t in every})) or "none"
-        raise DataError(f"The store {args.store} has no recordings{wanted} to replay; its domains: {domains}.")
-    return traces
+        known = ", ".join(sorted(domains)) or "none"
+        raise DataError(f"The store {args.store} has no recordings{wanted} to replay; its domains: {known}.")
+    return list(newest)
 
 
 def _replayed(draft: Any, traces: Sequence[Trace], k: int) -> list[AcceptanceStats]:
@@ -303,7 +329,6 @@ def _learned(
 ) -> tuple[dict[str, Any], list[list[str]]]:
     with AlphaBar(len(traces), "learning") as bar:
         run = simulate(draft, traces, config, on_request=lambda i, stats: bar.advance(stats, static[i]))
-    args.output_dir.mkdir(parents=True, exist_ok=True)
     plot_alpha(
         args.output_dir / f"alpha-{number}.png", run.stats, static, [t.domain for t in traces],
         window=rolling_window(len(traces)), title="Replay in time order: learning, and frozen",
@@ -354,10 +379,16 @@ def _out(args: argparse.Namespace) -> Any:
     return sys.stderr if args.json == "-" else sys.stdout
 
 
+def check_json(args: argparse.Namespace) -> None:
+    """Raises ConfigError where the report could not be written at the end of a long command."""
+    if args.json not in (None, "-") and (Path(args.json).is_dir() or not Path(args.json).absolute().parent.is_dir()):
+        raise ConfigError(f"The report cannot be written to {args.json}: name a file in a folder that exists.")
+
+
 def _write_json(args: argparse.Namespace, report: dict[str, Any]) -> None:
     if args.json is None:
         return
-    text = json.dumps(report, indent=1, allow_nan=False)
+    text = json_text(report, indent=1)
     if args.json == "-":
         print(text)
         return

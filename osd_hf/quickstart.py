@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import random
 import statistics
@@ -21,6 +20,7 @@ from osd_hf.config import OnlineConfig
 from osd_hf.display import AlphaBar, figure, progress, text_table
 from osd_hf.errors import ConfigError
 from osd_hf.metrics import AcceptanceStats
+from osd_hf.outputs import json_text, make_folder
 from osd_hf.plots import plot_alpha, plot_domains, rolling_window
 from osd_hf.prompts import encode_turn
 from osd_hf.provenance import provenance
@@ -56,11 +56,11 @@ class QuickstartSizes:
             Bound of an answer.
         ceiling_epochs (`int`, *optional*, defaults to 30):
             Passes over the learned requests that make the offline ceiling.
-        ceiling_seconds (`int`, *optional*, defaults to 40):
+        ceiling_seconds (`int`, *optional*, defaults to 50):
             Bound of the time that the ceiling may take.
 
     Raises:
-        ConfigError: a number that is too small.
+        ConfigError: a number that is too small; more timed requests than later ones.
     """
 
     learn_requests: int = _size(80, "requests per domain that are served and learned from", 2)
@@ -68,12 +68,17 @@ class QuickstartSizes:
     timed_requests: int = _size(12, "those of them that are also answered live, three ways in alternation")
     max_new_tokens: int = _size(96, "bound of an answer", 2)
     ceiling_epochs: int = _size(30, "passes over the learned requests that make the offline ceiling")
-    ceiling_seconds: int = _size(40, "bound of the time that the ceiling may take")
+    ceiling_seconds: int = _size(50, "bound of the time that the ceiling may take")
 
     def __post_init__(self) -> None:
         for f in fields(self):
             if getattr(self, f.name) < f.metadata["least"]:
                 raise ConfigError(f"`{f.name}` must be at least {f.metadata['least']}, got {getattr(self, f.name)}.")
+        if self.timed_requests > self.later_requests:
+            raise ConfigError(
+                f"`timed_requests` are some of the `later_requests`, got {self.timed_requests} of "
+                f"{self.later_requests}."
+            )
 
 
 WAYS = ("target alone", "static draft", "learned draft")
@@ -110,8 +115,14 @@ def quickstart(
 
     Returns:
         `dict[str, Any]`: what `report.json` holds.
+
+    Raises:
+        ConfigError: threads below 1, a negative seed, an output folder that cannot be written.
     """
     sizes = sizes or QuickstartSizes()
+    config = OnlineConfig(num_assistant_tokens=K, seed=seed)
+    if threads is not None and threads < 1:
+        raise ConfigError(f"`threads` must be at least 1, got {threads}.")
     started = time.perf_counter()
     seconds: dict[str, float] = {}
     threads_before = torch.get_num_threads()
@@ -119,7 +130,7 @@ def quickstart(
     def done(phase: str) -> None:
         seconds[phase] = round(time.perf_counter() - started - sum(seconds.values()), 2)
 
-    output_dir.mkdir(parents=True, exist_ok=True)
+    make_folder(output_dir)
     learned_from, later = learned_and_later(sizes, seed)
     first = encode_turn(tokenizer, later[0].prompt)
     try:
@@ -128,12 +139,9 @@ def quickstart(
         torch.set_num_threads(serving_threads)
         done("threads")
 
-        config = OnlineConfig(num_assistant_tokens=K, seed=seed)
-        store = CorrectionStore()
-        assistant = OnlineAssistant(target, draft, tokenizer, config, store=store)
+        assistant = OnlineAssistant(target, draft, tokenizer, config, store=CorrectionStore())
         write(f"serving {len(learned_from)} requests of {len(DOMAINS)} domains, shuffled; the draft learns meanwhile")
-        served = _serve(assistant, tokenizer, learned_from, sizes.max_new_tokens)
-        traces = list(store)
+        traces = _serve(assistant, tokenizer, learned_from, sizes.max_new_tokens)
         done("serving")
 
         torch.set_num_threads(every_thread)
@@ -170,12 +178,13 @@ def quickstart(
         "thread_seconds": thread_seconds,
         "phase_seconds": seconds,
     }
+    served = [AcceptanceStats.from_trace(t) for t in traces]
     _plots(output_dir, served, frozen, [t.domain for t in traces], by_domain)
     sample = next((i for i, ok in enumerate(right) if ok), 0)
     for line in _shown(report, later[sample], answers[sample]):
         write(line)
     report["total_seconds"] = round(time.perf_counter() - started, 2)
-    (output_dir / "report.json").write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+    (output_dir / "report.json").write_text(json_text(report, indent=1) + "\n")
     write(f"\n{report['total_seconds']:.0f} s in all. Wrote report.json, alpha.png and domains.png to {output_dir}.")
     return report
 
@@ -192,6 +201,8 @@ def learned_and_later(sizes: QuickstartSizes, seed: int) -> tuple[list[Example],
         examples = bundled_prompts(domain, wanted + wanted // 2 + 20, seed=seed)
         seen = {e.content for e in examples[: sizes.learn_requests]}
         fresh = [e for e in examples[sizes.learn_requests :] if e.content not in seen]
+        if len(fresh) < sizes.later_requests:
+            raise ConfigError(f"The domain {domain} has only {len(fresh)} later requests that pose new problems.")
         learned += examples[: sizes.learn_requests]
         later += fresh[: sizes.later_requests]
     random.Random(seed).shuffle(learned)
@@ -219,25 +230,19 @@ def _faster_threads(target: Any, prompt: list[int], threads: int | None) -> tupl
 
 def _serve(
     assistant: OnlineAssistant, tokenizer: Any, examples: Sequence[Example], max_new_tokens: int
-) -> list[AcceptanceStats]:
+) -> list[Trace]:
     assert assistant.store is not None
-    served = []
+    traces: list[Trace] = []
     with AlphaBar(len(examples), "serving") as bar:
         for example in examples:
             ids = torch.tensor([encode_turn(tokenizer, example.prompt)], device=assistant.target.device)
-            before = assistant.stats
             assistant.generate(
                 ids, attention_mask=torch.ones_like(ids), domain=example.domain, do_sample=False,
                 max_new_tokens=max_new_tokens,
             )  # fmt: skip
-            served.append(_difference(assistant.stats, before))
-            bar.advance(served[-1], version=assistant.version)
-    return served
-
-
-def _difference(after: AcceptanceStats, before: AcceptanceStats) -> AcceptanceStats:
-    names = ("drafted", "examined", "accepted", "emitted", "target_forwards")
-    return AcceptanceStats.from_counts(**{n: getattr(after, n) - getattr(before, n) for n in names})
+            traces += assistant.store.sample(1, newest=1)
+            bar.advance(AcceptanceStats.from_trace(traces[-1]), version=assistant.version)
+    return traces
 
 
 def _recorded(target: Any, tokenizer: Any, examples: Sequence[Example], sizes: QuickstartSizes) -> list[Trace]:
@@ -254,9 +259,7 @@ def _ceiling(
     """A fresh copy of the draft after many passes over the same traces: the best of what it scores after each few."""
     updater = Updater(draft, replace(config, replay_fraction=1.0))
     trained = copy.deepcopy(draft)
-    for trace in traces:
-        updater.observe(trace)
-    updater.update(0)  # from here on the traces are the replay buffer
+    updater.buffer.extend(trace for trace in traces if len(trace))
     steps_per_epoch = max(1, round(len(traces) / config.batch_size))
     best, best_epoch, epoch = replay_each(draft, later, K), 0, 0
     started = time.perf_counter()
@@ -359,7 +362,8 @@ def _shown(report: dict[str, Any], sample: Example, answer: str) -> list[str]:
             f"{part['outputs_identical']}/{part['outputs']}",
         ])  # fmt: skip
     sizes, outputs = report["sizes"], report["outputs"]
-    rising = "; it was still rising" if report["ceiling"]["best_epoch"] == report["ceiling"]["epochs"] else ""
+    passes, best = report["ceiling"]["epochs"], report["ceiling"]["best_epoch"]
+    rising = ", where it was still rising" if best == passes else ""
     later, timed = sizes["later_requests"], sizes["timed_requests"]
     tied = f", {outputs['tied']} part at a tie of the target's top two tokens" if outputs["tied"] else ""
     differing = f", {outputs['differing']} DIFFER" if outputs["differing"] else ""
@@ -368,8 +372,9 @@ def _shown(report: dict[str, Any], sample: Example, answer: str) -> list[str]:
         text_table(
             ["domain", "alpha static", "alpha learned", "ceiling", "gap closed", "tokens/forward", "right"], rows
         ),
-        f"\nCeiling: a fresh copy of the draft after {report['ceiling']['epochs']} passes over the same "
-        f"{len(DOMAINS) * sizes['learn_requests']} requests{rising}.",
+        f"\nCeiling: a fresh copy of the draft, trained offline on the same {len(DOMAINS) * sizes['learn_requests']} "
+        f"requests; the best of {passes} passes was number {best}{rising},\n"
+        "chosen on these later prompts, which favors the ceiling.",
         f"\nTokens per second and times as fast as the target alone ({timed} requests per domain in alternation,\n"
         f"median of the ratios; torch threads: {report['provenance']['threads']}):\n",
         text_table(["domain", "alone", "static", "learned", "static x", "learned x", "identical"], speeds),

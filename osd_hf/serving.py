@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from osd_hf.assistant import OnlineAssistant
-from osd_hf.errors import ConfigError, StateError
+from osd_hf.errors import ConfigError, LearnerError, StateError
 from osd_hf.hook import capture_traces
 from osd_hf.loading import first_line
 from osd_hf.metrics import AcceptanceStats, alpha_gain_interval
+from osd_hf.outputs import json_text, make_folder, write_whole
 from osd_hf.prompts import EncodedPrompts
 from osd_hf.records import Trace
 from osd_hf.replay import replay
@@ -26,6 +27,7 @@ __all__ = ["Served", "check_folder", "open_folder", "report_on", "serve"]
 SETTINGS = "settings.json"
 JOURNAL = "journal.jsonl"
 STATE = "state"
+SAVE_SECONDS = 60.0
 _COUNTS = ("drafted", "examined", "accepted", "emitted", "target_forwards", "accepted_length_histogram")
 
 
@@ -66,7 +68,7 @@ class Served:
         line = asdict(replace(self, learned=AcceptanceStats(), frozen=AcceptanceStats()))
         line |= {name: _counts(stats) for name, stats in (("learned", self.learned), ("frozen", self.frozen))}
         text = line.pop("text")
-        return json.dumps(line if text is None else {**line, "prompt": text[0], "answer": text[1]})
+        return json_text(line if text is None else {**line, "prompt": text[0], "answer": text[1]})
 
     @classmethod
     def from_line(cls, line: str) -> Served:
@@ -89,11 +91,14 @@ def check_folder(folder: Path, settings: Mapping[str, Any] | None = None, *, res
             Whether a run that stands there is to go on. Where none stands, it is to begin.
 
     Raises:
-        ConfigError: there is something in the folder already.
+        ConfigError: there is something in the folder already, or it is no folder that can be read.
         StateError: the run there has other settings, or is none.
     """
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return
+    try:
+        if not folder.exists() or not any(folder.iterdir()):
+            return
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"The output folder {folder} cannot be used: {error}.") from error
     if not resume:
         raise ConfigError(
             f"{folder} is not empty. Choose another output folder, or go on with the run in it: --resume."
@@ -113,9 +118,9 @@ def check_folder(folder: Path, settings: Mapping[str, Any] | None = None, *, res
 
 def open_folder(folder: Path, settings: Mapping[str, Any]) -> None:
     """Make the folder of a run and note its settings there; raises ConfigError where it cannot be written."""
+    make_folder(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _write_whole(folder / SETTINGS, json.dumps(settings, indent=1) + "\n")
+        write_whole(folder / SETTINGS, json.dumps(settings, indent=1) + "\n")
     except OSError as error:
         raise ConfigError(f"The output folder {folder} cannot be written: {error}.") from error
 
@@ -128,21 +133,23 @@ def serve(
     *,
     generate_kwargs: Mapping[str, Any],
     learn: bool = True,
-    learn_every: int | None = None,
-    save_every: int = 1,
+    save_every: int | None = None,
     keep_text: bool = False,
+    clock: Callable[[], float] = time.monotonic,
     on_request: Callable[[Served], object] = lambda served: None,
 ) -> list[Served]:
     """
     Serve the prompts that a run in this folder has not served yet.
 
     The saved session is the truth: journal lines beyond it are dropped and their requests served again, from the same
-    draft and, if sampled, from the same seed. So a run that was killed ends as one that was not.
+    draft and, if sampled, from the same seed. So a run that was killed ends as one that was not; only the store of the
+    assistant, flushed with each save, may hold twice what was served twice. Without learning nothing is saved, as
+    the journal says it all.
 
     Args:
         assistant (`OnlineAssistant`):
-            New, with the strategy `"manual"`: updates are called for here, so that the session is saved between two
-            requests.
+            New, with a fixed k and the strategy `"manual"`: updates are called for here, after every
+            `update_interval` requests, so that the session is saved between two requests.
         frozen (`PreTrainedModel`):
             The draft as it was before learning.
         prompts (`EncodedPrompts`):
@@ -153,12 +160,13 @@ def serve(
             Of every request.
         learn (`bool`, *optional*, defaults to `True`):
             With `False` nothing is kept or learned from.
-        learn_every (`int`, *optional*):
-            Requests between two updates; none by default.
-        save_every (`int`, *optional*, defaults to 1):
-            The session is saved with every so many updates, and at the end.
+        save_every (`int`, *optional*):
+            The session is saved with every so many updates, and at the end; by default after the first request that
+            ends a minute or more after the last save, as a session holds three copies of the draft and every trace.
         keep_text (`bool`, *optional*, defaults to `False`):
             Whether prompts and answers stand in the journal.
+        clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`):
+            Seconds, for the saves.
         on_request (`Callable[[Served], object]`, *optional*):
             Called after each request, those of an earlier run of this folder included.
 
@@ -167,18 +175,19 @@ def serve(
 
     Raises:
         StateError: the journal or the session cannot be read.
-        LearnerError: learning failed.
+        LearnerError: learning failed; the session saved last stands.
     """
     state, journal = folder / STATE, folder / JOURNAL
-    served = _resumed(assistant, state, journal)
+    served = _resumed(assistant, state, journal) if learn else _from_journal(journal)
     for request in served:
         on_request(request)
     config = assistant.config
-    interval = config.update_interval
-    k = config.num_assistant_tokens or int(frozen.generation_config.num_assistant_tokens or 5)
-    # Replay of a greedy answer needs its tokens only.
-    width = config.num_logprobs if generate_kwargs.get("do_sample") else 0
+    interval, k = config.update_interval, config.num_assistant_tokens
+    assert k is not None
+    # Replay of a greedy answer needs no more than its tokens.
+    width = config.num_logprobs if generate_kwargs.get("do_sample") else 1
     traces: list[Trace] = []
+    saved_at = clock()
     with journal.open("a") as file, capture_traces(assistant.target, traces.append, num_logprobs=width):
         for position in range(len(served), len(prompts.prompts)):
             prompt, ids = prompts.prompts[position]
@@ -200,8 +209,8 @@ def serve(
             if keep_text:
                 start = 0 if assistant.target.config.is_encoder_decoder else len(ids)
                 text = (prompt.text, assistant.tokenizer.decode(answer[start:], skip_special_tokens=True))
-            ends_interval = (position + 1) % interval == 0
-            due = learn and learn_every is not None and (position + 1) % learn_every == 0
+            updates, since_update = divmod(position + 1, interval)
+            due = learn and since_update == 0
             request = Served(
                 index=prompt.index,
                 domain=prompt.domain,
@@ -209,18 +218,48 @@ def serve(
                 frozen=replay(frozen, [trace], k),
                 seconds=seconds,
                 draft_version=version,
-                update=assistant.update().to_dict() if due else None,
+                update=_updated(assistant, position + 1) if due else None,
                 text=text,
             )
             served.append(request)
             file.write(request.to_line() + "\n")
             file.flush()
-            if position + 1 == len(prompts.prompts) or (
-                ends_interval and (position + 1) // interval % save_every == 0
-            ):
-                os.fsync(file.fileno())  # the journal is never behind the session
+            by_count = save_every is not None and due and updates % save_every == 0
+            by_time = save_every is None and clock() - saved_at >= SAVE_SECONDS
+            if learn and (by_count or by_time or position + 1 == len(prompts.prompts)):
+                # Neither the journal nor the store is ever behind the session.
+                os.fsync(file.fileno())
+                if assistant.store is not None:
+                    assistant.store.flush()
                 assistant.save_state(state)
+                saved_at = clock()
             on_request(request)
+    return served
+
+
+def _updated(assistant: OnlineAssistant, requests: int) -> dict[str, Any]:
+    try:
+        return assistant.update().to_dict()
+    except LearnerError:
+        raise
+    except Exception as error:
+        raise LearnerError(
+            f"Learning failed after request {requests}: {first_line(error)}. The session saved last stands; mend the "
+            "cause, then go on with --resume."
+        ) from error
+
+
+def _from_journal(journal: Path) -> list[Served]:
+    """The requests of a run that does not learn; a last line that was cut off by a kill goes."""
+    try:
+        text = journal.read_text() if journal.exists() else ""
+        lines = text.splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith("\n")]
+        served = [Served.from_line(line) for line in whole]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StateError(f"The journal {journal} cannot be read: {first_line(error)}. Start anew.") from error
+    if len(whole) < len(lines):
+        write_whole(journal, "".join(whole))
     return served
 
 
@@ -240,7 +279,7 @@ def _resumed(assistant: OnlineAssistant, state: Path, journal: Path) -> list[Ser
         raise StateError(
             f"The journal {journal} has {len(served)} of the {count} requests of its session. Start anew."
         )
-    _write_whole(journal, "".join(f"{line}\n" for line in lines))
+    write_whole(journal, "".join(f"{line}\n" for line in lines))
     return served
 
 
@@ -299,9 +338,3 @@ def _alphas(served: Sequence[Served]) -> dict[str, Any]:
 def _counts(stats: AcceptanceStats) -> dict[str, Any]:
     data = stats.to_dict()
     return {name: data[name] for name in _COUNTS}
-
-
-def _write_whole(path: Path, text: str) -> None:
-    unfinished = path.with_name(f".{path.name}")
-    unfinished.write_text(text)
-    os.replace(unfinished, path)

@@ -218,6 +218,12 @@ def test_a_journal_that_lost_lines_is_refused(pair, prompts, tmp_path, capsys):
     assert "has 0 of the 5 requests" in capsys.readouterr().err
 
 
+def test_only_float32_is_called_exact(straight, pair, prompts, tmp_path):
+    assert main(arguments(pair, prompts, tmp_path / "run", "--dtype", "bfloat16", "--num-requests", "3")) == 0
+    frozen_is = [json.loads((f / "report.json").read_text())["frozen_is"] for f in (straight, tmp_path / "run")]
+    assert frozen_is == ["exact, by replay", "by replay, exact but for rounding, as the models are not in float32"]
+
+
 def test_without_learning_the_draft_stays_as_it_is(pair, prompts, tmp_path):
     more = ["--no-learn", "--num-requests", "9", "--store", str(tmp_path / "store")]
     assert main(arguments(pair, prompts, tmp_path / "run", *more)) == 0
