@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 Sink = Callable[[Trace], object]
 
+PENDING_LOGITS = 1 << 22  # elements that wait to be cut down: 16 MiB in float32
+
 # `None` would be filled up with defaults, top_k = 50 among them.
 NO_WARPING = {
     "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None, "top_h": None, "typical_p": 1.0,
@@ -122,7 +124,6 @@ class _Round:
     emitted: torch.Tensor
     p: torch.Tensor | None
     q: torch.Tensor | None
-    kept: dict[int | None, tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]
 
 
 class Request:
@@ -144,6 +145,8 @@ class Request:
         self.kwargs = kwargs
         self.length = input_ids.shape[1]
         self.rounds: list[_Round] = []
+        self.pending: list[torch.Tensor] = []
+        self.kept: dict[int | None, list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]] = {}
         self.raw: _RawRows | None = None
         self.drafted = input_ids[0, :0]
         self.draft_logits: torch.Tensor | None = None
@@ -203,14 +206,25 @@ class Request:
             index = examined[:, None]
             p = scores[0, : len(examined)].softmax(-1).gather(-1, index)[:, 0]
             q = self.draft_logits[0, : len(examined)].to(scores.device).softmax(-1).gather(-1, index)[:, 0]
-        kept = {width: compress_rows(rows, width) for width in self.widths if width != 0}
-        self.rounds.append(_Round(self.drafted, emitted, p, q, kept))
+        self.pending.append(rows)
+        if sum(len(r) for r in self.pending) * rows.shape[1] > PENDING_LOGITS:
+            self.compress()
+        self.rounds.append(_Round(self.drafted, emitted, p, q))
+
+    def compress(self) -> None:
+        """Cut the pending rows down, those of many rounds at once."""
+        rows = torch.cat(self.pending)
+        self.pending.clear()
+        for width in self.widths - {0}:
+            self.kept.setdefault(width, []).append(compress_rows(rows, width))
 
     def finish(self) -> None:
         if self.prompts is None:
             return
         rounds = tuple(_as_draft_round(r) for r in self.rounds)
         completion = torch.cat([r.emitted for r in self.rounds]).to(torch.int32).cpu().numpy()
+        if self.pending:
+            self.compress()
         prompt_ids, decoder_prompt_ids = self.prompts
         vocab_size = int(self.model.config.get_text_config().vocab_size)
         for binding, version in zip(self.bindings, self.versions, strict=True):
@@ -237,7 +251,7 @@ class Request:
         total = sum(len(r.emitted) for r in self.rounds)
         if width == 0:
             return np.zeros((total, 0), np.float16), np.zeros((total, 0), dtype), np.zeros(total, np.float32)
-        kept = [r.kept[width] for r in self.rounds]
+        kept = self.kept[width]
         top_logits = torch.cat([k[0] for k in kept]).cpu().numpy()
         tail = torch.cat([k[2] for k in kept]).cpu().numpy()
         ids = [k[1] for k in kept if k[1] is not None]
