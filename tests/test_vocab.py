@@ -25,7 +25,8 @@ def test_a_draft_gets_the_targets_vocabulary_size(target_size: int, draft_size: 
     ids = models.prompt(vocab_size=64)
     both = min(target_size, draft_size)
     with torch.no_grad():
-        assert torch.equal(aligned(ids).logits[..., :both], draft(ids).logits[..., :both])
+        # A product of another width may be summed in another order.
+        torch.testing.assert_close(aligned(ids).logits[..., :both], draft(ids).logits[..., :both])
     assert not aligned.training
     assistant = OnlineAssistant(target, aligned)
     answer = assistant.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
