@@ -2,7 +2,6 @@ import copy
 import json
 import logging
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -337,7 +336,6 @@ def test_a_request_uses_one_version_from_beginning_to_end() -> None:
     def learn() -> None:
         while not stop.is_set():
             assistant.update(steps=1)
-            time.sleep(0.005)
 
     learner = threading.Thread(target=learn)
     with weights_used(assistant.draft) as seen:
