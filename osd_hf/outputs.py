@@ -10,7 +10,7 @@ from typing import Any
 
 from osd_hf.errors import ConfigError
 
-__all__ = ["json_text", "make_folder", "write_whole"]
+__all__ = ["json_text", "make_folder"]
 
 
 def make_folder(folder: Path) -> None:
@@ -27,13 +27,6 @@ def make_folder(folder: Path) -> None:
 def json_text(data: Any, indent: int | None = None) -> str:
     """As of `json.dumps`, with `null` in place of what JSON has no number for: NaN and infinities."""
     return json.dumps(_finite(data), indent=indent, allow_nan=False)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or, after a kill, as it was before."""
-    unfinished = path.with_name(f".{path.name}")
-    unfinished.write_text(text)
-    os.replace(unfinished, path)
 
 
 def _finite(data: Any) -> Any:

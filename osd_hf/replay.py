@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from osd_hf.errors import ConfigError, VocabularyMismatchError
 from osd_hf.forcing import batches, completion_logits, process_rows
+from osd_hf.losses import overlap
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.records import DraftRound, Trace
 
@@ -66,8 +67,8 @@ def replay_each(
     for batch, logits in _forward(draft, [traces[i] for i in sampled], batch_size):
         for row, i in enumerate(batch):
             trace = traces[sampled[i]]
-            overlap = _overlap(draft, trace, logits[row, : len(trace)])
-            stats[sampled[i]] = _expected(trace, overlap, num_assistant_tokens)
+            acceptance = _acceptance(draft, trace, logits[row, : len(trace)])
+            stats[sampled[i]] = _expected(trace, acceptance, num_assistant_tokens)
     return stats
 
 
@@ -169,11 +170,11 @@ def _rounds(trace: Trace, predicted: NDArray[Any], k: int) -> list[DraftRound]:
     return rounds
 
 
-def _overlap(draft: Any, trace: Trace, draft_logits: torch.Tensor) -> NDArray[np.float64]:
+def _acceptance(draft: Any, trace: Trace, draft_logits: torch.Tensor) -> NDArray[np.float64]:
     """Expected acceptance of each position, float64 of shape `(completion,)`."""
-    p = process_rows(draft, trace, _dense_rows(trace, draft_logits.device)).softmax(-1)
-    q = process_rows(draft, trace, draft_logits).softmax(-1)
-    return np.asarray(torch.minimum(p, q).sum(-1).clamp(0, 1).double().cpu().numpy())
+    p = process_rows(draft, trace, _dense_rows(trace, draft_logits.device)).log_softmax(-1)
+    q = process_rows(draft, trace, draft_logits).log_softmax(-1)
+    return np.asarray(overlap(p, q).clamp(0, 1).double().cpu().numpy())
 
 
 def _dense_rows(trace: Trace, device: Any) -> torch.Tensor:
@@ -186,7 +187,7 @@ def _dense_rows(trace: Trace, device: Any) -> torch.Tensor:
     return rows.scatter_(1, torch.from_numpy(trace.top_ids.astype(np.int64)).to(device), kept)
 
 
-def _expected(trace: Trace, overlap: NDArray[np.float64], k: int) -> AcceptanceStats:
+def _expected(trace: Trace, acceptance: NDArray[np.float64], k: int) -> AcceptanceStats:
     """Expected counts: `begins[t]` is the probability that a round begins at position t of the recorded answer."""
     begins = np.zeros(len(trace) + 1)
     begins[0] = 1.0
@@ -199,7 +200,7 @@ def _expected(trace: Trace, overlap: NDArray[np.float64], k: int) -> AcceptanceS
         drafted += reach * limit
         length = 0
         while length < limit and start + length < len(trace):
-            accept = float(overlap[start + length])
+            accept = float(acceptance[start + length])
             examined += reach
             accepted += reach * accept
             histogram[length] += reach * (1 - accept)  # type: ignore[assignment]

@@ -17,10 +17,11 @@ from osd_hf.errors import ConfigError, LearnerError, StateError
 from osd_hf.hook import capture_traces
 from osd_hf.loading import first_line
 from osd_hf.metrics import AcceptanceStats, alpha_gain_interval
-from osd_hf.outputs import json_text, make_folder, write_whole
+from osd_hf.outputs import json_text, make_folder
 from osd_hf.prompts import EncodedPrompts
 from osd_hf.records import Trace
 from osd_hf.replay import replay
+from osd_hf.shards import write_whole
 
 __all__ = ["Served", "check_folder", "open_folder", "report_on", "serve"]
 
@@ -120,7 +121,7 @@ def open_folder(folder: Path, settings: Mapping[str, Any]) -> None:
     """Make the folder of a run and note its settings there; raises ConfigError where it cannot be written."""
     make_folder(folder)
     try:
-        write_whole(folder / SETTINGS, json.dumps(settings, indent=1) + "\n")
+        write_whole(folder / SETTINGS, (json.dumps(settings, indent=1) + "\n").encode())
     except OSError as error:
         raise ConfigError(f"The output folder {folder} cannot be written: {error}.") from error
 
@@ -259,7 +260,7 @@ def _from_journal(journal: Path) -> list[Served]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StateError(f"The journal {journal} cannot be read: {first_line(error)}. Start anew.") from error
     if len(whole) < len(lines):
-        write_whole(journal, "".join(whole))
+        write_whole(journal, "".join(whole).encode())
     return served
 
 
@@ -279,7 +280,7 @@ def _resumed(assistant: OnlineAssistant, state: Path, journal: Path) -> list[Ser
         raise StateError(
             f"The journal {journal} has {len(served)} of the {count} requests of its session. Start anew."
         )
-    write_whole(journal, "".join(f"{line}\n" for line in lines))
+    write_whole(journal, "".join(f"{line}\n" for line in lines).encode())
     return served
 
 

@@ -29,7 +29,7 @@ from osd_hf.tables import DICTIONARY_COLUMNS, SCHEMA, SPLIT_COLUMNS, split_by_by
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["Folder", "Shard"]
+__all__ = ["Folder", "Shard", "write_whole"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -50,7 +50,7 @@ def store_errors(action: str, path: Path) -> Iterator[None]:
         raise StoreError(f"cannot {action} {path}: {error.strerror or error}") from error
 
 
-def _write_whole(path: Path, data: Any) -> None:
+def write_whole(path: Path, data: Any) -> None:
     """Readers see all of the file or nothing, after a crash too."""
     temporary = path.with_name(f".{path.stem.lstrip('.')}-{secrets.token_hex(4)}.tmp")
     try:
@@ -143,7 +143,7 @@ class Folder:
                     "of a new or empty folder, or of an existing store"
                 )
             if not found:
-                _write_whole(marker, json.dumps(MARKER).encode())
+                write_whole(marker, json.dumps(MARKER).encode())
         try:
             content = json.loads(marker.read_bytes())
         except ValueError as error:
@@ -263,7 +263,7 @@ class Folder:
         data = sink.getvalue()
         path = self.own / f"shard-{self.own_count + 1:06d}.parquet"
         with store_errors("write", path):
-            _write_whole(path, data)
+            write_whole(path, data)
         self.own_count += 1
         times = np.array([t.created_at_seconds for t in traces], np.float64)
         domains = [t.domain for t in traces]

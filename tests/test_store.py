@@ -551,7 +551,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_full_disk_does_not_break_the_byte_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = make_trace(0).nbytes
     store = CorrectionStore(tmp_path, max_bytes=10 * size, flush_every=1000)
-    monkeypatch.setattr(folder_module, "_write_whole", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    monkeypatch.setattr(folder_module, "write_whole", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
     for i in range(30):
         with contextlib.suppress(StoreError):
             store.append(make_trace(i))
