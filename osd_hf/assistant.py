@@ -17,6 +17,7 @@ from accelerate.utils import ProjectConfiguration
 
 from osd_hf.capture import Binding
 from osd_hf.config import OnlineConfig
+from osd_hf.drafting import LeanDrafting
 from osd_hf.errors import ConfigError, LearnerError, UnsupportedGenerationError
 from osd_hf.guards import (
     check_criteria,
@@ -30,13 +31,14 @@ from osd_hf.guards import (
 from osd_hf.hook import bind
 from osd_hf.loading import load_model
 from osd_hf.metrics import AcceptanceStats
+from osd_hf.pacing import DraftingPlan
 from osd_hf.promotion import Promotion
 from osd_hf.records import Trace
 from osd_hf.schedule import UpdateSchedule
 from osd_hf.session import load_session, save_session
 from osd_hf.store import CorrectionStore
 from osd_hf.updater import Updater, UpdateReport, learning_context
-from osd_hf.wrappers import is_peft, uncompiled, unwrap
+from osd_hf.wrappers import merged, uncompiled, unwrap
 
 __all__ = ["OnlineAssistant"]
 
@@ -87,15 +89,21 @@ class OnlineAssistant:
         check_pair(unwrap(self.target), unwrap(source))
         self.tokenizer = _common_tokenizer(tokenizer, unwrap(self.target), unwrap(source))
         with learning_context():
-            self._draft = copy.deepcopy(source).eval()
+            served = merged(source)
+            self._draft = (copy.deepcopy(source) if served is source else served).eval()
         if self.config.num_assistant_tokens is not None:
             generation_config = self._draft.generation_config
-            generation_config.num_assistant_tokens = self.config.num_assistant_tokens
+            if self.config.num_assistant_tokens != "auto":
+                generation_config.num_assistant_tokens = self.config.num_assistant_tokens
             generation_config.num_assistant_tokens_schedule = "constant"
             generation_config.assistant_confidence_threshold = 0.0
         self.store = store if store is None or isinstance(store, CorrectionStore) else CorrectionStore(store)
         self._accelerator = _accelerator(report_to, self.config)
-        self._updater = Updater(self._draft, self.config, self._accelerator)
+        self._updater = Updater(source, self.config, self._accelerator)
+        self._drafting: LeanDrafting | None = None
+        if self.config.drafting == "lean":
+            k, compiled = self.config.num_assistant_tokens, self.config.compile_draft
+            self._drafting = LeanDrafting(self._draft, k, compile_draft=compiled)
         self._schedule = UpdateSchedule(self.config)
         self._stats: dict[str | None, AcceptanceStats] = {}
         self._since_update = AcceptanceStats()
@@ -180,6 +188,7 @@ class OnlineAssistant:
             domain=domain,
             serving=self._request,
             exact_stops=exact_stops,
+            drafting=self._drafting,
         )
         return bind(self.target, binding)
 
@@ -243,6 +252,8 @@ class OnlineAssistant:
             with self._serving.promotion():
                 self._updater.copy_to(self._draft)
                 self._version = report.version
+            if self._drafting is not None:
+                self._drafting.pacer.draft_changed()
         self._track(report)
         return report
 
@@ -272,6 +283,15 @@ class OnlineAssistant:
     def serving_draft(self, domain: str | None = None) -> Any:
         """The draft that a request of this domain is served with."""
         return self._draft
+
+    def drafting_plan(self, domain: str | None = None, *, do_sample: bool = False) -> DraftingPlan | None:
+        """
+        With `num_assistant_tokens="auto"`: how many tokens are drafted for requests of a domain, and the measured
+        acceptance and costs that this is decided from; `None` otherwise.
+        """
+        if self._drafting is None or self.config.num_assistant_tokens != "auto":
+            return None
+        return self._drafting.pacer.plan((domain, do_sample))
 
     @property
     def version(self) -> int:
@@ -316,7 +336,7 @@ class OnlineAssistant:
     @contextlib.contextmanager
     def _published(self) -> Iterator[Any]:
         with self._serving.request():  # one version from the first file to the last
-            yield copy.deepcopy(self._draft).merge_and_unload() if is_peft(self._draft) else self._draft
+            yield self._draft
 
     def save_state(self, directory: str | os.PathLike[str]) -> None:
         """

@@ -17,7 +17,9 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaL
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from osd_hf.drafting import LeanCandidateGenerator, LeanDrafting
 from osd_hf.errors import UnsupportedModelError
+from osd_hf.pacing import Pace
 from osd_hf.records import DraftRound, Trace, ids_dtype
 from osd_hf.wrappers import unwrap
 
@@ -27,7 +29,10 @@ logger = logging.getLogger(__name__)
 
 Sink = Callable[[Trace], object]
 
-PENDING_LOGITS = 1 << 22  # elements that wait to be cut down: 16 MiB in float32
+PENDING_LOGITS = 1 << 19  # elements that wait to be cut down: 2 MiB in float32, to leave caches to the weights
+
+# Arguments of the assisted loop that the plain one does not know.
+ASSISTED_ONLY = ("inputs_tensor", "assistant_model", "assistant_tokenizer", "tokenizer")
 
 # `None` would be filled up with defaults, top_k = 50 among them.
 NO_WARPING = {
@@ -61,8 +66,10 @@ class Binding:
         serving (`Callable[[], ContextManager[int]]`, *optional*):
             Entered around each request; yields the version of the draft that serves it.
         exact_stops (`bool`, defaults to `False`):
-            Whether drafts are cut before a token that would meet a stopping criterion. The stock loop looks at the
-            criteria once a round and may run past the token at which the target alone would have stopped.
+            Whether an answer ends at the token that meets a stopping criterion. The stock loop looks at the criteria
+            once a round and may run past the token at which the target alone would have stopped.
+        drafting (`LeanDrafting`, *optional*):
+            Makes the candidates where the request's assistant model is its draft; otherwise the stock generator does.
     """
 
     sink: Sink
@@ -71,6 +78,7 @@ class Binding:
     domain: str | None = None
     serving: Callable[[], AbstractContextManager[int]] = field(default=lambda: contextlib.nullcontext(0))
     exact_stops: bool = False
+    drafting: LeanDrafting | None = None
     failure: BaseException | None = field(default=None, init=False)
 
     def deliver(self, trace: Trace) -> None:
@@ -118,6 +126,19 @@ class _RawRows(LogitsProcessor):
         return scores
 
 
+class _PlainRows(LogitsProcessor):
+    """The same where the target decodes alone: each row is a token's."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.times.append(time.perf_counter())
+        self.request.keep(scores.clone())
+        return scores
+
+
 @dataclass(eq=False)
 class _Round:
     drafted: torch.Tensor
@@ -140,12 +161,14 @@ class Request:
     ) -> None:
         self.model = model
         self.bindings = bindings
+        self.generator: Any = None
         self.versions = versions
         self.input_ids = input_ids
         self.kwargs = kwargs
         self.length = input_ids.shape[1]
         self.rounds: list[_Round] = []
         self.pending: list[torch.Tensor] = []
+        self.num_pending = 0
         self.kept: dict[int | None, list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]] = {}
         self.raw: _RawRows | None = None
         self.drafted = input_ids[0, :0]
@@ -153,10 +176,45 @@ class Request:
         self.widths = {b.num_logprobs for b in bindings}
         self.num_cached = _num_cached(model, input_ids, kwargs)
         self.prompts = _prompt_ids(model, input_ids, kwargs, prefix_unseen=self.num_cached is None)
+        self.drafting: LeanDrafting | None = None
+        self.pace: Pace | None = None
+        for binding in bindings:
+            if binding.drafting is not None and binding.drafting.draft is kwargs.get("assistant_model"):
+                self.drafting = binding.drafting
+                do_sample = bool(kwargs["generation_config"].do_sample)
+                self.pace = binding.drafting.pace(binding.domain, do_sample=do_sample)
         self.settings = _settings(kwargs["generation_config"], input_ids.shape[1], kwargs["logits_processor"])
 
+    def decode_plainly(self, decode: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+        """Let the target decode alone, by its own loop `decode`, while its rows are kept."""
+        rows = _PlainRows(self)
+        kwargs["logits_processor"].insert(0, rows)
+        kwargs = {name: value for name, value in kwargs.items() if name not in ASSISTED_ONLY}
+        output = decode(self.input_ids, **kwargs)
+        sequences = output if isinstance(output, torch.Tensor) else output.sequences
+        emitted = sequences[0, self.length :].split(1)
+        self.rounds = [_Round(self.drafted, token, None, None) for token in emitted]
+        if self.pace is not None and len(rows.times) > 1:
+            seconds = (rows.times[-1] - rows.times[0]) / (len(rows.times) - 1)
+            self.pace.timed(0, 0.0, seconds, rounds=len(rows.times))
+        return output
+
+    def lean_generator(self, *, generation_config: Any, **kwargs: Any) -> Any:
+        """The lean generator of a listener whose draft this is; `None` where the stock one is to serve."""
+        if self.prompts is None or self.drafting is None or self.pace is None:
+            return None
+        return self.drafting.generator(
+            self.pace,
+            kwargs["input_ids"],
+            generation_config=generation_config,
+            inputs_tensor=kwargs["inputs_tensor"],
+            logits_processor=kwargs["logits_processor"],
+            model_kwargs=kwargs["model_kwargs"],
+            vocab_size=int(self.model.config.get_text_config().vocab_size),
+        )
+
     def watch(self, generator: Any, logits_processor: LogitsProcessorList) -> None:
-        if type(generator) is not AssistedCandidateGenerator:
+        if type(generator) not in (AssistedCandidateGenerator, LeanCandidateGenerator):
             raise UnsupportedModelError(
                 f"Drafts made by {type(generator).__name__} cannot be watched: learning needs an ordinary assistant "
                 "model with the target's tokenizer, passed as `assistant_model`."
@@ -165,21 +223,32 @@ class Request:
             # Behind the generator's back: it has copied the list, the draft's own rows must not be recorded.
             self.raw = _RawRows()
             logits_processor.insert(0, self.raw)
-        if self.prompts is not None:
+        is_stock = type(generator) is AssistedCandidateGenerator
+        if is_stock and self.prompts is not None:
             _mend_drafting(generator, self.input_ids)
         criteria = self.kwargs["stopping_criteria"]
         stops = [c for c in criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
-        cut_before = StoppingCriteriaList(stops) if any(b.exact_stops for b in self.bindings) and stops else None
-        if cut_before is not None:
-            # The nested `generate` has no tokenizer and refuses stop strings; the cut below heeds them instead.
+        stop_at = StoppingCriteriaList(stops) if any(b.exact_stops for b in self.bindings) and stops else None
+        if stop_at is not None and is_stock:
+            # The nested `generate` has no tokenizer and refuses stop strings; they are heeded below instead.
             generator.generation_config.stop_strings = None
+        config = self.kwargs["generation_config"]
+        max_length = config.max_length
+        self.generator = generator
 
         propose, adapt = generator.get_candidates, generator.update_candidate_strategy
 
         def get_candidates(input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
             candidate_ids, candidate_logits = propose(input_ids, **kwargs)
-            if cut_before is not None:
-                candidate_ids, candidate_logits = _cut(input_ids, candidate_ids, candidate_logits, cut_before)
+            if stop_at is not None:
+                end = _end_of(input_ids, candidate_ids, stop_at)
+                # The loop cuts what it emits at this length: nothing behind the token that meets the criterion. That
+                # token itself stays drafted: left out, it would come too rarely when sampled, as it would have to be
+                # drawn from the target's distribution after the draft had drawn it from its own.
+                config.max_length = max_length if end is None else end
+                candidate_ids = candidate_ids[:, :end]
+                if candidate_logits is not None:
+                    candidate_logits = candidate_logits[:, : candidate_ids.shape[1] - input_ids.shape[1]]
             self.drafted = candidate_ids[0, input_ids.shape[1] :]
             self.draft_logits = candidate_logits
             return candidate_ids, candidate_logits
@@ -206,17 +275,29 @@ class Request:
             index = examined[:, None]
             p = scores[0, : len(examined)].softmax(-1).gather(-1, index)[:, 0]
             q = self.draft_logits[0, : len(examined)].to(scores.device).softmax(-1).gather(-1, index)[:, 0]
-        self.pending.append(rows)
-        if sum(len(r) for r in self.pending) * rows.shape[1] > PENDING_LOGITS:
-            self.compress()
+        self.keep(rows)
         self.rounds.append(_Round(self.drafted, emitted, p, q))
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Take in raw target rows, `(rows, vocab)`, of emitted tokens."""
+        if self.widths != {0}:
+            self.pending.append(rows)
+            self.num_pending += rows.numel()
+            if self.num_pending > PENDING_LOGITS:
+                self.compress()
 
     def compress(self) -> None:
         """Cut the pending rows down, those of many rounds at once."""
         rows = torch.cat(self.pending)
         self.pending.clear()
+        self.num_pending = 0
         for width in self.widths - {0}:
             self.kept.setdefault(width, []).append(compress_rows(rows, width))
+
+    def close(self) -> None:
+        """The request has ended, well or not."""
+        if isinstance(self.generator, LeanCandidateGenerator):
+            self.generator.close()
 
     def finish(self) -> None:
         if self.prompts is None:
@@ -252,10 +333,11 @@ class Request:
         if width == 0:
             return np.zeros((total, 0), np.float16), np.zeros((total, 0), dtype), np.zeros(total, np.float32)
         kept = self.kept[width]
-        top_logits = torch.cat([k[0] for k in kept]).cpu().numpy()
-        tail = torch.cat([k[2] for k in kept]).cpu().numpy()
+        # The target's own loop may have run on behind the end, by a step that it took back.
+        top_logits = torch.cat([k[0] for k in kept])[:total].cpu().numpy()
+        tail = torch.cat([k[2] for k in kept])[:total].cpu().numpy()
         ids = [k[1] for k in kept if k[1] is not None]
-        top_ids = torch.cat(ids).cpu().numpy().astype(dtype) if ids else np.zeros((total, 0), dtype)
+        top_ids = torch.cat(ids)[:total].cpu().numpy().astype(dtype) if ids else np.zeros((total, 0), dtype)
         return top_logits, top_ids, tail
 
 
@@ -299,21 +381,12 @@ def _as_draft_round(r: _Round) -> DraftRound:
     return DraftRound(drafted, accepted, len(emitted), p, q)
 
 
-def _cut(
-    input_ids: torch.Tensor,
-    candidate_ids: torch.Tensor,
-    candidate_logits: torch.Tensor | None,
-    criteria: StoppingCriteriaList,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """End the draft before the token that would meet a criterion: the target emits that token and stops there."""
-    start = input_ids.shape[1]
-    for length in range(start + 1, candidate_ids.shape[1] + 1):
+def _end_of(input_ids: torch.Tensor, candidate_ids: torch.Tensor, criteria: StoppingCriteriaList) -> int | None:
+    """Length of the sequence up to and with the first drafted token that meets a criterion; `None` if none does."""
+    for length in range(input_ids.shape[1] + 1, candidate_ids.shape[1] + 1):
         if bool(criteria(candidate_ids[:, :length], None).any()):
-            keep = length - 1 - start
-            if keep == 0:
-                return input_ids, None
-            return candidate_ids[:, : length - 1], None if candidate_logits is None else candidate_logits[:, :keep]
-    return candidate_ids, candidate_logits
+            return length
+    return None
 
 
 def _prompt_ids(

@@ -10,6 +10,7 @@ from osd_hf.losses import DIVERGENCES
 
 __all__ = ["OnlineConfig"]
 
+DRAFTING = ("lean", "stock")
 LEARN_FROM = ("verified", "corrections")
 UPDATE_STRATEGIES = ("interval", "manual")
 OPTIMIZERS = ("muon", "adamw")
@@ -26,9 +27,15 @@ class OnlineConfig:
     [`OnlineConfig.paper`] is the rule of arXiv 2310.07177.
 
     Args:
-        num_assistant_tokens (`int`, *optional*, defaults to 5):
-            k, tokens drafted per round, at threshold 0 and a constant schedule. `None` leaves the draft's own
-            generation config as it is.
+        num_assistant_tokens (`int` or `"auto"`, *optional*, defaults to 5):
+            k, tokens drafted per round, at threshold 0 and a constant schedule. `"auto"` decides by measured
+            acceptance and costs, see [`~OnlineAssistant.drafting_plan`]. `None` leaves the draft's own generation
+            config as it is.
+        drafting (`str`, *optional*, defaults to `"lean"`):
+            `"lean"`: by the draft's own forward; `"stock"`: by transformers' candidate generator, the reference.
+        compile_draft (`bool`, *optional*, defaults to `False`):
+            Compile the draft's forward over a static cache, which takes some seconds at the first request and for
+            each doubling of the longest sequence. Where it cannot be done, the log says so and the draft runs eagerly.
         divergence (`str`, *optional*, defaults to `"forward_kl"`):
             What an update lowers between the target's and the draft's distribution; a key of `osd_hf.losses`.
         learn_from (`str`, *optional*, defaults to `"verified"`):
@@ -64,7 +71,11 @@ class OnlineConfig:
         ConfigError: a value outside its range; names field, rule and value.
     """
 
-    num_assistant_tokens: int | None = _setting(5, "tokens drafted per round (k); none = the draft's own setting")
+    num_assistant_tokens: int | Literal["auto"] | None = _setting(
+        5, "tokens drafted per round (k); auto = by acceptance and costs; none = the draft's own setting"
+    )
+    drafting: Literal["lean", "stock"] = _setting("lean", "lean, or stock (transformers' candidate generator)")
+    compile_draft: bool = _setting(False, "compile the draft's forward (lean drafting)")
     divergence: str = _setting("forward_kl", "loss between target and draft: " + ", ".join(DIVERGENCES))
     learn_from: Literal["verified", "corrections"] = _setting("verified", "positions learned from")
     num_logprobs: int | None = _setting(64, "target entries kept per position; none = whole rows")
@@ -89,9 +100,15 @@ class OnlineConfig:
 
         for name in ("update_interval", "steps_per_update", "batch_size", "buffer_size"):
             must(name, _is_int(getattr(self, name)) and getattr(self, name) >= 1, "an integer of at least 1")
-        for name in ("num_assistant_tokens", "num_logprobs"):
-            value = getattr(self, name)
-            must(name, value is None or (_is_int(value) and value >= 1), "an integer of at least 1, or None")
+        k, width = self.num_assistant_tokens, self.num_logprobs
+        is_count = k is None or (_is_int(k) and k >= 1)  # type: ignore[operator]
+        must("num_assistant_tokens", is_count or k == "auto", 'an integer of at least 1, "auto", or None')
+        must("num_logprobs", width is None or (_is_int(width) and width >= 1), "an integer of at least 1, or None")
+        must("drafting", self.drafting in DRAFTING, f"one of {', '.join(DRAFTING)}")
+        must("compile_draft", isinstance(self.compile_draft, bool), "True or False")
+        if self.drafting == "stock" and (k == "auto" or self.compile_draft):
+            name = 'num_assistant_tokens="auto"' if k == "auto" else "compile_draft=True"
+            raise ConfigError(f'`{name}` needs `drafting="lean"`, got "stock".')
         must("divergence", self.divergence in DIVERGENCES, f"one of {', '.join(DIVERGENCES)}")
         must("learn_from", self.learn_from in LEARN_FROM, f"one of {', '.join(LEARN_FROM)}")
         must("update_strategy", self.update_strategy in UPDATE_STRATEGIES, f"one of {', '.join(UPDATE_STRATEGIES)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import threading
 from collections.abc import Iterator
@@ -93,23 +94,32 @@ class _Captured:
             return super()._assisted_decoding(input_ids, **kwargs)  # type: ignore[misc]
         check_generation(kwargs["generation_config"], assistant_tokenizer=kwargs.get("assistant_tokenizer"))
         check_processors(kwargs["logits_processor"], input_ids, self.config.get_text_config().vocab_size)  # type: ignore[attr-defined]
+        # The length at which the loop ends is moved round by round; the config is the caller's to see.
+        kwargs["generation_config"] = copy.copy(kwargs["generation_config"])
         with contextlib.ExitStack() as stack:
             versions = [stack.enter_context(binding.serving()) for binding in bindings]
             request = Request(self, input_ids, kwargs, bindings, versions)
             token = _request.set(request)
             try:
-                output = super()._assisted_decoding(input_ids, **kwargs)  # type: ignore[misc]
+                if request.pace is not None and request.pace.is_plain():
+                    output = request.decode_plainly(super()._sample, kwargs)  # type: ignore[misc]
+                else:
+                    output = super()._assisted_decoding(input_ids, **kwargs)  # type: ignore[misc]
             finally:
                 _request.reset(token)
+                request.close()
         request.finish()
         return output
 
     @functools.wraps(GenerationMixin._get_candidate_generator)
     def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
-        generator = super()._get_candidate_generator(*args, **kwargs)  # type: ignore[misc]
         request = _request.get()
-        if request is not None and request.model is self:
-            request.watch(generator, kwargs["logits_processor"])
+        if request is None or request.model is not self:
+            return super()._get_candidate_generator(*args, **kwargs)  # type: ignore[misc]
+        generator = request.lean_generator(**kwargs)
+        if generator is None:
+            generator = super()._get_candidate_generator(*args, **kwargs)  # type: ignore[misc]
+        request.watch(generator, kwargs["logits_processor"])
         return generator
 
 

@@ -20,7 +20,7 @@ from osd_hf.errors import ConfigError, StateError, UnsupportedModelError
 from osd_hf.forcing import batches, completion_logits, completion_mask
 from osd_hf.losses import divergence_loss
 from osd_hf.records import Trace
-from osd_hf.wrappers import is_peft
+from osd_hf.wrappers import is_peft, merged
 
 __all__ = ["UpdateReport", "Updater"]
 
@@ -165,8 +165,14 @@ class Updater:
         )
 
     def copy_to(self, draft: Any) -> None:
-        """Cast the learned (averaged) parameters into another copy of the draft, in place."""
+        """Cast the learned (averaged) parameters into another copy of the draft, in place; adapters into the weights
+        of one that has them merged."""
         with learning_context(), torch.no_grad():
+            if is_peft(self.master) and not is_peft(draft):
+                adapted = copy.deepcopy(self.master)
+                self.copy_to(adapted)
+                draft.load_state_dict(merged(adapted).state_dict())
+                return
             served = dict(draft.named_parameters())
             for name, learned in self.averaged.items():
                 served[name].copy_(learned)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
-__all__ = ["is_peft", "uncompiled", "unwrap"]
+__all__ = ["is_peft", "merged", "uncompiled", "unwrap"]
 
 
 def uncompiled(model: Any) -> Any:
@@ -25,3 +26,11 @@ def unwrap(model: Any) -> Any:
         if inner is model:
             return model
         model = inner
+
+
+def merged(model: Any) -> Any:
+    """A copy of a `PeftModel` as an ordinary model, its adapter merged into the weights; the model itself where there
+    is none, or one that cannot be merged (soft prompts)."""
+    if not is_peft(model) or not hasattr(model.base_model, "merge_and_unload"):
+        return model
+    return copy.deepcopy(model).merge_and_unload()

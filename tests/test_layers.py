@@ -22,6 +22,7 @@ LAYERS = {
     "losses": 1,
     "metrics": 1,
     "cost": 1,
+    "pacing": 1,
     "config": 1,
     # what is kept, and what any draft makes of it
     "store": 2,
@@ -32,6 +33,8 @@ LAYERS = {
     # touching transformers, the bundled pair, streams of prompts
     "wrappers": 1,
     "capture": 3,
+    "draft_forward": 3,
+    "drafting": 3,
     "hook": 3,
     "guards": 3,
     "vocab": 3,

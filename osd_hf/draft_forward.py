@@ -1,0 +1,198 @@
+"""The draft's forward with a cache of its own: tokens are fed, and taken back when the target rejects them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import types
+from typing import Any
+
+import torch
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+
+__all__ = ["CompiledDraft", "DraftForward", "StaticForward"]
+
+logger = logging.getLogger(__name__)
+
+SMALLEST_STATIC_CACHE = 256  # tokens; each doubling is compiled once
+
+
+class DraftForward:
+    """
+    One request's draft: its cache, and the forwards over it.
+
+    Args:
+        draft (`PreTrainedModel`):
+            Decoder-only or encoder-decoder.
+        source (`dict[str, Any]`, *optional*):
+            Of an encoder-decoder, what each forward gets besides tokens: `encoder_outputs` and `attention_mask`.
+
+    Attributes:
+        length (`int`):
+            Tokens in the cache.
+        forwards (`int`), seconds (`float`):
+            Forwards so far and the wall time inside them; on an accelerator, of launching them.
+    """
+
+    def __init__(self, draft: Any, source: dict[str, Any] | None = None) -> None:
+        self.draft = draft
+        self.length = 0
+        self.forwards = 0
+        self.seconds = 0.0
+        self._settings: dict[str, Any] = {"use_cache": True, "return_dict": True, **(source or {})}
+        if draft._supports_logits_to_keep():
+            self._settings["logits_to_keep"] = 1
+        self._ids_name = "decoder_input_ids" if draft.config.is_encoder_decoder else "input_ids"
+        self.cache = self._new_cache()
+        self.cache.activate_past_recording()
+
+    def _new_cache(self) -> Any:
+        config = self.draft.config.get_text_config(decoder=True)
+        cache = DynamicCache(config=config)
+        if self.draft.config.is_encoder_decoder:
+            return EncoderDecoderCache(cache, DynamicCache(config=config))
+        return cache
+
+    def feed(self, ids: torch.Tensor) -> torch.Tensor:
+        """
+        Append tokens to the cache.
+
+        Args:
+            ids (`torch.Tensor` of shape `(1, tokens)`, int64):
+                At least one.
+
+        Returns:
+            `torch.Tensor` of shape `(1, vocab)`: raw logits after the last of them, in the draft's dtype.
+        """
+        started = time.perf_counter()
+        logits = self._forward(ids)
+        self.length += ids.shape[1]
+        self.forwards += 1
+        self.seconds += time.perf_counter() - started
+        return logits
+
+    def _forward(self, ids: torch.Tensor) -> torch.Tensor:
+        inputs = {self._ids_name: ids, "past_key_values": self.cache, **self._settings}
+        logits: torch.Tensor = self.draft(**inputs).logits[:, -1]
+        return logits
+
+    def crop(self, length: int) -> None:
+        """Take back all but the first `length` tokens. To be called every round, as sliding windows keep what they
+        could be asked for until they are."""
+        self.cache.crop(length - self.length)
+        self.length = length
+
+    def close(self) -> None:
+        """The request has ended."""
+
+
+class CompiledDraft:
+    """
+    A draft whose single-token forward is compiled, over static caches that requests take turns with.
+
+    Where nothing can be compiled, requests are served eagerly, and the log says why, once.
+
+    Args:
+        draft (`PreTrainedModel`):
+            Decoder-only; its weights may change in place between requests.
+    """
+
+    def __init__(self, draft: Any) -> None:
+        self.draft = draft
+        self._free: dict[int, list[Any]] = {}
+        self._steps: dict[int, Any] = {}
+        self._lock = threading.Lock()
+        self.unable: str | None = "an encoder-decoder" if draft.config.is_encoder_decoder else None
+        config = draft.config.get_text_config(decoder=True)
+        if any(layer.is_sliding for layer in StaticCache(config=config, max_cache_len=8).layers):
+            self.unable = "a draft with sliding windows"
+        if self.unable:
+            self._give_up(f"{self.unable} cannot take tokens back from a static cache")
+
+    def _give_up(self, why: str) -> None:
+        self.unable = why
+        logger.warning("The draft is not compiled and runs eagerly: %s.", why)
+
+    @torch.inference_mode()
+    def forward(self, tokens: int) -> DraftForward:
+        """The forward of one request that feeds at most `tokens` tokens."""
+        size = max(SMALLEST_STATIC_CACHE, 1 << (tokens - 1).bit_length())
+        with self._lock:
+            if self.unable is None and size not in self._steps:
+                self._compile(size)
+            if self.unable is not None:
+                return DraftForward(self.draft)
+            free = self._free[size]
+            cache = free.pop() if free else self._new_cache(size)
+        cache.reset()
+        return StaticForward(self, cache, size, self._steps[size])
+
+    def give_back(self, cache: Any, size: int) -> None:
+        """A request has ended, its cache is free for another."""
+        with self._lock:
+            self._free[size].append(cache)
+
+    def _new_cache(self, size: int) -> Any:
+        return StaticCache(config=self.draft.config.get_text_config(decoder=True), max_cache_len=size)
+
+    def _compile(self, size: int) -> None:
+        draft = self.draft
+        # On CUDA the kernels of a small draft take less time than launching them: capture them as one graph.
+        options: dict[str, Any] = {"triton.cudagraphs": True} if draft.device.type == "cuda" else {}
+        # One function for each draft and size of cache, called with nothing but single tokens and such caches: asking
+        # at each call whether it still fits takes as long as a fifth of a small draft's forward.
+        options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe
+
+        def step(ids: torch.Tensor, cache: Any) -> Any:
+            return draft(input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True).logits[:, -1]
+
+        # What was compiled is found again by its code object: each function gets one of its own.
+        own = types.FunctionType(step.__code__.replace(), globals(), closure=step.__closure__)
+        compiled = torch.compile(own, fullgraph=True, dynamic=False, options=options)
+        started = time.perf_counter()
+        logger.info("Compiling the draft's forward for up to %d tokens, which takes some seconds.", size)
+        try:
+            cache = self._new_cache(size)
+            ids = torch.zeros(1, 1, dtype=torch.long, device=draft.device)
+            draft(input_ids=ids, past_key_values=cache, use_cache=True)
+            for _ in range(3):
+                compiled(ids, cache)
+        except Exception as error:  # noqa: BLE001 - whatever a compiler fails with: the eager forward does the same
+            self._give_up(f"compiling failed with {type(error).__name__}: {str(error).strip().splitlines()[0]}")
+            return
+        self._free[size], self._steps[size] = [cache], compiled
+        logger.info("Compiled the draft's forward in %.1f s.", time.perf_counter() - started)
+
+
+class StaticForward(DraftForward):
+    """Single tokens go through the compiled forward, a prompt through the eager one, over the same static cache."""
+
+    def __init__(self, compiled: CompiledDraft, cache: Any, size: int, step: Any) -> None:
+        self._static = cache
+        self._compiled = compiled
+        self._size = size
+        self._step = step
+        super().__init__(compiled.draft)
+
+    def _new_cache(self) -> Any:
+        return self._static
+
+    def _forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.length == 0 or ids.shape[1] > 2:
+            return super()._forward(ids)
+        for i in range(ids.shape[1]):
+            logits = self._step(ids[:, i : i + 1], self.cache)
+        # A captured graph writes the next logits where these are.
+        return logits.clone()
+
+    @torch.inference_mode()
+    def crop(self, length: int) -> None:
+        # A static cache cannot be cropped: what lies beyond its length is masked, and overwritten by the next tokens.
+        for layer in self.cache.layers:
+            if layer.is_initialized:
+                layer.cumulative_length.fill_(length)
+        self.length = length
+
+    def close(self) -> None:
+        self._compiled.give_back(self._static, self._size)

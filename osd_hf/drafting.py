@@ -1,0 +1,267 @@
+"""The lean candidate generator: drafts by the draft's own forward, and leaves verifying, sampling and streaming to
+transformers' loop."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from osd_hf.draft_forward import CompiledDraft, DraftForward
+from osd_hf.pacing import FixedPace, Pace, Pacer
+from osd_hf.wrappers import is_peft
+
+__all__ = ["LeanCandidateGenerator", "LeanDrafting"]
+
+logger = logging.getLogger(__name__)
+
+
+class LeanCandidateGenerator(CandidateGenerator):
+    """
+    Candidates of one request.
+
+    Greedy candidates come without logits, as the loop compares tokens; sampled ones with the very logits that they
+    were drawn from, processed as the target's, float32, `(1, drafted, vocab)`.
+
+    Args:
+        forward (`DraftForward`):
+            The draft, with nothing fed yet.
+        pace (`Pace`):
+            How many tokens to draft.
+        input_ids (`torch.Tensor` of shape `(1, prompt)`, int64):
+            What the loop begins with.
+        attention_mask (`torch.Tensor` of shape `(1, prompt)`, *optional*):
+            Padding of the prompt is 0; the draft does not see it, so that its positions are those of the target.
+        logits_processor (`LogitsProcessorList`):
+            The target's own.
+        do_sample (`bool`):
+            Draw tokens, or take the likeliest.
+        max_length (`int`):
+            Of the whole sequence, the prompt included.
+        max_positions (`int`, *optional*):
+            Tokens that the draft can be fed.
+        eos_token_ids (`frozenset[int]`):
+            Drafting ends behind one of these.
+        vocab_size (`int`):
+            Of the target.
+    """
+
+    def __init__(
+        self,
+        forward: DraftForward,
+        pace: Pace,
+        input_ids: torch.Tensor,
+        *,
+        attention_mask: torch.Tensor | None,
+        logits_processor: LogitsProcessorList,
+        do_sample: bool,
+        max_length: int,
+        max_positions: int | None,
+        eos_token_ids: frozenset[int],
+        vocab_size: int,
+    ) -> None:
+        self.forward = forward
+        self.pace = pace
+        # The loop's list gets a recorder of the target's rows, which the draft's are not to enter.
+        self.logits_processor = LogitsProcessorList(logits_processor)
+        self.do_sample = do_sample
+        self.max_length = max_length
+        self.max_positions = max_positions
+        self.eos_token_ids = eos_token_ids
+        self.vocab_size = vocab_size
+        row = input_ids[0]
+        if attention_mask is not None and attention_mask.shape == input_ids.shape:
+            row = row[attention_mask[0].bool()]
+        self._context: list[int] = row.tolist()  # what the draft has been, or is to be, fed
+        self._seen = input_ids.shape[1]
+        self._rounds = 0
+        self._drafted: list[int] = []
+        self._confidences: list[float] = []
+        self._began: float | None = None
+        self._draft_seconds = 0.0
+        self._is_typical = False
+
+    def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """
+        Draft for the round that begins.
+
+        Args:
+            input_ids (`torch.Tensor` of shape `(1, tokens)`, int64):
+                The sequence so far.
+
+        Returns:
+            `tuple[torch.Tensor, torch.Tensor | None]`: the sequence with the draft behind it, and the draft's logits;
+            the sequence itself and `None` where nothing is drafted.
+        """
+        now = time.perf_counter()
+        if self._began is not None:
+            seconds = now - self._began if self._is_typical else None
+            self.pace.timed(len(self._drafted), self._draft_seconds, seconds)
+        self._began = now
+        self._drafted, self._confidences = [], []
+        room = self.max_length - self._seen - 1
+        if self.max_positions is not None:
+            room = min(room, self.max_positions - len(self._context) + 1)
+        tokens = min(self.pace.tokens(), room) if self._context else 0
+        # A round that also reads a prompt, or catches up, does not tell what a round costs.
+        missing = len(self._context) - self.forward.length
+        self._is_typical = self._rounds > 0 and (tokens <= 0 or missing <= 2)
+        if tokens <= 0:
+            self._draft_seconds = 0.0
+            return input_ids, None
+        rows = self._draft(input_ids, tokens)
+        drafted = torch.tensor([self._drafted], device=input_ids.device)
+        self._draft_seconds = time.perf_counter() - now
+        return torch.cat([input_ids, drafted], dim=1), torch.stack(rows, dim=1) if rows else None
+
+    @torch.inference_mode()
+    def _draft(self, ids: torch.Tensor, tokens: int) -> list[torch.Tensor]:
+        """Draft into `self._drafted`; the logits that each token was drawn from, if drawn."""
+        pace, processors = self.pace, self.logits_processor
+        device = self.forward.draft.device
+        feed = torch.tensor([self._context[self.forward.length :]], device=device)
+        rows: list[torch.Tensor] = []
+        while True:
+            logits = self.forward.feed(feed)
+            if self.do_sample or processors or pace.reads_confidence:
+                logits = self._like_the_targets(logits, ids)
+            if self.do_sample:
+                rows.append(logits)
+                chosen = torch.multinomial(logits.softmax(-1), 1)
+            else:
+                chosen = logits.argmax(-1, keepdim=True)
+            token = int(chosen)
+            self._drafted.append(token)
+            confidence = 1.0
+            if pace.reads_confidence:
+                confidence = float((logits[0, token] - logits.logsumexp(-1)).exp())
+                self._confidences.append(confidence)
+            if len(self._drafted) >= tokens or token in self.eos_token_ids or not pace.goes_on(confidence):
+                return rows
+            if processors:
+                ids = torch.cat([ids, chosen], dim=1)
+            feed = chosen.to(device)
+
+    def _like_the_targets(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        logits = logits.to(device=ids.device, dtype=torch.float32)
+        missing = self.vocab_size - logits.shape[-1]
+        if missing:  # embeddings padded otherwise than the target's
+            logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+        processed: torch.Tensor = self.logits_processor(ids, logits)
+        return processed
+
+    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
+        """Take back what the target rejected; arguments as of the loop, of which only the tokens are needed."""
+        emitted: list[int] = input_ids[0, self._seen :].tolist()
+        # Not the loop's count of matches, which is one short where it cut the emitted tokens.
+        accepted = 0
+        for ours, theirs in zip(self._drafted, emitted, strict=False):
+            if ours != theirs:
+                break
+            accepted += 1
+        self._seen = input_ids.shape[1]
+        if self.forward.length:
+            # The last drafted token was not fed.
+            self.forward.crop(min(self.forward.length, len(self._context) + accepted))
+        self._context += emitted
+        self._rounds += 1
+        self.pace.judged(self._confidences, accepted, len(emitted))
+
+    def close(self) -> None:
+        """The request has ended."""
+        self.forward.close()
+
+
+class LeanDrafting:
+    """
+    Makes the lean candidate generators of one draft's requests.
+
+    Args:
+        draft (`PreTrainedModel`):
+            What drafts; weights may change in place between requests.
+        num_assistant_tokens (`int` or `str`, *optional*):
+            k, or `"auto"`; `None` reads the draft's generation config at each request.
+        compile_draft (`bool`, defaults to `False`):
+            Compile the single-token forward, once, at the first request.
+    """
+
+    def __init__(self, draft: Any, num_assistant_tokens: int | str | None, *, compile_draft: bool = False) -> None:
+        self.draft = draft
+        self.num_assistant_tokens = num_assistant_tokens
+        self.pacer = Pacer()
+        self._compiled = CompiledDraft(draft) if compile_draft else None
+        self._told: set[str] = set()
+
+    def generator(
+        self,
+        pace: Pace,
+        input_ids: torch.Tensor,
+        *,
+        generation_config: Any,
+        inputs_tensor: torch.Tensor | None,
+        logits_processor: LogitsProcessorList,
+        model_kwargs: dict[str, Any],
+        vocab_size: int,
+    ) -> LeanCandidateGenerator | None:
+        """The generator of one request, from what the loop gives to the stock one; `None` where only that can serve."""
+        draft = self.draft
+        if is_peft(draft):
+            return self._leave_it("the draft's adapter cannot be merged into its weights")
+        schedule = getattr(draft.generation_config, "num_assistant_tokens_schedule", None)
+        if self.num_assistant_tokens is None and schedule not in (None, "constant"):
+            return self._leave_it(f"the draft's own generation config asks for the schedule {schedule!r}")
+        limit = getattr(draft.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        source = None
+        if draft.config.is_encoder_decoder:
+            if limit is not None and inputs_tensor is not None and inputs_tensor.shape[1] > limit:
+                return self._leave_it("a prompt is longer than the draft's positions")
+            source = self._encode(inputs_tensor, model_kwargs.get("attention_mask"))
+        max_length = int(generation_config.max_length)
+        if source is None and self._compiled is not None:
+            forward = self._compiled.forward(max_length if limit is None else min(max_length, limit))
+        else:
+            forward = DraftForward(draft, source)
+        eos = generation_config._eos_token_tensor
+        mask = "decoder_attention_mask" if draft.config.is_encoder_decoder else "attention_mask"
+        return LeanCandidateGenerator(
+            forward,
+            pace,
+            input_ids,
+            attention_mask=model_kwargs.get(mask),
+            logits_processor=logits_processor,
+            do_sample=bool(generation_config.do_sample),
+            max_length=max_length,
+            max_positions=limit,
+            eos_token_ids=frozenset() if eos is None else frozenset(eos.tolist()),
+            vocab_size=vocab_size,
+        )
+
+    def pace(self, domain: str | None, *, do_sample: bool) -> Pace:
+        """How one request of a domain drafts."""
+        if self.num_assistant_tokens == "auto":
+            return self.pacer.pace((domain, do_sample))
+        if isinstance(self.num_assistant_tokens, int):
+            return FixedPace(self.num_assistant_tokens)
+        config = self.draft.generation_config
+        defaults = config._get_default_generation_params()
+        k, threshold = (
+            defaults[name] if getattr(config, name, None) is None else getattr(config, name)
+            for name in ("num_assistant_tokens", "assistant_confidence_threshold")
+        )
+        return FixedPace(int(k), float(threshold or 0.0))
+
+    @torch.inference_mode()
+    def _encode(self, source_ids: Any, mask: torch.Tensor | None) -> dict[str, Any]:
+        device = self.draft.device
+        mask = None if mask is None else mask.to(device)
+        outputs = self.draft.get_encoder()(input_ids=source_ids.to(device), attention_mask=mask, return_dict=True)
+        return {"encoder_outputs": outputs, "attention_mask": mask}
+
+    def _leave_it(self, why: str) -> None:
+        if why not in self._told:
+            self._told.add(why)
+            logger.warning("Drafting by transformers' stock generator: %s.", why)
