@@ -284,6 +284,11 @@ class OnlineAssistant:
         """The draft that a request of this domain is served with."""
         return self._draft
 
+    @property
+    def drafting(self) -> LeanDrafting | None:
+        """What makes the candidates, with its clock and its pace; `None` where transformers' generator does."""
+        return self._drafting
+
     def drafting_plan(self, domain: str | None = None, *, do_sample: bool = False) -> DraftingPlan | None:
         """
         With `num_assistant_tokens="auto"`: how many tokens are drafted for requests of a domain, and the measured

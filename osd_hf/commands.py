@@ -52,7 +52,7 @@ BUNDLED_REQUESTS = 200
 def _config(args: argparse.Namespace) -> OnlineConfig:
     given = {name.removeprefix("config."): value for name, value in vars(args).items() if name.startswith("config.")}
     config = OnlineConfig.paper(**given) if args.paper else OnlineConfig(**given)
-    if config.num_assistant_tokens is None:
+    if not isinstance(config.num_assistant_tokens, int):
         raise ConfigError("--num-assistant-tokens must be a number: what is compared needs one k throughout.")
     return config
 
@@ -265,7 +265,7 @@ def replay_command(args: argparse.Namespace) -> int:
     if args.learn:
         make_folder(args.output_dir)
     k = config.num_assistant_tokens
-    assert k is not None
+    assert isinstance(k, int)
     report: dict[str, Any] = {"provenance": provenance(), "num_assistant_tokens": k, "drafts": []}
     rows, learned_rows = [], []
     for number, source in enumerate(args.draft):

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 __all__ = ["CompiledDraft", "DraftForward", "StaticForward"]
 
 logger = logging.getLogger(__name__)
+
+Clock = Callable[[], float]
 
 SMALLEST_STATIC_CACHE = 256  # tokens; each doubling is compiled once
 
@@ -27,16 +30,20 @@ class DraftForward:
             Decoder-only or encoder-decoder.
         source (`dict[str, Any]`, *optional*):
             Of an encoder-decoder, what each forward gets besides tokens: `encoder_outputs` and `attention_mask`.
+        clock (`Callable[[], float]`, *optional*, defaults to `time.perf_counter`):
+            In seconds.
 
     Attributes:
         length (`int`):
             Tokens in the cache.
         forwards (`int`), seconds (`float`):
-            Forwards so far and the wall time inside them; on an accelerator, of launching them.
+            Forwards so far, and the time inside them by `clock`; on an accelerator that of launching them, unless the
+            clock waits for it.
     """
 
-    def __init__(self, draft: Any, source: dict[str, Any] | None = None) -> None:
+    def __init__(self, draft: Any, source: dict[str, Any] | None = None, clock: Clock = time.perf_counter) -> None:
         self.draft = draft
+        self.clock = clock
         self.length = 0
         self.forwards = 0
         self.seconds = 0.0
@@ -65,11 +72,11 @@ class DraftForward:
         Returns:
             `torch.Tensor` of shape `(1, vocab)`: raw logits after the last of them, in the draft's dtype.
         """
-        started = time.perf_counter()
+        started = self.clock()
         logits = self._forward(ids)
         self.length += ids.shape[1]
         self.forwards += 1
-        self.seconds += time.perf_counter() - started
+        self.seconds += self.clock() - started
         return logits
 
     def _forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -115,18 +122,18 @@ class CompiledDraft:
         logger.warning("The draft is not compiled and runs eagerly: %s.", why)
 
     @torch.inference_mode()
-    def forward(self, tokens: int) -> DraftForward:
+    def forward(self, tokens: int, clock: Clock = time.perf_counter) -> DraftForward:
         """The forward of one request that feeds at most `tokens` tokens."""
         size = max(SMALLEST_STATIC_CACHE, 1 << (tokens - 1).bit_length())
         with self._lock:
             if self.unable is None and size not in self._steps:
                 self._compile(size)
             if self.unable is not None:
-                return DraftForward(self.draft)
+                return DraftForward(self.draft, clock=clock)
             free = self._free[size]
             cache = free.pop() if free else self._new_cache(size)
         cache.reset()
-        return StaticForward(self, cache, size, self._steps[size])
+        return StaticForward(self, cache, size, self._steps[size], clock)
 
     def give_back(self, cache: Any, size: int) -> None:
         """A request has ended, its cache is free for another."""
@@ -168,12 +175,12 @@ class CompiledDraft:
 class StaticForward(DraftForward):
     """Single tokens go through the compiled forward, a prompt through the eager one, over the same static cache."""
 
-    def __init__(self, compiled: CompiledDraft, cache: Any, size: int, step: Any) -> None:
+    def __init__(self, compiled: CompiledDraft, cache: Any, size: int, step: Any, clock: Clock) -> None:
         self._static = cache
         self._compiled = compiled
         self._size = size
         self._step = step
-        super().__init__(compiled.draft)
+        super().__init__(compiled.draft, clock=clock)
 
     def _new_cache(self) -> Any:
         return self._static
@@ -182,7 +189,7 @@ class StaticForward(DraftForward):
         if self.length == 0 or ids.shape[1] > 2:
             return super()._forward(ids)
         for i in range(ids.shape[1]):
-            logits = self._step(ids[:, i : i + 1], self.cache)
+            logits: torch.Tensor = self._step(ids[:, i : i + 1], self.cache)
         # A captured graph writes the next logits where these are.
         return logits.clone()
 

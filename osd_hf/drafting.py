@@ -11,7 +11,7 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from osd_hf.draft_forward import CompiledDraft, DraftForward
+from osd_hf.draft_forward import Clock, CompiledDraft, DraftForward
 from osd_hf.pacing import FixedPace, Pace, Pacer
 from osd_hf.wrappers import is_peft
 
@@ -48,6 +48,8 @@ class LeanCandidateGenerator(CandidateGenerator):
             Drafting ends behind one of these.
         vocab_size (`int`):
             Of the target.
+        clock (`Callable[[], float]`, *optional*, defaults to `time.perf_counter`):
+            In seconds.
     """
 
     def __init__(
@@ -63,8 +65,10 @@ class LeanCandidateGenerator(CandidateGenerator):
         max_positions: int | None,
         eos_token_ids: frozenset[int],
         vocab_size: int,
+        clock: Clock = time.perf_counter,
     ) -> None:
         self.forward = forward
+        self.clock = clock
         self.pace = pace
         # The loop's list gets a recorder of the target's rows, which the draft's are not to enter.
         self.logits_processor = LogitsProcessorList(logits_processor)
@@ -97,7 +101,7 @@ class LeanCandidateGenerator(CandidateGenerator):
             `tuple[torch.Tensor, torch.Tensor | None]`: the sequence with the draft behind it, and the draft's logits;
             the sequence itself and `None` where nothing is drafted.
         """
-        now = time.perf_counter()
+        now = self.clock()
         if self._began is not None:
             seconds = now - self._began if self._is_typical else None
             self.pace.timed(len(self._drafted), self._draft_seconds, seconds)
@@ -115,7 +119,7 @@ class LeanCandidateGenerator(CandidateGenerator):
             return input_ids, None
         rows = self._draft(input_ids, tokens)
         drafted = torch.tensor([self._drafted], device=input_ids.device)
-        self._draft_seconds = time.perf_counter() - now
+        self._draft_seconds = self.clock() - now
         return torch.cat([input_ids, drafted], dim=1), torch.stack(rows, dim=1) if rows else None
 
     @torch.inference_mode()
@@ -186,11 +190,25 @@ class LeanDrafting:
         num_assistant_tokens (`int` or `str`, *optional*):
             k, or `"auto"`; `None` reads the draft's generation config at each request.
         compile_draft (`bool`, defaults to `False`):
-            Compile the single-token forward, once, at the first request.
+            Compile the single-token forward, at the first request.
+        clock (`Callable[[], float]`, *optional*, defaults to `time.perf_counter`):
+            In seconds; one that waits for an accelerator makes costs exact, and requests slower.
+
+    Attributes:
+        pacer (`Pacer`):
+            What `"auto"` decides from.
     """
 
-    def __init__(self, draft: Any, num_assistant_tokens: int | str | None, *, compile_draft: bool = False) -> None:
+    def __init__(
+        self,
+        draft: Any,
+        num_assistant_tokens: int | str | None,
+        *,
+        compile_draft: bool = False,
+        clock: Clock = time.perf_counter,
+    ) -> None:
         self.draft = draft
+        self.clock = clock
         self.num_assistant_tokens = num_assistant_tokens
         self.pacer = Pacer()
         self._compiled = CompiledDraft(draft) if compile_draft else None
@@ -207,24 +225,24 @@ class LeanDrafting:
         model_kwargs: dict[str, Any],
         vocab_size: int,
     ) -> LeanCandidateGenerator | None:
-        """The generator of one request, from what the loop gives to the stock one; `None` where only that can serve."""
+        """One request's generator, from what the loop gives to the stock one; `None` where only that can serve."""
         draft = self.draft
         if is_peft(draft):
-            return self._leave_it("the draft's adapter cannot be merged into its weights")
+            return self._left("the draft's adapter cannot be merged into its weights")
         schedule = getattr(draft.generation_config, "num_assistant_tokens_schedule", None)
         if self.num_assistant_tokens is None and schedule not in (None, "constant"):
-            return self._leave_it(f"the draft's own generation config asks for the schedule {schedule!r}")
+            return self._left(f"the draft's own generation config asks for the schedule {schedule!r}")
         limit = getattr(draft.config.get_text_config(decoder=True), "max_position_embeddings", None)
         source = None
         if draft.config.is_encoder_decoder:
             if limit is not None and inputs_tensor is not None and inputs_tensor.shape[1] > limit:
-                return self._leave_it("a prompt is longer than the draft's positions")
+                return self._left("a prompt is longer than the draft's positions")
             source = self._encode(inputs_tensor, model_kwargs.get("attention_mask"))
         max_length = int(generation_config.max_length)
         if source is None and self._compiled is not None:
-            forward = self._compiled.forward(max_length if limit is None else min(max_length, limit))
+            forward = self._compiled.forward(max_length if limit is None else min(max_length, limit), self.clock)
         else:
-            forward = DraftForward(draft, source)
+            forward = DraftForward(draft, source, self.clock)
         eos = generation_config._eos_token_tensor
         mask = "decoder_attention_mask" if draft.config.is_encoder_decoder else "attention_mask"
         return LeanCandidateGenerator(
@@ -238,6 +256,7 @@ class LeanDrafting:
             max_positions=limit,
             eos_token_ids=frozenset() if eos is None else frozenset(eos.tolist()),
             vocab_size=vocab_size,
+            clock=self.clock,
         )
 
     def pace(self, domain: str | None, *, do_sample: bool) -> Pace:
@@ -261,7 +280,8 @@ class LeanDrafting:
         outputs = self.draft.get_encoder()(input_ids=source_ids.to(device), attention_mask=mask, return_dict=True)
         return {"encoder_outputs": outputs, "attention_mask": mask}
 
-    def _leave_it(self, why: str) -> None:
+    def _left(self, why: str) -> LeanCandidateGenerator | None:
         if why not in self._told:
             self._told.add(why)
             logger.warning("Drafting by transformers' stock generator: %s.", why)
+        return None

@@ -184,7 +184,7 @@ def serve(
         on_request(request)
     config = assistant.config
     interval, k = config.update_interval, config.num_assistant_tokens
-    assert k is not None
+    assert isinstance(k, int)
     # Replay of a greedy answer needs no more than its tokens.
     width = config.num_logprobs if generate_kwargs.get("do_sample") else 1
     traces: list[Trace] = []

@@ -75,8 +75,10 @@ def simulate(
             f"{sampled} of {len(traces)} traces were sampled; only greedy ones can be simulated. Leave them out."
         )
     k = config.num_assistant_tokens or draft.generation_config.num_assistant_tokens
-    if k is None:
-        raise ConfigError("`num_assistant_tokens` is None and the draft's generation config has none; set it.")
+    if not isinstance(k, int):
+        raise ConfigError(
+            f"Replay drafts the same number of tokens each round, got `num_assistant_tokens={k!r}`; set a number."
+        )
     with learning_context():
         serving = copy.deepcopy(draft).eval()
     updater, schedule = Updater(draft, config), UpdateSchedule(config)
