@@ -17,13 +17,14 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaL
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from osd_hf.arguments import NO_WARPING, num_cached, prompt_ids, request_settings
 from osd_hf.drafting import LeanCandidateGenerator, LeanDrafting
 from osd_hf.errors import UnsupportedModelError
 from osd_hf.pacing import Pace
 from osd_hf.records import DraftRound, Trace, ids_dtype
 from osd_hf.wrappers import unwrap
 
-__all__ = ["Binding", "Request", "Sink", "compress_rows", "sampling_settings"]
+__all__ = ["Binding", "Request", "Sink", "compress_rows"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,20 +34,6 @@ PENDING_LOGITS = 1 << 19  # elements that wait to be cut down: 2 MiB in float32,
 
 # Arguments of the assisted loop that the plain one does not know.
 ASSISTED_ONLY = ("inputs_tensor", "assistant_model", "assistant_tokenizer", "tokenizer")
-
-# `None` would be filled up with defaults, top_k = 50 among them.
-NO_WARPING = {
-    "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None, "top_h": None, "typical_p": 1.0,
-    "epsilon_cutoff": 0.0, "eta_cutoff": 0.0,
-}  # fmt: skip
-# What of a generation config shapes the distribution or bounds the answer: kept with a trace, so that a replay can
-# process a draft's logits as the live request did.
-SAMPLING_FIELDS = (
-    "do_sample", *NO_WARPING, "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size",
-    "encoder_no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "min_length", "min_new_tokens",
-    "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens",
-    "exponential_decay_length_penalty", "remove_invalid_values", "renormalize_logits", "eos_token_id",
-)  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -126,17 +113,21 @@ class _RawRows(LogitsProcessor):
         return scores
 
 
-class _PlainRows(LogitsProcessor):
-    """The same where the target decodes alone: each row is a token's."""
+class _WatchedProcessors(LogitsProcessorList):
+    """The list of a target that decodes alone: each row that it gets is a token's. A recorder inside the list would
+    have its signature inspected at every token."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, processors: LogitsProcessorList, request: Request) -> None:
+        super().__init__(processors)
         self.request = request
         self.times: list[float] = []
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         self.times.append(time.perf_counter())
-        self.request.keep(scores.clone())
-        return scores
+        if self.request.keeps_rows:
+            self.request.keep(scores.clone())
+        processed: torch.Tensor = super().__call__(input_ids, scores, **kwargs)
+        return processed
 
 
 @dataclass(eq=False)
@@ -174,8 +165,9 @@ class Request:
         self.drafted = input_ids[0, :0]
         self.draft_logits: torch.Tensor | None = None
         self.widths = {b.num_logprobs for b in bindings}
-        self.num_cached = _num_cached(model, input_ids, kwargs)
-        self.prompts = _prompt_ids(model, input_ids, kwargs, prefix_unseen=self.num_cached is None)
+        self.keeps_rows = self.widths != {0}
+        self.num_cached = num_cached(model, input_ids, kwargs)
+        self.prompts = prompt_ids(model, input_ids, kwargs, prefix_unseen=self.num_cached is None)
         self.drafting: LeanDrafting | None = None
         self.pace: Pace | None = None
         for binding in bindings:
@@ -183,20 +175,19 @@ class Request:
                 self.drafting = binding.drafting
                 do_sample = bool(kwargs["generation_config"].do_sample)
                 self.pace = binding.drafting.pace(binding.domain, do_sample=do_sample)
-        self.settings = _settings(kwargs["generation_config"], input_ids.shape[1], kwargs["logits_processor"])
+        self.settings = request_settings(kwargs["generation_config"], input_ids.shape[1], kwargs["logits_processor"])
 
     def decode_plainly(self, decode: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         """Let the target decode alone, by its own loop `decode`, while its rows are kept."""
-        rows = _PlainRows(self)
-        kwargs["logits_processor"].insert(0, rows)
+        watched = _WatchedProcessors(kwargs["logits_processor"], self)
         kwargs = {name: value for name, value in kwargs.items() if name not in ASSISTED_ONLY}
-        output = decode(self.input_ids, **kwargs)
+        output = decode(self.input_ids, **{**kwargs, "logits_processor": watched})
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         emitted = sequences[0, self.length :].split(1)
         self.rounds = [_Round(self.drafted, token, None, None) for token in emitted]
-        if self.pace is not None and len(rows.times) > 1:
-            seconds = (rows.times[-1] - rows.times[0]) / (len(rows.times) - 1)
-            self.pace.timed(0, 0.0, seconds, rounds=len(rows.times))
+        if self.pace is not None and len(watched.times) > 1:
+            seconds = (watched.times[-1] - watched.times[0]) / (len(watched.times) - 1)
+            self.pace.timed(0, 0.0, seconds, rounds=len(watched.times))
         return output
 
     def lean_generator(self, *, generation_config: Any, **kwargs: Any) -> Any:
@@ -264,10 +255,9 @@ class Request:
         emitted = input_ids[0, self.length :]
         self.length = input_ids.shape[1]
         count = len(emitted)
-        if self.raw is None:
-            rows = scores[0, :count]
-        else:
-            rows = torch.stack(self.raw.rows[:count])
+        if self.keeps_rows:
+            self.keep(scores[0, :count] if self.raw is None else torch.stack(self.raw.rows[:count]))
+        if self.raw is not None:
             self.raw.rows.clear()
         p = q = None
         if self.settings.get("do_sample") and self.draft_logits is not None:
@@ -275,16 +265,14 @@ class Request:
             index = examined[:, None]
             p = scores[0, : len(examined)].softmax(-1).gather(-1, index)[:, 0]
             q = self.draft_logits[0, : len(examined)].to(scores.device).softmax(-1).gather(-1, index)[:, 0]
-        self.keep(rows)
         self.rounds.append(_Round(self.drafted, emitted, p, q))
 
     def keep(self, rows: torch.Tensor) -> None:
         """Take in raw target rows, `(rows, vocab)`, of emitted tokens."""
-        if self.widths != {0}:
-            self.pending.append(rows)
-            self.num_pending += rows.numel()
-            if self.num_pending > PENDING_LOGITS:
-                self.compress()
+        self.pending.append(rows)
+        self.num_pending += rows.numel()
+        if self.num_pending > PENDING_LOGITS:
+            self.compress()
 
     def compress(self) -> None:
         """Cut the pending rows down, those of many rounds at once."""
@@ -302,18 +290,17 @@ class Request:
     def finish(self) -> None:
         if self.prompts is None:
             return
-        rounds = tuple(_as_draft_round(r) for r in self.rounds)
-        completion = torch.cat([r.emitted for r in self.rounds]).to(torch.int32).cpu().numpy()
+        completion, rounds = _as_draft_rounds(self.rounds)
         if self.pending:
             self.compress()
-        prompt_ids, decoder_prompt_ids = self.prompts
+        prompt, decoder_prompt = self.prompts
         vocab_size = int(self.model.config.get_text_config().vocab_size)
         for binding, version in zip(self.bindings, self.versions, strict=True):
-            top_logits, top_ids, tail = self._rows(binding.num_logprobs, vocab_size)
+            top_logits, top_ids, tail = self._rows(binding.num_logprobs, vocab_size, len(completion))
             binding.deliver(
                 Trace(
-                    prompt_ids=prompt_ids,
-                    decoder_prompt_ids=decoder_prompt_ids,
+                    prompt_ids=prompt,
+                    decoder_prompt_ids=decoder_prompt,
                     completion_ids=completion,
                     rounds=rounds,
                     top_logits=top_logits,
@@ -327,9 +314,8 @@ class Request:
                 )
             )
 
-    def _rows(self, width: int | None, vocab_size: int) -> tuple[Any, Any, Any]:
+    def _rows(self, width: int | None, vocab_size: int, total: int) -> tuple[Any, Any, Any]:
         dtype = ids_dtype(vocab_size)
-        total = sum(len(r.emitted) for r in self.rounds)
         if width == 0:
             return np.zeros((total, 0), np.float16), np.zeros((total, 0), dtype), np.zeros(total, np.float32)
         kept = self.kept[width]
@@ -357,28 +343,24 @@ def _mend_drafting(generator: AssistedCandidateGenerator, input_ids: torch.Tenso
             setattr(generator.generation_config, name, neutral)
 
 
-def _num_cached(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> int | None:
-    """Tokens of the prompt that lie in a cache of an earlier turn; `None` where the cache holds tokens that the prompt
-    does not repeat, which `generate` tells by a mask longer than the prompt."""
-    cache = kwargs.get("past_key_values")
-    cached = 0 if cache is None else int(cache.get_seq_length())
-    if cached == 0:
-        return 0
-    mask = kwargs.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
-    length = getattr(kwargs["generation_config"], "_mask_length", None) if mask is None else mask.shape[1]
-    repeated = length in (None, input_ids.shape[1]) and cached < input_ids.shape[1]
-    return cached if repeated else None
-
-
-def _as_draft_round(r: _Round) -> DraftRound:
-    drafted, emitted = r.drafted.cpu().numpy().astype(np.int32), r.emitted.cpu().numpy()
-    both = min(len(drafted), len(emitted))
-    # Not the loop's own count of matches, which is one short where the emitted tokens were cut at EOS or at the limit.
-    differs = np.flatnonzero(drafted[:both] != emitted[:both])
-    accepted = int(differs[0]) if len(differs) else both
-    examined = min(accepted + 1, both)
-    p, q = (None if x is None else x[:examined].float().cpu().numpy() for x in (r.p, r.q))
-    return DraftRound(drafted, accepted, len(emitted), p, q)
+def _as_draft_rounds(rounds: list[_Round]) -> tuple[Any, tuple[DraftRound, ...]]:
+    """The completion's token ids, and the rounds. What lies on the device comes over at once."""
+    emitted = torch.cat([r.emitted for r in rounds]).to(torch.int32).cpu().numpy()
+    drafted = torch.cat([r.drafted for r in rounds]).to(torch.int32).cpu().numpy()
+    found = []
+    num_emitted = num_drafted = 0
+    for r in rounds:
+        theirs = emitted[num_emitted : num_emitted + len(r.emitted)]
+        ours = drafted[num_drafted : num_drafted + len(r.drafted)]
+        num_emitted, num_drafted = num_emitted + len(theirs), num_drafted + len(ours)
+        both = min(len(ours), len(theirs))
+        # Not the loop's own count of matches, which is one short where the emitted tokens were cut.
+        differs = np.flatnonzero(ours[:both] != theirs[:both])
+        accepted = int(differs[0]) if len(differs) else both
+        examined = min(accepted + 1, both)
+        p, q = (None if x is None else x[:examined].float().cpu().numpy() for x in (r.p, r.q))
+        found.append(DraftRound(ours, accepted, len(theirs), p, q))
+    return emitted, tuple(found)
 
 
 def _end_of(input_ids: torch.Tensor, candidate_ids: torch.Tensor, criteria: StoppingCriteriaList) -> int | None:
@@ -387,54 +369,3 @@ def _end_of(input_ids: torch.Tensor, candidate_ids: torch.Tensor, criteria: Stop
         if bool(criteria(candidate_ids[:, :length], None).any()):
             return length
     return None
-
-
-def _prompt_ids(
-    model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], *, prefix_unseen: bool
-) -> tuple[Any, Any] | None:
-    """Prompt ids without padding and, for an encoder-decoder, the decoder's prompt; `None` where the request also
-    hangs on something other than token ids, so that no draft could be taught from its trace."""
-
-    def without_padding(ids: torch.Tensor, mask: Any) -> Any:
-        row = ids[0]
-        if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
-            row = row[mask[0].bool()]
-        return row.to(torch.int32).cpu().numpy()
-
-    is_encoder_decoder = model.config.is_encoder_decoder
-    source = kwargs.get("inputs_tensor") if is_encoder_decoder else input_ids
-    foreign = [
-        name
-        for name, value in kwargs.items()
-        if name != "inputs_tensor" and isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim > 2
-    ]
-    if source is None or source.is_floating_point() or source.shape[1] == 0 or foreign or prefix_unseen:
-        logger.warning(
-            "A request is not captured: its prompt is not made of token ids alone (%s).",
-            ", ".join(foreign) or ("part of it lies only in the cache" if prefix_unseen else "embeddings or features"),
-        )
-        return None
-    if not is_encoder_decoder:
-        return without_padding(input_ids, kwargs.get("attention_mask")), None
-    return without_padding(source, kwargs.get("attention_mask")), input_ids[0].to(torch.int32).cpu().numpy()
-
-
-def sampling_settings(generation_config: Any) -> dict[str, Any]:
-    """Those settings of `SAMPLING_FIELDS` that do something, ready for JSON."""
-    settings: dict[str, Any] = {}
-    for name in SAMPLING_FIELDS:
-        value = getattr(generation_config, name, None)
-        is_id = name.endswith("_token_id")  # of which 0 is one like any other
-        neutral = value is None or value is False or (not is_id and value in (0, 1.0) and not isinstance(value, bool))
-        if not neutral and (generation_config.do_sample or name not in NO_WARPING):
-            # Biases are keyed by tuples of ids, which JSON has not; transformers takes pairs as well.
-            settings[name] = [[list(k), v] for k, v in value.items()] if isinstance(value, dict) else value
-    return settings
-
-
-def _settings(generation_config: Any, prompt_tokens: int, processors: LogitsProcessorList) -> dict[str, Any]:
-    return {
-        **sampling_settings(generation_config),
-        "max_new_tokens": int(generation_config.max_length) - prompt_tokens,
-        "processors": [type(p).__name__ for p in processors],
-    }

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from osd_hf.capture import NO_WARPING, compress_rows, sampling_settings
+from osd_hf.arguments import NO_WARPING, sampling_settings
+from osd_hf.capture import compress_rows
 from osd_hf.errors import ConfigError
 from osd_hf.records import Trace, ids_dtype
 

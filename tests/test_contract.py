@@ -11,7 +11,7 @@ from transformers.generation import candidate_generator, logits_process, stoppin
 from transformers.generation import utils as generation_utils
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
-from osd_hf import capture, guards
+from osd_hf import arguments, guards
 
 
 def parameters(function: Any) -> set[str]:
@@ -119,7 +119,7 @@ def test_stopping_criteria_are_told_apart() -> None:
 
 def test_settings_that_are_read_exist() -> None:
     known = GenerationConfig().to_dict() | dict.fromkeys(GenerationConfig._get_default_generation_params())
-    assert set(capture.SAMPLING_FIELDS) - {"forced_bos_token_id"} <= set(known) | set(vars(GenerationConfig()))
+    assert set(arguments.SAMPLING_FIELDS) - {"forced_bos_token_id"} <= set(known) | set(vars(GenerationConfig()))
 
 
 def test_processors_that_are_refused_by_name_exist() -> None:
@@ -134,7 +134,7 @@ def test_warpers_are_those_that_sampling_adds() -> None:
     config = GenerationConfig(**settings)
     target._prepare_special_tokens(config, True)
     assert len(target._get_logits_processor(config, model_kwargs={})) == len(settings) - 1
-    assert set(settings) - {"do_sample"} == set(capture.NO_WARPING)
-    for name, neutral in capture.NO_WARPING.items():
+    assert set(settings) - {"do_sample"} == set(arguments.NO_WARPING)
+    for name, neutral in arguments.NO_WARPING.items():
         setattr(config, name, neutral)
     assert len(target._get_logits_processor(config, model_kwargs={})) == 0

@@ -32,6 +32,7 @@ LAYERS = {
     "replay": 2,
     # touching transformers, the bundled pair, streams of prompts
     "wrappers": 1,
+    "arguments": 3,
     "capture": 3,
     "draft_forward": 3,
     "drafting": 3,
