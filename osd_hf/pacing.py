@@ -19,8 +19,9 @@ COSTS_KNOWN = 4  # rounds of either kind
 MEMORY = 128  # observations after which an old one counts a third
 REPLAN = 16  # rounds between two looks at the costs
 REFRESH = 100  # speculating rounds between two plain ones, which time the target alone
-PROBE_SHARE = 0.015  # of the time of plain decoding may go into finding out whether speculation has begun to pay
-PROBE_ROUNDS = 4  # consecutive ones share the draft's catching up
+PROBE_SHARE = 0.015  # of the time of plain decoding may be lost in finding out whether speculation has begun to pay
+EXPLORE = 32  # rounds between two that draft one token more than is worth it
+LEVEL_MEMORY = 16  # rounds in which a machine that slows down, or a context that grows, is followed
 # Confidences between two edges share one estimate of acceptance.
 EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
 PRIOR_ALPHA, PRIOR_WEIGHT = 0.6, 4.0
@@ -129,18 +130,17 @@ class Pacer:
 
     A round that drafts k tokens takes `R(k) = verify(k) + k draft`, a plain one `R(0)`. At acceptance alpha it emits
     `E(alpha, k)` tokens (arXiv 2211.17192), so tokens come at the rate `E(alpha, k) / R(k)`; the plan is the k with
-    the best rate. Within a round more is known: how sure the draft is of its tokens, and how often tokens that it was
-    as sure of were accepted. One more token is worth drafting while the chance that it will be accepted, that all
-    before it are and it is, is above `rate * (R(k + 1) - R(k))`, the tokens that the same time brings elsewhere.
+    the best rate. Within a round more is known: how sure the draft is of its tokens, how often tokens that it was as
+    sure of were accepted, and how often the ones behind such tokens were. One more token is worth drafting while the
+    chance that it and all before it are accepted is above `rate * (R(k + 1) - R(k))`, the tokens that the same time
+    brings elsewhere.
 
     Seconds are wall time; it may be used from several threads.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._draft = _Average()
-        self._plain = _Average()
-        self._verify = _Line()
+        self._costs = _Costs()
         self._domains: dict[Any, _Acceptance] = {}
         self._warmed_up = 0
 
@@ -162,64 +162,47 @@ class Pacer:
             for acceptance in self._domains.values():
                 acceptance.fade(0.5)
 
-    @property
-    def _costs_known(self) -> bool:
-        return min(self._plain.weight, self._verify.weight, self._draft.weight) >= COSTS_KNOWN
-
     def _plan(self, seen: _Acceptance) -> DraftingPlan:
-        alpha = seen.alpha.mean
-        if not self._costs_known:
+        alpha, costs = seen.alpha.mean, self._costs
+        if not costs.are_known:
             return DraftingPlan(True, WARM_UP[0], alpha, 1.0, None, None, None, None, seen.alpha.weight)
-        plain, draft, verify = self._plain.mean, self._draft.mean, self._verify
-
-        def rate(emitted: float, drafted: float) -> float:
-            return emitted / (verify.at(drafted) + drafted * draft)
-
-        rates = [1 / plain, *(rate(expected_block_efficiency(alpha, k), k) for k in range(1, MAX_K + 1))]
+        rates = [expected_block_efficiency(alpha, k) / costs.round(k) for k in range(MAX_K + 1)]
         best = max(rates)
         if seen.drafted.weight > MEMORY / 4:
             # What the rounds that ended by confidence reached: more than k tokens each time could.
-            best = max(best, rate(seen.emitted.mean, seen.drafted.mean))
+            best = max(best, seen.emitted.mean / costs.round(seen.drafted.mean))
         speculates = best > rates[0]
         k = max(rates.index(max(rates)), 1) if speculates else 0
         return DraftingPlan(
             speculates=speculates,
             k=k,
             alpha=alpha,
-            speedup=best * plain,
-            draft_seconds=draft,
-            plain_seconds=plain,
-            verify_seconds=verify.at(max(k, 1)),
-            per_token_seconds=draft + verify.slope,
+            speedup=best / rates[0],
+            draft_seconds=costs.level * costs.draft.mean,
+            plain_seconds=costs.level * costs.plain.mean,
+            verify_seconds=costs.level * costs.verify.at(max(k, 1)),
+            per_token_seconds=costs.level * (costs.draft.mean + costs.verify.slope),
             examined=seen.alpha.weight,
         )
 
     def is_plain(self, seen: _Acceptance) -> bool:
         with self._lock:
-            if not self._costs_known:
+            if not self._costs.are_known:
                 return False
             seen.plan = self._plan(seen)
-            seen.probes_left = 0
-            if seen.plan.speculates:
-                return False
-            if seen.probe_seconds > PROBE_SHARE * seen.plain_seconds:
-                return True
-            seen.probes_left = PROBE_ROUNDS
-            return False
+            return not seen.plan.speculates and not seen.may_probe
 
     def begin(self, seen: _Acceptance) -> tuple[int, bool]:
         """Most tokens of a domain's next round, and whether it drafts as many whatever their confidence."""
         with self._lock:
-            if not self._costs_known:
+            if not self._costs.are_known:
                 self._warmed_up += 1
                 return WARM_UP[(self._warmed_up - 1) % len(WARM_UP)], True
             if seen.plan is None or seen.rounds % REPLAN == 0:
                 seen.plan = self._plan(seen)
             seen.rounds += 1
-            if seen.plan.speculates:
-                return (MAX_K if seen.rounds % REFRESH else 0), False
-            seen.probes_left -= 1
-            return (MAX_K if seen.probes_left >= 0 else 0), False
+            drafts = seen.rounds % REFRESH != 0 if seen.plan.speculates else seen.may_probe
+            return (MAX_K if drafts else 0), False
 
     def judged(self, seen: _Acceptance, confidences: Sequence[float], accepted: int, emitted: int) -> None:
         with self._lock:
@@ -229,16 +212,16 @@ class Pacer:
         self, seen: _Acceptance, drafted: int, draft_seconds: float, round_seconds: float | None, rounds: int
     ) -> None:
         with self._lock:
-            if round_seconds is not None and drafted == 0:
-                self._plain.add(round_seconds)
-                seen.plain_seconds += round_seconds * rounds
-            elif round_seconds is not None:
-                self._draft.add(draft_seconds / drafted)
-                self._verify.add(drafted, round_seconds - draft_seconds)
-            if drafted and seen.plan is not None and not seen.plan.speculates:
-                lost = draft_seconds if round_seconds is None else round_seconds
-                gained = 0 if round_seconds is None else seen.last_emitted
-                seen.probe_seconds += max(lost - gained * self._plain.mean, 0.0)
+            costs = self._costs
+            if round_seconds is not None:
+                costs.add(drafted, draft_seconds, round_seconds, rounds)
+            if drafted == 0:
+                seen.plain_seconds += (round_seconds or 0.0) * rounds
+            elif seen.plan is not None and not seen.plan.speculates:
+                # Of a round that also read the prompt, only the drafting is known to be on top.
+                plain = costs.level * costs.plain.mean
+                lost = draft_seconds if round_seconds is None else round_seconds - seen.last_emitted * plain
+                seen.probe_seconds = max(seen.probe_seconds + lost, 0.0)
 
 
 class AutoPace:
@@ -249,7 +232,7 @@ class AutoPace:
     def __init__(self, pacer: Pacer, seen: _Acceptance) -> None:
         self._pacer = pacer
         self._seen = seen
-        self._whatever = False
+        self._whatever = self._explores = False
         self._chance = 1.0
 
     def is_plain(self) -> bool:
@@ -258,14 +241,20 @@ class AutoPace:
     def tokens(self) -> int:
         self._chance = 1.0
         tokens, self._whatever = self._pacer.begin(self._seen)
+        self._explores = self._seen.rounds % EXPLORE == 0
         return tokens
 
     def goes_on(self, confidence: float) -> bool:
         plan = self._seen.plan
         if self._whatever or plan is None or plan.per_token_seconds is None or plan.plain_seconds is None:
             return True
-        self._chance *= self._seen.chance(confidence)
-        return self._chance * plan.alpha > plan.speedup * plan.per_token_seconds / plan.plain_seconds
+        accepted, next_accepted = self._seen.chances(confidence)
+        self._chance *= accepted
+        if self._chance * next_accepted > plan.speedup * plan.per_token_seconds / plan.plain_seconds:
+            return True
+        # What is never drafted is never judged: now and then it is.
+        explores, self._explores = self._explores, False
+        return explores
 
     def judged(self, confidences: Sequence[float], accepted: int, emitted: int) -> None:
         self._pacer.judged(self._seen, confidences, accepted, emitted)
@@ -275,28 +264,25 @@ class AutoPace:
 
 
 class _Average:
-    """Of recent values. Clipped, a time far above it counts as less: the machine was busy elsewhere."""
+    """Of recent values."""
 
     def __init__(self, mean: float = 0.0, weight: float = 0.0) -> None:
         self.mean = mean
         self.weight = weight
 
-    def add(self, value: float, *, clip: bool = True) -> None:
-        if clip and self.weight >= COSTS_KNOWN:
-            value = min(value, 3 * self.mean)
-        self.weight = self.weight * (1 - 1 / MEMORY) + 1
-        self.mean += (value - self.mean) / self.weight
+    def add(self, value: float, count: int = 1) -> None:
+        fresh = min(count, MEMORY)
+        self.weight = self.weight * (1 - 1 / MEMORY) ** fresh + fresh
+        self.mean += (value - self.mean) * fresh / self.weight
 
 
 class _Line:
-    """Recent values over k, as a line that does not fall."""
+    """Of recent values over k; it does not fall."""
 
     def __init__(self) -> None:
         self.weight = self._k = self._kk = self._y = self._ky = 0.0
 
     def add(self, k: int, value: float) -> None:
-        if self.weight >= COSTS_KNOWN:
-            value = min(value, 3 * self.at(k))
         fade = 1 - 1 / MEMORY
         self.weight = self.weight * fade + 1
         self._k = self._k * fade + k
@@ -316,6 +302,41 @@ class _Line:
         return self._y / self.weight + self.slope * (k - self._k / self.weight)
 
 
+class _Costs:
+    """
+    Of drafting a token, of a plain round, and of verifying k tokens, each over a common level in seconds. The level
+    follows the machine, and contexts that grow, by every round whatever it drafted; so costs that were seen at
+    different times can be compared.
+    """
+
+    def __init__(self) -> None:
+        self.level = 1.0
+        self.draft, self.plain, self.verify = _Average(), _Average(), _Line()
+
+    @property
+    def are_known(self) -> bool:
+        return min(self.plain.weight, self.verify.weight) >= COSTS_KNOWN
+
+    def round(self, drafted: float) -> float:
+        """A whole round, over the level."""
+        return self.verify.at(drafted) + drafted * self.draft.mean if drafted else self.plain.mean
+
+    def add(self, drafted: int, draft_seconds: float, round_seconds: float, rounds: int) -> None:
+        """Rounds that took so long on average."""
+        excess = 1.0
+        if self.are_known:
+            # A round far above expectation is a machine that was busy elsewhere, and counts as less.
+            expected = self.level * self.round(drafted)
+            excess = max(round_seconds / (3 * expected), 1.0)
+            self.level *= (round_seconds / excess / expected) ** min(rounds / LEVEL_MEMORY, 1.0)
+        unit = self.level * excess
+        if drafted:
+            self.draft.add(draft_seconds / drafted / unit)
+            self.verify.add(drafted, (round_seconds - draft_seconds) / unit)
+        else:
+            self.plain.add(round_seconds / unit, rounds)
+
+
 class _Acceptance:
     """What is known of one domain."""
 
@@ -323,28 +344,40 @@ class _Acceptance:
         self.alpha = _Average(PRIOR_ALPHA, PRIOR_WEIGHT)
         middles = [(low + high) / 2 for low, high in zip((0.0, *EDGES), (*EDGES, 1.0), strict=True)]
         self._by_confidence = [_Average(middle, PRIOR_WEIGHT) for middle in middles]
+        self._next_by_confidence = [_Average() for _ in middles]
         self.emitted, self.drafted = _Average(), _Average()  # of rounds that drafted
         self.last_emitted = 0
         self.plan: DraftingPlan | None = None
         self.rounds = 0
-        self.probes_left = 0
         self.plain_seconds = 0.0
         self.probe_seconds = 0.0
 
-    def chance(self, confidence: float) -> float:
-        return self._by_confidence[bisect_left(EDGES, confidence)].mean
+    @property
+    def may_probe(self) -> bool:
+        return self.probe_seconds <= PROBE_SHARE * self.plain_seconds
+
+    def chances(self, confidence: float) -> tuple[float, float]:
+        """Of a token of this confidence to be accepted, and of the one behind it once it is."""
+        i = bisect_left(EDGES, confidence)
+        behind = self._next_by_confidence[i]
+        # Little was seen behind some tokens: as far, the next one is taken for any.
+        total = behind.weight + PRIOR_WEIGHT
+        return self._by_confidence[i].mean, (behind.mean * behind.weight + self.alpha.mean * PRIOR_WEIGHT) / total
 
     def judged(self, confidences: Sequence[float], accepted: int, emitted: int) -> None:
         if not confidences:
             return
         for i in range(min(accepted + 1, len(confidences), emitted)):
             hit = float(i < accepted)
-            self.alpha.add(hit, clip=False)
-            self._by_confidence[bisect_left(EDGES, confidences[i])].add(hit, clip=False)
+            self.alpha.add(hit)
+            self._by_confidence[bisect_left(EDGES, confidences[i])].add(hit)
+            if i > 0:
+                self._next_by_confidence[bisect_left(EDGES, confidences[i - 1])].add(hit)
         self.last_emitted = emitted
-        self.emitted.add(emitted, clip=False)
-        self.drafted.add(len(confidences), clip=False)
+        self.emitted.add(emitted)
+        self.drafted.add(len(confidences))
 
     def fade(self, share: float) -> None:
-        for average in (self.alpha, self.emitted, self.drafted, *self._by_confidence):
+        known = (*self._by_confidence, *self._next_by_confidence)
+        for average in (self.alpha, self.emitted, self.drafted, *known):
             average.weight *= share
