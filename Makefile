@@ -8,16 +8,20 @@ BIN := $(VENV)/bin
 # -qq: silent unless it fails.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
-.PHONY: help quickstart test check
+.PHONY: help quickstart bench test check
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make quickstart   serve and learn on the bundled pair, before and after"
+	@echo "make bench        target alone, stock and lean drafting side by side on the bundled pair"
 	@echo "make test         the tests"
 	@echo "make check        ruff and mypy"
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/osd-hf quickstart
+
+bench: $(VENV)/.installed
+	@$(BIN)/osd-hf bench
 
 test: $(VENV)/.installed-test
 	@$(BIN)/python -m pytest

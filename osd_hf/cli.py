@@ -1,4 +1,4 @@
-"""The command line: `osd-hf quickstart`, `osd-hf run`, `osd-hf replay`."""
+"""The command line: `osd-hf quickstart`, `osd-hf run`, `osd-hf replay`, `osd-hf bench`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from typing import Any
 import transformers
 
 from osd_hf import commands
+from osd_hf.bench_command import bench_command
 from osd_hf.config import OnlineConfig
+from osd_hf.controlled import SHAPES
 from osd_hf.errors import CaptureError, LearnerError, OSDError
 from osd_hf.quickstart import QuickstartSizes
 
@@ -70,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_run(add("run", commands.run_command, "serve a stream of prompts with a draft that learns"))
     _add_replay(add("replay", commands.replay_command, "what drafts would have scored on recorded requests"))
+    _add_bench(add("bench", bench_command, "time target alone, stock and lean drafting side by side"))
     return parser
 
 
@@ -155,6 +158,42 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         "--output-dir", type=Path, default=Path("osd_hf_replay"), help="plots, with --learn; overwritten"
     )
     _add_config(parser)
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("models")
+    group.add_argument("--target", metavar="ID|PATH", help="instead of the bundled target")
+    group.add_argument("--draft", metavar="ID|PATH", help="instead of the bundled draft")
+    group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
+                       help="auto is each checkpoint's own; only float32 is exact to the token")  # fmt: skip
+    group.add_argument("--device", help="such as cpu or cuda:0; CUDA where there is one by default, for the bundled "
+                       "pair the CPU")  # fmt: skip
+    group.add_argument("--k", default="5", metavar="N[,N...]", help="tokens drafted per round")
+    group.add_argument("--compile", action="store_true", help="also time lean drafting with the draft compiled")
+    group = parser.add_argument_group("prompts")
+    group.add_argument("--prompts", action="append", metavar="ID|FILE",
+                       help="instead of the bundled domains: Hub data set id, or a json, jsonl or parquet file "
+                       "(repeat for several)")  # fmt: skip
+    group.add_argument("--column", default="prompt", help="column of the prompt")
+    group.add_argument("--prompt-template", metavar="FORMAT", help="instead of a column: a format string")
+    group.add_argument("--split", default="train", help="of a Hub data set")
+    group.add_argument("--no-chat-template", action="store_true",
+                       help="plain text, also where the tokenizer has a chat template")  # fmt: skip
+    group = parser.add_argument_group("sizes")
+    group.add_argument("--requests", type=int, default=16, metavar="N", help="timed, per data set")
+    group.add_argument("--watched-requests", type=int, default=3, metavar="N",
+                       help="per data set, answered once more to time what a round consists of")  # fmt: skip
+    group.add_argument("--learn-requests", type=int, default=50, metavar="N",
+                       help="per data set, served before to make the learned draft; 0 leaves it out")  # fmt: skip
+    group.add_argument("--max-new-tokens", type=int, default=96, metavar="N", help="bound of an answer")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts, learning and random weights")
+    parser.add_argument("--threads", type=int, metavar="N", help="of torch, at least 1; measured by default")
+    group = parser.add_argument_group("controlled acceptance, for times of large shapes with random weights")
+    group.add_argument("--controlled", metavar="ALPHA[,ALPHA...]", help="a proposal is right with this probability")
+    group.add_argument("--target-shape", metavar="NAME", help=f"one of {', '.join(SHAPES)}; 7b by default")
+    group.add_argument("--draft-shape", metavar="NAME", help="likewise; 160m by default")
+    group.add_argument("--prompt-tokens", type=int, metavar="N", help="64 by default")
+    parser.add_argument("--output-dir", type=Path, default=Path("osd_hf_bench"), help="report and plot; overwritten")
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:

@@ -70,12 +70,12 @@ def quickstart_command(args: argparse.Namespace) -> int:
     else:
         models = [load_model(m, dtype="float32", device="cpu") for m in (args.target, args.draft)]
         pair = (*models, load_tokenizer(args.target))
-    out = _out(args)
+    out = output_stream(args)
     report = quickstart(
         *pair, sizes=sizes, seed=args.seed, threads=args.threads, output_dir=args.output_dir,
         write=lambda line: print(line, file=out, flush=True),
     )  # fmt: skip
-    _write_json(args, report)
+    write_json(args, report)
     return FAILED if report["outputs"]["differing"] else 0
 
 
@@ -147,8 +147,8 @@ def run_command(args: argparse.Namespace) -> int:
         window=window, title="Acceptance while serving: the draft that learns, and the same draft frozen",
     )  # fmt: skip
     (args.output_dir / "report.json").write_text(json_text(report, indent=1) + "\n")
-    _print_run(report, args.output_dir, _out(args))
-    _write_json(args, report)
+    _print_run(report, args.output_dir, output_stream(args))
+    write_json(args, report)
     return 0
 
 
@@ -278,7 +278,7 @@ def replay_command(args: argparse.Namespace) -> int:
             entry |= learned
             learned_rows += [[entry["draft"], *row] for row in stats_rows]
         report["drafts"].append(entry)
-    out = _out(args)
+    out = output_stream(args)
     header = ["draft", "requests of", "n", "alpha", "95% interval", f"tokens/forward (k={k})"]
     print(text_table(header + (["expected speed-up"] if args.cost is not None else []), rows, left=2), file=out)
     if args.learn:
@@ -288,7 +288,7 @@ def replay_command(args: argparse.Namespace) -> int:
             file=out,
         )
         print(f"\nWrote the plots to {args.output_dir}.", file=out)
-    _write_json(args, report)
+    write_json(args, report)
     return 0
 
 
@@ -374,7 +374,7 @@ def _replay_row(draft: str, name: str, stats: AcceptanceStats, k: int, cost: flo
 # --- output ---------------------------------------------------------------------------------------------------------
 
 
-def _out(args: argparse.Namespace) -> Any:
+def output_stream(args: argparse.Namespace) -> Any:
     """Where people read: not where the machine's JSON goes."""
     return sys.stderr if args.json == "-" else sys.stdout
 
@@ -385,7 +385,7 @@ def check_json(args: argparse.Namespace) -> None:
         raise ConfigError(f"The report cannot be written to {args.json}: name a file in a folder that exists.")
 
 
-def _write_json(args: argparse.Namespace, report: dict[str, Any]) -> None:
+def write_json(args: argparse.Namespace, report: dict[str, Any]) -> None:
     if args.json is None:
         return
     text = json_text(report, indent=1)

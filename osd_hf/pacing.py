@@ -20,6 +20,7 @@ MEMORY = 128  # observations after which an old one counts a third
 REPLAN = 16  # rounds between two looks at the costs
 REFRESH = 100  # speculating rounds between two plain ones, which time the target alone
 PROBE_SHARE = 0.015  # of the time of plain decoding may be lost in finding out whether speculation has begun to pay
+SURE = 20  # examined tokens of a domain below which its alpha is not trusted, and drafting goes on to learn it
 EXPLORE = 32  # rounds between two that draft one token more than is worth it
 LEVEL_MEMORY = 16  # rounds in which a machine that slows down, or a context that grows, is followed
 # Confidences between two edges share one estimate of acceptance.
@@ -190,7 +191,7 @@ class Pacer:
             if not self._costs.are_known:
                 return False
             seen.plan = self._plan(seen)
-            return not seen.plan.speculates and not seen.may_probe
+            return not seen.plan.speculates and not seen.drafts_to_learn
 
     def begin(self, seen: _Acceptance) -> tuple[int, bool]:
         """Most tokens of a domain's next round, and whether it drafts as many whatever their confidence."""
@@ -201,7 +202,7 @@ class Pacer:
             if seen.plan is None or seen.rounds % REPLAN == 0:
                 seen.plan = self._plan(seen)
             seen.rounds += 1
-            drafts = seen.rounds % REFRESH != 0 if seen.plan.speculates else seen.may_probe
+            drafts = seen.rounds % REFRESH != 0 if seen.plan.speculates else seen.drafts_to_learn
             return (MAX_K if drafts else 0), False
 
     def judged(self, seen: _Acceptance, confidences: Sequence[float], accepted: int, emitted: int) -> None:
@@ -353,8 +354,9 @@ class _Acceptance:
         self.probe_seconds = 0.0
 
     @property
-    def may_probe(self) -> bool:
-        return self.probe_seconds <= PROBE_SHARE * self.plain_seconds
+    def drafts_to_learn(self) -> bool:
+        """Whether to draft although it does not seem to pay."""
+        return self.alpha.weight < SURE or self.probe_seconds <= PROBE_SHARE * self.plain_seconds
 
     def chances(self, confidence: float) -> tuple[float, float]:
         """Of a token of this confidence to be accepted, and of the one behind it once it is."""

@@ -15,13 +15,14 @@ from osd_hf.metrics import AcceptanceStats
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["plot_alpha", "plot_domains", "rolling_alpha", "rolling_window"]
+__all__ = ["plot_alpha", "plot_domains", "plot_speedups", "rolling_alpha", "rolling_window"]
 
 MAX_PANELS = 6
 MAX_LABELS = 12
 
 # Colors that stay apart for color-blind readers (Okabe and Ito).
 LEARNING, FROZEN, CEILING = "#0072B2", "#D55E00", "#9A9A9A"
+COLORS = (CEILING, "#E69F00", FROZEN, LEARNING, "#009E73", "#56B4E9", "#CC79A7")
 
 
 def rolling_alpha(stats: Sequence[AcceptanceStats], window: int) -> Any:
@@ -136,6 +137,53 @@ def plot_domains(
     axes.set_ylabel("alpha, with 95% interval")
     axes.set_ylim(0, 1)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=len(drafts), frameon=False)
+    axes.set_title(title, loc="left", fontsize=11)
+    figure.savefig(path)
+
+
+def plot_speedups(
+    path: Path,
+    speedups: Mapping[str, Mapping[str, tuple[float, tuple[float, float], float | None]]],
+    *,
+    title: str,
+) -> None:
+    """
+    Bars with 95% intervals: a group per data set, a bar per system, and what the cost model predicts across it.
+
+    Args:
+        path (`Path`):
+            PNG file to write.
+        speedups (`Mapping[str, Mapping[str, tuple[float, tuple[float, float], float | None]]]`):
+            Data set -> system -> times as fast as the target alone, its interval, and the prediction.
+        title (`str`):
+            Title of the figure.
+    """
+    systems = list(next(iter(speedups.values())))
+    figure, (axes,) = _figure(1, 1, max(9.0, 2.0 + 0.2 * len(speedups) * (len(systems) + 1)), 4.8)
+    width = 0.84 / len(systems)
+    for number, system in enumerate(systems):
+        places = [i + (number - (len(systems) - 1) / 2) * width for i in range(len(speedups))]
+        heights, intervals, predictions = zip(*(part[system] for part in speedups.values()), strict=True)
+        errors = [
+            [max(h - low, 0) for h, (low, _) in zip(heights, intervals, strict=True)],
+            [max(high - h, 0) for h, (_, high) in zip(heights, intervals, strict=True)],
+        ]
+        hatch = ("", "///", "...")[number // len(COLORS) % 3]
+        axes.bar(
+            places, heights, width * 0.94, color=COLORS[number % len(COLORS)], label=system, yerr=errors, capsize=2,
+            ecolor="#333333", hatch=hatch, edgecolor="white", linewidth=0,
+        )  # fmt: skip
+        marks = [(place, p) for place, p in zip(places, predictions, strict=True) if p is not None]
+        if marks:
+            x, y = zip(*marks, strict=True)
+            last = "predicted by the cost model" if number == len(systems) - 1 else None
+            axes.scatter(x, y, marker="D", s=18, color="white", edgecolors="black", linewidths=1, zorder=3, label=last)
+    axes.axhline(1, color="black", lw=1)
+    axes.set_xticks(range(len(speedups)), list(speedups))
+    axes.set_ylabel("times as fast as the target alone, 95% interval")
+    axes.set_ylim(0)
+    axes.margins(x=0.01)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=4, frameon=False, fontsize=9)
     axes.set_title(title, loc="left", fontsize=11)
     figure.savefig(path)
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
 import random
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -28,10 +26,10 @@ from osd_hf.recording import record_traces
 from osd_hf.records import Trace
 from osd_hf.replay import replay_each
 from osd_hf.store import CorrectionStore
-from osd_hf.timing import TimedRequest, answer_greedily, median_ratio, time_in_turns
+from osd_hf.timing import TimedRequest, cores, faster_threads, median_ratio, time_in_turns
 from osd_hf.updater import Updater
 
-__all__ = ["QuickstartSizes", "learned_and_later", "quickstart"]
+__all__ = ["QuickstartSizes", "learned_and_later", "quickstart", "serve_stream"]
 
 K = 5
 
@@ -134,14 +132,15 @@ def quickstart(
     learned_from, later = learned_and_later(sizes, seed)
     first = encode_turn(tokenizer, later[0].prompt)
     try:
-        serving_threads, thread_seconds = _faster_threads(target, first, threads)
-        every_thread = threads or _cores()
+        serving_threads, thread_seconds = faster_threads(target, first, threads)
+        every_thread = threads or cores()
         torch.set_num_threads(serving_threads)
         done("threads")
 
         assistant = OnlineAssistant(target, draft, tokenizer, config, store=CorrectionStore())
         write(f"serving {len(learned_from)} requests of {len(DOMAINS)} domains, shuffled; the draft learns meanwhile")
-        traces = _serve(assistant, tokenizer, learned_from, sizes.max_new_tokens)
+        stream = [(example.domain, encode_turn(tokenizer, example.prompt)) for example in learned_from]
+        traces = serve_stream(assistant, stream, sizes.max_new_tokens)
         done("serving")
 
         torch.set_num_threads(every_thread)
@@ -209,37 +208,28 @@ def learned_and_later(sizes: QuickstartSizes, seed: int) -> tuple[list[Example],
     return learned, later
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _faster_threads(target: Any, prompt: list[int], threads: int | None) -> tuple[int, dict[str, float]]:
-    """Threads with which the target answers sooner, one or all cores, in alternation; and the medians in seconds."""
-    choices = [1, _cores()]
-    if threads is not None or choices[1] == 1:
-        return threads or 1, {}
-    seconds: dict[int, list[float]] = {n: [] for n in choices}
-    for _ in range(5):
-        for number in choices:
-            torch.set_num_threads(number)
-            seconds[number].append(answer_greedily(target, prompt, 24)[1])
-    # The first round warms up.
-    medians = {number: statistics.median(taken[1:]) for number, taken in seconds.items()}
-    return min(choices, key=lambda n: medians[n]), {str(n): round(s, 4) for n, s in medians.items()}
-
-
-def _serve(
-    assistant: OnlineAssistant, tokenizer: Any, examples: Sequence[Example], max_new_tokens: int
+def serve_stream(
+    assistant: OnlineAssistant, requests: Sequence[tuple[str, Sequence[int]]], max_new_tokens: int
 ) -> list[Trace]:
+    """
+    Serve requests greedily behind a progress bar, while the assistant learns from them.
+
+    Args:
+        assistant (`OnlineAssistant`):
+            With a store.
+        requests (`Sequence[tuple[str, Sequence[int]]]`):
+            Domain and token ids of each, in order.
+        max_new_tokens (`int`):
+            Bound of an answer.
+    """
     assert assistant.store is not None
     traces: list[Trace] = []
-    with AlphaBar(len(examples), "serving") as bar:
-        for example in examples:
-            ids = torch.tensor([encode_turn(tokenizer, example.prompt)], device=assistant.target.device)
+    with AlphaBar(len(requests), "serving") as bar:
+        for domain, prompt_ids in requests:
+            ids = torch.tensor([list(prompt_ids)], device=assistant.target.device)
             assistant.generate(
-                ids, attention_mask=torch.ones_like(ids), domain=example.domain, do_sample=False,
-                max_new_tokens=max_new_tokens,
-            )  # fmt: skip
+                ids, attention_mask=torch.ones_like(ids), domain=domain, do_sample=False, max_new_tokens=max_new_tokens
+            )
             traces += assistant.store.sample(1, newest=1)
             bar.advance(AcceptanceStats.from_trace(traces[-1]), version=assistant.version)
     return traces

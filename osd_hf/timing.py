@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-__all__ = ["TimedRequest", "answer_greedily", "compare_outputs", "median_ratio", "time_in_turns"]
+__all__ = [
+    "TimedRequest",
+    "answer_greedily",
+    "compare_outputs",
+    "cores",
+    "faster_threads",
+    "in_turns",
+    "median_ratio",
+    "time_in_turns",
+]
+
+Request = TypeVar("Request")
+Answer = TypeVar("Answer")
 
 # Two tokens this close may swap places in a forward over more tokens, in float32 too.
 TIE = 1e-4
@@ -67,6 +82,28 @@ def answer_greedily(
     return answer, time.perf_counter() - started
 
 
+def in_turns(ways: Sequence[Callable[[Request], Answer]], requests: Iterable[Request]) -> Iterator[tuple[Answer, ...]]:
+    """
+    Answer each request in each way, one right after the other; who begins rotates, so that a machine that slows down
+    does so for all.
+
+    Args:
+        ways (`Sequence[Callable[[Request], Answer]]`):
+            What answers a request.
+        requests (`Iterable[Request]`):
+            In order.
+
+    Yields:
+        `tuple[Answer, ...]`: of one request, in the order of the ways.
+    """
+    for number, request in enumerate(requests):
+        answers: dict[int, Answer] = {}
+        for turn in range(len(ways)):
+            way = (number + turn) % len(ways)
+            answers[way] = ways[way](request)
+        yield tuple(answers[way] for way in range(len(ways)))
+
+
 def time_in_turns(
     target: Any,
     drafts: Sequence[Any],
@@ -74,8 +111,8 @@ def time_in_turns(
     max_new_tokens: int,
 ) -> Iterator[TimedRequest]:
     """
-    Answer each prompt with the target alone and with each draft, one right after the other; who begins rotates, so
-    that a machine that slows down does so for all. The first prompt is answered once before, to warm up.
+    Answer each prompt with the target alone and with each draft, see [`in_turns`]. The first prompt is answered once
+    before, to warm up.
 
     Args:
         target (`PreTrainedModel`):
@@ -90,22 +127,43 @@ def time_in_turns(
     Yields:
         `TimedRequest`: one per prompt.
     """
-    ways = [None, *drafts]
-    for draft in ways:
-        answer_greedily(target, prompts[0], max_new_tokens, draft)
-    for number, prompt in enumerate(prompts):
-        answers: dict[int, tuple[list[int], float]] = {}
-        for turn in range(len(ways)):
-            way = (number + turn) % len(ways)
-            answers[way] = answer_greedily(target, prompt, max_new_tokens, ways[way])
-        alone, alone_seconds = answers[0]
-        assisted = [answers[way] for way in range(1, len(ways))]
+    ways = [
+        functools.partial(answer_greedily, target, max_new_tokens=max_new_tokens, draft=draft)
+        for draft in (None, *drafts)
+    ]
+    for way in ways:
+        way(prompts[0])
+    for prompt, ((alone, alone_seconds), *assisted) in zip(prompts, in_turns(ways, prompts), strict=True):
         yield TimedRequest(
             tokens=len(alone),
             alone_seconds=alone_seconds,
             assisted_seconds=tuple(seconds for _, seconds in assisted),
             outcomes=tuple(compare_outputs(target, prompt, alone, answer) for answer, _ in assisted),
         )
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def faster_threads(target: Any, prompt_ids: Sequence[int], threads: int | None) -> tuple[int, dict[str, float]]:
+    """
+    Threads of torch with which the target answers sooner, one or all cores, and the medians in seconds; `threads` and
+    nothing where they are given.
+    """
+    choices = [1, cores()]
+    if threads is not None or choices[1] == 1:
+        return threads or 1, {}
+
+    def answer(number: int, prompt_ids: Sequence[int]) -> float:
+        torch.set_num_threads(number)
+        return answer_greedily(target, prompt_ids, 24)[1]
+
+    taken = list(in_turns([functools.partial(answer, number) for number in choices], [prompt_ids] * 5))
+    # The first round warms up.
+    medians = dict(zip(choices, map(statistics.median, zip(*taken[1:], strict=True)), strict=True))
+    return min(choices, key=lambda n: medians[n]), {str(n): round(s, 4) for n, s in medians.items()}
 
 
 @torch.no_grad()

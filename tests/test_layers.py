@@ -55,11 +55,15 @@ LAYERS = {
     "display": 5,
     "plots": 5,
     "timing": 5,
+    "controlled": 5,
+    "benchmark": 5,
+    "benchmark_report": 5,
     # the public names, which commands may use and never the other way round
     "__init__": 6,
     # commands
     "quickstart": 7,
     "commands": 7,
+    "bench_command": 7,
     "cli": 7,
     "__main__": 7,
 }

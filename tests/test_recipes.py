@@ -12,6 +12,10 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 SMOKES = {
     "lab_online": ["--requests", "16", "--seeds", "0", "--datasets", "gsm8k", "--epochs", "1", "--live", "2"],
     "online_rules": ["--requests", "16", "--rules", "default", "4 steps", "--datasets", "gsm8k"],
+    "lab_drafting": [
+        *("--requests", "1", "--learn", "4", "--drafts", "draft", "--datasets", "gsm8k", "--max-new-tokens", "12"),
+        *("--parts", "equal", "learned", "pace", "useless", "loop", "--no-compile", "--traces", "traces"),
+    ],
     "capture_overhead": ["--requests", "2", "--repeats", "1", "--max-new-tokens", "8"],
 }
 

@@ -1,0 +1,414 @@
+"""Systems side by side: what is counted, timed and predicted, controlled acceptance, `osd-hf bench`."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from models import fixed_k
+from models import pair as tiny_pair
+from models import prompts as tiny_prompts
+from saved_pair import save_pair
+from transformers import AutoModelForSeq2SeqLM  # noqa: F401 - loads lazily, which warns inside a test
+
+from osd_hf import AcceptanceStats, ConfigError, UnsupportedModelError, capture_traces, expected_speedup
+from osd_hf.benchmark import BenchmarkReport, RoundTimes, System, TimedAnswer, _Notes, benchmark
+from osd_hf.cli import main
+from osd_hf.controlled import LABEL, ControlledAcceptance, controlled_acceptance, random_pair
+from osd_hf.plots import plot_speedups
+from osd_hf.timing import in_turns
+
+TOKENS = 24
+
+
+def systems_of(draft, acceptance=None):
+    return [
+        System("alone", "alone"),
+        System("lookup", "prompt_lookup", num_assistant_tokens=3),
+        System("stock", "stock", draft, 4, acceptance=acceptance),
+        System("lean", "lean", draft, 4, acceptance=acceptance),
+        System("auto", "lean", draft, "auto", acceptance=acceptance),
+    ]
+
+
+@pytest.fixture(scope="module")
+def models():
+    return tiny_pair("llama")
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    ids = [p[0].tolist() for p in tiny_prompts(6)]
+    return {"one": ids[:3], "two": ids[3:]}
+
+
+@pytest.fixture(scope="module")
+def report(models, prompts):
+    target, draft = models
+    return benchmark(target, systems_of(draft), prompts, max_new_tokens=TOKENS)
+
+
+def test_every_system_gives_the_targets_own_tokens(report):
+    for name, figures in report.to_dict()["by_dataset"]["all"].items():
+        assert figures["outputs"] == {"identical": 6, "tied": 0, "differing": 0}, name
+        assert figures["tokens"] == figures["emitted"] == 6 * TOKENS
+
+
+def test_data_sets_add_up_to_all_of_them(report):
+    data = report.to_dict()["by_dataset"]
+    assert list(data) == ["one", "two", "all"]
+    for name in data["all"]:
+        for key in ("requests", "tokens", "seconds", "drafted", "examined", "accepted", "target_forwards"):
+            assert data["one"][name][key] + data["two"][name][key] == pytest.approx(data["all"][name][key])
+
+
+def test_sides_of_a_round_add_up_to_it(report):
+    for figures in report.to_dict()["by_dataset"]["all"].values():
+        times = figures["round"]
+        sides = [times[f"{side}_seconds"] for side in ("draft", "target", "remaining")]
+        assert sum(sides) == pytest.approx(times["seconds"])
+        assert min(sides) >= 0
+        assert times["target_seconds"] > 0
+        assert times["rounds"] > 0
+
+
+def test_the_round_that_reads_the_prompt_is_left_out():
+    moments = iter([0.0, 5.0, 7.0, 10.0])
+    notes = _Notes(lambda: next(moments))
+    # The prompt; a token drafted and rejected; two drafted, one accepted; one drafted and accepted.
+    for delivered in ([3, 4], [5], [6, 7], [8, 9]):
+        notes.put(torch.tensor([delivered]))
+    notes.fed = [torch.tensor([ids]) for ids in ([3, 4, 9], [5, 6, 9], [7, 8])]
+    notes.spans = {"draft": [(0.5, 1.0), (5.0, 5.5), (7.0, 8.0)], "target": [(1.0, 4.0), (5.5, 6.5), (8.0, 9.5)]}
+    assert notes.round_times() == RoundTimes(rounds=2, drafted=3, seconds=5.0, draft_seconds=1.5, target_seconds=2.5)
+    assert [r.num_accepted for r in notes.rounds()] == [0, 1, 1]
+
+
+def test_only_drafts_take_a_drafts_time(report):
+    spent = {s.name: report.rounds_of(s.name).draft_seconds for s in report.systems}
+    assert spent["alone"] == spent["lookup"] == 0
+    assert spent["stock"] > 0
+    assert spent["lean"] > 0
+
+
+def test_the_target_alone_emits_a_token_a_forward(report):
+    figures = report.figures("alone")
+    assert (figures["block_efficiency"], figures["alpha"], figures["drafted"]) == (1.0, None, 0)
+    assert figures["times_alone"]["median"] == 1.0
+    assert figures["predicted"] is None
+
+
+def test_counts_are_those_of_a_capture(report, models, prompts):
+    target, draft = models
+    traces = []
+    own = fixed_k(copy.deepcopy(draft), 4)
+    with capture_traces(target, traces.append):
+        for ids in [*prompts["one"], *prompts["two"]]:
+            inputs = torch.tensor([ids])
+            target.generate(
+                inputs, attention_mask=torch.ones_like(inputs), assistant_model=own, do_sample=False,
+                max_new_tokens=TOKENS,
+            )  # fmt: skip
+    captured = sum(map(AcceptanceStats.from_trace, traces), AcceptanceStats())
+    assert 0 < captured.alpha < 1
+    assert report.stats_of("stock") == captured
+    assert report.stats_of("lean") == captured
+
+
+def test_models_are_left_as_they_were(models, prompts):
+    target, draft = models
+    before = {name: value.clone() for name, value in draft.state_dict().items()}
+    seat = type(target)
+    benchmark(target, systems_of(draft), {"one": prompts["one"][:1]}, max_new_tokens=6)
+    for model in models:
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert type(target) is seat
+    assert all(torch.equal(before[name], value) for name, value in draft.state_dict().items())
+
+
+def test_who_begins_rotates():
+    order = []
+
+    def way(name):
+        return lambda request: order.append((request, name)) or f"{name}{request}"
+
+    assert list(in_turns([way("a"), way("b"), way("c")], [1, 2])) == [("a1", "b1", "c1"), ("a2", "b2", "c2")]
+    assert order == [(1, "a"), (1, "b"), (1, "c"), (2, "b"), (2, "c"), (2, "a")]
+
+
+# --- ratios and predictions, from figures made up -------------------------------------------------------------------
+
+
+def made_up(k, *, drafted, examined, accepted, emitted, forwards):
+    stats = AcceptanceStats.from_counts(
+        drafted=drafted, examined=examined, accepted=accepted, emitted=emitted, target_forwards=forwards
+    )
+    plain = AcceptanceStats.from_counts(drafted=0, examined=0, accepted=0, emitted=30, target_forwards=30)
+    systems = (System("alone", "alone"), System("lean", "lean", object(), k))
+    return BenchmarkReport(
+        systems,
+        {
+            "d": {
+                "alone": [TimedAnswer(30, seconds, 0.1, plain, "identical", None) for seconds in (3.0, 3.0, 6.0)],
+                "lean": [TimedAnswer(30, seconds, 0.1, stats, "identical", None) for seconds in (1.5, 1.0, 6.0)],
+            }
+        },
+        {"d": {"alone": RoundTimes(10, 0, 1.1, 0, 1.0), "lean": RoundTimes(10, 40, 3.0, 0.8, 1.2)}},
+        {},
+    )
+
+
+def test_ratios_are_medians_of_what_each_request_took():
+    report = made_up(4, drafted=40, examined=20, accepted=10, emitted=30, forwards=10)
+    assert report.ratio("lean", "alone")["median"] == 2.0
+    assert report.ratio("alone", "lean", "d")["median"] == 0.5
+    assert report.ratio("lean", "alone")["interval"] == [1.0, 3.0]
+
+
+def test_a_fixed_k_is_predicted_by_the_cost_model():
+    report = made_up(4, drafted=40, examined=20, accepted=10, emitted=30, forwards=10)
+    predicted = report.predicted("lean")
+    c = (0.8 / 40) / (1.0 / 10)
+    assert predicted["c"] == pytest.approx(c)
+    assert predicted["speedup"] == pytest.approx(expected_speedup(0.5, 4, c))
+    assert predicted["speedup_wide"] == pytest.approx(expected_speedup(0.5, 4, c) * (4 * c + 1) / (4 * c + 1.2))
+    assert predicted["bound"] == pytest.approx(expected_speedup(1, 4, c))
+    assert report.figures("lean")["measured_over_predicted"] == pytest.approx(2.0 / predicted["speedup"])
+
+
+def test_drafts_of_no_fixed_length_are_predicted_by_what_they_emitted():
+    predicted = made_up("auto", drafted=40, examined=20, accepted=10, emitted=30, forwards=10).predicted("lean")
+    assert predicted["speedup"] == pytest.approx(3.0 / (0.2 * 4 + 1))
+    assert predicted["bound"] == pytest.approx(5 / (0.2 * 4 + 1))
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("a", "quick"), "`kind` must be one of"),
+        (("a", "stock"), "needs a draft"),
+        (("a", "alone", object()), "has no draft"),
+        (("a", "stock", object(), "auto"), 'Only a lean system drafts "auto"'),
+        (("a", "stock", object(), 5, True), "Only a lean system"),
+        (("a", "lean", object(), 0), "at least 1, got 0"),
+    ],
+)
+def test_a_system_that_cannot_be_is_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        System(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "data"),
+    [(["lean"], {"d": [[3]]}), (["alone", "alone"], {"d": [[3]]}), (["alone"], {}), (["alone"], {"all": [[3]]}),
+     (["alone"], {"d": []})],
+)  # fmt: skip
+def test_a_benchmark_without_sense_is_refused(models, kinds, data):
+    target, draft = models
+    systems = [System(f"{i}", kind, draft if kind == "lean" else None) for i, kind in enumerate(kinds)]
+    with pytest.raises(ConfigError):
+        benchmark(target, systems, data, max_new_tokens=4)
+
+
+def test_an_encoder_decoder_is_refused():
+    target, _ = tiny_pair("t5")
+    with pytest.raises(UnsupportedModelError, match="decoder-only"):
+        benchmark(target, [System("alone", "alone")], {"d": [[3]]}, max_new_tokens=4)
+
+
+# --- controlled acceptance ------------------------------------------------------------------------------------------
+
+
+def controlled(alphas, dtype=torch.float32, requests=4, tokens=48, **changes):
+    target, draft = random_pair("tiny-target", "tiny-draft", dtype=dtype)
+    ids = torch.randint(512, (len(alphas), requests, 9), generator=torch.Generator().manual_seed(0))
+    by_alpha = dict(zip(alphas, ids.tolist(), strict=True))
+    acceptance = controlled_acceptance(target, by_alpha, tokens)
+    systems = [
+        System("alone", "alone"), System("stock", "stock", draft, 4, acceptance=acceptance),
+        System("lean", "lean", draft, 4, acceptance=acceptance, **changes),
+    ]  # fmt: skip
+    data = {str(alpha): group for alpha, group in by_alpha.items()}
+    return benchmark(target, systems, data, max_new_tokens=tokens, watched_requests=1)
+
+
+def within_bounds(stats, alpha):
+    return abs(stats.accepted - alpha * stats.examined) <= 4 * math.sqrt(alpha * (1 - alpha) * stats.examined)
+
+
+def test_controlled_acceptance_is_what_it_is_told_to_be():
+    report = controlled([0.0, 0.5, 1.0])
+    for name in ("stock", "lean"):
+        assert [report.stats_of(name, alpha).alpha for alpha in ("0.0", "1.0")] == [0.0, 1.0]
+        half = report.stats_of(name, "0.5")
+        assert half.examined > 100
+        assert within_bounds(half, 0.5)
+        assert report.figures(name)["outputs"]["identical"] == 12
+    assert report.stats_of("stock") == report.stats_of("lean")
+
+
+def test_the_next_token_of_a_random_target_is_clear():
+    target, _ = random_pair("tiny-target", "tiny-draft", dtype=torch.bfloat16)
+    ids = torch.arange(512)[None]
+    with torch.no_grad():
+        top = target(ids).logits[0].float().topk(2)
+    assert torch.equal(top.indices[:, 0], (ids[0] + 1) % 512)
+    assert (top.values[:, 0] - top.values[:, 1]).min() > 0.1 * top.values[:, 0].max()
+
+
+def test_controlled_acceptance_holds_in_half_precision():
+    report = controlled([0.7], torch.bfloat16)
+    assert report.figures("stock")["outputs"]["identical"] == report.figures("lean")["outputs"]["identical"] == 4
+    assert report.stats_of("stock") == report.stats_of("lean")
+    assert within_bounds(report.stats_of("lean"), 0.7)
+
+
+@pytest.mark.slow
+def test_controlled_acceptance_holds_in_a_compiled_draft():
+    report = controlled([0.5], compile_draft=True)
+    assert report.stats_of("stock") == report.stats_of("lean")
+    assert within_bounds(report.stats_of("lean"), 0.5)
+
+
+def test_an_acceptance_that_cannot_be_is_refused():
+    acceptance = ControlledAcceptance(16)
+    with pytest.raises(ConfigError, match=r"between 0 and 1, got 1\.5"):
+        acceptance.record([3], [4], 1.5)
+    acceptance.record([3], [4], 0.5)
+    with pytest.raises(ConfigError, match="once only"):
+        acceptance.record([3], [4], 0.7)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "more", "message"),
+    [
+        (("huge", "tiny-draft"), {}, "must be one of"),
+        (("tiny-target", "160m"), {}, "different vocabularies"),
+        (("tiny-target", "tiny-draft"), {"device": "abacus"}, "does not fit the device 'abacus'"),
+    ],
+)
+def test_a_pair_that_cannot_be_is_refused(shapes, more, message):
+    with pytest.raises(ConfigError, match=message):
+        random_pair(*shapes, **more)
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return save_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "questions.jsonl"
+    path.write_text("".join(f'{{"prompt": "question {i}"}}\n' for i in range(12)))
+    return path
+
+
+def served(saved, rows, folder, *more):
+    models = ["--target", str(saved / "target"), "--draft", str(saved / "draft"), "--prompts", str(rows)]
+    sizes = ["--requests", "2", "--learn-requests", "9", "--max-new-tokens", "8", "--threads", "1"]
+    return ["bench", *models, *sizes, "--output-dir", str(folder), *more]
+
+
+CONTROLLED = ["bench", "--controlled", "0,1", "--target-shape", "tiny-target", "--draft-shape", "tiny-draft",
+              "--requests", "2", "--max-new-tokens", "12", "--threads", "1"]  # fmt: skip
+
+
+def test_the_command_times_static_and_learned_drafts(saved, rows, tmp_path, capsys):
+    folder = tmp_path / "out"
+    threads = torch.get_num_threads()
+    assert main(served(saved, rows, folder, "--json", str(tmp_path / "report.json"))) == 0
+    assert torch.get_num_threads() == threads
+    report = json.loads((folder / "report.json").read_text())
+    assert report == json.loads((tmp_path / "report.json").read_text())
+    assert list(report["by_dataset"]) == ["questions", "all"]
+    names = [
+        "target alone", "prompt lookup", "stock static", "lean static", "lean learned", "lean learned auto",
+    ]  # fmt: skip
+    assert list(report["by_dataset"]["questions"]) == names
+    assert report["learned_from_requests"] == 9
+    assert {part["requests"] for part in report["by_dataset"]["questions"].values()} == {2}
+    assert report["controlled"] is None
+    assert (folder / "speedups.png").read_bytes().startswith(b"\x89PNG")
+    out = capsys.readouterr().out
+    first_cells = [line.split("  ")[0] for line in out.splitlines()]
+    assert [first_cells.count(name) for name in names] == [2] * len(names)
+    assert max(map(len, out.splitlines())) <= 119
+
+
+def test_bundled_prompts_are_answered_by_any_pair(saved, tmp_path):
+    models = ["--target", str(saved / "target"), "--draft", str(saved / "draft")]
+    sizes = ["--requests", "1", "--learn-requests", "0", "--max-new-tokens", "4", "--threads", "1"]
+    assert main(["bench", *models, *sizes, "--output-dir", str(tmp_path / "out")]) == 0
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert list(report["by_dataset"]) == ["sql", "math", "python", "finance", "all"]
+    assert "lean static auto" in report["by_dataset"]["all"]
+    assert "lean learned" not in report["by_dataset"]["all"]
+
+
+def test_the_command_labels_controlled_acceptance(tmp_path, capsys):
+    assert main([*CONTROLLED, "--k", "2,3", "--output-dir", str(tmp_path / "out"), "--json", "-"]) == 0
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    assert report["controlled"] == LABEL
+    assert LABEL.upper() in captured.err
+    assert report["by_dataset"]["alpha 1"]["stock k=3"]["alpha"] == 1.0
+    assert report["by_dataset"]["alpha 0"]["lean k=2"]["alpha"] == 0.0
+    assert all(s["is_controlled"] for s in report["systems"] if s["kind"] != "alone")
+
+
+def test_a_differing_output_exits_with_1(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("osd_hf.benchmark.compare_outputs", lambda *args: "differing")
+    assert main([*CONTROLLED, "--dtype", "bfloat16", "--output-dir", str(tmp_path / "out")]) == 0
+    assert "wider forwards round otherwise in bfloat16" in capsys.readouterr().out
+    assert main([*CONTROLLED, "--output-dir", str(tmp_path / "out")]) == 1
+    assert "12 outputs DIFFER from the target's own." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--requests", "0"], "--requests must be at least 1, got 0"),
+        (["--learn-requests", "-1"], "--learn-requests must be at least 0"),
+        (["--threads", "0"], "--threads must be at least 1"),
+        (["--k", "some"], "--k takes numbers, separated by commas, got 'some'"),
+        (["--k", "5,0"], "--k must be at least 1, got 0"),
+        (["--target", "somewhere"], "both --target and --draft"),
+        (["--controlled", "2"], "--controlled must be between 0 and 1"),
+        (["--controlled", "0.5", "--prompts", "x.jsonl"], "--prompts cannot be given with --controlled"),
+        (["--target-shape", "7b"], "--target-shape can only be given with --controlled"),
+        (["--controlled", "0.5", "--target-shape", "huge"], "A shape must be one of"),
+        (["--controlled", "0.5", "--target-shape", "tiny-target", "--draft-shape", "tiny-draft", "--prompt-tokens",
+          "5000"], "--prompt-tokens must be between 1 and 4000"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line_and_exits_with_2(tmp_path, capsys, arguments, message):
+    assert main(["bench", "--output-dir", str(tmp_path / "out"), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_too_few_prompts_are_refused(saved, rows, tmp_path, capsys):
+    assert main(served(saved, rows, tmp_path / "out", "--requests", "4")) == 2
+    assert "has 12 prompts that leave room for an answer" in capsys.readouterr().err
+
+
+def test_two_sources_of_one_name_are_refused(saved, rows, tmp_path, capsys):
+    assert main(served(saved, rows, tmp_path / "out", "--prompts", str(rows))) == 2
+    assert "Two sources of prompts have the name questions" in capsys.readouterr().err
+
+
+def test_more_systems_than_colors_are_drawn(tmp_path):
+    bars = {f"{i}": {f"system {n}": (1.0 + n, (0.5 + n, 2.0 + n), n and 1.5 * n) for n in range(9)} for i in range(3)}
+    plot_speedups(tmp_path / "speedups.png", bars, title="speed-ups")
+    assert (tmp_path / "speedups.png").read_bytes().startswith(b"\x89PNG")
