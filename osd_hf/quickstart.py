@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from osd_hf.assistant import OnlineAssistant
+from osd_hf.benchmark import BenchmarkReport, System, benchmark
 from osd_hf.bundled import DOMAINS, Example, bundled_prompts, check_answer
 from osd_hf.config import OnlineConfig
 from osd_hf.display import AlphaBar, figure, progress, text_table
@@ -26,7 +27,7 @@ from osd_hf.recording import record_traces
 from osd_hf.records import Trace
 from osd_hf.replay import replay_each
 from osd_hf.store import CorrectionStore
-from osd_hf.timing import TimedRequest, cores, faster_threads, median_ratio, time_in_turns
+from osd_hf.timing import cores, faster_threads
 from osd_hf.updater import Updater
 
 __all__ = ["QuickstartSizes", "learned_and_later", "quickstart", "serve_stream"]
@@ -165,7 +166,7 @@ def quickstart(
     by_domain = {
         domain: _domain_report(domain, names, static, learned, ceiling, right, timed) for domain in (*DOMAINS, "all")
     }
-    outcomes = [outcome for _, request in timed for outcome in request.outcomes]
+    outcomes = [answer.outcome for way in WAYS[1:] for answer in timed.answers_of(way)]
     report = {
         "provenance": provenance(seed=seed, device=str(target.device), threads=serving_threads),
         "sizes": {f.name: getattr(sizes, f.name) for f in fields(sizes)},
@@ -268,16 +269,18 @@ def _ceiling(
 
 def _timed(
     target: Any, draft: Any, learned: Any, tokenizer: Any, later: Sequence[Example], sizes: QuickstartSizes
-) -> list[tuple[str, TimedRequest]]:
-    """Stock assisted generation with the draft as it was and as it is now, and the target alone; with the domains."""
-    static = copy.deepcopy(draft)
-    static.generation_config = copy.deepcopy(learned.generation_config)  # the same k, threshold and schedule
-    by_domain = [[e for e in later if e.domain == domain][: sizes.timed_requests] for domain in DOMAINS]
-    chosen = [example for examples in by_domain for example in examples]
-    prompts = [encode_turn(tokenizer, example.prompt) for example in chosen]
-    timed = time_in_turns(target, [static, learned], prompts, sizes.max_new_tokens)
-    shown = progress(timed, "three ways", "request", len(prompts))
-    return [(example.domain, request) for example, request in zip(chosen, shown, strict=True)]
+) -> BenchmarkReport:
+    """The target alone, transformers' assisted generation with the draft as it was, and ours with the learned one."""
+    prompts = {
+        domain: [encode_turn(tokenizer, e.prompt) for e in later if e.domain == domain][: sizes.timed_requests]
+        for domain in DOMAINS
+    }
+    alone, static, ours = WAYS
+    systems = [System(alone, "alone"), System(static, "stock", draft, K), System(ours, "lean", learned, "auto")]
+    return benchmark(
+        target, systems, prompts, max_new_tokens=sizes.max_new_tokens, watched_requests=0, tokenizer=tokenizer,
+        show_progress=True,
+    )  # fmt: skip
 
 
 # --- figures --------------------------------------------------------------------------------------------------------
@@ -290,7 +293,7 @@ def _domain_report(
     learned: Sequence[AcceptanceStats],
     ceiling: Sequence[AcceptanceStats],
     right: Sequence[bool],
-    timed: Sequence[tuple[str, TimedRequest]],
+    timed: BenchmarkReport,
 ) -> dict[str, Any]:
     chosen = [i for i, name in enumerate(names) if domain in (name, "all")]
     drafts = {
@@ -299,18 +302,15 @@ def _domain_report(
     }
     gap = drafts["ceiling"].alpha - drafts["static"].alpha
     gain = drafts["learned"].alpha - drafts["static"].alpha
-    runs = [request for name, request in timed if domain in (name, "all")]
-    seconds = {way: [(r.alone_seconds, *r.assisted_seconds)[i] for r in runs] for i, way in enumerate(WAYS)}
+    ways = {way: timed.figures(way, None if domain == "all" else domain) for way in WAYS}
+    outputs = [ways[way]["outputs"] for way in WAYS[1:]]
     return {
         **{n: {k: v for k, v in s.to_dict().items() if k != "requests"} for n, s in drafts.items()},
         "gap_closed": gain / gap if gap > 0 else None,
-        "tokens_per_second": {way: sum(r.tokens for r in runs) / sum(spent) for way, spent in seconds.items()},
-        "times_as_fast": {
-            way: median_ratio([r.alone_seconds / s for r, s in zip(runs, seconds[way], strict=True)])
-            for way in WAYS[1:]
-        },
-        "outputs": 2 * len(runs),
-        "outputs_identical": sum(r.outcomes.count("identical") for r in runs),
+        "tokens_per_second": {way: figures["tokens_per_second"] for way, figures in ways.items()},
+        "times_as_fast": {way: ways[way]["times_alone"] for way in WAYS[1:]},
+        "outputs": sum(sum(found.values()) for found in outputs),
+        "outputs_identical": sum(found["identical"] for found in outputs),
         "answers": len(chosen),
         "answers_right": sum(right[i] for i in chosen),
     }
@@ -366,7 +366,8 @@ def _shown(report: dict[str, Any], sample: Example, answer: str) -> list[str]:
         f"requests; the best of {passes} passes was number {best}{rising},\n"
         "chosen on these later prompts, which favors the ceiling.",
         f"\nTokens per second and times as fast as the target alone ({timed} requests per domain in alternation,\n"
-        f"median of the ratios; torch threads: {report['provenance']['threads']}):\n",
+        f"median of the ratios; torch threads: {report['provenance']['threads']}). Static: transformers' own assisted "
+        f"generation, k = {K};\nlearned: lean drafting at its own pace.\n",
         text_table(["domain", "alone", "static", "learned", "static x", "learned x", "identical"], speeds),
         f"\n{outputs['identical']} of {sum(outputs.values())} assisted outputs are the target's own, "
         f"token by token{tied}{differing}.",

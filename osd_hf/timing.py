@@ -7,21 +7,18 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 __all__ = [
-    "TimedRequest",
     "answer_greedily",
     "compare_outputs",
     "cores",
     "faster_threads",
     "in_turns",
     "median_ratio",
-    "time_in_turns",
 ]
 
 Request = TypeVar("Request")
@@ -31,33 +28,9 @@ Answer = TypeVar("Answer")
 TIE = 1e-4
 
 
-@dataclass(frozen=True)
-class TimedRequest:
+def answer_greedily(target: Any, prompt_ids: Sequence[int], max_new_tokens: int) -> tuple[list[int], float]:
     """
-    One request, answered by the target alone and with each draft.
-
-    Args:
-        tokens (`int`):
-            Of the target's own answer.
-        alone_seconds (`float`):
-            The target alone.
-        assisted_seconds (`tuple[float, ...]`):
-            With each draft.
-        outcomes (`tuple[str, ...]`):
-            With each draft: `"identical"`, `"tied"` or `"differing"`, see [`compare_outputs`].
-    """
-
-    tokens: int
-    alone_seconds: float
-    assisted_seconds: tuple[float, ...]
-    outcomes: tuple[str, ...]
-
-
-def answer_greedily(
-    target: Any, prompt_ids: Sequence[int], max_new_tokens: int, draft: Any = None
-) -> tuple[list[int], float]:
-    """
-    The answer of one plain or stock assisted `generate`, and its wall time in seconds.
+    The target's own answer, and its wall time in seconds.
 
     Args:
         target (`PreTrainedModel`):
@@ -66,17 +39,11 @@ def answer_greedily(
             Token ids.
         max_new_tokens (`int`):
             Bound of the answer.
-        draft (`PreTrainedModel`, *optional*):
-            Passed as `assistant_model`.
     """
     input_ids = torch.tensor([list(prompt_ids)], device=target.device)
     started = time.perf_counter()
     output = target.generate(
-        input_ids,
-        attention_mask=torch.ones_like(input_ids),
-        assistant_model=draft,
-        do_sample=False,
-        max_new_tokens=max_new_tokens,
+        input_ids, attention_mask=torch.ones_like(input_ids), do_sample=False, max_new_tokens=max_new_tokens
     )
     answer = output[0, len(prompt_ids) :].tolist()  # waits for the device
     return answer, time.perf_counter() - started
@@ -102,44 +69,6 @@ def in_turns(ways: Sequence[Callable[[Request], Answer]], requests: Iterable[Req
             way = (number + turn) % len(ways)
             answers[way] = ways[way](request)
         yield tuple(answers[way] for way in range(len(ways)))
-
-
-def time_in_turns(
-    target: Any,
-    drafts: Sequence[Any],
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-) -> Iterator[TimedRequest]:
-    """
-    Answer each prompt with the target alone and with each draft, see [`in_turns`]. The first prompt is answered once
-    before, to warm up.
-
-    Args:
-        target (`PreTrainedModel`):
-            Decoder-only.
-        drafts (`Sequence[PreTrainedModel]`):
-            With the generation configs that they are to draft with.
-        prompts (`Sequence[Sequence[int]]`):
-            Token ids of each.
-        max_new_tokens (`int`):
-            Bound of each answer.
-
-    Yields:
-        `TimedRequest`: one per prompt.
-    """
-    ways = [
-        functools.partial(answer_greedily, target, max_new_tokens=max_new_tokens, draft=draft)
-        for draft in (None, *drafts)
-    ]
-    for way in ways:
-        way(prompts[0])
-    for prompt, ((alone, alone_seconds), *assisted) in zip(prompts, in_turns(ways, prompts), strict=True):
-        yield TimedRequest(
-            tokens=len(alone),
-            alone_seconds=alone_seconds,
-            assisted_seconds=tuple(seconds for _, seconds in assisted),
-            outcomes=tuple(compare_outputs(target, prompt, alone, answer) for answer, _ in assisted),
-        )
 
 
 def cores() -> int:

@@ -15,7 +15,7 @@ from osd_hf.bundled import DOMAINS
 from osd_hf.cli import main
 from osd_hf.plots import plot_alpha, rolling_alpha
 from osd_hf.quickstart import QuickstartSizes, learned_and_later
-from osd_hf.timing import answer_greedily, compare_outputs, median_ratio, time_in_turns
+from osd_hf.timing import answer_greedily, compare_outputs, median_ratio
 
 SIZES = {
     "learn_requests": 4, "later_requests": 3, "timed_requests": 2, "max_new_tokens": 8, "ceiling_epochs": 2,
@@ -80,7 +80,7 @@ def test_it_is_overwritten_and_the_table_is_narrow(finished, pair, capsys):
 
 
 def test_a_differing_output_exits_with_1(pair, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("osd_hf.timing.compare_outputs", lambda *args: "differing")
+    monkeypatch.setattr("osd_hf.benchmark.compare_outputs", lambda *args: "differing")
     assert main(arguments(pair, tmp_path / "out", later_requests=2, timed_requests=1)) == 1
     assert "8 DIFFER" in capsys.readouterr().out
 
@@ -147,14 +147,6 @@ def test_a_tie_of_the_two_best_tokens_is_told_from_a_difference(models):
         finally:
             weight[other] = before
     assert compare_outputs(target, prompt, alone, [other]) == "differing"
-
-
-def test_ways_are_timed_on_the_same_answers(models):
-    target, draft = models
-    timed = list(time_in_turns(target, [draft, target], [[1, 30], [1, 31, 32]], 5))
-    assert [len(t.assisted_seconds) for t in timed] == [2, 2]
-    assert all(outcome == "identical" for t in timed for outcome in t.outcomes)
-    assert all(0 < t.tokens <= 5 for t in timed)
 
 
 def test_the_interval_of_a_ratio_holds_its_median():
