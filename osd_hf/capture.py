@@ -120,10 +120,11 @@ class _WatchedProcessors(LogitsProcessorList):
     def __init__(self, processors: LogitsProcessorList, request: Request) -> None:
         super().__init__(processors)
         self.request = request
+        self.clock = time.perf_counter if request.drafting is None else request.drafting.clock
         self.times: list[float] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        self.times.append(time.perf_counter())
+        self.times.append(self.clock())
         if self.request.keeps_rows:
             self.request.keep(scores.clone())
         processed: torch.Tensor = super().__call__(input_ids, scores, **kwargs)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
+from osd_hf.loading import first_line
+
 __all__ = ["CompiledDraft", "DraftForward", "StaticForward"]
 
 logger = logging.getLogger(__name__)
@@ -156,17 +158,18 @@ class CompiledDraft:
 
         # What was compiled is found again by its code object: each function gets one of its own.
         own = types.FunctionType(step.__code__.replace(), globals(), closure=step.__closure__)
-        compiled = torch.compile(own, fullgraph=True, dynamic=False, options=options)
         started = time.perf_counter()
         logger.info("Compiling the draft's forward for up to %d tokens, which takes some seconds.", size)
         try:
+            compiled = torch.compile(own, fullgraph=True, dynamic=False, options=options)
             cache = self._new_cache(size)
             ids = torch.zeros(1, 1, dtype=torch.long, device=draft.device)
             draft(input_ids=ids, past_key_values=cache, use_cache=True)
             for _ in range(3):
                 compiled(ids, cache)
         except Exception as error:  # noqa: BLE001 - whatever a compiler fails with: the eager forward does the same
-            self._give_up(f"compiling failed with {type(error).__name__}: {str(error).strip().splitlines()[0]}")
+            cause = getattr(error, "inner_exception", error)  # what the compiler itself said
+            self._give_up(f"compiling failed with {type(cause).__name__}: {first_line(cause)}")
             return
         self._free[size], self._steps[size] = [cache], compiled
         logger.info("Compiled the draft's forward in %.1f s.", time.perf_counter() - started)

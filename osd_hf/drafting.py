@@ -1,5 +1,4 @@
-"""The lean candidate generator: drafts by the draft's own forward, and leaves verifying, sampling and streaming to
-transformers' loop."""
+"""The lean candidate generator: it drafts by the draft's own forward and leaves the rest to transformers' loop."""
 
 from __future__ import annotations
 
@@ -168,10 +167,11 @@ class LeanCandidateGenerator(CandidateGenerator):
                 break
             accepted += 1
         self._seen = input_ids.shape[1]
-        if self.forward.length:
-            # The last drafted token was not fed.
-            self.forward.crop(min(self.forward.length, len(self._context) + accepted))
+        known = len(self._context) + accepted
         self._context += emitted
+        if self.forward.length:
+            # The last drafted token was not fed; the last emitted one is what the next round begins with.
+            self.forward.crop(min(self.forward.length, known, len(self._context) - 1))
         self._rounds += 1
         self.pace.judged(self._confidences, accepted, len(emitted))
 
@@ -236,8 +236,9 @@ class LeanDrafting:
         source = None
         if draft.config.is_encoder_decoder:
             if limit is not None and inputs_tensor is not None and inputs_tensor.shape[1] > limit:
-                return self._left("a prompt is longer than the draft's positions")
-            source = self._encode(inputs_tensor, model_kwargs.get("attention_mask"))
+                limit = 0  # nothing is drafted for a source that the draft cannot read
+            else:
+                source = self._encode(inputs_tensor, model_kwargs.get("attention_mask"))
         max_length = int(generation_config.max_length)
         if source is None and self._compiled is not None:
             forward = self._compiled.forward(max_length if limit is None else min(max_length, limit), self.clock)
