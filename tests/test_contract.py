@@ -6,12 +6,21 @@ from typing import Any
 import models
 import pytest
 import torch
-from transformers import GenerationConfig, GenerationMixin, StoppingCriteriaList
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedModel,
+    StaticCache,
+    StoppingCriteriaList,
+)
 from transformers.generation import candidate_generator, logits_process, stopping_criteria
 from transformers.generation import utils as generation_utils
-from transformers.generation.candidate_generator import AssistedCandidateGenerator
+from transformers.generation.candidate_generator import AssistedCandidateGenerator, CandidateGenerator
 
-from osd_hf import arguments, guards
+from osd_hf import arguments, capture, guards
+from osd_hf.drafting import LeanCandidateGenerator
 
 
 def parameters(function: Any) -> set[str]:
@@ -29,6 +38,10 @@ def parameters(function: Any) -> set[str]:
         (
             "_get_candidate_generator",
             "generation_config input_ids inputs_tensor logits_processor model_kwargs assistant_model",
+        ),
+        (
+            "_sample",
+            "input_ids logits_processor stopping_criteria generation_config synced_gpus streamer model_kwargs",
         ),
         ("_get_logits_processor", "generation_config input_ids_seq_length encoder_input_ids device model_kwargs"),
         ("_prepare_special_tokens", "generation_config kwargs_has_attention_mask device"),
@@ -138,3 +151,185 @@ def test_warpers_are_those_that_sampling_adds() -> None:
     for name, neutral in arguments.NO_WARPING.items():
         setattr(config, name, neutral)
     assert len(target._get_logits_processor(config, model_kwargs={})) == 0
+
+
+# --- what lean drafting leans on ------------------------------------------------------------------------------------
+
+
+class Scripted(CandidateGenerator):
+    """Drafts one round after the other, as told; moves the end of the answer before the second."""
+
+    def __init__(self, drafts: list[list[int]], before: Any = lambda number: None) -> None:
+        self.drafts = drafts
+        self.before = before
+        self.emitted: list[int] = []
+        self.ids = torch.zeros(1, 0, dtype=torch.long)
+
+    def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        assert kwargs == {}
+        self.before(len(self.emitted))
+        draft = self.drafts[len(self.emitted)] if len(self.emitted) < len(self.drafts) else []
+        self.ids = input_ids
+        return torch.cat([input_ids, torch.tensor([draft], dtype=torch.long)], dim=1), None
+
+    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
+        self.emitted.append(input_ids.shape[1] - self.ids.shape[1])
+
+
+def assisted_by(target: Any, generator: Any, seen: list[dict[str, Any]], ids: torch.Tensor, **settings: Any) -> Any:
+    class Spy(type(target)):  # type: ignore[misc]
+        def _get_candidate_generator(self, **kwargs: Any) -> Any:
+            seen.append({**kwargs, "model_kwargs": dict(kwargs["model_kwargs"])})
+            return generator
+
+    cls, target.__class__ = type(target), Spy
+    try:
+        return target.generate(
+            ids,
+            assistant_model=models.build("t5" if target.config.is_encoder_decoder else "llama"),
+            **{"attention_mask": torch.ones_like(ids), "do_sample": False, **settings},
+        )
+    finally:
+        target.__class__ = cls
+
+
+@pytest.mark.parametrize("architecture", ["llama", "bart"])
+def test_the_loop_says_what_a_generator_needs(architecture: str) -> None:
+    target = models.build(architecture)
+    ids = models.prompt()
+    seen: list[dict[str, Any]] = []
+    mask = (torch.arange(6) >= 2).long()[None]
+    assisted_by(target, Scripted([]), seen, ids, max_new_tokens=4, eos_token_id=[2, 9], attention_mask=mask)
+    (kwargs,) = seen
+    config = kwargs["generation_config"]
+    start = 1 if target.config.is_encoder_decoder else 6
+    assert kwargs["input_ids"].shape == (1, start)
+    assert config.max_length == start + 4
+    assert config._eos_token_tensor.tolist() == [2, 9]
+    assert config.do_sample is False
+    assert isinstance(kwargs["logits_processor"], list)
+    assert torch.equal(kwargs["inputs_tensor"], ids)  # of an encoder-decoder, its source
+    assert torch.equal(kwargs["model_kwargs"]["attention_mask"], mask)
+    bare = target.generation_config
+    target._prepare_special_tokens(bare, True)
+    assert bare._eos_token_tensor is None
+
+
+def test_the_loop_takes_a_generator_that_is_none_of_its_own() -> None:
+    target = models.build()
+    ids = models.prompt()
+    own = target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
+    answer = own[0, 6:].tolist()
+    generator = Scripted([answer[:2], [], [*answer[4:6], (answer[6] + 1) % models.VOCAB, 5], []])
+    output = assisted_by(target, generator, [], ids, max_new_tokens=12)
+    assert torch.equal(output, own)
+    assert generator.emitted[:3] == [3, 1, 3]  # 2 and a bonus; nothing drafted; 2 and a correction
+    assert LeanCandidateGenerator.requires_model_outputs is False
+    assert {"get_candidates", "update_candidate_strategy"} <= set(vars(CandidateGenerator))
+
+
+def test_the_loop_cuts_a_round_at_the_length_of_its_config() -> None:
+    target = models.build()
+    ids = models.prompt()
+    own = target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
+    answer = own[0, 6:].tolist()
+    seen: list[dict[str, Any]] = []
+
+    def move(number: int) -> None:
+        seen[0]["generation_config"].max_length = 6 + 3 if number == 0 else 6 + 12
+
+    generator = Scripted([answer[:5], answer[3:8]], move)
+    output = assisted_by(target, generator, seen, ids, max_new_tokens=12)
+    # Looked at each round; the criterion that ends the loop keeps a length of its own.
+    assert generator.emitted[:2] == [3, 6]
+    assert torch.equal(output, own)
+
+
+def test_plain_decoding_calls_its_processors_with_each_row() -> None:
+    target = models.build()
+    rows: list[torch.Tensor] = []
+
+    class Watched(logits_process.LogitsProcessorList):  # type: ignore[misc]
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> Any:
+            assert scores.dtype == torch.float32
+            rows.append(scores.clone())
+            return super().__call__(input_ids, scores, **kwargs)
+
+    class Spy(type(target)):  # type: ignore[misc]
+        def _assisted_decoding(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+            kwargs = {k: v for k, v in kwargs.items() if k not in capture.ASSISTED_ONLY}
+            return self._sample(input_ids, **{**kwargs, "logits_processor": Watched(kwargs["logits_processor"])})
+
+    target.__class__ = Spy
+    ids = models.prompt()
+    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 7}
+    output = target.generate(ids, assistant_model=models.build(), **settings)
+    assert torch.equal(output, target.generate(ids, **settings))
+    with torch.no_grad():
+        torch.testing.assert_close(torch.cat(rows)[:7], target(output).logits[0, 5:-1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", models.ARCHITECTURES)
+def test_models_say_whether_they_take_logits_to_keep(architecture: str) -> None:
+    model = models.build(architecture)
+    assert isinstance(model, PreTrainedModel)
+    takes = "logits_to_keep" in parameters(model.forward)
+    assert model._supports_logits_to_keep() == takes
+    assert takes or model.config.is_encoder_decoder
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma3"])
+def test_dynamic_caches_take_tokens_back(architecture: str) -> None:
+    model = models.build(architecture)
+    cache = DynamicCache(config=model.config)
+    cache.activate_past_recording()
+    ids = models.prompt(30)
+    with torch.no_grad():
+        expected = model(ids).logits[0, -1]
+        model(ids[:, :20], past_key_values=cache)
+        cache.crop(0)
+        assert cache.get_seq_length() == 20
+        model(torch.cat([ids[:, 20:22], models.prompt(4, seed=8)], dim=1), past_key_values=cache)
+        cache.crop(-4)
+        assert cache.get_seq_length() == 22
+        logits = model(ids[:, 22:], past_key_values=cache).logits[0, -1]
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    held = {layer.keys.shape[2] for layer in cache.layers if layer.is_sliding}
+    assert architecture == "llama" or max(held) > models.WINDOW  # until it is cropped, with 0 too
+    cache.crop(0)
+    assert all(layer.keys.shape[2] < models.WINDOW for layer in cache.layers if layer.is_sliding)
+
+
+def test_caches_of_encoder_decoders_take_tokens_back() -> None:
+    config = models.build("bart").config.get_text_config(decoder=True)
+    cache = EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
+    cache.activate_past_recording()
+    for part, length in ((cache.self_attention_cache, 5), (cache.cross_attention_cache, 7)):
+        part.update(torch.zeros(1, 4, length, 8), torch.zeros(1, 4, length, 8), 0)
+    cache.crop(-2)
+    assert cache.get_seq_length() == 3
+    assert cache.cross_attention_cache.get_seq_length() == 7
+
+
+def test_a_static_cache_is_set_back_by_its_length() -> None:
+    model = models.build()
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    ids = models.prompt(12)
+    with torch.inference_mode():
+        model(torch.cat([ids[:, :8], models.prompt(4, seed=8)], dim=1), past_key_values=cache)
+        for layer in cache.layers:
+            assert layer.is_initialized
+            assert isinstance(layer.cumulative_length, torch.Tensor)
+            assert int(layer.cumulative_length) == 12
+            layer.cumulative_length.fill_(8)
+        logits = model(ids[:, 8:], past_key_values=cache).logits[0, -1]
+        torch.testing.assert_close(logits, model(ids).logits[0, -1], atol=1e-4, rtol=1e-4)
+        cache.reset()
+        assert int(cache.layers[0].cumulative_length) == 0
+    sliding = models.build("mistral").config
+    assert all(layer.is_sliding for layer in StaticCache(config=sliding, max_cache_len=32).layers)
+
+
+def test_the_compiler_takes_a_filter_of_guards() -> None:
+    assert "options" in parameters(torch.compile)
+    assert callable(torch.compiler.skip_all_guards_unsafe)

@@ -12,9 +12,18 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, pipeline
 
-from osd_hf import CaptureError, CorrectionStore, UnsupportedGenerationError, UnsupportedModelError, capture_traces
+from osd_hf import (
+    CaptureError,
+    CorrectionStore,
+    OnlineAssistant,
+    OnlineConfig,
+    UnsupportedGenerationError,
+    UnsupportedModelError,
+    capture_traces,
+)
 from osd_hf.capture import compress_rows
 from osd_hf.metrics import AcceptanceStats
+from osd_hf.pacing import AutoPace
 from osd_hf.records import Trace
 from osd_hf.wrappers import unwrap
 
@@ -80,6 +89,117 @@ def test_the_target_as_its_own_draft_is_always_accepted(architecture: str) -> No
         assert trace.completion_ids.tolist() == answer[0, -20:].tolist()[: first + 1]
         if first:
             assert stats(trace).alpha == 1.0
+
+
+def through(assistant: OnlineAssistant, ids: torch.Tensor, **kwargs: Any) -> tuple[Any, Trace]:
+    """The same where an assistant drafts."""
+    traces: list[Trace] = []
+    kwargs = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 20, **kwargs}
+    with capture_traces(assistant.target, traces.append):
+        output = assistant.generate(ids, **kwargs)
+    assert len(traces) == 1
+    return output, traces[0]
+
+
+@pytest.mark.parametrize("k", [2, 5])
+@pytest.mark.parametrize("architecture", models.ARCHITECTURES)
+def test_lean_drafts_are_the_stock_ones(architecture: str, k: int) -> None:
+    target, draft = models.pair(architecture, noise=0.08, k=k)
+    assistant = OnlineAssistant(target, draft, config=OnlineConfig(num_assistant_tokens=k, update_strategy="manual"))
+    ids = models.prompts(4)
+    eos = int(captured(target, draft, ids[0])[0][0, -6])
+    requests: list[tuple[torch.Tensor, dict[str, Any]]] = [
+        (ids[0], {}),
+        (ids[0], {"eos_token_id": eos}),
+        (ids[1], {"repetition_penalty": 1.4}),
+        (ids[2], {"max_new_tokens": 3 * models.WINDOW + 1}),
+    ]
+    if not target.config.is_encoder_decoder:
+        padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), ids[3]], dim=1)
+        requests.append((padded, {"attention_mask": (torch.arange(padded.shape[1]) >= 4).long()[None]}))
+    for prompt, settings in requests:
+        _, stock = captured(target, draft, prompt, **settings)
+        _, lean = through(assistant, prompt, **settings)
+        assert len(lean.rounds) == len(stock.rounds)
+        for ours, theirs in zip(lean.rounds, stock.rounds, strict=True):
+            assert ours.drafted_ids.tolist() == theirs.drafted_ids.tolist()
+            assert (ours.num_accepted, ours.num_emitted) == (theirs.num_accepted, theirs.num_emitted)
+        assert lean.completion_ids.tolist() == stock.completion_ids.tolist()
+        assert lean.prompt_ids.tolist() == stock.prompt_ids.tolist()
+        np.testing.assert_array_equal(lean.top_ids, stock.top_ids)
+        np.testing.assert_array_equal(lean.top_logits, stock.top_logits)
+        np.testing.assert_array_equal(lean.tail_logprob, stock.tail_logprob)
+
+
+def test_sampled_lean_drafts_are_the_stock_ones() -> None:
+    target, draft = models.pair("qwen3")
+    assistant = OnlineAssistant(target, draft, config=OnlineConfig(update_strategy="manual"))
+    settings = {"do_sample": True, "temperature": 1.3, "top_k": 12, "repetition_penalty": 1.2}
+    for number, ids in enumerate(models.prompts(3)):
+        torch.manual_seed(number)
+        _, stock = captured(target, draft, ids, **settings)
+        torch.manual_seed(number)
+        _, lean = through(assistant, ids, **settings)
+        assert lean.completion_ids.tolist() == stock.completion_ids.tolist()
+        for ours, theirs in zip(lean.rounds, stock.rounds, strict=True):
+            assert ours.drafted_ids.tolist() == theirs.drafted_ids.tolist()
+            for mine, other in ((ours.p, theirs.p), (ours.q, theirs.q)):
+                assert (mine is None) == (other is None)
+                if mine is not None and other is not None:
+                    np.testing.assert_allclose(mine, other, atol=1e-5)
+
+
+def plain_assistant(architecture: str, monkeypatch: pytest.MonkeyPatch) -> OnlineAssistant:
+    """One that leaves every request to its target, as where speculation loses."""
+    monkeypatch.setattr(AutoPace, "is_plain", lambda self: True)
+    config = OnlineConfig(update_strategy="manual", num_assistant_tokens="auto")
+    return OnlineAssistant(*models.pair(architecture), config=config)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2", "t5"])
+def test_requests_that_the_target_decodes_alone_are_captured(
+    architecture: str, do_sample: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assistant = plain_assistant(architecture, monkeypatch)
+    ids = models.prompt()
+    requests: list[tuple[torch.Tensor, dict[str, Any]]] = [
+        (ids, {}),
+        (ids, {"repetition_penalty": 1.4}),
+        (ids, {"eos_token_id": list(range(3, 12))}),
+        (ids, {"max_new_tokens": 1}),
+        (ids, {"return_dict_in_generate": True, "output_logits": True}),
+    ]
+    if not assistant.target.config.is_encoder_decoder:
+        padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), ids], dim=1)
+        requests.append((padded, {"attention_mask": (torch.arange(10) >= 4).long()[None]}))
+    with models.ForwardCounter(assistant.draft) as forwards:
+        for prompt, settings in requests:
+            output, trace = through(assistant, prompt, do_sample=do_sample, **settings)
+            sequences = output if isinstance(output, torch.Tensor) else output.sequences
+            assert trace.completion_ids.tolist() == sequences[0, -len(trace) :].tolist()
+            rounds = [(len(r.drafted_ids), r.num_accepted, r.num_emitted) for r in trace.rounds]
+            assert rounds == [(0, 0, 1)] * len(trace)
+            assert trace.sampling.get("do_sample", False) == do_sample
+            assert trace.prompt_ids.tolist() == ids[0].tolist()
+            assert total_variation(trace, plain_rows(assistant.target, trace)) < 1e-3  # raw, before any processor
+    assert forwards.count == 0
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+def test_a_cache_of_an_earlier_turn_is_used_where_the_target_decodes_alone(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assistant = plain_assistant(architecture, monkeypatch)
+    target = assistant.target
+    settings: dict[str, Any] = {"return_dict_in_generate": True}
+    first, _ = through(assistant, models.prompt(), **settings)
+    more = torch.cat([first.sequences, models.prompt(4, seed=9)], dim=1)
+    again, trace = through(assistant, more, past_key_values=first.past_key_values, **settings)
+    own = target.generate(more, attention_mask=torch.ones_like(more), do_sample=False, max_new_tokens=20)
+    assert torch.equal(again.sequences, own)
+    assert trace.prompt_ids.tolist() == more[0].tolist()
+    assert total_variation(trace, plain_rows(target, trace)) < 1e-3
 
 
 def test_a_draft_that_is_never_right_is_never_accepted() -> None:

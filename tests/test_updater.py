@@ -349,9 +349,14 @@ def test_the_papers_rule() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "rule"),
     [
-        ("num_assistant_tokens", 0, "at least 1, or None"),
-        ("num_assistant_tokens", True, "at least 1, or None"),
-        ("num_assistant_tokens", 2.5, "at least 1, or None"),
+        ("num_assistant_tokens", 0, 'at least 1, "auto", or None'),
+        ("num_assistant_tokens", True, 'at least 1, "auto", or None'),
+        ("num_assistant_tokens", 2.5, 'at least 1, "auto", or None'),
+        ("num_assistant_tokens", "heuristic", 'at least 1, "auto", or None'),
+        ("drafting", "fast", "one of lean, stock"),
+        ("drafting", None, "one of lean, stock"),
+        ("compile_draft", 1, "True or False"),
+        ("compile_draft", "auto", "True or False"),
         ("num_logprobs", 0, "at least 1, or None"),
         ("divergence", "kl", "one of forward_kl"),
         ("learn_from", "all", "one of verified"),
@@ -376,6 +381,20 @@ def test_values_outside_their_range_are_named(field: str, value: Any, rule: str)
     assert f"`{field}`" in str(caught.value)
     assert rule in str(caught.value)
     assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"num_assistant_tokens": "auto"}, 'num_assistant_tokens="auto"'),
+        ({"compile_draft": True}, "compile_draft=True"),
+    ],
+)
+def test_what_needs_lean_drafting_says_so(settings: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError, match='needs `drafting="lean"`') as caught:
+        OnlineConfig(drafting="stock", **settings)
+    assert name in str(caught.value)
+    assert OnlineConfig(drafting="lean", **settings).to_dict().items() >= settings.items()
 
 
 def test_every_field_has_its_help_and_goes_to_json() -> None:

@@ -1,0 +1,393 @@
+"""The draft's own forward: tokens fed and taken back leave what feeding the rest alone would; compiled as eager."""
+
+import contextvars
+import copy
+import logging
+import random
+import shutil
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import models
+import pytest
+import torch
+from transformers import StaticCache
+
+from osd_hf import OnlineAssistant, OnlineConfig
+from osd_hf.draft_forward import SMALLEST_STATIC_CACHE, CompiledDraft, DraftForward, StaticForward
+
+COMPILABLE = ("llama", "gpt2")
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.compile` without its compiler: what it traces runs as it was traced."""
+    compile_by = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda step, **kwargs: compile_by(step, **{**kwargs, "backend": "eager"}))
+
+
+def by_itself(model: Any, ids: list[int], source: torch.Tensor | None = None) -> torch.Tensor:
+    """The logits behind some tokens, by one forward without a cache."""
+    tokens = torch.tensor([ids])
+    with torch.no_grad():
+        if source is not None:
+            return model(input_ids=source, decoder_input_ids=tokens).logits[:, -1]
+        return model(tokens).logits[:, -1]
+
+
+def feed_and_crop(model: Any, forward: DraftForward, source: torch.Tensor | None = None) -> None:
+    """Rounds as a generator makes them, each forward compared with one without a cache."""
+    rolls = random.Random(0)
+    known = [1, *(rolls.randrange(3, models.VOCAB) for _ in range(5))]
+    fed = kept = 0
+    for _ in range(12):
+        for _ in range(rolls.randrange(1, 6)):
+            logits = forward.feed(torch.tensor([known[fed:]]))
+            torch.testing.assert_close(logits, by_itself(model, known, source), atol=1e-4, rtol=1e-4)
+            fed = len(known)
+            known.append(rolls.randrange(3, models.VOCAB))
+        # Of this round's tokens, some are taken back, and one that was not fed stands in their place.
+        kept = max(fed - rolls.randrange(0, 4), kept)
+        known = [*known[:kept], rolls.randrange(3, models.VOCAB)]
+        if kept == fed and rolls.random() < 0.5:
+            known.append(rolls.randrange(3, models.VOCAB))  # accepted to the end, and one more
+        forward.crop(kept)
+        fed = kept
+        assert forward.length == kept
+    assert len(known) > 2 * models.WINDOW
+
+
+# --- eager ----------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("architecture", models.ARCHITECTURES)
+def test_what_is_taken_back_leaves_no_trace(architecture: str) -> None:
+    model = models.build(architecture)
+    if not model.config.is_encoder_decoder:
+        feed_and_crop(model, DraftForward(model))
+        return
+    ids = models.prompt(7)
+    mask = torch.ones_like(ids)
+    source = {"encoder_outputs": model.get_encoder()(input_ids=ids, attention_mask=mask), "attention_mask": mask}
+    feed_and_crop(model, DraftForward(model, source), ids)
+
+
+def test_windows_are_cut_back_each_round_where_nothing_is_taken_back_too() -> None:
+    forward = DraftForward(models.build("mistral"))
+    with torch.inference_mode():
+        for _ in range(5):
+            for ids in models.prompt(6).split(1, dim=1):
+                forward.feed(ids)
+            forward.crop(forward.length)
+            assert all(layer.keys.shape[2] < models.WINDOW for layer in forward.cache.layers)
+    assert forward.length == forward.cache.get_seq_length() == 30
+
+
+def test_forwards_and_their_time_are_counted() -> None:
+    model = models.build()
+    forward = DraftForward(model, clock=models.ForwardTime({model: 2.0}))
+    with torch.inference_mode():
+        forward.feed(models.prompt(5))
+        forward.feed(models.prompt(1))
+    assert (forward.forwards, forward.length) == (2, 6)
+    assert forward.seconds == 4.0
+
+
+def test_a_prompt_gives_one_row_of_logits() -> None:
+    seen: list[int] = []
+    model = models.build()
+    model.lm_head.register_forward_hook(lambda _module, _args, output: seen.append(output.shape[1]))
+    with torch.inference_mode():
+        assert DraftForward(model).feed(models.prompt(30)).shape == (1, models.VOCAB)
+    assert seen == [1]
+
+
+# --- compiled -------------------------------------------------------------------------------------------------------
+
+
+def assistant_of(target: Any, draft: Any, **settings: Any) -> OnlineAssistant:
+    settings = {"update_strategy": "manual", "compile_draft": True, **settings}
+    return OnlineAssistant(target, draft, config=OnlineConfig(**settings))
+
+
+def answer(assistant: OnlineAssistant, ids: torch.Tensor, length: int = 20, **settings: Any) -> list[int]:
+    settings = {"do_sample": False, "attention_mask": torch.ones_like(ids), "max_new_tokens": length, **settings}
+    output: list[int] = assistant.generate(ids, **settings)[0].tolist()
+    return output
+
+
+def same_as_eager(target: Any, draft: Any, requests: list[tuple[torch.Tensor, dict[str, Any]]]) -> OnlineAssistant:
+    compiled, eager = assistant_of(target, draft), assistant_of(target, draft, compile_draft=False)
+    for number, (ids, settings) in enumerate(requests):
+        answers = []
+        for assistant in (compiled, eager):
+            torch.manual_seed(number)
+            answers.append(answer(assistant, ids, **settings))
+        assert answers[0] == answers[1]
+    ours, theirs = compiled.stats, eager.stats
+    assert (ours.drafted, ours.examined, ours.accepted) == (theirs.drafted, theirs.examined, theirs.accepted)
+    assert ours.accepted_length_histogram == theirs.accepted_length_histogram
+    assert 0 < ours.alpha < 1
+    return compiled
+
+
+def some_requests() -> list[tuple[torch.Tensor, dict[str, Any]]]:
+    padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), models.prompt(5)], dim=1)
+    return [
+        *((ids, {}) for ids in models.prompts(3)),
+        (padded, {"attention_mask": (torch.arange(9) >= 4).long()[None]}),
+        (models.prompt(), {"do_sample": True, "top_k": 20}),
+        (models.prompt(), {"eos_token_id": list(range(3, 12))}),
+    ]
+
+
+@pytest.mark.parametrize("architecture", COMPILABLE)
+def test_compiled_drafts_are_the_eager_ones(architecture: str, traced: None, caplog: pytest.LogCaptureFixture) -> None:
+    same_as_eager(*models.pair(architecture, noise=0.06), some_requests())
+    assert "not compiled" not in caplog.text
+
+
+def test_single_tokens_alone_go_through_what_is_compiled(traced: None) -> None:
+    model = models.build()
+    with torch.inference_mode():
+        compiled = CompiledDraft(model)
+        forward = compiled.forward(40)
+        assert type(forward) is StaticForward
+        with models.ForwardCounter(model.lm_head) as eager:
+            forward.feed(models.prompt(6))
+            assert eager.count == 1
+        feed_and_crop(model, compiled.forward(40))
+
+
+def test_a_cache_is_as_large_as_the_request_and_used_again(traced: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    new_cache = CompiledDraft._new_cache
+
+    def counting(self: Any, size: int) -> Any:
+        made.append(size)
+        return new_cache(self, size)
+
+    monkeypatch.setattr(CompiledDraft, "_new_cache", counting)
+    compiled = CompiledDraft(models.build())
+    smallest = SMALLEST_STATIC_CACHE
+    first = compiled.forward(smallest)
+    assert first.cache.layers[0].max_cache_len == smallest
+    both = compiled.forward(3)  # at the same time
+    assert both.cache is not first.cache
+    larger = compiled.forward(smallest + 1)
+    assert larger.cache.layers[0].max_cache_len == 2 * smallest
+    assert made == [smallest, smallest, 2 * smallest]
+    for forward in (first, both, larger):
+        forward.close()
+    again = [compiled.forward(n) for n in (3, 4, smallest + 1)]
+    assert made == [smallest, smallest, 2 * smallest]
+    assert {id(f.cache) for f in again} == {id(f.cache) for f in (first, both, larger)}
+
+
+def test_nothing_of_a_request_is_left_for_the_next(traced: None) -> None:
+    model = models.build()
+    compiled = CompiledDraft(model)
+    with torch.inference_mode():
+        for length in (30, 4, 9):
+            forward = compiled.forward(64)
+            ids = models.prompt(length, seed=length)
+            forward.feed(ids[:, :-1])
+            logits = forward.feed(ids[:, -1:])
+            torch.testing.assert_close(logits, by_itself(model, ids[0].tolist()), atol=1e-4, rtol=1e-4)
+            forward.close()
+
+
+def test_a_failed_request_gives_its_cache_back(traced: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = models.pair()
+    assistant = assistant_of(target, draft)
+    before = answer(assistant, models.prompt())
+    made: list[int] = []
+    monkeypatch.setattr(CompiledDraft, "_new_cache", lambda self, size: made.append(size))
+
+    class Gone:
+        left = 3
+
+        def put(self, value: torch.Tensor) -> None:
+            self.left -= 1
+            if self.left == 0:
+                raise ConnectionResetError
+
+        def end(self) -> None:
+            pass
+
+    for _ in range(2):
+        with pytest.raises(ConnectionResetError):
+            answer(assistant, models.prompt(), streamer=Gone())
+    assert answer(assistant, models.prompt()) == before
+    assert made == []
+
+
+def test_two_sizes_of_cache_serve_one_draft(traced: None) -> None:
+    target, draft = models.pair(noise=0.05, max_position_embeddings=1024, num_hidden_layers=1)
+    length = SMALLEST_STATIC_CACHE + 30
+    requests = [(models.prompt(seed=n), {"length": n}) for n in (20, length, 30)]
+    same_as_eager(target, draft, requests)
+
+
+def test_two_drafts_share_nothing_that_is_compiled(traced: None, caplog: pytest.LogCaptureFixture) -> None:
+    target, good = models.pair(noise=0.05)
+    bad = models.build(seed=7, num_hidden_layers=1)
+    stats = []
+    for draft in (good, bad):
+        compiled, eager = assistant_of(target, draft), assistant_of(target, draft, compile_draft=False)
+        for ids in models.prompts(2):
+            assert answer(compiled, ids) == answer(eager, ids)
+        assert compiled.stats.accepted_length_histogram == eager.stats.accepted_length_histogram
+        stats.append(compiled.stats)
+    assert stats[1].alpha < 0.3 < stats[0].alpha < 1.0
+    assert "not compiled" not in caplog.text
+
+
+def test_an_update_reaches_what_is_compiled(traced: None) -> None:
+    target, draft = models.pair(noise=0.3)
+    ways = []
+    for compile_draft in (True, False):
+        assistant = assistant_of(target, draft, compile_draft=compile_draft, learning_rate=3e-3, weight_average=0.0)
+        answers = [answer(assistant, ids) for ids in models.prompts(4)]
+        before = assistant.stats
+        for _ in range(3):
+            assistant.update()
+        assistant.reset_stats()
+        answers += [answer(assistant, ids) for ids in models.prompts(4)]
+        assert assistant.version == 3
+        assert assistant.stats.alpha > before.alpha + 0.1
+        ways.append((answers, before, assistant.stats))
+    (ours, *compiled), (theirs, *eager) = ways
+    assert ours == theirs
+    for one, other in zip(compiled, eager, strict=True):
+        assert one.accepted_length_histogram == other.accepted_length_histogram
+
+
+class Meeting:
+    """A streamer that waits for the other request behind its prompt, so that both are in their rounds together."""
+
+    def __init__(self, meet: Callable[[], object]) -> None:
+        self.meet = meet
+        self.puts = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.puts += 1
+        if self.puts == 2:
+            self.meet()
+
+    def end(self) -> None:
+        pass
+
+
+def served_together(assistant: OnlineAssistant, prompts: list[torch.Tensor]) -> list[list[int]]:
+    barrier = threading.Barrier(len(prompts), timeout=60)
+    answers: dict[int, list[int]] = {}
+
+    def serve(number: int) -> None:
+        answers[number] = answer(assistant, prompts[number], streamer=Meeting(barrier.wait))
+
+    threads = [
+        threading.Thread(target=contextvars.copy_context().run, args=(serve, number)) for number in range(len(prompts))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [answers[number] for number in range(len(prompts))]
+
+
+def test_requests_of_two_threads_do_not_meet(traced: None) -> None:
+    target = models.build()
+    assistant = assistant_of(target, copy.deepcopy(target))
+    prompts = models.prompts(2)
+    alone = [answer(assistant, ids) for ids in prompts]
+    assert served_together(assistant, prompts) == alone
+    assert assistant.stats.alpha == 1.0
+
+
+# --- where nothing can be compiled ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("message", ["no C++ compiler.\nSee the log.", ""])
+@pytest.mark.parametrize("where", ["at once", "in the backend", "at the first call"])
+def test_without_a_compiler_the_draft_runs_eagerly(
+    message: str, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(message)
+
+    compile_by = torch.compile
+    ways: dict[str, Callable[..., Any]] = {
+        "at once": fail,
+        "in the backend": lambda step, **kwargs: compile_by(step, **{**kwargs, "backend": fail}),
+        "at the first call": lambda *args, **kwargs: fail,
+    }
+    monkeypatch.setattr(torch, "compile", ways[where])
+    caplog.set_level(logging.WARNING)
+    same_as_eager(*models.pair(noise=0.06), some_requests())
+    assert caplog.text.count("runs eagerly") == 1
+    assert "RuntimeError" in caplog.text
+    assert message.split(".")[0] in caplog.text
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "gemma3", "t5", "bart"])
+def test_what_static_caches_cannot_serve_runs_eagerly(architecture: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    target, draft = models.pair(architecture, noise=0.08)
+    same_as_eager(target, draft, [(ids, {}) for ids in models.prompts(3)])
+    assert caplog.text.count("runs eagerly") == 1
+    assert ("sliding windows" in caplog.text) != draft.config.is_encoder_decoder
+
+
+def test_a_draft_that_cannot_be_traced_runs_eagerly(traced: None, caplog: pytest.LogCaptureFixture) -> None:
+    target, draft = models.pair("opt", noise=0.05)  # it asks a tensor for a length
+    same_as_eager(target, draft, some_requests())
+    assert caplog.text.count("runs eagerly") == 1
+
+
+def test_an_eager_forward_serves_where_a_larger_cache_fails(
+    traced: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = models.build()
+    compiled = CompiledDraft(model)
+    first = compiled.forward(8)
+    assert type(first) is StaticForward
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(StaticCache, "__init__", fail)
+    assert type(compiled.forward(SMALLEST_STATIC_CACHE + 1)) is DraftForward
+    assert caplog.text.count("runs eagerly") == 1
+    with torch.inference_mode():  # a request that had begun goes on
+        feed_and_crop(model, first)
+    first.close()
+
+
+# --- with the compiler ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # the compiler itself
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler: install g++")
+def test_drafts_by_a_real_compiler_are_the_eager_ones(caplog: pytest.LogCaptureFixture) -> None:
+    target, draft = models.pair(noise=0.1, max_position_embeddings=1024)
+    long = (models.prompt(), {"length": SMALLEST_STATIC_CACHE + 20})
+    compiled = same_as_eager(target, draft, [*some_requests(), long])
+    other = assistant_of(target, copy.deepcopy(target))
+    prompts = models.prompts(2)
+    alone = [answer(other, ids) for ids in prompts]
+    assert served_together(other, prompts) == alone
+    assert other.stats.alpha == 1.0
+    compiled.reset_stats()
+    before = [answer(compiled, ids) for ids in prompts]
+    earlier = compiled.stats.alpha
+    with torch.no_grad():
+        for ours, theirs in zip(compiled.draft.parameters(), target.parameters(), strict=True):
+            ours.copy_(theirs)
+    compiled.reset_stats()
+    assert [answer(compiled, ids) for ids in prompts] == before == alone
+    assert earlier < 1.0 == compiled.stats.alpha
+    assert "not compiled" not in caplog.text

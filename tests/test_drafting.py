@@ -1,0 +1,701 @@
+"""The lean candidate generator: what it drafts and hands to the loop, and when it leaves that to the stock one."""
+
+import copy
+import logging
+from typing import Any
+
+import models
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.candidate_generator import AssistedCandidateGenerator
+
+from osd_hf import OnlineAssistant, OnlineConfig, capture_traces, replay
+from osd_hf.draft_forward import DraftForward
+from osd_hf.drafting import LeanCandidateGenerator
+from osd_hf.metrics import AcceptanceStats
+from osd_hf.pacing import AutoPace, FixedPace
+from osd_hf.records import Trace
+
+
+def assistant_of(target: Any, draft: Any, **settings: Any) -> OnlineAssistant:
+    return OnlineAssistant(target, draft, config=OnlineConfig(**{"update_strategy": "manual", **settings}))
+
+
+def answered(assistant: OnlineAssistant, ids: torch.Tensor, **settings: Any) -> tuple[Any, Trace]:
+    """What `generate` returned, and the trace of the request."""
+    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 20, **settings}
+    traces: list[Trace] = []
+    with capture_traces(assistant.target, traces.append):
+        output = assistant.generate(ids, **settings)
+    assert len(traces) == 1
+    return output, traces[0]
+
+
+def alone(target: Any, ids: torch.Tensor, **settings: Any) -> Any:
+    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 20, **settings}
+    return target.generate(ids, **settings)
+
+
+def padded(ids: torch.Tensor, padding: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The prompt with padding on its left, and the mask."""
+    more = torch.cat([torch.zeros(1, padding, dtype=torch.long), ids], dim=1)
+    return more, (torch.arange(more.shape[1]) >= padding).long()[None]
+
+
+class Calls:
+    """The generators whose candidates were asked for, with what they gave."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
+        for cls in (AssistedCandidateGenerator, LeanCandidateGenerator):
+            monkeypatch.setattr(cls, "get_candidates", self._noting(cls.get_candidates))
+
+    def _noting(self, propose: Any) -> Any:
+        def get_candidates(generator: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+            ids, logits = propose(generator, input_ids, **kwargs)
+            self.seen.append((generator, input_ids.clone(), ids.clone(), None if logits is None else logits.clone()))
+            return ids, logits
+
+        return get_candidates
+
+    @property
+    def kinds(self) -> set[type]:
+        return {type(generator) for generator, *_ in self.seen}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return Calls(monkeypatch)
+
+
+# --- counts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [1, 5, 8])
+@pytest.mark.parametrize("architecture", models.ARCHITECTURES)
+def test_the_target_as_its_own_draft_is_always_accepted(architecture: str, k: int) -> None:
+    target = models.build(architecture)
+    assistant = assistant_of(target, copy.deepcopy(target), num_assistant_tokens=k)
+    ids = models.prompt(5)
+    requests: list[tuple[torch.Tensor, dict[str, Any]]] = [
+        (ids, {"max_new_tokens": 3 * models.WINDOW}),
+        *((ids, {"max_new_tokens": length}) for length in (1, 2, k + 1, k + 2)),
+    ]
+    if not target.config.is_encoder_decoder:
+        more, mask = padded(ids, 4)
+        requests.append((more, {"attention_mask": mask, "max_new_tokens": 3 * models.WINDOW}))
+    for prompt, settings in requests:
+        output, trace = answered(assistant, prompt, **settings)
+        assert torch.equal(output, alone(target, prompt, **settings))
+        counts = AcceptanceStats.from_trace(trace)
+        length = settings["max_new_tokens"]
+        assert counts.accepted == counts.examined == counts.drafted
+        assert counts.target_forwards == -(-length // (k + 1))
+    answer = alone(target, ids)[0, -20:].tolist()
+    for at in (0, 1, 4, 7, 12):
+        eos = answer[at]
+        output, trace = answered(assistant, ids, eos_token_id=eos)
+        end = answer.index(eos) + 1
+        assert trace.completion_ids.tolist() == answer[:end]
+        counts = AcceptanceStats.from_trace(trace)
+        assert counts.accepted == counts.examined  # what lies behind the EOS was drafted by nobody
+        assert counts.drafted == counts.accepted
+        assert counts.target_forwards == -(-end // (k + 1))
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("drafting", ["lean", "stock"])
+def test_a_scripted_draft_gives_the_scripted_counts(drafting: str, sampled: bool) -> None:
+    #        round 1: 2 right,  |round 2: 5 right, bonus |r3: 0 |round 4: 3 right, then cut by max_new_tokens
+    pattern = [1, 1, 0] + [1, 1, 1, 1, 1, 1] + [0] + [1, 1, 1, 1]
+    right = [3 + i % 7 for i in range(len(pattern))]
+    target = models.scripted(right, 4)
+    draft = models.scripted([t if ok else t + 1 for t, ok in zip(right, pattern, strict=True)], 4)
+    for model in (target, draft):  # certain enough that sampling draws nothing else
+        with torch.no_grad():
+            model.by_position.mul_(10)
+    assistant = assistant_of(target, draft, drafting=drafting)
+    settings = {"max_new_tokens": len(pattern), "do_sample": sampled, "top_k": 0}
+    _, trace = answered(assistant, models.prompt(4, vocab_size=16), **settings)
+    assert trace.completion_ids.tolist() == right
+    assert [(len(r.drafted_ids), r.num_accepted, r.num_emitted) for r in trace.rounds] == [
+        (5, 2, 3), (5, 5, 6), (4, 0, 1), (3, 3, 4),
+    ]  # fmt: skip
+
+
+def test_drafting_ends_behind_eos() -> None:
+    target, draft = models.scripted([3, 4, 5, 6, 7, 8], 4), models.scripted([3, 2, 5, 6, 7, 8], 4)
+    assistant = assistant_of(target, draft)
+    _, trace = answered(assistant, models.prompt(4, vocab_size=16), eos_token_id=[2, 9], max_new_tokens=6)
+    assert [r.drafted_ids.tolist() for r in trace.rounds] == [[3, 2], [5, 6, 7]]
+    assert trace.completion_ids.tolist() == [3, 4, 5, 6, 7, 8]
+
+
+def test_a_pace_hears_of_the_accepted_tokens_of_rounds_that_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The loop counts one token less where the answer ends.
+    heard: list[tuple[int, int]] = []
+    monkeypatch.setattr(FixedPace, "judged", lambda _self, _confidences, *counts: heard.append(counts))
+    target = models.build("llama")
+    assistant = assistant_of(target, copy.deepcopy(target))
+    ids = models.prompt()
+    eos = int(alone(target, ids)[0, 6 + 9])
+    for settings in ({"max_new_tokens": 9}, {"eos_token_id": eos}):
+        heard.clear()
+        _, trace = answered(assistant, ids, **settings)
+        assert heard == [(r.num_accepted, r.num_emitted) for r in trace.rounds]
+    assert heard[-1][0] == heard[-1][1]  # up to EOS
+
+
+@pytest.mark.parametrize("architecture", ["llama", "t5"])
+def test_after_a_fully_accepted_draft_two_tokens_are_fed(architecture: str) -> None:
+    target = models.build(architecture)
+    assistant = assistant_of(target, copy.deepcopy(target), num_assistant_tokens=3)
+    fed: list[int] = []
+    name = "decoder_input_ids" if target.config.is_encoder_decoder else "input_ids"
+    handle = assistant.draft.register_forward_pre_hook(
+        lambda _module, _args, kwargs: fed.append(kwargs[name].shape[1]), with_kwargs=True
+    )
+    ids = models.prompt(6)
+    answered(assistant, ids, max_new_tokens=12)
+    handle.remove()
+    first = 1 if target.config.is_encoder_decoder else 6
+    assert fed == [first, 1, 1, 2, 1, 1, 2, 1, 1]
+
+
+# --- streaming ------------------------------------------------------------------------------------------------------
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.chunks: list[list[int]] = []
+        self.ends = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        assert self.ends == 0
+        self.chunks.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.ends += 1
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for chunk in self.chunks for token in chunk]
+
+
+def streamed(generate: Any, ids: torch.Tensor, **settings: Any) -> Listener:
+    listener = Listener()
+    generate(ids, attention_mask=torch.ones_like(ids), streamer=listener, max_new_tokens=20, **settings)
+    assert listener.ends == 1
+    return listener
+
+
+@pytest.mark.parametrize("k", [1, 5])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "t5"])
+def test_a_streamer_gets_the_chunks_that_the_stock_generator_gives(architecture: str, k: int) -> None:
+    target, draft = models.pair(architecture, noise=0.06)
+    lean, stock = (assistant_of(target, draft, drafting=d, num_assistant_tokens=k) for d in ("lean", "stock"))
+    sizes = set()
+    for ids in models.prompts(2):
+        answer = alone(target, ids)[0].tolist()
+        token = answer[-7]
+        stop = StoppingCriteriaList([lambda ids, scores, token=token, **_: ids[:, -1] == token])
+        for settings in ({}, {"eos_token_id": answer[-4]}, {"stopping_criteria": stop}):
+            settings["do_sample"] = False
+            ours, theirs, own = (
+                streamed(generate, ids, **settings) for generate in (lean.generate, stock.generate, target.generate)
+            )
+            assert ours.chunks == theirs.chunks
+            assert ours.tokens == own.tokens
+            sizes |= {len(chunk) for chunk in ours.chunks[1:]}
+    assert len(sizes) > 1
+
+
+def test_a_streamer_gets_sampled_chunks_of_what_is_returned() -> None:
+    target, draft = models.pair("qwen3")
+    assistant = assistant_of(target, draft)
+    listener = Listener()
+    output, trace = answered(assistant, models.prompt(), do_sample=True, streamer=listener)
+    assert listener.tokens == output[0].tolist()
+    assert [len(chunk) for chunk in listener.chunks[1:]] == [r.num_emitted for r in trace.rounds]
+    assert listener.ends == 1
+
+
+# --- sampled drafts -------------------------------------------------------------------------------------------------
+
+
+class Penalize(LogitsProcessor):  # type: ignore[misc]
+    """A caller's own processor, in place as some are."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores[:, self.token] -= 5.0 + float(input_ids[0, -1] % 3)
+        return scores
+
+
+SAMPLED: dict[str, dict[str, Any]] = {
+    "as they are": {"top_k": 0},
+    "temperature": {"temperature": 1.7, "top_k": 0},
+    "top_k": {"top_k": 3},
+    "top_p": {"top_k": 0, "top_p": 0.7},
+    "penalty": {"top_k": 0, "repetition_penalty": 1.6},
+    "own processor": {"logits_processor": LogitsProcessorList([Penalize(5)]), "temperature": 0.8, "top_k": 0},
+    "all": {
+        "temperature": 1.3, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2, "no_repeat_ngram_size": 3,
+        "logits_processor": LogitsProcessorList([Penalize(7)]),
+    },
+}  # fmt: skip
+
+
+def processed(draft: Any, ids: torch.Tensor, prompt: torch.Tensor, settings: dict[str, Any]) -> torch.Tensor:
+    """A draft's next logits as transformers' own sampling would process them, by a forward of their own."""
+    config = copy.deepcopy(draft.generation_config)
+    settings = {"do_sample": True, **settings}
+    own = settings.pop("logits_processor", LogitsProcessorList())
+    config.update(**settings)
+    processors = draft._get_logits_processor(
+        config,
+        input_ids_seq_length=prompt.shape[1],
+        encoder_input_ids=prompt,
+        logits_processor=own,
+        device="cpu",
+        model_kwargs={},
+    )
+    with torch.no_grad():
+        logits = draft(ids).logits[:, -1].float()
+    return processors(ids, logits)
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_the_logits_are_those_that_tokens_were_drawn_from(
+    name: str, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = models.pair("llama")
+    assistant = assistant_of(target, draft, num_assistant_tokens=3)
+    drawn: list[tuple[torch.Tensor, int]] = []
+    multinomial = torch.multinomial
+
+    def noting(probabilities: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        chosen = multinomial(probabilities, *args, **kwargs)
+        if probabilities.shape[0] == 1 and chosen.numel() == 1:
+            drawn.append((probabilities[0].clone(), int(chosen)))
+        return chosen
+
+    monkeypatch.setattr(torch, "multinomial", noting)
+    ids = models.prompt()
+    answered(assistant, ids, do_sample=True, max_new_tokens=12, **SAMPLED[name])
+    assert calls.kinds == {LeanCandidateGenerator}
+    draws = iter(drawn)
+    checked = 0
+    for _, before, after, logits in calls.seen:
+        if logits is None:
+            continue
+        tokens = after[0, before.shape[1] :].tolist()
+        assert logits.dtype == torch.float32
+        assert logits.shape == (1, len(tokens), models.VOCAB)
+        for i, token in enumerate(tokens):
+            # The loop draws as well, from the target's rows.
+            probabilities, chosen = next(d for d in draws if torch.equal(d[0], logits[0, i].softmax(-1)))
+            assert chosen == token
+            own = processed(assistant.draft, after[:, : before.shape[1] + i], ids, SAMPLED[name])
+            torch.testing.assert_close(logits[:, i], own, atol=1e-4, rtol=1e-4)
+            checked += 1
+    assert checked >= 6
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_the_target_as_its_own_sampled_draft_is_always_accepted(name: str) -> None:
+    target = models.build("qwen3")
+    assistant = assistant_of(target, copy.deepcopy(target))
+    for ids in models.prompts(3):
+        _, trace = answered(assistant, ids, do_sample=True, **SAMPLED[name])
+        for r in trace.rounds:
+            assert r.p is not None and r.q is not None
+            torch.testing.assert_close(torch.from_numpy(r.p), torch.from_numpy(r.q), atol=1e-4, rtol=1e-3)
+    assert assistant.stats.alpha == 1.0
+    assert assistant.stats.target_forwards == 3 * 4
+
+
+def test_greedy_drafts_come_without_logits_and_heed_processors(calls: Calls) -> None:
+    target = models.build("llama")
+    assistant = assistant_of(target, copy.deepcopy(target))
+    settings = {"repetition_penalty": 1.6, "logits_processor": LogitsProcessorList([Penalize(5)])}
+    _, trace = answered(assistant, models.prompt(), **settings)
+    assert AcceptanceStats.from_trace(trace).alpha == 1.0
+    assert calls.kinds == {LeanCandidateGenerator}
+    assert all(logits is None for *_, logits in calls.seen)
+
+
+def test_a_draft_in_another_dtype_hands_over_float32(calls: Calls) -> None:
+    target, draft = models.pair("llama", noise=0.05)
+    assistant = assistant_of(target, draft.to(torch.bfloat16))
+    ids = models.prompt()
+    output, trace = answered(assistant, ids)
+    assert torch.equal(output, alone(target, ids))
+    assert AcceptanceStats.from_trace(trace).alpha > 0
+    answered(assistant, ids, do_sample=True)
+    logits = [x for *_, x in calls.seen if x is not None]
+    assert logits
+    assert {x.dtype for x in logits} == {torch.float32}
+
+
+@pytest.mark.parametrize("width", [models.VOCAB - 4, models.VOCAB + 4])
+def test_logits_have_the_targets_width(width: int) -> None:
+    draft = models.build("llama", vocab_size=width)
+    ids = models.prompt(vocab_size=models.VOCAB - 4)
+    generator = LeanCandidateGenerator(
+        DraftForward(draft),
+        FixedPace(4),
+        ids,
+        attention_mask=None,
+        logits_processor=LogitsProcessorList(),
+        do_sample=True,
+        max_length=30,
+        max_positions=None,
+        eos_token_ids=frozenset(),
+        vocab_size=models.VOCAB,
+    )
+    candidates, logits = generator.get_candidates(ids)
+    assert candidates.shape == (1, 10)
+    assert logits is not None
+    assert logits.shape == (1, 4, models.VOCAB)
+    assert (candidates[0, 6:] < min(width, models.VOCAB)).all()
+    with torch.no_grad():
+        own = draft(candidates[:, :-1]).logits[:, 5:]
+    both = min(width, models.VOCAB)
+    torch.testing.assert_close(logits[..., :both], own[..., :both], atol=1e-4, rtol=1e-4)
+    assert (logits[..., both:] == -torch.inf).all()
+
+
+# --- positions, encoders, fallbacks ---------------------------------------------------------------------------------
+
+LIMIT = 16
+FEW_POSITIONS = {
+    "llama": {"max_position_embeddings": LIMIT},
+    "gpt2": {"n_positions": LIMIT},
+    "opt": {"max_position_embeddings": LIMIT},
+    "bart": {"max_position_embeddings": LIMIT},
+}
+
+
+def with_few_positions(target: Any, architecture: str) -> Any:
+    """The target's weights in a model with room for `LIMIT` tokens."""
+    draft = models.build(architecture, **FEW_POSITIONS[architecture])
+    with torch.no_grad():
+        for ours, theirs in zip(draft.parameters(), target.parameters(), strict=True):
+            ours.copy_(theirs[: ours.shape[0]])
+    return draft
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("architecture", FEW_POSITIONS)
+def test_a_draft_with_few_positions_drafts_up_to_its_limit(architecture: str, sampled: bool) -> None:
+    target = models.build(architecture)
+    assistant = assistant_of(target, with_few_positions(target, architecture))
+    ids = models.prompt(6)
+    output, trace = answered(assistant, ids, max_new_tokens=30, do_sample=sampled)
+    assert len(trace) == 30
+    if not sampled:
+        assert torch.equal(output, alone(target, ids, max_new_tokens=30))
+    counts = AcceptanceStats.from_trace(trace)
+    assert counts.accepted == counts.examined
+    length = len(trace.prompt_ids if trace.decoder_prompt_ids is None else trace.decoder_prompt_ids)
+    furthest = 0
+    for r in trace.rounds:
+        if len(r.drafted_ids):
+            furthest = length + len(r.drafted_ids)
+        length += r.num_emitted
+    assert furthest == LIMIT + 1  # the last drafted token is not fed
+    assert [r.num_emitted for r in trace.rounds[-5:]] == [1] * 5
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "opt"])
+def test_behind_a_prompt_beyond_its_positions_a_draft_is_silent(architecture: str) -> None:
+    target = models.build(architecture)
+    assistant = assistant_of(target, with_few_positions(target, architecture))
+    ids = models.prompt(LIMIT + 4)
+    with models.ForwardCounter(assistant.draft) as forwards:
+        output, trace = answered(assistant, ids)
+    assert forwards.count == 0
+    assert torch.equal(output, alone(target, ids))
+    assert all(len(r.drafted_ids) == 0 for r in trace.rounds)
+
+
+@pytest.mark.parametrize("architecture", ["t5", "bart"])
+def test_the_encoder_of_a_draft_runs_once_a_request(architecture: str) -> None:
+    target, draft = models.pair(architecture)
+    assistant = assistant_of(target, draft)
+    with models.ForwardCounter(assistant.draft.get_encoder()) as forwards:
+        for number in (1, 2, 3):
+            answered(assistant, models.prompt(4 + number), do_sample=number == 3)
+            assert forwards.count == number
+    assert assistant.stats.target_forwards > 6
+
+
+@pytest.mark.parametrize("architecture", ["t5", "bart"])
+def test_the_draft_does_not_see_the_padding_of_a_source(architecture: str) -> None:
+    target = models.build(architecture)
+    assistant = assistant_of(target, copy.deepcopy(target))
+    ids = torch.cat([models.prompt(5), torch.zeros(1, 4, dtype=torch.long)], dim=1)
+    mask = (torch.arange(9) < 5).long()[None]
+    output, trace = answered(assistant, ids, attention_mask=mask)
+    assert torch.equal(output, alone(target, ids, attention_mask=mask))
+    assert AcceptanceStats.from_trace(trace).alpha == 1.0
+
+
+def test_for_a_source_beyond_its_positions_a_draft_is_silent() -> None:
+    target = models.build("bart")
+    assistant = assistant_of(target, with_few_positions(target, "bart"))
+    ids = models.prompt(LIMIT + 6)
+    with models.ForwardCounter(assistant.draft, assistant.draft.get_encoder()) as forwards:
+        for do_sample in (False, True):
+            output, trace = answered(assistant, ids, do_sample=do_sample)
+            assert len(trace) == 20
+            assert do_sample or torch.equal(output, alone(target, ids))
+    assert forwards.count == 0
+    assert assistant.stats.drafted == 0
+
+
+def test_a_schedule_of_the_drafts_own_is_left_to_the_stock_generator(
+    calls: Calls, caplog: pytest.LogCaptureFixture
+) -> None:
+    target, draft = models.pair()
+    draft.generation_config.num_assistant_tokens_schedule = "heuristic"
+    assistant = assistant_of(target, draft, num_assistant_tokens=None)
+    for ids in models.prompts(3):
+        output, _ = answered(assistant, ids)
+        assert torch.equal(output, alone(target, ids))
+    assert calls.kinds == {AssistedCandidateGenerator}
+    assert caplog.text.count("stock generator") == 1
+    assert "'heuristic'" in caplog.text
+
+
+def test_none_reads_the_drafts_own_constant_k_and_threshold(calls: Calls) -> None:
+    target, draft = models.pair(k=3)
+    assistant = assistant_of(target, draft, num_assistant_tokens=None)
+    _, trace = answered(assistant, models.prompt())
+    assert calls.kinds == {LeanCandidateGenerator}
+    assert max(len(r.drafted_ids) for r in trace.rounds) == 3
+    assistant.draft.generation_config.num_assistant_tokens = 6
+    assistant.draft.generation_config.assistant_confidence_threshold = 0.9
+    output, trace = answered(assistant, models.prompt())
+    assert torch.equal(output, alone(target, models.prompt()))
+    lengths = {len(r.drafted_ids) for r in trace.rounds[:-2]}
+    assert min(lengths) < 6  # some ended by confidence
+
+
+@pytest.mark.parametrize("name", ["lean", "stock"])
+def test_drafting_is_by_the_generator_that_was_asked_for(name: str, calls: Calls) -> None:
+    target, draft = models.pair()
+    answered(assistant_of(target, draft, drafting=name), models.prompt())
+    assert calls.kinds == {{"lean": LeanCandidateGenerator, "stock": AssistedCandidateGenerator}[name]}
+
+
+def test_attached_drafts_leanly_with_the_assistants_draft_alone(calls: Calls) -> None:
+    target, draft = models.pair()
+    assistant = assistant_of(target, draft)
+    ids = models.prompt()
+    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 8}
+    with assistant.attached():
+        own = target.generate(ids, assistant_model=assistant.draft, **settings)
+        assert calls.kinds == {LeanCandidateGenerator}
+        calls.seen.clear()
+        other = target.generate(ids, assistant_model=draft, **settings)
+        assert calls.kinds == {AssistedCandidateGenerator}
+    calls.seen.clear()
+    outside = target.generate(ids, assistant_model=assistant.draft, **settings)
+    assert calls.kinds == {AssistedCandidateGenerator}
+    assert torch.equal(own, other) and torch.equal(own, outside)
+
+
+# --- adapters -------------------------------------------------------------------------------------------------------
+
+peft_warns = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
+
+
+@peft_warns
+def test_a_lora_draft_is_served_merged_after_each_update(calls: Calls) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    target, draft = models.pair(noise=0.05)
+    wrapped = get_peft_model(draft, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], r=2))
+    settings = {"update_interval": 2, "steps_per_update": 2, "learning_rate": 0.05, "weight_average": 0.0}
+    assistant = assistant_of(target, wrapped, update_strategy="interval", **settings)
+    seen = []
+    for ids in models.prompts(6):
+        output, _ = answered(assistant, ids)
+        assert torch.equal(output, alone(target, ids))
+        master = copy.deepcopy(assistant._updater.master).merge_and_unload()
+        served = dict(assistant.draft.named_parameters())
+        assert served.keys() == dict(master.named_parameters()).keys()
+        for name, parameter in master.named_parameters():
+            torch.testing.assert_close(served[name], parameter, atol=1e-6, rtol=1e-6)
+        seen.append(served["model.layers.0.self_attn.q_proj.weight"].clone())
+    assert assistant.version == 3
+    assert not torch.equal(seen[0], seen[-1])
+    assert calls.kinds == {LeanCandidateGenerator}
+    for generator, *_ in calls.seen:
+        assert generator.forward.draft is assistant.draft
+    assert type(assistant.draft) is type(models.build())
+    assert not any("lora" in type(m).__module__ or "lora" in name for name, m in assistant.draft.named_modules())
+
+
+@peft_warns
+@pytest.mark.filterwarnings("ignore:Position ids are not supported:UserWarning")  # by peft, in the stock generator
+def test_an_adapter_that_cannot_be_merged_is_left_to_the_stock_generator(
+    calls: Calls, caplog: pytest.LogCaptureFixture
+) -> None:
+    from peft import PromptTuningConfig, get_peft_model
+
+    target, draft = models.pair(noise=0.05)
+    wrapped = get_peft_model(draft, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    assistant = assistant_of(target, wrapped)
+    for ids in models.prompts(2):
+        output, _ = answered(assistant, ids)
+        assert torch.equal(output, alone(target, ids))
+    assert calls.kinds == {AssistedCandidateGenerator}
+    assert caplog.text.count("stock generator") == 1
+    assert "adapter cannot be merged" in caplog.text
+
+
+# --- when speculation loses -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request is one that is not worth a draft."""
+    monkeypatch.setattr(AutoPace, "is_plain", lambda self: True)
+
+
+def plain_assistant(architecture: str, **settings: Any) -> OnlineAssistant:
+    target, draft = models.pair(architecture)
+    return assistant_of(target, draft, num_assistant_tokens="auto", **settings)
+
+
+def test_while_speculation_loses_most_requests_are_plain(calls: Calls) -> None:
+    target, draft = models.pair("llama")
+    assistant = assistant_of(target, draft, num_assistant_tokens="auto")
+    assert assistant.drafting is not None
+    assistant.drafting.clock = models.ForwardTime({target: 1.0, assistant.draft: 5.0})
+    plain = []
+    for number in range(60):
+        ids = models.prompt(seed=number)
+        calls.seen.clear()
+        output, _ = answered(assistant, ids)
+        assert torch.equal(output, alone(target, ids))
+        plain.append(calls.seen == [])
+    plan = assistant.drafting_plan()
+    assert plan is not None
+    assert not plan.speculates
+    assert not plain[0]  # costs are measured
+    assert sum(plain[20:]) > 20
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "t5"])
+def test_a_plain_request_returns_what_the_target_alone_does(architecture: str, calls: Calls, plainly: None) -> None:
+    assistant = plain_assistant(architecture)
+    ids = models.prompt()
+    settings = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    with models.ForwardCounter(assistant.draft) as forwards:
+        for extra in ({}, {"repetition_penalty": 1.4}):
+            own = alone(assistant.target, ids, **settings, **extra)
+            output, trace = answered(assistant, ids, **settings, **extra)
+            assert type(output) is type(own)
+            assert torch.equal(output.sequences, own.sequences)
+            for name in ("scores", "logits"):
+                assert len(getattr(output, name)) == len(getattr(own, name)) == 20
+                torch.testing.assert_close(torch.cat(getattr(output, name)), torch.cat(getattr(own, name)))
+            assert len(trace) == 20
+    assert forwards.count == 0
+    assert calls.seen == []  # not by the assisted loop
+
+
+def test_plain_requests_stream_and_stop_as_the_target_alone(plainly: None) -> None:
+    assistant = plain_assistant("llama")
+    tokenizer = models.tokenizer()
+    ids = models.prompt()
+    answer = alone(assistant.target, ids)[0, 6:].tolist()
+    stop = StoppingCriteriaList([lambda ids, scores, **_: ids[:, -1] == answer[4]])
+    word = tokenizer.convert_ids_to_tokens(answer[3])
+    ways: list[dict[str, Any]] = [
+        {},
+        {"eos_token_id": answer[5]},
+        {"stopping_criteria": stop},
+        {"stop_strings": [word], "tokenizer": tokenizer},
+    ]
+    with models.ForwardCounter(assistant.draft) as forwards:
+        for settings in ways:
+            settings["do_sample"] = False
+            ours, own = (streamed(g, ids, **settings) for g in (assistant.generate, assistant.target.generate))
+            assert ours.chunks == own.chunks
+    assert forwards.count == 0
+
+
+def test_a_plain_request_draws_as_the_target_alone(plainly: None) -> None:
+    assistant = plain_assistant("llama")
+    ids = models.prompt()
+    settings = {"attention_mask": torch.ones_like(ids), "do_sample": True, "max_new_tokens": 20, "top_k": 10}
+    answers = []
+    for generate in (assistant.generate, assistant.target.generate):
+        torch.manual_seed(1)
+        answers.append(generate(ids, **settings))
+    assert torch.equal(*answers)
+
+
+def test_a_draft_learns_from_plain_requests(plainly: None) -> None:
+    assistant = plain_assistant("llama", update_strategy="interval", update_interval=2, learning_rate=3e-3)
+    traces = []
+    for ids in models.prompts(12):
+        _, trace = answered(assistant, ids)
+        assert not any(len(r.drafted_ids) for r in trace.rounds)
+        traces.append(trace)
+    assert assistant.version == 6
+    untaught = models.draft_of(assistant.target)
+    learned, given = (replay(draft, traces, 5).alpha for draft in (assistant.draft, untaught))
+    assert learned > given + 0.1
+
+
+def test_speculation_comes_back_once_the_draft_has_learnt() -> None:
+    target = models.build("llama")
+    assistant = assistant_of(target, models.build("llama", seed=5), num_assistant_tokens="auto")
+    assert assistant.drafting is not None
+    assistant.drafting.clock = models.ForwardTime({target: 1.0, assistant.draft: 0.3})
+    ids = models.prompt()
+
+    def plan() -> Any:
+        return assistant.drafting_plan()
+
+    for _ in range(10):
+        answered(assistant, ids)
+    assert not plan().speculates
+    assert plan().alpha < 0.2
+    with torch.no_grad():
+        for ours, theirs in zip(assistant.draft.parameters(), target.parameters(), strict=True):
+            ours.copy_(theirs)
+    assistant.drafting.pacer.draft_changed()
+    requests = 0
+    while not plan().speculates and requests < 200:
+        answered(assistant, ids)
+        requests += 1
+    print(f"after {requests} requests: {plan()}")
+    assert plan().speculates
+    for _ in range(5):
+        output, trace = answered(assistant, ids)
+    assert torch.equal(output, alone(target, ids))
+    assert len(trace.rounds) < 12
+
+
+def test_the_plan_is_there_with_auto_alone(caplog: pytest.LogCaptureFixture) -> None:
+    target, draft = models.pair()
+    assert assistant_of(target, draft).drafting_plan() is None
+    assert assistant_of(target, draft, drafting="stock").drafting is None
+    assert assistant_of(target, draft, drafting="stock").drafting_plan() is None
+    caplog.set_level(logging.WARNING)
+    assistant = assistant_of(target, draft, num_assistant_tokens="auto")
+    answered(assistant, models.prompt())
+    plan = assistant.drafting_plan()
+    assert plan is not None
+    assert plan.examined > 0
+    assert caplog.records == []

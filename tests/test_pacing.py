@@ -1,0 +1,375 @@
+"""How many tokens to draft, on a made-up machine: what each forward takes and what is accepted is given."""
+
+import itertools
+import json
+import math
+import random
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from osd_hf.cost import expected_block_efficiency
+from osd_hf.pacing import DraftingPlan, FixedPace, Pace, Pacer
+
+TARGET = 1.0  # seconds of a forward
+PER_TOKEN = 0.02  # seconds that one more token in it takes
+SURE, UNSURE = 0.95, 0.15  # chances of tokens, where confidence tells
+
+
+class World:
+    """
+    A machine, a target and a draft. A token is accepted with probability `alpha`; where confidence tells, `alpha` is
+    the mean of two kinds of tokens, and the draft knows which kind a token is; elsewhere what it says means nothing.
+    """
+
+    def __init__(self, alpha: float, draft: float, *, tells: bool = False, spikes: float = 0.0, seed: int = 0) -> None:
+        self.alpha = alpha
+        self.draft = draft
+        self.tells = tells
+        self.spikes = spikes
+        self.slow = 1.0
+        self.random = random.Random(seed)
+        self.emitted = 0
+        self.seconds = 0.0
+
+    def _takes(self, seconds: float) -> float:
+        taken = self.slow * seconds * self.random.uniform(0.9, 1.1)
+        if self.random.random() < self.spikes:
+            taken *= 50
+        else:
+            self.seconds += taken  # a spike is nobody's fault
+        return taken
+
+    def _token(self) -> tuple[float, bool]:
+        """What the draft says of a token, and whether the target will accept it."""
+        if not self.tells:
+            return self.random.random(), self.random.random() < self.alpha
+        share = (self.alpha - UNSURE) / (SURE - UNSURE)
+        chance = SURE if self.random.random() < share else UNSURE
+        return chance, self.random.random() < chance
+
+    def serve(self, pace: Pace, requests: int = 1, length: int = 100) -> None:
+        for _ in range(requests):
+            self._request(pace, length)
+
+    def _request(self, pace: Pace, length: int) -> None:
+        self.emitted += length
+        if pace.is_plain():
+            times = [self._takes(TARGET) for _ in range(length)]
+            pace.timed(0, 0.0, sum(times) / length, rounds=length)
+            return
+        left, missing, before = length, 100, None
+        while left > 0:
+            if before is not None:
+                pace.timed(*before)
+            limit = min(pace.tokens(), left - 1)
+            tokens: list[tuple[float, bool]] = []
+            drafting = 0.0
+            while len(tokens) < limit:
+                tokens.append(self._token())
+                drafting += self._takes(self.draft)
+                if not pace.goes_on(tokens[-1][0]):
+                    break
+            verifying = self._takes(TARGET + PER_TOKEN * len(tokens))
+            accepted = sum(1 for _ in itertools.takewhile(lambda token: token[1], tokens))
+            # The first round reads the prompt, and one that drafts again after plain ones catches up.
+            typical = before is not None and (not tokens or missing <= 2)
+            before = (len(tokens), drafting, drafting + verifying if typical else None)
+            missing = (2 if accepted == len(tokens) else 1) if tokens else missing + 1
+            pace.judged([confidence for confidence, _ in tokens], accepted, accepted + 1)
+            left -= accepted + 1
+
+    def rate_of(self, serve: Any) -> float:
+        """Tokens a second while `serve` runs."""
+        emitted, seconds = self.emitted, self.seconds
+        serve()
+        return (self.emitted - emitted) / (self.seconds - seconds)
+
+
+def rate(alpha: float, draft: float, k: int) -> float:
+    """Tokens a second by the cost model."""
+    return expected_block_efficiency(alpha, k) / (TARGET + k * (PER_TOKEN + draft))
+
+
+def best_fixed(alpha: float, draft: float) -> int:
+    return max(range(33), key=lambda k: rate(alpha, draft, k))
+
+
+def settled(world: World, requests: int = 20) -> Pacer:
+    pacer = Pacer()
+    for _ in range(requests):
+        world.serve(pacer.pace())
+    return pacer
+
+
+# --- finding k ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draft", [0.05, 0.15, 0.4])
+@pytest.mark.parametrize("alpha", [0.3, 0.5, 0.7, 0.85])
+def test_the_plan_is_the_best_fixed_k(alpha: float, draft: float) -> None:
+    world = World(alpha, draft)
+    pacer = settled(world)
+    best = best_fixed(alpha, draft)
+    found = []
+    for _ in range(20):
+        world.serve(pacer.pace())
+        found.append(pacer.plan().k)
+    middle = sorted(found)[len(found) // 2]
+    print(f"alpha {alpha}, c {draft}: best {best}, found {sorted(found)}, {pacer.plan()}")
+    assert abs(middle - best) <= 1
+    assert rate(alpha, draft, middle) > 0.98 * rate(alpha, draft, best)
+
+
+@pytest.mark.parametrize(("alpha", "draft"), [(0.5, 0.05), (0.7, 0.15), (0.85, 0.1), (0.85, 0.4), (0.2, 0.5)])
+def test_tokens_come_as_fast_as_with_the_best_fixed_k(alpha: float, draft: float) -> None:
+    world = World(alpha, draft)
+    pacer = settled(world)
+    measured = world.rate_of(lambda: [world.serve(pacer.pace()) for _ in range(60)])
+    best = rate(alpha, draft, best_fixed(alpha, draft))
+    print(f"alpha {alpha}, c {draft}: {measured / best:.3f} of the best fixed k")
+    assert measured > 0.95 * best
+
+
+@pytest.mark.parametrize(("alpha", "draft"), [(0.6, 0.1), (0.75, 0.1), (0.75, 0.25)])
+def test_where_confidence_tells_rounds_end_by_it(alpha: float, draft: float) -> None:
+    world = World(alpha, draft, tells=True)
+    pacer = settled(world, 40)
+    measured = world.rate_of(lambda: [world.serve(pacer.pace()) for _ in range(60)])
+    fixed = {}
+    for k in range(1, 13):
+        other = World(alpha, draft, tells=True, seed=k)
+        fixed[k] = other.rate_of(lambda other=other, k=k: other.serve(FixedPace(k), 60))
+    best = max(fixed.values())
+    print(f"alpha {alpha}, c {draft}: {measured / best:.3f} of the best fixed k, {pacer.plan()}")
+    assert measured > 1.02 * best
+
+
+def test_a_token_that_is_likelier_right_is_drafted_behind() -> None:
+    world = World(0.6, 0.1, tells=True)
+    pacer = settled(world, 40)
+    pace = pacer.pace()
+    goes_on: dict[float, int] = {SURE: 0, UNSURE: 0}
+    for confidence in goes_on:
+        for _ in range(40):
+            if pace.tokens() > 0:
+                goes_on[confidence] += pace.goes_on(confidence)
+    assert goes_on[SURE] >= 38  # now and then a round is plain
+    assert goes_on[UNSURE] <= 10  # or finds out what it would not draft
+
+
+def test_a_machine_that_slows_down_changes_nothing() -> None:
+    world = World(0.75, 0.15)
+    pacer = settled(world)
+    before = pacer.plan()
+    world.slow = 3.0
+    for _ in range(30):
+        world.serve(pacer.pace())
+    after = pacer.plan()
+    assert abs(after.k - before.k) <= 1
+    assert after.speculates
+    assert after.draft_seconds == pytest.approx(3 * world.draft, rel=0.25)
+    assert after.plain_seconds == pytest.approx(3 * TARGET, rel=0.25)
+
+
+def test_costs_are_followed() -> None:
+    world = World(0.75, 0.05)
+    pacer = settled(world)
+    cheap = pacer.plan()
+    world.draft = 0.6
+    for _ in range(60):
+        world.serve(pacer.pace())
+    dear = pacer.plan()
+    assert cheap.k - dear.k >= 3
+    assert abs(dear.k - best_fixed(0.75, 0.6)) <= 1
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.85])
+def test_a_busy_machine_does_not_spoil_the_costs(alpha: float) -> None:
+    world = World(alpha, 0.15, spikes=0.003)
+    pacer = settled(world, 40)
+    plan = pacer.plan()
+    print(plan)
+    assert rate(alpha, 0.15, plan.k) > 0.95 * rate(alpha, 0.15, best_fixed(alpha, 0.15))
+    assert plan.draft_seconds == pytest.approx(0.15, rel=0.3)
+    assert plan.plain_seconds == pytest.approx(TARGET, rel=0.3)
+    assert plan.verify_seconds == pytest.approx(TARGET + plan.k * PER_TOKEN, rel=0.3)
+
+
+# --- when speculation loses -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [20, 100])
+@pytest.mark.parametrize(("alpha", "draft"), [(0.0, 0.1), (0.05, 0.3), (0.3, 0.9), (0.9, 3.0)])
+def test_a_draft_that_does_not_pay_costs_little(alpha: float, draft: float, length: int) -> None:
+    world = World(alpha, draft)
+    pacer = settled(world)
+    assert not pacer.plan().speculates
+    assert pacer.plan().k == 0
+    measured = world.rate_of(lambda: [world.serve(pacer.pace(), length=length) for _ in range(400)])
+    print(f"alpha {alpha}, c {draft}: {measured * TARGET:.4f} of the target alone")
+    assert measured * TARGET > 0.97
+    assert not pacer.plan().speculates
+
+
+@pytest.mark.parametrize("length", [20, 100])
+def test_speculation_comes_back_once_it_pays(length: int) -> None:
+    world = World(0.05, 0.2)
+    pacer = settled(world)
+    for _ in range(50):
+        world.serve(pacer.pace(), length=length)
+    assert not pacer.plan().speculates
+    world.alpha = 0.85
+    requests = 0
+    while not pacer.plan().speculates and requests * length < 40_000:
+        pacer.draft_changed()
+        world.serve(pacer.pace(), length=length)
+        requests += 1
+    print(f"after {requests * length} tokens")
+    assert pacer.plan().speculates
+    for _ in range(4000 // length):
+        world.serve(pacer.pace(), length=length)
+    assert pacer.plan().alpha == pytest.approx(0.85, abs=0.1)
+    assert rate(0.85, 0.2, pacer.plan().k) > 0.95 * rate(0.85, 0.2, best_fixed(0.85, 0.2))
+
+
+def test_speculation_ends_once_it_does_not_pay() -> None:
+    world = World(0.85, 0.3)
+    pacer = settled(world)
+    assert pacer.plan().speculates
+    world.alpha = 0.05
+    for _ in range(10):
+        world.serve(pacer.pace())
+    assert not pacer.plan().speculates
+
+
+def test_requests_are_plain_as_a_whole_but_for_a_probe_now_and_then() -> None:
+    world = World(0.0, 3.0)
+    pacer = settled(world)
+    plain = 0
+    for _ in range(100):
+        plain += pacer.pace().is_plain()
+        world.serve(pacer.pace())
+    assert 50 < plain < 100
+
+
+# --- what is known --------------------------------------------------------------------------------------------------
+
+
+def test_costs_are_measured_in_the_first_rounds() -> None:
+    world = World(0.7, 0.2)
+    pacer = Pacer()
+    plan = pacer.plan()
+    assert plan.speculates
+    assert (plan.draft_seconds, plan.plain_seconds, plan.verify_seconds, plan.per_token_seconds) == (None,) * 4
+    pace = pacer.pace()
+    assert not pace.is_plain()
+    world.serve(pace, length=60)
+    plan = pacer.plan()
+    assert plan.draft_seconds == pytest.approx(0.2, rel=0.2)
+    assert plan.plain_seconds == pytest.approx(TARGET, rel=0.2)
+    assert plan.verify_seconds == pytest.approx(TARGET + plan.k * PER_TOKEN, rel=0.2)
+
+
+def test_the_plan_can_be_read() -> None:
+    for pacer in (Pacer(), settled(World(0.8, 0.1)), settled(World(0.0, 1.0))):
+        plan = pacer.plan()
+        read = json.loads(json.dumps(plan.to_dict(), allow_nan=False))
+        assert set(read) == {field.name for field in fields(DraftingPlan)}
+        assert DraftingPlan(**read) == plan
+        assert plan.speculates == (plan.k > 0)
+        assert plan.speedup >= 1.0
+
+
+def test_the_plan_says_what_it_expects() -> None:
+    world = World(0.8, 0.1)
+    pacer = settled(world, 40)
+    plan = pacer.plan()
+    assert plan.alpha == pytest.approx(0.8, abs=0.1)
+    assert plan.per_token_seconds == pytest.approx(0.1 + PER_TOKEN, rel=0.3)
+    assert plan.speedup == pytest.approx(rate(0.8, 0.1, best_fixed(0.8, 0.1)) * TARGET, rel=0.2)
+    assert plan.examined > 50
+
+
+def test_domains_share_costs_and_nothing_else() -> None:
+    pacer = Pacer()
+    easy, hard = World(0.9, 0.2), World(0.0, 0.2)
+    for _ in range(20):
+        easy.serve(pacer.pace("easy"))
+        hard.serve(pacer.pace("hard"))
+    assert pacer.plan("easy").speculates
+    assert pacer.plan("easy").alpha > 0.8
+    assert not pacer.plan("hard").speculates
+    assert pacer.plan("hard").alpha < 0.2
+    other = pacer.plan("other")
+    assert other.examined < 10
+    assert 0.4 < other.alpha < 0.8
+    assert other.draft_seconds == pacer.plan("easy").draft_seconds == pytest.approx(0.2, rel=0.2)
+
+
+def test_a_new_draft_halves_what_is_known_of_the_old_one() -> None:
+    world = World(0.7, 0.1)
+    pacer = settled(world)
+    before = pacer.plan()
+    pacer.draft_changed()
+    after = pacer.plan()
+    assert after.examined == pytest.approx(before.examined / 2)
+    assert after.alpha == before.alpha
+    assert after.draft_seconds == before.draft_seconds
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.floats(0, 1), max_size=32),
+            st.integers(0, 32),
+            st.floats(1e-6, 10),
+            st.one_of(st.none(), st.floats(1e-6, 100)),
+        ),
+        max_size=60,
+    )
+)
+def test_whatever_it_is_told_a_plan_comes_out(rounds: list[tuple[list[float], int, float, float | None]]) -> None:
+    pacer = Pacer()
+    pace = pacer.pace()
+    for confidences, right, drafting, verifying in rounds:
+        assert isinstance(pace.is_plain(), bool)
+        assert 0 <= pace.tokens() <= 32
+        for confidence in confidences:
+            pace.goes_on(confidence)
+        accepted = min(right, len(confidences))
+        pace.judged(confidences, accepted, accepted + 1)
+        drafting = drafting if confidences else 0.0
+        pace.timed(len(confidences), drafting, None if verifying is None else drafting + verifying)
+        plan = pacer.plan()
+        assert 0 <= plan.alpha <= 1
+        assert 0 <= plan.k <= 32
+        assert plan.speculates == (plan.k > 0)
+        assert all(math.isfinite(x) for x in plan.to_dict().values() if isinstance(x, float))
+        assert plan.speedup >= 1.0
+
+
+# --- a fixed number -------------------------------------------------------------------------------------------------
+
+
+def test_a_fixed_pace_drafts_its_k() -> None:
+    pace = FixedPace(4)
+    assert not pace.reads_confidence
+    assert not pace.is_plain()
+    for accepted in range(5):
+        assert pace.tokens() == 4
+        assert all(pace.goes_on(confidence) for confidence in (0.0, 0.5, 1.0))
+        pace.judged([], accepted, accepted + 1)
+        pace.timed(4, 0.1, 1.0)
+    assert not pace.is_plain()
+
+
+@given(st.floats(0, 1), st.floats(0, 1, exclude_min=True))
+def test_a_threshold_ends_a_draft_behind_a_token_below_it(confidence: float, threshold: float) -> None:
+    pace = FixedPace(3, threshold)
+    assert pace.reads_confidence
+    assert pace.goes_on(confidence) == (confidence >= threshold)
