@@ -1,0 +1,129 @@
+"""Running estimates of what serving measures: costs of rounds, and acceptance."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+__all__ = ["MEMORY", "Acceptance", "Costs"]
+
+COSTS_KNOWN = 4  # rounds of either kind
+MEMORY = 128  # observations after which an old one counts a third
+LEVEL_MEMORY = 16  # rounds in which a machine that slows down, or a context that grows, is followed
+# Confidences between two edges share one estimate of acceptance.
+EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
+PRIOR_ALPHA, PRIOR_WEIGHT = 0.6, 4.0
+
+
+class Average:
+    """Of recent values."""
+
+    def __init__(self, mean: float = 0.0, weight: float = 0.0) -> None:
+        self.mean = mean
+        self.weight = weight
+
+    def add(self, value: float, count: int = 1) -> None:
+        fresh = min(count, MEMORY)
+        self.weight = self.weight * (1 - 1 / MEMORY) ** fresh + fresh
+        self.mean += (value - self.mean) * fresh / self.weight
+
+
+class Line:
+    """Of recent values over k; it does not fall."""
+
+    def __init__(self) -> None:
+        self.weight = self._k = self._kk = self._y = self._ky = 0.0
+
+    def add(self, k: int, value: float) -> None:
+        fade = 1 - 1 / MEMORY
+        self.weight = self.weight * fade + 1
+        self._k = self._k * fade + k
+        self._kk = self._kk * fade + k * k
+        self._y = self._y * fade + value
+        self._ky = self._ky * fade + k * value
+
+    @property
+    def slope(self) -> float:
+        mean_k, mean_y = self._k / self.weight, self._y / self.weight
+        variance = self._kk / self.weight - mean_k**2
+        covariance = self._ky / self.weight - mean_k * mean_y
+        # Where all rounds drafted nearly as many tokens, noise has the slope; it fades to none.
+        return min(max(covariance / (variance + 0.25), 0.0), mean_y / (mean_k + 1))
+
+    def at(self, k: float) -> float:
+        return self._y / self.weight + self.slope * (k - self._k / self.weight)
+
+
+class Costs:
+    """
+    Of drafting a token, of a plain round, and of verifying k tokens, each over a common level in seconds. The level
+    follows the machine, and contexts that grow, by every round whatever it drafted; so costs that were seen at
+    different times can be compared.
+    """
+
+    def __init__(self) -> None:
+        self.level = 1.0
+        self.draft, self.plain, self.verify = Average(), Average(), Line()
+
+    @property
+    def are_known(self) -> bool:
+        return min(self.plain.weight, self.verify.weight) >= COSTS_KNOWN
+
+    def round(self, drafted: float) -> float:
+        """A whole round, over the level."""
+        return self.verify.at(drafted) + drafted * self.draft.mean if drafted else self.plain.mean
+
+    def add(self, drafted: int, draft_seconds: float, round_seconds: float, rounds: int) -> None:
+        """Rounds that took so long on average."""
+        excess = 1.0
+        if self.are_known:
+            # A round far above expectation is a machine that was busy elsewhere, and counts as less.
+            expected = self.level * self.round(drafted)
+            excess = max(round_seconds / (3 * expected), 1.0)
+            self.level *= (round_seconds / excess / expected) ** min(rounds / LEVEL_MEMORY, 1.0)
+        unit = self.level * excess
+        if drafted:
+            self.draft.add(draft_seconds / drafted / unit)
+            self.verify.add(drafted, (round_seconds - draft_seconds) / unit)
+        else:
+            self.plain.add(round_seconds / unit, rounds)
+
+
+class Acceptance:
+    """What is known of one domain."""
+
+    def __init__(self) -> None:
+        self.alpha = Average(PRIOR_ALPHA, PRIOR_WEIGHT)
+        middles = [(low + high) / 2 for low, high in zip((0.0, *EDGES), (*EDGES, 1.0), strict=True)]
+        self._by_confidence = [Average(middle, PRIOR_WEIGHT) for middle in middles]
+        self._next_by_confidence = [Average() for _ in middles]
+        self.emitted, self.drafted = Average(), Average()  # of rounds that drafted
+        self.last_emitted = 0
+
+    def chances(self, confidence: float) -> tuple[float, float]:
+        """Of a token of this confidence to be accepted, and of the one behind it once it is."""
+        i = bisect_left(EDGES, confidence)
+        behind = self._next_by_confidence[i]
+        # Little was seen behind some tokens: as far, the next one is taken for any.
+        total = behind.weight + PRIOR_WEIGHT
+        return self._by_confidence[i].mean, (behind.mean * behind.weight + self.alpha.mean * PRIOR_WEIGHT) / total
+
+    def judged(self, confidences: Sequence[float], accepted: int, emitted: int) -> None:
+        """The probabilities of a round's drafted tokens, how many were accepted, and how many tokens it emitted."""
+        if not confidences:
+            return
+        for i in range(min(accepted + 1, len(confidences), emitted)):
+            hit = float(i < accepted)
+            self.alpha.add(hit)
+            self._by_confidence[bisect_left(EDGES, confidences[i])].add(hit)
+            if i > 0:
+                self._next_by_confidence[bisect_left(EDGES, confidences[i - 1])].add(hit)
+        self.last_emitted = emitted
+        self.emitted.add(emitted)
+        self.drafted.add(len(confidences))
+
+    def fade(self, share: float) -> None:
+        """Let what was seen so far count this share of what it counts."""
+        known = (*self._by_confidence, *self._next_by_confidence)
+        for average in (self.alpha, self.emitted, self.drafted, *known):
+            average.weight *= share
