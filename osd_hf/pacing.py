@@ -18,6 +18,7 @@ WARM_UP = (4, 0, 1, 7, 0, 2)
 REPLAN = 16  # rounds between two looks at the costs
 REFRESH = 100  # speculating rounds between two plain ones, which time the target alone
 PROBE_SHARE = 0.015  # of the time of plain decoding may be lost in finding out whether speculation has begun to pay
+PROBE_BURST = 4  # plain rounds whose time must have been saved up before a request probes
 SURE = 20  # examined tokens of a domain below which its alpha is not trusted, and drafting goes on to learn it
 EXPLORE = 32  # rounds between two that draft one token more than is worth it
 
@@ -184,7 +185,9 @@ class Pacer:
             if not self._costs.are_known:
                 return False
             domain.plan = self._plan(domain)
-            return not domain.plan.speculates and not domain.drafts_to_learn
+            # The target's own loop is a little faster than the assisted one: few requests probe, and each for long.
+            burst = PROBE_BURST * self._costs.level * self._costs.plain.mean
+            return not domain.plan.speculates and not domain.drafts_to_learn(burst)
 
     def _begin(self, domain: _Domain) -> tuple[int, bool]:
         """Most tokens of the next round, and whether it drafts as many whatever their confidence."""
@@ -195,7 +198,7 @@ class Pacer:
             if domain.plan is None or domain.rounds % REPLAN == 0:
                 domain.plan = self._plan(domain)
             domain.rounds += 1
-            drafts = domain.rounds % REFRESH != 0 if domain.plan.speculates else domain.drafts_to_learn
+            drafts = domain.rounds % REFRESH != 0 if domain.plan.speculates else domain.drafts_to_learn()
             return (MAX_K if drafts else 0), False
 
     def _judged(self, domain: _Domain, confidences: Sequence[float], accepted: int, emitted: int) -> None:
@@ -228,10 +231,10 @@ class _Domain:
         self.plain_seconds = 0.0
         self.probe_seconds = 0.0  # lost by drafting where it does not pay
 
-    @property
-    def drafts_to_learn(self) -> bool:
-        """Whether to draft although it does not seem to pay."""
-        return self.seen.alpha.weight < SURE or self.probe_seconds <= PROBE_SHARE * self.plain_seconds
+    def drafts_to_learn(self, to_lose_seconds: float = 0.0) -> bool:
+        """Whether to draft although it does not seem to pay, and may lose so much time."""
+        may_lose = PROBE_SHARE * self.plain_seconds - self.probe_seconds
+        return self.seen.alpha.weight < SURE or may_lose >= to_lose_seconds
 
 
 class AutoPace:
