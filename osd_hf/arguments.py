@@ -59,7 +59,9 @@ def prompt_ids(
         for name, value in kwargs.items()
         if name != "inputs_tensor" and isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim > 2
     ]
-    if source is None or source.is_floating_point() or source.shape[1] == 0 or foreign or prefix_unseen:
+    is_empty = source is None or source.is_floating_point() or source.shape[1] == 0
+    # Where the encoder's outputs were given, ids below 0 stand in for the source.
+    if source is None or is_empty or foreign or prefix_unseen or (is_encoder_decoder and bool((source < 0).any())):
         logger.warning(
             "A request is not captured: its prompt is not made of token ids alone (%s).",
             ", ".join(foreign) or ("part of it lies only in the cache" if prefix_unseen else "embeddings or features"),

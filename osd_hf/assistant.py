@@ -12,13 +12,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration
-
 from osd_hf.capture import Binding
 from osd_hf.config import OnlineConfig
 from osd_hf.drafting import LeanDrafting
-from osd_hf.errors import ConfigError, LearnerError, UnsupportedGenerationError
+from osd_hf.errors import LearnerError, UnsupportedGenerationError
 from osd_hf.guards import (
     check_criteria,
     check_generation,
@@ -37,12 +34,15 @@ from osd_hf.records import Trace
 from osd_hf.schedule import UpdateSchedule
 from osd_hf.session import load_session, save_session
 from osd_hf.store import CorrectionStore
+from osd_hf.tracking import make_accelerator
 from osd_hf.updater import Updater, UpdateReport, learning_context
 from osd_hf.wrappers import merged, uncompiled, unwrap
 
 __all__ = ["OnlineAssistant"]
 
 logger = logging.getLogger(__name__)
+
+FALLBACK_K = 5  # with "auto", where the draft is used without it
 
 
 class OnlineAssistant:
@@ -93,12 +93,12 @@ class OnlineAssistant:
             self._draft = (copy.deepcopy(source) if served is source else served).eval()
         if self.config.num_assistant_tokens is not None:
             generation_config = self._draft.generation_config
-            if self.config.num_assistant_tokens != "auto":
-                generation_config.num_assistant_tokens = self.config.num_assistant_tokens
+            is_auto = self.config.num_assistant_tokens == "auto"
+            generation_config.num_assistant_tokens = FALLBACK_K if is_auto else self.config.num_assistant_tokens
             generation_config.num_assistant_tokens_schedule = "constant"
             generation_config.assistant_confidence_threshold = 0.0
         self.store = store if store is None or isinstance(store, CorrectionStore) else CorrectionStore(store)
-        self._accelerator = _accelerator(report_to, self.config)
+        self._accelerator = make_accelerator(report_to, self.config)
         self._updater = Updater(source, self.config, self._accelerator)
         self._drafting: LeanDrafting | None = None
         if self.config.drafting == "lean":
@@ -250,12 +250,15 @@ class OnlineAssistant:
         self._schedule.updated()
         if report.version != self._version:
             with self._serving.promotion():
-                self._updater.copy_to(self._draft)
-                self._version = report.version
-            if self._drafting is not None:
-                self._drafting.pacer.draft_changed()
+                self._promote(report.version)
         self._track(report)
         return report
+
+    def _promote(self, version: int) -> None:
+        self._updater.copy_to(self._draft)
+        self._version = version
+        if self._drafting is not None:
+            self._drafting.pacer.draft_changed()
 
     def _track(self, report: UpdateReport) -> None:
         with self._counting:
@@ -371,8 +374,7 @@ class OnlineAssistant:
         """
         with self._learning, self._serving.promotion(), self._counting:
             session = load_session(Path(directory), self._updater)
-            self._updater.copy_to(self._draft)
-            self._version = int(session["version"])
+            self._promote(int(session["version"]))
             self._requests = int(session["requests"])
             self._schedule.requests_waiting = int(session["requests_waiting"])
             self._stats = {domain: AcceptanceStats.from_dict(stats) for domain, stats in session["stats"]}
@@ -398,20 +400,3 @@ def _common_tokenizer(tokenizer: Any, target: Any, draft: Any) -> Any:
     for other in known[1:]:
         check_tokenizers(known[0], other)
     return known[0] if known else None
-
-
-def _accelerator(report_to: str | Sequence[str] | None, config: OnlineConfig) -> Accelerator:
-    names = [report_to] if isinstance(report_to, str) else list(report_to or ())
-    names = [name for name in names if name != "none"]
-    if not names:
-        return Accelerator(device_placement=False)
-    folder = os.environ.get("TENSORBOARD_LOGGING_DIR", "runs")
-    project = ProjectConfiguration(project_dir=".", logging_dir=folder)
-    try:
-        accelerator = Accelerator(device_placement=False, log_with=names, project_config=project)
-    except ValueError as error:
-        raise ConfigError(f"`report_to={report_to!r}` is not known: {error}") from error
-    accelerator.init_trackers("osd_hf", config=config.to_dict())
-    if not accelerator.trackers:
-        raise ConfigError(f"`report_to={report_to!r}` finds no tracker installed; try `pip install trackio`.")
-    return accelerator

@@ -256,13 +256,15 @@ def _tables(data: dict[str, Any], datasets: Sequence[str]) -> list[str]:
         rows = [_speed_row(name, part) for name, part in parts.items()]
         requests = next(iter(parts.values()))["requests"]
         header = [
-            f"{dataset}, {requests} requests", "tok/s", "first ms", "alpha", "tok/fwd", "x alone [95%]", "model",
-            "of it", "wide", "of it", "bound",
+            f"{dataset}, {requests} requests", "tok/s", "first ms", "alpha", "tok/fwd", "x alone [95%]", "x stock",
+            "model", "of it", "wide", "of it", "bound",
         ]  # fmt: skip
         lines += ["", text_table(header, rows)]
     lines += [
-        "\nx alone: times as fast as the target alone, median over requests answered in turns. model: expected from",
-        "alpha, k and c; wide: the same with the measured time of the target's wider forward; bound: at alpha = 1.",
+        "\nx alone, x stock: times as fast as the target alone and as the first stock system, median over requests",
+        "answered in turns. model: expected from alpha, k and c; wide: the same with the measured time of the target's",
+        "wider forward; of it: tokens per second over the target's alone, both pooled and reading the prompts, beside",
+        "the model, which does not; bound: at alpha = 1.",
     ]
     parts = data["by_dataset"]["all"]
     rows = [_round_row(name, part, data["weights_bytes"][name]) for name, part in parts.items()]
@@ -276,7 +278,8 @@ def _tables(data: dict[str, Any], datasets: Sequence[str]) -> list[str]:
     peak = data["process_peak_bytes"]
     if peak is not None and data["device"] == "cpu":
         lines.append(f"Peak memory of the whole process: {peak / MEBI:.0f} MiB; systems share it.")
-    outputs = {name: sum(part["outputs"][name] for part in list(parts.values())[1:]) for name in ("tied", "differing")}
+    assisted = [parts[system["name"]] for system in data["systems"] if system["kind"] != "alone"]
+    outputs = {name: sum(part["outputs"][name] for part in assisted) for name in ("tied", "differing")}
     if outputs["tied"]:
         lines.append(f"{outputs['tied']} outputs part from the target's at a tie of its top two tokens.")
     if outputs["differing"]:
@@ -295,6 +298,7 @@ def _speed_row(name: str, part: dict[str, Any]) -> list[str]:
         figure(part["alpha"]),
         figure(part["block_efficiency"], 2),
         f"{part['times_alone']['median']:.2f} [{low:.2f}, {high:.2f}]" if model else "-",
+        figure(part["times_stock"]["median"], 2) if "times_stock" in part else "-",
         figure(model.get("speedup"), 2),
         f"{part['measured_over_predicted']:.0%}" if model else "-",
         figure(model.get("speedup_wide"), 2),

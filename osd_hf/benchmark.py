@@ -19,7 +19,8 @@ from osd_hf.benchmark_report import ALL, BenchmarkReport, RoundTimes, System, Ti
 from osd_hf.config import OnlineConfig
 from osd_hf.controlled import feeds_through
 from osd_hf.display import progress
-from osd_hf.draft_forward import Clock, DraftForward
+from osd_hf.draft_forward import DraftForward
+from osd_hf.drafting import Clock
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.records import DraftRound

@@ -251,9 +251,16 @@ class BenchmarkReport:
             "predicted": predicted,
             "round": self.rounds_of(system, dataset).to_dict(),
         }
+        alone = self.answers_of(self.alone, dataset)
+        rate_alone = sum(a.num_tokens for a in alone) / sum(a.seconds for a in alone)
+        figures["pooled_speedup"] = figures["tokens_per_second"] / rate_alone
+        stock = next((s.name for s in self.systems if s.kind == "stock"), None)
+        if stock is not None and system not in (stock, self.alone):
+            figures["times_stock"] = self.ratio(system, stock, dataset)
         if predicted is not None:
-            figures["measured_over_predicted"] = times_alone["median"] / predicted["speedup"]
-            figures["measured_over_predicted_wide"] = times_alone["median"] / predicted["speedup_wide"]
+            # Both sides pooled over requests; what is measured also reads the prompts, with both models.
+            figures["measured_over_predicted"] = figures["pooled_speedup"] / predicted["speedup"]
+            figures["measured_over_predicted_wide"] = figures["pooled_speedup"] / predicted["speedup_wide"]
         return figures
 
     def to_dict(self) -> dict[str, Any]:

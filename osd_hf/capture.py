@@ -180,6 +180,7 @@ class Request:
 
     def decode_plainly(self, decode: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         """Let the target decode alone, by its own loop `decode`, while its rows are kept."""
+        self.num_cached = 0  # that loop knows by itself what a cache holds
         watched = _WatchedProcessors(kwargs["logits_processor"], self)
         kwargs = {name: value for name, value in kwargs.items() if name not in ASSISTED_ONLY}
         output = decode(self.input_ids, **{**kwargs, "logits_processor": watched})
@@ -187,13 +188,16 @@ class Request:
         emitted = sequences[0, self.length :].split(1)
         self.rounds = [_Round(self.drafted, token, None, None) for token in emitted]
         if self.pace is not None and len(watched.times) > 1:
-            seconds = (watched.times[-1] - watched.times[0]) / (len(watched.times) - 1)
-            self.pace.timed(0, 0.0, seconds, rounds=len(watched.times))
+            rounds = len(watched.times) - 1
+            self.pace.timed(0, 0.0, (watched.times[-1] - watched.times[0]) / rounds, rounds=rounds)
         return output
 
     def lean_generator(self, *, generation_config: Any, **kwargs: Any) -> Any:
         """The lean generator of a listener whose draft this is; `None` where the stock one is to serve."""
-        if self.prompts is None or self.drafting is None or self.pace is None:
+        if self.drafting is None or self.pace is None:
+            return None
+        if self.prompts is None:
+            self.drafting.left("a prompt is not made of token ids alone")
             return None
         return self.drafting.generator(
             self.pace,

@@ -109,6 +109,11 @@ class OnlineConfig:
         if self.drafting == "stock" and (k == "auto" or self.compile_draft):
             name = 'num_assistant_tokens="auto"' if k == "auto" else "compile_draft=True"
             raise ConfigError(f'`{name}` needs `drafting="lean"`, got "stock".')
+        if k == "auto" and self.learn_from == "corrections":
+            raise ConfigError(
+                '`learn_from="corrections"` needs a fixed `num_assistant_tokens`, got "auto", which leaves the target '
+                'alone while drafting does not pay: nothing is corrected then. Use `learn_from="verified"`.'
+            )
         must("divergence", self.divergence in DIVERGENCES, f"one of {', '.join(DIVERGENCES)}")
         must("learn_from", self.learn_from in LEARN_FROM, f"one of {', '.join(LEARN_FROM)}")
         must("update_strategy", self.update_strategy in UPDATE_STRATEGIES, f"one of {', '.join(UPDATE_STRATEGIES)}")

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 import types
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,9 +18,8 @@ __all__ = ["CompiledDraft", "DraftForward", "StaticForward"]
 
 logger = logging.getLogger(__name__)
 
-Clock = Callable[[], float]
-
-SMALLEST_STATIC_CACHE = 256  # tokens; each doubling is compiled once
+# Tokens of static caches: each doubling in between is compiled once, and longer sequences are drafted eagerly.
+SMALLEST_STATIC_CACHE, LARGEST_STATIC_CACHE = 256, 8192
 
 
 class DraftForward:
@@ -32,23 +31,15 @@ class DraftForward:
             Decoder-only or encoder-decoder.
         source (`dict[str, Any]`, *optional*):
             Of an encoder-decoder, what each forward gets besides tokens: `encoder_outputs` and `attention_mask`.
-        clock (`Callable[[], float]`, *optional*, defaults to `time.perf_counter`):
-            In seconds.
 
     Attributes:
         length (`int`):
             Tokens in the cache.
-        forwards (`int`), seconds (`float`):
-            Forwards so far, and the time inside them by `clock`; on an accelerator that of launching them, unless the
-            clock waits for it.
     """
 
-    def __init__(self, draft: Any, source: dict[str, Any] | None = None, clock: Clock = time.perf_counter) -> None:
+    def __init__(self, draft: Any, source: dict[str, Any] | None = None) -> None:
         self.draft = draft
-        self.clock = clock
         self.length = 0
-        self.forwards = 0
-        self.seconds = 0.0
         self._settings: dict[str, Any] = {"use_cache": True, "return_dict": True, **(source or {})}
         if draft._supports_logits_to_keep():
             self._settings["logits_to_keep"] = 1
@@ -74,11 +65,8 @@ class DraftForward:
         Returns:
             `torch.Tensor` of shape `(1, vocab)`: raw logits after the last of them, in the draft's dtype.
         """
-        started = self.clock()
         logits = self._forward(ids)
         self.length += ids.shape[1]
-        self.forwards += 1
-        self.seconds += self.clock() - started
         return logits
 
     def _forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -100,55 +88,62 @@ class CompiledDraft:
     """
     A draft whose single-token forward is compiled, over static caches that requests take turns with.
 
-    Where nothing can be compiled, requests are served eagerly, and the log says why, once.
+    What cannot be compiled is served eagerly, and the log says why, once.
 
     Args:
         draft (`PreTrainedModel`):
-            Decoder-only; its weights may change in place between requests.
+            Decoder-only; its weights may change in place between requests, and so may their dtype and device.
     """
 
     def __init__(self, draft: Any) -> None:
         self.draft = draft
-        self._free: dict[int, list[Any]] = {}
-        self._steps: dict[int, Any] = {}
+        self._compiled: dict[int, _Compiled | None] = {}  # by size of cache; `None` where compiling failed
+        self._made_for: tuple[Any, ...] = ()
         self._lock = threading.Lock()
-        self.unable: str | None = "an encoder-decoder" if draft.config.is_encoder_decoder else None
         config = draft.config.get_text_config(decoder=True)
+        kind = "an encoder-decoder" if draft.config.is_encoder_decoder else None
         if any(layer.is_sliding for layer in StaticCache(config=config, max_cache_len=8).layers):
-            self.unable = "a draft with sliding windows"
-        if self.unable:
-            self._give_up(f"{self.unable} cannot take tokens back from a static cache")
+            kind = "a draft with sliding windows"
+        self._can_be_compiled = kind is None
+        if kind:
+            self._tell(f"{kind} cannot take tokens back from a static cache")
 
-    def _give_up(self, why: str) -> None:
-        self.unable = why
+    def _tell(self, why: str) -> None:
         logger.warning("The draft is not compiled and runs eagerly: %s.", why)
 
     @torch.inference_mode()
-    def forward(self, tokens: int, clock: Clock = time.perf_counter) -> DraftForward:
+    def forward(self, tokens: int) -> DraftForward:
         """The forward of one request that feeds at most `tokens` tokens."""
+        draft = self.draft
         size = max(SMALLEST_STATIC_CACHE, 1 << (tokens - 1).bit_length())
+        # Compiled code and caches have the dtype that they were made with.
+        if not self._can_be_compiled or torch.is_autocast_enabled(draft.device.type):
+            return DraftForward(draft)
         with self._lock:
-            if self.unable is None and size not in self._steps:
-                self._compile(size)
-            if self.unable is not None:
-                return DraftForward(self.draft, clock=clock)
-            free = self._free[size]
-            cache = free.pop() if free else self._new_cache(size)
+            if self._made_for != (draft.dtype, draft.device):
+                self._compiled, self._made_for = {}, (draft.dtype, draft.device)
+            if size not in self._compiled:
+                self._compiled[size] = self._compile(size)
+            compiled = self._compiled[size]
+            if compiled is None:
+                return DraftForward(draft)
+            cache = compiled.free.pop() if compiled.free else self._new_cache(size)
         cache.reset()
-        return StaticForward(self, cache, size, self._steps[size], clock)
-
-    def give_back(self, cache: Any, size: int) -> None:
-        """A request has ended, its cache is free for another."""
-        with self._lock:
-            self._free[size].append(cache)
+        return StaticForward(draft, compiled, cache)
 
     def _new_cache(self, size: int) -> Any:
         return StaticCache(config=self.draft.config.get_text_config(decoder=True), max_cache_len=size)
 
-    def _compile(self, size: int) -> None:
+    def _compile(self, size: int) -> _Compiled | None:
         draft = self.draft
-        # On CUDA the kernels of a small draft take less time than launching them: capture them as one graph.
-        options: dict[str, Any] = {"triton.cudagraphs": True} if draft.device.type == "cuda" else {}
+        if size > LARGEST_STATIC_CACHE:
+            self._tell(f"up to {size} tokens were asked for, and static caches end at {LARGEST_STATIC_CACHE}")
+            return None
+        # Weights are no constants to be folded in. On CUDA the kernels of a small draft take less time than launching
+        # them: they are captured as one graph.
+        options: dict[str, Any] = {"freezing": False}
+        if draft.device.type == "cuda":
+            options["triton.cudagraphs"] = True
         # One function for each draft and size of cache, called with nothing but single tokens and such caches: asking
         # at each call whether it still fits takes as long as a fifth of a small draft's forward.
         options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe
@@ -169,21 +164,28 @@ class CompiledDraft:
                 compiled(ids, cache)
         except Exception as error:  # noqa: BLE001 - whatever a compiler fails with: the eager forward does the same
             cause = getattr(error, "inner_exception", error)  # what the compiler itself said
-            self._give_up(f"compiling failed with {type(cause).__name__}: {first_line(cause)}")
-            return
-        self._free[size], self._steps[size] = [cache], compiled
+            self._tell(f"compiling failed with {type(cause).__name__}: {first_line(cause)}")
+            return None
         logger.info("Compiled the draft's forward in %.1f s.", time.perf_counter() - started)
+        return _Compiled(compiled, [cache])
+
+
+@dataclass(eq=False)
+class _Compiled:
+    """The compiled forward over caches of one size, those that are free, and who may run it."""
+
+    step: Any
+    free: list[Any]
+    running: threading.Lock = field(default_factory=threading.Lock)
 
 
 class StaticForward(DraftForward):
     """Single tokens go through the compiled forward, a prompt through the eager one, over the same static cache."""
 
-    def __init__(self, compiled: CompiledDraft, cache: Any, size: int, step: Any, clock: Clock) -> None:
+    def __init__(self, draft: Any, compiled: _Compiled, cache: Any) -> None:
         self._static = cache
         self._compiled = compiled
-        self._size = size
-        self._step = step
-        super().__init__(compiled.draft, clock=clock)
+        super().__init__(draft)
 
     def _new_cache(self) -> Any:
         return self._static
@@ -191,10 +193,11 @@ class StaticForward(DraftForward):
     def _forward(self, ids: torch.Tensor) -> torch.Tensor:
         if self.length == 0 or ids.shape[1] > 2:
             return super()._forward(ids)
-        for i in range(ids.shape[1]):
-            logits: torch.Tensor = self._step(ids[:, i : i + 1], self.cache)
-        # A captured graph writes the next logits where these are.
-        return logits.clone()
+        # A captured graph writes the next logits where these are, whoever asks for them.
+        with self._compiled.running:
+            for i in range(ids.shape[1]):
+                logits: torch.Tensor = self._compiled.step(ids[:, i : i + 1], self.cache)
+            return logits.clone()
 
     @torch.inference_mode()
     def crop(self, length: int) -> None:
@@ -205,4 +208,4 @@ class StaticForward(DraftForward):
         self.length = length
 
     def close(self) -> None:
-        self._compiled.give_back(self._static, self._size)
+        self._compiled.free.append(self._static)

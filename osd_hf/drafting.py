@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from osd_hf.draft_forward import Clock, CompiledDraft, DraftForward
+from osd_hf.draft_forward import CompiledDraft, DraftForward
 from osd_hf.pacing import FixedPace, Pace, Pacer
 from osd_hf.wrappers import is_peft
 
 __all__ = ["LeanCandidateGenerator", "LeanDrafting"]
 
 logger = logging.getLogger(__name__)
+
+Clock = Callable[[], float]
 
 
 class LeanCandidateGenerator(CandidateGenerator):
@@ -100,10 +103,7 @@ class LeanCandidateGenerator(CandidateGenerator):
             `tuple[torch.Tensor, torch.Tensor | None]`: the sequence with the draft behind it, and the draft's logits;
             the sequence itself and `None` where nothing is drafted.
         """
-        now = self.clock()
-        if self._began is not None:
-            seconds = now - self._began if self._is_typical else None
-            self.pace.timed(len(self._drafted), self._draft_seconds, seconds)
+        now = self._end_round()
         self._began = now
         self._drafted, self._confidences = [], []
         room = self.max_length - self._seen - 1
@@ -121,7 +121,14 @@ class LeanCandidateGenerator(CandidateGenerator):
         self._draft_seconds = self.clock() - now
         return torch.cat([input_ids, drafted], dim=1), torch.stack(rows, dim=1) if rows else None
 
-    @torch.inference_mode()
+    def _end_round(self) -> float:
+        now = self.clock()
+        if self._began is not None:
+            seconds = now - self._began if self._is_typical else None
+            self.pace.timed(len(self._drafted), self._draft_seconds, seconds)
+        return now
+
+    @torch.no_grad()
     def _draft(self, ids: torch.Tensor, tokens: int) -> list[torch.Tensor]:
         """Draft into `self._drafted`; the logits that each token was drawn from, if drawn."""
         pace, processors = self.pace, self.logits_processor
@@ -129,7 +136,8 @@ class LeanCandidateGenerator(CandidateGenerator):
         feed = torch.tensor([self._context[self.forward.length :]], device=device)
         rows: list[torch.Tensor] = []
         while True:
-            logits = self.forward.feed(feed)
+            with torch.inference_mode():
+                logits = self.forward.feed(feed)
             if self.do_sample or processors or pace.reads_confidence:
                 logits = self._like_the_targets(logits, ids)
             if self.do_sample:
@@ -150,7 +158,8 @@ class LeanCandidateGenerator(CandidateGenerator):
             feed = chosen.to(device)
 
     def _like_the_targets(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        logits = logits.to(device=ids.device, dtype=torch.float32)
+        # A copy: processors write into it, and into what they make of it, outside inference mode as well.
+        logits = logits.to(device=ids.device, dtype=torch.float32, copy=True)
         missing = self.vocab_size - logits.shape[-1]
         if missing:  # embeddings padded otherwise than the target's
             logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
@@ -177,6 +186,8 @@ class LeanCandidateGenerator(CandidateGenerator):
 
     def close(self) -> None:
         """The request has ended."""
+        self._end_round()
+        self.pace.ended()
         self.forward.close()
 
 
@@ -228,10 +239,12 @@ class LeanDrafting:
         """One request's generator, from what the loop gives to the stock one; `None` where only that can serve."""
         draft = self.draft
         if is_peft(draft):
-            return self._left("the draft's adapter cannot be merged into its weights")
+            self.left("the draft's adapter cannot be merged into its weights")
+            return None
         schedule = getattr(draft.generation_config, "num_assistant_tokens_schedule", None)
         if self.num_assistant_tokens is None and schedule not in (None, "constant"):
-            return self._left(f"the draft's own generation config asks for the schedule {schedule!r}")
+            self.left(f"the draft's own generation config asks for the schedule {schedule!r}")
+            return None
         limit = getattr(draft.config.get_text_config(decoder=True), "max_position_embeddings", None)
         source = None
         if draft.config.is_encoder_decoder:
@@ -241,9 +254,9 @@ class LeanDrafting:
                 source = self._encode(inputs_tensor, model_kwargs.get("attention_mask"))
         max_length = int(generation_config.max_length)
         if source is None and self._compiled is not None:
-            forward = self._compiled.forward(max_length if limit is None else min(max_length, limit), self.clock)
+            forward = self._compiled.forward(max_length if limit is None else min(max_length, limit))
         else:
-            forward = DraftForward(draft, source, self.clock)
+            forward = DraftForward(draft, source)
         eos = generation_config._eos_token_tensor
         mask = "decoder_attention_mask" if draft.config.is_encoder_decoder else "attention_mask"
         return LeanCandidateGenerator(
@@ -281,8 +294,8 @@ class LeanDrafting:
         outputs = self.draft.get_encoder()(input_ids=source_ids.to(device), attention_mask=mask, return_dict=True)
         return {"encoder_outputs": outputs, "attention_mask": mask}
 
-    def _left(self, why: str) -> LeanCandidateGenerator | None:
+    def left(self, why: str) -> None:
+        """Say, once, why a request is left to the stock generator."""
         if why not in self._told:
             self._told.add(why)
             logger.warning("Drafting by transformers' stock generator: %s.", why)
-        return None

@@ -13,19 +13,26 @@ LEVEL_MEMORY = 16  # rounds in which a machine that slows down, or a context tha
 # Confidences between two edges share one estimate of acceptance.
 EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
 PRIOR_ALPHA, PRIOR_WEIGHT = 0.6, 4.0
+MOST_OF_A_REQUEST = 16  # examined tokens of it that count
 
 
 class Average:
-    """Of recent values."""
+    """Of recent values: of those more than `memory` ago little is left."""
 
-    def __init__(self, mean: float = 0.0, weight: float = 0.0) -> None:
+    def __init__(self, mean: float = 0.0, weight: float = 0.0, memory: int = MEMORY) -> None:
         self.mean = mean
         self.weight = weight
+        self.memory = memory
 
     def add(self, value: float, count: int = 1) -> None:
-        fresh = min(count, MEMORY)
-        self.weight = self.weight * (1 - 1 / MEMORY) ** fresh + fresh
+        fresh = min(count, self.memory)
+        self.fade(fresh)
+        self.weight += fresh
         self.mean += (value - self.mean) * fresh / self.weight
+
+    def fade(self, count: int = 1) -> None:
+        """So many values went by unseen."""
+        self.weight *= (1 - 1 / self.memory) ** count
 
 
 class Line:
@@ -75,13 +82,14 @@ class Costs:
 
     def add(self, drafted: int, draft_seconds: float, round_seconds: float, rounds: int) -> None:
         """Rounds that took so long on average."""
-        excess = 1.0
+        unit = self.level
         if self.are_known:
             # A round far above expectation is a machine that was busy elsewhere, and counts as less.
             expected = self.level * self.round(drafted)
             excess = max(round_seconds / (3 * expected), 1.0)
-            self.level *= (round_seconds / excess / expected) ** min(rounds / LEVEL_MEMORY, 1.0)
-        unit = self.level * excess
+            # Costs are taken over the level of before, and averaged as it is: otherwise noise drives both apart.
+            unit *= excess
+            self.level *= 1 + min(rounds / LEVEL_MEMORY, 1.0) * (round_seconds / excess / expected - 1)
         if drafted:
             self.draft.add(draft_seconds / drafted / unit)
             self.verify.add(drafted, (round_seconds - draft_seconds) / unit)
@@ -90,7 +98,10 @@ class Costs:
 
 
 class Acceptance:
-    """What is known of one domain."""
+    """
+    What is known of one domain. Requests differ more than the tokens of one do, so alpha is an average over requests,
+    to which a long one adds little more than a short one.
+    """
 
     def __init__(self) -> None:
         self.alpha = Average(PRIOR_ALPHA, PRIOR_WEIGHT)
@@ -98,15 +109,19 @@ class Acceptance:
         self._by_confidence = [Average(middle, PRIOR_WEIGHT) for middle in middles]
         self._next_by_confidence = [Average() for _ in middles]
         self.emitted, self.drafted = Average(), Average()  # of rounds that drafted
-        self.last_emitted = 0
 
-    def chances(self, confidence: float) -> tuple[float, float]:
-        """Of a token of this confidence to be accepted, and of the one behind it once it is."""
+    def chances(self, confidence: float, alpha: float) -> tuple[float, float]:
+        """Of a token of this confidence to be accepted, and of the one behind it once it is, where `alpha` is."""
         i = bisect_left(EDGES, confidence)
         behind = self._next_by_confidence[i]
         # Little was seen behind some tokens: as far, the next one is taken for any.
-        total = behind.weight + PRIOR_WEIGHT
-        return self._by_confidence[i].mean, (behind.mean * behind.weight + self.alpha.mean * PRIOR_WEIGHT) / total
+        usual = (behind.mean * behind.weight + self.alpha.mean * PRIOR_WEIGHT) / (behind.weight + PRIOR_WEIGHT)
+        return self._by_confidence[i].mean, min(usual * alpha / max(self.alpha.mean, 1e-6), 1.0)
+
+    def ended(self, accepted: int, examined: int) -> None:
+        """A request has ended, of whose drafted tokens so many were accepted and examined."""
+        if examined:
+            self.alpha.add(accepted / examined, min(examined, MOST_OF_A_REQUEST))
 
     def judged(self, confidences: Sequence[float], accepted: int, emitted: int) -> None:
         """The probabilities of a round's drafted tokens, how many were accepted, and how many tokens it emitted."""
@@ -114,11 +129,9 @@ class Acceptance:
             return
         for i in range(min(accepted + 1, len(confidences), emitted)):
             hit = float(i < accepted)
-            self.alpha.add(hit)
             self._by_confidence[bisect_left(EDGES, confidences[i])].add(hit)
             if i > 0:
                 self._next_by_confidence[bisect_left(EDGES, confidences[i - 1])].add(hit)
-        self.last_emitted = emitted
         self.emitted.add(emitted)
         self.drafted.add(len(confidences))
 
@@ -126,4 +139,4 @@ class Acceptance:
         """Let what was seen so far count this share of what it counts."""
         known = (*self._by_confidence, *self._next_by_confidence)
         for average in (self.alpha, self.emitted, self.drafted, *known):
-            average.weight *= share
+            average.weight = max(average.weight * share, PRIOR_WEIGHT)

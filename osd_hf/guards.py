@@ -99,6 +99,11 @@ def check_inputs(inputs: Any, kwargs: dict[str, Any]) -> None:
         raise UnsupportedGenerationError(
             "`inputs_embeds` cannot be used here: the draft reads token ids. Pass `input_ids` instead."
         )
+    if kwargs.get("encoder_outputs") is not None:
+        raise UnsupportedGenerationError(
+            "`encoder_outputs` cannot be used here: the draft reads the source with an encoder of its own. Pass "
+            "`input_ids` instead."
+        )
     for name, value in (("inputs", inputs), ("input_ids", kwargs.get("input_ids"))):
         shape = getattr(value, "shape", None)
         if value is not None and (shape is None or len(shape) != 2):

@@ -90,7 +90,7 @@ class _Captured:
     @functools.wraps(GenerationMixin._assisted_decoding)  # `generate` inspects the signature of what it calls
     def _assisted_decoding(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
         bindings = _listening(self)
-        if not bindings:
+        if not bindings or input_ids.shape[0] != 1:  # batches are refused there
             return super()._assisted_decoding(input_ids, **kwargs)  # type: ignore[misc]
         check_generation(kwargs["generation_config"], assistant_tokenizer=kwargs.get("assistant_tokenizer"))
         check_processors(kwargs["logits_processor"], input_ids, self.config.get_text_config().vocab_size)  # type: ignore[attr-defined]

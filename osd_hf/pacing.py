@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from osd_hf.cost import expected_block_efficiency
-from osd_hf.estimates import MEMORY, Acceptance, Costs
+from osd_hf.estimates import MEMORY, Acceptance, Average, Costs
 
 __all__ = ["AutoPace", "DraftingPlan", "FixedPace", "Pace", "Pacer"]
 
 MAX_K = 32
-# Until costs are known, rounds draft these numbers of tokens in turn, so that both slopes can be read off.
-WARM_UP = (4, 0, 1, 7, 0, 2)
-REPLAN = 16  # rounds between two looks at the costs
+WARM_UP = (4, 1, 7, 2)  # tokens drafted in turn until costs are known, so that slopes can be read off
+MOST_DOMAINS = 1024  # the oldest are forgotten
 REFRESH = 100  # speculating rounds between two plain ones, which time the target alone
 PROBE_SHARE = 0.015  # of the time of plain decoding may be lost in finding out whether speculation has begun to pay
 PROBE_BURST = 4  # plain rounds whose time must have been saved up before a request probes
 SURE = 20  # examined tokens of a domain below which its alpha is not trusted, and drafting goes on to learn it
+OWN_MEMORY = 32  # examined tokens of one request that its own acceptance rests on
+OWN_COUNTS_HALF = 8  # examined tokens of a request after which they weigh as much as those of its domain
 EXPLORE = 32  # rounds between two that draft one token more than is worth it
 
 
@@ -35,7 +35,7 @@ class DraftingPlan:
             Tokens a round with the largest expected speed-up, at this alpha and these costs; 0 is plain decoding. A
             round ends earlier or later than k by the draft's confidence in its tokens.
         alpha (`float`):
-            Running acceptance rate of the domain; recent tokens count most.
+            Running acceptance rate of the domain, over requests; recent ones count most.
         speedup (`float`):
             Expected, over plain decoding in the same loop.
         draft_seconds (`float`, *optional*):
@@ -43,7 +43,7 @@ class DraftingPlan:
         plain_seconds (`float`, *optional*):
             A round without a draft: one token.
         verify_seconds (`float`, *optional*):
-            A round with k drafted tokens, less the drafting.
+            A round with the best k of at least 1, less the drafting.
         per_token_seconds (`float`, *optional*):
             What one more drafted token adds to a round: drafting and verifying it.
         examined (`float`):
@@ -87,6 +87,9 @@ class Pace(Protocol):
     def is_plain(self) -> bool:
         """Asked once, as the request begins: whether no round of it is to draft."""
 
+    def ended(self) -> None:
+        """The request has ended, well or not."""
+
 
 class FixedPace:
     """
@@ -119,10 +122,13 @@ class FixedPace:
     def is_plain(self) -> bool:
         return False
 
+    def ended(self) -> None:
+        pass
+
 
 class Pacer:
     """
-    Measures acceptance, by domain, and costs, over all requests, and decides from them.
+    Measures acceptance, by domain and request, and costs, over all requests, and decides from them.
 
     A round that drafts k tokens takes `R(k) = verify(k) + k draft`, a plain one `R(0)`. At acceptance alpha it emits
     `E(alpha, k)` tokens (arXiv 2211.17192), so tokens come at the rate `E(alpha, k) / R(k)`; the plan is the k with
@@ -138,11 +144,12 @@ class Pacer:
         self._lock = threading.Lock()
         self._costs = Costs()
         self._domains: dict[Any, _Domain] = {}
-        self._warmed_up = 0
 
     def pace(self, domain: Any = None) -> AutoPace:
         """For one request of this domain."""
         with self._lock:
+            if domain not in self._domains and len(self._domains) >= MOST_DOMAINS:
+                del self._domains[next(iter(self._domains))]
             return AutoPace(self, self._domains.setdefault(domain, _Domain()))
 
     def plan(self, domain: Any = None) -> DraftingPlan:
@@ -156,85 +163,57 @@ class Pacer:
             for domain in self._domains.values():
                 domain.seen.fade(0.5)
 
-    def _plan(self, domain: _Domain) -> DraftingPlan:
+    def _plan(self, domain: _Domain, own: Average | None = None) -> DraftingPlan:
+        """For a domain, or for a request of it that has an acceptance of its own."""
         seen, costs = domain.seen, self._costs
-        alpha = seen.alpha.mean
+        alpha, examined = seen.alpha.mean, seen.alpha.weight
+        if own is not None:
+            alpha = (alpha * OWN_COUNTS_HALF + own.mean * own.weight) / (OWN_COUNTS_HALF + own.weight)
+            examined += own.weight
         if not costs.are_known:
-            return DraftingPlan(True, WARM_UP[0], alpha, 1.0, None, None, None, None, seen.alpha.weight)
-        rates = [expected_block_efficiency(alpha, k) / costs.round(k) for k in range(MAX_K + 1)]
-        best = max(rates)
+            return DraftingPlan(True, WARM_UP[0], alpha, 1.0, None, None, None, None, examined)
+        draft, plain, slope = costs.draft.mean, costs.plain.mean, costs.verify.slope
+        base, per_token = costs.verify.at(0), draft + slope
+
+        def best_rate(alpha: float) -> tuple[float, int]:
+            found, emitted = (0.0, 0), 1.0
+            for k in range(1, MAX_K + 1):
+                emitted += alpha**k  # the expected block efficiency of k
+                found = max(found, (emitted / (base + k * per_token), -k))
+            return found[0], -found[1]
+
+        best, k = best_rate(alpha)
         if seen.drafted.weight > MEMORY / 4:
-            # What the rounds that ended by confidence reached: more than k tokens each time could.
-            best = max(best, seen.emitted.mean / costs.round(seen.drafted.mean))
-        speculates = best > rates[0]
-        k = max(rates.index(max(rates)), 1) if speculates else 0
+            # What rounds that ended by confidence reached: more than k tokens each time could.
+            reached = seen.emitted.mean / (base + seen.drafted.mean * per_token)
+            best *= max(reached / best_rate(seen.alpha.mean)[0], 1.0)
+        speculates = best * plain > 1
         return DraftingPlan(
             speculates=speculates,
-            k=k,
+            k=k if speculates else 0,
             alpha=alpha,
-            speedup=best / rates[0],
-            draft_seconds=costs.level * costs.draft.mean,
-            plain_seconds=costs.level * costs.plain.mean,
-            verify_seconds=costs.level * costs.verify.at(max(k, 1)),
-            per_token_seconds=costs.level * (costs.draft.mean + costs.verify.slope),
-            examined=seen.alpha.weight,
+            speedup=max(best * plain, 1.0),
+            draft_seconds=costs.level * draft,
+            plain_seconds=costs.level * plain,
+            verify_seconds=costs.level * (base + k * slope),
+            per_token_seconds=costs.level * per_token,
+            examined=examined,
         )
-
-    def _is_plain(self, domain: _Domain) -> bool:
-        with self._lock:
-            if not self._costs.are_known:
-                return False
-            domain.plan = self._plan(domain)
-            # The target's own loop is a little faster than the assisted one: few requests probe, and each for long.
-            burst = PROBE_BURST * self._costs.level * self._costs.plain.mean
-            return not domain.plan.speculates and not domain.drafts_to_learn(burst)
-
-    def _begin(self, domain: _Domain) -> tuple[int, bool]:
-        """Most tokens of the next round, and whether it drafts as many whatever their confidence."""
-        with self._lock:
-            if not self._costs.are_known:
-                self._warmed_up += 1
-                return WARM_UP[(self._warmed_up - 1) % len(WARM_UP)], True
-            if domain.plan is None or domain.rounds % REPLAN == 0:
-                domain.plan = self._plan(domain)
-            domain.rounds += 1
-            drafts = domain.rounds % REFRESH != 0 if domain.plan.speculates else domain.drafts_to_learn()
-            return (MAX_K if drafts else 0), False
-
-    def _judged(self, domain: _Domain, confidences: Sequence[float], accepted: int, emitted: int) -> None:
-        with self._lock:
-            domain.seen.judged(confidences, accepted, emitted)
-
-    def _timed(
-        self, domain: _Domain, drafted: int, draft_seconds: float, round_seconds: float | None, rounds: int
-    ) -> None:
-        with self._lock:
-            costs = self._costs
-            if round_seconds is not None:
-                costs.add(drafted, draft_seconds, round_seconds, rounds)
-            if drafted == 0:
-                domain.plain_seconds += (round_seconds or 0.0) * rounds
-            elif domain.plan is not None and not domain.plan.speculates:
-                # Of a round that also read the prompt, only the drafting is known to be on top.
-                plain = costs.level * costs.plain.mean
-                lost = draft_seconds if round_seconds is None else round_seconds - domain.seen.last_emitted * plain
-                domain.probe_seconds = max(domain.probe_seconds + lost, 0.0)
 
 
 class _Domain:
-    """What is known and planned of one domain."""
+    """What is known of one domain, and what was spent to know it."""
 
     def __init__(self) -> None:
         self.seen = Acceptance()
-        self.plan: DraftingPlan | None = None
         self.rounds = 0
         self.plain_seconds = 0.0
         self.probe_seconds = 0.0  # lost by drafting where it does not pay
 
-    def drafts_to_learn(self, to_lose_seconds: float = 0.0) -> bool:
+    def drafts_to_learn(self, plan: DraftingPlan, to_lose_seconds: float = 0.0) -> bool:
         """Whether to draft although it does not seem to pay, and may lose so much time."""
         may_lose = PROBE_SHARE * self.plain_seconds - self.probe_seconds
-        return self.seen.alpha.weight < SURE or may_lose >= to_lose_seconds
+        return plan.examined < SURE or may_lose >= to_lose_seconds
 
 
 class AutoPace:
@@ -245,23 +224,38 @@ class AutoPace:
     def __init__(self, pacer: Pacer, domain: _Domain) -> None:
         self._pacer = pacer
         self._domain = domain
-        self._whatever = self._explores = False
+        self._own = Average(memory=OWN_MEMORY)
+        self._plan = pacer._plan(domain)
+        self._explores = False
         self._chance = 1.0
+        self._emitted = self._accepted = self._examined = 0
 
     def is_plain(self) -> bool:
-        return self._pacer._is_plain(self._domain)
+        with self._pacer._lock:
+            plan = self._plan
+            # The target's own loop is a little faster than the assisted one: few requests probe, and each for long.
+            to_lose = PROBE_BURST * (plan.plain_seconds or 0.0)
+            return not plan.speculates and not self._domain.drafts_to_learn(plan, to_lose)
 
     def tokens(self) -> int:
-        self._chance = 1.0
-        tokens, self._whatever = self._pacer._begin(self._domain)
-        self._explores = self._domain.rounds % EXPLORE == 0
-        return tokens
+        pacer, domain = self._pacer, self._domain
+        with pacer._lock:
+            self._chance = 1.0
+            self._plan = pacer._plan(domain, self._own)
+            if self._plan.plain_seconds is None:
+                timed = pacer._costs.verify.weight
+                return 0 if timed > pacer._costs.plain.weight else WARM_UP[round(timed) % len(WARM_UP)]
+            domain.rounds += 1
+            self._explores = domain.rounds % EXPLORE == 0
+            if self._plan.speculates:
+                return MAX_K if domain.rounds % REFRESH else 0
+            return MAX_K if domain.drafts_to_learn(self._plan) else 0
 
     def goes_on(self, confidence: float) -> bool:
-        plan = self._domain.plan
-        if self._whatever or plan is None or plan.per_token_seconds is None or plan.plain_seconds is None:
+        plan = self._plan
+        if plan.per_token_seconds is None or plan.plain_seconds is None:
             return True
-        accepted, next_accepted = self._domain.seen.chances(confidence)
+        accepted, next_accepted = self._domain.seen.chances(confidence, plan.alpha)
         self._chance *= accepted
         if self._chance * next_accepted > plan.speedup * plan.per_token_seconds / plan.plain_seconds:
             return True
@@ -270,7 +264,31 @@ class AutoPace:
         return explores
 
     def judged(self, confidences: Sequence[float], accepted: int, emitted: int) -> None:
-        self._pacer._judged(self._domain, confidences, accepted, emitted)
+        self._emitted = emitted
+        with self._pacer._lock:
+            self._domain.seen.judged(confidences, accepted, emitted)
+            examined = min(accepted + 1, len(confidences), emitted)
+            if examined:
+                self._own.add(min(accepted, examined) / examined, examined)
+                self._accepted += min(accepted, examined)
+                self._examined += examined
+            else:
+                # What the text was like is forgotten while nothing is drafted: it may have changed.
+                self._own.fade()
 
     def timed(self, drafted: int, draft_seconds: float, round_seconds: float | None, *, rounds: int = 1) -> None:
-        self._pacer._timed(self._domain, drafted, draft_seconds, round_seconds, rounds)
+        domain, costs = self._domain, self._pacer._costs
+        with self._pacer._lock:
+            if round_seconds is not None:
+                costs.add(drafted, draft_seconds, round_seconds, rounds)
+            if drafted == 0:
+                domain.plain_seconds += (round_seconds or 0.0) * rounds
+            elif not self._plan.speculates:
+                # Of a round that also read the prompt, only the drafting is known to be on top.
+                plain = costs.level * costs.plain.mean
+                lost = draft_seconds if round_seconds is None else round_seconds - self._emitted * plain
+                domain.probe_seconds = max(domain.probe_seconds + lost, 0.0)
+
+    def ended(self) -> None:
+        with self._pacer._lock:
+            self._domain.seen.ended(self._accepted, self._examined)

@@ -20,7 +20,7 @@ from osd_hf.errors import ConfigError, StateError, UnsupportedModelError
 from osd_hf.forcing import batches, completion_logits, completion_mask
 from osd_hf.losses import divergence_loss
 from osd_hf.records import Trace
-from osd_hf.wrappers import is_peft, merged
+from osd_hf.wrappers import is_peft
 
 __all__ = ["UpdateReport", "Updater"]
 
@@ -171,7 +171,7 @@ class Updater:
             if is_peft(self.master) and not is_peft(draft):
                 adapted = copy.deepcopy(self.master)
                 self.copy_to(adapted)
-                draft.load_state_dict(merged(adapted).state_dict())
+                draft.load_state_dict(adapted.merge_and_unload().state_dict())
                 return
             served = dict(draft.named_parameters())
             for name, learned in self.averaged.items():

@@ -176,7 +176,9 @@ def test_a_fixed_k_is_predicted_by_the_cost_model():
     assert predicted["speedup"] == pytest.approx(expected_speedup(0.5, 4, c))
     assert predicted["speedup_wide"] == pytest.approx(expected_speedup(0.5, 4, c) * (4 * c + 1) / (4 * c + 1.2))
     assert predicted["bound"] == pytest.approx(expected_speedup(1, 4, c))
-    assert report.figures("lean")["measured_over_predicted"] == pytest.approx(2.0 / predicted["speedup"])
+    lean, alone = report.figures("lean"), report.figures("alone")
+    assert lean["pooled_speedup"] == pytest.approx(lean["tokens_per_second"] / alone["tokens_per_second"])
+    assert lean["measured_over_predicted"] == pytest.approx(lean["pooled_speedup"] / predicted["speedup"])
 
 
 def test_drafts_of_no_fixed_length_are_predicted_by_what_they_emitted():

@@ -85,16 +85,6 @@ def test_windows_are_cut_back_each_round_where_nothing_is_taken_back_too() -> No
     assert forward.length == forward.cache.get_seq_length() == 30
 
 
-def test_forwards_and_their_time_are_counted() -> None:
-    model = models.build()
-    forward = DraftForward(model, clock=models.ForwardTime({model: 2.0}))
-    with torch.inference_mode():
-        forward.feed(models.prompt(5))
-        forward.feed(models.prompt(1))
-    assert (forward.forwards, forward.length) == (2, 6)
-    assert forward.seconds == 4.0
-
-
 def test_a_prompt_gives_one_row_of_logits() -> None:
     seen: list[int] = []
     model = models.build()
@@ -391,3 +381,27 @@ def test_drafts_by_a_real_compiler_are_the_eager_ones(caplog: pytest.LogCaptureF
     assert [answer(compiled, ids) for ids in prompts] == before == alone
     assert earlier < 1.0 == compiled.stats.alpha
     assert "not compiled" not in caplog.text
+
+
+def test_another_dtype_is_compiled_anew_and_autocast_runs_eagerly(traced: None) -> None:
+    target, draft = models.pair()
+    assistant = OnlineAssistant(target, draft, config=OnlineConfig(compile_draft=True))
+    ids = models.prompt()
+    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 12, "learn": False}
+    alone = assistant.generate(ids, **settings).tolist()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert assistant.generate(ids, **settings).shape[1] == len(alone[0])
+    assistant.draft.to(torch.bfloat16)
+    assert assistant.generate(ids, **settings).tolist() == alone
+    assistant.draft.to(torch.float32)
+    assert assistant.generate(ids, **settings).tolist() == alone
+
+
+def test_a_cache_beyond_the_largest_is_left_to_the_eager_forward(
+    traced: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("osd_hf.draft_forward.LARGEST_STATIC_CACHE", SMALLEST_STATIC_CACHE)
+    compiled = CompiledDraft(models.build())
+    assert type(compiled.forward(SMALLEST_STATIC_CACHE + 1)) is DraftForward
+    assert "static caches end at" in caplog.text
+    assert type(compiled.forward(SMALLEST_STATIC_CACHE)) is StaticForward

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from pathlib import Path
 from typing import Any
 
 import models
@@ -13,6 +14,7 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 from osd_hf import OnlineAssistant, OnlineConfig, capture_traces, replay
 from osd_hf.draft_forward import DraftForward
 from osd_hf.drafting import LeanCandidateGenerator
+from osd_hf.errors import UnsupportedGenerationError
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.pacing import AutoPace, FixedPace
 from osd_hf.records import Trace
@@ -699,3 +701,81 @@ def test_the_plan_is_there_with_auto_alone(caplog: pytest.LogCaptureFixture) -> 
     assert plan is not None
     assert plan.examined > 0
     assert caplog.records == []
+
+
+# --- what once went wrong -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("more", [{}, {"prefill_chunk_size": 8}])
+def test_a_plain_request_goes_on_from_an_earlier_turns_cache(
+    more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AutoPace, "is_plain", lambda self: True)
+    target, draft = models.pair()
+    assistant = OnlineAssistant(target, draft, config=OnlineConfig(num_assistant_tokens="auto"))
+    settings = {"do_sample": False, "return_dict_in_generate": True}
+    answers = []
+    for generate in (target.generate, assistant.generate):
+        first = generate(models.prompt(3), max_new_tokens=2, **settings)
+        ids = torch.cat([first.sequences, models.prompt(15, seed=1)], dim=1)
+        mask = torch.ones_like(ids)
+        settings_now = {**settings, **more, "attention_mask": mask, "past_key_values": first.past_key_values}
+        answers.append(generate(ids, max_new_tokens=12, **settings_now).sequences.tolist())
+    assert answers[0] == answers[1]
+
+
+def test_a_batch_is_refused_where_requests_are_plain_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AutoPace, "is_plain", lambda self: True)
+    target, draft = models.pair()
+    assistant = OnlineAssistant(target, draft, config=OnlineConfig(num_assistant_tokens="auto"))
+    with assistant.attached(), pytest.raises(ValueError, match="batch_size = 1"):
+        target.generate(models.prompt(4).expand(2, -1), assistant_model=assistant.draft, max_new_tokens=3)
+    assert assistant.stats.emitted == 0
+
+
+class Scratch(LogitsProcessor):  # type: ignore[misc]
+    """Writes into a buffer that it makes at the first call."""
+
+    buffer: Any = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self.buffer is None:
+            self.buffer = torch.zeros_like(scores)
+        self.buffer.zero_()
+        self.buffer[:, 3] = -1e9
+        return scores + self.buffer
+
+
+def test_a_processor_may_keep_a_buffer_to_write_into() -> None:
+    target, draft = models.pair()
+    ids = models.prompt()
+    settings = {"do_sample": False, "max_new_tokens": 12, "attention_mask": torch.ones_like(ids)}
+    alone = target.generate(ids, logits_processor=[Scratch()], **settings)
+    assistant = OnlineAssistant(target, draft)
+    assert assistant.generate(ids, logits_processor=[Scratch()], **settings).tolist() == alone.tolist()
+
+
+def test_a_loaded_session_fades_what_is_known_of_acceptance(tmp_path: Path) -> None:
+    target, draft = models.pair()
+    assistant = OnlineAssistant(target, draft, config=OnlineConfig(num_assistant_tokens="auto"))
+    for ids in models.prompts(4):
+        assistant.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+    assistant.save_state(tmp_path)
+    before = assistant.drafting_plan().examined  # type: ignore[union-attr]
+    assistant.load_state(tmp_path)
+    assert assistant.drafting_plan().examined < before  # type: ignore[union-attr]
+
+
+def test_the_draft_of_auto_drafts_a_few_tokens_elsewhere() -> None:
+    target, draft = models.pair(k=20)
+    saved = OnlineAssistant(target, draft, config=OnlineConfig(num_assistant_tokens="auto")).draft.generation_config
+    assert (saved.num_assistant_tokens, saved.num_assistant_tokens_schedule) == (5, "constant")
+
+
+def test_encoder_outputs_are_refused() -> None:
+    target, draft = models.pair("t5")
+    ids = models.prompt()
+    with torch.no_grad():
+        outputs = target.get_encoder()(input_ids=ids)
+    with pytest.raises(UnsupportedGenerationError, match="encoder_outputs"):
+        OnlineAssistant(target, draft).generate(encoder_outputs=outputs, max_new_tokens=4)

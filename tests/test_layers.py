@@ -22,6 +22,7 @@ LAYERS = {
     "losses": 1,
     "metrics": 1,
     "cost": 1,
+    "estimates": 1,
     "pacing": 1,
     "config": 1,
     # what is kept, and what any draft makes of it
@@ -47,6 +48,7 @@ LAYERS = {
     "updater": 4,
     "schedule": 4,
     "promotion": 4,
+    "tracking": 4,
     "session": 4,
     # what users call
     "assistant": 5,

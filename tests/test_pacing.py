@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from osd_hf.cost import expected_block_efficiency
-from osd_hf.pacing import DraftingPlan, FixedPace, Pace, Pacer
+from osd_hf.estimates import Costs
+from osd_hf.pacing import MOST_DOMAINS, DraftingPlan, FixedPace, Pace, Pacer
 
 TARGET = 1.0  # seconds of a forward
 PER_TOKEN = 0.02  # seconds that one more token in it takes
@@ -60,6 +61,7 @@ class World:
         if pace.is_plain():
             times = [self._takes(TARGET) for _ in range(length)]
             pace.timed(0, 0.0, sum(times) / length, rounds=length)
+            pace.ended()
             return
         left, missing, before = length, 100, None
         while left > 0:
@@ -81,6 +83,9 @@ class World:
             missing = (2 if accepted == len(tokens) else 1) if tokens else missing + 1
             pace.judged([confidence for confidence, _ in tokens], accepted, accepted + 1)
             left -= accepted + 1
+        if before is not None:
+            pace.timed(*before)
+        pace.ended()
 
     def rate_of(self, serve: Any) -> float:
         """Tokens a second while `serve` runs."""
@@ -241,13 +246,13 @@ def test_speculation_ends_once_it_does_not_pay() -> None:
     pacer = settled(world)
     assert pacer.plan().speculates
     world.alpha = 0.05
-    for _ in range(10):
+    for _ in range(30):
         world.serve(pacer.pace())
     assert not pacer.plan().speculates
 
 
 def test_requests_are_plain_as_a_whole_but_for_a_probe_now_and_then() -> None:
-    world = World(0.0, 3.0)
+    world = World(0.0, 0.5)
     pacer = settled(world)
     plain = 0
     for _ in range(100):
@@ -373,3 +378,62 @@ def test_a_threshold_ends_a_draft_behind_a_token_below_it(confidence: float, thr
     pace = FixedPace(3, threshold)
     assert pace.reads_confidence
     assert pace.goes_on(confidence) == (confidence >= threshold)
+
+
+# --- what once went wrong -------------------------------------------------------------------------------------------
+
+
+def test_noise_does_not_drive_level_and_costs_apart() -> None:
+    costs, draw = Costs(), random.Random(0)
+    for number in range(40_000):
+        k = 0 if number % 100 == 0 or number < 12 and number % 2 else 3
+        noise = draw.lognormvariate(0, 0.3)
+        costs.add(k, 0.8 * k * noise, (10.0 if k == 0 else 11.0 + 0.2 * k + 0.8 * k) * noise, 1)
+    assert 1 / 3 < costs.level < 3
+    plain, round_of_three = (costs.level * costs.round(k) for k in (0, 3))
+    assert 0.8 < round_of_three / plain / 1.4 < 1.25
+
+
+def test_costs_are_learned_from_answers_of_a_few_tokens() -> None:
+    world = World(0.0, 0.5)
+    pacer = Pacer()
+    for _ in range(60):
+        world.serve(pacer.pace(), length=3)
+    assert pacer.plan().plain_seconds is not None
+    assert not pacer.plan().speculates
+
+
+def test_one_odd_request_does_not_end_speculation_in_its_domain() -> None:
+    world = World(0.85, 0.15)
+    pacer = settled(world)
+    world.alpha = 0.0
+    world.serve(pacer.pace(), length=400)
+    assert pacer.plan().speculates
+    assert pacer.plan().alpha > 0.6
+
+
+def test_a_hard_request_is_drafted_less_than_its_domain() -> None:
+    world = World(0.85, 0.15)
+    pacer = settled(world)
+    world.alpha = 0.0
+    pace = pacer.pace()
+    drafted = 0
+    for number in range(40):
+        tokens = pace.tokens()
+        count = 0
+        while count < tokens:
+            count += 1
+            if not pace.goes_on(0.5):
+                break
+        pace.judged([0.5] * count, 0, 1)
+        pace.timed(count, 0.15 * count, 0.15 * count + 1.0 + 0.02 * count)
+        drafted += count if number >= 20 else 0
+    assert pacer.plan().k >= 4
+    assert drafted < 2 * 20
+
+
+def test_domains_are_forgotten_at_last() -> None:
+    pacer = Pacer()
+    for name in range(MOST_DOMAINS + 10):
+        pacer.pace(name)
+    assert len(pacer._domains) == MOST_DOMAINS

@@ -402,3 +402,8 @@ def test_every_field_has_its_help_and_goes_to_json() -> None:
     assert OnlineConfig(**OnlineConfig().to_dict()) == OnlineConfig()
     with pytest.raises(AttributeError):
         OnlineConfig().seed = 3  # type: ignore[misc]
+
+
+def test_corrections_need_a_fixed_number_of_tokens() -> None:
+    with pytest.raises(ConfigError, match="nothing is corrected then"):
+        OnlineConfig(num_assistant_tokens="auto", learn_from="corrections")
