@@ -112,19 +112,20 @@ def learned(lab: Lab, args: argparse.Namespace) -> dict[str, Any]:
             ]
             if args.compile:
                 systems.append(System("auto learned compiled", "lean", after, "auto", compile_draft=True))
-            questions = {name: lab.requests(name)}
-            report = benchmark(lab.target, systems, questions, max_new_tokens=args.max_new_tokens, show_progress=True)
+            report = benchmark(
+                lab.target, systems, {name: lab.requests(name)}, max_new_tokens=args.max_new_tokens,
+                watched_requests=6, show_progress=True,
+            )  # fmt: skip
             row = {s.name: report.figures(s.name) for s in systems}
-            for s in systems[2:]:
-                row[s.name]["over_stock_static"] = report.ratio(s.name, "stock static")
             found[f"{draft} {name}"] = row
             print(f"\nlearned, {draft}, {name}:")
             for system, figures in list(row.items())[1:]:
                 predicted = figures["predicted"] or {"speedup": float("nan"), "speedup_wide": float("nan")}
                 print(
                     f"  {system}: alpha {figures['alpha']:.3f}, x{figures['times_alone']['median']:.3f} of alone "
-                    f"{interval(figures['times_alone'])}, predicted {predicted['speedup']:.3f}, with the measured "
-                    f"forward {predicted['speedup_wide']:.3f}; {figures['outputs']}"
+                    f"{interval(figures['times_alone'])}, pooled x{figures['pooled_speedup']:.3f}, predicted "
+                    f"{predicted['speedup']:.3f}, with the measured forward {predicted['speedup_wide']:.3f}; "
+                    f"{figures['outputs']}"
                 )
     return found
 
