@@ -201,6 +201,13 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--paper", action="store_true", help="the rule of arXiv 2310.07177; other flags change it")
     kinds = typing.get_type_hints(OnlineConfig)
     for field in dataclasses.fields(OnlineConfig):
+        if kinds[field.name] is bool:
+            group.add_argument(
+                "--" + field.name.replace("_", "-"), dest=f"config.{field.name}",
+                action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS,
+                help=f"{field.metadata['help']} (default: {'yes' if field.default else 'no'})",
+            )  # fmt: skip
+            continue
         options = set(typing.get_args(kinds[field.name]))
         is_choice = typing.get_origin(kinds[field.name]) is typing.Literal
         kind = str if is_choice else _optional_number if types.NoneType in options else kinds[field.name]

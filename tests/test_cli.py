@@ -12,7 +12,7 @@ from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from osd_hf import CorrectionStore, LearnerError, OnlineConfig, expected_speedup, record_traces, replay
-from osd_hf.cli import main
+from osd_hf.cli import _parser, main
 from osd_hf.outputs import json_text
 from osd_hf.prompts import encode_turn
 
@@ -260,3 +260,9 @@ def test_bad_input_of_replay_is_one_line_and_exits_with_2(pair, store, tmp_path,
     err = capsys.readouterr().err
     assert message in err.splitlines()[-1]
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--compile-draft", True), ("--no-compile-draft", False)])
+def test_a_setting_that_is_true_or_false_is_a_flag(flag, value):
+    arguments = _parser().parse_args(["run", "--bundled", flag])
+    assert getattr(arguments, "config.compile_draft") is value
