@@ -1,5 +1,7 @@
 """Assistant models that learn while they serve: online speculative decoding for transformers."""
 
+from typing import TYPE_CHECKING, Any
+
 from osd_hf.assistant import OnlineAssistant
 from osd_hf.config import OnlineConfig
 from osd_hf.cost import best_k, expected_block_efficiency, expected_speedup
@@ -25,6 +27,9 @@ from osd_hf.store import CorrectionStore
 from osd_hf.updater import UpdateReport
 from osd_hf.vocab import align_vocab
 
+if TYPE_CHECKING:
+    from osd_hf.offline import DistillConfig, distill
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -33,6 +38,7 @@ __all__ = [
     "ConfigError",
     "CorrectionStore",
     "DataError",
+    "DistillConfig",
     "DraftRound",
     "LearnerError",
     "OSDError",
@@ -49,9 +55,22 @@ __all__ = [
     "align_vocab",
     "best_k",
     "capture_traces",
+    "distill",
     "expected_block_efficiency",
     "expected_speedup",
     "record_traces",
     "replay",
     "simulate",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("DistillConfig", "distill"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from osd_hf import offline  # imports trl, which takes seconds and is an extra
+
+    return getattr(offline, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

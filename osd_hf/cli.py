@@ -1,4 +1,4 @@
-"""The command line: `osd-hf quickstart`, `osd-hf run`, `osd-hf replay`, `osd-hf bench`."""
+"""The command line: `osd-hf quickstart`, `osd-hf run`, `osd-hf replay`, `osd-hf bench`, `osd-hf distill`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from osd_hf import commands
 from osd_hf.bench_command import bench_command
 from osd_hf.config import OnlineConfig
 from osd_hf.controlled import SHAPES
+from osd_hf.distill_command import add_distill, distill_command
 from osd_hf.errors import CaptureError, LearnerError, OSDError
 from osd_hf.quickstart import QuickstartSizes
 
@@ -73,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(add("run", commands.run_command, "serve a stream of prompts with a draft that learns"))
     _add_replay(add("replay", commands.replay_command, "what drafts would have scored on recorded requests"))
     _add_bench(add("bench", bench_command, "time target alone, stock and lean drafting side by side"))
+    add_distill(add("distill", distill_command, "teach a draft on a fixed data set, before it serves"))
     return parser
 
 

@@ -50,6 +50,12 @@ LAYERS = {
     "promotion": 4,
     "tracking": 4,
     "session": 4,
+    "offline": 4,
+    "offline_data": 4,
+    "offline_eval": 4,
+    "offline_loss": 4,
+    "offline_models": 4,
+    "offline_sampling": 4,
     # what users call
     "assistant": 5,
     "simulate": 5,
@@ -66,6 +72,7 @@ LAYERS = {
     "quickstart": 7,
     "commands": 7,
     "bench_command": 7,
+    "distill_command": 7,
     "cli": 7,
     "__main__": 7,
 }

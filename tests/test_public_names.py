@@ -30,6 +30,9 @@ PUBLIC_NAMES = {
     "expected_block_efficiency",
     "expected_speedup",
     "best_k",
+    # learning offline
+    "distill",
+    "DistillConfig",
     # putting a pair together
     "align_vocab",
     # errors
@@ -46,6 +49,7 @@ PUBLIC_NAMES = {
 }
 
 # Looked for in a fresh interpreter. What transformers brings in by itself is its own affair.
+LAZY = {"distill", "DistillConfig"}  # imported when first asked for
 HEAVY = ("trl", "gradio", "matplotlib", "rich", "click", "typer")
 
 
@@ -84,5 +88,17 @@ def imported_by(statement: str) -> set[str]:
 
 def test_importing_is_light():
     baseline = imported_by("from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin")
-    everything = "import osd_hf\nfor name in osd_hf.__all__: getattr(osd_hf, name)"
+    everything = f"import osd_hf\nfor name in set(osd_hf.__all__) - {LAZY!r}: getattr(osd_hf, name)"
     assert imported_by(everything) - baseline == set()
+
+
+def test_lazy_names_bring_in_what_they_need():
+    assert "trl" in imported_by("import osd_hf; osd_hf.distill")
+
+
+def test_a_missing_extra_names_the_pip_command():
+    code = "import sys; sys.modules['trl'] = None\nimport osd_hf; osd_hf.distill"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "ImportError" in done.stderr
+    assert "pip install 'osd-hf[distill]'" in done.stderr

@@ -1,0 +1,168 @@
+"""The loss of offline distillation: output heads and divergence over some positions at a time, never over a batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from osd_hf.errors import UnsupportedModelError
+from osd_hf.forcing import completion_logits, completion_mask
+from osd_hf.losses import outcome_logprobs
+from osd_hf.records import Trace
+from osd_hf.wrappers import unwrap
+
+__all__ = ["Rows", "check_head", "divergence_sum", "stored_rows", "target_rows"]
+
+# Elements of the logits that exist at once: 40 MiB in float32. Blocks of up to 32 MiB, glibc keeps in a heap, which
+# they scatter: a step that holds 0.4 GB then took 8.5 GB of resident memory.
+CHUNK_LOGITS = 10 << 20
+
+Rows = Callable[[slice], tuple[Tensor | None, Tensor]]
+"""Of the positions in a slice, the ids of the kept tokens (`None` for whole rows) and the target's log-probs, tail
+last: what `outcome_logprobs` takes and gives."""
+
+
+def divergence_sum(
+    draft: Any, traces: Sequence[Trace], rows: Rows, divergence: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """
+    Sum of a divergence over all completion positions of a batch.
+
+    The bodies run over the whole batch, the heads over chunks of positions, whose logits are computed again in the
+    backward instead of being kept.
+
+    Args:
+        draft (`PreTrainedModel` or `PeftModel`):
+            Whose parameters get gradients.
+        traces (`Sequence[Trace]`):
+            The batch.
+        rows (`Rows`):
+            The target's rows at the positions, in the order of the traces.
+        divergence (`Callable`):
+            A value of `osd_hf.losses.DIVERGENCES`.
+
+    Returns:
+        Scalar `torch.Tensor`, float32, in nats.
+    """
+    states, head = _completion_states(draft, traces), _head(draft)
+    size = max(1, CHUNK_LOGITS // traces[0].vocab_size)
+
+    def part(chunk: Tensor, first: int) -> Tensor:
+        top_ids, p = rows(slice(first, first + len(chunk)))
+        q = outcome_logprobs(head(chunk), None if top_ids is None else top_ids.to(chunk.device))
+        return divergence(p.to(q), q).sum()
+
+    if len(states) <= size:
+        return part(states, 0)
+    parts = [
+        checkpoint(part, states[first : first + size], first, use_reentrant=False)
+        for first in range(0, len(states), size)
+    ]
+    return torch.stack(parts).sum()
+
+
+@torch.no_grad()
+def target_rows(target: Any, traces: Sequence[Trace]) -> Rows:
+    """The target's rows on the traces' tokens, its head computed when a chunk is asked for."""
+    states, head = _completion_states(target, traces), _head(target)
+
+    def rows(where: slice) -> tuple[None, Tensor]:
+        with torch.no_grad():
+            return None, outcome_logprobs(head(states[where]), None)
+
+    return rows
+
+
+def stored_rows(traces: Sequence[Trace]) -> Rows:
+    """The rows that the traces have kept, all of one width."""
+
+    def stacked(arrays: Sequence[Any], dtype: Any) -> Tensor:
+        return torch.from_numpy(np.concatenate(arrays).astype(dtype))
+
+    is_whole = traces[0].top_ids.shape[1] == 0
+    top_ids = None if is_whole else stacked([t.top_ids for t in traces], np.int64)
+    kept = stacked([t.kept_logprobs() for t in traces], np.float32)
+    p = torch.cat([kept, stacked([t.tail_logprob for t in traces], np.float32)[:, None]], -1)
+    return lambda where: (None if top_ids is None else top_ids[where], p[where])
+
+
+def check_head(model: Any) -> None:
+    """
+    Refuse a model whose logits are not what its head makes of the states that it is given; raises
+    UnsupportedModelError.
+    """
+    size = int(model.config.get_text_config().vocab_size)
+    nothing = np.zeros((3, 0), np.float16)
+    start = np.zeros(1, np.int32) if model.config.is_encoder_decoder else None
+    probe = Trace(
+        prompt_ids=np.zeros(2, np.int32), completion_ids=np.zeros(3, np.int32), rounds=(), top_logits=nothing,
+        top_ids=nothing, tail_logprob=np.zeros(3, np.float32), vocab_size=size, decoder_prompt_ids=start,
+    )  # fmt: skip
+    with torch.no_grad():
+        logits = completion_logits(model, [probe])[0].float()
+        ours = _head(model)(_completion_states(model, [probe])).float()
+    if not (logits - ours).abs().max() <= 0.02 * logits.abs().max():
+        raise UnsupportedModelError(
+            f"{type(unwrap(model)).__name__} changes its logits behind its output head in a way that is not known "
+            "here, so that they cannot be computed in parts."
+        )
+
+
+def _completion_states(model: Any, traces: Sequence[Trace]) -> Tensor:
+    """What the output head is given at each completion position, of shape `(positions, hidden)`."""
+    head = unwrap(model).get_output_embeddings()
+    if head is None:
+        raise UnsupportedModelError(
+            f"{type(unwrap(model)).__name__} has no output embeddings; distillation needs a language modeling head."
+        )
+    size = traces[0].vocab_size
+    seen: list[Tensor] = []
+
+    def stand_aside(states: Tensor) -> Tensor:
+        seen.append(states)
+        # Of no position but of full width, so that whatever the model does to logits costs nothing.
+        return states.new_empty((*states.shape[:-2], 0, size))
+
+    before = vars(head).get("forward")
+    head.forward = stand_aside
+    try:
+        completion_logits(model, traces)
+    finally:
+        del head.forward
+        if before is not None:
+            head.forward = before
+    if len(seen) > 1:  # decoder prompts of several lengths are run one by one
+        return torch.cat([states[0, -len(t) :] for states, t in zip(seen, traces, strict=True)])
+    mask = completion_mask(traces, seen[0].device)
+    return seen[0][:, -mask.shape[1] :][mask]
+
+
+def _head(model: Any) -> Callable[[Tensor], Tensor]:
+    """Logits of states, with what some families do to them afterwards."""
+    inner = unwrap(model)
+    config = inner.config.get_text_config(decoder=True)
+    head, cap = inner.get_output_embeddings(), getattr(config, "final_logit_softcapping", None)
+    scale = _scale(config)
+    bias = getattr(inner, "final_logits_bias", None)
+    steps: list[Callable[[Tensor], Tensor]] = [head]
+    if scale != 1:
+        steps.append(lambda logits: logits * scale)
+    if cap is not None:
+        steps.append(lambda logits: torch.tanh(logits / cap) * cap)
+    if bias is not None:
+        steps.append(lambda logits: logits + bias.to(logits.device))
+    return lambda states: functools.reduce(lambda value, step: step(value), steps, states)
+
+
+def _scale(config: Any) -> float:
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+        if getattr(config, name, None) is not None:
+            return cast(float, getattr(config, name))
+    scaling = getattr(config, "logits_scaling", None)
+    return 1.0 if scaling is None else 1 / scaling

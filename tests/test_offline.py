@@ -1,0 +1,693 @@
+"""Offline distillation: what is learned on, what the loss counts, what a draft is judged by, and how runs go on."""
+
+from __future__ import annotations
+
+import copy
+import os
+import socket
+import string
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import distilled_weights
+import models
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import TrainerCallback
+from trl.experimental.gkd import GKDTrainer
+
+from osd_hf import (
+    AcceptanceStats,
+    ConfigError,
+    CorrectionStore,
+    DataError,
+    StateError,
+    UnsupportedModelError,
+    VocabularyMismatchError,
+    capture_traces,
+    offline_data,
+    offline_loss,
+    record_traces,
+    replay,
+)
+from osd_hf.forcing import completion_logits
+from osd_hf.losses import DIVERGENCES
+from osd_hf.offline import DistillConfig, distill
+from osd_hf.offline_eval import HeldOut
+from osd_hf.offline_sampling import SAMPLE_SOURCES, Sampler, unanswered
+
+peft_warns = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
+
+PROMPTS = [ids[0].tolist() for ids in models.prompts(12)]
+ROWS = [{"prompt": ids} for ids in PROMPTS]
+HELD_OUT = [{"prompt": ids[0].tolist()} for ids in models.prompts(18)[12:]]
+# Of different lengths, so that there is padding on both sides.
+ANSWERED = [{"prompt": ids, "completion": PROMPTS[-1 - i][: 1 + i % 5]} for i, ids in enumerate(PROMPTS)]
+
+
+def config(folder: Any, **changes: Any) -> DistillConfig:
+    settings: dict[str, Any] = {
+        "output_dir": str(folder), "max_steps": 3, "per_device_train_batch_size": 4, "max_new_tokens": 6,
+        "learning_rate": 1e-3, "save_strategy": "no", "logging_steps": 1, "use_cpu": True, "disable_tqdm": True,
+        "report_to": "none",
+    }  # fmt: skip
+    return DistillConfig(**{**settings, **changes})
+
+
+def run(pair: tuple[Any, Any], folder: Any, dataset: Any = ROWS, **settings: Any) -> Any:
+    extra = {name: settings.pop(name) for name in ("eval_dataset", "peft_config", "callbacks") if name in settings}
+    target, draft = pair
+    return distill(
+        target=target, draft=draft, dataset=dataset, config=config(folder, **settings), tokenizer=models.tokenizer(),
+        **extra,
+    )  # fmt: skip
+
+
+def weights(model: Any) -> torch.Tensor:
+    return torch.cat([p.detach().flatten().float() for p in model.state_dict().values()])
+
+
+def losses(result: Any) -> list[float]:
+    return [entry["loss"] for entry in result.log_history if "loss" in entry]
+
+
+def recorded(target: Any, number: int = 6, **settings: Any) -> list[Any]:
+    return list(record_traces(target, PROMPTS[:number], **{"max_new_tokens": 7, **settings}))
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Any, Any]:
+    return models.pair(noise=0.5)
+
+
+@pytest.fixture(scope="module")
+def t5_pair() -> tuple[Any, Any]:
+    return models.pair("t5", noise=0.5)
+
+
+# --- it learns ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ["llama", "t5", "bart"])
+@pytest.mark.parametrize("source", SAMPLE_SOURCES)
+def test_a_draft_gets_closer_to_its_target(tmp_path: Any, architecture: str, source: str) -> None:
+    target, draft = models.pair(architecture, noise=0.5)
+    before = weights(draft)
+    result = run(
+        (target, draft),
+        tmp_path,
+        sample_source=source,
+        max_steps=12,
+        learning_rate=5e-3,
+        per_device_train_batch_size=12,
+    )
+    assert np.mean(losses(result)[-3:]) < 0.8 * np.mean(losses(result)[:3])
+    assert torch.equal(weights(draft), before)
+    assert type(result.draft) is type(draft)
+    assert not result.draft.training
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_every_divergence_is_lowered(tmp_path: Any, pair: Any, divergence: str) -> None:
+    result = run(pair, tmp_path, ANSWERED, divergence=divergence, per_device_train_batch_size=12, max_steps=4)
+    assert losses(result)[-1] < losses(result)[0]
+
+
+def test_recorded_requests_need_no_target(tmp_path: Any, pair: Any) -> None:
+    store = CorrectionStore()
+    for trace in recorded(pair[0], 12, num_logprobs=16):
+        store.append(trace)
+    result = run((None, pair[1]), tmp_path, store, per_device_train_batch_size=12, max_steps=4)
+    assert losses(result)[-1] < losses(result)[0]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "t5"])
+def test_stored_whole_rows_teach_what_the_target_teaches(tmp_path: Any, architecture: str) -> None:
+    target, draft = models.pair(architecture, noise=0.5)
+    traces = recorded(target, 4, num_logprobs=None)
+    rows = [{"prompt": t.prompt_ids.tolist(), "completion": t.completion_ids.tolist()} for t in traces]
+    stored = run((None, draft), tmp_path, traces)
+    assert losses(stored) == pytest.approx(losses(run((target, draft), tmp_path, rows)), abs=2e-3)
+
+
+def test_recorded_requests_give_prompts_to_the_other_sources(tmp_path: Any, pair: Any) -> None:
+    result = run(pair, tmp_path, recorded(pair[0]), sample_source="student")
+    prompts = [{"prompt": t.prompt_ids.tolist()} for t in recorded(pair[0])]
+    assert losses(result) == losses(run(pair, tmp_path, prompts, sample_source="student"))
+
+
+@peft_warns
+@pytest.mark.parametrize("architecture", ["llama", "t5"])
+def test_adapters_learn_and_are_merged(tmp_path: Any, architecture: str) -> None:
+    from peft import LoraConfig
+
+    target, draft = models.pair(architecture, noise=0.5)
+    modules = ["q_proj", "down_proj"] if architecture == "llama" else ["q", "wo"]
+    result = run(
+        (target, draft), tmp_path, peft_config=LoraConfig(target_modules=modules, r=4), save_strategy="steps",
+        save_steps=3, learning_rate=1e-2, eval_dataset=HELD_OUT,
+    )  # fmt: skip
+    assert type(result.draft) is type(draft)
+    moved = {n for n, p in result.draft.named_parameters() if not torch.equal(p, draft.get_parameter(n))}
+    assert moved == {n for n, _ in draft.named_parameters() if n.split(".")[-2] in modules}
+    assert (tmp_path / "checkpoint-3" / "adapter_model.safetensors").is_file()
+    assert result.alpha[3] == replay(result.draft, recorded_answers(target), 5).alpha
+
+
+def test_a_half_precision_draft_learns_in_full_precision(tmp_path: Any, pair: Any) -> None:
+    target, draft = pair[0], copy.deepcopy(pair[1]).bfloat16()
+    kept = {}
+
+    class Look(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
+            kept["dtype"] = model.dtype
+
+    result = run((target, draft), tmp_path, callbacks=[Look()])
+    assert kept["dtype"] == torch.float32
+    assert result.draft.dtype == torch.bfloat16
+    assert not torch.equal(weights(result.draft), weights(draft))
+
+
+def test_nothing_is_left_on_the_models(tmp_path: Any, pair: Any) -> None:
+    target, draft = copy.deepcopy(pair)
+    target.train()
+    names = [set(vars(model)) for model in (target, draft)]
+    settings = config(tmp_path, bf16=True)  # for which accelerate changes the forward of both
+    before = settings.to_dict()
+    result = distill(
+        target=target, draft=draft, dataset=ROWS, config=settings, eval_dataset=HELD_OUT, tokenizer=models.tokenizer()
+    )
+    assert [set(vars(model)) for model in (target, draft)] == names
+    assert set(vars(result.draft)) == names[1]
+    assert target.training
+    assert result.draft.config.to_dict() == draft.config.to_dict()
+    assert result.draft.generation_config.to_dict() == draft.generation_config.to_dict()
+    assert settings.to_dict() == before
+
+
+# --- what the loss counts -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("divergence", "beta"), [("forward_kl", 0.0), ("reverse_kl", 1.0), ("jsd", 0.5), ("jsd", 0.1)]
+)
+def test_the_loss_is_that_of_gkd_on_whole_logits(tmp_path: Any, pair: Any, divergence: str, beta: float) -> None:
+    target, draft = pair
+    total = count = 0.0
+    for row in ANSWERED:
+        ids = torch.tensor([row["prompt"] + row["completion"]])
+        labels = ids.clone()
+        labels[:, : len(row["prompt"])] = -100
+        with torch.no_grad():
+            q, p = draft(ids).logits, target(ids).logits
+        answer = len(row["completion"])
+        total += answer * float(
+            GKDTrainer.generalized_jsd_loss(q[:, :-1], p[:, :-1], labels[:, 1:], beta=beta, reduction="batchmean")
+        )
+        count += answer
+    result = run(
+        pair, tmp_path, ANSWERED, divergence=divergence, beta=beta or 0.5, per_device_train_batch_size=12, max_steps=1
+    )
+    assert losses(result) == pytest.approx([total / count], rel=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "opt", "t5", "bart"])
+def test_identical_models_have_no_loss_and_learn_nothing(tmp_path: Any, architecture: str) -> None:
+    target = models.build(architecture)
+    result = run((target, copy.deepcopy(target)), tmp_path, sample_source="mix_token", optim="sgd", learning_rate=1.0)
+    assert losses(result) == pytest.approx([0, 0, 0], abs=1e-6)
+    torch.testing.assert_close(weights(result.draft), weights(target), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("architecture", models.ARCHITECTURES)
+def test_chunks_of_positions_make_no_difference(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = models.pair(architecture, noise=0.5)
+    traces = recorded(target)
+    found = []
+    for size in (1 << 24, 5 * models.VOCAB):
+        monkeypatch.setattr(offline_loss, "CHUNK_LOGITS", size)
+        draft.zero_grad()
+        rows = offline_loss.target_rows(target, traces)
+        loss = offline_loss.divergence_sum(draft, traces, rows, DIVERGENCES["forward_kl"])
+        loss.backward()
+        found.append((loss.detach(), torch.cat([p.grad.flatten() for p in draft.parameters() if p.grad is not None])))
+    torch.testing.assert_close(found[0], found[1])
+    with torch.no_grad():
+        p, q = (completion_logits(model, traces)[:, :7].log_softmax(-1) for model in (target, draft))
+    torch.testing.assert_close(found[0][0], (p.exp() * (p - q)).sum())
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that an operator gave."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for part in output if isinstance(output, tuple | list) else [output]:
+            if isinstance(part, torch.Tensor):
+                self.elements = max(self.elements, part.numel())
+        return output
+
+
+@pytest.mark.parametrize("architecture", ["llama", "t5", "bart"])
+def test_no_logits_of_a_whole_batch_exist(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = models.pair(architecture, vocab_size=4096)
+    traces = [unanswered(t, range(60)) for t in recorded(target)]
+    monkeypatch.setattr(offline_loss, "CHUNK_LOGITS", 50 * 4096)
+    with Largest() as largest:
+        rows = offline_loss.target_rows(target, traces)
+        offline_loss.divergence_sum(draft, traces, rows, DIVERGENCES["jsd"]).backward()
+    assert largest.elements == 50 * 4097  # a chunk, and the tail; of 360 positions
+
+
+def alone(script: str, *arguments: Any, launcher: tuple[str, ...] = ()) -> str:
+    """What a script beside this file prints, in a process of its own."""
+    folder = Path(__file__).parent
+    path = os.pathsep.join([str(folder), str(folder.parent)])
+    done = subprocess.run(
+        [sys.executable, *launcher, str(folder / script), *map(str, arguments)], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_a_step_takes_less_than_a_quarter_of_two_dense_logits(tmp_path: Any) -> None:
+    assert int(alone("distilled_memory.py", tmp_path).splitlines()[-1]) < 2 * (8 * 512 * 150_000 * 4) / 4
+
+
+def test_logits_that_a_model_changes_behind_its_head_are_known_or_refused() -> None:
+    capped = models.build("gemma3")
+    capped.config.final_logit_softcapping = 2.0
+    offline_loss.check_head(capped)
+    biased = models.build("bart")
+    biased.final_logits_bias = torch.randn(1, models.VOCAB)
+    offline_loss.check_head(biased)
+
+    class Odd(type(models.build())):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits.abs()
+            return output
+
+    odd = models.build()
+    odd.__class__ = Odd
+    with pytest.raises(UnsupportedModelError, match="Odd changes its logits"):
+        offline_loss.check_head(odd)
+
+
+# --- whose tokens ---------------------------------------------------------------------------------------------------
+
+
+def requests(number: int, prompt_tokens: int = 3, vocab_size: int = 16) -> list[Any]:
+    trace = recorded(models.build(), 1)[0]
+    return [
+        replace(unanswered(trace), prompt_ids=np.full(prompt_tokens, 3 + i % 5, np.int32), vocab_size=vocab_size)
+        for i in range(number)
+    ]
+
+
+def sampled(source: str, number: int = 40, share: float = 0.3, **changes: Any) -> np.ndarray:
+    """Tokens of scripted models: the target says 4, the draft 5; shape `(requests, 10)`."""
+    target, draft = models.scripted([4] * 10, 3), models.scripted([5] * 10, 3)
+    sampler = Sampler(source, share, **{"temperature": 0.0, "max_new_tokens": 10, "seed": 0, **changes})
+    completed = sampler.complete(requests(number), range(number), 0, target=target, draft=draft)
+    return np.stack([t.completion_ids for t in completed])
+
+
+def test_teacher_and_student_answer_alone() -> None:
+    assert (sampled("teacher") == 4).all()
+    assert (sampled("student") == 5).all()
+
+
+def test_mix_request_takes_each_request_from_one_model() -> None:
+    tokens = sampled("mix_request", 400)
+    assert all(len(set(row)) == 1 for row in tokens)
+    share = (tokens[:, 0] == 5).mean()
+    assert abs(share - 0.3) < 0.08
+    assert set(tokens[:, 0]) == {4, 5}
+
+
+def test_mix_token_draws_each_token_from_one_model() -> None:
+    tokens = sampled("mix_token", 400)
+    assert set(tokens.flatten()) == {4, 5}
+    drafts = tokens == 5
+    assert abs(drafts.mean() - 0.3) < 0.03
+    assert np.abs(drafts.mean(0) - 0.3).max() < 0.1  # at every position
+    assert drafts.any(1).mean() > 0.9  # and in nearly every request
+    assert (sampled("mix_token", share=0.0) == 4).all()
+    assert (sampled("mix_token", share=1.0) == 5).all()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2", "t5", "bart"])
+def test_a_mix_of_only_the_draft_is_what_the_draft_says(architecture: str) -> None:
+    target, draft = models.pair(architecture, noise=0.5)
+    prompts = [unanswered(t) for t in recorded(target)]
+    sampler = Sampler("mix_token", 1.0, 1.0, 8, 0)
+    mixed = sampler.complete(prompts, range(6), 0, target=target, draft=draft)
+    alone = replace(sampler, source="student").complete(prompts, range(6), 0, target=target, draft=draft)
+    assert [t.completion_ids.tolist() for t in mixed] == [t.completion_ids.tolist() for t in alone]
+
+
+@pytest.mark.parametrize("source", SAMPLE_SOURCES)
+def test_what_a_request_draws_does_not_hang_on_its_batch(pair: Any, source: str) -> None:
+    prompts = [unanswered(t) for t in recorded(pair[0])]
+    sampler = Sampler(source, 0.5, 1.0, 8, 0)
+    models_ = {"target": pair[0], "draft": pair[1]}
+    whole = sampler.complete(prompts, range(6), 4, **models_)
+    alone = [sampler.complete([p], [i], 4, **models_)[0] for i, p in enumerate(prompts)]
+    assert [t.completion_ids.tolist() for t in whole] == [t.completion_ids.tolist() for t in alone]
+    later = sampler.complete(prompts, range(6), 5, **models_)
+    assert [t.completion_ids.tolist() for t in whole] != [t.completion_ids.tolist() for t in later]
+
+
+def test_samples_have_the_model_s_distribution() -> None:
+    model = models.bigram(0, vocab_size=5)
+    prompts = requests(4000, 1, 5)
+    prompts = [replace(p, prompt_ids=np.array([2], np.int32)) for p in prompts]
+    tokens = Sampler("teacher", 0.5, 0.7, 1, 0).complete(prompts, range(4000), 0, target=model, draft=None)
+    shares = np.bincount([t.completion_ids[0] for t in tokens], minlength=5) / 4000
+    expected = (model.by_token[2] / 0.7).softmax(-1).detach().numpy()
+    assert np.abs(shares - expected).max() < 4 * np.sqrt(0.25 / 4000)
+
+
+def test_an_answer_ends_at_eos() -> None:
+    target = models.scripted([4, 4, 2, 7, 7], 3)
+    target.generation_config.eos_token_id = [2, 9]
+    # A shorter prompt is one token behind: the batch goes on when the other has ended.
+    prompts = [*requests(1), *requests(1, 2)]
+    answered = Sampler("teacher", 0.5, 0.0, 5, 0).complete(prompts, range(2), 0, target=target, draft=None)
+    assert [t.completion_ids.tolist() for t in answered] == [[4, 4, 2], [0, 4, 4, 2]]
+
+
+def test_a_given_completion_stands_for_the_target_s() -> None:
+    target, draft = models.scripted([4] * 3, 3), models.scripted([5] * 3, 3)
+    given = [unanswered(r, [7, 8]) for r in requests(40)]
+    sampler = Sampler("mix_request", 0.5, 0.0, 3, 0)
+    completed = sampler.complete(given, range(40), 0, target=target, draft=draft)
+    assert {tuple(t.completion_ids.tolist()) for t in completed} == {(7, 8), (5, 5, 5)}
+
+
+# --- equal settings, one trajectory ---------------------------------------------------------------------------------
+
+
+PLAIN = {"optim": "sgd", "learning_rate": 0.05, "max_grad_norm": 0}  # under which the size of a gradient matters
+
+
+@pytest.mark.parametrize("source", SAMPLE_SOURCES)
+def test_accumulated_micro_batches_equal_one_batch(tmp_path: Any, pair: Any, source: str) -> None:
+    target, draft = copy.deepcopy(pair)
+    target.generation_config.eos_token_id = list(range(3, 14))  # answers of different lengths
+    trained = [
+        weights(run((target, draft), tmp_path, sample_source=source, **PLAIN, **sizes).draft)
+        for sizes in (
+            {"per_device_train_batch_size": 4},
+            {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
+        )
+    ]
+    torch.testing.assert_close(trained[0], trained[1], atol=2e-5, rtol=0)
+    assert not torch.allclose(trained[0], weights(draft), atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "source"), [("llama", "teacher"), pytest.param("t5", "mix_token", marks=pytest.mark.slow)]
+)
+def test_two_processes_learn_what_one_does(tmp_path: Any, architecture: str, source: str) -> None:
+    one = distilled_weights.distilled(architecture, source, 4, str(tmp_path / "one"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launcher = (
+        "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1",
+        "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", str(port),
+    )  # fmt: skip
+    printed = alone("distilled_weights.py", architecture, source, 2, tmp_path / "two", launcher=launcher)
+    assert "'epoch': '0.1667'" in printed  # a step takes 4 of 24 requests, so there are two
+    two = torch.load(tmp_path / "two" / "result.pt")
+    for name, weight in one.draft.state_dict().items():
+        torch.testing.assert_close(two["weights"][name], weight, atol=1e-4, rtol=0)
+    assert two["alpha"] == one.alpha
+
+
+class Killed(Exception):
+    pass
+
+
+class Kill(TrainerCallback):  # type: ignore[misc]
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 5:
+            raise Killed
+
+
+@pytest.mark.parametrize(("architecture", "source"), [("llama", "mix_token"), ("t5", "student")])
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Any, architecture: str, source: str) -> None:
+    pair = models.pair(architecture, noise=0.5)
+    # Three steps an epoch: the checkpoint at step 4 lies in the middle of the second.
+    settings = {"sample_source": source, "max_steps": 8, "save_strategy": "steps", "save_steps": 4}
+    straight = run(pair, tmp_path / "straight", **settings)
+    with pytest.raises(Killed):
+        run(pair, tmp_path / "killed", callbacks=[Kill()], **settings)
+    (tmp_path / "killed" / "checkpoint-5").mkdir()  # as if killed while it was written
+    resumed = run(pair, tmp_path / "killed", resume_from_checkpoint=True, **settings)
+    assert torch.equal(weights(resumed.draft), weights(straight.draft))
+    assert losses(resumed) == losses(straight)
+    states = [
+        torch.load(tmp_path / name / "checkpoint-8" / "optimizer.pt", weights_only=True)["state"]
+        for name in ("straight", "killed")
+    ]
+    for ours, theirs in zip(states[0].values(), states[1].values(), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=0, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # the name that all versions know
+@pytest.mark.parametrize("architecture", ["llama", "t5"])
+def test_recomputed_activations_make_no_difference(tmp_path: Any, architecture: str) -> None:
+    pair = models.pair(architecture, noise=0.5)
+    settings = {"sample_source": "student", "eval_dataset": HELD_OUT, "max_steps": 2}
+    plain = run(pair, tmp_path, **settings)
+    recomputed = run(pair, tmp_path, gradient_checkpointing=True, **settings)
+    torch.testing.assert_close(weights(recomputed.draft), weights(plain.draft), atol=1e-5, rtol=0)
+    assert recomputed.alpha == plain.alpha
+
+
+def test_judging_does_not_change_what_is_learned(tmp_path: Any, pair: Any) -> None:
+    silent = run(pair, tmp_path, sample_source="mix_token")
+    judged = run(
+        pair, tmp_path, sample_source="mix_token", eval_dataset=HELD_OUT, eval_strategy="steps", eval_steps=1,
+        eval_temperature=1.0,
+    )  # fmt: skip
+    assert torch.equal(weights(silent.draft), weights(judged.draft))
+    assert set(judged.alpha) == {0, 1, 2, 3}
+
+
+# --- what a draft is judged by --------------------------------------------------------------------------------------
+
+
+def recorded_answers(target: Any, max_new_tokens: int = 6) -> list[Any]:
+    return list(record_traces(target, [row["prompt"] for row in HELD_OUT], max_new_tokens=max_new_tokens))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "t5"])
+def test_alpha_is_that_of_the_draft_on_held_out_requests(tmp_path: Any, architecture: str) -> None:
+    target, draft = models.pair(architecture, noise=0.2)
+    answers = recorded_answers(target)
+    settings = {"num_assistant_tokens": 3, "eval_strategy": "steps", "eval_steps": 3}
+    for held_out in (HELD_OUT, answers):
+        result = run((target, draft), tmp_path, eval_dataset=held_out, **settings)
+        assert result.alpha == {
+            0: replay(draft, answers, 3).alpha,
+            3: replay(result.draft, answers, 3).alpha,
+        }
+    entries = [entry for entry in result.log_history if "eval_block_efficiency" in entry]
+    assert entries[-1]["eval_block_efficiency"] == replay(result.draft, answers, 3).block_efficiency
+
+
+def test_sampled_answers_are_judged_by_assisted_decoding() -> None:
+    target, draft = models.pair(noise=0.05)
+    prompts = [unanswered(t) for t in recorded_answers(target)]
+    held_out = HeldOut(prompts, target, 4, 0.8, 12, seed=0)
+    before = torch.get_rng_state()
+    stats = held_out.stats(draft)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert held_out.stats(draft) == stats
+    assert max(stats.accepted_length_histogram) == 4
+    seen: list[Any] = []
+    with capture_traces(target, seen.append):
+        assert held_out.stats(target).alpha > 0.99
+    assert all(t.is_sampled and t.sampling["temperature"] == 0.8 for t in seen)
+    assert 0 < stats.alpha < 1
+    assert draft.generation_config.num_assistant_tokens == 5
+
+
+def scripted_alphas(monkeypatch: pytest.MonkeyPatch, alphas: list[float]) -> None:
+    left = iter(alphas)
+    monkeypatch.setattr(HeldOut, "stats", lambda self, draft: AcceptanceStats(examined=100, accepted=next(left)))
+
+
+@pytest.mark.parametrize(("architecture", "tied"), [("llama", False), ("llama", True), ("t5", False)])
+def test_the_best_checkpoint_is_best_by_alpha(
+    tmp_path: Any, architecture: str, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = models.pair(architecture, noise=0.5, tie_word_embeddings=tied)
+    scripted_alphas(monkeypatch, [10, 20, 40, 30, 35])
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 4}
+    settings["per_device_train_batch_size"] = 12
+    result = run(pair, tmp_path, ANSWERED, eval_dataset=HELD_OUT, load_best_model_at_end=True, **settings)
+    assert result.alpha == {0: 0.1, 1: 0.2, 2: 0.4, 3: 0.3, 4: 0.35}
+    assert losses(result)[-1] < losses(result)[0]  # the loss goes on falling
+    assert result.state.best_metric == 0.4
+    assert result.state.best_model_checkpoint.endswith("checkpoint-2")
+    best = type(pair[1]).from_pretrained(tmp_path / "checkpoint-2")
+    assert torch.equal(weights(result.draft), weights(best))
+
+
+def test_a_run_stops_when_alpha_rises_no_more(tmp_path: Any, pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted_alphas(monkeypatch, [10, 20, 40, 30, 35, 50])
+    result = run(
+        pair, tmp_path, eval_dataset=HELD_OUT, eval_strategy="steps", eval_steps=1, max_steps=9,
+        early_stopping_patience=2,
+    )  # fmt: skip
+    assert result.state.global_step == 4
+
+
+def test_without_an_eval_strategy_alpha_is_measured_before_and_after(tmp_path: Any, pair: Any) -> None:
+    assert set(run(pair, tmp_path, eval_dataset=HELD_OUT).alpha) == {0, 3}
+
+
+# --- what is read ---------------------------------------------------------------------------------------------------
+
+
+def read(rows: Any, tokenizer: Any = None, **changes: Any) -> list[tuple[list[int], list[int]]]:
+    settings = {"vocab_size": models.VOCAB, "decoder_start": None, **changes}
+    traces = offline_data._read_rows(rows, tokenizer or models.tokenizer(), **settings)
+    return [(t.prompt_ids.tolist(), t.completion_ids.tolist()) for t in traces]
+
+
+def chat_tokenizer() -> Any:
+    tokenizer = models.tokenizer(characters=string.ascii_letters + ":")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
+    )
+    return tokenizer
+
+
+def test_text_ids_and_messages_are_read_alike() -> None:
+    tokenizer = chat_tokenizer()
+
+    def ids(text: str) -> list[int]:
+        return list(tokenizer(text)["input_ids"])
+
+    assert read([{"prompt": "abc"}, {"prompt": "abc", "completion": "de"}], tokenizer) == [
+        (ids("abc"), []),
+        (ids("abc"), [*ids("de"), tokenizer.eos_token_id]),
+    ]
+    assert read([{"prompt": [5, 6], "completion": [7]}, {"prompt": [5]}], tokenizer) == [([5, 6], [7]), ([5], [])]
+    user, answer = {"role": "user", "content": "abc"}, {"role": "assistant", "content": "de"}
+    expected = (ids("u:abca:"), ids("de"))
+    for row in ({"messages": [user, answer]}, {"prompt": [user], "completion": [answer]}):
+        assert read([row], tokenizer) == [expected]
+    for row in ({"messages": [user]}, {"prompt": [user]}):
+        assert read([row], tokenizer) == [(expected[0], [])]
+    assert read([{"messages": [user, answer]}], tokenizer, prompts_only=True) == [(expected[0], [])]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "no rows"),
+        ([{"text": "abc"}], "Row 0 needs the columns `prompt`.*its columns are text"),
+        (["abc"], "it is a str"),
+        ([{"prompt": [5]}, {"prompt": [5], "completion": []}], "Row 1 has an empty completion"),
+        ([{"prompt": "a", "completion": ""}], "Row 0 has an empty completion"),
+        ([{"prompt": []}], "Row 0 has an empty prompt"),
+        ([{"prompt": ""}], "Row 0 has an empty prompt"),
+        ([{"prompt": [64]}], "outside of the vocabulary of 64"),
+        ([{"prompt": "a", "completion": [5]}], "must both be text, token ids or messages"),
+        ([{"prompt": [5], "completion": "a"}], "must both be text, token ids or messages"),
+        ([{"prompt": 5}], "must both be text, token ids or messages"),
+        ([{"messages": [{"role": "user", "content": "a"}]}], "no chat template"),
+    ],
+)
+def test_rows_that_cannot_be_learned_from_are_refused(rows: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        read(rows)
+
+
+def test_text_without_a_tokenizer_is_refused(t5_pair: Any, tmp_path: Any) -> None:
+    target, draft = t5_pair
+    with pytest.raises(DataError, match="Pass `tokenizer=`"):
+        distill(target=target, draft=draft, dataset=[{"prompt": "a"}], config=config(tmp_path))
+    ids = distill(target=target, draft=draft, dataset=ROWS, config=config(tmp_path, max_steps=1))
+    assert len(losses(ids)) == 1
+
+
+def test_a_causal_draft_without_a_tokenizer_is_refused(pair: Any, tmp_path: Any) -> None:
+    with pytest.raises(ConfigError, match="Pass `tokenizer=`"):
+        distill(target=pair[0], draft=pair[1], dataset=ROWS, config=config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"divergence": "kl"}, "`divergence` must be one of forward_kl, .* got 'kl'"),
+        ({"sample_source": "both"}, "`sample_source` must be one of teacher, .* got 'both'"),
+        ({"lmbda": 1.5}, "`lmbda` must be between 0 and 1"),
+        ({"beta": -0.1}, "`beta` must be between 0 and 1"),
+        ({"temperature": -1.0}, "`temperature` must be 0 or"),
+        ({"eval_temperature": float("nan")}, "`eval_temperature` must be 0 or"),
+        ({"num_assistant_tokens": 0}, "`num_assistant_tokens` must be at least 1"),
+        ({"max_new_tokens": 0}, "`max_new_tokens` must be at least 1"),
+        ({"early_stopping_patience": 0}, "`early_stopping_patience` must be at least 1"),
+        ({"packing": True}, "`packing` must be left alone"),
+        ({"max_length": 512}, "`max_length` must be left alone"),
+        ({"seq_kd": True}, "`seq_kd` must be left alone"),
+    ],
+)
+def test_settings_outside_their_range_are_refused(tmp_path: Any, changes: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(tmp_path, **changes)
+
+
+def test_an_unknown_setting_is_refused(tmp_path: Any) -> None:
+    with pytest.raises(TypeError, match="learning_speed"):
+        config(tmp_path, learning_speed=1)
+
+
+def test_what_is_missing_or_does_not_fit_is_refused(tmp_path: Any, pair: Any) -> None:
+    target, draft = pair
+    with pytest.raises(ConfigError, match="`target` must be given"):
+        run((None, draft), tmp_path)
+    with pytest.raises(ConfigError, match="`target` must be given"):
+        run((None, draft), tmp_path, recorded(target), sample_source="student")
+    with pytest.raises(ConfigError, match="Held-out prompts need a `target`"):
+        run((None, draft), tmp_path, recorded(target), eval_dataset=HELD_OUT)
+    with pytest.raises(ConfigError, match="`eval_strategy` is 'steps': pass `eval_dataset=`"):
+        run(pair, tmp_path, eval_strategy="steps", eval_steps=1)
+    with pytest.raises(StateError, match="no checkpoint in .* to resume from"):
+        run(pair, tmp_path, resume_from_checkpoint=True)
+    with pytest.raises(VocabularyMismatchError, match="target has 48 tokens, the draft 64"):
+        run((models.build(vocab_size=48), draft), tmp_path)
+    with pytest.raises(VocabularyMismatchError, match="recordings have a vocabulary of 48"):
+        run((None, draft), tmp_path, [replace(t, vocab_size=48) for t in recorded(target)])
+    with pytest.raises(UnsupportedModelError, match="must be of one kind"):
+        run((models.build("t5"), draft), tmp_path)
+    with pytest.raises(DataError, match="Row 0 is too long: a prompt of 251 tokens"):
+        run(pair, tmp_path, [{"prompt": [5] * 251}])
+    with pytest.raises(DataError, match="a completion of 6 do not fit"):  # where the draft may answer, too
+        run(pair, tmp_path, [{"prompt": [5] * 251, "completion": [5]}], sample_source="mix_request")
+    with pytest.raises(DataError, match="1 of 2 requests were recorded without"):
+        run(pair, tmp_path, [*recorded(target, 1), unanswered(recorded(target, 1)[0], [5])])
+    with pytest.raises(StateError, match="keep 8 and 16 entries"):
+        run(pair, tmp_path, [*recorded(target, 1, num_logprobs=8), *recorded(target, 1, num_logprobs=16)])
+    with pytest.raises(DataError, match="no request with a token"):
+        run(pair, tmp_path, [unanswered(recorded(target, 1)[0])])
+    with pytest.raises(DataError, match="no request with a token"):
+        run(pair, tmp_path, CorrectionStore())

@@ -1,0 +1,158 @@
+"""`osd-hf distill`: settings of a file and of flags, data of files and stores, what is written."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from saved_pair import save_pair
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from osd_hf import ConfigError, CorrectionStore, DataError, StoreError, record_traces, replay
+from osd_hf.cli import main
+from osd_hf.distill_command import add_distill, distill_command
+from osd_hf.prompts import encode_turn
+
+SMALL = ["--max-steps", "2", "--per-device-train-batch-size", "2", "--max-new-tokens", "5", "--save-strategy", "no"]
+SMALL += ["--report-to", "none", "--learning-rate", "1e-3"]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: Any) -> Path:
+    return save_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: Any) -> Path:
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    lines = [{"prompt": f"add {i}", "completion": f"= {i}", "question": f"what is {i}?"} for i in range(8)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def traces(pair: Path) -> list[Any]:
+    target = AutoModelForCausalLM.from_pretrained(pair / "target")
+    tokenizer = AutoTokenizer.from_pretrained(pair / "target")
+    return list(record_traces(target, [encode_turn(tokenizer, f"{i}") for i in range(8)], max_new_tokens=8))
+
+
+@pytest.fixture(scope="module")
+def store(traces: list[Any], tmp_path_factory: Any) -> Path:
+    path = tmp_path_factory.mktemp("store") / "store"
+    with CorrectionStore(path) as written:
+        for trace in traces:
+            written.append(trace)
+    return path
+
+
+def command(folder: Path, *flags: Any, json_path: str | None = None) -> int:
+    parser = argparse.ArgumentParser()
+    parser.set_defaults(json=json_path)
+    add_distill(parser)
+    return distill_command(parser.parse_args(["--output-dir", str(folder), *map(str, flags)]))
+
+
+def report(folder: Path) -> Any:
+    return json.loads((folder / "report.json").read_text())
+
+
+def test_the_command_line_knows_the_command(tmp_path: Path, pair: Path, store: Path, capsys: Any) -> None:
+    flags = ["distill", "--output-dir", tmp_path, "--draft", pair / "draft", "--store", store, *SMALL]
+    assert main(list(map(str, flags))) == 0
+    assert (tmp_path / "draft" / "config.json").is_file()
+    assert main(["distill", "--draft", str(pair / "draft"), "--output-dir", str(tmp_path)]) == 2
+    assert "osd-hf: error: Say what is learned from" in capsys.readouterr().err
+
+
+def test_prompts_are_distilled_and_the_draft_is_written(tmp_path: Path, pair: Path, rows: Path, capsys: Any) -> None:
+    flags = ["--target", pair / "target", "--draft", pair / "draft", "--prompts", rows, "--column", "question"]
+    assert command(tmp_path, *flags, "--num-held-out", 3, "--sample-source", "mix_token", *SMALL) == 0
+    found = report(tmp_path)
+    assert found["num_requests"] == 5
+    assert found["settings"]["sample_source"] == "mix_token"
+    assert found["settings"]["learning_rate"] == 1e-3
+    assert list(found["alpha"]) == ["0", "2"]
+    learned = AutoModelForCausalLM.from_pretrained(tmp_path / "draft")
+    target = AutoModelForCausalLM.from_pretrained(pair / "target")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "draft")
+    held_out = [encode_turn(tokenizer, f"what is {i}?") for i in (5, 6, 7)]
+    assert replay(learned, list(record_traces(target, held_out, max_new_tokens=5))).alpha == found["alpha"]["2"]
+    assert "2 steps. Wrote draft/ and report.json" in capsys.readouterr().out
+
+
+def test_a_store_is_distilled_without_a_target(tmp_path: Path, pair: Path, store: Path, capsys: Any) -> None:
+    flags = ["--draft", pair / "draft", "--store", store, "--num-held-out", 2, *SMALL]
+    assert command(tmp_path, *flags, json_path="-") == 0
+    printed = json.loads(capsys.readouterr().out)  # nothing but the report
+    assert printed == report(tmp_path)
+    assert printed["num_requests"] == 6
+
+
+def test_a_file_sets_what_flags_do_not(tmp_path: Path, pair: Path, rows: Path) -> None:
+    path = tmp_path / "distill.yaml"
+    path.write_text(
+        f"target: {pair / 'target'}\ndraft: {pair / 'draft'}\nprompts: {rows}\nnum_requests: 4\n"
+        "learning_rate: 2e-3\nmax_steps: 5\nsave_strategy: no\nreport_to: none\nweight_decay: 0.1\nlogging_steps: 1\n"
+    )
+    assert command(tmp_path / "out", "--config", path, "--max-steps", 1) == 0
+    settings = report(tmp_path / "out")["settings"]
+    assert settings["learning_rate"] == 2e-3
+    assert settings["weight_decay"] == 0.1
+    assert settings["save_strategy"] == "no"
+    assert report(tmp_path / "out")["steps"] == 1
+    assert report(tmp_path / "out")["num_requests"] == 4
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
+def test_adapters_are_trained_by_a_flag(tmp_path: Path, pair: Path, store: Path) -> None:
+    assert command(tmp_path, "--draft", pair / "draft", "--store", store, "--lora-rank", 2, *SMALL) == 0
+    AutoModelForCausalLM.from_pretrained(tmp_path / "draft")
+    assert not (tmp_path / "draft" / "adapter_config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learning_rat: 1", "`learning_rat` is no setting of distillation. Did you mean `learning_rate`"),
+        ("qwertz: 1", "`qwertz` is no setting of distillation.$"),
+        ("- draft", "must hold names with values"),
+        ("a: b: c", "cannot be read"),
+        ("divergence: kl", "`divergence` must be one of"),
+        ("eval_strategy: sometimes", "settings do not go together: .*sometimes"),
+        ("num_requests: 0", "`num_requests` must be an integer of at least 1, got 0"),
+        ("lora_rank: many", "`lora_rank` must be an integer of at least 1, got 'many'"),
+    ],
+)
+def test_a_file_that_makes_no_sense_is_refused(
+    tmp_path: Path, pair: Path, store: Path, text: str, message: str
+) -> None:
+    path = tmp_path / "distill.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        command(tmp_path, "--config", path, "--draft", pair / "draft", "--store", store)
+
+
+def test_flags_that_make_no_sense_are_refused(tmp_path: Path, pair: Path, rows: Path, store: Path) -> None:
+    draft = ["--draft", pair / "draft"]
+    with pytest.raises(ConfigError, match="cannot be read"):
+        command(tmp_path, *draft, "--config", tmp_path / "missing.yaml")
+    with pytest.raises(ConfigError, match="which model learns"):
+        command(tmp_path, "--store", store)
+    with pytest.raises(ConfigError, match="what is learned from"):
+        command(tmp_path, *draft)
+    with pytest.raises(ConfigError, match="one of `prompts` and `store`"):
+        command(tmp_path, *draft, "--store", store, "--prompts", rows)
+    with pytest.raises(ConfigError, match="give no others besides"):
+        command(tmp_path, *draft, "--store", store, "--num-held-out", 2, "--eval-store", store)
+    with pytest.raises(DataError, match="leaves nothing of 8 requests"):
+        command(tmp_path, *draft, "--store", store, "--num-held-out", 8)
+    with pytest.raises(StoreError, match="There is no store"):
+        command(tmp_path, *draft, "--store", tmp_path / "missing")
+    with pytest.raises(DataError, match="no column 'missing'"):
+        command(tmp_path, *draft, "--prompts", rows, "--column", "missing")
+    with pytest.raises(SystemExit):
+        command(tmp_path, *draft, "--learning-speed", 1)
