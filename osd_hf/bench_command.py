@@ -263,8 +263,8 @@ def _tables(data: dict[str, Any], datasets: Sequence[str]) -> list[str]:
     lines += [
         "\nx alone, x stock: times as fast as the target alone and as the first stock system, median over requests",
         "answered in turns. model: expected from alpha, k and c; wide: the same with the measured time of the wider",
-        "forward of the target; of it: tokens per second over the target's alone, both pooled and reading the prompts,",
-        "beside the model, which does not; bound: at alpha = 1.",
+        "forward of the target; of it: tokens per second over the target's alone, both pooled and reading prompts, to",
+        "the model, which reads none; bound: at alpha = 1.",
     ]
     parts = data["by_dataset"]["all"]
     rows = [_round_row(name, part, data["weights_bytes"][name]) for name, part in parts.items()]
