@@ -134,12 +134,12 @@ def _predicted(draft: Any, trace: Trace, logits: torch.Tensor, argmax: NDArray[A
 
 
 def _limit(trace: Trace, position: int, k: int) -> int:
-    """Tokens that the loop lets a draft propose at a position: the last one of a bounded answer is the target's own,
-    as is a token that meets another stopping criterion than EOS."""
+    """Tokens that the loop lets a draft propose at a position: the last one of a bounded answer is the target's own;
+    a draft ends with the token that meets another stopping criterion than EOS."""
     remaining = len(trace) - position
     budget = int(trace.sampling.get("max_new_tokens", len(trace) + k)) - position - 1
     if len(trace) and int(trace.completion_ids[-1]) not in _eos_ids(trace):
-        budget = min(budget, remaining - 1)
+        budget = min(budget, remaining)
     return max(min(k, budget), 0)
 
 

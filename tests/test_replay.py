@@ -96,7 +96,7 @@ def test_the_rest_of_a_trace_stays_as_it_was() -> None:
         assert getattr(again, name) is getattr(trace, name)
 
 
-def test_a_criterions_last_token_is_the_targets_own() -> None:
+def test_a_draft_ends_with_the_token_that_meets_a_criterion() -> None:
     from transformers import StoppingCriteria, StoppingCriteriaList
 
     from osd_hf import OnlineAssistant, OnlineConfig
