@@ -138,18 +138,20 @@ class LeanCandidateGenerator(CandidateGenerator):
         while True:
             with torch.inference_mode():
                 logits = self.forward.feed(feed)
-            if self.do_sample or processors or pace.reads_confidence:
+            if self.do_sample or processors:
                 logits = self._like_the_targets(logits, ids)
+            if not self.do_sample and not pace.reads_confidence:
+                chosen = logits.argmax(-1, keepdim=True)
+            else:
+                probs = logits.softmax(-1, dtype=torch.float32)
+                chosen = torch.multinomial(probs, 1) if self.do_sample else probs.argmax(-1, keepdim=True)
             if self.do_sample:
                 rows.append(logits)
-                chosen = torch.multinomial(logits.softmax(-1), 1)
-            else:
-                chosen = logits.argmax(-1, keepdim=True)
             token = int(chosen)
             self._drafted.append(token)
             confidence = 1.0
             if pace.reads_confidence:
-                confidence = float((logits[0, token] - logits.logsumexp(-1)).exp())
+                confidence = float(probs[0, token])
                 self._confidences.append(confidence)
             if len(self._drafted) >= tokens or token in self.eos_token_ids or not pace.goes_on(confidence):
                 return rows

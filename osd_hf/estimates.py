@@ -9,6 +9,7 @@ __all__ = ["MEMORY", "Acceptance", "Costs"]
 
 COSTS_KNOWN = 4  # rounds of either kind
 MEMORY = 128  # observations after which an old one counts a third
+RIDGE = 0.25  # variance of drafted tokens at which their slope is half the prior one
 LEVEL_MEMORY = 16  # rounds in which a machine that slows down, or a context that grows, is followed
 # Confidences between two edges share one estimate of acceptance.
 EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
@@ -49,36 +50,43 @@ class Line:
         self._y = self._y * fade + value
         self._ky = self._ky * fade + k * value
 
-    @property
-    def slope(self) -> float:
+    def fit(self, prior_slope: float) -> tuple[float, float]:
+        """What it is at k = 0, and its slope: where all rounds drafted nearly as many tokens, noise has the slope,
+        and the prior one stands in."""
         mean_k, mean_y = self._k / self.weight, self._y / self.weight
         variance = self._kk / self.weight - mean_k**2
         covariance = self._ky / self.weight - mean_k * mean_y
-        # Where all rounds drafted nearly as many tokens, noise has the slope; it fades to none.
-        return min(max(covariance / (variance + 0.25), 0.0), mean_y / (mean_k + 1))
-
-    def at(self, k: float) -> float:
-        return self._y / self.weight + self.slope * (k - self._k / self.weight)
+        slope = (covariance + RIDGE * prior_slope) / (variance + RIDGE)
+        slope = min(max(slope, 0.0), mean_y / (mean_k + 1))
+        return mean_y - slope * mean_k, slope
 
 
 class Costs:
     """
-    Of drafting a token, of a plain round, and of verifying k tokens, each over a common level in seconds. The level
-    follows the machine, and contexts that grow, by every round whatever it drafted; so costs that were seen at
-    different times can be compared.
+    Of a plain round, of one that drafts k tokens, and of the drafting in it by token, each over a common level in
+    seconds. The level follows the machine, and contexts that grow, by every round whatever it drafted; so costs that
+    were seen at different times can be compared.
     """
 
     def __init__(self) -> None:
         self.level = 1.0
-        self.draft, self.plain, self.verify = Average(), Average(), Line()
+        self.draft, self.plain, self.drafting = Average(), Average(), Line()
 
     @property
     def are_known(self) -> bool:
-        return min(self.plain.weight, self.verify.weight) >= COSTS_KNOWN
+        return min(self.plain.weight, self.drafting.weight) >= COSTS_KNOWN
+
+    def line(self) -> tuple[float, float]:
+        """A round that drafts, over the level: what it takes with no token, and what each token adds. That is less
+        than a token's share of the drafting: the first one finds the draft's weights gone from the caches."""
+        return self.drafting.fit(self.draft.mean)
 
     def round(self, drafted: float) -> float:
         """A whole round, over the level."""
-        return self.verify.at(drafted) + drafted * self.draft.mean if drafted else self.plain.mean
+        if not drafted:
+            return self.plain.mean
+        base, slope = self.line()
+        return base + slope * drafted
 
     def add(self, drafted: int, draft_seconds: float, round_seconds: float, rounds: int) -> None:
         """Rounds that took so long on average."""
@@ -92,7 +100,7 @@ class Costs:
             self.level *= 1 + min(rounds / LEVEL_MEMORY, 1.0) * (round_seconds / excess / expected - 1)
         if drafted:
             self.draft.add(draft_seconds / drafted / unit)
-            self.verify.add(drafted, (round_seconds - draft_seconds) / unit)
+            self.drafting.add(drafted, round_seconds / unit)
         else:
             self.plain.add(round_seconds / unit, rounds)
 

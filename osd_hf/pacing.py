@@ -130,7 +130,7 @@ class Pacer:
     """
     Measures acceptance, by domain and request, and costs, over all requests, and decides from them.
 
-    A round that drafts k tokens takes `R(k) = verify(k) + k draft`, a plain one `R(0)`. At acceptance alpha it emits
+    A round that drafts k tokens takes `R(k)`, a line, and a plain one `R(0)`. At acceptance alpha it emits
     `E(alpha, k)` tokens (arXiv 2211.17192), so tokens come at the rate `E(alpha, k) / R(k)`; the plan is the k with
     the best rate. Within a round more is known: how sure the draft is of its tokens, how often tokens that it was as
     sure of were accepted, and how often the ones behind such tokens were. One more token is worth drafting while the
@@ -172,15 +172,19 @@ class Pacer:
             examined += own.weight
         if not costs.are_known:
             return DraftingPlan(True, WARM_UP[0], alpha, 1.0, None, None, None, None, examined)
-        draft, plain, slope = costs.draft.mean, costs.plain.mean, costs.verify.slope
-        base, per_token = costs.verify.at(0), draft + slope
+        draft, plain = costs.draft.mean, costs.plain.mean
+        base, per_token = costs.line()
 
         def best_rate(alpha: float) -> tuple[float, int]:
-            found, emitted = (0.0, 0), 1.0
-            for k in range(1, MAX_K + 1):
-                emitted += alpha**k  # the expected block efficiency of k
-                found = max(found, (emitted / (base + k * per_token), -k))
-            return found[0], -found[1]
+            emitted = 1 + alpha  # the expected block efficiency of k
+            found, best = emitted / (base + per_token), 1
+            for k in range(2, MAX_K + 1):
+                emitted += alpha**k
+                rate = emitted / (base + k * per_token)
+                if rate <= found:  # it rises, and then falls
+                    break
+                found, best = rate, k
+            return found, best
 
         best, k = best_rate(alpha)
         if seen.drafted.weight > MEMORY / 4:
@@ -195,7 +199,7 @@ class Pacer:
             speedup=max(best * plain, 1.0),
             draft_seconds=costs.level * draft,
             plain_seconds=costs.level * plain,
-            verify_seconds=costs.level * (base + k * slope),
+            verify_seconds=costs.level * max(base + k * (per_token - draft), 0.0),
             per_token_seconds=costs.level * per_token,
             examined=examined,
         )
@@ -243,7 +247,7 @@ class AutoPace:
             self._chance = 1.0
             self._plan = pacer._plan(domain, self._own)
             if self._plan.plain_seconds is None:
-                timed = pacer._costs.verify.weight
+                timed = pacer._costs.drafting.weight
                 return 0 if timed > pacer._costs.plain.weight else WARM_UP[round(timed) % len(WARM_UP)]
             domain.rounds += 1
             self._explores = domain.rounds % EXPLORE == 0
