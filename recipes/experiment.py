@@ -1,0 +1,236 @@
+"""What the recipes of the paper's experiments (arXiv 2310.07177) share: one data set, one pair, online or offline.
+
+Each recipe names its Hub data set and the columns that its prompts are made of, and runs on the paper's models or on
+local ones. Acceptance before and after is that of the draft as it came and of the learned one on the same greedy
+answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import last_share, write_report
+from datasets import load_dataset
+from tqdm import tqdm
+
+from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig, record_traces, replay
+from osd_hf.loading import load_model, load_tokenizer, prompt_room
+from osd_hf.losses import DIVERGENCES
+from osd_hf.metrics import alpha_gain_interval
+from osd_hf.prompts import Prompt, encode_prompts
+from osd_hf.replay import replay_each
+
+K = 5
+HELD_OUT = 0.2
+PAPER_MODELS = {
+    "causal": ("lmsys/vicuna-7b-v1.3", "JackFram/llama-160m"),
+    "t5": ("google/flan-t5-xl", "google/t5-efficient-small"),
+}
+# Its repository has none; this is how the model was trained.
+VICUNA = (
+    "{{ bos_token }}A chat between a curious user and an artificial intelligence assistant. The assistant gives "
+    "helpful, detailed, and polite answers to the user's questions."
+    "{% for m in messages %} USER: {{ m['content'] }}{% endfor %} ASSISTANT:"
+)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """
+    A data set of the paper.
+
+    Args:
+        name (`str`):
+            Of the recipe.
+        hub (`str`), split (`str`):
+            Data set on the Hub.
+        subset (`str`, *optional*), revision (`str`, *optional*), folder (`str`, *optional*):
+            Its configuration, branch, and folder inside of the repository.
+        template (`str`):
+            Format string of the prompt over the Hub data set's columns.
+        architectures (`tuple[str, ...]`, *optional*, defaults to `("causal", "t5")`):
+            Kinds of pairs; the first is the default.
+        max_text_tokens (`int`, *optional*, defaults to 1024):
+            A longer text is cut to its first tokens.
+        is_chat (`bool`, *optional*, defaults to `True`):
+            The prompt is a user's turn, put through the chat template where there is one.
+    """
+
+    name: str
+    hub: str
+    split: str
+    template: str
+    subset: str | None = None
+    revision: str | None = None
+    folder: str | None = None
+    architectures: tuple[str, ...] = ("causal", "t5")
+    max_text_tokens: int = 1024
+    is_chat: bool = True
+
+
+def make_parser(experiment: Experiment, description: str | None) -> argparse.ArgumentParser:
+    """The flags of every experiment."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mode", choices=("online", "offline"), default="online")
+    parser.add_argument("--arch", choices=experiment.architectures, default=experiment.architectures[0])
+    parser.add_argument("--target", help="Hub id or folder; the paper's by default")
+    parser.add_argument("--draft", help="Hub id or folder; the paper's by default")
+    parser.add_argument("--data", help="jsonl or parquet file in the Hub data set's columns, in place of it")
+    parser.add_argument("--template", default=experiment.template, help="of the prompt, over these columns")
+    parser.add_argument("--requests", type=int, default=2000, help="offline, a fifth of them is held out")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--max-steps", type=int, help="optimizer steps at most")
+    parser.add_argument("--seed", type=int, default=0, help="of the order, the samples and the replay")
+    parser.add_argument("--divergence", choices=tuple(DIVERGENCES), default="forward_kl")
+    parser.add_argument("--learning-rate", type=float, help="1e-3 online, 2e-5 offline by default")
+    parser.add_argument("--paper-rule", action="store_true", help="online: the paper's update in place of ours")
+    parser.add_argument("--sample-source", default="teacher", help="offline: teacher, student, mix_request, mix_token")
+    parser.add_argument("--epochs", type=float, default=2.0, help="offline, unless --max-steps is given")
+    parser.add_argument("--name", help="of the report")
+    return parser
+
+
+def main(experiment: Experiment, description: str | None, argv: Sequence[str] | None = None) -> None:
+    """Run an experiment of one data set as the flags say, and report it."""
+    args = make_parser(experiment, description).parse_args(argv)
+    pair = load_pair(args)
+    write(experiment, args, [run(experiment, args, pair, read_rows(experiment, args), experiment.name)])
+
+
+def load_pair(args: argparse.Namespace) -> tuple[Any, Any, Any]:
+    """Target, draft and tokenizer."""
+    named = [given or paper for given, paper in zip((args.target, args.draft), PAPER_MODELS[args.arch], strict=True)]
+    target, draft, tokenizer = load_model(named[0]), load_model(named[1]), load_tokenizer(named[0])
+    args.target, args.draft = named
+    if "vicuna" in args.target and tokenizer.chat_template is None:
+        tokenizer.chat_template = VICUNA
+    if target.config.is_encoder_decoder != (args.arch == "t5"):
+        sys.exit(f"--arch {args.arch} does not fit: {args.target} is a {type(target).__name__}.")
+    return target, draft, tokenizer
+
+
+def read_rows(experiment: Experiment, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Rows in a random order (seeded), read as they are asked for: some of the data sets are huge."""
+    if args.data is None:
+        source: dict[str, Any] = {
+            "path": experiment.hub, "name": experiment.subset, "split": experiment.split,
+            "data_dir": experiment.folder, "revision": experiment.revision,
+        }  # fmt: skip
+    else:
+        kind = "parquet" if args.data.endswith(".parquet") else "json"
+        source = {"path": kind, "data_files": args.data, "split": "train"}
+    yield from load_dataset(**source, streaming=True).shuffle(seed=args.seed, buffer_size=10_000)
+
+
+def prompts(
+    experiment: Experiment, args: argparse.Namespace, pair: tuple[Any, Any, Any], rows: Iterable[dict[str, Any]]
+) -> list[list[int]]:
+    """Token ids of the requests."""
+    target, draft, tokenizer = pair
+    template = args.template.replace("\\n", "\n")  # as a shell passes it
+
+    def text(row: dict[str, Any]) -> str:
+        try:
+            whole = template.format(**row)
+        except (LookupError, TypeError) as error:
+            sys.exit(f"The template {template!r} does not fit a row ({error!r}) with the columns {', '.join(row)}.")
+        ids = tokenizer(whole, add_special_tokens=False)["input_ids"]
+        limit = experiment.max_text_tokens
+        return whole if len(ids) <= limit else tokenizer.decode(ids[:limit], skip_special_tokens=True)
+
+    encoded = encode_prompts(
+        (Prompt(index, text(row)) for index, row in enumerate(rows)),
+        tokenizer,
+        limit=args.requests,
+        max_prompt_tokens=prompt_room(target.config, draft.config, args.max_new_tokens),
+        chat_template=experiment.is_chat,
+    )
+    return [ids for _, ids in encoded.prompts]
+
+
+def run(
+    experiment: Experiment,
+    args: argparse.Namespace,
+    pair: tuple[Any, Any, Any],
+    rows: Iterable[dict[str, Any]],
+    label: str,
+) -> dict[str, Any]:
+    """Learn from the requests of these rows, beginning with the draft as it came; acceptance before and after."""
+    requests = prompts(experiment, args, pair, rows)
+    learn = {"online": online, "offline": offline}[args.mode]
+    before, after, steps = learn(args, pair, requests, label)
+    low, high = alpha_gain_interval(before, after)
+    print(
+        f"{label}, {args.arch}, {args.mode}, {len(requests)} requests, {steps} steps: before {before!r}; "
+        f"after {after!r}; gain {after.alpha - before.alpha:+.3f} [{low:+.3f}, {high:+.3f}]",
+        flush=True,
+    )
+    return {
+        "label": label, "requests": len(requests), "steps": steps, "before": before.to_dict(),
+        "after": after.to_dict(), "gain": after.alpha - before.alpha, "gain_interval": [low, high],
+    }  # fmt: skip
+
+
+def online(
+    args: argparse.Namespace, pair: tuple[Any, Any, Any], requests: list[list[int]], label: str
+) -> tuple[AcceptanceStats, AcceptanceStats, int]:
+    """Serve the requests and learn from them; measured on the last fifth, on which the first draft is replayed."""
+    target, draft, tokenizer = pair
+    rule = OnlineConfig.paper if args.paper_rule else OnlineConfig
+    changes = {} if args.learning_rate is None else {"learning_rate": args.learning_rate}
+    config = rule(update_strategy="manual", divergence=args.divergence, seed=args.seed, **changes)
+    store, steps = CorrectionStore(), 0
+    with OnlineAssistant(target, draft, tokenizer, config, store=store) as assistant:
+        for number, request in enumerate(tqdm(requests, desc=label, leave=False), start=1):
+            ids = torch.tensor([request], device=target.device)
+            assistant.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=args.max_new_tokens
+            )
+            left = config.steps_per_update if args.max_steps is None else args.max_steps - steps
+            if number % config.update_interval == 0 and left > 0:
+                steps += assistant.update(min(left, config.steps_per_update)).steps
+    traces = list(store)
+    before = replay_each(draft, traces, K)
+    return last_share(before, HELD_OUT), last_share([*map(AcceptanceStats.from_trace, traces)], HELD_OUT), steps
+
+
+def offline(
+    args: argparse.Namespace, pair: tuple[Any, Any, Any], requests: list[list[int]], label: str
+) -> tuple[AcceptanceStats, AcceptanceStats, int]:
+    """Distill from four fifths of the prompts; measured on the answers to the others."""
+    from osd_hf import DistillConfig, distill  # imports trl, which takes seconds
+
+    target, draft, tokenizer = pair
+    split = round(len(requests) * (1 - HELD_OUT))
+    config = DistillConfig(
+        output_dir=f"runs/{label}", sample_source=args.sample_source, divergence=args.divergence,
+        learning_rate=args.learning_rate or 2e-5, lr_scheduler_type="cosine", warmup_steps=0.03,
+        num_train_epochs=args.epochs, max_steps=args.max_steps or -1, per_device_train_batch_size=16,
+        max_new_tokens=args.max_new_tokens, num_assistant_tokens=K, seed=args.seed, bf16=target.device.type == "cuda",
+        save_strategy="no", report_to="none",
+    )  # fmt: skip
+    rows = [{"prompt": ids} for ids in requests[:split]]
+    result = distill(target=target, draft=draft, dataset=rows, config=config, tokenizer=tokenizer)
+    held_out = list(record_traces(target, requests[split:], max_new_tokens=args.max_new_tokens, num_logprobs=1))
+    return replay(draft, held_out, K), replay(result.draft, held_out, K), result.state.global_step
+
+
+def write(experiment: Experiment, args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """Write the report."""
+    names = {model: Path(model).name if Path(model).is_dir() else model for model in (args.target, args.draft)}
+    settings = {
+        "target": names[args.target], "draft": names[args.draft], "arch": args.arch, "mode": args.mode,
+        "dataset": experiment.hub if args.data is None else Path(args.data).name, "template": args.template,
+        "max_new_tokens": args.max_new_tokens, "num_assistant_tokens": K, "divergence": args.divergence,
+        "learning_rate": args.learning_rate, "paper_rule": args.paper_rule, "sample_source": args.sample_source,
+        "epochs": args.epochs, "max_steps": args.max_steps,
+    }  # fmt: skip
+    report = {"experiment": experiment.name, "settings": settings, "rows": rows}
+    path = write_report(args.name or f"{experiment.name}_{args.arch}_{args.mode}", report, seed=args.seed)
+    print(f"Wrote {path.name}.")
