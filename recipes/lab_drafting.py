@@ -31,6 +31,7 @@ from osd_hf import OnlineAssistant, OnlineConfig, replay, simulate
 from osd_hf.benchmark import System, benchmark
 from osd_hf.bundled import DOMAINS, bundled_prompts, load_bundled
 from osd_hf.prompts import encode_turn
+from osd_hf.provenance import provenance
 
 PARTS = ("equal", "learned", "pace", "useless", "loop")
 
@@ -298,6 +299,8 @@ def main() -> None:
     for part in args.parts:
         name = f"{part} {args.pair}" if part == "equal" else part
         report[name] = globals()[part](lab, args)
+        facts = provenance()
+        report.setdefault("measured", {})[name] = {key: facts[key] for key in ("command", "commit", "date")}
         write_report(args.name, report, requests=args.requests, threads=1)
 
 
