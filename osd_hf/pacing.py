@@ -20,6 +20,7 @@ PROBE_BURST = 4  # plain rounds whose time must have been saved up before a requ
 SURE = 20  # examined tokens of a domain below which its alpha is not trusted, and drafting goes on to learn it
 OWN_MEMORY = 32  # examined tokens of one request that its own acceptance rests on
 OWN_COUNTS_HALF = 8  # examined tokens of a request after which they weigh as much as those of its domain
+LEAST_SPEEDUP = 1.03  # rounds do not show that the draft reads the prompt as well, nor that the plain loop is quicker
 EXPLORE = 32  # rounds between two that draft one token more than is worth it
 
 
@@ -191,7 +192,7 @@ class Pacer:
             # What rounds that ended by confidence reached: more than k tokens each time could.
             reached = seen.emitted.mean / (base + seen.drafted.mean * per_token)
             best *= max(reached / best_rate(seen.alpha.mean)[0], 1.0)
-        speculates = best * plain > 1
+        speculates = best * plain > LEAST_SPEEDUP
         return DraftingPlan(
             speculates=speculates,
             k=k if speculates else 0,
