@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList
 
-__all__ = ["NO_WARPING", "num_cached", "prompt_ids", "request_settings", "sampling_settings"]
+__all__ = ["NO_WARPING", "num_cached", "prompt_ids", "request_settings", "sampling_settings", "without_padding"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,18 +40,17 @@ def num_cached(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> i
     return cached if repeated else None
 
 
+def without_padding(ids: torch.Tensor, mask: Any) -> torch.Tensor:
+    """The tokens of `ids`, of shape `(1, tokens)`, that a mask of the same shape does not hide; all without one."""
+    row = ids[0]
+    return row[mask[0].bool()] if isinstance(mask, torch.Tensor) and mask.shape == ids.shape else row
+
+
 def prompt_ids(
     model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], *, prefix_unseen: bool
 ) -> tuple[Any, Any] | None:
     """Prompt ids without padding and, for an encoder-decoder, the decoder's prompt; `None` where the request also
     hangs on something other than token ids, so that no draft could be taught from its trace."""
-
-    def without_padding(ids: torch.Tensor, mask: Any) -> Any:
-        row = ids[0]
-        if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
-            row = row[mask[0].bool()]
-        return row.to(torch.int32).cpu().numpy()
-
     is_encoder_decoder = model.config.is_encoder_decoder
     source = kwargs.get("inputs_tensor") if is_encoder_decoder else input_ids
     foreign = [
@@ -68,8 +67,10 @@ def prompt_ids(
         )
         return None
     if not is_encoder_decoder:
-        return without_padding(input_ids, kwargs.get("attention_mask")), None
-    return without_padding(source, kwargs.get("attention_mask")), input_ids[0].to(torch.int32).cpu().numpy()
+        source, decoder_ids = input_ids, None
+    else:
+        decoder_ids = input_ids[0].to(torch.int32).cpu().numpy()
+    return without_padding(source, kwargs.get("attention_mask")).to(torch.int32).cpu().numpy(), decoder_ids
 
 
 def sampling_settings(generation_config: Any) -> dict[str, Any]:

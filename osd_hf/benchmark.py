@@ -23,7 +23,7 @@ from osd_hf.draft_forward import DraftForward
 from osd_hf.drafting import Clock
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.metrics import AcceptanceStats
-from osd_hf.records import DraftRound
+from osd_hf.records import DraftRound, num_accepted
 from osd_hf.timing import compare_outputs, in_turns
 from osd_hf.wrappers import unwrap
 
@@ -165,9 +165,7 @@ class _Notes(BaseStreamer):
         known = len(self.delivered[0])
         for fed, tokens in zip(self.fed, self.delivered[1:], strict=False):
             drafted, emitted = fed[0, known:].cpu().numpy().astype(np.int32), tokens.numpy()
-            both = min(len(drafted), len(emitted))
-            differs = np.flatnonzero(drafted[:both] != emitted[:both])
-            rounds.append(DraftRound(drafted, int(differs[0]) if len(differs) else both, len(emitted)))
+            rounds.append(DraftRound(drafted, num_accepted(drafted, emitted), len(emitted)))
             known = 1
         return rounds
 

@@ -21,7 +21,7 @@ from osd_hf.arguments import NO_WARPING, num_cached, prompt_ids, request_setting
 from osd_hf.drafting import LeanCandidateGenerator, LeanDrafting
 from osd_hf.errors import UnsupportedModelError
 from osd_hf.pacing import Pace
-from osd_hf.records import DraftRound, Trace, ids_dtype
+from osd_hf.records import DraftRound, Trace, ids_dtype, num_accepted
 from osd_hf.wrappers import unwrap
 
 __all__ = ["Binding", "Request", "Sink", "compress_rows"]
@@ -358,11 +358,8 @@ def _as_draft_rounds(rounds: list[_Round]) -> tuple[Any, tuple[DraftRound, ...]]
         theirs = emitted[num_emitted : num_emitted + len(r.emitted)]
         ours = drafted[num_drafted : num_drafted + len(r.drafted)]
         num_emitted, num_drafted = num_emitted + len(theirs), num_drafted + len(ours)
-        both = min(len(ours), len(theirs))
-        # Not the loop's own count of matches, which is one short where the emitted tokens were cut.
-        differs = np.flatnonzero(ours[:both] != theirs[:both])
-        accepted = int(differs[0]) if len(differs) else both
-        examined = min(accepted + 1, both)
+        accepted = num_accepted(ours, theirs)
+        examined = min(accepted + 1, len(ours), len(theirs))
         p, q = (None if x is None else x[:examined].float().cpu().numpy() for x in (r.p, r.q))
         found.append(DraftRound(ours, accepted, len(theirs), p, q))
     return emitted, tuple(found)

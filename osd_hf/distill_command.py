@@ -19,7 +19,7 @@ from osd_hf.display import figure, text_table
 from osd_hf.errors import ConfigError, DataError, StoreError
 from osd_hf.loading import first_line, load_model, load_tokenizer
 from osd_hf.outputs import json_text, make_folder
-from osd_hf.prompts import PromptSource, _open, encode_prompts, read_prompts
+from osd_hf.prompts import PromptSource, encode_prompts, open_rows, read_prompts
 from osd_hf.provenance import provenance
 from osd_hf.store import CorrectionStore
 
@@ -232,7 +232,7 @@ def _part(places: dict[str, Any], tokenizer: Any, prefix: str) -> list[Any] | No
         subset=places.get("subset"),
     )  # fmt: skip
     if not is_turn:
-        return list(_open(source))
+        return list(open_rows(source))
     encoded = encode_prompts(read_prompts(source), tokenizer, chat_template=not places.get("no_chat_template"))
     return [{"prompt": ids} for _, ids in encoded.prompts]
 

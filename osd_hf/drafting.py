@@ -11,8 +11,10 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from osd_hf.arguments import without_padding
 from osd_hf.draft_forward import CompiledDraft, DraftForward
 from osd_hf.pacing import FixedPace, Pace, Pacer
+from osd_hf.records import num_accepted
 from osd_hf.wrappers import is_peft
 
 __all__ = ["LeanCandidateGenerator", "LeanDrafting"]
@@ -79,10 +81,8 @@ class LeanCandidateGenerator(CandidateGenerator):
         self.max_positions = max_positions
         self.eos_token_ids = eos_token_ids
         self.vocab_size = vocab_size
-        row = input_ids[0]
-        if attention_mask is not None and attention_mask.shape == input_ids.shape:
-            row = row[attention_mask[0].bool()]
-        self._context: list[int] = row.tolist()  # what the draft has been, or is to be, fed
+        # What the draft has been, or is to be, fed.
+        self._context: list[int] = without_padding(input_ids, attention_mask).tolist()
         self._seen = input_ids.shape[1]
         self._rounds = 0
         self._drafted: list[int] = []
@@ -171,12 +171,7 @@ class LeanCandidateGenerator(CandidateGenerator):
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
         """Take back what the target rejected; arguments as of the loop, of which only the tokens are needed."""
         emitted: list[int] = input_ids[0, self._seen :].tolist()
-        # Not the loop's count of matches, which is one short where it cut the emitted tokens.
-        accepted = 0
-        for ours, theirs in zip(self._drafted, emitted, strict=False):
-            if ours != theirs:
-                break
-            accepted += 1
+        accepted = num_accepted(self._drafted, emitted)
         self._seen = input_ids.shape[1]
         known = len(self._context) + accepted
         self._context += emitted

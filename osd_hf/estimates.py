@@ -131,20 +131,23 @@ class Acceptance:
         if examined:
             self.alpha.add(accepted / examined, min(examined, MOST_OF_A_REQUEST))
 
-    def judged(self, confidences: Sequence[float], accepted: int, emitted: int) -> None:
-        """The probabilities of a round's drafted tokens, how many were accepted, and how many tokens it emitted."""
+    def judged(self, confidences: Sequence[float], accepted: int, emitted: int) -> int:
+        """Of the probabilities of a round's drafted tokens, how many were accepted, and how many tokens it emitted;
+        gives the number of drafted tokens that were examined."""
         if not confidences:
-            return
-        for i in range(min(accepted + 1, len(confidences), emitted)):
+            return 0
+        examined = min(accepted + 1, len(confidences), emitted)
+        for i in range(examined):
             hit = float(i < accepted)
             self._by_confidence[bisect_left(EDGES, confidences[i])].add(hit)
             if i > 0:
                 self._next_by_confidence[bisect_left(EDGES, confidences[i - 1])].add(hit)
         self.emitted.add(emitted)
         self.drafted.add(len(confidences))
+        return examined
 
     def fade(self, share: float) -> None:
-        """Let what was seen so far count this share of what it counts."""
+        """Let what was seen so far count this share of what it counts, but no less than a prior does."""
         known = (*self._by_confidence, *self._next_by_confidence)
         for average in (self.alpha, self.emitted, self.drafted, *known):
-            average.weight = max(average.weight * share, PRIOR_WEIGHT)
+            average.weight = min(average.weight, max(average.weight * share, PRIOR_WEIGHT))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from osd_hf.cost import expected_block_efficiency
 from osd_hf.estimates import MEMORY, Acceptance, Average, Costs
 
 __all__ = ["AutoPace", "DraftingPlan", "FixedPace", "Pace", "Pacer"]
@@ -177,11 +178,9 @@ class Pacer:
         base, per_token = costs.line()
 
         def best_rate(alpha: float) -> tuple[float, int]:
-            emitted = 1 + alpha  # the expected block efficiency of k
-            found, best = emitted / (base + per_token), 1
-            for k in range(2, MAX_K + 1):
-                emitted += alpha**k
-                rate = emitted / (base + k * per_token)
+            found, best = 0.0, 0
+            for k in range(1, MAX_K + 1):
+                rate = expected_block_efficiency(min(alpha, 1.0), k) / (base + k * per_token)
                 if rate <= found:  # it rises, and then falls
                     break
                 found, best = rate, k
@@ -271,8 +270,7 @@ class AutoPace:
     def judged(self, confidences: Sequence[float], accepted: int, emitted: int) -> None:
         self._emitted = emitted
         with self._pacer._lock:
-            self._domain.seen.judged(confidences, accepted, emitted)
-            examined = min(accepted + 1, len(confidences), emitted)
+            examined = self._domain.seen.judged(confidences, accepted, emitted)
             if examined:
                 self._own.add(min(accepted, examined) / examined, examined)
                 self._accepted += min(accepted, examined)

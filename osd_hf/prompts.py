@@ -16,7 +16,16 @@ from pyarrow import parquet
 from osd_hf.errors import ConfigError, DataError
 from osd_hf.loading import first_line
 
-__all__ = ["EncodedPrompts", "Prompt", "PromptSource", "encode_prompts", "encode_turn", "fingerprint", "read_prompts"]
+__all__ = [
+    "EncodedPrompts",
+    "Prompt",
+    "PromptSource",
+    "encode_prompts",
+    "encode_turn",
+    "fingerprint",
+    "open_rows",
+    "read_prompts",
+]
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
@@ -116,7 +125,7 @@ def read_prompts(source: PromptSource) -> Iterator[Prompt]:
         DataError: a missing or unreadable file, an unknown data set or split, a missing column, no rows, a prompt that
             is not text.
     """
-    rows = _open(source)
+    rows = open_rows(source)
     template = source.template.replace("\\n", "\n").replace("\\t", "\t") if source.template is not None else None
     fields = _fields(template) if template is not None else [str(source.column)]
     wanted = [*fields, *([source.domain_column] if source.domain_column is not None else [])]
@@ -162,7 +171,9 @@ def _fields(template: str) -> list[str]:
     return list(dict.fromkeys(fields))
 
 
-def _open(source: PromptSource) -> Any:
+def open_rows(source: PromptSource) -> Any:
+    """The rows of a file or Hub data set as they are, a `datasets.Dataset`; raises `DataError` where they cannot be
+    read."""
     import datasets
 
     path = Path(source.location)

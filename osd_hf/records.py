@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["DraftRound", "Trace", "ids_dtype"]
+__all__ = ["DraftRound", "Trace", "ids_dtype", "num_accepted"]
 
 
 def ids_dtype(vocab_size: int) -> type[np.uint16] | type[np.int32]:
     """The smallest integer type that holds every token id of the vocabulary."""
     return np.uint16 if vocab_size <= 1 << 16 else np.int32
+
+
+def num_accepted(drafted: Sequence[int] | NDArray[Any], emitted: Sequence[int] | NDArray[Any]) -> int:
+    """Length of the longest common prefix of drafted and emitted tokens. Not the assisted loop's own count of matches,
+    which is one short where it cut the emitted tokens."""
+    pairs = enumerate(zip(drafted, emitted, strict=False))
+    return next((i for i, (ours, theirs) in pairs if ours != theirs), min(len(drafted), len(emitted)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

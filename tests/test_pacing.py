@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from osd_hf.cost import expected_block_efficiency
-from osd_hf.estimates import Costs
+from osd_hf.estimates import Acceptance, Costs
 from osd_hf.pacing import MOST_DOMAINS, DraftingPlan, FixedPace, Pace, Pacer
 
 TARGET = 1.0  # seconds of a forward
@@ -437,3 +437,16 @@ def test_domains_are_forgotten_at_last() -> None:
     for name in range(MOST_DOMAINS + 10):
         pacer.pace(name)
     assert len(pacer._domains) == MOST_DOMAINS
+
+
+def test_fading_makes_up_no_evidence() -> None:
+    seen = Acceptance()
+    seen.ended(8, 10)
+    seen.judged([0.9, 0.9], 2, 3)
+    before = {confidence: seen.chances(confidence, seen.alpha.mean) for confidence in (0.05, 0.5, 0.9)}
+    weights = seen.alpha.weight, seen.emitted.weight
+    seen.fade(0.5)
+    assert seen.chances(0.05, seen.alpha.mean) == before[0.05]
+    assert seen.chances(0.5, seen.alpha.mean) == before[0.5]
+    assert seen.alpha.weight < weights[0]
+    assert seen.emitted.weight == weights[1]
