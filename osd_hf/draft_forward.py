@@ -35,10 +35,13 @@ class DraftForward:
     Attributes:
         length (`int`):
             Tokens in the cache.
+        device (`torch.device`):
+            Where tokens are fed.
     """
 
     def __init__(self, draft: Any, source: dict[str, Any] | None = None) -> None:
         self.draft = draft
+        self.device = draft.device  # looked up once: a model searches its parameters for it
         self.length = 0
         self._settings: dict[str, Any] = {"use_cache": True, "return_dict": True, **(source or {})}
         if draft._supports_logits_to_keep():

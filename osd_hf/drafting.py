@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -116,10 +118,10 @@ class LeanCandidateGenerator(CandidateGenerator):
         if tokens <= 0:
             self._draft_seconds = 0.0
             return input_ids, None
-        rows = self._draft(input_ids, tokens)
-        drafted = torch.tensor([self._drafted], device=input_ids.device)
+        drafted, rows = self._draft(input_ids, tokens)
+        candidate_ids = torch.cat([input_ids, *drafted], dim=1)
         self._draft_seconds = self.clock() - now
-        return torch.cat([input_ids, drafted], dim=1), torch.stack(rows, dim=1) if rows else None
+        return candidate_ids, torch.stack(rows, dim=1) if rows else None
 
     def _end_round(self) -> float:
         now = self.clock()
@@ -129,18 +131,27 @@ class LeanCandidateGenerator(CandidateGenerator):
         return now
 
     @torch.no_grad()
-    def _draft(self, ids: torch.Tensor, tokens: int) -> list[torch.Tensor]:
-        """Draft into `self._drafted`; the logits that each token was drawn from, if drawn."""
-        pace, processors = self.pace, self.logits_processor
-        device = self.forward.draft.device
+    def _draft(self, ids: torch.Tensor, tokens: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Draft into `self._drafted`; the tokens as tensors, and the logits that each was drawn from, if drawn."""
+        if self.do_sample or self.logits_processor:  # which may keep what they make: outside of inference mode
+            return self._draft_tokens(ids, tokens, torch.inference_mode())
+        with torch.inference_mode():
+            return self._draft_tokens(ids, tokens, contextlib.nullcontext())
+
+    def _draft_tokens(
+        self, ids: torch.Tensor, tokens: int, forward_mode: AbstractContextManager[Any]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        pace, processors, device = self.pace, self.logits_processor, self.forward.device
+        reads_confidence = pace.reads_confidence
         feed = torch.tensor([self._context[self.forward.length :]], device=device)
+        drafted: list[torch.Tensor] = []
         rows: list[torch.Tensor] = []
         while True:
-            with torch.inference_mode():
+            with forward_mode:
                 logits = self.forward.feed(feed)
             if self.do_sample or processors:
                 logits = self._like_the_targets(logits, ids)
-            if not self.do_sample and not pace.reads_confidence:
+            if not self.do_sample and not reads_confidence:
                 chosen = logits.argmax(-1, keepdim=True)
             else:
                 probs = logits.softmax(-1, dtype=torch.float32)
@@ -148,15 +159,16 @@ class LeanCandidateGenerator(CandidateGenerator):
             if self.do_sample:
                 rows.append(logits)
             token = int(chosen)
+            drafted.append(chosen.to(ids.device))
             self._drafted.append(token)
             confidence = 1.0
-            if pace.reads_confidence:
+            if reads_confidence:
                 confidence = float(probs[0, token])
                 self._confidences.append(confidence)
             if len(self._drafted) >= tokens or token in self.eos_token_ids or not pace.goes_on(confidence):
-                return rows
+                return drafted, rows
             if processors:
-                ids = torch.cat([ids, chosen], dim=1)
+                ids = torch.cat([ids, drafted[-1]], dim=1)
             feed = chosen.to(device)
 
     def _like_the_targets(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
