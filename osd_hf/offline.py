@@ -300,7 +300,11 @@ class _Distiller:
 
             draft = None if source == "teacher" else entered(self.model_wrapped)
             target = entered(self.target)
-            return self.sampler.complete(traces, rows, self.state.global_step, target=target, draft=draft)
+            completed = self.sampler.complete(traces, rows, self.state.global_step, target=target, draft=draft)
+        if source == "teacher" and self.sampler.temperature == 0:
+            for row, trace in zip(rows, completed, strict=True):
+                self.data.requests[row] = trace  # the target would answer the same in every epoch
+        return completed
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None

@@ -6,6 +6,9 @@ import json
 import os
 import random
 import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,10 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from osd_hf import AcceptanceStats, CorrectionStore, Trace, record_traces
+from osd_hf import AcceptanceStats, CorrectionStore, Trace, UpdateReport, record_traces
 from osd_hf.provenance import provenance
+from osd_hf.replay import redraft
+from osd_hf.updater import Updater
 
 # Data set -> template of the user's turn, over the columns that it has on the Hub.
 TEMPLATES = {
@@ -54,16 +59,19 @@ def prompts(name: str, tokenizer: Any, n: int, seed: int) -> list[list[int]]:
     return [tokenizer.apply_chat_template(t, add_generation_prompt=True)["input_ids"] for t in turns]
 
 
-def recorded(name: str, seed: int, n: int, folder: Path, pair: tuple[Any, Any, Any] | None = None) -> list[Trace]:
-    """The target's greedy answers to `n` prompts, recorded once and kept in a store below `folder`."""
-    path = folder / f"{name}-seed{seed}-n{n}"
+def recorded(
+    name: str, seed: int, n: int, folder: Path, pair: tuple[Any, Any, Any] | None = None, *, start: int = 0
+) -> list[Trace]:
+    """The target's greedy answers to `n` prompts without the first `start`, recorded once and kept in a store below
+    `folder`."""
+    path = folder / (f"{name}-seed{seed}-n{n}" + (f"-from{start}" if start else ""))
     store = CorrectionStore(path)
     if len(store) == 0:
         target, _, tokenizer = pair or load_pair()
-        questions = prompts(name, tokenizer, n, seed)
+        questions = prompts(name, tokenizer, n, seed)[start:]
         traces = record_traces(target, questions, max_new_tokens=MAX_NEW_TOKENS, domain=name)
         # All or nothing: a killed recording leaves no half of a data set behind.
-        for trace in list(tqdm(traces, total=n, desc=f"record {name} seed {seed}")):
+        for trace in list(tqdm(traces, total=len(questions), desc=f"record {name} seed {seed}")):
             store.append(trace)
         store.close()
     return list(CorrectionStore(path))
@@ -80,3 +88,36 @@ def write_report(name: str, report: dict[str, Any], **facts: Any) -> Path:
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"provenance": provenance(**facts), **report}, indent=1) + "\n")
     return path
+
+
+def rotate(traces: dict[str, list[Trace]], segment: int, n: int) -> list[Trace]:
+    """A stream of `n` requests that changes the data set every `segment` requests; each goes on where it was left."""
+    names, left = list(traces), {name: iter(those) for name, those in traces.items()}
+    return [next(left[names[i // segment % len(names)]]) for i in range(n)]
+
+
+def serve(
+    updater: Updater, serving: Any, traces: Sequence[Trace], k: int, on_request: Callable[[], object] | None = None
+) -> tuple[list[AcceptanceStats], list[UpdateReport]]:
+    """A part of a stream, served and learned from as by `simulate`, but going on from where learner and serving draft
+    stand. What is left at its end, short of an interval, is learned from too."""
+    stats: list[AcceptanceStats] = []
+    reports: list[UpdateReport] = []
+    interval = updater.config.update_interval
+    for first in range(0, len(traces), interval):
+        for trace in redraft(serving, traces[first : first + interval], k):
+            stats.append(AcceptanceStats.from_rounds(trace.rounds))
+            updater.observe(trace)
+            if on_request is not None:
+                on_request()
+        reports.append(updater.update())
+        updater.copy_to(serving)
+    return stats, reports
+
+
+class ProcessorTimed(Updater):
+    """An updater whose reports give processor seconds: with one thread, wall time on a core without other jobs."""
+
+    def update(self, steps: int | None = None) -> UpdateReport:
+        started = time.process_time()
+        return replace(super().update(steps), seconds=time.process_time() - started)

@@ -387,6 +387,25 @@ def test_an_answer_ends_at_eos() -> None:
     assert [t.completion_ids.tolist() for t in answered] == [[4, 4, 2], [0, 4, 4, 2]]
 
 
+def test_greedy_answers_of_the_target_are_asked_for_once(
+    tmp_path: Any, pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, answer = [], Sampler._answered
+
+    def watched(self: Any, model: Any, requests: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.append(len(requests))
+        return answer(self, model, requests, *args, **kwargs)
+
+    monkeypatch.setattr(Sampler, "_answered", watched)
+    two_epochs = run(pair, tmp_path, temperature=0.0, max_steps=6)
+    assert sum(asked) == len(ROWS)
+    answers = record_traces(pair[0], PROMPTS, max_new_tokens=6)
+    rows = [{"prompt": ids, "completion": t.completion_ids.tolist()} for ids, t in zip(PROMPTS, answers, strict=True)]
+    given = run(pair, tmp_path, rows, max_steps=6)
+    assert sum(asked) == len(ROWS)
+    torch.testing.assert_close(weights(two_epochs.draft), weights(given.draft))
+
+
 def test_a_given_completion_stands_for_the_target_s() -> None:
     target, draft = models.scripted([4] * 3, 3), models.scripted([5] * 3, 3)
     given = [unanswered(r, [7, 8]) for r in requests(40)]

@@ -1,0 +1,220 @@
+"""
+Offline distillation on real text: whose samples, and which divergence, and what online learning makes of the same
+prompts.
+
+    OSD_HF_DATA=... python recipes/lab_offline.py                              # the table, the best elsewhere, 3 seeds
+    OSD_HF_DATA=... python recipes/lab_offline.py --sources teacher --parts table    # a part; what is there is kept
+    OSD_HF_DATA=... python recipes/lab_offline.py --requests 16 --held-out 8 --datasets gsm8k --sources teacher \\
+        --divergences forward_kl --max-new-tokens 16 --seeds 0                 # smoke
+
+table    each sample source with each divergence on the first data set; held-out alpha before, at half of the training,
+         and after
+rates    teacher samples and forward KL at several learning rates, and the samples' temperature
+best     the two best of the table on the other data sets, and the best with more seeds
+online   one pass of the online learner over the same prompts, held out on the same requests
+
+Two epochs over the prompts; acceptance by replay of the target's greedy answers to held-out prompts, k = 5. A finished
+run is kept in `--runs`, so that a killed table goes on where it stopped, and its parts can run side by side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+from common import MAX_NEW_TOKENS, RESULTS, TEMPLATES, load_pair, prompts, recorded, write_report
+from tqdm import tqdm
+
+from osd_hf import AcceptanceStats, DistillConfig, OnlineConfig, distill, replay, simulate
+from osd_hf.metrics import alpha_gain_interval
+from osd_hf.offline_sampling import SAMPLE_SOURCES
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+K = 5
+RUN = ("dataset", "source", "divergence", "rate", "temperature", "seed")
+
+
+class Lab:
+    """The pair, and of each data set the prompts learned from and the answers to others."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.pair = args, load_pair()
+
+    def learned_from(self, name: str) -> list[list[int]]:
+        return prompts(name, self.pair[2], self.args.requests, 0)
+
+    def answered(self, name: str) -> list[Any]:
+        return recorded(name, 0, self.args.requests, self.args.traces, self.pair)
+
+    def held_out(self, name: str) -> list[Any]:
+        total = self.args.requests + self.args.held_out
+        return recorded(name, 0, total, self.args.traces, self.pair, start=self.args.requests)
+
+    def gained(self, after: AcceptanceStats, name: str) -> dict[str, Any]:
+        before = replay(self.pair[1], self.held_out(name), K)
+        low, high = alpha_gain_interval(before, after)
+        return {
+            "static": before.alpha, "alpha": after.alpha, "interval": list(after.alpha_interval),
+            "gain": after.alpha - before.alpha, "gain_interval": [low, high],
+        }  # fmt: skip
+
+    def offline(self, **run: Any) -> dict[str, Any]:
+        """One run of `distill`, or what it found when it was run before."""
+        args = self.args
+        path = args.runs / ("-".join(str(run[key]) for key in RUN) + f"-{args.requests}.json")
+        if path.exists():
+            return dict(json.loads(path.read_text()))
+        target, draft, tokenizer = self.pair
+        batches = len(self.learned_from(run["dataset"])) // args.batch_size
+        config = DistillConfig(
+            output_dir=str(path.with_suffix("")), sample_source=run["source"], divergence=run["divergence"],
+            learning_rate=run["rate"], temperature=run["temperature"], seed=run["seed"], lr_scheduler_type="cosine",
+            warmup_steps=0.03, num_train_epochs=args.epochs, per_device_train_batch_size=args.batch_size,
+            max_new_tokens=args.max_new_tokens, num_assistant_tokens=K, bf16=args.bf16,
+            use_cpu=not torch.cuda.is_available(), save_strategy="no",
+            eval_strategy="steps", eval_steps=max(batches // 2, 1), report_to="none", logging_steps=10,
+        )  # fmt: skip
+        rows = [{"prompt": ids} for ids in self.learned_from(run["dataset"])]
+        if run["temperature"] == 0:  # the target would answer the same in every epoch
+            for row, trace in zip(rows, self.answered(run["dataset"]), strict=True):
+                row["completion"] = trace.completion_ids.tolist()
+        held_out, began = self.held_out(run["dataset"]), time.perf_counter()
+        result = distill(
+            target=target, draft=draft, dataset=rows, eval_dataset=held_out, config=config, tokenizer=tokenizer
+        )
+        found = {
+            **run, **self.gained(replay(result.draft, held_out, K), run["dataset"]), "alpha_by_step": result.alpha,
+            "steps": result.state.global_step, "seconds": time.perf_counter() - began,
+        }  # fmt: skip
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found))
+        show(found)
+        return found
+
+    def online(self, name: str, seed: int) -> dict[str, Any]:
+        """One pass of the online learner over the same prompts, in their order."""
+        args = self.args
+        path = args.runs / f"{name}-online-{seed}-{args.requests}.json"
+        if path.exists():
+            return dict(json.loads(path.read_text()))
+        traces = self.answered(name)
+        began = time.perf_counter()
+        with tqdm(total=len(traces), desc=f"online {name}", leave=False) as bar:
+            report = simulate(self.pair[1], traces, OnlineConfig(seed=seed), on_request=lambda i, stats: bar.update())
+        found = {
+            "dataset": name, "source": "online", "seed": seed,
+            **self.gained(replay(report.draft, self.held_out(name), K), name),
+            "steps": sum(u.steps for u in report.updates), "seconds": time.perf_counter() - began,
+        }  # fmt: skip
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found))
+        show(found)
+        return found
+
+
+def show(run: dict[str, Any]) -> None:
+    name = " ".join(f"{run[key]}" for key in RUN if key in run)
+    print(
+        f"{name}: alpha {run['static']:.3f} to {run['alpha']:.3f} [{run['interval'][0]:.3f}, "
+        f"{run['interval'][1]:.3f}], {run['steps']} steps, {run['seconds']:.0f} s",
+        flush=True,
+    )
+
+
+def table(lab: Lab, args: argparse.Namespace) -> list[dict[str, Any]]:
+    return [
+        lab.offline(
+            dataset=args.datasets[0], source=source, divergence=divergence, rate=args.rate,
+            temperature=args.temperature, seed=args.seeds[0],
+        )
+        for divergence in args.divergences
+        for source in args.sources
+    ]  # fmt: skip
+
+
+def rates(lab: Lab, args: argparse.Namespace) -> list[dict[str, Any]]:
+    base = {
+        "dataset": args.datasets[0], "source": "teacher", "divergence": "forward_kl",
+        "temperature": args.temperature, "seed": args.seeds[0],
+    }  # fmt: skip
+    runs = [lab.offline(**base, rate=rate) for rate in args.rates]
+    runs += [lab.offline(**(base | {"temperature": t}), rate=args.rate) for t in args.temperatures]
+    return runs
+
+
+def best(lab: Lab, args: argparse.Namespace) -> list[dict[str, Any]]:
+    ranked = sorted(table(lab, args), key=lambda run: -run["alpha"])[:2]
+    chosen = [{key: run[key] for key in RUN} for run in ranked]
+    elsewhere = [run | {"dataset": name} for name in args.datasets[1:] for run in chosen]
+    again = [chosen[0] | {"seed": seed, "dataset": name} for seed in args.seeds[1:] for name in args.datasets]
+    return [lab.offline(**run) for run in [*elsewhere, *again]]
+
+
+def online(lab: Lab, args: argparse.Namespace) -> list[dict[str, Any]]:
+    return [lab.online(name, seed) for seed in args.seeds for name in args.datasets]
+
+
+def plot(path: Path, runs: list[dict[str, Any]], learner: list[dict[str, Any]]) -> None:
+    """Bars of the table, with the static draft and the online learner as lines."""
+    figure, axis = plt.subplots(figsize=(8, 4), layout="constrained")
+    sources = list(dict.fromkeys(run["source"] for run in runs))
+    divergences = list(dict.fromkeys(run["divergence"] for run in runs))
+    width = 0.8 / len(divergences)
+    for number, divergence in enumerate(divergences):
+        those = [run for run in runs if run["divergence"] == divergence]
+        places = [sources.index(run["source"]) + (number - (len(divergences) - 1) / 2) * width for run in those]
+        spread = [[abs(run["interval"][side] - run["alpha"]) for run in those] for side in (0, 1)]
+        axis.bar(places, [run["alpha"] for run in those], 0.9 * width, yerr=spread, capsize=2, label=divergence)
+    axis.axhline(runs[0]["static"], color="0.4", linestyle="--", label="static draft")
+    for run in [run for run in learner if run["dataset"] == runs[0]["dataset"]][:1]:
+        axis.axhline(run["alpha"], color="black", label="online learner, one pass")
+    axis.set_xticks(range(len(sources)), sources)
+    low = min(run["static"] for run in runs)
+    axis.set(ylabel="held-out alpha", ylim=(max(low - 0.05, 0), None), title=f"{runs[0]['dataset']}, whose samples")
+    axis.legend(fontsize=8, ncols=2, loc="lower right")
+    axis.grid(axis="y", alpha=0.3)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=("table", "rates", "best", "online"))
+    parser.add_argument("--datasets", nargs="+", default=list(TEMPLATES))
+    parser.add_argument("--sources", nargs="+", default=list(SAMPLE_SOURCES))
+    parser.add_argument("--divergences", nargs="+", default=["forward_kl", "reverse_kl", "jsd"])
+    parser.add_argument("--requests", type=int, default=600, help="prompts learned from")
+    parser.add_argument("--held-out", type=int, default=120)
+    parser.add_argument("--epochs", type=float, default=2.0)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--rate", type=float, default=3e-3, help="learning rate of the table")
+    parser.add_argument("--rates", type=float, nargs="*", default=[2e-5, 1e-3, 3e-3], help="of the part rates")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of the samples")
+    parser.add_argument("--temperatures", type=float, nargs="*", default=[1.0], help="of the part rates")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--max-new-tokens", type=int, default=MAX_NEW_TOKENS)
+    parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=False)
+    parser.add_argument("--traces", type=Path, default=Path("traces"), help="where recorded traces are kept")
+    parser.add_argument("--runs", type=Path, default=Path("runs/lab_offline"), help="where finished runs are kept")
+    parser.add_argument("--name", default="lab_offline", help="of the report")
+    args = parser.parse_args()
+    lab, parts = Lab(args), {"table": table, "rates": rates, "best": best, "online": online}
+    found = {name: part(lab, args) for name, part in parts.items() if not args.parts or name in args.parts}
+    if args.parts:
+        return  # the report is of all of it
+    facts = {"mixed_precision": os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), "threads": torch.get_num_threads()}
+    settings = {key: getattr(args, key) for key in ("requests", "held_out", "epochs", "batch_size", "bf16")}
+    write_report(args.name, {"settings": settings, **found}, **facts)
+    plot(RESULTS / f"{args.name}.png", found["table"], found["online"])
+
+
+if __name__ == "__main__":
+    main()
