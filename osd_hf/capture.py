@@ -134,7 +134,7 @@ class _WatchedProcessors(LogitsProcessorList):
 @dataclass(eq=False)
 class _Round:
     drafted: torch.Tensor
-    emitted: torch.Tensor
+    num_emitted: int
     p: torch.Tensor | None
     q: torch.Tensor | None
 
@@ -156,8 +156,8 @@ class Request:
         self.generator: Any = None
         self.versions = versions
         self.input_ids = input_ids
+        self.sequence = input_ids  # as far as it has come
         self.kwargs = kwargs
-        self.length = input_ids.shape[1]
         self.rounds: list[_Round] = []
         self.pending: list[torch.Tensor] = []
         self.num_pending = 0
@@ -185,8 +185,8 @@ class Request:
         kwargs = {name: value for name, value in kwargs.items() if name not in ASSISTED_ONLY}
         output = decode(self.input_ids, **{**kwargs, "logits_processor": watched})
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
-        emitted = sequences[0, self.length :].split(1)
-        self.rounds = [_Round(self.drafted, token, None, None) for token in emitted]
+        self.sequence = sequences[:1]
+        self.rounds = [_Round(self.drafted, 1, None, None)] * (sequences.shape[1] - self.input_ids.shape[1])
         if self.pace is not None and len(watched.times) > 1:
             rounds = len(watched.times) - 1
             self.pace.timed(0, 0.0, (watched.times[-1] - watched.times[0]) / rounds, rounds=rounds)
@@ -257,9 +257,8 @@ class Request:
         generator.update_candidate_strategy = update_candidate_strategy
 
     def end_round(self, input_ids: torch.Tensor, scores: torch.Tensor) -> None:
-        emitted = input_ids[0, self.length :]
-        self.length = input_ids.shape[1]
-        count = len(emitted)
+        count = input_ids.shape[1] - self.sequence.shape[1]
+        self.sequence = input_ids
         if self.keeps_rows:
             self.keep(scores[0, :count] if self.raw is None else torch.stack(self.raw.rows[:count]))
         if self.raw is not None:
@@ -270,7 +269,7 @@ class Request:
             index = examined[:, None]
             p = scores[0, : len(examined)].softmax(-1).gather(-1, index)[:, 0]
             q = self.draft_logits[0, : len(examined)].to(scores.device).softmax(-1).gather(-1, index)[:, 0]
-        self.rounds.append(_Round(self.drafted, emitted, p, q))
+        self.rounds.append(_Round(self.drafted, count, p, q))
 
     def keep(self, rows: torch.Tensor) -> None:
         """Take in raw target rows, `(rows, vocab)`, of emitted tokens."""
@@ -295,7 +294,7 @@ class Request:
     def finish(self) -> None:
         if self.prompts is None:
             return
-        completion, rounds = _as_draft_rounds(self.rounds)
+        completion, rounds = _as_draft_rounds(self.sequence[0, self.input_ids.shape[1] :], self.rounds)
         if self.pending:
             self.compress()
         prompt, decoder_prompt = self.prompts
@@ -348,14 +347,14 @@ def _mend_drafting(generator: AssistedCandidateGenerator, input_ids: torch.Tenso
             setattr(generator.generation_config, name, neutral)
 
 
-def _as_draft_rounds(rounds: list[_Round]) -> tuple[Any, tuple[DraftRound, ...]]:
+def _as_draft_rounds(completion: torch.Tensor, rounds: list[_Round]) -> tuple[Any, tuple[DraftRound, ...]]:
     """The completion's token ids, and the rounds. What lies on the device comes over at once."""
-    emitted = torch.cat([r.emitted for r in rounds]).to(torch.int32).cpu().numpy()
+    emitted = completion.to(torch.int32).cpu().numpy()
     drafted = torch.cat([r.drafted for r in rounds]).to(torch.int32).cpu().numpy()
     found = []
     num_emitted = num_drafted = 0
     for r in rounds:
-        theirs = emitted[num_emitted : num_emitted + len(r.emitted)]
+        theirs = emitted[num_emitted : num_emitted + r.num_emitted]
         ours = drafted[num_drafted : num_drafted + len(r.drafted)]
         num_emitted, num_drafted = num_emitted + len(theirs), num_drafted + len(ours)
         accepted = num_accepted(ours, theirs)

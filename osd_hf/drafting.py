@@ -130,7 +130,6 @@ class LeanCandidateGenerator(CandidateGenerator):
             self.pace.timed(len(self._drafted), self._draft_seconds, seconds)
         return now
 
-    @torch.no_grad()
     def _draft(self, ids: torch.Tensor, tokens: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Draft into `self._drafted`; the tokens as tensors, and the logits that each was drawn from, if drawn."""
         if self.do_sample or self.logits_processor:  # which may keep what they make: outside of inference mode
@@ -143,7 +142,10 @@ class LeanCandidateGenerator(CandidateGenerator):
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         pace, processors, device = self.pace, self.logits_processor, self.forward.device
         reads_confidence = pace.reads_confidence
-        feed = torch.tensor([self._context[self.forward.length :]], device=device)
+        if self.forward.length:  # only a prompt can be padded; what was emitted stands at the end as it is
+            feed = ids[:, self.forward.length - len(self._context) :].to(device)
+        else:
+            feed = torch.tensor([self._context], device=device)
         drafted: list[torch.Tensor] = []
         rows: list[torch.Tensor] = []
         while True:
