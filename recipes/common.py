@@ -68,7 +68,12 @@ def recorded(
     store = CorrectionStore(path)
     if len(store) == 0:
         target, _, tokenizer = pair or load_pair()
-        questions = prompts(name, tokenizer, n, seed)[start:]
+        questions = prompts(name, tokenizer, n, seed)
+        if start and questions[:start] != prompts(name, tokenizer, start, seed):
+            sys.exit(
+                f"The first {start} of {n} prompts of {name} are others than {start} by themselves: ask for fewer."
+            )
+        questions = questions[start:]
         traces = record_traces(target, questions, max_new_tokens=MAX_NEW_TOKENS, domain=name)
         # All or nothing: a killed recording leaves no half of a data set behind.
         for trace in list(tqdm(traces, total=len(questions), desc=f"record {name} seed {seed}")):

@@ -23,6 +23,7 @@ from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConf
 from osd_hf.loading import load_model, load_tokenizer, prompt_room
 from osd_hf.losses import DIVERGENCES
 from osd_hf.metrics import alpha_gain_interval
+from osd_hf.offline_sampling import SAMPLE_SOURCES
 from osd_hf.prompts import Prompt, encode_prompts
 from osd_hf.replay import replay_each
 
@@ -90,7 +91,7 @@ def make_parser(experiment: Experiment, description: str | None) -> argparse.Arg
     parser.add_argument("--divergence", choices=tuple(DIVERGENCES), default="forward_kl")
     parser.add_argument("--learning-rate", type=float, help="1e-3 online, 2e-5 offline by default")
     parser.add_argument("--paper-rule", action="store_true", help="online: the paper's update in place of ours")
-    parser.add_argument("--sample-source", default="teacher", help="offline: teacher, student, mix_request, mix_token")
+    parser.add_argument("--sample-source", choices=SAMPLE_SOURCES, default="teacher", help="offline")
     parser.add_argument("--epochs", type=float, default=2.0, help="offline, unless --max-steps is given")
     parser.add_argument("--name", help="of the report")
     return parser
@@ -211,6 +212,8 @@ def offline(
     config = DistillConfig(
         output_dir=f"runs/{label}", sample_source=args.sample_source, divergence=args.divergence,
         learning_rate=args.learning_rate or 2e-5, lr_scheduler_type="cosine", warmup_steps=0.03,
+        # The target's answers as they are served; drafts' greedy ones run in circles.
+        temperature=0.0 if args.sample_source == "teacher" else 1.0,
         num_train_epochs=args.epochs, max_steps=args.max_steps or -1, per_device_train_batch_size=16,
         max_new_tokens=args.max_new_tokens, num_assistant_tokens=K, seed=args.seed, bf16=target.device.type == "cuda",
         save_strategy="no", report_to="none",

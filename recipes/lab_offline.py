@@ -9,18 +9,21 @@ prompts.
 
 table    each sample source with each divergence on the first data set; held-out alpha before, at half of the training,
          and after
-rates    teacher samples and forward KL at several learning rates, and the samples' temperature
+rates    teacher samples and forward KL at several learning rates; the draft's samples at several temperatures
 best     the two best of the table on the other data sets, and the best with more seeds
 online   one pass of the online learner over the same prompts, held out on the same requests
 
-Two epochs over the prompts; acceptance by replay of the target's greedy answers to held-out prompts, k = 5. A finished
-run is kept in `--runs`, so that a killed table goes on where it stopped, and its parts can run side by side.
+The target's samples are its greedy answers, as they are served; what the draft samples, and both in mix_token, is
+drawn at `--temperature`. Two epochs over the prompts; acceptance by replay of the target's greedy answers to held-out
+prompts, k = 5. A finished run is kept in `--runs`, so that a killed table goes on where it stopped, and its parts can
+run side by side.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -28,7 +31,7 @@ from typing import Any
 
 import matplotlib
 import torch
-from common import MAX_NEW_TOKENS, RESULTS, TEMPLATES, load_pair, prompts, recorded, write_report
+from common import MAX_NEW_TOKENS, RESULTS, TEMPLATES, load_pair, recorded, write_report
 from tqdm import tqdm
 
 from osd_hf import AcceptanceStats, DistillConfig, OnlineConfig, distill, replay, simulate
@@ -42,14 +45,17 @@ K = 5
 RUN = ("dataset", "source", "divergence", "rate", "temperature", "seed")
 
 
+def lab_folder(args: argparse.Namespace) -> Path:
+    """Where runs of these settings are kept."""
+    sizes = (args.requests, args.held_out, args.epochs, args.batch_size, args.max_new_tokens)
+    return Path(args.runs, "-".join(f"{size:g}" for size in sizes) + ("-bf16" if args.bf16 else ""))
+
+
 class Lab:
     """The pair, and of each data set the prompts learned from and the answers to others."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.pair = args, load_pair()
-
-    def learned_from(self, name: str) -> list[list[int]]:
-        return prompts(name, self.pair[2], self.args.requests, 0)
 
     def answered(self, name: str) -> list[Any]:
         return recorded(name, 0, self.args.requests, self.args.traces, self.pair)
@@ -69,23 +75,23 @@ class Lab:
     def offline(self, **run: Any) -> dict[str, Any]:
         """One run of `distill`, or what it found when it was run before."""
         args = self.args
-        path = args.runs / ("-".join(str(run[key]) for key in RUN) + f"-{args.requests}.json")
+        path = lab_folder(args) / ("-".join(str(run[key]) for key in RUN) + ".json")
         if path.exists():
             return dict(json.loads(path.read_text()))
         target, draft, tokenizer = self.pair
-        batches = len(self.learned_from(run["dataset"])) // args.batch_size
+        half = max(math.ceil(args.requests / args.batch_size) * args.epochs // 2, 1)
         config = DistillConfig(
             output_dir=str(path.with_suffix("")), sample_source=run["source"], divergence=run["divergence"],
             learning_rate=run["rate"], temperature=run["temperature"], seed=run["seed"], lr_scheduler_type="cosine",
             warmup_steps=0.03, num_train_epochs=args.epochs, per_device_train_batch_size=args.batch_size,
             max_new_tokens=args.max_new_tokens, num_assistant_tokens=K, bf16=args.bf16,
             use_cpu=not torch.cuda.is_available(), save_strategy="no",
-            eval_strategy="steps", eval_steps=max(batches // 2, 1), report_to="none", logging_steps=10,
+            eval_strategy="steps", eval_steps=half, report_to="none", logging_steps=10,
         )  # fmt: skip
-        rows = [{"prompt": ids} for ids in self.learned_from(run["dataset"])]
-        if run["temperature"] == 0:  # the target would answer the same in every epoch
-            for row, trace in zip(rows, self.answered(run["dataset"]), strict=True):
-                row["completion"] = trace.completion_ids.tolist()
+        rows = [
+            {"prompt": trace.prompt_ids.tolist(), "completion": trace.completion_ids.tolist()}
+            for trace in self.answered(run["dataset"])
+        ]
         held_out, began = self.held_out(run["dataset"]), time.perf_counter()
         result = distill(
             target=target, draft=draft, dataset=rows, eval_dataset=held_out, config=config, tokenizer=tokenizer
@@ -102,7 +108,7 @@ class Lab:
     def online(self, name: str, seed: int) -> dict[str, Any]:
         """One pass of the online learner over the same prompts, in their order."""
         args = self.args
-        path = args.runs / f"{name}-online-{seed}-{args.requests}.json"
+        path = lab_folder(args) / f"{name}-online-{seed}.json"
         if path.exists():
             return dict(json.loads(path.read_text()))
         traces = self.answered(name)
@@ -141,13 +147,11 @@ def table(lab: Lab, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def rates(lab: Lab, args: argparse.Namespace) -> list[dict[str, Any]]:
-    base = {
-        "dataset": args.datasets[0], "source": "teacher", "divergence": "forward_kl",
-        "temperature": args.temperature, "seed": args.seeds[0],
-    }  # fmt: skip
-    runs = [lab.offline(**base, rate=rate) for rate in args.rates]
-    runs += [lab.offline(**(base | {"temperature": t}), rate=args.rate) for t in args.temperatures]
-    return runs
+    base = {"dataset": args.datasets[0], "divergence": "forward_kl", "seed": args.seeds[0]}
+    teacher = base | {"source": "teacher", "temperature": args.temperature}
+    student = base | {"source": "student", "rate": args.rate}
+    runs = [lab.offline(**teacher, rate=rate) for rate in args.rates]
+    return runs + [lab.offline(**student, temperature=temperature) for temperature in args.temperatures]
 
 
 def best(lab: Lab, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -195,10 +199,10 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=120)
     parser.add_argument("--epochs", type=float, default=2.0)
     parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--rate", type=float, default=3e-3, help="learning rate of the table")
+    parser.add_argument("--rate", type=float, default=1e-3, help="learning rate of the table")
     parser.add_argument("--rates", type=float, nargs="*", default=[2e-5, 1e-3, 3e-3], help="of the part rates")
-    parser.add_argument("--temperature", type=float, default=0.0, help="of the samples")
-    parser.add_argument("--temperatures", type=float, nargs="*", default=[1.0], help="of the part rates")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of what the draft samples, or both")
+    parser.add_argument("--temperatures", type=float, nargs="*", default=[0.0], help="of the part rates")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--max-new-tokens", type=int, default=MAX_NEW_TOKENS)
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=False)
@@ -211,7 +215,9 @@ def main() -> None:
     if args.parts:
         return  # the report is of all of it
     facts = {"mixed_precision": os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), "threads": torch.get_num_threads()}
-    settings = {key: getattr(args, key) for key in ("requests", "held_out", "epochs", "batch_size", "bf16")}
+    settings = {
+        key: getattr(args, key) for key in ("requests", "held_out", "epochs", "batch_size", "max_new_tokens", "bf16")
+    }
     write_report(args.name, {"settings": settings, **found}, **facts)
     plot(RESULTS / f"{args.name}.png", found["table"], found["online"])
 
