@@ -6,8 +6,11 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import functools
+import itertools
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,8 @@ import osd_hf
 from osd_hf.commands import output_stream, write_json
 from osd_hf.display import figure, text_table
 from osd_hf.errors import ConfigError, DataError, StoreError
-from osd_hf.loading import first_line, load_model, load_tokenizer
+from osd_hf.guards import check_tokenizers
+from osd_hf.loading import first_line, load_model, load_tokenizer, prompt_room
 from osd_hf.outputs import json_text, make_folder
 from osd_hf.prompts import PromptSource, encode_prompts, open_rows, read_prompts
 from osd_hf.provenance import provenance
@@ -128,11 +132,15 @@ def distill_command(args: argparse.Namespace) -> int:
             raise ConfigError(f"The training settings do not go together: {first_line(error)}.") from error
         device = places.get("device")
         draft = load_model(places["draft"], device=device)
-        tokenizer = load_tokenizer(places["draft"])
+        own_tokenizer = tokenizer = load_tokenizer(places["draft"])
         target = None
         if places.get("target") is not None:
             target = load_model(places["target"], dtype=places["dtype"], device=device)
-        dataset, eval_dataset = _data(places, tokenizer)
+            tokenizer = load_tokenizer(places["target"])
+            check_tokenizers(tokenizer, own_tokenizer)
+        answering = draft if target is None else target
+        room = functools.partial(prompt_room, answering.config, draft.config, config.max_new_tokens)
+        dataset, eval_dataset = _data(places, tokenizer, room)
         result = distill(
             target=target, draft=draft, dataset=dataset, eval_dataset=eval_dataset, tokenizer=tokenizer,
             config=config, peft_config=_adapters(places),
@@ -140,7 +148,7 @@ def distill_command(args: argparse.Namespace) -> int:
     if not result.state.is_world_process_zero:
         return 0
     result.draft.save_pretrained(folder / "draft")
-    tokenizer.save_pretrained(folder / "draft")
+    own_tokenizer.save_pretrained(folder / "draft")
     report = {
         "provenance": provenance(seed=config.seed),
         "settings": {**{n: places[n] for n in PLACES if places.get(n) is not None}, **settings},
@@ -200,12 +208,13 @@ def _meant(name: str, value: Any) -> Any:
     return "no" if name.endswith("_strategy") and value is False else value
 
 
-def _data(places: dict[str, Any], tokenizer: Any) -> tuple[list[Any], list[Any] | None]:
-    data = _part(places, tokenizer, "")
+def _data(
+    places: dict[str, Any], tokenizer: Any, room: Callable[[], int | None]
+) -> tuple[list[Any], list[Any] | None]:
+    data = _part(places, tokenizer, "", room, places.get("num_requests"))
     if data is None:
         raise ConfigError("Say what is learned from: --prompts or --store.")
-    data = data[: places.get("num_requests")]
-    held_out = _part(places, tokenizer, "eval_")
+    held_out = _part(places, tokenizer, "eval_", room)
     if places["num_held_out"]:
         if held_out is not None:
             raise ConfigError("--num-held-out cuts held-out requests off the data; give no others besides.")
@@ -215,14 +224,17 @@ def _data(places: dict[str, Any], tokenizer: Any) -> tuple[list[Any], list[Any] 
     return data, held_out
 
 
-def _part(places: dict[str, Any], tokenizer: Any, prefix: str) -> list[Any] | None:
+def _part(
+    places: dict[str, Any], tokenizer: Any, prefix: str, room: Callable[[], int | None], limit: int | None = None
+) -> list[Any] | None:
+    """Requests of the places with a prefix, no more of them read than asked for; `None` where none are named."""
     location, store = places.get(f"{prefix}prompts"), places.get(f"{prefix}store")
     if location is not None and store is not None:
         raise ConfigError(f"Give one of `{prefix}prompts` and `{prefix}store`.")
     if store is not None:
         if not Path(store).is_dir():
             raise StoreError(f"There is no store at {store}. `osd-hf run --store DIR` writes one.")
-        return list(CorrectionStore(store))
+        return list(itertools.islice(CorrectionStore(store), limit))
     if location is None:
         return None
     column, template = places.get("column"), places.get("prompt_template")
@@ -232,8 +244,17 @@ def _part(places: dict[str, Any], tokenizer: Any, prefix: str) -> list[Any] | No
         subset=places.get("subset"),
     )  # fmt: skip
     if not is_turn:
-        return list(open_rows(source))
-    encoded = encode_prompts(read_prompts(source), tokenizer, chat_template=not places.get("no_chat_template"))
+        return list(itertools.islice(open_rows(source), limit))
+    encoded = encode_prompts(
+        read_prompts(source), tokenizer, limit=limit, max_prompt_tokens=room(),
+        chat_template=not places.get("no_chat_template"),
+    )  # fmt: skip
+    if encoded.skipped_empty or encoded.skipped_long:
+        print(
+            f"osd-hf: warning: of {location}, skipped {encoded.skipped_empty} prompts without text and "
+            f"{encoded.skipped_long} that leave no room for an answer.",
+            file=sys.stderr,
+        )
     return [{"prompt": ids} for _, ids in encoded.prompts]
 
 

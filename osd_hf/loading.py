@@ -61,22 +61,26 @@ def load_tokenizer(source: str) -> Any:
 
 def prompt_room(target_config: Any, draft_config: Any, max_new_tokens: int) -> int | None:
     """
-    Tokens that a prompt may have beside the answer; `None` where nothing bounds it.
+    Tokens that a prompt may have beside the answer, or as the source of an encoder-decoder, whose answer has positions
+    of its own; `None` where nothing bounds it.
 
     Raises:
-        ConfigError: there is no room for a prompt.
+        ConfigError: there is no room for a prompt, or for the answer.
     """
-    if target_config.is_encoder_decoder:
-        return None
     configs = [config.get_text_config() for config in (target_config, draft_config)]
     sizes = [getattr(config, "max_position_embeddings", None) for config in configs]
     known = [size for size in sizes if size is not None]
     if not known:
         return None
-    room = int(min(known)) - max_new_tokens
+    positions = int(min(known))
+    room = positions - max_new_tokens
+    if target_config.is_encoder_decoder:
+        if room < 0:
+            raise ConfigError(f"{max_new_tokens} new tokens do not fit: the models have {positions} positions.")
+        return positions
     if room < 1:
         raise ConfigError(
-            f"{max_new_tokens} new tokens leave no room for a prompt: the models have {min(known)} positions."
+            f"{max_new_tokens} new tokens leave no room for a prompt: the models have {positions} positions."
         )
     return room
 

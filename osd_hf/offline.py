@@ -9,23 +9,32 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Seq2SeqTrainingArguments, set_seed
 
-from osd_hf.errors import ConfigError, StateError
-from osd_hf.guards import find_tokenizer
+from osd_hf.errors import ConfigError
 from osd_hf.losses import DIVERGENCES, generalized_jsd
 from osd_hf.offline_data import Data, collate, numbered, read_data
 from osd_hf.offline_loss import check_head, divergence_sum, stored_rows, target_rows
-from osd_hf.offline_models import NoTarget, as_it_was, let_run, without_dropout
+from osd_hf.offline_models import (
+    NoTarget,
+    as_it_was,
+    check_adapters,
+    check_types,
+    common_tokenizer,
+    last_checkpoint,
+    learner_of,
+    let_run,
+    trained_draft,
+    without_dropout,
+)
 from osd_hf.offline_sampling import SAMPLE_SOURCES, Sampler
 from osd_hf.records import Trace
 from osd_hf.updater import learning_context
-from osd_hf.wrappers import is_peft, merged, uncompiled, unwrap
+from osd_hf.wrappers import uncompiled
 
 try:
     with warnings.catch_warnings():
@@ -77,14 +86,14 @@ class DistillConfig(GKDConfig):
         eval_temperature (`float`, *optional*, defaults to 0.0):
             Of the target's answers to held-out prompts; 0 is greedy, measured by replay.
         early_stopping_patience (`int`, *optional*):
-            Stop after so many evaluations without a new best `metric_for_best_model`.
+            Stop after so many evaluations without a new best `metric_for_best_model`; needs an `eval_strategy`.
         metric_for_best_model (`str`, *optional*, defaults to `"alpha"`):
             For `load_best_model_at_end`, `save_strategy="best"` and early stopping; `"block_efficiency"` as well.
         bf16 (`bool`, *optional*, defaults to `False`):
             Compute in bf16; off unless asked for, and so is `gradient_checkpointing`.
 
     Raises:
-        ConfigError: a value outside its range, or a setting of TRL's that has no meaning here.
+        ConfigError: a value of another type or outside its range, or a setting of TRL's that has no meaning here.
     """
 
     sample_source: str = field(
@@ -118,6 +127,7 @@ class DistillConfig(GKDConfig):
             if not holds:
                 raise ConfigError(f"`{name}` must be {rule}, got {getattr(self, name)!r}.")
 
+        check_types(self)
         must("sample_source", self.sample_source in SAMPLE_SOURCES, f"one of {', '.join(SAMPLE_SOURCES)}")
         must("divergence", self.divergence in DIVERGENCES, f"one of {', '.join(DIVERGENCES)}")
         for name in ("lmbda", "beta"):
@@ -126,6 +136,13 @@ class DistillConfig(GKDConfig):
             must(name, 0 <= getattr(self, name) < float("inf"), "0 or a positive number")
         for name in ("max_new_tokens", "num_assistant_tokens", "early_stopping_patience"):
             must(name, getattr(self, name) is None or getattr(self, name) >= 1, "at least 1")
+        metrics = ("alpha", "block_efficiency")
+        is_known = str(self.metric_for_best_model).removeprefix("eval_") in metrics
+        must("metric_for_best_model", is_known, f"one of {', '.join(metrics)}")
+        can_stop = self.early_stopping_patience is None or self.eval_strategy != "no"
+        must("early_stopping_patience", can_stop, "left out where no `eval_strategy` is set, as it counts evaluations")
+        is_order = self.train_sampling_strategy in ("random", "sequential")
+        must("train_sampling_strategy", is_order, "random or sequential, as prompts have no length yet")
         defaults = {f.name: f.default for f in fields(self)}
         for name in _WITHOUT_MEANING:
             must(name, getattr(self, name) == defaults[name], "left alone: it has no meaning in distillation")
@@ -139,13 +156,15 @@ class DistillResult:
 
     Args:
         draft (`PreTrainedModel`):
-            The trained draft in evaluation mode and in the dtype of the one given, adapters merged.
+            The trained draft in evaluation mode and in the dtype of the one given, adapters merged. Under FSDP or
+            ZeRO-3, only the main process gets what was learned; the others get the draft as it was given.
         state (`TrainerState`):
             The trainer's, with the best metric and checkpoint.
         log_history (`list[dict[str, Any]]`):
             What was logged, in order.
         alpha (`dict[int, float]`):
-            Acceptance on the held-out requests by optimizer step; 0 is before the first.
+            Acceptance on the held-out requests by optimizer step; 0 is before the first. It is that of the learner, in
+            the precision of the run, from which the draft's own dtype may differ a little.
     """
 
     draft: Any
@@ -172,8 +191,9 @@ def distill(
         target (`PreTrainedModel`, *optional*):
             Whose distributions are learned. `None` where `dataset` brings them along and nothing is sampled.
         draft (`PreTrainedModel` or `PeftModel`):
-            Where learning starts; not changed. The copy learns in fp32, or its adapters do.
-        dataset (`datasets.Dataset`, list of rows, [`CorrectionStore`] or list of [`Trace`]):
+            Where learning starts; not changed. The copy learns in fp32; of a `PeftModel`, and with `peft_config`, the
+            adapters do.
+        dataset (`datasets.Dataset`, iterable of rows or of [`Trace`], or [`CorrectionStore`]):
             Rows with the columns `prompt` and perhaps `completion` (text, token ids or messages), or `messages`; what
             is missing is sampled as `config.sample_source` says. Of recorded requests the stored rows are learned
             from; with another source than `"teacher"`, they give prompts.
@@ -183,9 +203,9 @@ def distill(
         eval_dataset (same, *optional*):
             Held-out requests. Of rows only the prompts are used.
         tokenizer (`PreTrainedTokenizerBase`, *optional*):
-            Of both models; looked for where the draft came from.
+            Of both models; by default the one found where the target came from, else the draft's.
         peft_config (`PeftConfig`, *optional*):
-            Train adapters only, and merge them at the end.
+            Train adapters only, of a kind that can be merged, and merge them at the end.
         callbacks (`Sequence[TrainerCallback]`, *optional*):
             Of transformers.
 
@@ -193,16 +213,20 @@ def distill(
         `DistillResult`
 
     Raises:
-        ConfigError: something needs a target or a tokenizer that is not there; several GPUs in one process.
+        ConfigError: something needs a target or a tokenizer that is not there; several GPUs in one process; adapters
+            that cannot be merged; a target that would have to answer under logits processors.
         StateError: there is no checkpoint to resume from; recordings that keep rows of several widths.
-        DataError: no rows, a missing column, an empty prompt or completion, a prompt longer than the models.
-        UnsupportedModelError: models that are no pair, or whose logits cannot be computed in parts.
-        VocabularyMismatchError: models or recordings with different vocabularies.
+        DataError: no rows, a missing column, an empty prompt or completion, a prompt longer than the models,
+            recordings of another kind of model.
+        UnsupportedModelError: models that are no pair, or whose logits cannot be computed in parts; a draft that has
+            nothing to train.
+        VocabularyMismatchError: models, tokenizers or recordings with different vocabularies.
     """
     target, draft = uncompiled(target), uncompiled(draft)
-    tokenizer = tokenizer or find_tokenizer(draft)
+    check_adapters(draft, peft_config)
+    tokenizer = common_tokenizer(tokenizer, target, draft)
     if tokenizer is None and not draft.config.is_encoder_decoder:
-        raise ConfigError("No tokenizer was found where the draft came from. Pass `tokenizer=`.")
+        raise ConfigError("No tokenizer was found where the models came from. Pass `tokenizer=`.")
     if config.n_gpu > 1:
         raise ConfigError(
             f"{config.n_gpu} GPUs are visible to one process. Launch with `accelerate launch`, or set "
@@ -213,12 +237,10 @@ def distill(
     callbacks = list(callbacks)
     if config.early_stopping_patience is not None:
         callbacks.append(EarlyStoppingCallback(config.early_stopping_patience))
-    checkpoint = _checkpoint(config)
+    checkpoint = last_checkpoint(config)
     config.eval_on_start |= data.held_out is not None and checkpoint is None
     with learning_context(), as_it_was(target):
-        learner = copy.deepcopy(draft)
-        if peft_config is None and not is_peft(draft):
-            learner = learner.float().requires_grad_(True)
+        learner = learner_of(draft, peft_config)
         for model in (learner, data.target):
             if model is not None:
                 check_head(model)
@@ -229,7 +251,7 @@ def distill(
             trainer.evaluate()
         if config.push_to_hub:
             trainer.push_to_hub()
-        trained = _trained(trainer, draft)
+        trained = trained_draft(trainer, draft)
     history = trainer.state.log_history
     alpha = {int(entry["step"]): float(entry["eval_alpha"]) for entry in history if "eval_alpha" in entry}
     return DistillResult(trained, trainer.state, history, alpha)
@@ -378,28 +400,3 @@ class _Seq2SeqDistiller(_Distiller, Seq2SeqTrainer):
             callbacks=callbacks,
         )
         self._begin(data, data.target and self.accelerator.prepare_model(data.target, evaluation_mode=True), config)
-
-
-def _checkpoint(config: DistillConfig) -> str | None:
-    """Where to go on. The trainer's state is written last, so that a checkpoint without it was cut off."""
-    given = config.resume_from_checkpoint
-    if given is not True:
-        return given or None
-    whole = [path.parent for path in Path(config.output_dir).glob("checkpoint-*/trainer_state.json")]
-    if not whole:
-        raise StateError(f"There is no checkpoint in {config.output_dir} to resume from. Leave it out to begin anew.")
-    return str(max(whole, key=lambda path: int(path.name.removeprefix("checkpoint-"))))
-
-
-def _trained(trainer: Any, draft: Any) -> Any:
-    """A copy of the draft with what was learned; trainers leave much on the model that they train."""
-    learner = trainer.accelerator.unwrap_model(trainer.model)
-    if is_peft(learner):
-        for model in (learner, unwrap(learner)):
-            vars(model).pop("forward", None)
-        learned = merged(learner).state_dict()
-    else:
-        learned = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    trained = merged(draft) if is_peft(draft) else copy.deepcopy(draft)
-    trained.load_state_dict(learned)
-    return trained.eval()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import datasets
 import numpy as np
 
-from osd_hf.errors import ConfigError, DataError, StateError, VocabularyMismatchError
+from osd_hf.arguments import NO_WARPING, sampling_settings
+from osd_hf.errors import ConfigError, DataError, StateError, UnsupportedModelError, VocabularyMismatchError
 from osd_hf.guards import check_draft, check_pair
 from osd_hf.loading import prompt_room
 from osd_hf.offline_eval import HeldOut
@@ -45,13 +46,21 @@ def read_data(target: Any, draft: Any, dataset: Any, eval_dataset: Any, tokenize
         check_draft(draft)
     text_config = draft.config.get_text_config()
     vocab_size = int(text_config.vocab_size)
-    start = draft.generation_config.decoder_start_token_id if draft.config.is_encoder_decoder else None
-    positions = prompt_room((target or draft).config, draft.config, 0)
+    is_encoder_decoder = draft.config.is_encoder_decoder
+    start = unwrap(draft).generation_config.decoder_start_token_id if is_encoder_decoder else None
+    if is_encoder_decoder and start is None:
+        raise UnsupportedModelError(
+            f"The draft ({type(unwrap(draft)).__name__}) is an encoder-decoder without a `decoder_start_token_id`. "
+            "Set it on `draft.generation_config`, to that of the target."
+        )
+    positions = prompt_room(draft.config if target is None else target.config, draft.config, 0)
+    # What can be gone through only once is looked at before it is read.
+    dataset, eval_dataset = (list(d) if isinstance(d, Iterator) else d for d in (dataset, eval_dataset))
     stored = _is_recorded(dataset) and config.sample_source == "teacher"
 
     def read(data: Any, *, needs_rows: bool, prompts_only: bool) -> list[Trace]:
         if _is_recorded(data):
-            return _read_traces(data, vocab_size, needs_rows=needs_rows)
+            return _read_traces(data, vocab_size, needs_rows=needs_rows, is_encoder_decoder=is_encoder_decoder)
         return _read_rows(data, tokenizer, vocab_size=vocab_size, decoder_start=start, prompts_only=prompts_only)
 
     prompts_only = config.sample_source in ("student", "mix_token")
@@ -61,6 +70,8 @@ def read_data(target: Any, draft: Any, dataset: Any, eval_dataset: Any, tokenize
             raise ConfigError("`target` must be given: only recorded requests bring its distributions along.")
         if _is_recorded(dataset):
             requests = [unanswered(t, () if prompts_only else t.completion_ids) for t in requests]
+        if config.sample_source != "student" and not all(len(t) for t in requests):
+            _check_answers(target)
     sampled = config.max_new_tokens if config.sample_source == "mix_request" else 0
     _check_lengths(requests, positions, config.max_new_tokens, at_least=sampled)
     if eval_dataset is None:
@@ -71,6 +82,8 @@ def read_data(target: Any, draft: Any, dataset: Any, eval_dataset: Any, tokenize
     _check_lengths(held_out, positions, config.max_new_tokens)
     if target is None and not _is_recorded(eval_dataset):
         raise ConfigError("Held-out prompts need a `target` to answer them. Pass it, or recorded requests.")
+    if not _is_recorded(eval_dataset):
+        _check_answers(target)
     judge = HeldOut(
         held_out, target, config.num_assistant_tokens, config.eval_temperature, config.max_new_tokens, config.seed
     )
@@ -94,18 +107,38 @@ def _is_recorded(dataset: Any) -> bool:
     return isinstance(dataset, list | tuple) and len(dataset) > 0 and isinstance(dataset[0], Trace)
 
 
-def _read_traces(dataset: Iterable[Trace], vocab_size: int, *, needs_rows: bool) -> list[Trace]:
+def _check_answers(target: Any) -> None:
+    """Refuse a target that would answer prompts under logits processors, which its rows do not show."""
+    settings = sampling_settings(unwrap(target).generation_config)
+    if asked := sorted(settings.keys() - {"do_sample", "eos_token_id", *NO_WARPING}):
+        raise ConfigError(
+            f"The target must answer prompts, and its generation config sets {', '.join(asked)}, so that its answers "
+            f"would not be of the distributions that are learned. Set {asked[0]} to its neutral value on "
+            "`target.generation_config`, or bring answers: completions, or recorded requests."
+        )
+
+
+def _read_traces(
+    dataset: Iterable[Trace], vocab_size: int, *, needs_rows: bool, is_encoder_decoder: bool
+) -> list[Trace]:
     """
     Recorded requests, those without any token left out.
 
     Raises:
-        DataError: nothing is left; `needs_rows`, and a request has been recorded without the target's rows.
+        DataError: nothing is left; a request of the other kind of model; `needs_rows`, and a request has been recorded
+            without the target's rows.
         StateError: the requests keep rows of several widths.
         VocabularyMismatchError: they were recorded with another vocabulary than the draft's.
     """
     traces = [trace for trace in dataset if len(trace)]
     if not traces:
         raise DataError("The recordings hold no request with a token to learn from.")
+    if other := sum(t.is_encoder_decoder != is_encoder_decoder for t in traces):
+        kinds = ("encoder-decoder", "decoder-only") if is_encoder_decoder else ("decoder-only", "encoder-decoder")
+        raise DataError(
+            f"The draft is {kinds[0]}, but {other} of {len(traces)} recordings are of a target that is {kinds[1]}. "
+            "Use recordings of a target of the draft's kind."
+        )
     if foreign := {t.vocab_size for t in traces} - {vocab_size}:
         raise VocabularyMismatchError(
             f"The recordings have a vocabulary of {', '.join(map(str, sorted(foreign)))} tokens, the draft "
@@ -184,12 +217,14 @@ def _read_rows(
 
 
 def _check_lengths(traces: Iterable[Trace], positions: int | None, max_new_tokens: int, *, at_least: int = 0) -> None:
-    """Refuse prompts that leave no room for their completion in the models' positions; raises DataError."""
+    """Refuse prompts that leave no room for their completion in the models' positions, of which an encoder-decoder has
+    as many for either; raises DataError."""
     if positions is None:
         return
     for number, trace in enumerate(traces):
         prompt, answer = len(trace.prompt_ids), max(len(trace) or max_new_tokens, at_least)
-        if prompt + answer > positions:
+        needed = max(prompt, answer) if trace.is_encoder_decoder else prompt + answer
+        if needed > positions:
             raise DataError(
                 f"Row {number} is too long: a prompt of {prompt} tokens and a completion of {answer} do not fit into "
                 f"the models' {positions} positions. Shorten it, leave it out, or lower `max_new_tokens`."
@@ -201,7 +236,9 @@ def _encoded(
 ) -> tuple[list[int], list[int] | None]:
     prompt, completion = row.get("prompt"), row.get("completion")
     if prompt is None:
-        messages = list(row.get("messages") or ())
+        messages = row.get("messages") or []
+        if not isinstance(messages, list) or not all(isinstance(turn, Mapping) for turn in messages):
+            raise DataError(_kinds(number, messages, None))
         has_answer = bool(messages) and messages[-1].get("role") == "assistant"
         prompt, completion = (messages[:-1], messages[-1:]) if has_answer else (messages, None)
     if not isinstance(prompt, str) and not (isinstance(prompt, list) and completion.__class__ in (type(None), list)):
@@ -228,7 +265,9 @@ def _encoded(
         raise DataError(
             f"Row {number}: the chat template renders the prompt otherwise when an answer follows. Give text instead."
         )
-    return ids, list(tokenizer(whole[len(head) :], add_special_tokens=False)["input_ids"])
+    answer = list(tokenizer(whole[len(head) :], add_special_tokens=False)["input_ids"])
+    # What templates write behind the end of a turn, no target ever says.
+    return ids, answer[: answer.index(tokenizer.eos_token_id) + 1] if tokenizer.eos_token_id in answer else answer
 
 
 def _ended(tokenizer: Any, text: str, is_encoder_decoder: bool) -> list[int]:
@@ -246,6 +285,10 @@ def _needs(tokenizer: Any, kind: str) -> None:
 
 def _kinds(number: int, prompt: Any, completion: Any) -> str:
     return (
-        f"Row {number}: prompt and completion must both be text, token ids or messages, got {type(prompt).__name__} "
-        f"and {type(completion).__name__}."
+        f"Row {number}: prompt and completion must both be text, token ids or messages, got {_kind(prompt)} and "
+        f"{_kind(completion)}."
     )
+
+
+def _kind(value: Any) -> str:
+    return f"list of {type(value[0]).__name__}" if isinstance(value, list) and value else type(value).__name__

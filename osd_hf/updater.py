@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, StateError, UnsupportedModelError
@@ -86,10 +87,11 @@ class Updater:
         self.buffer: deque[Trace] = deque(maxlen=config.buffer_size)
         self.rng = np.random.default_rng(config.seed)
         self.accelerator = accelerator or Accelerator(device_placement=False)
+        self._shared = dict(AcceleratorState._shared_state)
         with learning_context():
             # Evaluation mode throughout: dropout would draw from the generator that sampled requests draw from.
             self.master = copy.deepcopy(draft).float().eval()
-            self.parameters = _trainable(self.master)
+            self.parameters = trainable_parameters(self.master)
             self.optimizers = [
                 self.accelerator.prepare_optimizer(o) for o in _optimizers(self.master, self.parameters, config)
             ]
@@ -135,7 +137,7 @@ class Updater:
         # Requests that end meanwhile, in other threads, are for the next update.
         newest = [self.new.popleft() for _ in range(len(self.new))]
         try:
-            with learning_context():
+            with learning_context(), self._state():
                 for _ in range(self.config.steps_per_update if steps is None else steps):
                     loss, count = self._step(self._batch(newest))
                     if count == 0:
@@ -176,6 +178,20 @@ class Updater:
             served = dict(draft.named_parameters())
             for name, learned in self.averaged.items():
                 served[name].copy_(learned)
+
+    @contextmanager
+    def _state(self) -> Iterator[None]:
+        """What all accelerators of a process share, put back for a while where `TrainingArguments` made meanwhile have
+        emptied it; for a while only, as their trainer would not start on a state of another precision."""
+        shared = AcceleratorState._shared_state
+        is_empty = not shared
+        if is_empty:
+            shared.update(self._shared)
+        try:
+            yield
+        finally:
+            if is_empty:
+                shared.clear()
 
     def _batch(self, newest: Sequence[Trace]) -> list[Trace]:
         """The newest requests and a uniform sample of the buffer, in the shares of the configuration."""
@@ -271,7 +287,7 @@ class Updater:
             raise StateError(
                 "The saved state belongs to another optimizer. Load it with the `optimizer` it was saved with."
             )
-        with learning_context(), torch.no_grad():
+        with learning_context(), torch.no_grad(), self._state():
             for name, parameter in self.parameters.items():
                 parameter.copy_(state["parameters"][name])
                 self.averaged[name].copy_(state["averaged"][name])
@@ -289,7 +305,9 @@ def learning_context() -> Iterator[None]:
         yield
 
 
-def _trainable(model: Any) -> dict[str, torch.nn.Parameter]:
+def trainable_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
+    """The parameters that learn, by name: the adapters of a model that has some, otherwise all; raises
+    UnsupportedModelError where there is none."""
     # Adapters, of a `PeftModel` or added by transformers, have frozen the rest, and are saved without it.
     if not is_peft(model) and not getattr(model, "_hf_peft_config_loaded", False):
         for parameter in model.parameters():

@@ -199,17 +199,17 @@ class Lab:
         learned, held_out = self.split(name)
         requests, args = [row[0] for row in (*learned, *held_out)], self.args
         store = CorrectionStore(path := args.pair / f"traces/{self.label(name)}")
+        # Of about one length, as each batch is padded to its longest prompt.
+        order = sorted(range(len(requests)), key=lambda i: len(requests[i]))
         if len(store) == 0:
-            # Of about one length, as each batch is padded to its longest prompt.
-            order = sorted(range(len(requests)), key=lambda i: len(requests[i]))
             asked = [requests[i] for i in order]
             answers = record_traces(self.target, asked, max_new_tokens=args.max_new_tokens, domain=name)
             # All or nothing: a killed recording leaves no half of a data set behind.
-            found = list(tqdm(answers, total=len(asked), desc=f"record {name}"))
-            for i in np.argsort(order):
-                store.append(found[i])
+            for trace in list(tqdm(answers, total=len(asked), desc=f"record {name}")):
+                store.append(trace)
             store.close()
-        traces = list(CorrectionStore(path))
+        found = list(CorrectionStore(path))  # in the order of their creation
+        traces = [found[i] for i in np.argsort(order)]
         return traces[: len(learned)], traces[len(learned) :]
 
     def label(self, name: str) -> str:

@@ -17,6 +17,7 @@ import models
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback
 from trl.experimental.gkd import GKDTrainer
@@ -26,16 +27,20 @@ from osd_hf import (
     ConfigError,
     CorrectionStore,
     DataError,
+    OnlineAssistant,
+    OnlineConfig,
     StateError,
     UnsupportedModelError,
     VocabularyMismatchError,
     capture_traces,
     offline_data,
     offline_loss,
+    offline_models,
     record_traces,
     replay,
 )
 from osd_hf.forcing import completion_logits
+from osd_hf.loading import prompt_room
 from osd_hf.losses import DIVERGENCES
 from osd_hf.offline import DistillConfig, distill
 from osd_hf.offline_eval import HeldOut
@@ -188,6 +193,83 @@ def test_nothing_is_left_on_the_models(tmp_path: Any, pair: Any) -> None:
     assert result.draft.config.to_dict() == draft.config.to_dict()
     assert result.draft.generation_config.to_dict() == draft.generation_config.to_dict()
     assert settings.to_dict() == before
+
+
+def test_a_draft_in_training_mode_is_trained(tmp_path: Any) -> None:
+    target, draft = models.pair("t5", noise=0.5, dropout_rate=0.1)
+    draft.train()
+    assert len(losses(run((target, draft), tmp_path, max_steps=1))) == 1
+    assert draft.training
+
+
+def test_a_live_assistant_goes_on_learning(tmp_path: Any, pair: Any) -> None:
+    target, draft = copy.deepcopy(pair)
+    learner = OnlineConfig(update_strategy="manual", steps_per_update=2)
+    with OnlineAssistant(target, draft, models.tokenizer(), learner) as assistant:
+
+        def learned() -> int:
+            for ids in PROMPTS[:4]:
+                prompt = torch.tensor([ids])
+                assistant.generate(
+                    prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=8, pad_token_id=0
+                )
+            return assistant.update().steps
+
+        settings = config(tmp_path, bf16=True, max_steps=1)  # making one resets what accelerators share
+        assert learned() == 2
+        assistant.save_state(tmp_path / "session")
+        assistant.load_state(tmp_path / "session")
+        distill(target=target, draft=draft, dataset=ROWS, config=settings, tokenizer=models.tokenizer())
+        assert learned() == 2
+
+
+def half_lora(draft: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(target_modules=["q_proj"], r=2, modules_to_save=["lm_head"])
+    return get_peft_model(copy.deepcopy(draft).bfloat16(), lora, autocast_adapter_dtype=False)
+
+
+@peft_warns
+def test_the_adapters_of_a_draft_learn_in_full_precision(tmp_path: Any, pair: Any) -> None:
+    target, draft = pair[0], half_lora(pair[1])
+    kept: set[torch.dtype] = set()
+
+    class Look(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
+            kept.update(p.dtype for p in model.parameters() if p.requires_grad)
+
+    result = run((target, draft), tmp_path, callbacks=[Look()], learning_rate=1e-2)
+    assert kept == {torch.float32}
+    assert type(result.draft) is type(pair[1])
+    assert result.draft.dtype == torch.bfloat16
+    assert not torch.equal(result.draft.lm_head.weight, pair[1].lm_head.weight.bfloat16())
+
+
+@peft_warns
+def test_adapters_that_cannot_learn_or_be_merged_are_refused(tmp_path: Any, pair: Any) -> None:
+    from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+
+    target, draft = pair
+    half_lora(draft).save_pretrained(tmp_path / "adapter")
+    frozen = PeftModel.from_pretrained(copy.deepcopy(draft), tmp_path / "adapter")
+    with pytest.raises(UnsupportedModelError, match="is_trainable=True"):
+        run((target, frozen), tmp_path)
+    soft = PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+    with pytest.raises(ConfigError, match="PromptTuningConfig, which cannot be merged"):
+        run(pair, tmp_path, peft_config=soft)
+    with pytest.raises(UnsupportedModelError, match="PromptTuningConfig. cannot be merged"):
+        run((target, get_peft_model(copy.deepcopy(draft), soft)), tmp_path)
+    with pytest.raises(ConfigError, match="`peft_config` was given as well"):
+        run((target, half_lora(draft)), tmp_path, peft_config=LoraConfig(target_modules=["q_proj"]))
+
+
+@pytest.mark.parametrize("gathered", [{}, None])
+def test_a_process_without_the_weights_keeps_the_draft(
+    tmp_path: Any, pair: Any, gathered: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Accelerator, "get_state_dict", lambda *args, **kwargs: gathered)
+    assert torch.equal(weights(run(pair, tmp_path, max_steps=1).draft), weights(pair[1]))
 
 
 # --- what the loss counts -------------------------------------------------------------------------------------------
@@ -618,10 +700,23 @@ def test_text_ids_and_messages_are_read_alike() -> None:
     assert read([{"messages": [user, answer]}], tokenizer, prompts_only=True) == [(expected[0], [])]
 
 
+def test_a_chat_answer_ends_where_the_target_ends_it() -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}"
+        "{% if m['role'] == 'assistant' %}</s>{% endif %}zz{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+    )
+    turns = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "de"}]
+    ((_, completion),) = read([{"messages": turns}], tokenizer)
+    assert completion == [*tokenizer("de")["input_ids"], tokenizer.eos_token_id]
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
         ([], "no rows"),
+        ([{"messages": "abc"}], "Row 0: prompt and completion must both be .*, got str and"),
+        ([{"messages": ["hello"]}], "must both be .*, got list of str and"),
         ([{"text": "abc"}], "Row 0 needs the columns `prompt`.*its columns are text"),
         (["abc"], "it is a str"),
         ([{"prompt": [5]}, {"prompt": [5], "completion": []}], "Row 1 has an empty completion"),
@@ -665,6 +760,15 @@ def test_a_causal_draft_without_a_tokenizer_is_refused(pair: Any, tmp_path: Any)
         ({"num_assistant_tokens": 0}, "`num_assistant_tokens` must be at least 1"),
         ({"max_new_tokens": 0}, "`max_new_tokens` must be at least 1"),
         ({"early_stopping_patience": 0}, "`early_stopping_patience` must be at least 1"),
+        ({"learning_rate": "fast"}, "`learning_rate` must be a number, got 'fast'"),
+        ({"num_train_epochs": "two"}, "`num_train_epochs` must be a number, got 'two'"),
+        ({"max_steps": 1.5}, "`max_steps` must be an integer, got 1.5"),
+        ({"lmbda": "half"}, "`lmbda` must be a number, got 'half'"),
+        ({"num_assistant_tokens": True}, "`num_assistant_tokens` must be an integer, got True"),
+        ({"early_stopping_patience": 2.5}, "`early_stopping_patience` must be an integer, got 2.5"),
+        ({"early_stopping_patience": 2}, "`early_stopping_patience` must be left out where no `eval_strategy` is set"),
+        ({"metric_for_best_model": "accuracy"}, "`metric_for_best_model` must be one of alpha, block_efficiency"),
+        ({"train_sampling_strategy": "group_by_length"}, "`train_sampling_strategy` must be random or sequential"),
         ({"packing": True}, "`packing` must be left alone"),
         ({"max_length": 512}, "`max_length` must be left alone"),
         ({"seq_kd": True}, "`seq_kd` must be left alone"),
@@ -673,6 +777,83 @@ def test_a_causal_draft_without_a_tokenizer_is_refused(pair: Any, tmp_path: Any)
 def test_settings_outside_their_range_are_refused(tmp_path: Any, changes: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config(tmp_path, **changes)
+
+
+def test_numbers_of_all_kinds_are_settings(tmp_path: Any) -> None:
+    settings = config(
+        tmp_path, learning_rate=1, max_steps=np.int64(3), temperature=np.float32(0.5), eval_strategy="steps",
+        eval_steps=2, early_stopping_patience=2, metric_for_best_model="eval_block_efficiency",
+    )  # fmt: skip
+    assert settings.metric_for_best_model == "eval_block_efficiency"
+
+
+def test_the_target_s_tokenizer_reads_and_must_be_the_draft_s(
+    tmp_path: Any, pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = pair
+    found = {id(target): chat_tokenizer(), id(draft): chat_tokenizer()}
+    monkeypatch.setattr(offline_models, "find_tokenizer", lambda model: found.get(id(model)))
+    assert offline_models.common_tokenizer(None, target, draft) is found[id(target)]
+    assert offline_models.common_tokenizer(None, None, draft) is found[id(draft)]
+    given = chat_tokenizer()
+    assert offline_models.common_tokenizer(given, target, draft) is given
+    found[id(draft)].chat_template = None
+    dataset = [{"messages": [{"role": "user", "content": "abc"}]}]
+    distill(target=target, draft=draft, dataset=dataset, config=config(tmp_path, max_steps=1))
+    found[id(draft)] = models.tokenizer(characters=string.ascii_lowercase)
+    for tokenizer in (None, given):
+        with pytest.raises(VocabularyMismatchError, match="tokenizers of target and draft differ"):
+            distill(target=target, draft=draft, dataset=ROWS, config=config(tmp_path), tokenizer=tokenizer)
+
+
+def test_recordings_of_the_other_kind_of_model_are_refused(tmp_path: Any, pair: Any, t5_pair: Any) -> None:
+    with pytest.raises(DataError, match="The draft is decoder-only, but 6 of 6 .* encoder-decoder"):
+        run((None, pair[1]), tmp_path, recorded(t5_pair[0]))
+    with pytest.raises(DataError, match="The draft is encoder-decoder, but 6 of 6 .* decoder-only"):
+        run((None, t5_pair[1]), tmp_path, recorded(pair[0]))
+    unstarted = copy.deepcopy(t5_pair[1])
+    unstarted.generation_config.decoder_start_token_id = None
+    with pytest.raises(UnsupportedModelError, match="without a `decoder_start_token_id`"):
+        run((t5_pair[0], unstarted), tmp_path)
+
+
+def test_requests_are_taken_as_they_are_recorded(tmp_path: Any, pair: Any) -> None:
+    def fresh() -> Any:
+        return record_traces(pair[0], PROMPTS[:6], max_new_tokens=7)
+
+    one_by_one = run((None, pair[1]), tmp_path, fresh(), eval_dataset=fresh())
+    listed = run((None, pair[1]), tmp_path, list(fresh()), eval_dataset=list(fresh()))
+    assert losses(one_by_one) == losses(listed)
+    assert one_by_one.alpha == listed.alpha
+
+
+def test_an_encoder_decoder_has_positions_for_source_and_answer_each(tmp_path: Any, t5_pair: Any) -> None:
+    bart = models.pair("bart", noise=0.5)
+    with pytest.raises(DataError, match="Row 0 is too long: a prompt of 257 tokens"):
+        run(bart, tmp_path, [{"prompt": [5] * 257}])
+    with pytest.raises(DataError, match="a completion of 257 do not fit"):
+        run(bart, tmp_path, [{"prompt": [5], "completion": [5] * 257}])
+    for row in ({"prompt": [5] * 256}, {"prompt": [5], "completion": [5] * 256}):
+        assert len(losses(run(bart, tmp_path, [row], max_steps=1))) == 1
+    assert len(losses(run(t5_pair, tmp_path, [{"prompt": [5] * 600}], max_steps=1))) == 1
+    configs = [model.config for model in bart]
+    assert prompt_room(*configs, 128) == 256
+    with pytest.raises(ConfigError, match="257 new tokens do not fit"):
+        prompt_room(*configs, 257)
+    assert prompt_room(*[model.config for model in t5_pair], 128) is None
+
+
+def test_a_target_that_would_answer_under_processors_is_refused(tmp_path: Any, pair: Any) -> None:
+    target, draft = copy.deepcopy(pair[0]), pair[1]
+    target.generation_config.repetition_penalty = 1.1
+    for source in ("teacher", "mix_request", "mix_token"):
+        with pytest.raises(
+            ConfigError, match="sets repetition_penalty.* `target.generation_config`, or bring answers"
+        ):
+            run((target, draft), tmp_path, sample_source=source)
+    with pytest.raises(ConfigError, match="sets repetition_penalty"):
+        run((target, draft), tmp_path, ANSWERED, eval_dataset=HELD_OUT)
+    assert run((target, draft), tmp_path, ANSWERED, eval_dataset=recorded(pair[0]), max_steps=1).alpha
 
 
 def test_an_unknown_setting_is_refused(tmp_path: Any) -> None:

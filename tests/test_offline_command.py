@@ -11,7 +11,16 @@ import pytest
 from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from osd_hf import ConfigError, CorrectionStore, DataError, StoreError, record_traces, replay
+import osd_hf
+from osd_hf import (
+    ConfigError,
+    CorrectionStore,
+    DataError,
+    StoreError,
+    VocabularyMismatchError,
+    record_traces,
+    replay,
+)
 from osd_hf.cli import main
 from osd_hf.distill_command import add_distill, distill_command
 from osd_hf.prompts import encode_turn
@@ -82,6 +91,86 @@ def test_prompts_are_distilled_and_the_draft_is_written(tmp_path: Path, pair: Pa
     held_out = [encode_turn(tokenizer, f"what is {i}?") for i in (5, 6, 7)]
     assert replay(learned, list(record_traces(target, held_out, max_new_tokens=5))).alpha == found["alpha"]["2"]
     assert "2 steps. Wrote draft/ and report.json" in capsys.readouterr().out
+
+
+def test_prompts_are_the_target_s_and_the_draft_keeps_its_tokenizer(
+    tmp_path: Path, pair: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = tmp_path / "draft_without_template"
+    AutoModelForCausalLM.from_pretrained(pair / "draft").save_pretrained(draft)
+    tokenizer = AutoTokenizer.from_pretrained(pair / "draft")
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(draft)
+    read = []
+    monkeypatch.setattr(
+        osd_hf,
+        "distill",
+        lambda dataset, real=osd_hf.distill, **kw: read.append(dataset) or real(dataset=dataset, **kw),
+    )
+    flags = ["--target", pair / "target", "--draft", draft, "--prompts", rows, "--column", "question", *SMALL]
+    assert command(tmp_path / "out", *flags) == 0
+    assert read[0][0]["prompt"] == encode_turn(AutoTokenizer.from_pretrained(pair / "target"), "what is 0?")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out" / "draft").chat_template is None
+
+
+def test_tokenizers_that_differ_are_refused(tmp_path: Path, pair: Path, rows: Path) -> None:
+    draft = tmp_path / "other"
+    AutoModelForCausalLM.from_pretrained(pair / "draft").save_pretrained(draft)
+    tokenizer = AutoTokenizer.from_pretrained(pair / "draft")
+    tokenizer.add_tokens(["what"])
+    tokenizer.save_pretrained(draft)
+    with pytest.raises(VocabularyMismatchError, match="differ in 1 tokens"):
+        command(tmp_path / "out", "--target", pair / "target", "--draft", draft, "--prompts", rows, *SMALL)
+
+
+def test_no_more_is_read_than_asked_for(
+    tmp_path: Path, pair: Path, rows: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def noted(tokenizer: Any, text: str, **kwargs: Any) -> Any:
+        read.append(text)
+        return encode_turn(tokenizer, text, **kwargs)
+
+    def traces(self: Any, real: Any = CorrectionStore.__iter__) -> Any:
+        for trace in real(self):
+            read.append("a trace")
+            yield trace
+
+    monkeypatch.setattr("osd_hf.prompts.encode_turn", noted)
+    monkeypatch.setattr(CorrectionStore, "__iter__", traces)
+    models = ["--target", pair / "target", "--draft", pair / "draft"]
+    assert command(tmp_path, *models, "--prompts", rows, "--column", "question", "--num-requests", 2, *SMALL) == 0
+    assert read == ["what is 0?", "what is 1?"]
+    assert command(tmp_path, *models, "--store", store, "--num-requests", 2, *SMALL) == 0
+    assert read[2:] == ["a trace"] * 2
+
+
+def test_prompts_without_room_for_an_answer_are_left_out(tmp_path: Path, pair: Path, capsys: Any) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"question": text}) + "\n" for text in ("a", "b" * 300, "", "c")))
+    flags = ["--target", pair / "target", "--draft", pair / "draft", "--prompts", path, "--column", "question"]
+    assert command(tmp_path / "out", *flags, "--num-requests", 2, *SMALL) == 0
+    assert report(tmp_path / "out")["num_requests"] == 2
+    assert "skipped 1 prompts without text and 1 that leave no room" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--learning-rate", "fast"], "`learning_rate` must be a number, got 'fast'"),
+        (["--max-steps", "1.5"], "`max_steps` must be an integer, got 1.5"),
+        (["--num-train-epochs", "two"], "`num_train_epochs` must be a number, got 'two'"),
+        (["--eval-strategy", "steps", "--eval-steps", "often"], "`eval_steps` must be a number, got 'often'"),
+        (["--early-stopping-patience", "2", "--num-held-out", "2"], "`early_stopping_patience` must be left out"),
+    ],
+)
+def test_settings_of_another_type_end_the_command(
+    tmp_path: Path, pair: Path, store: Path, flags: list[str], message: str, capsys: Any
+) -> None:
+    places = ["--output-dir", str(tmp_path), "--draft", str(pair / "draft"), "--store", str(store)]
+    assert main(["distill", *places, *SMALL, *flags]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_store_is_distilled_without_a_target(tmp_path: Path, pair: Path, store: Path, capsys: Any) -> None:
