@@ -7,7 +7,8 @@ acceptance before and after.
     OSD_HF_DATA=... python recipes/t5_pair.py --pair runs/t5_smoke --max-steps 10 --requests 16 --held-out 8 \\
         --epochs 1 --live 4 --max-new-tokens 16 --name t5_smoke        # smoke
 
-train    target (5M parameters) and draft (1M) on dialogsum (300 summaries) and spider (6,280 queries); saved in --pair
+train    target (5M parameters) and draft (1M) on dialogsum (300 summaries) and spider (6,280 queries), begun with
+         the embeddings of the lab pair; saved in --pair
 record   the target's greedy answers to the other rows, the requests, none of which was trained on; what they are worth
 offline  `distill` from the recorded rows and from the target itself; held-out alpha before and after
 online   one pass of the online learner, by replay; alpha over the last fifth and on the held-out requests
