@@ -22,8 +22,7 @@ from osd_hf.guards import (
     check_inputs,
     check_pair,
     check_processors,
-    check_tokenizers,
-    find_tokenizer,
+    common_tokenizer,
 )
 from osd_hf.hook import bind
 from osd_hf.loading import load_model
@@ -87,7 +86,7 @@ class OnlineAssistant:
         self.target = load_model(os.fspath(target)) if isinstance(target, named) else target
         source = load_model(os.fspath(draft)) if isinstance(draft, named) else uncompiled(draft)
         check_pair(unwrap(self.target), unwrap(source))
-        self.tokenizer = _common_tokenizer(tokenizer, unwrap(self.target), unwrap(source))
+        self.tokenizer = common_tokenizer(tokenizer, unwrap(self.target), unwrap(source))
         with learning_context():
             served = merged(source)
             self._draft = (copy.deepcopy(source) if served is source else served).eval()
@@ -392,11 +391,3 @@ class OnlineAssistant:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-def _common_tokenizer(tokenizer: Any, target: Any, draft: Any) -> Any:
-    found = [tokenizer, find_tokenizer(target), find_tokenizer(draft)]
-    known = [t for t in found if t is not None]
-    for other in known[1:]:
-        check_tokenizers(known[0], other)
-    return known[0] if known else None

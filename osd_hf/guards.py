@@ -18,6 +18,7 @@ __all__ = [
     "check_pair",
     "check_processors",
     "check_tokenizers",
+    "common_tokenizer",
     "find_tokenizer",
 ]
 
@@ -259,3 +260,12 @@ def find_tokenizer(model: Any) -> Any:
         return AutoTokenizer.from_pretrained(source, local_files_only=True)
     except (OSError, ValueError, KeyError):
         return None
+
+
+def common_tokenizer(given: Any, target: Any, draft: Any) -> Any:
+    """The tokenizer given, else the target's, else the draft's; raises VocabularyMismatchError where one differs."""
+    found = [given, *(find_tokenizer(model) for model in (target, draft) if model is not None)]
+    known = [tokenizer for tokenizer in found if tokenizer is not None]
+    for other in known[1:]:
+        check_tokenizers(known[0], other)
+    return known[0] if known else None

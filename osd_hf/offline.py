@@ -16,6 +16,7 @@ import torch
 from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Seq2SeqTrainingArguments, set_seed
 
 from osd_hf.errors import ConfigError
+from osd_hf.guards import common_tokenizer
 from osd_hf.losses import DIVERGENCES, generalized_jsd
 from osd_hf.offline_data import Data, collate, numbered, read_data
 from osd_hf.offline_loss import check_head, divergence_sum, stored_rows, target_rows
@@ -24,7 +25,6 @@ from osd_hf.offline_models import (
     as_it_was,
     check_adapters,
     check_types,
-    common_tokenizer,
     last_checkpoint,
     learner_of,
     let_run,

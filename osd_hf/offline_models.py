@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from osd_hf.errors import ConfigError, StateError, UnsupportedModelError
-from osd_hf.guards import check_tokenizers, find_tokenizer
 from osd_hf.updater import trainable_parameters
 from osd_hf.wrappers import is_peft, merged, unwrap
 
@@ -24,22 +23,12 @@ __all__ = [
     "as_it_was",
     "check_adapters",
     "check_types",
-    "common_tokenizer",
     "last_checkpoint",
     "learner_of",
     "let_run",
     "trained_draft",
     "without_dropout",
 ]
-
-
-def common_tokenizer(given: Any, target: Any, draft: Any) -> Any:
-    """The tokenizer given, else the target's, else the draft's; raises VocabularyMismatchError where one differs."""
-    found = [given, *(find_tokenizer(model) for model in (target, draft) if model is not None)]
-    known = [tokenizer for tokenizer in found if tokenizer is not None]
-    for other in known[1:]:
-        check_tokenizers(known[0], other)
-    return known[0] if known else None
 
 
 def check_adapters(draft: Any, peft_config: Any) -> None:

@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import copy
 import math
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +33,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-import torch
-from common import RESULTS, TEMPLATES, ProcessorTimed, last_share, load_pair, recorded, serve, write_report
+from common import RESULTS, TEMPLATES, ProcessorTimed, last_share, load_pair, recorded, run_facts, serve, write_report
 from numpy.typing import NDArray
 from tqdm import tqdm
 
@@ -225,9 +223,7 @@ def main() -> None:
     RESULTS.mkdir(parents=True, exist_ok=True)
     plot(RESULTS / f"{args.name}.png", {key: np.mean(n, axis=0) for key, n in nets.items()}, args.requests)
     facts = {
-        "seed": args.seed, "requests": args.requests, "threads": torch.get_num_threads(),
-        "mixed_precision": os.environ.get("ACCELERATE_MIXED_PRECISION", "no"),
-        "minutes": round((time.time() - started) / 60, 1),
+        "seed": args.seed, "requests": args.requests, **run_facts(started),
     }  # fmt: skip
     report = {
         "config": config.to_dict(), "k": K, "token_ms": args.token_ms, "round_ms": args.round_ms,

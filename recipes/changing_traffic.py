@@ -13,7 +13,6 @@ before, but at the slowest pace): it shows whether what was learned of a data se
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,8 +20,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-import torch
-from common import RESULTS, last_share, load_pair, recorded, rotate, write_report
+from common import RESULTS, last_share, load_pair, recorded, rotate, run_facts, write_report
 from streams import pooled
 from tqdm import tqdm
 
@@ -144,9 +142,7 @@ def main() -> None:
     RESULTS.mkdir(parents=True, exist_ok=True)
     plot(RESULTS / f"{args.name}.png", rows, curves, args.window)
     facts = {
-        "seed": args.seed, "requests": args.requests, "threads": torch.get_num_threads(),
-        "mixed_precision": os.environ.get("ACCELERATE_MIXED_PRECISION", "no"),
-        "minutes": round((time.time() - started) / 60, 1),
+        "seed": args.seed, "requests": args.requests, **run_facts(started),
     }  # fmt: skip
     write_report(args.name, {"config": OnlineConfig(seed=args.seed).to_dict(), "rows": rows}, **facts)
 

@@ -126,3 +126,12 @@ class ProcessorTimed(Updater):
     def update(self, steps: int | None = None) -> UpdateReport:
         started = time.process_time()
         return replace(super().update(steps), seconds=time.process_time() - started)
+
+
+def run_facts(started: float) -> dict[str, Any]:
+    """Of a run that began at `started` (`time.time()`), for the report."""
+    return {
+        "threads": torch.get_num_threads(),
+        "mixed_precision": os.environ.get("ACCELERATE_MIXED_PRECISION", "no"),
+        "minutes": round((time.time() - started) / 60, 1),
+    }

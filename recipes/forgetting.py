@@ -15,15 +15,13 @@ from __future__ import annotations
 
 import argparse
 import copy
-import os
 import time
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
-import torch
-from common import RESULTS, load_pair, recorded, serve, write_report
+from common import RESULTS, load_pair, recorded, run_facts, serve, write_report
 from tqdm import tqdm
 
 from osd_hf import AcceptanceStats, OnlineConfig, Trace, replay
@@ -140,9 +138,7 @@ def main() -> None:
     RESULTS.mkdir(parents=True, exist_ok=True)
     plot(RESULTS / f"{args.name}.png", matrices)
     facts = {
-        "seed": args.seed, "visit": args.visit, "held_out": args.held_out, "threads": torch.get_num_threads(),
-        "mixed_precision": os.environ.get("ACCELERATE_MIXED_PRECISION", "no"),
-        "minutes": round((time.time() - started) / 60, 1),
+        "seed": args.seed, "visit": args.visit, "held_out": args.held_out, **run_facts(started),
     }  # fmt: skip
     write_report(args.name, {"rules": rules}, **facts)
 

@@ -20,15 +20,13 @@ from __future__ import annotations
 
 import argparse
 import copy
-import os
 import time
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
-import torch
-from common import RESULTS, ProcessorTimed, last_share, load_pair, recorded, rotate, serve, write_report
+from common import RESULTS, ProcessorTimed, last_share, load_pair, recorded, rotate, run_facts, serve, write_report
 from tqdm import tqdm
 
 from osd_hf import AcceptanceStats, OnlineConfig, Trace
@@ -148,9 +146,7 @@ def main() -> None:
     RESULTS.mkdir(parents=True, exist_ok=True)
     plot(RESULTS / f"{args.name}.png", rows)
     facts = {
-        "seed": args.seed, "requests": args.requests, "segment": args.segment, "threads": torch.get_num_threads(),
-        "mixed_precision": os.environ.get("ACCELERATE_MIXED_PRECISION", "no"),
-        "minutes": round((time.time() - started) / 60, 1),
+        "seed": args.seed, "requests": args.requests, "segment": args.segment, **run_facts(started),
     }  # fmt: skip
     write_report(args.name, {"publish_seconds": publish, "rows": rows}, **facts)
 

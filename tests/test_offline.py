@@ -33,9 +33,9 @@ from osd_hf import (
     UnsupportedModelError,
     VocabularyMismatchError,
     capture_traces,
+    guards,
     offline_data,
     offline_loss,
-    offline_models,
     record_traces,
     replay,
 )
@@ -792,11 +792,11 @@ def test_the_target_s_tokenizer_reads_and_must_be_the_draft_s(
 ) -> None:
     target, draft = pair
     found = {id(target): chat_tokenizer(), id(draft): chat_tokenizer()}
-    monkeypatch.setattr(offline_models, "find_tokenizer", lambda model: found.get(id(model)))
-    assert offline_models.common_tokenizer(None, target, draft) is found[id(target)]
-    assert offline_models.common_tokenizer(None, None, draft) is found[id(draft)]
+    monkeypatch.setattr(guards, "find_tokenizer", lambda model: found.get(id(model)))
+    assert guards.common_tokenizer(None, target, draft) is found[id(target)]
+    assert guards.common_tokenizer(None, None, draft) is found[id(draft)]
     given = chat_tokenizer()
-    assert offline_models.common_tokenizer(given, target, draft) is given
+    assert guards.common_tokenizer(given, target, draft) is given
     found[id(draft)].chat_template = None
     dataset = [{"messages": [{"role": "user", "content": "abc"}]}]
     distill(target=target, draft=draft, dataset=dataset, config=config(tmp_path, max_steps=1))
