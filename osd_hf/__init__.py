@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from osd_hf.assistant import OnlineAssistant
 from osd_hf.config import OnlineConfig
 from osd_hf.cost import best_k, expected_block_efficiency, expected_speedup
+from osd_hf.drafts import DomainDrafts
 from osd_hf.errors import (
     CaptureError,
     ConfigError,
@@ -17,11 +18,13 @@ from osd_hf.errors import (
     UnsupportedModelError,
     VocabularyMismatchError,
 )
+from osd_hf.gate import GateDecision
 from osd_hf.hook import capture_traces
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.recording import record_traces
 from osd_hf.records import DraftRound, Trace
 from osd_hf.replay import replay
+from osd_hf.routing import CallableRouter, LabelRouter, LanguageRouter, RoutedPrompt, Router, TopicRouter
 from osd_hf.simulate import SimulationReport, simulate
 from osd_hf.store import CorrectionStore
 from osd_hf.updater import UpdateReport
@@ -34,19 +37,27 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AcceptanceStats",
+    "CallableRouter",
     "CaptureError",
     "ConfigError",
     "CorrectionStore",
     "DataError",
     "DistillConfig",
+    "DomainDrafts",
     "DraftRound",
+    "GateDecision",
+    "LabelRouter",
+    "LanguageRouter",
     "LearnerError",
     "OSDError",
     "OnlineAssistant",
     "OnlineConfig",
+    "RoutedPrompt",
+    "Router",
     "SimulationReport",
     "StateError",
     "StoreError",
+    "TopicRouter",
     "Trace",
     "UnsupportedGenerationError",
     "UnsupportedModelError",

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import logging
 import os
-import threading
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from osd_hf.capture import Binding
+from osd_hf.capture import Binding, Lease
 from osd_hf.config import OnlineConfig
 from osd_hf.drafting import LeanDrafting
-from osd_hf.errors import LearnerError, UnsupportedGenerationError
+from osd_hf.drafts import DomainDrafts
+from osd_hf.errors import LearnerError
+from osd_hf.gate import GateDecision
 from osd_hf.guards import (
     check_criteria,
+    check_drafted_by_us,
     check_generation,
     check_inputs,
     check_pair,
@@ -25,23 +27,23 @@ from osd_hf.guards import (
     common_tokenizer,
 )
 from osd_hf.hook import bind
+from osd_hf.learner import Learner
 from osd_hf.loading import load_model
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.pacing import DraftingPlan
-from osd_hf.promotion import Promotion
 from osd_hf.records import Trace
-from osd_hf.schedule import UpdateSchedule
+from osd_hf.routing import RoutedPrompt, Router, as_router
 from osd_hf.session import load_session, save_session
 from osd_hf.store import CorrectionStore
+from osd_hf.tally import Tally
 from osd_hf.tracking import make_accelerator
-from osd_hf.updater import Updater, UpdateReport, learning_context
-from osd_hf.wrappers import merged, uncompiled, unwrap
+from osd_hf.updater import Updater, UpdateReport
+from osd_hf.upkeep import Upkeep
+from osd_hf.wrappers import uncompiled, unwrap
 
 __all__ = ["OnlineAssistant"]
 
 logger = logging.getLogger(__name__)
-
-FALLBACK_K = 5  # with "auto", where the draft is used without it
 
 
 class OnlineAssistant:
@@ -62,6 +64,16 @@ class OnlineAssistant:
             How to draft and learn.
         store (`CorrectionStore` or `str` or `Path`, *optional*):
             Where captured traces are logged, beside the learner's own buffer.
+        router (`Router` or `Callable[[str], str | None]`, *optional*):
+            Gives each domain a draft of its own, and says which domain a prompt belongs to where the request has no
+            label: [`LabelRouter`], [`LanguageRouter`], [`TopicRouter`], or any function of the prompt's text. What it
+            does not know, and what is of no domain, is served by the base draft, which stays as it was. Without a
+            router all requests share one draft, and labels are only counted.
+        peft_config (`peft.PeftConfig`, *optional*):
+            Learn adapters of this kind, such as `LoraConfig`, and serve them merged; by default whole drafts learn.
+        autosave (`str` or `Path`, *optional*):
+            Folder that the session is saved to after every `autosave_interval` updates, beside serving, and when the
+            assistant is closed; [`~OnlineAssistant.load_state`] goes on from it.
         report_to (`str` or `list[str]`, *optional*):
             Trackers as the Hugging Face trainers take them: `"trackio"`, `"tensorboard"`, `"wandb"`, `"all"`, ...
 
@@ -79,6 +91,9 @@ class OnlineAssistant:
         config: OnlineConfig | None = None,
         *,
         store: CorrectionStore | str | os.PathLike[str] | None = None,
+        router: Router | Callable[[str], str | None] | None = None,
+        peft_config: Any = None,
+        autosave: str | os.PathLike[str] | None = None,
         report_to: str | Sequence[str] | None = None,
     ) -> None:
         self.config = config or OnlineConfig()
@@ -87,31 +102,17 @@ class OnlineAssistant:
         source = load_model(os.fspath(draft)) if isinstance(draft, named) else uncompiled(draft)
         check_pair(unwrap(self.target), unwrap(source))
         self.tokenizer = common_tokenizer(tokenizer, unwrap(self.target), unwrap(source))
-        with learning_context():
-            served = merged(source)
-            self._draft = (copy.deepcopy(source) if served is source else served).eval()
-        if self.config.num_assistant_tokens is not None:
-            generation_config = self._draft.generation_config
-            is_auto = self.config.num_assistant_tokens == "auto"
-            generation_config.num_assistant_tokens = FALLBACK_K if is_auto else self.config.num_assistant_tokens
-            generation_config.num_assistant_tokens_schedule = "constant"
-            generation_config.assistant_confidence_threshold = 0.0
+        self.router = as_router(router)
+        per_domain = self.router is not None
+        self._drafts = DomainDrafts(source, self.config, peft_config=peft_config, per_domain=per_domain)
         self.store = store if store is None or isinstance(store, CorrectionStore) else CorrectionStore(store)
         self._accelerator = make_accelerator(report_to, self.config)
-        self._updater = Updater(source, self.config, self._accelerator)
-        self._drafting: LeanDrafting | None = None
-        if self.config.drafting == "lean":
-            k, compiled = self.config.num_assistant_tokens, self.config.compile_draft
-            self._drafting = LeanDrafting(self._draft, k, compile_draft=compiled)
-        self._schedule = UpdateSchedule(self.config)
-        self._stats: dict[str | None, AcceptanceStats] = {}
-        self._since_update = AcceptanceStats()
-        self._requests = 0
-        self._version = 0
-        self._failure: Exception | None = None
-        self._counting = threading.Lock()
-        self._learning = threading.Lock()
-        self._serving = Promotion()
+        self._learner = Learner(self._drafts, self.config, self._accelerator)
+        self._tally = Tally()
+        self._autosave = None if autosave is None else Path(autosave)
+        # Threads hold no reference to the assistant: one that nobody uses any more takes them along.
+        self._upkeep = Upkeep(self._learner, self._track, None if autosave is None else self._save)
+        weakref.finalize(self, self._upkeep.stop)
 
     # --- serving ----------------------------------------------------------------------------------------------------
 
@@ -135,15 +136,7 @@ class OnlineAssistant:
             UnsupportedGenerationError: what cannot be kept lossless; before any work is done.
             LearnerError: once, before any work is done, if learning had failed after an earlier answer.
         """
-        if generate_kwargs.pop("assistant_model", None) is not None:
-            raise UnsupportedGenerationError(
-                "`assistant_model` was given, but the assistant brings its own draft. Leave it out, or call "
-                "`target.generate` inside `with assistant.attached():`."
-            )
-        if generate_kwargs.get("custom_generate") is not None:
-            raise UnsupportedGenerationError(
-                "`custom_generate` replaces assisted decoding, so no draft is used. Leave it out."
-            )
+        check_drafted_by_us(generate_kwargs)
         check_inputs(inputs, generate_kwargs)
         check_generation(
             generate_kwargs,
@@ -158,9 +151,9 @@ class OnlineAssistant:
             check_criteria(generate_kwargs.get("stopping_criteria"), prompt)
         if self.tokenizer is not None and generate_kwargs.get("stop_strings") is not None:
             generate_kwargs.setdefault("tokenizer", self.tokenizer)
-        self._raise_failure()
-        with self._bound(domain=domain, learn=learn, exact_stops=True):
-            return self.target.generate(inputs, assistant_model=self._draft, **generate_kwargs)
+        self._upkeep.raise_failure()
+        with self._upkeep.traffic.request(), self._bound(domain=domain, learn=learn, exact_stops=True):
+            return self.target.generate(inputs, assistant_model=self._drafts.base, **generate_kwargs)
 
     @contextlib.contextmanager
     def attached(self, *, domain: str | None = None, learn: bool = True) -> Iterator[OnlineAssistant]:
@@ -184,85 +177,92 @@ class OnlineAssistant:
             functools.partial(self._observe, learn=learn),
             owner=self,
             num_logprobs=self.config.num_logprobs if learn else 0,
-            domain=domain,
-            serving=self._request,
+            serving=functools.partial(self._request, domain),
             exact_stops=exact_stops,
-            drafting=self._drafting,
         )
         return bind(self.target, binding)
 
     @contextlib.contextmanager
-    def _request(self) -> Iterator[int]:
-        self._raise_failure()
-        with self._serving.request():
-            yield self._version
+    def _request(self, domain: str | None, assistant_model: Any, prompt: Any) -> Iterator[Lease]:
+        with self._upkeep.serving():
+            if domain is None and self.router is not None and prompt is not None:
+                domain = self._routed(prompt)
+            with self._drafts.lease(domain) as draft:
+                is_ours = self._drafts.owns(assistant_model)  # another one serves, and ours learns
+                model, drafting = (draft.model, draft.drafting) if is_ours else (None, None)
+                yield Lease(draft.version if is_ours else 0, domain, model, drafting)
+
+    def _routed(self, prompt: Any) -> str | None:
+        """The router's choice; a router that fails costs no answer."""
+        assert self.router is not None
+        try:
+            return self.router.route(RoutedPrompt(prompt, self.tokenizer))
+        except Exception as error:
+            logger.exception("The router failed; the base draft serves, the error is raised by the next call.")
+            self._upkeep.failed(error)
+            return None
 
     def _observe(self, trace: Trace, *, learn: bool) -> None:
-        stats = AcceptanceStats.from_trace(trace)
-        with self._counting:
-            self._requests += 1
-            self._stats[trace.domain] = self._stats.get(trace.domain, AcceptanceStats()) + stats
-            self._since_update = self._since_update + stats
+        self._tally.add(trace.domain, AcceptanceStats.from_trace(trace))
         if not learn:
             return
         try:
             if self.store is not None:
                 self.store.append(trace)
-            with self._counting:
-                self._updater.observe(trace)
-                due = self._schedule.request_ended()
-            # While another thread learns, this one's answer does not wait for it; the update stays due.
-            if due and self._learning.acquire(blocking=False):
-                try:
-                    self._update(None)
-                finally:
-                    self._learning.release()
+            self._learner.observe(trace.domain, trace)
+            self._upkeep.served()
         except Exception as error:
             logger.exception("Learning failed; the answer is delivered, the error is raised by the next call.")
-            self._failure = error
-            self._schedule.updated()  # try again after another interval, not at every request
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise LearnerError(
-                f"Learning failed after an earlier answer ({failure!r}); that answer was delivered, and serving goes "
-                "on with draft version "
-                f"{self._version}. Call again to be served; mend the cause to learn on."
-            ) from failure
+            self._upkeep.failed(error)
 
     # --- learning ---------------------------------------------------------------------------------------------------
 
-    def update(self, steps: int | None = None) -> UpdateReport:
+    def update(self, steps: int | None = None, *, domain: str | None = None) -> UpdateReport:
         """
         Learn now from what has been captured since the last update, and serve the outcome from the next request on.
 
         Args:
             steps (`int`, *optional*):
                 Optimizer steps, `config.steps_per_update` by default.
+            domain (`str`, *optional*):
+                Whose draft, with drafts per domain; by default the one with the most new requests.
+
+        Raises:
+            LearnerError: called in the middle of a request of this thread; or no draft has anything to learn from.
         """
-        with self._learning:
-            return self._update(steps)
+        self._upkeep.check_outside()
+        with self._upkeep.alone():
+            key = self._learner.fullest() if domain is None else self._drafts.key(domain)
+            if self.router is not None and key is None:
+                raise LearnerError("No domain has a draft that could learn yet. Serve requests of one first.")
+            return self._upkeep.update(key, steps)
 
-    def _update(self, steps: int | None) -> UpdateReport:
-        report = self._updater.update(steps)
-        self._schedule.updated()
-        if report.version != self._version:
-            with self._serving.promotion():
-                self._promote(report.version)
-        self._track(report)
-        return report
+    def pause(self) -> None:
+        """Begin no update, and take no further step of one under way, until [`~OnlineAssistant.resume`]; requests are
+        still captured."""
+        self._upkeep.pause()
 
-    def _promote(self, version: int) -> None:
-        self._updater.copy_to(self._draft)
-        self._version = version
-        if self._drafting is not None:
-            self._drafting.pacer.draft_changed()
+    def resume(self) -> None:
+        """Learn again; what has come to be due meanwhile is done at the next occasion."""
+        self._upkeep.resume()
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether there is an update under way or due."""
+        return self._learner.has_work()
+
+    @property
+    def learning_seconds(self) -> float:
+        """Time spent on learning so far, the update under way included."""
+        return self._learner.seconds
+
+    def wait_until_idle(self, timeout: float | None = None) -> bool:
+        """Wait, with the strategy `"idle"`, until all that is due has been learned, at most `timeout` seconds; gives
+        whether it has."""
+        return self._upkeep.wait_until_idle(timeout)
 
     def _track(self, report: UpdateReport) -> None:
-        with self._counting:
-            recent, self._since_update = self._since_update, AcceptanceStats()
-            requests = self._requests
+        requests, recent = self._tally.take_recent()
         values: dict[str, Any] = {
             "version": report.version,
             "dropped_steps": report.dropped_steps,
@@ -279,90 +279,113 @@ class OnlineAssistant:
 
     @property
     def draft(self) -> Any:
-        """The draft that serves, an ordinary transformers model; its weights change between requests."""
-        return self._draft
+        """The draft that serves (with drafts per domain: the base draft), an ordinary transformers model. Its weights
+        change between requests; where requests overlap, a new version may be another model: ask again."""
+        return self._drafts.model(None)
 
     def serving_draft(self, domain: str | None = None) -> Any:
-        """The draft that a request of this domain is served with."""
-        return self._draft
+        """The draft that a request of this domain is served with now, an ordinary transformers model."""
+        return self._drafts.model(domain)
+
+    @property
+    def drafts(self) -> DomainDrafts:
+        """All drafts: versions, adapters, what is held ready."""
+        return self._drafts
+
+    @property
+    def decisions(self) -> tuple[GateDecision, ...]:
+        """What became of each version that was learned, and why, oldest first."""
+        return tuple(self._learner.decisions)
 
     @property
     def drafting(self) -> LeanDrafting | None:
-        """What makes the candidates, with its clock and its pace; `None` where transformers' generator does."""
-        return self._drafting
+        """What makes the candidates of [`~OnlineAssistant.draft`], with its clock and its pace; `None` where
+        transformers' generator does."""
+        with self._drafts.lease() as draft:
+            return draft.drafting
 
     def drafting_plan(self, domain: str | None = None, *, do_sample: bool = False) -> DraftingPlan | None:
         """
         With `num_assistant_tokens="auto"`: how many tokens are drafted for requests of a domain, and the measured
         acceptance and costs that this is decided from; `None` otherwise.
         """
-        if self._drafting is None or self.config.num_assistant_tokens != "auto":
+        if self.config.drafting != "lean" or self.config.num_assistant_tokens != "auto":
             return None
-        return self._drafting.pacer.plan((domain, do_sample))
+        return self._drafts.pacer.plan((domain, do_sample))
 
     @property
     def version(self) -> int:
-        """Version of the serving draft; 0 before the first update."""
-        return self._version
+        """Version of the draft that serves, 0 before the first update; with drafts per domain, the newest of them."""
+        return max(self._drafts.serving_version(domain) for domain in (None, *self._drafts.domains))
+
+    @property
+    def _updater(self) -> Updater:
+        return self._learner.updater(None)
 
     @property
     def stats(self) -> AcceptanceStats:
         """Acceptance over all requests since the last reset."""
-        with self._counting:
-            return sum(self._stats.values(), AcceptanceStats())
+        return self._tally.total()
 
     @property
     def stats_by_domain(self) -> dict[str | None, AcceptanceStats]:
         """Acceptance by the label of the request."""
-        with self._counting:
-            return dict(self._stats)
+        return self._tally.by_domain()
 
     def reset_stats(self) -> None:
         """Count from zero again; nothing learned is lost."""
-        with self._counting:
-            self._stats.clear()
-            self._since_update = AcceptanceStats()
+        self._tally.reset()
 
     # --- keeping ----------------------------------------------------------------------------------------------------
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str]) -> None:
-        """Save the draft as an ordinary model folder with its tokenizer; nothing of any request is in it."""
-        with self._published() as draft:
-            draft.save_pretrained(save_directory)
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *, domain: str | None = None) -> None:
+        """
+        Save a draft as an ordinary model folder with its tokenizer, adapters merged; nothing of any request is in it.
+
+        Args:
+            save_directory (`str` or `Path`):
+                Made where it is missing.
+            domain (`str`, *optional*):
+                Whose draft, with drafts per domain; `None` is the base or the shared draft. An adapter alone is saved
+                by `assistant.drafts.adapter(domain).save_pretrained(...)`, all of them by
+                `assistant.drafts.save_pretrained(...)`.
+        """
+        with self._drafts.lease(domain) as draft:  # one version from the first file to the last
+            draft.model.save_pretrained(save_directory)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(save_directory)
 
-    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Push draft and tokenizer as an ordinary model repo; arguments as of `PreTrainedModel.push_to_hub`."""
-        with self._published() as draft:
-            commit = draft.push_to_hub(repo_id, **kwargs)
+    def push_to_hub(self, repo_id: str, *, domain: str | None = None, **kwargs: Any) -> Any:
+        """Push a draft (`domain` as of [`~OnlineAssistant.save_pretrained`]) and the tokenizer as an ordinary model
+        repo; arguments as of `PreTrainedModel.push_to_hub`."""
+        with self._drafts.lease(domain) as draft:
+            commit = draft.model.push_to_hub(repo_id, **kwargs)
         if self.tokenizer is not None:
             self.tokenizer.push_to_hub(repo_id, **kwargs)
         return commit
 
-    @contextlib.contextmanager
-    def _published(self) -> Iterator[Any]:
-        with self._serving.request():  # one version from the first file to the last
-            yield self._draft
-
     def save_state(self, directory: str | os.PathLike[str]) -> None:
         """
         Save the session, so that [`~OnlineAssistant.load_state`] goes on where it stood: learned weights, optimizer,
-        replay buffer, versions and counts. Atomic: a reader sees the old state or the new one. It holds requests'
-        tokens; what is meant for others is saved by [`~OnlineAssistant.save_pretrained`].
+        replay buffers, versions, decisions, router and counts. Atomic: a reader sees the old state or the new one.
+        Requests go on meanwhile; learning waits. It holds requests' tokens; what is meant for others is saved by
+        [`~OnlineAssistant.save_pretrained`].
+
+        Raises:
+            StateError: the folder cannot be written.
         """
-        with self._learning, self._counting:
-            save_session(
-                Path(directory),
-                self._updater,
-                {
-                    "version": self._version,
-                    "requests": self._requests,
-                    "requests_waiting": self._schedule.requests_waiting,
-                    "stats": [[domain, stats.to_dict()] for domain, stats in self._stats.items()],
-                    "config": self.config.to_dict(),
-                },
-            )
+        with self._upkeep.alone():
+            facts = {
+                **self._tally.state(),
+                "config": self.config.to_dict(),
+                "decisions": [decision.to_dict() for decision in self._learner.decisions],
+            }
+            router = None if self.router is None else self.router.state_dict()
+            save_session(Path(directory), self._learner, facts, router)
+
+    def _save(self) -> None:
+        assert self._autosave is not None
+        self.save_state(self._autosave)
 
     def load_state(self, directory: str | os.PathLike[str]) -> None:
         """
@@ -371,20 +394,24 @@ class OnlineAssistant:
         Raises:
             StateError: nothing readable there, or the session of another draft; the assistant is as before.
         """
-        with self._learning, self._serving.promotion(), self._counting:
-            session = load_session(Path(directory), self._updater)
-            self._promote(int(session["version"]))
-            self._requests = int(session["requests"])
-            self._schedule.requests_waiting = int(session["requests_waiting"])
-            self._stats = {domain: AcceptanceStats.from_dict(stats) for domain, stats in session["stats"]}
-            self._since_update = AcceptanceStats()
+        with self._upkeep.alone():
+            facts, _ = load_session(Path(directory), self._learner, self.router)
+            self._learner.decisions.clear()
+            self._learner.decisions.extend(GateDecision(**decision) for decision in facts["decisions"])
+            self._tally.load(facts)
 
     def close(self) -> None:
-        """Flush the store, end tracking; raises LearnerError if learning had failed unnoticed."""
-        if self.store is not None:
-            self.store.flush()
-        self._accelerator.end_training()
-        self._raise_failure()
+        """End the idle thread, save the session where it is saved by itself, flush the store, end tracking; raises
+        LearnerError if learning had failed unnoticed."""
+        self._upkeep.stop()
+        try:
+            if self._autosave is not None:
+                self._save()
+        finally:
+            if self.store is not None:
+                self.store.flush()
+            self._accelerator.end_training()
+        self._upkeep.raise_failure()
 
     def __enter__(self) -> OnlineAssistant:
         return self

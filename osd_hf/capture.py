@@ -17,14 +17,14 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaL
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from osd_hf.arguments import NO_WARPING, num_cached, prompt_ids, request_settings
+from osd_hf.arguments import NO_WARPING, num_cached, request_settings
 from osd_hf.drafting import LeanCandidateGenerator, LeanDrafting
 from osd_hf.errors import UnsupportedModelError
 from osd_hf.pacing import Pace
 from osd_hf.records import DraftRound, Trace, ids_dtype, num_accepted
 from osd_hf.wrappers import unwrap
 
-__all__ = ["Binding", "Request", "Sink", "compress_rows"]
+__all__ = ["Binding", "Lease", "Request", "Sink", "compress_rows"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,28 @@ PENDING_LOGITS = 1 << 19  # elements that wait to be cut down: 2 MiB in float32,
 
 # Arguments of the assisted loop that the plain one does not know.
 ASSISTED_ONLY = ("inputs_tensor", "assistant_model", "assistant_tokenizer", "tokenizer")
+
+
+@dataclass(frozen=True)
+class Lease:
+    """
+    The draft of one request.
+
+    Args:
+        version (`int`, defaults to 0):
+            Written into the trace.
+        domain (`str`, *optional*):
+            That the request belongs to; written into the trace.
+        model (`PreTrainedModel`, *optional*):
+            Takes the place of the request's assistant model; `None`: that one serves.
+        drafting (`LeanDrafting`, *optional*):
+            Makes its candidates; `None`: the stock generator does.
+    """
+
+    version: int = 0
+    domain: str | None = None
+    model: Any = None
+    drafting: LeanDrafting | None = None
 
 
 @dataclass(eq=False)
@@ -49,24 +71,28 @@ class Binding:
         num_logprobs (`int`, *optional*):
             Target entries kept per position; 0 keeps no rows, `None` keeps whole rows.
         domain (`str`, *optional*):
-            Written into the traces.
-        serving (`Callable[[], ContextManager[int]]`, *optional*):
-            Entered around each request; yields the version of the draft that serves it.
+            Written into the traces, where `serving` finds no other.
+        serving (`Callable[[Any, Any], ContextManager[Lease]]`, *optional*):
+            Called with the request's assistant model and its prompt (token ids, int32, `(prompt,)`; `None` where it is
+            not made of these alone), and entered around it; yields the draft that serves it.
         exact_stops (`bool`, defaults to `False`):
             Whether an answer ends at the token that meets a stopping criterion. The stock loop looks at the criteria
             once a round and may run past the token at which the target alone would have stopped.
-        drafting (`LeanDrafting`, *optional*):
-            Makes the candidates where the request's assistant model is its draft; otherwise the stock generator does.
     """
 
     sink: Sink
     owner: object
     num_logprobs: int | None = 64
     domain: str | None = None
-    serving: Callable[[], AbstractContextManager[int]] = field(default=lambda: contextlib.nullcontext(0))
+    serving: Callable[[Any, Any], AbstractContextManager[Lease]] | None = None
     exact_stops: bool = False
-    drafting: LeanDrafting | None = None
     failure: BaseException | None = field(default=None, init=False)
+
+    def lease(self, assistant_model: Any, prompt: Any) -> AbstractContextManager[Lease]:
+        """The draft of a request, entered around it."""
+        if self.serving is None:
+            return contextlib.nullcontext(Lease(domain=self.domain))
+        return self.serving(assistant_model, prompt)
 
     def deliver(self, trace: Trace) -> None:
         # An answer must not be lost to a broken sink: the failure is kept and raised where the capture ends.
@@ -149,12 +175,13 @@ class Request:
         input_ids: torch.Tensor,
         kwargs: dict[str, Any],
         bindings: list[Binding],
-        versions: list[int],
+        leases: list[Lease],
+        prompts: tuple[Any, Any] | None,
     ) -> None:
         self.model = model
         self.bindings = bindings
         self.generator: Any = None
-        self.versions = versions
+        self.leases = leases
         self.input_ids = input_ids
         self.sequence = input_ids  # as far as it has come
         self.kwargs = kwargs
@@ -168,14 +195,14 @@ class Request:
         self.widths = {b.num_logprobs for b in bindings}
         self.keeps_rows = self.widths != {0}
         self.num_cached = num_cached(model, input_ids, kwargs)
-        self.prompts = prompt_ids(model, input_ids, kwargs, prefix_unseen=self.num_cached is None)
+        self.prompts = prompts
         self.drafting: LeanDrafting | None = None
         self.pace: Pace | None = None
-        for binding in bindings:
-            if binding.drafting is not None and binding.drafting.draft is kwargs.get("assistant_model"):
-                self.drafting = binding.drafting
+        for lease in leases:
+            if lease.drafting is not None:
+                self.drafting = lease.drafting
                 do_sample = bool(kwargs["generation_config"].do_sample)
-                self.pace = binding.drafting.pace(binding.domain, do_sample=do_sample)
+                self.pace = lease.drafting.pace(lease.domain, do_sample=do_sample)
         self.settings = request_settings(kwargs["generation_config"], input_ids.shape[1], kwargs["logits_processor"])
 
     def decode_plainly(self, decode: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
@@ -299,7 +326,7 @@ class Request:
             self.compress()
         prompt, decoder_prompt = self.prompts
         vocab_size = int(self.model.config.get_text_config().vocab_size)
-        for binding, version in zip(self.bindings, self.versions, strict=True):
+        for binding, lease in zip(self.bindings, self.leases, strict=True):
             top_logits, top_ids, tail = self._rows(binding.num_logprobs, vocab_size, len(completion))
             binding.deliver(
                 Trace(
@@ -311,8 +338,8 @@ class Request:
                     top_ids=top_ids,
                     tail_logprob=tail,
                     vocab_size=vocab_size,
-                    domain=binding.domain,
-                    draft_version=version,
+                    domain=lease.domain,
+                    draft_version=lease.version,
                     sampling=self.settings,
                     created_at_seconds=time.time(),
                 )

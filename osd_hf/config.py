@@ -12,7 +12,7 @@ __all__ = ["OnlineConfig"]
 
 DRAFTING = ("lean", "stock")
 LEARN_FROM = ("verified", "corrections")
-UPDATE_STRATEGIES = ("interval", "manual")
+UPDATE_STRATEGIES = ("interval", "idle", "manual")
 OPTIMIZERS = ("muon", "adamw")
 
 
@@ -43,9 +43,11 @@ class OnlineConfig:
         num_logprobs (`int`, *optional*, defaults to 64):
             Target entries kept per position (K); `None` keeps whole rows.
         update_strategy (`str`, *optional*, defaults to `"interval"`):
-            `"interval"`: an update after every `update_interval` requests; `"manual"`: only when `update` is called.
+            `"interval"`: an update after every `update_interval` requests, behind the answer that completes them;
+            `"idle"`: the same updates by a thread of their own, which steps only while no request is running;
+            `"manual"`: only when `update` is called.
         update_interval (`int`, *optional*, defaults to 8):
-            Requests between two updates.
+            Requests (of one draft, where domains have their own) between two updates.
         steps_per_update (`int`, *optional*, defaults to 8):
             Optimizer steps of an update.
         batch_size (`int`, *optional*, defaults to 32):
@@ -54,7 +56,8 @@ class OnlineConfig:
             Share of a batch drawn from the replay buffer; the rest are the newest requests. Where these are fewer,
             the buffer fills up; where the buffer is empty, the batch is smaller.
         buffer_size (`int`, *optional*, defaults to 2048):
-            Requests in the replay buffer; the oldest are dropped.
+            Requests in the replay buffer of one draft: a uniform sample of what each domain has had; where all do not
+            fit, the domain with the most gives way.
         optimizer (`str`, *optional*, defaults to `"muon"`):
             `"muon"`: Muon for the weight matrices inside the layers, AdamW for the rest; `"adamw"`: AdamW for all.
         learning_rate (`float`, *optional*, defaults to 1e-3):
@@ -64,6 +67,21 @@ class OnlineConfig:
         weight_average (`float`, *optional*, defaults to 0.98):
             What serves is the exponential average of the learned weights over steps, with this decay; 0 serves the
             last step's. An average allows a high rate without its noise.
+        gate (`bool`, *optional*, defaults to `True`):
+            A new version serves only if, replayed on the newest held-back requests (every fourth; they are learned
+            from later), it is accepted as well as the one that serves; a version whose served acceptance then falls
+            is rolled back.
+        max_duty_cycle (`float`, *optional*, defaults to 1.0):
+            Share of the time that learning may take: after work of s seconds it rests for `s * (1 / share - 1)`.
+        micro_step_seconds (`float`, *optional*, defaults to 0.02):
+            `"idle"` only: work is cut into parts of about this length, the longest that an arriving request waits.
+        autosave_interval (`int`, *optional*, defaults to 8):
+            Updates between two saves of the session, of an assistant that is given a folder for them.
+        max_drafts (`int`, *optional*, defaults to 32):
+            Domains that get a draft of their own; further ones are served by the base draft.
+        max_draft_bytes (`int`, *optional*):
+            Bytes of the drafts per domain that are held ready to serve (at least one is); the longest unused goes,
+            and is made again when it is needed. `None` holds all.
         seed (`int`, *optional*, defaults to 0):
             Of the replay samples.
 
@@ -79,7 +97,9 @@ class OnlineConfig:
     divergence: str = _setting("forward_kl", "loss between target and draft: " + ", ".join(DIVERGENCES))
     learn_from: Literal["verified", "corrections"] = _setting("verified", "positions learned from")
     num_logprobs: int | None = _setting(64, "target entries kept per position; none = whole rows")
-    update_strategy: Literal["interval", "manual"] = _setting("interval", "when updates run")
+    update_strategy: Literal["interval", "idle", "manual"] = _setting(
+        "interval", "when updates run: after answers, between them, or when asked"
+    )
     update_interval: int = _setting(8, "requests between two updates")
     steps_per_update: int = _setting(8, "optimizer steps of an update")
     batch_size: int = _setting(32, "requests in the batch of one step")
@@ -91,6 +111,12 @@ class OnlineConfig:
     learning_rate: float = _setting(1e-3, "of the optimizer, constant")
     max_grad_norm: float = _setting(1.0, "gradients are clipped to this norm")
     weight_average: float = _setting(0.98, "decay of the averaged weights that serve; 0 = the last step's")
+    gate: bool = _setting(True, "a version serves only if it does as well on held-back requests")
+    max_duty_cycle: float = _setting(1.0, "share of the time that learning may take at most")
+    micro_step_seconds: float = _setting(0.02, "idle: what an arriving request may have to wait, about")
+    autosave_interval: int = _setting(8, "updates between two saves of the session, where it is saved")
+    max_drafts: int = _setting(32, "drafts per domain that learn at most; further domains take the base draft")
+    max_draft_bytes: int | None = _setting(None, "of the drafts per domain held ready to serve; none = all")
     seed: int = _setting(0, "of the replay samples")
 
     def __post_init__(self) -> None:
@@ -98,7 +124,9 @@ class OnlineConfig:
             if not holds:
                 raise ConfigError(f"`{name}` must be {rule}, got {getattr(self, name)!r}.")
 
-        for name in ("update_interval", "steps_per_update", "batch_size", "buffer_size"):
+        for name in (
+            "update_interval", "steps_per_update", "batch_size", "buffer_size", "autosave_interval", "max_drafts",
+        ):  # fmt: skip
             must(name, _is_int(getattr(self, name)) and getattr(self, name) >= 1, "an integer of at least 1")
         k, width = self.num_assistant_tokens, self.num_logprobs
         is_count = k is None or (_is_int(k) and k >= 1)  # type: ignore[operator]
@@ -121,6 +149,11 @@ class OnlineConfig:
         must("replay_fraction", 0 <= self.replay_fraction <= 1, "between 0 and 1")
         must("learning_rate", 0 < self.learning_rate < float("inf"), "a positive number")
         must("max_grad_norm", 0 < self.max_grad_norm < float("inf"), "a positive number")
+        must("gate", isinstance(self.gate, bool), "True or False")
+        must("max_duty_cycle", 0 < self.max_duty_cycle <= 1, "above 0 and at most 1")
+        must("micro_step_seconds", 0 < self.micro_step_seconds < float("inf"), "a positive number")
+        size = self.max_draft_bytes
+        must("max_draft_bytes", size is None or (_is_int(size) and size >= 1), "a positive integer, or None")
         must("weight_average", 0 <= self.weight_average < 1, "at least 0 and below 1")
         must("seed", _is_int(self.seed) and self.seed >= 0, "an integer of at least 0")
 
@@ -128,7 +161,7 @@ class OnlineConfig:
     def paper(cls, **changes: Any) -> OnlineConfig:
         """
         The paper's rule: k = 5, one step of AdamW on the last 8 requests, corrections only, forward KL, learning rate
-        1e-4, no replay, no average.
+        1e-4, no replay, no average, no gate.
 
         Args:
             changes (`Any`, *optional*):
@@ -146,6 +179,7 @@ class OnlineConfig:
             "optimizer": "adamw",
             "learning_rate": 1e-4,
             "weight_average": 0.0,
+            "gate": False,
         }
         return cls(**{**rule, **changes})
 

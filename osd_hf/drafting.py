@@ -215,6 +215,8 @@ class LeanDrafting:
             Compile the single-token forward, at the first request.
         clock (`Callable[[], float]`, *optional*, defaults to `time.perf_counter`):
             In seconds; one that waits for an accelerator makes costs exact, and requests slower.
+        pacer (`Pacer`, *optional*):
+            Shared with other drafts of the same size.
 
     Attributes:
         pacer (`Pacer`):
@@ -228,11 +230,12 @@ class LeanDrafting:
         *,
         compile_draft: bool = False,
         clock: Clock = time.perf_counter,
+        pacer: Pacer | None = None,
     ) -> None:
         self.draft = draft
         self.clock = clock
         self.num_assistant_tokens = num_assistant_tokens
-        self.pacer = Pacer()
+        self.pacer = pacer or Pacer()
         self._compiled = CompiledDraft(draft) if compile_draft else None
         self._told: set[str] = set()
 

@@ -12,6 +12,7 @@ from osd_hf.errors import UnsupportedGenerationError, UnsupportedModelError, Voc
 
 __all__ = [
     "check_criteria",
+    "check_drafted_by_us",
     "check_draft",
     "check_generation",
     "check_inputs",
@@ -91,6 +92,19 @@ def check_generation(*sources: Any, assistant_tokenizer: Any = None) -> None:
         raise UnsupportedGenerationError(
             "`assistant_tokenizer` was given: a draft with a tokenizer of its own cannot learn from the target's "
             "token distributions. Use a draft with the target's tokenizer."
+        )
+
+
+def check_drafted_by_us(generate_kwargs: dict[str, Any]) -> None:
+    """Refuse arguments that would bring another draft than the assistant's."""
+    if generate_kwargs.pop("assistant_model", None) is not None:
+        raise UnsupportedGenerationError(
+            "`assistant_model` was given, but the assistant brings its own draft. Leave it out, or call "
+            "`target.generate` inside `with assistant.attached():`."
+        )
+    if generate_kwargs.get("custom_generate") is not None:
+        raise UnsupportedGenerationError(
+            "`custom_generate` replaces assisted decoding, so no draft is used. Leave it out."
         )
 
 

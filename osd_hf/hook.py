@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import GenerationMixin
 
+from osd_hf.arguments import num_cached, prompt_ids
 from osd_hf.capture import Binding, Request, Sink
 from osd_hf.errors import CaptureError, ConfigError, UnsupportedModelError
 from osd_hf.guards import check_generation, check_processors
@@ -97,8 +98,14 @@ class _Captured:
         # The length at which the loop ends is moved round by round; the config is the caller's to see.
         kwargs["generation_config"] = copy.copy(kwargs["generation_config"])
         with contextlib.ExitStack() as stack:
-            versions = [stack.enter_context(binding.serving()) for binding in bindings]
-            request = Request(self, input_ids, kwargs, bindings, versions)
+            prefix_unseen = num_cached(self, input_ids, kwargs) is None
+            prompts = prompt_ids(self, input_ids, kwargs, prefix_unseen=prefix_unseen)
+            prompt = None if prompts is None else prompts[0]
+            leases = [stack.enter_context(b.lease(kwargs.get("assistant_model"), prompt)) for b in bindings]
+            for lease in leases:
+                if lease.model is not None:
+                    kwargs["assistant_model"] = lease.model
+            request = Request(self, input_ids, kwargs, bindings, leases, prompts)
             token = _request.set(request)
             try:
                 if request.pace is not None and request.pace.is_plain():

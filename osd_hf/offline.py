@@ -33,7 +33,7 @@ from osd_hf.offline_models import (
 )
 from osd_hf.offline_sampling import SAMPLE_SOURCES, Sampler
 from osd_hf.records import Trace
-from osd_hf.updater import learning_context
+from osd_hf.snapshots import learning_context
 from osd_hf.wrappers import uncompiled
 
 try:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from osd_hf.errors import ConfigError, StateError, UnsupportedModelError
-from osd_hf.updater import trainable_parameters
+from osd_hf.optimizers import trainable_parameters
 from osd_hf.wrappers import is_peft, merged, unwrap
 
 __all__ = [

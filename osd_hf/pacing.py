@@ -159,11 +159,13 @@ class Pacer:
         with self._lock:
             return self._plan(self._domains.get(domain) or _Domain())
 
-    def draft_changed(self) -> None:
-        """A new version serves: what was known of the old one's acceptance counts half."""
+    def draft_changed(self, domain: Any = ...) -> None:
+        """A new version serves all domains, or one (sampled requests of a domain are one apart, see
+        [`~LeanDrafting.pace`]): what was known of the old one's acceptance counts half."""
         with self._lock:
-            for domain in self._domains.values():
-                domain.seen.fade(0.5)
+            for key, known in self._domains.items():
+                if domain is ... or key[0] == domain:
+                    known.seen.fade(0.5)
 
     def _plan(self, domain: _Domain, own: Average | None = None) -> DraftingPlan:
         """For a domain, or for a request of it that has an acceptance of its own."""

@@ -10,23 +10,36 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
 from osd_hf.errors import StateError
+from osd_hf.learner import Learner
 from osd_hf.store import table_to_traces, traces_to_table
-from osd_hf.updater import Updater
 
 __all__ = ["load_session", "save_session"]
 
-FORMAT = 1
+FORMAT = 2
 POINTER = "CURRENT"
 
 
-def save_session(directory: Path, updater: Updater, facts: dict[str, Any]) -> None:
+def save_session(
+    directory: Path, learner: Learner, facts: dict[str, Any], router: dict[str, Any] | None = None
+) -> None:
     """
     Write a learner and what else belongs to its session. A folder of its own is written first, then a pointer to it
     is replaced, so that a kill at any moment leaves the old state or the new one.
+
+    Args:
+        directory (`Path`):
+            Made where it is missing.
+        learner (`Learner`):
+            Not at work.
+        facts (`dict[str, Any]`):
+            Ready for JSON.
+        router (`dict[str, Any]`, *optional*):
+            State of a router, of plain values and tensors.
 
     Raises:
         StateError: the folder cannot be written; an earlier state in it stays whole.
@@ -35,11 +48,17 @@ def save_session(directory: Path, updater: Updater, facts: dict[str, Any]) -> No
     folder = directory / name
     try:
         folder.mkdir(parents=True)
-        torch.save(updater.state_dict(), folder / "learner.pt")
-        # Those not yet learned from come last; their number tells them from the replay buffer.
-        new = list(updater.new)
-        pq.write_table(traces_to_table([*updater.buffer, *new]), folder / "requests.parquet")
-        session = {"format": FORMAT, "new_requests": len(new), **facts}
+        lessons = []
+        for number, lesson in enumerate(learner.lesson_states()):
+            groups = lesson.pop("traces")
+            # They lie behind one another; their numbers tell them apart.
+            lesson["counts"] = {group: len(traces) for group, traces in groups.items()}
+            table = traces_to_table([trace for traces in groups.values() for trace in traces])
+            pq.write_table(table, folder / f"requests-{number:03d}.parquet")
+            torch.save(lesson.pop("updater"), folder / f"learner-{number:03d}.pt")
+            lessons.append(lesson)
+        torch.save({"drafts": learner.drafts.state_dict(), "router": router}, folder / "drafts.pt")
+        session = {"format": FORMAT, "lessons": lessons, "facts": facts}
         (folder / "session.json").write_text(json.dumps(session))
         for file in folder.iterdir():
             with file.open("rb") as handle:
@@ -57,12 +76,14 @@ def save_session(directory: Path, updater: Updater, facts: dict[str, Any]) -> No
             shutil.rmtree(old, ignore_errors=True)
 
 
-def load_session(directory: Path, updater: Updater) -> dict[str, Any]:
+def load_session(
+    directory: Path, learner: Learner, router: Any = None
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """
-    Bring a learner to a saved state.
+    Bring a learner, and a router where there is one, to a saved state; both or neither.
 
     Returns:
-        `dict[str, Any]`: the facts that were saved with it.
+        `tuple[dict[str, Any], dict[str, Any] | None]`: the facts that were saved with it, and the router's state.
 
     Raises:
         StateError: nothing readable there, or the state of another draft.
@@ -78,17 +99,26 @@ def load_session(directory: Path, updater: Updater) -> dict[str, Any]:
                 f"The session in {directory} has format {session['format']}, this version reads {FORMAT}. Read it "
                 "with the version that wrote it."
             )
-        traces = table_to_traces(pq.read_table(folder / "requests.parquet"))
-        state = torch.load(folder / "learner.pt", weights_only=True)
-    except (OSError, EOFError, ValueError, KeyError, RuntimeError, pickle.UnpicklingError) as error:
+        lessons = session["lessons"]
+        for number, lesson in enumerate(lessons):
+            traces = table_to_traces(pq.read_table(folder / f"requests-{number:03d}.parquet"))
+            lesson["traces"] = {
+                group: [traces.pop(0) for _ in range(count)] for group, count in lesson.pop("counts").items()
+            }
+            lesson["updater"] = torch.load(folder / f"learner-{number:03d}.pt", weights_only=True)
+        drafts = torch.load(folder / "drafts.pt", weights_only=True)
+        before = None if router is None or drafts["router"] is None else router.state_dict()
+        if before is not None:
+            router.load_state_dict(drafts["router"])
+        try:
+            learner.load_states(drafts["drafts"], lessons)
+        except BaseException:
+            if before is not None:
+                router.load_state_dict(before)
+            raise
+        return session["facts"], drafts["router"]
+    except (OSError, EOFError, ValueError, KeyError, IndexError, TypeError, RuntimeError, pickle.UnpicklingError,
+            pa.ArrowException) as error:  # fmt: skip
         if isinstance(error, StateError):
             raise
         raise StateError(f"The session in {directory} cannot be read: {error}. Restore it from a copy.") from error
-    updater.check_traces(traces)
-    updater.load_state_dict(state)
-    learned = len(traces) - int(session["new_requests"])
-    updater.buffer.clear()
-    updater.buffer.extend(traces[:learned])
-    updater.new.clear()
-    updater.new.extend(traces[learned:])
-    return session

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from osd_hf.config import OnlineConfig
+from osd_hf.drafts import DomainDrafts
 from osd_hf.errors import ConfigError, DataError
+from osd_hf.gate import GateDecision
+from osd_hf.learner import Learner
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.records import Trace
 from osd_hf.replay import redraft
-from osd_hf.schedule import UpdateSchedule
-from osd_hf.updater import Updater, UpdateReport, learning_context
+from osd_hf.routing import RoutedPrompt, Router, as_router
+from osd_hf.updater import UpdateReport
 
 __all__ = ["SimulationReport", "simulate"]
 
@@ -27,17 +29,34 @@ class SimulationReport:
         stats (`tuple[AcceptanceStats, ...]`):
             Of each request, drafted by the version that would have served it.
         traces (`tuple[Trace, ...]`):
-            The requests as a live run would have captured them, with the rounds of the version that served.
+            The requests as a live run would have captured them, with the rounds of the version that served, its number
+            and, with a router, the domain that it was routed to.
         updates (`tuple[UpdateReport, ...]`):
             In order.
-        draft (`PreTrainedModel`):
-            The draft at the end, in the dtype of the one given.
+        learner (`Learner`):
+            Goes on in another call of [`simulate`].
     """
 
     stats: tuple[AcceptanceStats, ...]
     traces: tuple[Trace, ...]
     updates: tuple[UpdateReport, ...]
-    draft: Any
+    learner: Learner = field(repr=False)
+
+    @property
+    def drafts(self) -> DomainDrafts:
+        """The drafts at the end."""
+        return self.learner.drafts
+
+    @property
+    def draft(self) -> Any:
+        """The draft that all requests share, or the base of the domains' drafts, at the end, in the dtype of the one
+        given."""
+        return self.drafts.model(None)
+
+    @property
+    def decisions(self) -> tuple[GateDecision, ...]:
+        """What became of each version."""
+        return tuple(update.decision for update in self.updates if update.decision is not None)
 
 
 def simulate(
@@ -45,11 +64,17 @@ def simulate(
     traces: Sequence[Trace],
     config: OnlineConfig | None = None,
     *,
+    router: Router | Callable[[str], str | None] | None = None,
+    peft_config: Any = None,
+    tokenizer: Any = None,
+    learner: Learner | None = None,
     on_request: Callable[[int, AcceptanceStats], object] | None = None,
+    on_update: Callable[[int, UpdateReport], object] | None = None,
 ) -> SimulationReport:
     """
     Serve recorded greedy requests one after the other to a learning draft. Counts are those of a live run, as greedy
     replay is exact (see [`replay`], also of `drafted`) and requests between two updates do not depend on each other.
+    Updates follow `update_interval`, whatever the strategy.
 
     Args:
         draft (`PreTrainedModel`):
@@ -58,8 +83,16 @@ def simulate(
             Greedy requests in the order of arrival.
         config (`OnlineConfig`, *optional*):
             How to draft and learn.
+        router (`Router` or `Callable[[str], str | None]`, *optional*), peft_config (`peft.PeftConfig`, *optional*):
+            Drafts per domain and adapters, as of [`OnlineAssistant`]; a trace's `domain` is its label.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*):
+            For routers that read text.
+        learner (`Learner`, *optional*):
+            Of an earlier report, to go on with; `draft`, `config` and `peft_config` are its own then.
         on_request (`Callable[[int, AcceptanceStats], object]`, *optional*):
             Called after each request with its number and stats; for a progress bar.
+        on_update (`Callable[[int, UpdateReport], object]`, *optional*):
+            Called after each update with the number of requests served before it.
 
     Returns:
         `SimulationReport`
@@ -74,27 +107,61 @@ def simulate(
         raise DataError(
             f"{sampled} of {len(traces)} traces were sampled; only greedy ones can be simulated. Leave them out."
         )
-    k = config.num_assistant_tokens or draft.generation_config.num_assistant_tokens
+    routes = as_router(router)
+    if learner is None:
+        per_domain = routes is not None
+        drafts = DomainDrafts(draft, config, peft_config=peft_config, per_domain=per_domain)
+        learner = Learner(drafts, replace(config, max_duty_cycle=1.0))
+    drafts, config = learner.drafts, learner.config
+    k = config.num_assistant_tokens or drafts.base.generation_config.num_assistant_tokens
     if not isinstance(k, int):
         raise ConfigError(
             f"Replay drafts the same number of tokens each round, got `num_assistant_tokens={k!r}`; set a number."
         )
-    with learning_context():
-        serving = copy.deepcopy(draft).eval()
-    updater, schedule = Updater(draft, config), UpdateSchedule(config)
+    if routes is not None:
+        traces = [
+            t if t.domain is not None else replace(t, domain=routes.route(RoutedPrompt(t.prompt_ids, tokenizer)))
+            for t in traces
+        ]
     stats: list[AcceptanceStats] = []
     served: list[Trace] = []
     updates: list[UpdateReport] = []
-    chunk = schedule.interval or max(len(traces), 1)
-    for first in range(0, len(traces), chunk):
-        for trace in redraft(serving, traces[first : first + chunk], k):
+    while len(served) < len(traces):
+        start = len(served)
+        for trace in _redrafted(drafts, traces[start : start + _until_due(learner, traces, start)], k):
             served.append(trace)
             stats.append(AcceptanceStats.from_rounds(trace.rounds))
             if on_request is not None:
                 on_request(len(stats) - 1, stats[-1])
-            updater.observe(trace)
-            if schedule.request_ended():
-                updates.append(updater.update())
-                updater.copy_to(serving)
-                schedule.updated()
-    return SimulationReport(tuple(stats), tuple(served), tuple(updates), serving)
+            learner.observe(trace.domain, trace)
+        while (lesson := learner.due()) is not None:
+            updates.append(learner.update(lesson.domain))
+            if on_update is not None:
+                on_update(len(stats), updates[-1])
+    return SimulationReport(tuple(stats), tuple(served), tuple(updates), learner)
+
+
+def _until_due(learner: Learner, traces: Sequence[Trace], start: int) -> int:
+    """Requests until one of the drafts has its next update: these do not depend on each other."""
+    if learner.config.update_strategy == "manual":
+        return len(traces) - start
+    waiting = {domain: lesson.requests_waiting for domain, lesson in learner.lessons.items()}
+    for count, trace in enumerate(traces[start:], 1):
+        domain = trace.domain if learner.drafts.per_domain else None
+        waiting[domain] = waiting.get(domain, 0) + 1
+        if waiting[domain] >= learner.config.update_interval:
+            return count
+    return len(traces) - start
+
+
+def _redrafted(drafts: DomainDrafts, traces: Sequence[Trace], k: int) -> list[Trace]:
+    """As captured with the drafts that serve now."""
+    keys = [drafts.key(trace.domain) for trace in traces]
+    drafted: list[Trace] = list(traces)
+    for key in dict.fromkeys(keys):
+        places = [i for i, other in enumerate(keys) if other == key]
+        with drafts.lease(key) as draft:
+            those = redraft(draft.model, [traces[i] for i in places], k)
+            for i, trace in zip(places, those, strict=True):
+                drafted[i] = replace(trace, draft_version=draft.version)
+    return drafted

@@ -6,26 +6,32 @@ import copy
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
+from osd_hf.buffers import ReplayBuffer
 from osd_hf.config import OnlineConfig
-from osd_hf.errors import ConfigError, StateError, UnsupportedModelError
+from osd_hf.errors import ConfigError, StateError
 from osd_hf.forcing import batches, completion_logits, completion_mask
+from osd_hf.gate import GateDecision
 from osd_hf.losses import divergence_loss
+from osd_hf.optimizers import optimizers, trainable_parameters
 from osd_hf.records import Trace
+from osd_hf.snapshots import Snapshot, adapter_state, learning_context, write_snapshot
 from osd_hf.wrappers import is_peft
 
-__all__ = ["UpdateReport", "Updater"]
+__all__ = ["UpdateReport", "Updater", "finish"]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,7 @@ class UpdateReport:
 
     Args:
         version (`int`):
-            Of the draft after the update; unchanged if no step was kept.
+            Of the draft that serves after the update; unchanged if no step was kept, or the gate let none through.
         steps (`int`):
             Optimizer steps kept.
         dropped_steps (`int`):
@@ -47,7 +53,11 @@ class UpdateReport:
         new_requests (`int`):
             Requests seen for the first time.
         seconds (`float`):
-            Wall time.
+            Wall time of the work, the gate's included.
+        domain (`str`, *optional*):
+            Whose draft; `None` where all share one.
+        decision (`GateDecision`, *optional*):
+            What became of the version that it made; `None` if no step was kept.
     """
 
     version: int
@@ -57,6 +67,8 @@ class UpdateReport:
     positions: int
     new_requests: int
     seconds: float
+    domain: str | None = None
+    decision: GateDecision | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Field by field, ready for JSON."""
@@ -75,26 +87,38 @@ class Updater:
             The rule.
         accelerator (`Accelerator`, *optional*):
             Runs backward and step; by default one that leaves the model on its device.
+        adapter (`str`, *optional*):
+            The draft is an fp32 `PeftModel` that several learners share, each an adapter of its own: not copied.
 
     Raises:
         UnsupportedModelError: the draft has no parameter that could learn.
     """
 
-    def __init__(self, draft: Any, config: OnlineConfig, accelerator: Accelerator | None = None) -> None:
+    def __init__(
+        self,
+        draft: Any,
+        config: OnlineConfig,
+        accelerator: Accelerator | None = None,
+        *,
+        adapter: str | None = None,
+    ) -> None:
         self.config = config
         self.version = 0
+        self.adapter = adapter
+        # Requests in one forward and backward, at most; between requests nobody knows yet what one takes.
+        self.micro_batch = 1 if config.update_strategy == "idle" else config.batch_size
         self.new: deque[Trace] = deque(maxlen=config.buffer_size)
-        self.buffer: deque[Trace] = deque(maxlen=config.buffer_size)
         self.rng = np.random.default_rng(config.seed)
+        self.buffer = ReplayBuffer(config.buffer_size, self.rng)
+        self._newest: list[Trace] = []  # of the update that is under way
         self.accelerator = accelerator or Accelerator(device_placement=False)
         self._shared = dict(AcceleratorState._shared_state)
         with learning_context():
             # Evaluation mode throughout: dropout would draw from the generator that sampled requests draw from.
-            self.master = copy.deepcopy(draft).float().eval()
+            self.master = copy.deepcopy(draft).float().eval() if adapter is None else draft
+            self._activate()
             self.parameters = trainable_parameters(self.master)
-            self.optimizers = [
-                self.accelerator.prepare_optimizer(o) for o in _optimizers(self.master, self.parameters, config)
-            ]
+            self.optimizers = self._fresh_optimizers()
             self.averaged = {name: p.detach().clone() for name, p in self.parameters.items()}
         self.kept_steps = 0
 
@@ -129,27 +153,35 @@ class Updater:
         Raises:
             ConfigError: `steps` below 1.
         """
+        return finish(self.micro_steps(steps))
+
+    def micro_steps(self, steps: int | None = None) -> Generator[None, None, UpdateReport]:
+        """
+        [`~Updater.update`] in parts: yields after the backward of each micro-batch and after each optimizer step, in
+        whatever mode the caller is; whoever stops in between leaves the weights of the last whole step.
+        """
         if steps is not None and steps < 1:
             raise ConfigError(f"`steps` must be at least 1, got {steps}.")
-        started = time.perf_counter()
         losses: list[float] = []
         dropped = positions = 0
+        started = time.perf_counter()
         # Requests that end meanwhile, in other threads, are for the next update.
-        newest = [self.new.popleft() for _ in range(len(self.new))]
+        self._newest = [self.new.popleft() for _ in range(len(self.new))]
+        newest = self._newest
         try:
-            with learning_context(), self._state():
-                for _ in range(self.config.steps_per_update if steps is None else steps):
-                    loss, count = self._step(self._batch(newest))
-                    if count == 0:
-                        continue
-                    if loss is None:
-                        dropped += 1
-                    else:
-                        losses.append(loss)
-                        positions += count
+            for _ in range(self.config.steps_per_update if steps is None else steps):
+                loss, count = yield from self._step(self._batch(newest))
+                if count == 0:
+                    continue
+                if loss is None:
+                    dropped += 1
+                else:
+                    losses.append(loss)
+                    positions += count
         finally:
             # A row that is not finite (an overflow in half precision) would go on spoiling steps.
             self.buffer.extend(t for t in newest if not np.isnan(t.top_logits).any())
+            self._newest = []
         if losses:
             self.version += 1
         if dropped:
@@ -166,18 +198,69 @@ class Updater:
             seconds=time.perf_counter() - started,
         )
 
-    def copy_to(self, draft: Any) -> None:
-        """Cast the learned (averaged) parameters into another copy of the draft, in place; adapters into the weights
-        of one that has them merged."""
+    def waiting(self) -> list[Trace]:
+        """Requests taken in that no update has ended with, oldest first."""
+        return [*self._newest, *self.new]
+
+    def snapshot(self) -> Snapshot:
+        """A copy of the learned (averaged) weights: an adapter's, in fp32, by the names of its file; otherwise of all
+        parameters that learn."""
         with learning_context(), torch.no_grad():
-            if is_peft(self.master) and not is_peft(draft):
-                adapted = copy.deepcopy(self.master)
-                self.copy_to(adapted)
-                draft.load_state_dict(adapted.merge_and_unload().state_dict())
-                return
-            served = dict(draft.named_parameters())
-            for name, learned in self.averaged.items():
-                served[name].copy_(learned)
+            if not is_peft(self.master):
+                return {name: learned.clone() for name, learned in self.averaged.items()}
+            with self._averaged_in_place():
+                state = adapter_state(self.master, self._adapter_name())
+                return {name: tensor.detach().float().clone() for name, tensor in state.items()}
+
+    def restart(self, snapshot: Snapshot) -> None:
+        """Go back to these weights, with an optimizer that knows nothing."""
+        with learning_context(), torch.no_grad(), self._state():
+            if is_peft(self.master):
+                from peft import set_peft_model_state_dict
+
+                set_peft_model_state_dict(self.master, snapshot, adapter_name=self._adapter_name())
+            else:
+                for name, parameter in self.parameters.items():
+                    parameter.copy_(snapshot[name])
+            for name, parameter in self.parameters.items():
+                self.averaged[name].copy_(parameter)
+            for optimizer in self.optimizers:  # not new ones: the accelerator would hold the old ones for ever
+                optimizer.state.clear()
+        self.kept_steps = 0
+
+    def copy_to(self, draft: Any) -> None:
+        """Cast the learned (averaged) weights into another copy of the draft, in place; adapters into the weights of
+        one that has them merged."""
+        self._activate()
+        write_snapshot(self.snapshot(), draft, self.master if is_peft(self.master) else None)
+
+    def _adapter_name(self) -> str:
+        return self.adapter or str(self.master.active_adapter)
+
+    def _portable(self, name: str) -> str:
+        """A parameter's name without that of our adapter, which another session may call otherwise."""
+        return ".".join(part for part in name.split(".") if part != self.adapter)
+
+    def _activate(self) -> None:
+        """Of several adapters, ours learns."""
+        if self.adapter is not None and self.master.active_adapters != [self.adapter]:
+            self.master.set_adapter(self.adapter)
+
+    def _fresh_optimizers(self) -> list[Any]:
+        made = optimizers(self.master, self.parameters, self.config)
+        return [self.accelerator.prepare_optimizer(optimizer) for optimizer in made]
+
+    @contextmanager
+    def _averaged_in_place(self) -> Iterator[None]:
+        """The averaged weights stand in the parameters for a while."""
+        stepped = {name: p.detach().clone() for name, p in self.parameters.items()}
+        for name, p in self.parameters.items():
+            p.copy_(self.averaged[name])
+        try:
+            yield
+        finally:
+            for name, p in self.parameters.items():
+                p.copy_(stepped[name])
 
     @contextmanager
     def _state(self) -> Iterator[None]:
@@ -200,30 +283,41 @@ class Updater:
         replayed = min(len(self.buffer), size - fresh) if self.config.replay_fraction > 0 else 0
         fresh = min(len(newest), size - replayed)
         chosen = [newest[i] for i in self.rng.permutation(len(newest))[:fresh]]
-        return chosen + [self.buffer[i] for i in self.rng.choice(len(self.buffer), replayed, replace=False)]
+        return chosen + self.buffer.sample(replayed)
 
-    def _step(self, traces: Sequence[Trace]) -> tuple[float | None, int]:
+    def _step(self, traces: Sequence[Trace]) -> Generator[None, None, tuple[float | None, int]]:
         """One optimizer step; the loss (`None` if the step was dropped) and the number of positions."""
         total = sum(int(_learned_mask(t, self.config.learn_from).sum()) for t in traces)
         if total == 0:
             return 0.0, 0
-        self._zero_grad()
+        with self._at_work():
+            self._zero_grad()
         value = 0.0
         # Memory is bounded by micro-batches; weights make their gradients add up to those of the whole batch.
-        for indices in batches(traces, traces[0].vocab_size, len(traces)):
-            part = [traces[i] for i in indices]
-            loss, count = self._loss(part)
-            loss = loss * (count / total)
-            self.accelerator.backward(loss)
-            value += float(loss.detach())
-        norm = self.accelerator.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)
-        if not (np.isfinite(value) and bool(torch.isfinite(norm))):
-            self._zero_grad()
-            return None, total
-        for optimizer in self.optimizers:
-            optimizer.step()
-        self._average()
+        for indices in batches(traces, traces[0].vocab_size, min(self.micro_batch, len(traces))):
+            with self._at_work():
+                loss, count = self._loss([traces[i] for i in indices])
+                loss = loss * (count / total)
+                self.accelerator.backward(loss)
+                value += float(loss.detach())
+            yield
+        with self._at_work():
+            norm = self.accelerator.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)
+            if not (np.isfinite(value) and bool(torch.isfinite(norm))):
+                self._zero_grad()
+                return None, total
+            for optimizer in self.optimizers:
+                optimizer.step()
+            self._average()
+        yield
         return value, total
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Entered around each part of a step, and left between them."""
+        with learning_context(), self._state():
+            self._activate()
+            yield
 
     def _zero_grad(self) -> None:
         for optimizer in self.optimizers:
@@ -261,18 +355,18 @@ class Updater:
     def state_dict(self) -> dict[str, Any]:
         """Learned parameters, optimizer, version and generator state; the buffer is saved apart."""
         return {
-            "parameters": {name: p.detach() for name, p in self.parameters.items()},
-            "averaged": dict(self.averaged),
+            "parameters": {self._portable(name): p.detach() for name, p in self.parameters.items()},
+            "averaged": {self._portable(name): p for name, p in self.averaged.items()},
             "kept_steps": self.kept_steps,
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "version": self.version,
             "rng": self.rng.bit_generator.state,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state; raises StateError where it belongs to another draft."""
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Refuse the state of another draft or optimizer; raises StateError."""
         saved = {name: tuple(p.shape) for name, p in state["parameters"].items()}
-        ours = {name: tuple(p.shape) for name, p in self.parameters.items()}
+        ours = {self._portable(name): tuple(p.shape) for name, p in self.parameters.items()}
         if saved != ours:
             differing = sorted(n for n in saved.keys() | ours.keys() if saved.get(n) != ours.get(n))
             raise StateError(
@@ -287,10 +381,14 @@ class Updater:
             raise StateError(
                 "The saved state belongs to another optimizer. Load it with the `optimizer` it was saved with."
             )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state; raises StateError where it belongs to another draft."""
+        self.check_state(state)
         with learning_context(), torch.no_grad(), self._state():
             for name, parameter in self.parameters.items():
-                parameter.copy_(state["parameters"][name])
-                self.averaged[name].copy_(state["averaged"][name])
+                parameter.copy_(state["parameters"][self._portable(name)])
+                self.averaged[name].copy_(state["averaged"][self._portable(name)])
             for optimizer, saved_optimizer in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved_optimizer)
         self.kept_steps = int(state["kept_steps"])
@@ -298,44 +396,14 @@ class Updater:
         self.rng.bit_generator.state = state["rng"]
 
 
-@contextmanager
-def learning_context() -> Iterator[None]:
-    """Gradients on, whatever mode the caller is in: answers are often made under `no_grad` or `inference_mode`."""
-    with torch.inference_mode(False), torch.enable_grad():
-        yield
-
-
-def trainable_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
-    """The parameters that learn, by name: the adapters of a model that has some, otherwise all; raises
-    UnsupportedModelError where there is none."""
-    # Adapters, of a `PeftModel` or added by transformers, have frozen the rest, and are saved without it.
-    if not is_peft(model) and not getattr(model, "_hf_peft_config_loaded", False):
-        for parameter in model.parameters():
-            parameter.requires_grad_(parameter.is_floating_point())
-    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not found:
-        raise UnsupportedModelError(
-            f"The draft ({type(model).__name__}) has no parameter that could learn. Load its adapter with "
-            "`is_trainable=True`, or use a draft in full or half precision."
-        )
-    return found
-
-
-def _optimizers(
-    model: Any, parameters: dict[str, torch.nn.Parameter], config: OnlineConfig
-) -> list[torch.optim.Optimizer]:
-    """Muon (arXiv 2502.16982) is for matrices that map hidden states; embeddings and vectors go to AdamW."""
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    head = model.get_output_embeddings()
-    if head is not None:
-        embeddings.add(id(head.weight))
-    matrices = [p for p in parameters.values() if p.ndim == 2 and id(p) not in embeddings]
-    if config.optimizer == "adamw" or not matrices:
-        return [torch.optim.AdamW(parameters.values(), lr=config.learning_rate, weight_decay=0.0)]
-    hidden = {id(p) for p in matrices}
-    rest = [p for p in parameters.values() if id(p) not in hidden]
-    muon = torch.optim.Muon(matrices, lr=config.learning_rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
-    return [muon, *([torch.optim.AdamW(rest, lr=config.learning_rate, weight_decay=0.0)] if rest else [])]
+def finish(work: Generator[None, None, T]) -> T:
+    """Run work that comes in parts to its end."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as done:
+            result: T = done.value
+            return result
 
 
 def _learned_mask(trace: Trace, learn_from: str) -> Any:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-__all__ = ["is_peft", "merged", "uncompiled", "unwrap"]
+import torch
+
+__all__ = ["is_peft", "merged", "ties_embeddings", "uncompiled", "untie", "unwrap"]
 
 
 def uncompiled(model: Any) -> Any:
@@ -34,3 +36,19 @@ def merged(model: Any) -> Any:
     if not is_peft(model) or not hasattr(model.base_model, "merge_and_unload"):
         return model
     return copy.deepcopy(model).merge_and_unload()
+
+
+def ties_embeddings(model: Any) -> bool:
+    """Whether input embeddings and output head are one tensor."""
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+def untie(model: Any) -> None:
+    """Give a model with tied embeddings an output head of its own, in place. An adapter on one of the two, merged into
+    a tensor that is both, would change the other as well."""
+    head = model.get_output_embeddings()
+    head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
+    for config in (model.config, model.config.get_text_config(decoder=True)):
+        config.tie_word_embeddings = False
+    model.all_tied_weights_keys = {}

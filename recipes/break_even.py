@@ -24,7 +24,6 @@ zero, the break-even is extrapolated at the mean slope of the last fifth and mar
 from __future__ import annotations
 
 import argparse
-import copy
 import math
 import time
 from dataclasses import dataclass
@@ -33,11 +32,11 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from common import RESULTS, TEMPLATES, ProcessorTimed, last_share, load_pair, recorded, run_facts, serve, write_report
+from common import RESULTS, TEMPLATES, last_share, load_pair, processor_timed, recorded, run_facts, write_report
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from osd_hf import AcceptanceStats, OnlineConfig, Trace
+from osd_hf import AcceptanceStats, OnlineConfig, Trace, simulate
 from osd_hf.replay import replay_each
 
 matplotlib.use("Agg")
@@ -67,13 +66,15 @@ class Account:
 
 
 def run(draft: Any, traces: list[Trace], stops: list[int], config: OnlineConfig, name: str) -> Run:
-    updater, serving = ProcessorTimed(draft, config), copy.deepcopy(draft)
-    stats, updates, learned = [], [], {}
+    learner = processor_timed(draft, config)
+    stats: list[AcceptanceStats] = []
+    updates, learned = [], {}
     with tqdm(total=len(traces), desc=name, leave=False) as bar:
         for stop in stops:
-            served, reports = serve(updater, serving, traces[len(stats) : stop], K, bar.update)
-            stats, updates = stats + served, updates + reports
-            learned[stop] = stats + replay_each(serving, traces[stop:], K)
+            part = traces[len(stats) : stop]
+            report = simulate(draft, part, learner=learner, on_request=lambda i, stats: bar.update())
+            stats, updates = stats + list(report.stats), updates + list(report.updates)
+            learned[stop] = stats + replay_each(report.draft, traces[stop:], K)
     # The report counts answer positions; prompts are forwarded with them.
     answers, prompts = sum(len(t) for t in traces), sum(len(t.prompt_ids) for t in traces)
     tokens = np.array([u.positions for u in updates]) * (1 + prompts / answers)
@@ -162,7 +163,7 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, default=Path("traces"), help="where recorded traces are kept")
     parser.add_argument("--name", default="break_even", help="of the report and the plot")
     args = parser.parse_args()
-    config = OnlineConfig(seed=args.seed)
+    config = OnlineConfig(gate=False, seed=args.seed)
     every = config.update_interval
     if any(not 0 < stop < args.requests or stop % every for stop in args.stops):
         parser.error(f"--stops must be below --requests and multiples of {every}.")

@@ -113,7 +113,7 @@ def main() -> None:
         static = replay_each(pair[1], stream, K)
         for rule, changes in RULES.items():
             with tqdm(total=len(stream), desc=f"every {segment}, {rule}", leave=False) as bar:
-                config = OnlineConfig(seed=args.seed, **changes)
+                config = OnlineConfig(gate=False, seed=args.seed, **changes)
                 report = simulate(pair[1], stream, config, on_request=lambda i, s, bar=bar: bar.update())
             before, after = sum(static, AcceptanceStats()), sum(report.stats, AcceptanceStats())
             low, high = alpha_gain_interval(before, after)
@@ -144,7 +144,7 @@ def main() -> None:
     facts = {
         "seed": args.seed, "requests": args.requests, **run_facts(started),
     }  # fmt: skip
-    write_report(args.name, {"config": OnlineConfig(seed=args.seed).to_dict(), "rows": rows}, **facts)
+    write_report(args.name, {"config": OnlineConfig(gate=False, seed=args.seed).to_dict(), "rows": rows}, **facts)
 
 
 if __name__ == "__main__":

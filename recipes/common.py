@@ -7,7 +7,6 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,9 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from osd_hf import AcceptanceStats, CorrectionStore, Trace, UpdateReport, record_traces
+from osd_hf import AcceptanceStats, CorrectionStore, DomainDrafts, OnlineConfig, Trace, UpdateReport, record_traces
+from osd_hf.learner import Learner
 from osd_hf.provenance import provenance
-from osd_hf.replay import redraft
-from osd_hf.updater import Updater
 
 # Data set -> template of the user's turn, over the columns that it has on the Hub.
 TEMPLATES = {
@@ -101,31 +99,17 @@ def rotate(traces: dict[str, list[Trace]], segment: int, n: int) -> list[Trace]:
     return [next(left[names[i // segment % len(names)]]) for i in range(n)]
 
 
-def serve(
-    updater: Updater, serving: Any, traces: Sequence[Trace], k: int, on_request: Callable[[], object] | None = None
-) -> tuple[list[AcceptanceStats], list[UpdateReport]]:
-    """A part of a stream, served and learned from as by `simulate`, but going on from where learner and serving draft
-    stand. What is left at its end, short of an interval, is learned from too."""
-    stats: list[AcceptanceStats] = []
-    reports: list[UpdateReport] = []
-    interval = updater.config.update_interval
-    for first in range(0, len(traces), interval):
-        for trace in redraft(serving, traces[first : first + interval], k):
-            stats.append(AcceptanceStats.from_rounds(trace.rounds))
-            updater.observe(trace)
-            if on_request is not None:
-                on_request()
-        reports.append(updater.update())
-        updater.copy_to(serving)
-    return stats, reports
+class ProcessorTimed(Learner):
+    """A learner whose reports give processor seconds: with one thread, wall time on a core without other jobs."""
 
-
-class ProcessorTimed(Updater):
-    """An updater whose reports give processor seconds: with one thread, wall time on a core without other jobs."""
-
-    def update(self, steps: int | None = None) -> UpdateReport:
+    def update(self, domain: str | None = None, steps: int | None = None) -> UpdateReport:
         started = time.process_time()
-        return replace(super().update(steps), seconds=time.process_time() - started)
+        return replace(super().update(domain, steps), seconds=time.process_time() - started)
+
+
+def processor_timed(draft: Any, config: OnlineConfig) -> ProcessorTimed:
+    """For `simulate`."""
+    return ProcessorTimed(DomainDrafts(draft, config, per_domain=False), config)
 
 
 def run_facts(started: float) -> dict[str, Any]:

@@ -14,19 +14,17 @@ lost of what the draft came with, of which there is nothing to replay.
 from __future__ import annotations
 
 import argparse
-import copy
 import time
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
-from common import RESULTS, load_pair, recorded, run_facts, serve, write_report
+from common import RESULTS, load_pair, recorded, run_facts, write_report
 from tqdm import tqdm
 
-from osd_hf import AcceptanceStats, OnlineConfig, Trace, replay
+from osd_hf import AcceptanceStats, OnlineConfig, Trace, replay, simulate
 from osd_hf.metrics import alpha_gain_interval
-from osd_hf.updater import Updater
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -41,13 +39,13 @@ def run(
     draft: Any, visits: list[list[Trace]], held_out: dict[str, list[Trace]], config: OnlineConfig, name: str
 ) -> tuple[list[dict[str, AcceptanceStats]], list[AcceptanceStats]]:
     """Held-out stats of each data set at the start and after each visit; of each visit as served."""
-    updater, serving = Updater(draft, config), copy.deepcopy(draft)
-    held, served = [measure(serving, held_out)], []
+    held, served, learner = [measure(draft, held_out)], [], None
     with tqdm(total=sum(map(len, visits)), desc=name, leave=False) as bar:
         for visit in visits:
-            stats, _ = serve(updater, serving, visit, K, bar.update)
-            held.append(measure(serving, held_out))
-            served.append(sum(stats, AcceptanceStats()))
+            report = simulate(draft, visit, config, learner=learner, on_request=lambda i, stats: bar.update())
+            learner = report.learner
+            held.append(measure(report.draft, held_out))
+            served.append(sum(report.stats, AcceptanceStats()))
     return held, served
 
 
@@ -112,7 +110,7 @@ def main() -> None:
     visits = [traces[name][r * args.visit : (r + 1) * args.visit] for r in range(ROUNDS) for name in DATASETS]
     rules, matrices = {}, {}
     for rule, changes in RULES.items():
-        config = OnlineConfig(seed=args.seed, **changes)
+        config = OnlineConfig(gate=False, seed=args.seed, **changes)
         held, served = run(pair[1], visits, held_out, config, rule)
         rows, matrices[rule] = summary(held), np.array([[held_at[d].alpha for d in DATASETS] for held_at in held])
         rules[rule] = {

@@ -114,7 +114,9 @@ class Lab:
         traces = self.answered(name)
         began = time.perf_counter()
         with tqdm(total=len(traces), desc=f"online {name}", leave=False) as bar:
-            report = simulate(self.pair[1], traces, OnlineConfig(seed=seed), on_request=lambda i, stats: bar.update())
+            report = simulate(
+                self.pair[1], traces, OnlineConfig(gate=False, seed=seed), on_request=lambda i, stats: bar.update()
+            )
         found = {
             "dataset": name, "source": "online", "seed": seed,
             **self.gained(replay(report.draft, self.held_out(name), K), name),
@@ -163,7 +165,7 @@ def best(lab: Lab, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def online(lab: Lab, args: argparse.Namespace) -> list[dict[str, Any]]:
-    return [lab.online(name, seed) for seed in args.seeds for name in args.datasets]
+    return [lab.online(name, args.seeds[0]) for name in args.datasets]
 
 
 def plot(path: Path, runs: list[dict[str, Any]], learner: list[dict[str, Any]]) -> None:
@@ -181,9 +183,9 @@ def plot(path: Path, runs: list[dict[str, Any]], learner: list[dict[str, Any]]) 
     for run in [run for run in learner if run["dataset"] == runs[0]["dataset"]][:1]:
         axis.axhline(run["alpha"], color="black", label="online learner, one pass")
     axis.set_xticks(range(len(sources)), sources)
-    low = min(run["static"] for run in runs)
+    low = min(run["interval"][0] for run in runs)
     axis.set(ylabel="held-out alpha", ylim=(max(low - 0.05, 0), None), title=f"{runs[0]['dataset']}, whose samples")
-    axis.legend(fontsize=8, ncols=2, loc="lower right")
+    figure.legend(fontsize=8, ncols=5, loc="outside lower center")
     axis.grid(axis="y", alpha=0.3)
     figure.savefig(path, dpi=130)
     plt.close(figure)

@@ -138,7 +138,9 @@ def main() -> None:
             static = replay_each(draft, traces, K)
             split = round(len(traces) * 0.8)
             row: dict[str, Any] = {"dataset": name, "seed": seed, "static": last_share(static).alpha}
-            report, seconds = run_rule(draft, traces, OnlineConfig(seed=seed), f"{name} seed {seed} default")
+            report, seconds = run_rule(
+                draft, traces, OnlineConfig(gate=False, seed=seed), f"{name} seed {seed} default"
+            )
             row["default"] = {**gain(report, static), "learner_seconds_per_request": seconds}
             for rate in args.rates:
                 rule = OnlineConfig.paper(learning_rate=rate, seed=seed)

@@ -83,7 +83,7 @@ def main() -> None:
         traces = recorded(name, args.seed, args.requests, args.traces, pair)
         static = last_share(replay_each(pair[1], traces, K)).alpha
         for rule in args.rules:
-            config = OnlineConfig(**{"seed": args.seed, **RULES[rule]})
+            config = OnlineConfig(**{"gate": False, "seed": args.seed, **RULES[rule]})
             run, seconds = run_rule(pair[1], traces, config, f"{name} {rule}")
             row = {
                 "rule": rule,

@@ -20,6 +20,7 @@ level of the last fifth of its segment. Gains are pooled over a window, as in th
 from __future__ import annotations
 
 import argparse
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,6 +35,7 @@ from tqdm import tqdm
 
 from osd_hf import AcceptanceStats, OnlineConfig, Trace, simulate
 from osd_hf.plots import rolling_alpha
+from osd_hf.provenance import provenance
 from osd_hf.replay import replay_each
 
 matplotlib.use("Agg")
@@ -106,6 +108,23 @@ def recoveries(stream: list[Trace], learned: Stats, static: Stats, window: int, 
     return found
 
 
+def recovery(stream: list[Trace], learned: Stats, static: Stats, window: int) -> dict[str, Any]:
+    """Of the data set that is served throughout and learned from only in the second half: what that had cost it, and
+    the requests of the stream until 90% was won back."""
+    half, name = len(stream) // 2, str(list(dict.fromkeys(t.domain for t in stream if t.num_kept))[-1])
+    places = np.array([i for i, trace in enumerate(stream) if trace.domain == name])
+    served, still = [learned[i] for i in places], [static[i] for i in places]
+    gain = rolling_alpha(served, window) - rolling_alpha(still, window)
+    later = np.flatnonzero(places >= half)
+    low, level = float(gain[later[0]]), last_share(served).alpha - last_share(still).alpha
+    recovered = later[gain[later] >= level - 0.1 * (level - low)]
+    return {
+        "to": name, "request": half, "alpha_before": pooled(served[: later[0]][-window:]),
+        "alpha_level": last_share(served).alpha, "loss": level - low,
+        "requests_to_recover": int(places[recovered[0]]) - half + 1 if len(recovered) else None,
+    }  # fmt: skip
+
+
 def pooled(stats: Stats) -> float:
     return sum(stats, AcceptanceStats()).alpha
 
@@ -147,12 +166,18 @@ def plot(path: Path, kind: str, stream: list[Trace], learned: Stats, static: Sta
     for start, note in notes.items():
         axis.axvline(start + 0.5, color="0.6", linewidth=1)
         axis.annotate(note, (start + 1, 1.01), xycoords=("data", "axes fraction"), fontsize=8)
-    axis.set_title(title, loc="right")
+    axis.set_title(title, loc="left", pad=18)
     axis.set(xlabel="request", ylabel=f"alpha, last {window} requests")
     axis.legend(fontsize=8)
     axis.grid(alpha=0.3)
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def earlier(name: str) -> dict[str, Any]:
+    """Streams of an earlier report; those run now take their places."""
+    path = RESULTS / f"{name}.json"
+    return dict(json.loads(path.read_text())["streams"]) if path.exists() else {}
 
 
 def main() -> None:
@@ -166,9 +191,9 @@ def main() -> None:
     parser.add_argument("--name", default="streams", help="of the report and the plots")
     args = parser.parse_args()
     pair = load_pair()
-    config = (OnlineConfig.paper if args.paper_rule else OnlineConfig)(seed=args.seed)
+    config = (OnlineConfig.paper if args.paper_rule else OnlineConfig)(gate=False, seed=args.seed)
     make = {"sharp": sharp, "smooth": smooth, "two_mix": two_mix}
-    report: dict[str, Any] = {"config": config.to_dict(), "window": args.window, "streams": {}}
+    report: dict[str, Any] = {"window": args.window, "streams": earlier(args.name)}
     for kind in args.stream:
         traces = {name: recorded(name, args.seed, args.requests, args.traces, pair) for name in DATASETS[kind]}
         stream = make[kind](traces, random.Random(args.seed))
@@ -176,21 +201,24 @@ def main() -> None:
         with tqdm(total=len(stream), desc=kind, leave=False) as bar:
             learned = simulate(pair[1], stream, config, on_request=lambda i, s, bar=bar: bar.update()).stats
         found: dict[str, Any] = {
-            "requests": len(stream), "alpha": pooled(learned), "static": pooled(static),
+            "config": config.to_dict(), "requests": len(stream), "alpha": pooled(learned), "static": pooled(static),
             "parts": by_part(stream, learned, static, 2 if kind == "two_mix" else 4),
         }  # fmt: skip
         print(f"\n{kind}: {len(stream)} requests, alpha {found['alpha']:.3f}, static {found['static']:.3f}")
         if kind == "sharp":
             found["switches"] = recoveries(stream, learned, static, args.window, config.update_interval)
-            for s in found["switches"]:
-                back = f"after {s['requests_to_recover']} requests" if s["requests_to_recover"] else "not"
-                print(
-                    f"  to {s['to']:24s} alpha {s['alpha_before']:.3f} before, {s['alpha_after']:.3f} after, "
-                    f"{s['alpha_level']:.3f} at the end; 90% of the loss of {s['loss']:.3f} won back: {back}"
-                )
         else:
             for p in found["parts"]:
                 print(f"  {p['part']} {p['dataset']:24s} alpha {p['alpha']:.3f}, static {p['static']:.3f}")
+        if kind == "two_mix":
+            found["switches"] = [recovery(stream, learned, static, args.window)]
+        for s in found.get("switches", ()):
+            back = f"after {s['requests_to_recover']} requests" if s["requests_to_recover"] else "not"
+            print(
+                f"  to {s['to']:24s} alpha {s['alpha_before']:.3f} before, {s['alpha_level']:.3f} at the end; 90% of "
+                f"the loss of {s['loss']:.3f} won back: {back}"
+            )
+        found["provenance"] = provenance(seed=args.seed, requests=args.requests)
         report["streams"][kind] = found
         RESULTS.mkdir(parents=True, exist_ok=True)
         plot(RESULTS / f"{args.name}_{kind}.png", kind, stream, learned, static, args.window, f"{kind} stream")

@@ -26,10 +26,10 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from common import RESULTS, ProcessorTimed, last_share, load_pair, recorded, rotate, run_facts, serve, write_report
+from common import RESULTS, last_share, load_pair, processor_timed, recorded, rotate, run_facts, write_report
 from tqdm import tqdm
 
-from osd_hf import AcceptanceStats, OnlineConfig, Trace
+from osd_hf import AcceptanceStats, OnlineConfig, Trace, simulate
 from osd_hf.metrics import alpha_gain_interval
 from osd_hf.replay import replay_each
 from osd_hf.updater import Updater
@@ -67,9 +67,11 @@ def publish_seconds(draft: Any, repeats: int = 20) -> float:
 
 def run(draft: Any, stream: list[Trace], static: list[AcceptanceStats], config: OnlineConfig, name: str) -> Any:
     """One row of the report."""
-    updater, serving = ProcessorTimed(draft, config), copy.deepcopy(draft)
     with tqdm(total=len(stream), desc=name, leave=False) as bar:
-        stats, updates = serve(updater, serving, stream, K, bar.update)
+        report = simulate(
+            draft, stream, learner=processor_timed(draft, config), on_request=lambda i, stats: bar.update()
+        )
+    stats, updates = report.stats, report.updates
     return {
         "interval": config.update_interval, **draws(config),
         "whole_run": gain(sum(static, AcceptanceStats()), sum(stats, AcceptanceStats())),
@@ -132,7 +134,7 @@ def main() -> None:
         print(f"{traffic}: {len(stream)} requests, static {sum(static, AcceptanceStats()).alpha:.3f}", flush=True)
         rows[traffic] = []
         for interval in args.intervals:
-            config = OnlineConfig(update_interval=interval, steps_per_update=interval, seed=args.seed)
+            config = OnlineConfig(update_interval=interval, steps_per_update=interval, gate=False, seed=args.seed)
             row = run(pair[1], stream, static, config, f"every {interval}")
             rows[traffic].append(row)
             whole, end = row["whole_run"], row["last_fifth"]

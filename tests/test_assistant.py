@@ -12,12 +12,14 @@ import models
 import numpy as np
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList, pipeline
 
 from osd_hf import (
     CaptureError,
     ConfigError,
     CorrectionStore,
+    LabelRouter,
     LearnerError,
     OnlineAssistant,
     OnlineConfig,
@@ -28,7 +30,8 @@ from osd_hf import (
 )
 from osd_hf.metrics import AcceptanceStats
 
-FAST = OnlineConfig(update_interval=3, steps_per_update=2, batch_size=4, learning_rate=3e-3)
+# Without the gate each update is a version, so that versions can be counted.
+FAST = OnlineConfig(update_interval=3, steps_per_update=2, batch_size=4, learning_rate=3e-3, gate=False)
 MANUAL = replace(FAST, update_strategy="manual")
 
 
@@ -49,13 +52,19 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 @contextmanager
-def weights_used(model: Any) -> Iterator[list[int]]:
-    """Which weights each forward of `model` ran with, as a checksum."""
+def weights_used(assistant: OnlineAssistant) -> Iterator[list[int]]:
+    """Which weights each forward of a draft ran with, whichever model held them, as a checksum."""
     seen: list[int] = []
-    parameter = next(p for p in model.parameters() if p.ndim > 1)
-    handle = model.register_forward_pre_hook(lambda *_: seen.append(hash(parameter.detach().numpy().tobytes())))
-    yield seen
-    handle.remove()
+
+    def note(module: Any, *_: Any) -> None:
+        if assistant.drafts.owns(module):
+            seen.append(hash(b"".join(p.detach().numpy().tobytes() for p in module.parameters())))
+
+    handle = register_module_forward_pre_hook(note)
+    try:
+        yield seen
+    finally:
+        handle.remove()
 
 
 # --- serving and learning -------------------------------------------------------------------------------------------
@@ -284,7 +293,7 @@ def test_a_failing_learner_costs_no_answer_and_is_heard_of_once(monkeypatch: pyt
 def test_a_failing_learner_is_heard_of_by_attached_requests_and_at_the_close(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = models.pair()
     assistant = OnlineAssistant(target, draft, config=FAST)
-    monkeypatch.setattr(assistant._updater, "observe", lambda trace: 1 / 0)
+    monkeypatch.setattr(assistant._learner, "observe", lambda domain, trace: 1 / 0)
     serve(assistant, 1)
     with pytest.raises(LearnerError), assistant.attached():
         target.generate(models.prompt(), assistant_model=assistant.draft, max_new_tokens=4)
@@ -313,8 +322,9 @@ def test_an_error_of_the_target_reaches_the_caller_and_serving_goes_on() -> None
     with pytest.raises(ZeroDivisionError):
         serve(assistant, 1)
     handle.remove()
-    serve(assistant, 2)  # the promotion after the first must not wait for the failed request
+    serve(assistant, 2)
     assert (assistant.version, assistant.stats.num_requests) == (2, 2)
+    assert assistant.drafts.num_serving == 1  # the failed request has given its draft back
 
 
 def test_other_captures_fail_on_their_own() -> None:
@@ -340,7 +350,7 @@ def test_a_request_uses_one_version_from_beginning_to_end() -> None:
             assistant.update(steps=1)
 
     learner = threading.Thread(target=learn)
-    with weights_used(assistant.draft) as seen:
+    with weights_used(assistant) as seen:
         learner.start()
         try:
             of_requests = []
@@ -388,6 +398,57 @@ def test_threads_serve_and_learn_together() -> None:
     assert {s.num_requests for s in assistant.stats_by_domain.values()} == {5}
 
 
+@pytest.mark.parametrize("drafting", ["lean", "stock"])
+def test_a_promotion_waits_for_no_request_and_changes_none_that_is_running(drafting: Any) -> None:
+    target, draft = models.pair()
+    store = CorrectionStore()
+    config = replace(MANUAL, learning_rate=0.01, drafting=drafting)
+    assistant = OnlineAssistant(target, draft, config=config, store=store)
+    alone = serve(OnlineAssistant(target, draft, config=MANUAL), 1, max_new_tokens=16)
+    serve(assistant, 3)
+    given = assistant.draft
+    other: dict[str, Any] = {}
+
+    def in_another_thread() -> None:
+        other["report"] = assistant.update()
+        with weights_used(assistant) as used:
+            other["answers"] = serve(assistant, 1, max_new_tokens=16)
+            other["used"] = set(used)
+
+    class Promoter:
+        calls = 0
+
+        def put(self, value: torch.Tensor) -> None:
+            self.calls += 1
+            if self.calls == 3:  # the prompt, a round, and the next
+                other["before"] = set(seen)
+                thread = threading.Thread(target=in_another_thread)
+                thread.start()
+                thread.join(timeout=120)
+                assert not thread.is_alive()
+                other["version"], other["kept"] = assistant.version, weights(given)
+                seen.clear()
+
+        def end(self) -> None:
+            pass
+
+    with weights_used(assistant) as seen:
+        answers = serve(assistant, 1, streamer=Promoter(), max_new_tokens=16)
+        after = set(seen)
+    assert other["report"].version == other["version"] == assistant.version == 1
+    assert same(other["kept"], weights(draft))
+    assert other["before"] == after  # one version from beginning to end
+    assert len(after) == len(other["used"]) == 1
+    assert other["used"] != after  # the next one got the new version at once
+    assert answers == other["answers"] == alone
+    # The one that ended last is the one that began first.
+    assert [t.draft_version for t in store] == [0, 0, 0, 1, 0]
+    with weights_used(assistant) as seen:
+        serve(assistant, 1)
+    assert set(seen) == other["used"]
+    assert assistant.drafts.num_serving == 1  # what overlapping requests made has gone
+
+
 def test_the_draft_does_not_change_in_the_middle_of_a_request() -> None:
     target, draft = models.pair()
     assistant = OnlineAssistant(target, draft, config=MANUAL)
@@ -415,21 +476,28 @@ def test_the_draft_does_not_change_in_the_middle_of_a_request() -> None:
 # --- the session ----------------------------------------------------------------------------------------------------
 
 
-def test_a_resumed_session_equals_one_straight_through(tmp_path: Path) -> None:
+@pytest.mark.parametrize("gate", [False, True])
+def test_a_resumed_session_equals_one_straight_through(tmp_path: Path, gate: bool) -> None:
     target, draft = models.pair()
-    straight = OnlineAssistant(target, draft, config=FAST)
-    first = OnlineAssistant(target, draft, config=FAST)
+    config = replace(FAST, gate=gate)
+    straight = OnlineAssistant(target, draft, config=config)
+    first = OnlineAssistant(target, draft, config=config)
     for assistant in (straight, first):
         serve(assistant, 5, domain="a")  # one update, and two requests waiting for the next
     first.save_state(tmp_path)
-    second = OnlineAssistant(target, draft, config=FAST)
+    second = OnlineAssistant(target, draft, config=config)
     second.load_state(tmp_path)
     assert (second.version, second.stats) == (first.version, first.stats)
     for assistant in (straight, second):
         serve(assistant, 8)
-    assert second.version == straight.version == 4
+        serve(assistant, 12)
+    assert second.decisions == straight.decisions
+    assert len(second.decisions) == 8
+    assert second.version == straight.version
+    assert second.version == 8 or gate
+    assert second.version > 0
     assert second.stats == straight.stats
-    assert {d: s.num_requests for d, s in second.stats_by_domain.items()} == {"a": 5, None: 8}
+    assert {d: s.num_requests for d, s in second.stats_by_domain.items()} == {"a": 5, None: 20}
     assert same(weights(second.draft), weights(straight.draft))
 
 
@@ -447,6 +515,89 @@ def test_the_session_of_another_draft_leaves_the_assistant_as_it_was(tmp_path: P
     assert (assistant.version, assistant.stats, len(assistant._updater.new)) == (1, stats, waiting)
     serve(assistant, 2)
     assert assistant.version == 2
+
+
+def test_a_session_takes_the_place_of_other_domains_drafts(tmp_path: Path) -> None:
+    target, draft = models.pair()
+    first, used, fresh = (OnlineAssistant(target, draft, config=FAST, router=LabelRouter()) for _ in range(3))
+    serve(first, 3, domain="x")
+    first.save_state(tmp_path)
+    serve(used, 3, domain="y")
+    for assistant in (used, fresh):
+        assistant.load_state(tmp_path)
+        assert assistant.drafts.domains == ("x",)
+        assert same(weights(assistant.serving_draft("y")), weights(draft))
+        serve(assistant, 6, domain="y")
+    # Nothing is left of what was learned of "y" before.
+    assert same(weights(used.serving_draft("y")), weights(fresh.serving_draft("y")))
+    assert same(weights(used.serving_draft("x")), weights(first.serving_draft("x")))
+    previous = used.drafts.previous("y")
+    assert previous is not None
+    assert previous[1].keys() == weights(draft).keys()
+
+
+@pytest.mark.parametrize("router", [None, LabelRouter()])
+def test_a_shared_draft_and_drafts_per_domain_do_not_take_each_others_sessions(router: Any, tmp_path: Path) -> None:
+    target, draft = models.pair()
+    other = OnlineAssistant(target, draft, config=FAST, router=LabelRouter() if router is None else None)
+    serve(other, 3, domain="x")
+    other.save_state(tmp_path)
+    assistant = OnlineAssistant(target, draft, config=FAST, router=router)
+    serve(assistant, 3, domain="x")
+    before, domains = weights(assistant.serving_draft("x")), assistant.drafts.domains
+    with pytest.raises(StateError, match="router"):
+        assistant.load_state(tmp_path)
+    assert assistant.drafts.domains == domains
+    assert same(weights(assistant.serving_draft("x")), before)
+    serve(assistant, 3, domain="x")
+    assert assistant.version == 2
+
+
+def test_a_refused_session_leaves_no_drafts_behind(tmp_path: Path) -> None:
+    other = OnlineAssistant(models.build("gpt2"), models.build("gpt2"), config=FAST, router=LabelRouter())
+    serve(other, 3, domain="x")
+    other.save_state(tmp_path)
+    assistant = OnlineAssistant(*models.pair(), config=FAST, router=LabelRouter())
+    serve(assistant, 3, domain="y")
+    with pytest.raises(StateError, match="another draft"):
+        assistant.load_state(tmp_path)
+    assert assistant.drafts.domains == ("y",)
+    assert assistant.version == 1
+
+
+# --- learning between requests --------------------------------------------------------------------------------------
+
+IDLE = replace(FAST, update_strategy="idle")
+
+
+def test_requests_inside_attached_are_learned_from_between_requests() -> None:
+    target, draft = models.pair()
+    with OnlineAssistant(target, draft, config=IDLE) as assistant:
+        with assistant.attached():
+            for ids in models.prompts(3):
+                target.generate(
+                    ids, attention_mask=torch.ones_like(ids), assistant_model=assistant.draft, max_new_tokens=4
+                )
+        assert assistant.wait_until_idle(timeout=60)
+        assert assistant.version == 1
+
+
+def test_what_comes_to_be_due_during_a_save_is_learned_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with OnlineAssistant(*models.pair(), config=IDLE) as assistant:
+        monkeypatch.setattr("osd_hf.assistant.save_session", lambda *_: serve(assistant, 3))
+        assistant.save_state(tmp_path)
+        assert assistant.wait_until_idle(timeout=60)
+        assert assistant.version == 1
+
+
+def test_nobody_waits_for_an_assistant_that_is_closed() -> None:
+    assistant = OnlineAssistant(*models.pair(), config=IDLE)
+    assistant.close()
+    serve(assistant, 3)
+    assert assistant.wait_until_idle(timeout=60)
+    assert assistant.version == 0
 
 
 # --- tracking -------------------------------------------------------------------------------------------------------
@@ -498,16 +649,22 @@ def test_the_given_models_may_be_copied_while_served() -> None:
 # --- what a review found --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("fails", ["a step", "making a learner"])
 def test_a_failing_learner_is_tried_again_after_an_interval_and_not_at_every_request(
-    monkeypatch: pytest.MonkeyPatch,
+    fails: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, draft = models.pair()
-    assistant = OnlineAssistant(target, draft, config=replace(FAST, update_interval=2))
-    monkeypatch.setattr(assistant._updater, "update", lambda steps: 1 / 0)
+    config = replace(FAST, update_interval=2)
+    if fails == "a step":
+        assistant = OnlineAssistant(target, draft, config=config)
+        monkeypatch.setattr(assistant._updater, "micro_steps", lambda steps: 1 / 0)
+    else:
+        assistant = OnlineAssistant(target, draft, config=config, router=LabelRouter())
+        monkeypatch.setattr(assistant.drafts, "updater", lambda *_: 1 / 0)
     outcomes = []
     for ids in models.prompts(6):
         try:
-            assistant.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=4)
+            assistant.generate(ids, domain="a", attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=4)
             outcomes.append("served")
         except LearnerError:
             outcomes.append("error")

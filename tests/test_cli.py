@@ -16,7 +16,9 @@ from osd_hf.cli import _parser, main
 from osd_hf.outputs import json_text
 from osd_hf.prompts import encode_turn
 
-LEARNING = ["--update-interval", "4", "--steps-per-update", "2", "--batch-size", "4", "--learning-rate", "3e-3"]
+LEARNING = [  # without the gate each update is a version
+    "--update-interval", "4", "--steps-per-update", "2", "--batch-size", "4", "--learning-rate", "3e-3", "--no-gate",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -98,7 +98,7 @@ def test_a_prompt_gives_one_row_of_logits() -> None:
 
 
 def assistant_of(target: Any, draft: Any, **settings: Any) -> OnlineAssistant:
-    settings = {"update_strategy": "manual", "compile_draft": True, **settings}
+    settings = {"update_strategy": "manual", "compile_draft": True, "gate": False, **settings}
     return OnlineAssistant(target, draft, config=OnlineConfig(**settings))
 
 

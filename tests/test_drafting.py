@@ -21,7 +21,8 @@ from osd_hf.records import Trace
 
 
 def assistant_of(target: Any, draft: Any, **settings: Any) -> OnlineAssistant:
-    return OnlineAssistant(target, draft, config=OnlineConfig(**{"update_strategy": "manual", **settings}))
+    settings = {"update_strategy": "manual", "gate": False, **settings}  # without the gate each update is a version
+    return OnlineAssistant(target, draft, config=OnlineConfig(**settings))
 
 
 def answered(assistant: OnlineAssistant, ids: torch.Tensor, **settings: Any) -> tuple[Any, Trace]:

@@ -15,6 +15,15 @@ PUBLIC_NAMES = {
     "OnlineAssistant",
     "OnlineConfig",
     "UpdateReport",
+    "GateDecision",
+    # drafts per domain, and who gets which
+    "DomainDrafts",
+    "Router",
+    "RoutedPrompt",
+    "LabelRouter",
+    "CallableRouter",
+    "LanguageRouter",
+    "TopicRouter",
     # what was seen of the traffic
     "capture_traces",
     "record_traces",

@@ -9,10 +9,12 @@ import torch
 
 from osd_hf import OnlineConfig, StateError, Trace, capture_traces
 from osd_hf import session as module
+from osd_hf.drafts import DomainDrafts
+from osd_hf.learner import Learner
 from osd_hf.session import load_session, save_session
 from osd_hf.updater import Updater
 
-CONFIG = OnlineConfig(batch_size=4, steps_per_update=1, num_logprobs=8, buffer_size=5)
+CONFIG = OnlineConfig(batch_size=4, steps_per_update=1, num_logprobs=8, buffer_size=5, gate=False)
 
 
 @pytest.fixture(scope="module")
@@ -25,42 +27,78 @@ def traces() -> list[Trace]:
     return seen
 
 
-def updater(traces: list[Trace], updates: int) -> Updater:
-    taught = Updater(models.pair()[1], CONFIG)
+def learner(traces: list[Trace], updates: int, config: OnlineConfig = CONFIG, draft: Any = None) -> Learner:
+    taught = Learner(DomainDrafts(draft or models.pair()[1], config, per_domain=False), config)
     for _ in range(updates):
         for trace in traces[:3]:
-            taught.observe(trace)
+            taught.observe(None, trace)
         taught.update()
     for trace in traces[3:5]:
-        taught.observe(trace)
+        taught.observe(None, trace)
     return taught
 
 
-def weights(taught: Updater) -> list[torch.Tensor]:
-    return [p.detach().clone() for p in taught.parameters.values()]
+def updater(taught: Learner) -> Updater:
+    return taught.updater(None)
 
 
-def test_a_session_comes_back_whole(tmp_path: Path, traces: list[Trace]) -> None:
-    saved = updater(traces, 2)
-    save_session(tmp_path / "new" / "folder", saved, {"version": 2, "note": [1, None]})
-    fresh = Updater(models.pair()[1], CONFIG)
-    facts = load_session(tmp_path / "new" / "folder", fresh)
+def weights(taught: Learner) -> list[torch.Tensor]:
+    """What learns, and what serves."""
+    parameters = [*updater(taught).parameters.values(), *taught.drafts.model().parameters()]
+    return [p.detach().clone() for p in parameters]
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Whether two states are the same, tensors and traces in them included."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, Trace):
+        rows = (
+            a.top_logits.tobytes() == b.top_logits.tobytes() and a.tail_logprob.tobytes() == b.tail_logprob.tobytes()
+        )
+        tokens = (
+            a.completion_ids.tolist() == b.completion_ids.tolist() and a.prompt_ids.tolist() == b.prompt_ids.tolist()
+        )
+        told = (a.domain, a.sampling, a.draft_version, len(a.rounds))
+        return rows and tokens and told == (b.domain, b.sampling, b.draft_version, len(b.rounds))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(alike(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(alike, a, b))
+    return bool(a == b)
+
+
+@pytest.mark.parametrize("gate", [False, True])
+def test_a_session_comes_back_whole(tmp_path: Path, traces: list[Trace], gate: bool) -> None:
+    config = OnlineConfig(batch_size=4, steps_per_update=1, num_logprobs=8, buffer_size=5, gate=gate)
+    saved = learner(traces, 3, config)
+    save_session(tmp_path / "new" / "folder", saved, {"version": 2, "note": [1, None]}, {"weights": torch.ones(2)})
+    fresh = learner(traces, 0, config)
+    facts, router = load_session(tmp_path / "new" / "folder", fresh)
     assert (facts["version"], facts["note"]) == (2, [1, None])
+    assert router is not None
+    assert router["weights"].tolist() == [1, 1]
     assert all(map(torch.equal, weights(saved), weights(fresh)))
-    for ours, theirs in ((list(fresh.new), list(saved.new)), (list(fresh.buffer), list(saved.buffer))):
-        assert len(ours) == len(theirs)
-        for a, b in zip(ours, theirs, strict=True):
-            assert a.completion_ids.tolist() == b.completion_ids.tolist()
-            assert a.top_logits.tobytes() == b.top_logits.tobytes()
-            assert (a.domain, a.sampling, len(a.rounds)) == (b.domain, b.sampling, len(b.rounds))
-    assert fresh.buffer.maxlen == 5
+    assert alike(fresh.lesson_states(), saved.lesson_states())
+    assert alike(fresh.drafts.state_dict(), saved.drafts.state_dict())
+    (state,) = fresh.lesson_states()
+    sizes = {group: len(found) for group, found in state["traces"].items()}
+    # 11 requests: with the gate the 4th and the 8th are held back, and the two newest wait.
+    assert sizes == {"held_back": 2 * gate, "pending": 2, "waiting": 0, "replayed": 5}
+    assert fresh.drafts.serving_version() == (0 if gate else 3)
+    assert updater(fresh).buffer.capacity == 5
+    # Both go on alike: the same batches, and the same weights.
+    for taught in (saved, fresh):
+        taught.update()
+    assert all(map(torch.equal, weights(saved), weights(fresh)))
 
 
 def test_saving_again_leaves_one_state(tmp_path: Path, traces: list[Trace]) -> None:
     for version in range(3):
-        save_session(tmp_path, updater(traces, version), {"version": version})
+        save_session(tmp_path, learner(traces, version), {"version": version})
     assert len(list(tmp_path.glob("state-*"))) == 1
-    assert load_session(tmp_path, updater(traces, 0))["version"] == 2
+    facts, router = load_session(tmp_path, learner(traces, 0))
+    assert (facts["version"], router) == (2, None)
     assert not list(tmp_path.glob(".CURRENT-*"))
 
 
@@ -68,19 +106,25 @@ class Killed(BaseException):
     """Of no kind that anybody catches, as a signal is."""
 
 
-STEPS = ("mkdir", "torch.save", "write_table", "write_text", "fsync", "replace", "rmtree")
+# What is done in turn, and at which time it breaks: the learner's state and the drafts are saved by `torch.save`, the
+# facts and the pointer by `write_text`.
+STEPS = (
+    ("mkdir", 1), ("write_table", 1), ("torch.save", 1), ("torch.save", 2), ("write_text", 1), ("fsync", 1),
+    ("fsync", 4), ("write_text", 2), ("replace", 1), ("rmtree", 1),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("error", [Killed, OSError])
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(("step", "time"), STEPS)
 def test_what_breaks_while_saving_leaves_a_state_that_loads(
-    step: str, error: type[BaseException], tmp_path: Path, traces: list[Trace], monkeypatch: pytest.MonkeyPatch
+    step: str,
+    time: int,
+    error: type[BaseException],
+    tmp_path: Path,
+    traces: list[Trace],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    save_session(tmp_path, updater(traces, 1), {"version": 1})
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise error("killed")
-
+    save_session(tmp_path, learner(traces, 1), {"version": 1})
     homes: dict[str, tuple[Any, str]] = {
         "mkdir": (Path, "mkdir"),
         "torch.save": (module.torch, "save"),
@@ -90,17 +134,27 @@ def test_what_breaks_while_saving_leaves_a_state_that_loads(
         "replace": (os, "replace"),
         "rmtree": (module.shutil, "rmtree"),
     }
-    second = updater(traces, 2)
+    whole = getattr(*homes[step])
+    calls = 0
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == time:
+            raise error("killed")
+        return whole(*args, **kwargs)
+
+    second = learner(traces, 2)
     with monkeypatch.context() as patch:
         patch.setattr(*homes[step], fail)
         with pytest.raises(StateError if error is OSError and step != "rmtree" else error):
             save_session(tmp_path, second, {"version": 2})
     expected = 2 if step == "rmtree" else 1
-    fresh = updater(traces, 0)
-    assert load_session(tmp_path, fresh)["version"] == expected
-    assert all(map(torch.equal, weights(fresh), weights(updater(traces, expected))))
+    fresh = learner(traces, 0)
+    assert load_session(tmp_path, fresh)[0]["version"] == fresh.drafts.serving_version() == expected
+    assert all(map(torch.equal, weights(fresh), weights(learner(traces, expected))))
     save_session(tmp_path, second, {"version": 3})  # goes on, and clears what was left
-    assert load_session(tmp_path, fresh)["version"] == 3
+    assert load_session(tmp_path, fresh)[0]["version"] == 3
     assert len(list(tmp_path.glob("state-*"))) == 1
 
 
@@ -119,49 +173,51 @@ def damage(folder: Path, file: str, how: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol:UserWarning")  # torch, of the garbage
 @pytest.mark.parametrize("how", ["missing", "empty", "half", "garbage"])
-@pytest.mark.parametrize("file", ["CURRENT", "session.json", "requests.parquet", "learner.pt"])
+@pytest.mark.parametrize("file", ["CURRENT", "session.json", "requests-000.parquet", "learner-000.pt", "drafts.pt"])
 def test_damaged_files_are_named_and_change_nothing(file: str, how: str, tmp_path: Path, traces: list[Trace]) -> None:
-    save_session(tmp_path, updater(traces, 2), {"version": 2})
+    save_session(tmp_path, learner(traces, 2), {"version": 2})
     damage(tmp_path, file, how)
-    fresh = updater(traces, 1)
-    before, waiting = weights(fresh), list(fresh.new)
+    fresh = learner(traces, 1)
+    before, states, drafts = weights(fresh), fresh.lesson_states(), fresh.drafts.state_dict()
     with pytest.raises(StateError, match="session"):
         load_session(tmp_path, fresh)
     assert all(map(torch.equal, weights(fresh), before))
-    assert list(fresh.new) == waiting
-    assert fresh.version == 1
+    assert alike(fresh.lesson_states(), states)
+    assert alike(fresh.drafts.state_dict(), drafts)
+    assert fresh.drafts.serving_version() == 1
 
 
-def test_a_later_format_is_not_guessed_at(tmp_path: Path, traces: list[Trace]) -> None:
-    save_session(tmp_path, updater(traces, 1), {})
+@pytest.mark.parametrize("other", [1, 99])
+def test_another_format_is_not_guessed_at(other: int, tmp_path: Path, traces: list[Trace]) -> None:
+    save_session(tmp_path, learner(traces, 1), {})
     (path,) = tmp_path.glob("state-*/session.json")
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
-    with pytest.raises(StateError, match="format 99, this version reads 1"):
-        load_session(tmp_path, updater(traces, 0))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": other}))
+    with pytest.raises(StateError, match=f"format {other}, this version reads 2"):
+        load_session(tmp_path, learner(traces, 0))
 
 
 def test_nothing_saved_is_said(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="no saved session"):
-        load_session(tmp_path, Updater(models.build(), CONFIG))
+        load_session(tmp_path, learner([], 0))
 
 
 def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path, traces: list[Trace]) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StateError, match="cannot be saved"):
-        save_session(tmp_path / "file", updater(traces, 0), {})
+        save_session(tmp_path / "file", learner(traces, 0), {})
 
 
 @pytest.mark.parametrize("other", [OnlineConfig(optimizer="adamw"), OnlineConfig(weight_average=0.0)])
 def test_the_state_of_another_rule_is_refused_or_taken_whole(
     other: OnlineConfig, tmp_path: Path, traces: list[Trace]
 ) -> None:
-    save_session(tmp_path, updater(traces, 2), {"version": 2})
-    fresh = Updater(models.pair()[1], other)
+    save_session(tmp_path, learner(traces, 2), {"version": 2})
+    fresh = learner([], 0, other)
     before = weights(fresh)
     try:
         load_session(tmp_path, fresh)
     except StateError:
         assert all(map(torch.equal, weights(fresh), before))
-        assert fresh.version == 0
+        assert fresh.drafts.serving_version() == 0
     else:
-        assert all(map(torch.equal, weights(fresh), weights(updater(traces, 2))))
+        assert all(map(torch.equal, weights(fresh), weights(learner(traces, 2))))

@@ -7,7 +7,8 @@ import torch
 
 from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, record_traces, simulate
 
-CONFIG = OnlineConfig(update_interval=3, steps_per_update=2, batch_size=4, learning_rate=3e-3)
+# Without the gate each update is a version.
+CONFIG = OnlineConfig(update_interval=3, steps_per_update=2, batch_size=4, learning_rate=3e-3, gate=False)
 
 
 def counts(stats: AcceptanceStats) -> tuple[Any, ...]:
@@ -54,6 +55,24 @@ def test_a_simulated_run_is_the_live_run(architecture: str, config: OnlineConfig
     for (name, ours), theirs in zip(report.draft.named_parameters(), assistant.draft.parameters(), strict=True):
         # Recorded rows are those of batched forwards: equal up to half-precision storage.
         torch.testing.assert_close(ours, theirs, atol=5e-3, rtol=0, msg=name)
+
+
+def test_a_simulated_gate_decides_as_the_live_one() -> None:
+    target, draft = models.pair("gpt2", noise=0.3)
+    config = replace(CONFIG, gate=True, update_interval=6)
+    prompts = models.prompts(36)
+    assistant = OnlineAssistant(target, draft, config=config)
+    for ids in prompts:
+        assistant.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8)
+    traces = list(record_traces(target, [p[0].tolist() for p in prompts], max_new_tokens=8, num_logprobs=64))
+    report = simulate(draft, traces, config)
+    outcomes = [(d.outcome, d.version, d.serving, d.requests) for d in assistant.decisions]
+    assert [(d.outcome, d.version, d.serving, d.requests) for d in report.decisions] == outcomes
+    assert len(outcomes) == 6
+    assert [outcome for outcome, *_ in outcomes[:2]] == ["kept back"] * 2  # 3 requests were held back by then
+    assert "promoted" in [outcome for outcome, *_ in outcomes]
+    assert report.drafts.serving_version() == assistant.version > 0
+    assert sum(report.stats, AcceptanceStats()).accepted == assistant.stats.accepted
 
 
 def test_progress_is_told_and_the_draft_stays() -> None:

@@ -1,0 +1,45 @@
+"""Drafts of several domains in one folder: each as PEFT or transformers loads it, and an index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from osd_hf.errors import StateError
+from osd_hf.outputs import make_folder
+from osd_hf.shards import write_whole
+from osd_hf.snapshots import Snapshot
+
+__all__ = ["read_drafts", "write_drafts"]
+
+INDEX = "drafts.json"
+
+
+def write_drafts(
+    directory: Path, versions: Mapping[str | None, int], save: Callable[[str | None, Path], None]
+) -> None:
+    """Write the draft of each domain by `save`, and the index last; raises ConfigError where it cannot be written."""
+    make_folder(directory)
+    index = {}
+    for number, (domain, version) in enumerate(versions.items()):
+        folder = f"draft-{number:03d}"
+        save(domain, directory / folder)
+        index[folder] = {"domain": domain, "version": version}
+    write_whole(directory / INDEX, (json.dumps(index, indent=1) + "\n").encode())
+
+
+def read_drafts(directory: Path, *, adapters: bool) -> dict[str | None, tuple[int, Snapshot]]:
+    """Version and weights by domain; raises StateError where there is nothing that can be read."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    name = "adapter_model.safetensors" if adapters else "model.safetensors"
+    try:
+        index = json.loads((directory / INDEX).read_text())
+        return {
+            entry["domain"]: (int(entry["version"]), load_file(directory / folder / name))
+            for folder, entry in index.items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise StateError(f"The drafts in {directory} cannot be read: {error}. Restore them from a copy.") from error

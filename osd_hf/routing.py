@@ -1,0 +1,419 @@
+"""Which draft a prompt gets: routers by label, by a function, by language, and by topics found in the traffic."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import re
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from osd_hf.errors import ConfigError, StateError, UnsupportedModelError
+from osd_hf.wrappers import unwrap
+
+__all__ = ["CallableRouter", "LabelRouter", "LanguageRouter", "RoutedPrompt", "Router", "TopicRouter", "as_router"]
+
+Vectors = NDArray[np.float32]
+
+# Language: tokens of a turn that are looked at, and the least share of probability inside the languages asked for.
+TURN_TOKENS = 256
+MIN_INSIDE = 0.2
+ROLE = re.compile(r"^\s*(system|developer|user|human|assistant|model|tool)\s*(\n|$)", re.IGNORECASE)
+TAG = re.compile(r"<[^<>\n]{1,40}>")
+
+# Topics: bounds and thresholds, chosen by `recipes/routing.py`.
+PROMPT_TOKENS = 1024  # of a longer prompt, half from its beginning and half from its end
+FIRST_PROMPTS = 16  # until then nothing is named
+MIN_PREFIX_TOKENS = 16  # shared by all first prompts at their beginning: a system prompt
+MEMORY = 64  # newest prompts kept per topic
+CHECK_EVERY = 8  # prompts of a topic between two looks for a second topic inside
+MIN_TOPIC_PROMPTS = 6
+MIN_SEPARATION = 5.0  # between two topics, in standard deviations along the line that joins their centroids
+STRAYS = 16  # prompts far from all topics, where no more can be opened, before a look for a topic among them
+CLEARLY = 1.7  # times farther from its neighbor is that topic than the two nearest are from each other
+MAX_DEVIATIONS = 3.5  # of a prompt's distance to its centroid over what its topic's prompts have
+MAX_POSITION = 0.45  # of a prompt on the way from its centroid (0) to the second nearest (1)
+
+
+class RoutedPrompt:
+    """
+    A prompt, as a router sees it.
+
+    Args:
+        ids (`np.ndarray` of shape `(tokens,)`):
+            Token ids without padding, int32 or int64.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*):
+            What the ids were made with; needed by routers that read text.
+    """
+
+    def __init__(self, ids: NDArray[np.integer[Any]], tokenizer: Any = None) -> None:
+        self.ids = ids
+        self.tokenizer = tokenizer
+
+    @cached_property
+    def text(self) -> str:
+        """The whole prompt, decoded without special tokens; raises ConfigError where there is no tokenizer."""
+        return self.decode(self.ids)
+
+    def decode(self, ids: NDArray[np.integer[Any]]) -> str:
+        """As `text`, of a part of the prompt."""
+        if self.tokenizer is None:
+            raise ConfigError("This router reads the prompt's text: pass a tokenizer to the assistant.")
+        return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+
+
+class Router(ABC):
+    """Says which draft a prompt gets. Several threads may ask at once."""
+
+    @abstractmethod
+    def route(self, prompt: RoutedPrompt) -> str | None:
+        """The name of the prompt's domain; `None` where it is unknown or ambiguous, and the base draft serves."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the router has learned, for `torch.save`: plain Python and tensors."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave; raises StateError where it is the state of another kind of router."""
+        if state:
+            raise StateError(f"A {type(self).__name__} learns nothing, got a state with {', '.join(map(str, state))}.")
+
+
+class LabelRouter(Router):
+    """Knows no prompt: only those that the caller has labeled with `domain=` get a draft of their own."""
+
+    def route(self, prompt: RoutedPrompt) -> str | None:
+        return None
+
+
+class CallableRouter(Router):
+    """Routes by a function of the prompt's text, which gives the name of a domain or `None`."""
+
+    def __init__(self, function: Callable[[str], str | None]) -> None:
+        if not callable(function):
+            raise ConfigError(f"`function` must be callable, got {function!r}.")
+        self.function = function
+
+    def route(self, prompt: RoutedPrompt) -> str | None:
+        """The function's name for the prompt; raises ConfigError where it is neither a name nor `None`."""
+        name: Any = self.function(prompt.text)
+        if name is not None and not (isinstance(name, str) and name):
+            raise ConfigError(f"A router's function must return a name or None, got {name!r} of {self.function!r}.")
+        return name
+
+
+def as_router(router: Router | Callable[[str], str | None] | None) -> Router | None:
+    """A router from what a user may pass: a router, a function of the prompt's text, or `None`, which stays `None`;
+    raises ConfigError where it is something else."""
+    if router is None or isinstance(router, Router):
+        return router
+    if callable(router) and not isinstance(router, type):
+        return CallableRouter(router)
+    raise ConfigError(f"`router` must be a router, a function of the prompt's text, or None, got {router!r}.")
+
+
+class LanguageRouter(Router):
+    """
+    Routes by the natural language of the user's last turn, of which it reads the first 256 tokens. Names are ISO 639-1
+    codes. Needs `pip install "osd-hf[language]"`.
+
+    Args:
+        languages (`Iterable[str]`, *optional*):
+            Codes to route to; prompts in other languages get the base draft. All known languages by default.
+        min_confidence (`float`, *optional*, defaults to 0.6):
+            Least probability of a language among those in question, in (0, 1]. Below it the base draft serves.
+
+    Raises:
+        ConfigError: the language identifier is not installed, a code is unknown, or `min_confidence` is out of range.
+    """
+
+    def __init__(self, languages: Iterable[str] | None = None, *, min_confidence: float = 0.6) -> None:
+        if not 0 < min_confidence <= 1:
+            raise ConfigError(f"`min_confidence` must be above 0 and at most 1, got {min_confidence!r}.")
+        try:
+            langid = importlib.import_module("py3langid.langid")
+        except ImportError as error:
+            raise ConfigError('Routing by language needs py3langid: pip install "osd-hf[language]".') from error
+        self._identifier = langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)
+        known = {label for label in self._identifier.labels if len(label) == 2}
+        codes = known if languages is None else {languages} if isinstance(languages, str) else set(languages)
+        if not codes or codes - known:
+            raise ConfigError(f"`languages` must be among {' '.join(sorted(known))}, got {languages!r}.")
+        self.languages = frozenset(codes)
+        self.min_confidence = min_confidence
+        self._special: tuple[Any, NDArray[np.int64]] = (None, np.zeros(0, np.int64))
+
+    def route(self, prompt: RoutedPrompt) -> str | None:
+        """The code of the prompt's language, or `None`; raises ConfigError where there is no tokenizer."""
+        if not (text := self._last_turn(prompt)):
+            return None
+        inside = [(p, label) for label, p in self._identifier.rank(text) if label in self.languages]
+        share = sum(p for p, _ in inside)
+        best, label = max(inside)
+        # Some of the rest may always be a neighbor: a short line in Russian looks Bulgarian in part.
+        return str(label) if share >= MIN_INSIDE and best >= self.min_confidence * share else None
+
+    def _last_turn(self, prompt: RoutedPrompt) -> str:
+        """What stands between the last special tokens of a chat template, role words left out; a system prompt in
+        another language does not count."""
+        tokenizer, special = self._special
+        if tokenizer is not prompt.tokenizer:
+            self._special = prompt.tokenizer, (special := _special_ids(prompt.tokenizer))
+        ends = [-1, *np.flatnonzero(np.isin(prompt.ids, special)).tolist(), len(prompt.ids)]
+        for start, end in zip(ends[-2::-1], ends[:0:-1], strict=True):
+            if end > start + 1:
+                text = prompt.decode(prompt.ids[start + 1 : min(end, start + 1 + TURN_TOKENS)])
+                if text := TAG.sub(" ", ROLE.sub("", text)).strip():
+                    return text
+        return ""
+
+
+def _special_ids(tokenizer: Any) -> NDArray[np.int64]:
+    special = {i for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if token.special}
+    return np.array(sorted(special.union(getattr(tokenizer, "all_special_ids", ()))), np.int64)
+
+
+class TopicRouter(Router):
+    """
+    Finds the topics of the traffic while it routes, without labels, and names them `topic-1`, `topic-2`, ...
+
+    A prompt is described by the mean of the target's input embeddings over its different tokens, without the part that
+    all embeddings share (arXiv 1702.01417), scaled to length 1. It gets the topic of the nearest centroid, or `None`
+    among the first 16, between two topics, or far from all. A topic is its newest prompts; where these fall apart in
+    two, the part that holds the oldest keeps the name and the other becomes a new topic. Where all are taken and one
+    shows up far off, the two nearest become one under the older name, and it gets the younger; a topic that is not so
+    far gets `None`. A topic that returns finds its name again.
+
+    Args:
+        target (`PreTrainedModel`):
+            Gives the embeddings; also compiled, or with an adapter around it. Only their weight is kept.
+        max_topics (`int`, *optional*, defaults to 8):
+            Topics at most, at least 1.
+
+    Raises:
+        ConfigError: `max_topics` is out of range.
+        UnsupportedModelError: the target has no table of input embeddings.
+    """
+
+    def __init__(self, target: Any, *, max_topics: int = 8) -> None:
+        if not isinstance(max_topics, int) or isinstance(max_topics, bool) or max_topics < 1:
+            raise ConfigError(f"`max_topics` must be an integer of at least 1, got {max_topics!r}.")
+        self.max_topics = max_topics
+        self._weight = _embeddings(target)
+        self._mean, self._common = _shared_part(self._weight)
+        self._lock = threading.Lock()
+        self._topics: list[_Topic] = []
+        self._strays: Vectors = np.zeros((0, len(self._mean)), np.float32)
+        self._seen = 0
+        self._prefix: NDArray[np.int64] = np.zeros(0, np.int64)
+
+    @property
+    def topics(self) -> list[str]:
+        """Names of the topics found so far."""
+        return [topic.name for topic in self._topics]
+
+    def route(self, prompt: RoutedPrompt) -> str | None:
+        if not len(prompt.ids):
+            return None
+        with self._lock:
+            vector = self._vector(self._without_prefix(np.asarray(prompt.ids, np.int64)))
+            return None if vector is None else self._assign(vector)
+
+    def _without_prefix(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The prompt without the system prompt that the first ones shared, which would drown the rest. Settled by
+        them, so that a vector means the same ever after."""
+        if self._seen == 0:
+            self._prefix = ids[:PROMPT_TOKENS].copy()
+        n = min(len(ids), len(self._prefix))
+        shared = int(np.append(ids[:n] == self._prefix[:n], False).argmin())
+        if 0 < self._seen < FIRST_PROMPTS:
+            self._prefix = self._prefix[:shared]
+        return ids[shared:] if self._seen > 0 and MIN_PREFIX_TOKENS <= shared < len(ids) else ids
+
+    @torch.no_grad()
+    def _vector(self, ids: NDArray[np.int64]) -> Vectors | None:
+        if len(ids) > PROMPT_TOKENS:
+            ids = np.concatenate([ids[: PROMPT_TOKENS // 2], ids[-PROMPT_TOKENS // 2 :]])
+        # Each token once: how often words return says more of a prompt's length than of its topic.
+        ids = np.unique(ids)
+        ids = ids[(ids >= 0) & (ids < len(self._weight))]
+        rows = self._weight[torch.from_numpy(ids).to(self._weight.device)].float()
+        centered = rows.mean(0).cpu().numpy() - self._mean
+        vector = centered - (self._common @ centered) @ self._common
+        length = np.linalg.norm(vector)
+        return np.asarray(vector / length, np.float32) if 0 < length < np.inf else None
+
+    def _assign(self, vector: Vectors) -> str | None:
+        self._seen += 1
+        if not self._topics:
+            self._topics.append(_Topic("topic-1", vector[None]))
+            return None
+        # Minus half the squared distances, up to what all have in common.
+        scores = np.array([c @ vector - c @ c / 2 for c in (topic.centroid for topic in self._topics)])
+        order = np.argsort(-scores, kind="stable")
+        nearest = self._topics[order[0]]
+        clear = near = nearest.is_near(vector)
+        if near and len(order) > 1:
+            between = self._topics[order[1]].centroid - nearest.centroid
+            clear = 0.5 - (scores[order[0]] - scores[order[1]]) / max(between @ between, 1e-12) <= MAX_POSITION
+        full = len(self._topics) == self.max_topics
+        if full and not near and self._seen > FIRST_PROMPTS:
+            self._strays = np.concatenate([self._strays, vector[None]])
+            if len(self._strays) == STRAYS:
+                self._make_room(nearest)
+        else:  # what is far may be the first of a new topic
+            nearest.add(vector)
+        if not full and nearest.unchecked >= CHECK_EVERY:
+            nearest.unchecked = 0
+            if (part := nearest.second_topic()) is not None:
+                self._topics.append(_Topic(f"topic-{len(self._topics) + 1}", nearest.vectors[part]))
+                nearest.replace(nearest.vectors[~part])
+        return nearest.name if clear and self._seen > FIRST_PROMPTS else None
+
+    def _make_room(self, nearest: _Topic) -> None:
+        """All topics are taken: where strays have become one that lies far off, let the two nearest become one."""
+        both = _Topic("", np.concatenate([nearest.vectors, self._strays]))
+        self._strays = self._strays[STRAYS // 2 :]
+        pairs = list(itertools.combinations(self._topics, 2))
+        gaps = [float(np.linalg.norm(a.centroid - b.centroid)) for a, b in pairs]
+        if not gaps or (part := both.second_topic()) is None:
+            return
+        (a, b), new = pairs[int(np.argmin(gaps))], both.vectors[part]
+        if np.linalg.norm(new.mean(0) - nearest.centroid) > CLEARLY * min(gaps):
+            a.replace(np.concatenate([a.vectors[-MEMORY // 2 :], b.vectors[-MEMORY // 2 :]]))
+            b.replace(new)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The topics with the vectors of their newest prompts, and the prompts' shared beginning."""
+        with self._lock:
+            return {
+                "router": "topics",
+                "names": self.topics,
+                "unchecked": [topic.unchecked for topic in self._topics],
+                "vectors": [torch.from_numpy(topic.vectors.copy()) for topic in self._topics],
+                "strays": torch.from_numpy(self._strays.copy()),
+                "seen": self._seen,
+                "prefix": torch.from_numpy(self._prefix.copy()),
+                "mean_embedding": torch.from_numpy(self._mean.copy()),
+            }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave; raises StateError where it is the state of another kind of router, or of
+        another target, or has more topics than `max_topics`."""
+        if state.get("router") != "topics":
+            raise StateError(f"Not the state of a TopicRouter: it has {', '.join(map(str, state)) or 'nothing'}.")
+        mean = state["mean_embedding"].numpy()
+        # Loose, for a target that is loaded in another precision.
+        if mean.shape != self._mean.shape or np.linalg.norm(mean - self._mean) > 0.05 * np.linalg.norm(self._mean):
+            raise StateError("The topics were found with another target: its embeddings differ.")
+        if len(state["names"]) > self.max_topics:
+            raise StateError(f"{len(state['names'])} topics were saved, `max_topics` is {self.max_topics}.")
+        with self._lock:
+            self._topics = []
+            for name, vectors, unchecked in zip(state["names"], state["vectors"], state["unchecked"], strict=True):
+                self._topics.append(_Topic(name, vectors.numpy().copy(), unchecked))
+            self._strays, self._prefix = state["strays"].numpy().copy(), state["prefix"].numpy().copy()
+            self._seen = state["seen"]
+
+
+class _Topic:
+    """The newest prompts that were nearest to a topic, those too far to be named so included."""
+
+    def __init__(self, name: str, vectors: Vectors, unchecked: int = 0) -> None:
+        self.name, self.unchecked = name, unchecked
+        self.replace(vectors)
+
+    def replace(self, vectors: Vectors) -> None:
+        self.vectors = vectors
+        self.centroid: Vectors = vectors.mean(0)
+
+    def add(self, vector: Vectors) -> None:
+        self.replace(np.concatenate([self.vectors[-MEMORY + 1 :], vector[None]]))
+        self.unchecked += 1
+
+    def is_near(self, vector: Vectors) -> bool:
+        """Whether its distance is an ordinary one; of a few prompts nobody can tell."""
+        n = len(self.vectors)
+        if n < MIN_TOPIC_PROMPTS:
+            return False
+        distances = ((self.vectors - self.centroid) ** 2).sum(1) * (n / (n - 1)) ** 2  # to the mean of the others
+        return bool(
+            ((vector - self.centroid) ** 2).sum() <= distances.mean() + MAX_DEVIATIONS * distances.std() + 1e-6
+        )
+
+    def second_topic(self) -> NDArray[np.bool_] | None:
+        """Which of its prompts, `(prompts,)`, belong to another topic than the oldest; `None` where it is one."""
+        n = len(self.vectors)
+        gram = (self.vectors @ self.vectors.T).astype(np.float64)
+        centered = gram - gram.mean(0) - gram.mean(1)[:, None] + gram.mean()
+        axes = np.linalg.eigh(centered)[1]
+        # Where the variance is, and what came last: a new topic.
+        starts = (axes[:, -1] > 0, axes[:, -2] > 0, np.arange(n) >= n - CHECK_EVERY)
+        parts = [part for start in starts if (part := _two_means(gram, start)) is not None]
+        separation, best = max(((_separation(gram, part), i) for i, part in enumerate(parts)), default=(0.0, 0))
+        if separation < MIN_SEPARATION:
+            return None
+        return ~parts[best] if parts[best][0] else parts[best]
+
+
+def _two_means(gram: NDArray[np.float64], part: NDArray[np.bool_]) -> NDArray[np.bool_] | None:
+    """Two-means over inner products `(n, n)` from a first partition `(n,)`; `None` where a part gets too small."""
+    for _ in range(10):
+        weights = np.stack([part / max(part.sum(), 1), ~part / max((~part).sum(), 1)])
+        products = weights @ gram
+        scores = products - (products * weights).sum(1, keepdims=True) / 2
+        part = scores[0] > scores[1]
+        if min(part.sum(), (~part).sum()) < MIN_TOPIC_PROMPTS:
+            return None
+    return part
+
+
+def _separation(gram: NDArray[np.float64], part: NDArray[np.bool_]) -> float:
+    """How far two parts `(n,)` of unit vectors with inner products `(n, n)` lie apart on the line between their
+    centroids, in standard deviations within a part. Each is placed by centroids that do not contain it: otherwise any
+    cloud of many dimensions falls apart nicely."""
+    a, b, own = part.astype(float), (~part).astype(float), np.diag(gram)
+    to_a, to_b, in_a, in_b = gram @ a, gram @ b, a.sum() - a, b.sum() - b
+    # Squared norms and inner product of the two centroids without the point in question.
+    aa = (a @ to_a - a * (2 * to_a - own)) / in_a**2
+    bb = (b @ to_b - b * (2 * to_b - own)) / in_b**2
+    ab = (a @ to_b - a * to_b - b * to_a) / (in_a * in_b)
+    # Bounded below: the distances of equal prompts are rounding errors.
+    apart = np.maximum(aa + bb - 2 * ab, 1e-3)
+    positions = ((to_a - a * own) / in_a - (to_b - b * own) / in_b - ab + bb) / apart
+    of_a, of_b = positions[part], positions[~part]
+    spread = np.sqrt((of_a.var() * len(of_a) + of_b.var() * len(of_b)) / len(part))
+    return float((of_a.mean() - of_b.mean()) / max(spread, 0.01))
+
+
+def _embeddings(target: Any) -> torch.Tensor:
+    try:
+        weight = unwrap(target).get_input_embeddings().weight
+    except (AttributeError, NotImplementedError) as error:
+        raise UnsupportedModelError(f"{type(target).__name__} has no input embeddings to find topics by.") from error
+    if weight.is_meta or not weight.is_floating_point():
+        raise UnsupportedModelError(f"Input embeddings must be loaded floats, got {weight.dtype} on {weight.device}.")
+    return weight.detach()  # type: ignore[no-any-return]
+
+
+def _shared_part(weight: torch.Tensor) -> tuple[Vectors, Vectors]:
+    """The mean `(d,)` of the embeddings and their first d / 100 principal directions `(directions, d)`, orthonormal,
+    from a sample of the rows. They say how frequent a token is rather than what it means."""
+    rows = torch.linspace(0, len(weight) - 1, min(len(weight), 2048)).long()
+    sample: Vectors = weight[rows.to(weight.device)].float().cpu().numpy()
+    mean, d = sample.mean(0), sample.shape[1]
+    sample = sample - mean
+    number = min(-(-d // 100), d - 1, len(sample))
+    # Subspace iteration: a full decomposition takes a minute where d is some thousand.
+    basis: Vectors = np.random.default_rng(0).standard_normal((d, min(number + 8, d)), np.float32)
+    for _ in range(8):
+        basis = np.linalg.qr(sample.T @ (sample @ basis))[0]
+    inside = np.linalg.svd(sample @ basis, full_matrices=False)[2]
+    return mean, np.ascontiguousarray((basis @ inside[:number].T).T)

@@ -1,0 +1,242 @@
+"""
+Drafts per domain on mixed traffic: one shared draft that learns, against LoRA adapters and full copies per domain.
+
+    OSD_HF_DATA=... python recipes/domain_drafts.py                                  # 2,000 requests, five ways
+    OSD_HF_DATA=... python recipes/domain_drafts.py --ways shared lora-labels        # a part; finished ways are kept
+    OSD_HF_DATA=... python recipes/domain_drafts.py --requests 64 --live 4           # smoke
+
+Four data sets mixed at random, by replay of the target's greedy answers, k = 5:
+
+static        the draft as it is
+shared        one draft learns from all requests
+lora-labels   a LoRA adapter per data set, by label
+lora-topics   a LoRA adapter per topic, by prompts alone (`TopicRouter`)
+full-labels   a full copy per data set, by label
+
+Reported: alpha by data set over the last fifth of the requests with its interval and the gain over the static draft,
+bytes on disk and update time. At the end each way serves `--live` other prompts in earnest: answers compared token by
+token with the target's own, counts with those by replay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import torch
+from common import MAX_NEW_TOKENS, RESULTS, TEMPLATES, load_pair, recorded, run_facts, write_report
+from peft import LoraConfig
+from tqdm import tqdm
+
+from osd_hf import (
+    AcceptanceStats,
+    CorrectionStore,
+    DomainDrafts,
+    LabelRouter,
+    OnlineAssistant,
+    OnlineConfig,
+    SimulationReport,
+    TopicRouter,
+    Trace,
+    simulate,
+)
+from osd_hf.metrics import alpha_gain_interval
+from osd_hf.plots import rolling_alpha
+from osd_hf.replay import replay_each
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+K = 5
+WAYS = ("shared", "lora-labels", "lora-topics", "full-labels")
+LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def setting(way: str, target: Any, args: argparse.Namespace) -> tuple[Any, Any, OnlineConfig]:
+    """Router, adapter configuration and rule of a way."""
+    config = OnlineConfig(seed=args.seed)
+    if way == "shared":
+        return None, None, config
+    router = TopicRouter(target) if way == "lora-topics" else LabelRouter()
+    if way == "full-labels":
+        return router, None, config
+    targets = LAYERS + (["lm_head"] if args.head else [])
+    lora = LoraConfig(r=args.rank, lora_alpha=args.rank, target_modules=targets)
+    return router, lora, OnlineConfig(seed=args.seed, learning_rate=args.lora_rate)
+
+
+def simulated(way: str, pair: Any, stream: list[Trace], args: argparse.Namespace) -> tuple[SimulationReport, Any]:
+    router, lora, config = setting(way, pair[0], args)
+    if way == "lora-topics":  # a label would be taken for the domain
+        stream = [replace(trace, domain=None) for trace in stream]
+    with tqdm(total=len(stream), desc=way) as bar:
+        report = simulate(
+            pair[1], stream, config, router=router, peft_config=lora, on_request=lambda i, stats: bar.update()
+        )
+    return report, router
+
+
+def on_disk(drafts: DomainDrafts) -> dict[str, float]:
+    """Bytes of the published drafts, all and of one domain."""
+    with tempfile.TemporaryDirectory() as folder:
+        drafts.save_pretrained(folder)
+        files = [f for f in Path(folder).rglob("*") if f.suffix == ".safetensors"]
+        sizes = [f.stat().st_size for f in files]
+    return {"drafts": len(sizes), "bytes": sum(sizes), "bytes_per_draft": sum(sizes) / max(len(sizes), 1)}
+
+
+def served_live(
+    way: str, pair: Any, report: SimulationReport, router: Any, later: list[Trace], args: argparse.Namespace
+) -> dict[str, Any]:
+    """The learned drafts in earnest, on prompts that nothing was learned from."""
+    _, lora, config = setting(way, pair[0], args)
+    target, draft, tokenizer = pair
+    with tempfile.TemporaryDirectory() as folder:
+        report.drafts.save_pretrained(folder)
+        config = replace(config, update_strategy="manual")
+        store = CorrectionStore()
+        assistant = OnlineAssistant(target, draft, tokenizer, config, router=router, peft_config=lora, store=store)
+        assistant.drafts.load_pretrained(folder)
+    identical = 0
+    for trace in tqdm(later, desc=f"{way} live"):
+        ids = torch.from_numpy(trace.prompt_ids.astype(np.int64))[None]
+        output = assistant.generate(
+            ids, attention_mask=torch.ones_like(ids), domain=None if way == "lora-topics" else trace.domain,
+            do_sample=False, max_new_tokens=MAX_NEW_TOKENS,
+        )  # fmt: skip
+        identical += output[0, ids.shape[1] :].tolist() == trace.completion_ids.tolist()
+    live = list(assistant.store)
+    expected = [replay_each(assistant.serving_draft(t.domain), [t], K)[0] for t in live]
+    return {
+        "requests": len(later), "identical": identical,
+        "equal_counts": sum(
+            counts(e) == counts(AcceptanceStats.from_trace(t)) for e, t in zip(expected, live, strict=True)
+        ),
+        "alpha": assistant.stats.alpha, "static": sum(replay_each(draft, later, K), AcceptanceStats()).alpha,
+        "requests_by_draft": dict(Counter(str(t.domain) for t in live)),
+    }  # fmt: skip
+
+
+def counts(stats: AcceptanceStats) -> tuple[float, ...]:
+    return stats.examined, stats.accepted, stats.emitted, stats.target_forwards
+
+
+def by_domain(stream: list[Trace], stats: list[AcceptanceStats], static: list[AcceptanceStats]) -> dict[str, Any]:
+    """Alpha over the last fifth, of each data set, with its interval and its gain."""
+    start, found = round(len(stream) * 0.8), {}
+    for name in TEMPLATES:
+        places = [i for i in range(start, len(stream)) if stream[i].domain == name]
+        ours, theirs = (sum((s[i] for i in places), AcceptanceStats()) for s in (stats, static))
+        found[name] = {
+            "requests": len(places), "alpha": ours.alpha, "interval": list(ours.alpha_interval),
+            "gain": ours.alpha - theirs.alpha, "gain_interval": list(alpha_gain_interval(theirs, ours)),
+        }  # fmt: skip
+    return found
+
+
+def run(way: str, pair: Any, stream: list[Trace], later: list[Trace], static: Any, args: Any) -> dict[str, Any]:
+    """One way, or what it showed when it was run before."""
+    name = f"{way}-{args.requests}-r{args.rank}-{args.lora_rate:g}{'-head' if args.head else ''}-{args.seed}.json"
+    path = Path(args.runs, name if way.startswith("lora") else f"{way}-{args.requests}-{args.seed}.json")
+    if path.exists():
+        return dict(json.loads(path.read_text()))
+    started, cpu = time.time(), time.process_time()
+    report, router = simulated(way, pair, stream, args)
+    found = by_domain(stream, list(report.stats), static)
+    seconds = [u.seconds for u in report.updates]
+    row = {
+        "way": way, "by_domain": found, "mean": float(np.mean([d["alpha"] for d in found.values()])),
+        "mean_gain": float(np.mean([d["gain"] for d in found.values()])),
+        "disk": on_disk(report.drafts), "updates": len(seconds), "update_seconds": float(np.mean(seconds)),
+        "decisions": dict(Counter(d.outcome for d in report.decisions)),
+        "requests_by_draft": dict(Counter(str(t.domain) for t in report.traces)),
+        "requests_stats": [[float(s.examined), float(s.accepted)] for s in report.stats],
+        "processor_minutes": round((time.process_time() - cpu) / 60, 1),
+        "live": served_live(way, pair, report, router, later, args) if later else None,
+        **run_facts(started),
+    }  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(row))
+    return row
+
+
+def show(row: dict[str, Any]) -> None:
+    cells = "  ".join(
+        f"{name} {d['alpha']:.3f} [{d['interval'][0]:.3f}, {d['interval'][1]:.3f}] {d['gain']:+.3f}"
+        for name, d in row["by_domain"].items()
+    )
+    disk = row["disk"]
+    print(
+        f"{row['way']:12s} mean {row['mean']:.3f}  {cells}  {disk['bytes_per_draft'] / 1e6:.2f} MB a draft "
+        f"x {disk['drafts']}  {row['update_seconds']:.2f} s an update  {row['decisions']}  live {row['live']}",
+        flush=True,
+    )
+
+
+def plot(path: Path, rows: list[dict[str, Any]], static: list[AcceptanceStats], window: int) -> None:
+    """Rolling alpha over all requests, a line for each way."""
+    figure, axis = plt.subplots(figsize=(9, 4), layout="constrained")
+    axis.plot(rolling_alpha(static, window), color="0.5", linestyle="--", label="static draft")
+    for row in rows:
+        stats = [
+            AcceptanceStats.from_counts(drafted=e, examined=e, accepted=a, emitted=e, target_forwards=1)
+            for e, a in row["requests_stats"]
+        ]
+        axis.plot(rolling_alpha(stats, window), label=row["way"])
+    axis.set(xlabel="request", ylabel=f"alpha, {window} requests", title="four data sets mixed at random")
+    axis.legend(fontsize=8, ncols=3)
+    axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ways", nargs="+", choices=WAYS)
+    parser.add_argument("--requests", type=int, default=2000, help="of the stream, a quarter of each data set")
+    parser.add_argument("--recorded", type=int, default=600, help="requests recorded of each data set")
+    parser.add_argument("--live", type=int, default=25, help="prompts of each data set served live at the end")
+    parser.add_argument("--rank", type=int, default=64)
+    parser.add_argument("--lora-rate", type=float, default=4e-3, help="learning rate of the adapters")
+    parser.add_argument("--head", action=argparse.BooleanOptionalAction, default=True, help="adapt the output head")
+    parser.add_argument("--window", type=int, default=128, help="requests pooled in a point of the plot")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--traces", type=Path, default=Path("traces"), help="where recorded traces are kept")
+    parser.add_argument("--runs", type=Path, default=Path("runs/domain_drafts"), help="where finished ways are kept")
+    parser.add_argument("--name", default="domain_drafts", help="of the report and the plot")
+    args = parser.parse_args()
+    pair, started, each = load_pair(), time.time(), args.requests // len(TEMPLATES)
+    if each + args.live > args.recorded:
+        parser.error(f"{each} + {args.live} requests of a data set are more than the {args.recorded} recorded.")
+    traces = {name: recorded(name, args.seed, args.recorded, args.traces, pair) for name in TEMPLATES}
+    stream = [trace for those in traces.values() for trace in those[:each]]
+    random.Random(args.seed).shuffle(stream)
+    later = [trace for those in traces.values() for trace in those[each : each + args.live]]
+    static = replay_each(pair[1], stream, K)
+    still = {"way": "static", "by_domain": by_domain(stream, static, static)}
+    print("static", {name: round(d["alpha"], 3) for name, d in still["by_domain"].items()}, flush=True)
+    rows = []
+    for way in args.ways or WAYS:
+        rows.append(run(way, pair, stream, later, static, args))
+        show(rows[-1])
+    if args.ways:
+        return  # the report is of all of them
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    plot(RESULTS / f"{args.name}.png", rows, static, args.window)
+    rows = [{key: value for key, value in row.items() if key != "requests_stats"} for row in rows]
+    settings = {"rank": args.rank, "lora_rate": args.lora_rate, "head": args.head}
+    facts = {"seed": args.seed, "requests": args.requests, **run_facts(started)}
+    write_report(args.name, {"settings": settings, "static": still, "rows": rows}, **facts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+
+from osd_hf import LearnerError, OnlineAssistant, OnlineConfig, Router, StateError
+
+CONFIG = OnlineConfig(update_interval=3, steps_per_update=3, batch_size=8, num_logprobs=8, learning_rate=3e-3)
+NOISE = 0.2  # of the draft: there is something to learn
+DIFFERENT = 9  # prompts, of which each comes again and again
+
+
+class Parity(Router):
+    """By the sum of the ids; and it counts, to have something to remember."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def route(self, prompt: Any) -> str | None:
+        self.seen += 1
+        return ("even", "odd")[int(prompt.ids.sum()) % 2]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "seen" not in state:
+            raise StateError("of another router")
+        self.seen = state["seen"]
+
+
+@contextlib.contextmanager
+def routed(router: Any = None, **changes: Any) -> Iterator[OnlineAssistant]:
+    target, draft = models.pair(noise=NOISE)
+    config = replace(CONFIG, **changes)
+    with OnlineAssistant(target, draft, models.tokenizer(), config, router=router or Parity()) as assistant:
+        yield assistant
+
+
+def serve(assistant: OnlineAssistant, first: int, last: int) -> None:
+    prompts = models.prompts(DIFFERENT)
+    for i in range(first, last):
+        ids = prompts[i % DIFFERENT]
+        assistant.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+
+
+def everything(assistant: OnlineAssistant) -> dict[str, Any]:
+    """What a session is, in plain values."""
+    taught, drafts = assistant._learner, assistant.drafts
+
+    def told(traces: Any) -> list[Any]:
+        return [(t.prompt_ids.tolist(), t.completion_ids.tolist(), t.domain, t.draft_version) for t in traces]
+
+    lessons = [
+        (s["domain"], s["requests_waiting"], s["observed"], s["seen"], {k: told(v) for k, v in s["traces"].items()})
+        for s in taught.lesson_states()
+    ]
+    tensors = {(d, name): p for d in (None, *drafts.domains) for name, p in drafts.model(d).named_parameters()}
+    for domain in drafts.learning:
+        tensors |= {(domain, "learned", name): p for name, p in taught.updater(domain).parameters.items()}
+    return {
+        "lessons": lessons,
+        "decisions": [d.to_dict() for d in assistant.decisions],
+        "versions": {d: drafts.serving_version(d) for d in drafts.domains},
+        "router": assistant.router.state_dict() if assistant.router is not None else None,
+        "stats": {d: s.to_dict() for d, s in assistant.stats_by_domain.items()},
+        "weights": {str(key): p.detach().numpy().tobytes() for key, p in tensors.items()},
+    }
+
+
+def test_a_session_with_domains_goes_on_as_if_it_had_not_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("osd_hf.gate.HOLD_BACK_EVERY", 2)  # enough to judge by, sooner
+    saved = {}
+    with routed() as straight:
+        for split in (4, 19, 32):
+            serve(straight, straight.stats.num_requests, split)
+            straight.save_state(tmp_path / str(split))
+            saved[split] = everything(straight)
+    expected = saved.pop(32)
+    for split in saved:
+        with routed() as after:
+            serve(after, 1, 7)  # of an earlier life, that is forgotten
+            after.load_state(tmp_path / str(split))
+            assert everything(after) == saved[split], split
+            serve(after, split, 32)
+            assert everything(after) == expected, split
+    assert set(expected["versions"]) == {"even", "odd"}
+    assert "promoted" in {d["outcome"] for d in expected["decisions"]}
+    assert any(groups["held_back"] for *_, groups in expected["lessons"])
+    json.dumps(expected["decisions"])
+
+
+def test_a_session_of_another_kind_changes_nothing(tmp_path: Path) -> None:
+    class Forgetful(Parity):
+        def state_dict(self) -> dict[str, Any]:
+            return {"something": "else"}
+
+    with routed(Forgetful(), optimizer="adamw") as other:
+        serve(other, 0, 12)
+        other.save_state(tmp_path / "router")
+    with routed(num_logprobs=16) as other:
+        serve(other, 0, 12)
+        other.save_state(tmp_path / "optimizer")
+    target, draft = models.pair(noise=NOISE)
+    with OnlineAssistant(target, draft, config=CONFIG) as shared:
+        shared.save_state(tmp_path / "shared")
+    with routed(optimizer="adamw") as assistant:
+        serve(assistant, 0, 7)
+        before = everything(assistant)
+        for name in ("optimizer", "router", "shared"):
+            with pytest.raises(StateError):
+                assistant.load_state(tmp_path / name)
+            assert everything(assistant) == before, name
+
+
+def test_a_router_that_fails_costs_no_answer() -> None:
+    class Broken(Router):
+        def route(self, prompt: Any) -> str | None:
+            raise ValueError("cannot read this")
+
+    target, _ = models.pair(noise=NOISE)
+    with routed(Broken()) as assistant:
+        for _ in range(2):
+            ids = models.prompt()
+            kwargs = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False}
+            assert torch.equal(assistant.generate(ids, **kwargs), target.generate(ids, **kwargs))
+            with pytest.raises(LearnerError, match="cannot read this"):
+                assistant.generate(ids, **kwargs)
+            # A label needs no router.
+            assert torch.equal(assistant.generate(ids, domain="a", **kwargs), target.generate(ids, **kwargs))
+        assert set(assistant.stats_by_domain) == {None, "a"}

@@ -1,0 +1,448 @@
+import copy
+import json
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, PrefixTuningConfig
+from transformers import AutoModelForCausalLM
+
+from osd_hf import DomainDrafts, OnlineConfig, StateError, Trace, UnsupportedModelError, capture_traces
+from osd_hf.errors import ConfigError
+from osd_hf.updater import Snapshot
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
+
+CONFIG = OnlineConfig(batch_size=4, steps_per_update=2, num_logprobs=8, learning_rate=1e-2)
+KINDS = ["adapters", "copies"]
+
+
+def lora(targets: Any = "all-linear", r: int = 4) -> LoraConfig:
+    return LoraConfig(r=r, lora_alpha=8, target_modules=targets)
+
+
+def made(kind: str, config: OnlineConfig = CONFIG, draft: Any = None, **changes: Any) -> DomainDrafts:
+    draft = models.pair(**changes)[1] if draft is None else draft
+    return DomainDrafts(draft, config, peft_config=lora() if kind == "adapters" else None)
+
+
+def promote(drafts: DomainDrafts, domain: str | None, seed: int = 0) -> tuple[int, Snapshot]:
+    """Let a version with other weights serve, as if it had been learned."""
+    assert drafts.admit(domain)
+    drafts.updater(domain)
+    version, snapshot = drafts.candidate(domain)
+    generator = torch.Generator().manual_seed(seed)
+    moved = {name: w + 0.3 * torch.randn(w.shape, generator=generator).to(w.dtype) for name, w in snapshot.items()}
+    drafts.promote(domain, version, moved)
+    return version, moved
+
+
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    ids = models.prompt(9)
+    if model.config.is_encoder_decoder:
+        return model(input_ids=ids, decoder_input_ids=models.prompt(5, seed=3)).logits
+    return model(ids).logits
+
+
+@pytest.fixture(scope="module")
+def traces() -> list[Trace]:
+    target, draft = models.pair()
+    seen: list[Trace] = []
+    with capture_traces(target, seen.append, num_logprobs=8):
+        for ids in models.prompts(6):
+            target.generate(
+                ids, attention_mask=torch.ones_like(ids), assistant_model=draft, max_new_tokens=8, do_sample=False
+            )
+    return seen
+
+
+# --- who serves -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_has_not_learned_is_served_by_the_base(kind: str) -> None:
+    _, draft = models.pair()
+    before = weights(draft)
+    drafts = made(kind, draft=draft)
+    assert drafts.base is not draft
+    assert drafts.admit("a")
+    drafts.updater("a")  # it learns, and nothing of it serves
+    for domain in (None, "a", "never seen"):
+        assert drafts.model(domain) is drafts.base
+        with drafts.lease(domain) as serving:
+            assert (serving.model is drafts.base, serving.version) == (True, 0)
+    assert drafts.domains == ("a",)
+    assert drafts.num_serving == 0
+    assert same(weights(drafts.base), before)
+    assert not drafts.admit(None)
+    promote(drafts, "a")
+    assert drafts.model("a") is not drafts.base
+    assert drafts.model("b") is drafts.base
+    assert drafts.owns(drafts.model("a")) and drafts.owns(drafts.base) and not drafts.owns(draft)
+    assert same(weights(draft), before)
+
+
+TIED = {"tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "targets", "changes"),
+    [
+        ("llama", "all-linear", {}),
+        ("llama", ["q_proj", "lm_head"], TIED),
+        ("llama", ["q_proj", "embed_tokens"], TIED),
+        ("llama", ["q_proj", "down_proj"], TIED),
+        ("gpt2", ["c_attn"], {}),
+        ("t5", ["q", "wo"], {}),
+        ("t5", ["q", "lm_head"], TIED),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")  # of peft, which we mend
+@pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
+def test_a_merged_draft_speaks_as_its_adapter(architecture: str, targets: Any, changes: Any, tmp_path: Path) -> None:
+    _, draft = models.pair(architecture, **changes)
+    before = logits(draft)
+    drafts = DomainDrafts(draft, CONFIG, peft_config=lora(targets))
+    promote(drafts, "a")
+    merged = logits(drafts.model("a"))
+    adapter = drafts.adapter("a")
+    torch.testing.assert_close(logits(adapter), merged, atol=1e-4, rtol=1e-4)
+    drafts.adapter("a").save_pretrained(tmp_path, save_embedding_layers=False)
+    plain = PeftModel.from_pretrained(copy.deepcopy(draft), tmp_path).eval()
+    torch.testing.assert_close(logits(plain), merged, atol=1e-4, rtol=1e-4)
+    assert (merged - before).abs().max() > 0.1
+    assert torch.equal(logits(draft), before)
+    assert torch.equal(logits(drafts.base), before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_learning_one_domain_leaves_the_others_alone(kind: str, traces: list[Trace]) -> None:
+    drafts = made(kind)
+    for domain in ("a", "b"):
+        promote(drafts, domain)
+    drafts.updater("b").observe(traces[5])
+    drafts.updater("b").update()
+    base, other, learned = weights(drafts.base), weights(drafts.model("b")), drafts.updater("b").snapshot()
+    taught = drafts.updater("a")
+    start = taught.snapshot()
+    for trace in traces[:4]:
+        taught.observe(trace)
+    assert taught.update().steps == 2
+    drafts.promote("a", *drafts.candidate("a"))
+    assert not same(taught.snapshot(), start)
+    assert not same(weights(drafts.model("a")), base)
+    assert same(weights(drafts.base), base)
+    assert same(weights(drafts.model("b")), other)
+    assert same(drafts.updater("b").snapshot(), learned)
+    assert len(drafts.updater("b").buffer) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_learners_of_one_base_learn_as_each_would_alone(kind: str, traces: list[Trace]) -> None:
+    def lessons(domains: list[str]) -> Snapshot:
+        drafts = made(kind)
+        for round_ in range(2):
+            for domain in domains:
+                assert drafts.admit(domain)
+                part = traces[:3] if domain == "a" else traces[3:]
+                for trace in part[round_ : round_ + 2]:
+                    drafts.updater(domain).observe(trace)
+                drafts.updater(domain).update()
+        return drafts.updater("a").snapshot()
+
+    assert same(lessons(["a"]), lessons(["b", "a", "c"]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_promotion_leaves_what_is_in_use_alone(kind: str) -> None:
+    drafts = made(kind)
+    first, _ = promote(drafts, "a", seed=1)
+    with drafts.lease("a") as old:
+        held = weights(old.model)
+        for seed in (2, 3):
+            version, _ = promote(drafts, "a", seed=seed)
+            with drafts.lease("a") as new:
+                assert (new.version, drafts.serving_version("a")) == (version, version)
+                assert not same(weights(new.model), held)
+            assert (old.version, old.model is new.model) == (first, False)
+        assert same(weights(old.model), held)
+    assert drafts.num_serving == 1
+    with drafts.lease("a") as serving:
+        assert serving.version == version
+
+
+def test_requests_of_many_threads_draft_with_whole_versions() -> None:
+    drafts, stop = made("copies"), threading.Event()
+    known: dict[int, Snapshot] = {}
+    wrong: list[int] = []
+    for seed in range(3):
+        known.update([promote(drafts, "a", seed)])
+
+    def use() -> None:
+        while not stop.is_set():
+            with drafts.lease("a") as serving:
+                for _ in range(3):
+                    if not same(weights(serving.model), known[serving.version]):
+                        wrong.append(serving.version)
+
+    threads = [threading.Thread(target=use) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for seed in range(3, 25):
+        version, snapshot = drafts.candidate("a")
+        known[version] = {name: w + seed for name, w in snapshot.items()}
+        drafts.promote("a", version, known[version])
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert drafts.num_serving == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_earlier_version_serves_again(kind: str) -> None:
+    drafts = made(kind)
+    first, snapshot = promote(drafts, "a", seed=1)
+    held = weights(drafts.model("a"))
+    promote(drafts, "a", seed=2)
+    with torch.no_grad():
+        next(drafts.model("a").parameters()).fill_(torch.nan)  # gone wrong by itself
+    assert same(drafts.roll_back("a", first), snapshot)
+    assert drafts.serving_version("a") == first
+    assert same(weights(drafts.model("a")), held)
+    assert drafts.previous("a") is None
+    start = drafts.roll_back("a", 0)
+    assert drafts.model("a") is drafts.base
+    assert drafts.serving_version("a") == 0
+    drafts.promote("a", 9, start)
+    torch.testing.assert_close(logits(drafts.model("a")), logits(drafts.base), atol=1e-5, rtol=1e-5)
+
+
+def test_what_cannot_be_made_ready_costs_no_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    drafts = made("copies")
+    promote(drafts, "a")
+    version, snapshot = drafts.candidate("a")
+
+    def full(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(drafts._copies, "_write", full)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            drafts.promote("a", version, snapshot)
+        assert drafts.serving_version("a") == 1  # as before
+        with drafts.lease("a") as serving, caplog.at_level(logging.ERROR):
+            assert serving.version in (0, 1)
+    with drafts.lease("a") as serving:
+        assert serving.version == 1
+
+
+# --- limits ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_longest_unused_gives_way_and_comes_back_whole(kind: str) -> None:
+    size = made(kind).bytes_per_draft
+    drafts = made(kind, OnlineConfig(max_draft_bytes=2 * size + 1))
+    expected = {}
+    for seed, domain in enumerate("abc"):
+        promote(drafts, domain, seed)
+        expected[domain] = weights(drafts.model(domain))
+        assert drafts.num_serving <= 2
+
+    def use(domain: str) -> Any:
+        with drafts.lease(domain) as serving:
+            assert same(weights(serving.model), expected[domain])
+            return serving.model
+
+    use("a"), use("b")
+    kept = use("a")
+    use("c")  # in the place of b
+    assert drafts.num_serving == 2
+    assert {s.domain for s in drafts._copies.held} == {"a", "c"}
+    assert use("a") is kept
+    use("b")
+    with drafts.lease("a"), drafts.lease("b"), drafts.lease("c"):  # all at once need room for a while
+        assert drafts.num_serving == 3
+    assert drafts.num_serving == 2
+
+
+def test_one_is_held_however_small_the_limit() -> None:
+    drafts = made("copies", OnlineConfig(max_draft_bytes=1))
+    for seed, domain in enumerate("ab"):
+        promote(drafts, domain, seed)
+    for domain in "abba":
+        with drafts.lease(domain) as serving:
+            assert (serving.domain, drafts.num_serving) == (domain, 1)
+
+
+def test_further_domains_take_the_base_draft(caplog: pytest.LogCaptureFixture) -> None:
+    drafts = made("copies", OnlineConfig(max_drafts=2))
+    with caplog.at_level(logging.WARNING):
+        assert [drafts.admit(domain) for domain in "abcacdb"] == [True, True, False, True, False, False, True]
+    assert len(caplog.records) == 1
+    assert "`max_drafts`" in caplog.text
+    assert drafts.domains == ("a", "b")
+    assert (drafts.key("c"), drafts.model("c") is drafts.base) == (None, True)
+
+
+# --- keeping --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_serves_is_saved_and_loaded(kind: str, shared: bool, tmp_path: Path) -> None:
+    def fresh() -> DomainDrafts:
+        peft_config = lora() if kind == "adapters" else None
+        return DomainDrafts(models.pair()[1], CONFIG, peft_config=peft_config, per_domain=not shared)
+
+    drafts = fresh()
+    domains = [None] if shared else ["a", "x/y"]
+    for seed, domain in enumerate(domains):
+        promote(drafts, domain, seed)
+    if not shared:
+        assert drafts.admit("nothing learned")
+    drafts.save_pretrained(tmp_path)
+    again = fresh()
+    again.load_pretrained(tmp_path)
+    for domain in domains:
+        assert again.serving_version(domain) == drafts.serving_version(domain)
+        assert same(weights(again.model(domain)), weights(drafts.model(domain)))
+        assert same(again.updater(domain).snapshot(), drafts.serving_snapshot(domain))  # learning would go on there
+    assert again.version == drafts.version
+    assert set(again.domains) == set(domains)
+    if kind == "copies":
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "draft-000").eval()
+        assert torch.equal(logits(plain), logits(drafts.model(domains[0])))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "t5", "bart"])
+def test_copies_with_tied_embeddings_are_saved_and_loaded(architecture: str, tmp_path: Path) -> None:
+    drafts = made("copies", architecture=architecture, **TIED)
+    promote(drafts, "a")
+    drafts.save_pretrained(tmp_path)
+    again = made("copies", architecture=architecture, **TIED)
+    again.load_pretrained(tmp_path)
+    assert same(weights(again.model("a")), weights(drafts.model("a")))
+    assert torch.equal(logits(again.model("a")), logits(drafts.model("a")))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_of_a_request_is_published(kind: str, traces: list[Trace], tmp_path: Path) -> None:
+    drafts = made(kind)
+    assert drafts.admit("a")
+    for trace in traces:
+        drafts.updater("a").observe(trace)
+    drafts.updater("a").update()
+    drafts.promote("a", *drafts.candidate("a"))
+    drafts.save_pretrained(tmp_path)
+    files = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    of_the_model = {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+    of_the_model |= {"config.json", "generation_config.json", "model.safetensors"}
+    assert {path.name for path in files} <= of_the_model | {"drafts.json"}
+    for trace in traces:
+        for ids in (trace.prompt_ids, trace.completion_ids):
+            listed = ids.tolist()
+            forms = [ids.astype(kind).tobytes() for kind in ("<u2", "<i4", "<i8")]
+            forms += [json.dumps(listed).encode(), json.dumps(listed, indent=1).encode(), repr(listed).encode()]
+            assert not any(form in data for form in forms for data in files.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_comes_back(kind: str, tmp_path: Path) -> None:
+    drafts = made(kind)
+    for seed, domain in enumerate("abb"):
+        promote(drafts, domain, seed)
+    assert drafts.admit("c")
+    torch.save(drafts.state_dict(), tmp_path / "state.pt")
+    again = made(kind)
+    promote(again, "a", seed=7)
+    again.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert (again.version, again.domains) == (drafts.version, drafts.domains)
+    for domain in (None, "a", "b", "c"):
+        assert again.serving_version(domain) == drafts.serving_version(domain)
+        assert same(weights(again.model(domain)), weights(drafts.model(domain)))
+    ours, theirs = again.previous("b"), drafts.previous("b")
+    assert ours is not None and theirs is not None
+    assert ours[0] == theirs[0] and same(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (("adapters", {}), ("adapters", {"hidden_size": 16})),
+        (("copies", {}), ("copies", {"hidden_size": 16})),
+        (("copies", {}), ("copies", {"num_hidden_layers": 1})),
+        (("copies", {"num_hidden_layers": 1}), ("copies", {})),
+        (("adapters", {}), ("copies", {})),
+        (("copies", {}), ("adapters", {})),
+        (("adapters", {}), ("rank", {})),
+    ],
+)
+def test_drafts_of_another_base_are_refused(ours: Any, theirs: Any, tmp_path: Path) -> None:
+    def drafts(kind: str, changes: Any) -> DomainDrafts:
+        if kind == "rank":
+            return DomainDrafts(models.pair(**changes)[1], CONFIG, peft_config=lora(r=8))
+        return made(kind, **changes)
+
+    saved, other = drafts(*theirs), drafts(*ours)
+    promote(saved, "a")
+    promote(other, "b")
+    before = weights(other.model("b"))
+    saved.save_pretrained(tmp_path)
+    with pytest.raises(StateError):
+        other.load_pretrained(tmp_path)
+    with pytest.raises(StateError):
+        other.load_state_dict(saved.state_dict())
+    assert other.domains == ("b",)
+    assert same(weights(other.model("b")), before)
+
+
+def test_a_folder_without_drafts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match="cannot be read"):
+        made("copies").load_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="no draft of 'a'"):
+        made("adapters").adapter("a")
+    drafts = made("copies")
+    promote(drafts, "a")
+    with pytest.raises(ConfigError, match="full copy"):
+        drafts.adapter("a")
+
+
+# --- adapters -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "peft_config", [PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), lora(["no_such_layer"]), "lora"]
+)
+def test_adapters_that_do_not_fit_are_refused(peft_config: Any) -> None:
+    with pytest.raises((UnsupportedModelError, ConfigError)):
+        DomainDrafts(models.pair()[1], CONFIG, peft_config=peft_config)
+
+
+def test_adapters_touch_neither_random_numbers_nor_their_configuration() -> None:
+    _, draft = models.pair()
+    peft_config = lora()
+    before, state = copy.deepcopy(peft_config.to_dict()), torch.get_rng_state()
+    drafts = DomainDrafts(draft, CONFIG, peft_config=peft_config)
+    for domain in "abc":
+        promote(drafts, domain)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert peft_config.to_dict() == before
+    assert not hasattr(draft, "peft_config")

@@ -1,0 +1,376 @@
+import errno
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import killed_sessions
+import models
+import pytest
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from osd_hf import CorrectionStore, LearnerError, OnlineAssistant, OnlineConfig, StateError, shards
+from osd_hf import session as session_module
+from osd_hf.updater import Updater
+
+LONG = 60  # seconds: never waited for but where something is broken
+# Without the gate each update is a version.
+CONFIG = OnlineConfig(
+    update_interval=3, steps_per_update=2, batch_size=4, num_logprobs=8, learning_rate=3e-3, gate=False
+)
+IDLE = replace(CONFIG, update_strategy="idle")
+
+
+def ask(generate: Any, number: int, max_new_tokens: int = 8, **settings: Any) -> list[int]:
+    ids = models.prompts(9)[number % 9]
+    kwargs = {"attention_mask": torch.ones_like(ids), "max_new_tokens": max_new_tokens, "do_sample": False}
+    return generate(ids, **kwargs, **settings)[0, ids.shape[1] :].tolist()
+
+
+def answers(generate: Any, numbers: Any, **settings: Any) -> list[list[int]]:
+    return [ask(generate, number, **settings) for number in numbers]
+
+
+def stubborn(assistant: OnlineAssistant, numbers: Any) -> tuple[list[list[int]], list[LearnerError]]:
+    """Asks again where learning had failed meanwhile; the answers, and the failures."""
+    found, failures = [], []
+    for number in numbers:
+        try:
+            found.append(ask(assistant.generate, number))
+        except LearnerError as failure:
+            failures.append(failure)
+            found.append(ask(assistant.generate, number))
+    return found, failures
+
+
+def full(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+# --- a learner that dies --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", ["_loss", "_average", "snapshot", "observe"])
+def test_a_learner_that_dies_costs_no_answer(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = models.pair()
+    alone = answers(target.generate, range(14))
+    with OnlineAssistant(target, draft, config=CONFIG) as assistant:
+
+        def die(*_: Any, **__: Any) -> None:
+            raise MemoryError("no more")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Updater, part, die)
+            found, failures = stubborn(assistant, range(7))
+        assert found == alone[:7]
+        assert len(failures) == 2
+        assert all(isinstance(failure.__cause__, MemoryError) for failure in failures)
+        assert assistant.version == 0
+        found, failures = stubborn(assistant, range(7, 14))
+        assert (found, failures) == (alone[7:], [])
+        assert assistant.version > 0  # it goes on
+
+
+def test_an_idle_learner_that_dies_costs_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = models.pair()
+    alone = answers(target.generate, range(9))
+    died = threading.Semaphore(0)
+    with OnlineAssistant(target, draft, config=IDLE) as assistant:
+
+        def die(*_: Any, **__: Any) -> None:
+            died.release()
+            raise MemoryError("no more")
+
+        found = answers(assistant.generate, range(2))
+        with monkeypatch.context() as patch:
+            patch.setattr(Updater, "_loss", die)
+            found += answers(assistant.generate, [2])
+            assert died.acquire(timeout=LONG)
+            assert assistant.wait_until_idle(LONG)
+        assert assistant.version == 0
+        with pytest.raises(LearnerError, match="no more"):
+            ask(assistant.generate, 3)
+        for number in range(3, 9):
+            found += answers(assistant.generate, [number])
+        assert assistant.wait_until_idle(LONG)
+        assert found == alone
+        assert assistant.version > 0
+
+
+# --- a disk that is full --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["mkdir", "save", "write_table", "write_text", "fsync", "replace"])
+def test_a_disk_that_is_full_while_saving_costs_no_answer(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    homes = {
+        "mkdir": Path, "save": session_module.torch, "write_table": session_module.pq, "write_text": Path,
+        "fsync": os, "replace": os,
+    }  # fmt: skip
+    target, draft = models.pair()
+    alone = answers(target.generate, range(9))
+    config = replace(CONFIG, autosave_interval=1)
+    assistant = OnlineAssistant(target, draft, config=config, autosave=tmp_path)
+
+    def saved() -> None:
+        assert assistant._upkeep.saving is not None
+        assistant._upkeep.saving.join(LONG)
+        assert not assistant._upkeep.saving.is_alive()
+
+    found = answers(assistant.generate, range(3))
+    saved()
+    held = OnlineAssistant(target, draft, config=config)
+    with monkeypatch.context() as patch:
+        patch.setattr(homes[place], place, full)
+        found += answers(assistant.generate, range(3, 6))
+        saved()
+    held.load_state(tmp_path)  # what was saved before
+    assert (held.version, held.stats.num_requests) == (1, 3)
+    with pytest.raises(LearnerError, match="No space left"):
+        ask(assistant.generate, 6)
+    found += answers(assistant.generate, range(6, 9))
+    saved()
+    assert found == alone
+    assistant.close()
+    held.load_state(tmp_path)
+    assert (held.version, held.stats.num_requests) == (3, 9)
+    assert len(list(tmp_path.glob("state-*"))) == 1
+
+
+def test_a_disk_that_is_full_at_the_close_is_told_and_the_log_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = models.pair()
+    store = CorrectionStore(tmp_path / "log")
+    assistant = OnlineAssistant(target, draft, config=CONFIG, store=store, autosave=tmp_path / "session")
+    answers(assistant.generate, range(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(session_module.torch, "save", full)
+        with pytest.raises(StateError, match="No space left"):
+            assistant.close()
+    assert len(CorrectionStore(tmp_path / "log")) == 2
+    assistant.close()
+
+
+def test_a_log_that_is_full_costs_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = models.pair()
+    alone = answers(target.generate, range(8))
+    store = CorrectionStore(tmp_path, flush_every=1)
+    with OnlineAssistant(target, draft, config=CONFIG, store=store) as assistant:
+        with monkeypatch.context() as patch:
+            patch.setattr(shards.os, "fsync", full)
+            found, failures = stubborn(assistant, range(4))
+        assert len(failures) == 3
+        assert all("No space left" in str(failure) for failure in failures)
+        more, failures = stubborn(assistant, range(4, 8))
+        assert len(failures) == 1  # of the last one before there was room again
+    assert found + more == alone
+    assert len(CorrectionStore(tmp_path)) == 8
+
+
+# --- killed ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="restarts by fork")
+def test_a_session_killed_at_any_moment_goes_on(tmp_path: Path) -> None:
+    kills = 20
+    command = [sys.executable, killed_sessions.__file__, str(tmp_path / "session"), str(kills)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    first, *lives = [json.loads(line) for line in done.stdout.splitlines()]
+    alone, least = first["alone"], 0
+    assert len(lives) == kills
+    for life in lives:
+        assert life["killed"], done.stderr
+        found, *answered = life["said"]
+        state = found["state"]
+        assert state["finite"]
+        assert state["serving"] in [0, *state["promoted"]]
+        assert state["serving"] <= state["version"] == max(state["decided"], default=0)
+        assert state["counted"] == state["requests"]
+        assert state["kept"] == state["observed"]  # no request is lost
+        assert abs(state["observed"] - state["requests"]) <= 1  # a request may end while it is saved
+        assert state["requests"] >= least  # a later state is never lost
+        least = state["requests"]
+        for request in answered:
+            assert request["answer"] == alone[request["number"] % len(alone)]
+    assert least >= 10
+    assert lives[-1]["said"][0]["state"]["promoted"]
+
+
+# --- many at once ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def drafted_with(assistant: OnlineAssistant) -> Iterator[dict[int, list[int]]]:
+    """A fingerprint of the weights at each forward of a draft, by thread."""
+    seen: dict[int, list[int]] = {}
+
+    def note(module: Any, *_: Any) -> None:
+        if assistant.drafts.owns(module):
+            weights = b"".join(p.detach().numpy().tobytes() for p in module.parameters())
+            seen.setdefault(threading.get_ident(), []).append(hash(weights))
+
+    handles = [register_module_forward_pre_hook(note), register_module_forward_hook(note)]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def test_requests_of_two_threads_are_the_targets_own_while_versions_come_and_go() -> None:
+    target, draft = models.bigram(0, vocab_size=12), models.bigram(1, vocab_size=12)
+    assistant = OnlineAssistant(target, draft, config=replace(CONFIG, update_strategy="manual"))
+    prompts = [models.prompt(4, seed=seed, vocab_size=12) for seed in range(10)]
+    kwargs = {"attention_mask": torch.ones(1, 4, dtype=torch.long), "max_new_tokens": 8, "do_sample": False}
+    alone = [target.generate(ids, **kwargs) for ids in prompts]
+    wrong: list[Any] = []
+    versions: list[set[int]] = [set(), set()]
+    learned, at_work = threading.Semaphore(0), [2]
+
+    def serve(thread: int) -> None:
+        try:
+            for number in range(250):
+                seen.setdefault(threading.get_ident(), []).clear()
+                output = assistant.generate(prompts[number % 10], **kwargs)
+                used = set(seen[threading.get_ident()])
+                if not torch.equal(output, alone[number % 10]) or len(used) != 1:
+                    wrong.append((thread, number, used))
+                versions[thread] |= used
+        except BaseException as error:  # noqa: BLE001
+            wrong.append(error)
+        finally:
+            at_work[0] -= 1
+            learned.release()
+
+    with drafted_with(assistant) as seen:
+        threads = [threading.Thread(target=serve, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        while at_work[0]:
+            assistant.update(steps=1)
+        for thread in threads:
+            thread.join(LONG)
+            assert not thread.is_alive()
+    assert wrong == []
+    assert assistant.stats.num_requests == 500
+    assert assistant.version > 20
+    assert min(map(len, versions)) > 5
+    assert assistant.drafts.num_serving == 1
+
+
+def test_learning_between_requests_only_and_answers_as_ever() -> None:
+    target, draft = models.pair()
+    alone = answers(target.generate, range(30), max_new_tokens=4)
+    overlapped: list[str] = []
+    forwards, learns = [0], [0]
+    loss, step = Updater._loss, Updater._average
+
+    def began(module: Any, *_: Any) -> None:
+        if module is target:
+            forwards[0] += 1
+            if learns[0]:
+                overlapped.append("a request began while learning")
+
+    def ended(module: Any, *_: Any) -> None:
+        if module is target:
+            forwards[0] -= 1
+
+    def learning(work: Any) -> Any:
+        def watched(*args: Any) -> Any:
+            learns[0] += 1
+            try:
+                # One may arrive, and wait, while a step is under way; inside it counts twice.
+                if forwards[0] or assistant._upkeep.traffic.requests > 1:
+                    overlapped.append("learning began while a request ran")
+                return work(*args)
+            finally:
+                learns[0] -= 1
+
+        return watched
+
+    found: list[list[int]] = []
+    with pytest.MonkeyPatch.context() as patch, OnlineAssistant(target, draft, config=IDLE) as assistant:
+        patch.setattr(Updater, "_loss", learning(loss))
+        patch.setattr(Updater, "_average", learning(step))
+        handles = [register_module_forward_pre_hook(began), register_module_forward_hook(ended)]
+        client = threading.Thread(
+            target=lambda: found.extend(answers(assistant.generate, range(30), max_new_tokens=4))
+        )
+        client.start()
+        client.join(LONG)
+        assert assistant.wait_until_idle(LONG)
+        for handle in handles:
+            handle.remove()
+        assert found == alone
+        assert overlapped == []
+        assert assistant.version > 0
+        assert assistant.stats.num_requests == 30
+        assert not assistant.is_learning
+
+
+def test_an_idle_learner_wakes_for_whatever_becomes_due() -> None:
+    target, draft = models.pair()
+    with OnlineAssistant(target, draft, config=IDLE) as assistant:
+        with assistant.attached():  # a request ends before it is observed
+            for number in range(3):
+                ask(target.generate, number, assistant_model=assistant.draft)
+        assert assistant.wait_until_idle(LONG)
+        assert assistant.version == 1
+        assistant.pause()
+        answers(assistant.generate, range(3))
+        assert assistant.wait_until_idle(LONG)
+        assert assistant.version == 1
+        assistant.resume()
+        assert assistant.wait_until_idle(LONG)
+        assert assistant.version == 2
+        with assistant._upkeep.alone():  # as while a session is saved, or learned from by hand
+            answers(assistant.generate, range(3))
+        assert assistant.wait_until_idle(LONG)
+        assert assistant.version == 3
+
+
+def test_waiting_for_a_learner_that_is_closed_ends() -> None:
+    target, draft = models.pair()
+    assistant = OnlineAssistant(target, draft, config=IDLE)
+    assistant.pause()
+    answers(assistant.generate, range(4))
+    assistant.close()
+    assistant.resume()
+    assert assistant.is_learning  # it is due, and nobody will do it
+    assert assistant.wait_until_idle(LONG)
+    assert assistant.version == 0
+    assert answers(assistant.generate, range(4)) == answers(target.generate, range(4))
+
+
+def test_pausing_holds_an_update_in_the_middle() -> None:
+    target, draft = models.pair()
+    with OnlineAssistant(target, draft, config=IDLE) as assistant:
+        steps = threading.Semaphore(0)
+        average = Updater._average
+
+        def pausing(self: Updater) -> None:
+            average(self)
+            assistant.pause()
+            steps.release()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Updater, "_average", pausing)
+            answers(assistant.generate, range(3))
+            assert steps.acquire(timeout=LONG)
+            assert assistant.wait_until_idle(LONG)
+            assert assistant.version == 0
+            assert answers(assistant.generate, range(2)) == answers(target.generate, range(2))
+        assert assistant.version == 0
+        assistant.resume()
+        assert assistant.wait_until_idle(LONG)
+        assert assistant.version == 1

@@ -1,0 +1,368 @@
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import models
+import pytest
+import torch
+
+from osd_hf import DomainDrafts, OnlineAssistant, OnlineConfig, Trace, capture_traces
+from osd_hf import replay as replayed
+from osd_hf.gate import HOLD_BACK_EVERY, Gate, GateDecision
+from osd_hf.learner import Learner
+from osd_hf.simulate import simulate
+from osd_hf.updater import Updater, finish
+
+CONFIG = OnlineConfig(update_interval=4, steps_per_update=3, batch_size=8, num_logprobs=8, learning_rate=3e-3)
+NOISE = 0.2  # of the draft: there is something to learn
+DIFFERENT = 9  # prompts, of which each comes again and again, and each is held back now and then
+
+
+@pytest.fixture(scope="module")
+def recorded() -> list[Trace]:
+    target, draft = models.pair(noise=NOISE)
+    seen: list[Trace] = []
+    with capture_traces(target, seen.append, num_logprobs=8):
+        for ids in models.prompts(DIFFERENT):
+            kwargs = {"attention_mask": torch.ones_like(ids), "assistant_model": draft, "do_sample": False}
+            target.generate(ids, max_new_tokens=12, **kwargs)
+    return seen
+
+
+def stream(recorded: list[Trace], requests: int) -> list[Trace]:
+    return [replace(recorded[i % DIFFERENT], draft_version=0) for i in range(requests)]
+
+
+def the_draft() -> Any:
+    return models.pair(noise=NOISE)[1]
+
+
+def learner(config: OnlineConfig = CONFIG, *, per_domain: bool = False, **changes: Any) -> Learner:
+    return Learner(DomainDrafts(the_draft(), config, per_domain=per_domain), config, **changes)
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def held(taught: Learner, domain: str | None = None) -> list[Trace]:
+    """All requests that a draft has before it or behind it."""
+    lesson = taught.lessons[domain]
+    there = [*lesson.gate.held_back, *lesson.pending]
+    if domain in taught.drafts.learning:
+        updater = taught.updater(domain)
+        there += [*updater.waiting(), *updater.buffer]
+    return there
+
+
+# --- whose update, and when -----------------------------------------------------------------------------------------
+
+
+def test_each_domain_counts_its_own_requests(recorded: list[Trace]) -> None:
+    taught = learner(replace(CONFIG, update_interval=3), per_domain=True)
+    for trace, domain in zip(stream(recorded, 5), "aabba", strict=True):
+        assert taught.due() is None
+        taught.observe(domain, trace)
+    due = taught.due()
+    assert due is not None and (due.domain, due.requests_waiting) == ("a", 3)
+    report = taught.update("a")
+    assert (report.domain, report.new_requests) == ("a", 3)
+    assert taught.due() is None  # b has had two
+    assert taught.lessons["b"].requests_waiting == 2
+    taught.observe("b", recorded[0])
+    assert taught.fullest() == "b"
+    assert taught.drafts.learning == {"a"}
+    taught.observe(None, recorded[0])  # of no domain, so that nobody learns
+    assert None not in taught.lessons
+
+
+def test_the_longest_queue_is_served_first(recorded: list[Trace]) -> None:
+    taught = learner(replace(CONFIG, update_interval=2), per_domain=True)
+    for trace, domain in zip(stream(recorded, 7), "abababb", strict=True):
+        taught.observe(domain, trace)
+    order = []
+    while (lesson := taught.due()) is not None:
+        order.append(lesson.domain)
+        taught.update(lesson.domain)
+    assert order == ["b", "a"]
+
+
+def test_learning_keeps_to_its_share_and_can_be_paused(recorded: list[Trace]) -> None:
+    now = [0.0]
+    taught = learner(replace(CONFIG, max_duty_cycle=0.5), clock=lambda: now[0])
+    for trace in stream(recorded, 8):
+        taught.observe(None, trace)
+    taught.update()
+    for trace in stream(recorded, 4):
+        taught.observe(None, trace)
+    assert taught.due() is None  # resting
+    assert taught.has_work()  # which does not make it done
+    now[0] += 10_000
+    assert taught.due() is not None
+    taught.is_paused = True
+    assert (taught.due(), taught.has_work(), taught.step()) == (None, False, None)
+    taught.is_paused = False
+    assert taught.due() is not None
+
+
+def test_a_request_without_rows_teaches_nothing(recorded: list[Trace]) -> None:
+    taught = learner()
+    taught.observe(None, replace(recorded[0], top_logits=recorded[0].top_logits[:, :0]))
+    assert taught.lessons[None].requests_waiting == 0
+
+
+def test_what_nobody_learns_from_is_bounded(recorded: list[Trace]) -> None:
+    taught = learner(replace(CONFIG, update_strategy="manual", buffer_size=10))
+    for trace in stream(recorded, 100):
+        taught.observe(None, trace)
+    assert len(taught.lessons[None].pending) == 10
+    assert taught.due() is None
+
+
+def test_a_learner_that_cannot_be_made_is_tried_again_after_an_interval(
+    recorded: list[Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taught = learner(per_domain=True)
+    requests = stream(recorded, 8)
+    for trace in requests[:4]:
+        taught.observe("a", trace)
+
+    def full(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(taught.drafts, "updater", full)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            taught.update("a")
+        assert taught.due() is None
+    for trace in requests[4:]:
+        taught.observe("a", trace)
+    assert taught.update("a").new_requests == 6  # none was lost; two are held back
+    assert Counter(map(id, held(taught, "a"))) == Counter(map(id, requests))
+
+
+# --- work in parts --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_steps_that_are_interrupted_learn_as_others(optimizer: Any, recorded: list[Trace]) -> None:
+    config = replace(CONFIG, optimizer=optimizer)
+    straight, interrupted = Updater(the_draft(), config), Updater(the_draft(), config)
+    other = the_draft()
+    for updater in (straight, interrupted):
+        updater.micro_batch = 2
+        for trace in recorded:
+            updater.observe(trace)
+    report = straight.update()
+    work, parts = interrupted.micro_steps(), 0
+    while True:
+        try:
+            next(work)
+        except StopIteration as done:
+            assert replace(done.value, seconds=0) == replace(report, seconds=0)
+            break
+        parts += 1
+        assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        ids = models.prompt(4, seed=parts)
+        with torch.inference_mode(parts % 2 == 0):  # requests come in between
+            other.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=True)
+            interrupted.observe(recorded[0])
+    assert parts > 6
+    assert same(dict(straight.parameters), dict(interrupted.parameters))
+    assert same(straight.snapshot(), interrupted.snapshot())
+    assert len(interrupted.new) == parts  # for the next update
+
+
+def test_an_update_step_by_step_is_the_same_as_at_once(recorded: list[Trace]) -> None:
+    config = replace(CONFIG, update_strategy="idle", micro_step_seconds=1e-9)  # parts stay as small as they are
+    at_once, step_by_step = learner(config), learner(config)
+    for taught in (at_once, step_by_step):
+        for trace in stream(recorded, 24):
+            taught.observe(None, trace)
+    report = at_once.update()
+    while (done := step_by_step.step()) is None:
+        assert step_by_step.has_work()
+    assert replace(done, seconds=0) == replace(report, seconds=0)
+    assert done.seconds > 0
+    assert list(at_once.decisions) == list(step_by_step.decisions)
+    assert same(at_once.updater(None).snapshot(), step_by_step.updater(None).snapshot())
+    assert not step_by_step.has_work()
+
+
+@pytest.mark.parametrize("parts", [0, 1, 2, 5, 11, 30, 60])
+def test_an_update_given_up_loses_no_request(parts: int, recorded: list[Trace]) -> None:
+    taught = learner(replace(CONFIG, update_strategy="idle", micro_step_seconds=1e-9))
+    requests = stream(recorded, 13)
+    for trace in requests:
+        taught.observe(None, trace)
+    for _ in range(parts):
+        taught.step()
+        assert Counter(map(id, held(taught))) == Counter(map(id, requests))
+    taught.abandon()
+    assert Counter(map(id, held(taught))) == Counter(map(id, requests))
+    for trace in (more := stream(recorded, 4)):
+        taught.observe(None, trace)
+    taught.update()
+    assert Counter(map(id, held(taught))) == Counter(map(id, [*requests, *more]))
+
+
+def test_learning_by_hand_ends_what_was_under_way(recorded: list[Trace]) -> None:
+    taught = learner(replace(CONFIG, update_strategy="idle"))
+    for trace in stream(recorded, 8):
+        taught.observe(None, trace)
+    taught.step()
+    taught.update()
+    assert len(taught.decisions) == 2
+    assert taught.updater(None).version == 2
+
+
+# --- a learner that goes wrong --------------------------------------------------------------------------------------
+
+
+def rate(factor: float) -> Callable[[pytest.MonkeyPatch], OnlineConfig]:
+    return lambda _: replace(CONFIG, learning_rate=CONFIG.learning_rate * factor)
+
+
+def with_nan(patch: pytest.MonkeyPatch) -> OnlineConfig:
+    average = Updater._average
+
+    def spoil(self: Updater) -> None:
+        average(self)
+        with torch.no_grad():
+            next(iter(self.averaged.values())).view(-1)[0] = math.nan
+
+    patch.setattr(Updater, "_average", spoil)
+    return CONFIG
+
+
+def with_shuffled_rows(patch: pytest.MonkeyPatch) -> OnlineConfig:
+    loss = Updater._loss
+
+    def spoil(self: Updater, traces: Any) -> Any:
+        def shuffled(trace: Trace) -> Trace:
+            return replace(trace, top_ids=(trace.top_ids + 17) % models.VOCAB)
+
+        return loss(self, [shuffled(trace) for trace in traces])
+
+    patch.setattr(Updater, "_loss", spoil)
+    return CONFIG
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize("poison", [rate(1000), with_nan, with_shuffled_rows], ids=["rate", "nan", "rows"])
+def test_a_poisoned_learner_serves_no_request(
+    poison: Callable[[pytest.MonkeyPatch], OnlineConfig], recorded: list[Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    static = replayed(the_draft(), recorded).alpha
+    served: list[float] = []
+
+    def look(_: int, report: Any) -> None:
+        served.append(replayed(run["learner"].drafts.model(None), recorded).alpha)
+
+    with monkeypatch.context() as patch:
+        config = poison(patch)
+        run = {"learner": learner(config)}
+        poisoned = simulate(None, stream(recorded, 56), config, learner=run["learner"], on_update=look)
+    decisions = {d.version: d for d in poisoned.decisions}
+    assert len(decisions) == len(poisoned.updates) == 14
+    assert "dropped" in {d.outcome for d in decisions.values()}
+    for trace in poisoned.traces:
+        if trace.draft_version:
+            decision = decisions[trace.draft_version]
+            assert decision.outcome == "promoted"
+            assert decision.alpha_before is not None and decision.alpha_after is not None
+            assert decision.alpha_after >= decision.alpha_before
+    assert min(served) >= static - 0.03
+    assert all(bool(p.isfinite().all()) for p in poisoned.draft.parameters())
+
+
+def test_with_nothing_wrong_the_same_learner_learns(recorded: list[Trace]) -> None:
+    well = simulate(the_draft(), stream(recorded, 72), CONFIG)
+    assert replayed(well.draft, recorded).alpha > replayed(the_draft(), recorded).alpha + 0.2
+    assert {trace.draft_version for trace in well.traces} > {0}
+
+
+def test_after_weights_that_are_not_finite_learning_starts_again(
+    recorded: list[Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taught = learner()
+    with monkeypatch.context() as patch:
+        with_nan(patch)
+        simulate(None, stream(recorded, 24), learner=taught)
+    assert {d.reason for d in taught.decisions} == {"its weights are not finite"}
+    simulate(None, stream(recorded, 60), learner=taught)
+    assert "promoted" in {d.outcome for d in taught.decisions}
+    assert replayed(taught.drafts.model(None), recorded).alpha > replayed(the_draft(), recorded).alpha + 0.2
+
+
+def spoil_serving(taught: Learner, _: pytest.MonkeyPatch) -> None:
+    with torch.no_grad():
+        for parameter in taught.drafts.model(None).parameters():
+            parameter.add_(torch.randn_like(parameter))
+
+
+def bypass(taught: Learner, patch: pytest.MonkeyPatch) -> None:
+    def let_through(self: Gate, version: int, serving: int, domain: Any, *_: Any) -> GateDecision:
+        return GateDecision("promoted", version, version, domain, "by a gate that sleeps", alpha_after=1.0)
+
+    def bad(self: Updater) -> Any:
+        return {name: torch.randn_like(w) for name, w in self.averaged.items()}
+
+    patch.setattr(Gate, "judge", let_through)
+    patch.setattr(Updater, "snapshot", bad)
+
+
+@pytest.mark.parametrize("regress", [spoil_serving, bypass])
+def test_a_version_that_does_worse_than_the_one_before_it_goes(
+    regress: Callable[..., None],
+    recorded: list[Trace],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    # Updates by hand: one that lets the bad version in, and none that covers it by a better one.
+    config = replace(CONFIG, update_interval=16)
+    taught = learner(config)
+    simulate(None, stream(recorded, 96), learner=taught)
+    good = replayed(taught.drafts.model(None), recorded).alpha
+    serving = taught.drafts.serving_version()
+    assert serving > 0
+    with monkeypatch.context() as patch:
+        regress(taught, patch)
+        if regress is bypass:
+            taught.update()
+    bad = taught.drafts.serving_version()
+    assert replayed(taught.drafts.model(None), recorded).alpha < good - 0.2
+    with caplog.at_level(logging.WARNING):
+        simulate(None, stream(recorded, 16), learner=taught)
+    (decision,) = [d for d in taught.decisions if d.outcome == "rolled back"]
+    assert decision.version == bad
+    assert decision.serving != bad
+    assert decision.alpha_before is not None and decision.alpha_after is not None
+    assert decision.alpha_before > decision.alpha_after + 0.2
+    assert "rolled back" in caplog.text
+    if regress is bypass:
+        assert decision.serving == serving
+    assert replayed(taught.drafts.model(None), recorded).alpha > good - 0.1
+
+
+def test_another_draft_than_ours_is_not_taken_for_a_version_of_ours(recorded: list[Trace]) -> None:
+    target, draft = models.pair(noise=NOISE)
+    useless = models.draft_of(target, noise=3.0)
+    with OnlineAssistant(target, draft, config=CONFIG) as assistant:
+        simulate(None, stream(recorded, 48), learner=assistant._learner)
+        version = assistant.version
+        assert version > 0
+        assistant.pause()
+        with assistant.attached():
+            for ids in models.prompts(DIFFERENT) * 3:
+                kwargs = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False}
+                target.generate(ids, assistant_model=useless, **kwargs)
+        assistant.resume()
+        finish(assistant._learner._watch(assistant._learner.lessons[None]))
+        assert assistant.version == version
+        assert "rolled back" not in {d.outcome for d in assistant.decisions}
+        assert assistant.stats.num_requests == 3 * DIFFERENT
+        assert HOLD_BACK_EVERY > 1 and len(assistant._learner.lessons[None].pending) > DIFFERENT

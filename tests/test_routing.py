@@ -1,0 +1,526 @@
+import io
+import random
+import string
+import threading
+
+import models
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from osd_hf import routing
+from osd_hf.errors import ConfigError, StateError, UnsupportedModelError
+from osd_hf.routing import (
+    CallableRouter,
+    LabelRouter,
+    LanguageRouter,
+    RoutedPrompt,
+    Router,
+    TopicRouter,
+    as_router,
+)
+
+VOCAB, WIDTH, OWN = 600, 64, 100
+TEMPLATE = [1, 3, 4]
+
+
+class Target(torch.nn.Module):
+    """Embeddings and nothing else: words of a topic resemble each other a little, as in a trained model."""
+
+    def __init__(self, dtype=torch.float32, seed=0):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        rows = torch.randn(VOCAB, WIDTH, generator=generator)
+        rows += 0.6 * torch.randn(VOCAB // OWN, WIDTH, generator=generator).repeat_interleave(OWN, 0)
+        self.table = torch.nn.Embedding.from_pretrained(rows.to(dtype))
+
+    def get_input_embeddings(self):
+        return self.table
+
+
+def ids_of(topic, rng, length=20):
+    """A prompt: half of it in words that all topics share, half in words of its own topic."""
+    shared = [rng.randrange(10, OWN) for _ in range(length // 2)]
+    own = [OWN * (1 + topic) + rng.randrange(OWN) for _ in range(length - length // 2)]
+    return np.array([*TEMPLATE, *rng.sample(shared + own, length), 5], np.int32)
+
+
+def traffic(order, seed=0, prefix=()):
+    rng = random.Random(seed)
+    return [np.concatenate([np.array(prefix, np.int32), ids_of(topic, rng)]) for topic in order]
+
+
+def route_all(router, prompts):
+    return [router.route(RoutedPrompt(ids)) for ids in prompts]
+
+
+def names_by_topic(order, names):
+    got = {}
+    for topic, name in zip(order, names, strict=True):
+        got.setdefault(topic, []).append(name)
+    return got
+
+
+def commonest(order, names):
+    """The name that at least nine in ten prompts of each topic got."""
+    out = {}
+    for topic, those in names_by_topic(order, names).items():
+        out[topic] = max(set(those) - {None}, key=those.count, default=None)
+        assert out[topic] is not None
+        assert those.count(out[topic]) >= 0.9 * len(those)
+    return out
+
+
+def mixed(topics, n, seed=0):
+    order = [i % topics for i in range(n)]
+    return random.Random(seed).sample(order, n)
+
+
+# --- prompts and simple routers -------------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_decoded_without_special_tokens_and_once():
+    tokenizer = models.tokenizer()
+    calls = []
+
+    class Counting:
+        def decode(self, ids, **kwargs):
+            calls.append(ids)
+            return tokenizer.decode(ids, **kwargs)
+
+    prompt = RoutedPrompt(np.array([1, *tokenizer("hello")["input_ids"], 2]), Counting())
+    assert prompt.text == prompt.text == "hello"
+    assert len(calls) == 1
+
+
+def test_text_without_a_tokenizer_says_what_to_pass():
+    with pytest.raises(ConfigError, match="pass a tokenizer"):
+        _ = RoutedPrompt(np.array([3, 4])).text
+
+
+def test_labels_alone_route_no_prompt():
+    assert LabelRouter().route(RoutedPrompt(np.array([3, 4]))) is None
+
+
+def test_a_function_routes_by_the_text():
+    tokenizer = models.tokenizer()
+    router = CallableRouter(lambda text: "greeting" if "hello" in text else None)
+    by_text = {
+        text: router.route(RoutedPrompt(np.array(tokenizer(text)["input_ids"]), tokenizer))
+        for text in ("hello", "else")
+    }
+    assert by_text == {"hello": "greeting", "else": None}
+
+
+@pytest.mark.parametrize("returned", [3, b"sql", "", ["sql"], False])
+def test_a_function_that_returns_no_name_is_refused(returned):
+    router = CallableRouter(lambda text: returned)
+    with pytest.raises(ConfigError, match="a name or None"):
+        router.route(RoutedPrompt(np.array([10]), models.tokenizer()))
+
+
+def test_what_a_user_may_pass_as_a_router():
+    router = LabelRouter()
+    assert as_router(None) is None
+    assert as_router(router) is router
+    wrapped = as_router(str.lower)
+    assert isinstance(wrapped, CallableRouter)
+    assert wrapped.function is str.lower
+    for wrong in ("topics", 3, LabelRouter, {}):
+        with pytest.raises(ConfigError, match="router"):
+            as_router(wrong)
+    with pytest.raises(ConfigError, match="callable"):
+        CallableRouter("sql")
+
+
+def test_routers_that_learn_nothing_have_no_state_and_take_no_other():
+    router = CallableRouter(str.lower)
+    assert router.state_dict() == {}
+    router.load_state_dict({})
+    with pytest.raises(StateError, match="learns nothing"):
+        router.load_state_dict({"router": "topics"})
+
+
+def test_a_router_must_say_how_it_routes():
+    with pytest.raises(TypeError, match="abstract"):
+        type("Silent", (Router,), {})()
+
+
+# --- languages ------------------------------------------------------------------------------------------------------
+
+PROMPTS = {
+    "en": "What is the capital of France, and how many people live there?",
+    "de": "Was ist die Hauptstadt von Frankreich, und wie viele Menschen leben dort?",
+    "fr": "Quelle est la capitale de la France, et combien de personnes y vivent ?",
+    "es": "¿Cuál es la capital de Francia y cuántas personas viven allí?",
+    "ja": "フランスの首都はどこですか。そこには何人が住んでいますか。",
+    "ru": "Какой город является столицей Франции и сколько людей там живёт?",
+}
+FOREIGN = "Qual è la capitale della Francia e quante persone vivono lì?"
+SYSTEM = "You are a helpful assistant. Answer every question in full sentences and stay with the facts."
+
+
+@pytest.fixture(scope="module")
+def chat():
+    """A tokenizer with characters for tokens, whose chat template writes roles as plain words, as ChatML does."""
+    text = {*string.printable, *"".join(PROMPTS.values()), *FOREIGN}
+    tokenizer = models.tokenizer(1000, "".join(sorted(text)))
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+        "<|im_start|>assistant\n"
+    )
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def six():
+    pytest.importorskip("py3langid", reason='needs the extra: pip install "osd-hf[language]"')
+    return LanguageRouter(PROMPTS)
+
+
+def spoken(tokenizer, *turns):
+    roles = ("system", "user") if len(turns) == 2 else ("user",)
+    messages = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=True)]
+    ids = tokenizer.apply_chat_template(messages)["input_ids"]
+    return RoutedPrompt(np.array(ids, np.int32), tokenizer)
+
+
+@pytest.mark.parametrize("code", PROMPTS)
+def test_a_language_is_recognized_behind_the_words_of_a_template(six, chat, code):
+    assert six.route(spoken(chat, PROMPTS[code])) == code
+    assert six.route(spoken(chat, SYSTEM * 5, PROMPTS[code])) == code
+
+
+@pytest.mark.parametrize("text", ["", " \n ", "1234 + 5678 =", "ok"])
+def test_what_has_no_language_goes_to_the_base_draft(six, chat, text):
+    assert six.route(spoken(chat, text)) is None
+    assert six.route(spoken(chat, SYSTEM, text)) is None or text.strip() == ""
+
+
+def test_an_empty_prompt_has_no_language(six, chat):
+    assert six.route(RoutedPrompt(np.zeros(0, np.int32), chat)) is None
+
+
+def test_a_language_that_was_not_asked_for_goes_to_the_base_draft(six, chat):
+    assert six.route(spoken(chat, FOREIGN)) is None
+    assert LanguageRouter("it").route(spoken(chat, FOREIGN)) == "it"
+    assert LanguageRouter().route(spoken(chat, FOREIGN)) == "it"
+
+
+def test_confidence_below_the_bound_goes_to_the_base_draft(six, chat):
+    between = spoken(chat, PROMPTS["de"] + " " + PROMPTS["en"])
+    sure = LanguageRouter(["de", "en"], min_confidence=1.0)
+    assert sure.route(between) is None
+    assert LanguageRouter(["de", "en"], min_confidence=0.1).route(between) in ("de", "en")
+
+
+def test_only_the_head_of_a_long_turn_is_read(six, chat):
+    lengths = []
+
+    class Watching:
+        all_special_ids = chat.all_special_ids
+        added_tokens_decoder = chat.added_tokens_decoder
+
+        def decode(self, ids, **kwargs):
+            lengths.append(len(ids))
+            return chat.decode(ids, **kwargs)
+
+    long = spoken(chat, PROMPTS["de"] * 60 + PROMPTS["en"])
+    assert six.route(RoutedPrompt(long.ids, Watching())) == "de"
+    assert max(lengths) <= routing.TURN_TOKENS
+
+
+def test_a_language_needs_text(six):
+    with pytest.raises(ConfigError, match="pass a tokenizer"):
+        six.route(RoutedPrompt(np.array([3, 4])))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"languages": ["xx"]}, "xx"),
+        ({"languages": []}, "languages"),
+        ({"languages": ["english"]}, "english"),
+        ({"min_confidence": 0.0}, "min_confidence"),
+        ({"min_confidence": 1.5}, "min_confidence"),
+    ],
+)
+def test_settings_of_the_language_router_are_checked(six, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        LanguageRouter(**arguments)
+
+
+def test_without_the_identifier_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "py3langid.langid", None)
+    with pytest.raises(ConfigError, match=r"osd-hf\[language\]"):
+        LanguageRouter()
+
+
+# --- topics ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_mixed_topics_are_told_apart(seed):
+    order = mixed(4, 600, seed)
+    names = route_all(router := TopicRouter(Target()), traffic(order, seed))
+    assert len(router.topics) == len(set(commonest(order[200:], names[200:]).values())) == 4
+    assert names[200:].count(None) <= 0.03 * 400
+
+
+def test_one_topic_stays_one():
+    router = TopicRouter(Target())
+    names = route_all(router, traffic([0] * 400))
+    assert router.topics == ["topic-1"]
+    assert names[:16] == [None] * 16
+    assert names[16:].count("topic-1") >= 0.97 * len(names[16:])
+
+
+def test_a_shift_opens_a_topic_and_what_returns_finds_its_name():
+    order = [0] * 300 + [1] * 100 + [0] * 100 + [2] * 100 + [1] * 100
+    names = route_all(router := TopicRouter(Target()), traffic(order))
+    assert router.topics == ["topic-1", "topic-2", "topic-3"]
+    for start, stop, name in [(20, 300, 1), (320, 400, 2), (400, 500, 1), (520, 600, 3), (600, 700, 2)]:
+        part = names[start:stop]
+        assert set(part) <= {f"topic-{name}", None}
+        assert part.count(f"topic-{name}") >= 0.9 * len(part)
+
+
+def test_a_shared_system_prompt_does_not_drown_the_topics():
+    rng = random.Random(5)
+    prefix = [rng.randrange(10, VOCAB) for _ in range(300)]
+    order = [0] * 150 + mixed(3, 300)
+    names = route_all(router := TopicRouter(Target()), traffic(order, prefix=prefix))
+    assert len(router.topics) == 3
+    got = names_by_topic(order[300:], names[300:])
+    assert all(len(set(those) - {None}) == 1 and those.count(None) <= 0.1 * len(those) for those in got.values())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_far_topic_takes_the_place_of_two_near_ones_when_there_is_no_room(seed):
+    target = Target()
+    near = target.table.weight.data[2 * OWN : 4 * OWN]  # the words of topics 1 and 2
+    between = (near[:OWN].mean(0) - near[OWN:].mean(0)) / 2
+    near[:OWN] -= 0.6 * between
+    near[OWN:] += 0.6 * between
+    router = TopicRouter(target, max_topics=3)
+    order = mixed(3, 300, seed) + [3] * 100 + mixed(4, 200, seed)
+    names = route_all(router, traffic(order, seed))
+    assert router.topics == ["topic-1", "topic-2", "topic-3"]
+    before, after = commonest(order[200:300], names[200:300]), commonest(order[450:], names[450:])
+    assert before[1] != before[2]
+    assert after[1] == after[2] == min(before[1], before[2])
+    assert after[3] == max(before[1], before[2])
+    assert after[0] == before[0]
+
+
+def test_a_prompt_between_two_topics_goes_to_the_base_draft():
+    router = TopicRouter(Target())
+    route_all(router, traffic(mixed(2, 300)))
+    rng = random.Random(9)
+    own = [[OWN * (1 + topic) + rng.randrange(OWN) for _ in range(60)] for topic in (0, 1)]
+    assert router.route(RoutedPrompt(np.array(own[0] * 1 + own[1] * 1))) is None
+    assert router.route(RoutedPrompt(np.array(own[0]))) in ("topic-1", "topic-2", None)
+    assert len(router.topics) == 2
+
+
+def test_far_from_all_topics_goes_to_the_base_draft_when_there_is_no_room():
+    router = TopicRouter(Target(), max_topics=2)
+    order = mixed(2, 200) + [2] * 100 + mixed(2, 60)
+    names = route_all(router, traffic(order))
+    assert router.topics == ["topic-1", "topic-2"]
+    assert names[200:300].count(None) >= 90
+    got = names_by_topic(order[300:], names[300:])
+    assert got[0].count(None) + got[1].count(None) <= 6
+    assert len(set(got[0]) - {None}) == len(set(got[1]) - {None}) == 1
+
+
+@settings(max_examples=25)
+@given(
+    order=st.lists(st.integers(0, 4), max_size=150),
+    limit=st.integers(1, 4),
+    seed=st.integers(0, 10),
+)
+def test_never_more_topics_than_the_limit_and_names_only_of_topics(order, limit, seed):
+    router = TopicRouter(Target(), max_topics=limit)
+    for ids in traffic(order, seed):
+        name = router.route(RoutedPrompt(ids))
+        assert name is None or name in router.topics
+        assert router.topics == [f"topic-{i + 1}" for i in range(len(router.topics))]
+        assert len(router.topics) <= limit
+
+
+@settings(max_examples=10)
+@given(cut=st.integers(0, 200), seed=st.integers(0, 10))
+def test_a_loaded_router_goes_on_as_if_it_had_never_stopped(cut, seed):
+    prompts = traffic(mixed(3, 260, seed), seed, prefix=range(10, 40))
+    straight = route_all(TopicRouter(Target()), prompts)
+    first, second = TopicRouter(Target()), TopicRouter(Target())
+    names = route_all(first, prompts[:cut])
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    route_all(first, prompts[:30])  # what was saved is a copy
+    file.seek(0)
+    second.load_state_dict(torch.load(file, weights_only=True))
+    assert names + route_all(second, prompts[cut:]) == straight
+
+
+def test_a_saved_state_does_not_change_while_routing_goes_on():
+    router = TopicRouter(Target())
+    route_all(router, traffic(mixed(2, 100)))
+    state = router.state_dict()
+    before = [v.clone() for v in state["vectors"]]
+    route_all(router, traffic(mixed(2, 100), seed=1))
+    assert all(torch.equal(a, b) for a, b in zip(state["vectors"], before, strict=True))
+
+
+def test_states_of_others_are_refused():
+    state = TopicRouter(Target()).state_dict()
+    with pytest.raises(StateError, match="another target"):
+        TopicRouter(Target(seed=1)).load_state_dict(state)
+    for wrong in ({}, {"router": "languages"}):
+        with pytest.raises(StateError, match="Not the state"):
+            TopicRouter(Target()).load_state_dict(wrong)
+    router = TopicRouter(Target())
+    route_all(router, traffic(mixed(3, 200)))
+    with pytest.raises(StateError, match="max_topics"):
+        TopicRouter(Target(), max_topics=2).load_state_dict(router.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_routes_like_full_precision(dtype):
+    prompts = traffic(mixed(3, 200))
+    half, full = (TopicRouter(Target(kind)) for kind in (dtype, torch.float32))
+    same = [a == b for a, b in zip(route_all(half, prompts), route_all(full, prompts), strict=True)]
+    assert np.mean(same) > 0.97
+    assert half.state_dict()["vectors"][0].dtype == torch.float32
+    half.load_state_dict(full.state_dict())
+
+
+def test_only_the_weight_of_the_target_is_kept():
+    target = Target()
+    router = TopicRouter(target)
+    assert router._weight.data_ptr() == target.table.weight.data_ptr()
+    assert not any(value is target for value in vars(router).values())
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
+def test_wrapped_targets_give_their_embeddings():
+    from peft import LoraConfig, get_peft_model
+
+    target = models.build("llama")
+    compiled = torch.compile(target, backend="eager")
+    for wrapped in (compiled, get_peft_model(target, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))):
+        router = TopicRouter(wrapped)
+        assert router._weight.data_ptr() == target.get_input_embeddings().weight.data_ptr()
+        assert router.route(RoutedPrompt(models.prompt()[0].numpy())) is None
+
+
+def test_a_target_without_embeddings_is_refused():
+    with pytest.raises(UnsupportedModelError, match="no input embeddings"):
+        TopicRouter(models.bigram(0))
+    with torch.device("meta"):
+        empty = torch.nn.Embedding(8, 4)
+    target = Target()
+    target.table = empty
+    with pytest.raises(UnsupportedModelError, match="meta"):
+        TopicRouter(target)
+
+
+@pytest.mark.parametrize("limit", [0, -1, 2.0, True, None])
+def test_the_limit_must_be_a_number_of_topics(limit):
+    with pytest.raises(ConfigError, match="max_topics"):
+        TopicRouter(Target(), max_topics=limit)
+
+
+def test_an_empty_prompt_or_unknown_ids_get_the_base_draft_and_teach_nothing():
+    router = TopicRouter(Target())
+    assert router.route(RoutedPrompt(np.zeros(0, np.int64))) is None
+    assert router.route(RoutedPrompt(np.array([VOCAB, VOCAB + 7, -1]))) is None
+    assert router.topics == []
+    prompts = traffic(mixed(3, 200), prefix=range(10, 40))
+    expected = route_all(TopicRouter(Target()), prompts)
+    got = []
+    for ids in prompts:
+        router.route(RoutedPrompt(np.zeros(0, np.int64)))
+        got.append(router.route(RoutedPrompt(ids)))
+    assert got == expected
+
+
+def test_the_same_prompt_again_and_again_is_one_topic():
+    router = TopicRouter(Target())
+    names = route_all(router, traffic([0]) * 200)
+    assert router.topics == ["topic-1"]
+    assert set(names[16:]) == {"topic-1"}
+
+
+def test_of_a_long_prompt_a_bounded_part_is_read():
+    router = TopicRouter(Target())
+    seen = []
+    weight = router._weight
+
+    class Watching:
+        device = weight.device
+
+        def __len__(self):
+            return len(weight)
+
+        def __getitem__(self, ids):
+            seen.append(len(ids))
+            return weight[ids]
+
+    routing.PROMPT_TOKENS, before = 40, routing.PROMPT_TOKENS
+    try:
+        router._weight = Watching()
+        router.route(RoutedPrompt(np.arange(10, 500)))
+    finally:
+        routing.PROMPT_TOKENS = before
+    assert seen == [40]
+
+
+def test_threads_lose_no_prompt_and_name_only_topics():
+    router = TopicRouter(Target(), max_topics=3)
+    order = mixed(3, 600)
+    prompts = traffic(order)
+    names = [None] * len(prompts)
+    start = threading.Barrier(6)
+
+    def work(first):
+        start.wait()
+        for i in range(first, len(prompts), 6):
+            names[i] = router.route(RoutedPrompt(prompts[i]))
+
+    threads = [threading.Thread(target=work, args=(first,)) for first in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert router.state_dict()["seen"] == len(prompts)
+    assert set(names) <= {*router.topics, None}
+    got = names_by_topic(order[300:], names[300:])
+    assert all(len(set(those) - {None}) == 1 for those in got.values())
+
+
+# --- the lab pair ---------------------------------------------------------------------------------------------------
+
+
+def test_four_data_sets_of_the_lab_become_four_topics(lab, monkeypatch):
+    from pathlib import Path
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "recipes"))
+    import common
+
+    target = AutoModelForCausalLM.from_pretrained(lab / "target")
+    tokenizer = AutoTokenizer.from_pretrained(lab / "target")
+    sets = {name: common.prompts(name, tokenizer, 150, 0) for name in common.TEMPLATES}
+    order = random.Random(0).sample([(name, ids) for name, those in sets.items() for ids in those], 600)
+    router = TopicRouter(target)
+    names = [router.route(RoutedPrompt(np.array(ids))) for _, ids in order]
+    assert len(router.topics) == 4
+    got = names_by_topic([name for name, _ in order[300:]], names[300:])
+    for those in got.values():
+        assert max(those.count(topic) for topic in router.topics) >= 0.95 * len(those)

@@ -1,0 +1,332 @@
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from osd_hf.schedule import DutyCycle, IdleWorker, Traffic
+
+LONG = 60  # seconds: never waited for but where something is broken
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+# --- the share of the time ------------------------------------------------------------------------------------------
+
+
+@given(st.sampled_from([0.05, 0.25, 0.5, 0.9, 1.0]), st.lists(st.floats(0.001, 10), min_size=1, max_size=30))
+def test_work_takes_no_more_than_its_share(share: float, works: list[float]) -> None:
+    clock = Clock()
+    duty = DutyCycle(share, clock)
+    began, worked = clock.now, 0.0
+    assert duty.rest_seconds() == 0
+    for seconds in works:
+        clock.now += seconds
+        worked += seconds
+        duty.worked(seconds)
+        clock.now += duty.rest_seconds()
+        assert duty.rest_seconds() == pytest.approx(0, abs=1e-9)
+        assert worked / (clock.now - began) == pytest.approx(share)
+
+
+def test_a_rest_runs_out_and_is_not_saved_up() -> None:
+    clock = Clock()
+    duty = DutyCycle(0.2, clock)
+    duty.worked(1.0)
+    assert duty.rest_seconds() == pytest.approx(4)
+    clock.now += 3
+    assert duty.rest_seconds() == pytest.approx(1)
+    clock.now += 1000  # nothing to do: no credit for more work later
+    assert duty.rest_seconds() == 0
+    duty.worked(1.0)
+    assert duty.rest_seconds() == pytest.approx(4)
+
+
+def test_work_of_several_adds_up() -> None:
+    duty = DutyCycle(0.5, Clock())
+    duty.worked(1.0)
+    duty.worked(2.0)
+    assert duty.rest_seconds() == pytest.approx(3)
+
+
+def test_all_of_the_time_needs_no_rest() -> None:
+    duty = DutyCycle(1.0, Clock())
+    duty.worked(5.0)
+    assert duty.rest_seconds() == 0
+
+
+# --- steps between requests -----------------------------------------------------------------------------------------
+
+
+class Steps:
+    """Work that a test holds up: each step says that it has begun, and ends when it may."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self.traffic = traffic
+        self.left = 0
+        self.done = 0
+        self.overlapped = 0
+        self.began = threading.Semaphore(0)
+        self.may_end = threading.Semaphore(0)
+        self.running = 0
+        self.errors: list[Exception] = []
+        self.raises: Exception | None = None
+
+    def has_work(self) -> bool:
+        return self.left > 0
+
+    def give(self, steps: int) -> None:
+        with self.traffic.changed:
+            self.left += steps
+            self.traffic.changed.notify_all()
+
+    def step(self) -> None:
+        self.overlapped += self.running  # requests at work
+        self.left -= 1
+        self.began.release()
+        assert self.may_end.acquire(timeout=LONG)
+        self.overlapped += self.running
+        self.done += 1
+        if self.raises is not None:
+            error, self.raises = self.raises, None
+            raise error
+
+    def request(self, inside: Callable[[], object] = lambda: None) -> None:
+        with self.traffic.request():
+            self.running += 1
+            try:
+                inside()
+            finally:
+                self.running -= 1
+
+
+@contextmanager
+def working(duty: DutyCycle | None = None, *, free: bool = False) -> Iterator[tuple[Steps, IdleWorker]]:
+    traffic = Traffic()
+    steps = Steps(traffic)
+    if free:
+        steps.may_end.release(10_000)
+    worker = IdleWorker(traffic, steps.has_work, steps.step, steps.errors.append, duty or DutyCycle(1.0))
+    worker.start()
+    try:
+        yield steps, worker
+    finally:
+        steps.may_end.release(10_000)
+        worker.stop()
+
+
+def arrivals(traffic: Traffic) -> threading.Event:
+    """Set when the next request has come as far as to wait for a step."""
+    arrived, wait_for = threading.Event(), traffic.changed.wait_for
+
+    def watched(predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+        if timeout is None:
+            arrived.set()
+        return wait_for(predicate, timeout)
+
+    traffic.changed.wait_for = watched  # type: ignore[method-assign]
+    return arrived
+
+
+def started(function: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=function)
+    thread.start()
+    return thread
+
+
+def ended(thread: threading.Thread) -> None:
+    thread.join(LONG)
+    assert not thread.is_alive()
+
+
+def all_done(steps: Steps, number: int) -> bool:
+    changed = steps.traffic.changed
+    with changed:
+        return changed.wait_for(lambda: steps.done == number and not steps.traffic.is_stepping, LONG)
+
+
+def test_steps_are_taken_while_nobody_asks() -> None:
+    with working(free=True) as (steps, _):
+        steps.give(5)
+        assert all_done(steps, 5)
+
+
+def test_a_request_waits_for_the_step_under_way_and_for_no_other() -> None:
+    with working() as (steps, _):
+        steps.give(3)
+        assert steps.began.acquire(timeout=LONG)
+        inside, may_leave = threading.Event(), threading.Event()
+
+        def stay() -> None:
+            inside.set()
+            assert may_leave.wait(LONG)
+
+        arrived = arrivals(steps.traffic)
+        thread = started(lambda: steps.request(stay))
+        assert arrived.wait(LONG)
+        with steps.traffic.changed:  # it has let go of the lock, and waits
+            assert steps.traffic.requests == 1
+        assert not inside.is_set()
+        steps.may_end.release()
+        assert inside.wait(LONG)
+        assert steps.done == 1
+        steps.may_end.release(2)
+        assert not steps.began.acquire(blocking=False)  # there is more to do, and the request is running
+        may_leave.set()
+        assert all_done(steps, 3)
+        ended(thread)
+        assert steps.overlapped == 0
+
+
+def test_requests_run_side_by_side_and_learning_waits_for_the_last() -> None:
+    with working(free=True) as (steps, _):
+        barrier, may_leave = threading.Barrier(3), threading.Event()
+
+        def together() -> None:
+            barrier.wait(LONG)
+            assert may_leave.wait(LONG)
+
+        threads = [started(lambda: steps.request(together)) for _ in range(2)]
+        barrier.wait(LONG)  # both are inside
+        steps.give(1)
+        with steps.traffic.request():  # of the same thread again, as a `generate` inside `attached`
+            may_leave.set()
+            for thread in threads:
+                ended(thread)
+            assert steps.done == 0
+        assert all_done(steps, 1)
+
+
+def test_requests_and_steps_never_overlap() -> None:
+    with working(free=True) as (steps, _):
+        lock = threading.Lock()
+
+        def serve() -> None:
+            for _ in range(60):
+                with steps.traffic.request():
+                    with lock:
+                        steps.running += 1
+                    assert not steps.traffic.is_stepping
+                    with lock:
+                        steps.running -= 1
+                    steps.give(1)
+
+        threads = [started(serve) for _ in range(3)]
+        for thread in threads:
+            ended(thread)
+        assert all_done(steps, 180)
+        assert steps.overlapped == 0
+
+
+def test_a_request_that_fails_lets_learning_go_on() -> None:
+    def fail() -> None:
+        raise ValueError("of the target")
+
+    with working(free=True) as (steps, _):
+        with pytest.raises(ValueError, match="of the target"):
+            steps.request(fail)
+        steps.give(1)
+        assert all_done(steps, 1)
+
+
+def test_a_request_given_up_while_it_waits_lets_learning_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    traffic = Traffic()
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(traffic.changed, "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt), traffic.request():
+            pass
+    assert traffic.requests == 0
+
+
+def test_a_failure_is_told_and_the_worker_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    with working(free=True) as (steps, worker):
+        steps.raises = RuntimeError("of the learner")
+        with caplog.at_level(logging.ERROR):
+            steps.give(2)
+            assert all_done(steps, 2)
+        assert [str(error) for error in steps.errors] == ["of the learner"]
+        assert worker.is_alive
+        assert "Learning failed" in caplog.text
+
+
+def test_stopping_ends_the_thread_behind_the_step_under_way() -> None:
+    with working() as (steps, worker):
+        steps.give(5)
+        assert steps.began.acquire(timeout=LONG)
+        stopping = started(worker.stop)
+        with steps.traffic.changed:
+            assert steps.traffic.changed.wait_for(lambda: worker._stopped, LONG)
+        assert stopping.is_alive()
+        steps.may_end.release()
+        ended(stopping)
+        assert not worker.is_alive
+        assert (steps.done, steps.left) == (1, 4)
+        worker.stop()  # again does nothing
+    with steps.traffic.request():
+        pass  # nobody is waited for any more
+
+
+def test_stopping_from_inside_a_step_does_not_wait_for_itself() -> None:
+    traffic, stopped = Traffic(), threading.Event()
+    left = [1]
+
+    def step() -> None:
+        left.pop()
+        worker.stop()
+        stopped.set()
+
+    worker = IdleWorker(traffic, lambda: bool(left), step, lambda _: None, DutyCycle(1.0))
+    worker.start()
+    assert stopped.wait(LONG)
+    worker._thread.join(LONG)
+    assert not worker.is_alive
+
+
+def test_between_steps_the_worker_rests() -> None:
+    clock, rests = Clock(), []
+
+    class Waits(threading.Condition):
+        """Whoever waits for a time has it passed at once."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            if timeout is None:
+                return super().wait()
+            rests.append(timeout)
+            clock.now += timeout
+            return False
+
+    class Duty(DutyCycle):
+        def worked(self, seconds: float) -> None:
+            super().worked(1.0)
+
+    times: list[float] = []
+    traffic, left, done = Traffic(), [1, 1, 1, 1], threading.Event()
+    traffic.changed = Waits()
+
+    def step() -> None:
+        times.append(clock.now)
+        clock.now += 1.0
+        left.pop()
+        if not left:
+            done.set()
+
+    worker = IdleWorker(traffic, lambda: bool(left), step, lambda _: None, Duty(0.25, clock))
+    worker.start()
+    assert done.wait(LONG)
+    worker.stop()
+    assert times == pytest.approx([100, 104, 108, 112])
+    assert rests[:3] == pytest.approx([3.0] * 3)
