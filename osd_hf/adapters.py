@@ -45,7 +45,7 @@ def _adapts_embeddings(model: Any, peft_config: Any, seed: int) -> bool:
     return any(isinstance(end, BaseTunerLayer | ModulesToSaveWrapper) for end in ends)
 
 
-def make_template(source: Any, peft_config: Any, seed: int) -> Any:
+def make_template(source: Any, peft_config: Any, seed: int, *, per_domain: bool) -> Any:
     """A `PeftModel` in fp32 that an adapter's weights are loaded into, to be merged; `None` without adapters."""
     if peft_config is None:
         with learning_context():
@@ -59,6 +59,14 @@ def make_template(source: Any, peft_config: Any, seed: int) -> Any:
             f"Adapters of the kind {type(peft_config).__name__} cannot be merged into the draft's weights, "
             "so they would make drafting slow. Use LoRA, or no `peft_config` for full copies."
         )
+    if per_domain:
+        try:
+            with learning_context(), seeded(seed):
+                copy.deepcopy(template).add_adapter("second", copy.deepcopy(peft_config))
+        except ValueError as error:
+            raise UnsupportedModelError(
+                f"A model can have one adapter of this `peft_config` only, and each domain needs its own: {error}"
+            ) from error
     return template
 
 

@@ -177,26 +177,26 @@ class OnlineAssistant:
             functools.partial(self._observe, learn=learn),
             owner=self,
             num_logprobs=self.config.num_logprobs if learn else 0,
-            serving=functools.partial(self._request, domain),
+            serving=functools.partial(self._request, domain, learn),
             exact_stops=exact_stops,
         )
         return bind(self.target, binding)
 
     @contextlib.contextmanager
-    def _request(self, domain: str | None, assistant_model: Any, prompt: Any) -> Iterator[Lease]:
+    def _request(self, domain: str | None, learn: bool, assistant_model: Any, prompt: Any) -> Iterator[Lease]:
         with self._upkeep.serving():
             if domain is None and self.router is not None and prompt is not None:
-                domain = self._routed(prompt)
+                domain = self._routed(RoutedPrompt(prompt, self.tokenizer, learn=learn))
             with self._drafts.lease(domain) as draft:
                 is_ours = self._drafts.owns(assistant_model)  # another one serves, and ours learns
                 model, drafting = (draft.model, draft.drafting) if is_ours else (None, None)
                 yield Lease(draft.version if is_ours else 0, domain, model, drafting)
 
-    def _routed(self, prompt: Any) -> str | None:
+    def _routed(self, prompt: RoutedPrompt) -> str | None:
         """The router's choice; a router that fails costs no answer."""
         assert self.router is not None
         try:
-            return self.router.route(RoutedPrompt(prompt, self.tokenizer))
+            return self.router.route(prompt)
         except Exception as error:
             logger.exception("The router failed; the base draft serves, the error is raised by the next call.")
             self._upkeep.failed(error)

@@ -21,7 +21,7 @@ from osd_hf.drafting import LeanDrafting
 from osd_hf.errors import ConfigError, StateError
 from osd_hf.pacing import Pacer
 from osd_hf.publishing import read_drafts, write_drafts
-from osd_hf.snapshots import Snapshot, adapter_state, learning_context, write_snapshot
+from osd_hf.snapshots import Snapshot, adapter_state, is_finite, learning_context, write_snapshot
 from osd_hf.updater import Updater
 
 __all__ = ["DomainDrafts", "ServingDraft"]
@@ -67,7 +67,7 @@ class DomainDrafts:
         self.per_domain = per_domain
         base = ready_to_serve(draft, self.config)
         self._source = base if per_domain or peft_config is not None else draft  # what learners start from
-        self._template = make_template(self._source, peft_config, self.config.seed)
+        self._template = make_template(self._source, peft_config, self.config.seed, per_domain=per_domain)
         self.pacer = Pacer()
         self._lock = threading.RLock()
         self._clock = 0
@@ -144,7 +144,7 @@ class DomainDrafts:
 
     @property
     def base(self) -> Any:
-        """The model of the base draft; where all share one draft, one that serves."""
+        """The base draft's model; where all share one, a model that serves."""
         return self._copies.base.model
 
     def model(self, domain: str | None = None) -> Any:
@@ -185,8 +185,7 @@ class DomainDrafts:
     @property
     def num_serving(self) -> int:
         """Models per domain held ready now."""
-        with self._lock:
-            return len(self._copies.held)
+        return len(self._copies.held)
 
     # --- who learns -------------------------------------------------------------------------------------------------
 
@@ -198,7 +197,9 @@ class DomainDrafts:
                 return self._updaters[domain]
         if self.per_domain and self.peft_config is not None:
             number = 0 if self._master is None else len(self._master.peft_config)
-            adapter = f"domain_{number}"  # module names take no dots
+            adapter = (
+                f"domain_{number:05d}"  # module names take no dots, and peft may take one for the start of another
+            )
             with learning_context():
                 if self._master is None:
                     master = copy.deepcopy(self._source).float().eval()
@@ -206,6 +207,7 @@ class DomainDrafts:
                 else:
                     with seeded(self.config.seed):
                         self._master.add_adapter(adapter, copy.deepcopy(self.peft_config))
+                    self._master.eval()  # what it added trains
             updater = Updater(self._master, self.config, accelerator, adapter=adapter)
         elif self.peft_config is not None:
             with learning_context():
@@ -363,23 +365,21 @@ class DomainDrafts:
         Raises:
             StateError: nothing readable there, or drafts of another base.
         """
-        loaded = read_drafts(Path(directory), adapters=self._template is not None)
-        if self._template is None:
-            parameters = {name for name, p in self.base.named_parameters() if p.is_floating_point()}
-            fixed = self.base.state_dict().keys() - parameters
-            loaded = {
-                domain: (version, {name: tensor for name, tensor in state.items() if name not in fixed})
-                for domain, (version, state) in loaded.items()
-            }
+        parameters = {name for name, p in self.base.named_parameters() if p.is_floating_point()}
+        fixed = self.base.state_dict().keys() - parameters
+        loaded = read_drafts(Path(directory), adapters=self._template is not None, without=fixed)
         for domain, (_, snapshot) in loaded.items():
             self._check(domain, snapshot)
         for domain, (version, snapshot) in loaded.items():
             if self.admit(domain):
                 self.updater(domain).restart(snapshot)
                 self.version = max(self.version, version)
+                self._copies.spoil(domain)  # which may hold other weights of the same number
                 self.promote(domain, version, snapshot)
 
     def _check(self, domain: str | None, snapshot: Snapshot) -> None:
+        if not is_finite(snapshot):
+            raise StateError(f"The saved draft of {domain!r} has weights that are not finite. Save it anew.")
         if self._template is not None:
             ours = adapter_state(self._template, str(self._template.active_adapter))
         else:

@@ -150,9 +150,8 @@ class Learner:
             raise
         finally:
             self.seconds += time.perf_counter() - started
-        seconds = time.perf_counter() - started
-        self._spent += seconds
-        self._pace(domain, seconds)
+        self._spent += time.perf_counter() - started
+        self._pace(domain)
         return None
 
     def update(self, domain: str | None = None, steps: int | None = None) -> UpdateReport:
@@ -178,9 +177,12 @@ class Learner:
             (_, work), self._work = self._work, None
             work.close()
 
-    def _pace(self, domain: str | None, seconds: float) -> None:
-        """Cut work into parts that take about as long as an arriving request may wait."""
+    def _pace(self, domain: str | None) -> None:
+        """Cut backward passes into parts that take about as long as an arriving request may wait."""
         updater, limit = self.updater(domain), self.config.micro_step_seconds
+        seconds, updater.backward_seconds = updater.backward_seconds, None
+        if seconds is None:
+            return
         if seconds > limit:
             updater.micro_batch = max(updater.micro_batch // 2, 1)
         elif seconds < limit / 3:
@@ -198,10 +200,16 @@ class Learner:
         yield from self._watch(lesson)
         report = yield from updater.micro_steps(steps)
         report = replace(report, domain=domain, version=self.drafts.serving_version(domain))
-        if not report.steps:
+        if not report.steps and not report.dropped_steps:
             return report
-        version, snapshot = self.drafts.candidate(domain)
-        decision = yield from self._judge(lesson, version, snapshot)
+        if report.steps:
+            version, snapshot = self.drafts.candidate(domain)
+            decision = yield from self._judge(lesson, version, snapshot)
+        else:  # no version has come of it
+            version, snapshot = self.drafts.version + 1, updater.snapshot()
+            serving = self.drafts.serving_version(domain)
+            reason = f"none of {report.dropped_steps} steps had a finite loss and gradient"
+            decision = GateDecision("dropped", version, serving, domain, reason)
         gate = lesson.gate
         gate.dropped = gate.dropped + 1 if decision.outcome == "dropped" else 0
         if decision.outcome == "promoted":
@@ -254,7 +262,9 @@ class Learner:
         with self._lock:
             served = [lesson.gate.served.popleft() for _ in range(len(lesson.gate.served))]
         # A fixed number of drafted tokens makes what happened and what is replayed the same kind of figure.
-        if isinstance(self.config.num_assistant_tokens, int):
+        if isinstance(self.config.num_assistant_tokens, int) and not any(
+            t.is_sampled or t.sampling.get("processors") for t in served
+        ):
             now = [AcceptanceStats.from_trace(t) for t in served]
         else:
             with self.drafts.lease(domain) as draft:

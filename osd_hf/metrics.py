@@ -159,15 +159,20 @@ class AcceptanceStats:
     def _counts(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in (*_COUNTS, "accepted_length_histogram")}
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self, *, derived: bool = True) -> dict[str, Any]:
         """
-        A form that `json.dumps` takes, for reports and for `from_dict`: the counts, the requests, and what follows
-        from them (`alpha`, `alpha_interval`, `block_efficiency`; `None` where undefined).
+        A form that `json.dumps` takes, for reports and for `from_dict`: the counts, the requests, and, unless
+        `derived` is `False`, what follows from them (`alpha`, `alpha_interval`, `block_efficiency`; `None` where
+        undefined), of which the interval takes a while for many requests.
         """
-        undefined = math.isnan(self.alpha_interval[0])
-        return self._counts() | {
+        counted = self._counts() | {
             "accepted_length_histogram": {str(k): n for k, n in self.accepted_length_histogram.items()},
             "requests": self.requests.tolist(),
+        }
+        if not derived:
+            return counted
+        undefined = math.isnan(self.alpha_interval[0])
+        return counted | {
             "alpha": self.alpha if self.examined else None,
             "alpha_interval": None if undefined else list(self.alpha_interval),
             "block_efficiency": self.block_efficiency if self.target_forwards else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from osd_hf.errors import StateError
@@ -29,17 +29,22 @@ def write_drafts(
     write_whole(directory / INDEX, (json.dumps(index, indent=1) + "\n").encode())
 
 
-def read_drafts(directory: Path, *, adapters: bool) -> dict[str | None, tuple[int, Snapshot]]:
-    """Version and weights by domain; raises StateError where there is nothing that can be read."""
+def read_drafts(
+    directory: Path, *, adapters: bool, without: Collection[str]
+) -> dict[str | None, tuple[int, Snapshot]]:
+    """Version and weights by domain, less the tensors named in `without`; raises StateError where nothing
+    can be read."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     name = "adapter_model.safetensors" if adapters else "model.safetensors"
     try:
         index = json.loads((directory / INDEX).read_text())
-        return {
-            entry["domain"]: (int(entry["version"]), load_file(directory / folder / name))
-            for folder, entry in index.items()
-        }
+        loaded = {}
+        for folder, entry in index.items():
+            state = load_file(directory / folder / name)
+            kept = {tensor: state[tensor] for tensor in state if tensor not in without}
+            loaded[entry["domain"]] = (int(entry["version"]), kept)
+        return loaded
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise StateError(f"The drafts in {directory} cannot be read: {error}. Restore them from a copy.") from error

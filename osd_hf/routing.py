@@ -51,11 +51,14 @@ class RoutedPrompt:
             Token ids without padding, int32 or int64.
         tokenizer (`PreTrainedTokenizerBase`, *optional*):
             What the ids were made with; needed by routers that read text.
+        learn (`bool`, *optional*, defaults to `True`):
+            With `False` a router keeps nothing of it.
     """
 
-    def __init__(self, ids: NDArray[np.integer[Any]], tokenizer: Any = None) -> None:
+    def __init__(self, ids: NDArray[np.integer[Any]], tokenizer: Any = None, *, learn: bool = True) -> None:
         self.ids = ids
         self.tokenizer = tokenizer
+        self.learn = learn
 
     @cached_property
     def text(self) -> str:
@@ -102,7 +105,6 @@ class CallableRouter(Router):
         self.function = function
 
     def route(self, prompt: RoutedPrompt) -> str | None:
-        """The function's name for the prompt; raises ConfigError where it is neither a name nor `None`."""
         name: Any = self.function(prompt.text)
         if name is not None and not (isinstance(name, str) and name):
             raise ConfigError(f"A router's function must return a name or None, got {name!r} of {self.function!r}.")
@@ -110,8 +112,7 @@ class CallableRouter(Router):
 
 
 def as_router(router: Router | Callable[[str], str | None] | None) -> Router | None:
-    """A router from what a user may pass: a router, a function of the prompt's text, or `None`, which stays `None`;
-    raises ConfigError where it is something else."""
+    """A router from what a user may pass, `None` included; raises ConfigError where it is something else."""
     if router is None or isinstance(router, Router):
         return router
     if callable(router) and not isinstance(router, type):
@@ -121,8 +122,7 @@ def as_router(router: Router | Callable[[str], str | None] | None) -> Router | N
 
 class LanguageRouter(Router):
     """
-    Routes by the natural language of the user's last turn, of which it reads the first 256 tokens. Names are ISO 639-1
-    codes. Needs `pip install "osd-hf[language]"`.
+    Routes by the language (ISO 639-1 code) of the first 256 tokens of the user's last turn. Needs "osd-hf[language]".
 
     Args:
         languages (`Iterable[str]`, *optional*):
@@ -151,7 +151,6 @@ class LanguageRouter(Router):
         self._special: tuple[Any, NDArray[np.int64]] = (None, np.zeros(0, np.int64))
 
     def route(self, prompt: RoutedPrompt) -> str | None:
-        """The code of the prompt's language, or `None`; raises ConfigError where there is no tokenizer."""
         if not (text := self._last_turn(prompt)):
             return None
         inside = [(p, label) for label, p in self._identifier.rank(text) if label in self.languages]
@@ -161,8 +160,7 @@ class LanguageRouter(Router):
         return str(label) if share >= MIN_INSIDE and best >= self.min_confidence * share else None
 
     def _last_turn(self, prompt: RoutedPrompt) -> str:
-        """What stands between the last special tokens of a chat template, role words left out; a system prompt in
-        another language does not count."""
+        """What stands between the last special tokens of a chat template, role words left out."""
         tokenizer, special = self._special
         if tokenizer is not prompt.tokenizer:
             self._special = prompt.tokenizer, (special := _special_ids(prompt.tokenizer))
@@ -223,17 +221,17 @@ class TopicRouter(Router):
         if not len(prompt.ids):
             return None
         with self._lock:
-            vector = self._vector(self._without_prefix(np.asarray(prompt.ids, np.int64)))
-            return None if vector is None else self._assign(vector)
+            vector = self._vector(self._without_prefix(np.asarray(prompt.ids, np.int64), prompt.learn))
+            return None if vector is None else self._assign(vector, prompt.learn)
 
-    def _without_prefix(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _without_prefix(self, ids: NDArray[np.int64], learn: bool) -> NDArray[np.int64]:
         """The prompt without the system prompt that the first ones shared, which would drown the rest. Settled by
         them, so that a vector means the same ever after."""
-        if self._seen == 0:
+        if self._seen == 0 and learn:
             self._prefix = ids[:PROMPT_TOKENS].copy()
         n = min(len(ids), len(self._prefix))
         shared = int(np.append(ids[:n] == self._prefix[:n], False).argmin())
-        if 0 < self._seen < FIRST_PROMPTS:
+        if 0 < self._seen < FIRST_PROMPTS and learn:
             self._prefix = self._prefix[:shared]
         return ids[shared:] if self._seen > 0 and MIN_PREFIX_TOKENS <= shared < len(ids) else ids
 
@@ -250,10 +248,11 @@ class TopicRouter(Router):
         length = np.linalg.norm(vector)
         return np.asarray(vector / length, np.float32) if 0 < length < np.inf else None
 
-    def _assign(self, vector: Vectors) -> str | None:
-        self._seen += 1
+    def _assign(self, vector: Vectors, learn: bool) -> str | None:
+        self._seen += learn
         if not self._topics:
-            self._topics.append(_Topic("topic-1", vector[None]))
+            if learn:
+                self._topics.append(_Topic("topic-1", vector[None]))
             return None
         # Minus half the squared distances, up to what all have in common.
         scores = np.array([c @ vector - c @ c / 2 for c in (topic.centroid for topic in self._topics)])
@@ -263,6 +262,8 @@ class TopicRouter(Router):
         if near and len(order) > 1:
             between = self._topics[order[1]].centroid - nearest.centroid
             clear = 0.5 - (scores[order[0]] - scores[order[1]]) / max(between @ between, 1e-12) <= MAX_POSITION
+        if not learn:
+            return nearest.name if clear and self._seen > FIRST_PROMPTS else None
         full = len(self._topics) == self.max_topics
         if full and not near and self._seen > FIRST_PROMPTS:
             self._strays = np.concatenate([self._strays, vector[None]])

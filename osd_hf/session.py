@@ -65,6 +65,8 @@ def save_session(
                 os.fsync(handle.fileno())
         pointer = directory / f".{POINTER}-{name}"
         pointer.write_text(name)
+        with pointer.open("rb") as handle:
+            os.fsync(handle.fileno())
         os.replace(pointer, directory / POINTER)
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
         shutil.rmtree(folder, ignore_errors=True)

@@ -51,7 +51,7 @@ class Tally:
         """Ready for JSON."""
         with self._lock:
             requests, stats = self.requests, dict(self._by_domain)
-        return {"requests": requests, "stats": [[domain, s.to_dict()] for domain, s in stats.items()]}
+        return {"requests": requests, "stats": [[domain, s.to_dict(derived=False)] for domain, s in stats.items()]}
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a state."""

@@ -57,7 +57,7 @@ class UpdateReport:
         domain (`str`, *optional*):
             Whose draft; `None` where all share one.
         decision (`GateDecision`, *optional*):
-            What became of the version that it made; `None` if no step was kept.
+            What became of the version that it made; `None` if there was nothing to learn from.
     """
 
     version: int
@@ -107,6 +107,7 @@ class Updater:
         self.adapter = adapter
         # Requests in one forward and backward, at most; between requests nobody knows yet what one takes.
         self.micro_batch = 1 if config.update_strategy == "idle" else config.batch_size
+        self.backward_seconds: float | None = None  # of the last micro-batch; whoever reads it clears it
         self.new: deque[Trace] = deque(maxlen=config.buffer_size)
         self.rng = np.random.default_rng(config.seed)
         self.buffer = ReplayBuffer(config.buffer_size, self.rng)
@@ -295,11 +296,13 @@ class Updater:
         value = 0.0
         # Memory is bounded by micro-batches; weights make their gradients add up to those of the whole batch.
         for indices in batches(traces, traces[0].vocab_size, min(self.micro_batch, len(traces))):
+            started = time.perf_counter()
             with self._at_work():
                 loss, count = self._loss([traces[i] for i in indices])
                 loss = loss * (count / total)
                 self.accelerator.backward(loss)
                 value += float(loss.detach())
+            self.backward_seconds = time.perf_counter() - started
             yield
         with self._at_work():
             norm = self.accelerator.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)

@@ -75,7 +75,8 @@ class Upkeep:
         # While another thread learns, this one's answer does not wait for it; the update stays due.
         if self.learner.due() and self._learning.acquire(blocking=False):
             try:
-                while (lesson := self.learner.due()) is not None:
+                lesson = self.learner.due()  # one: others' requests may make more due meanwhile, behind their answers
+                if lesson is not None:
                     self._report(self.learner.update(lesson.domain))
             finally:
                 self._learning.release()
@@ -119,6 +120,7 @@ class Upkeep:
     def pause(self) -> None:
         """Begin no update, and take no further step of one under way."""
         self.learner.is_paused = True
+        self._wake()
 
     def resume(self) -> None:
         """Learn again."""

@@ -33,7 +33,6 @@ def state(assistant: OnlineAssistant) -> dict[str, Any]:
     (lesson,) = learner.lesson_states()
     return {
         "requests": assistant.stats.num_requests,
-        "counted": assistant._requests,
         "observed": lesson["observed"],
         "kept": sum(map(len, lesson["traces"].values())),
         "serving": drafts.serving_version(),

@@ -23,6 +23,7 @@ from osd_hf import (
     LearnerError,
     OnlineAssistant,
     OnlineConfig,
+    RoutedPrompt,
     StateError,
     Trace,
     UnsupportedGenerationError,
@@ -264,10 +265,11 @@ def test_a_step_that_is_not_finite_costs_no_answer(monkeypatch: pytest.MonkeyPat
     assistant = OnlineAssistant(target, draft, config=FAST)
     loss = assistant._updater._loss
     monkeypatch.setattr(assistant._updater, "_loss", lambda traces: (loss(traces)[0] * float("nan"), 1))
-    reports = []
-    monkeypatch.setattr(assistant, "_track", reports.append)
+    reports, update = [], assistant._learner.update
+    monkeypatch.setattr(assistant._learner, "update", lambda domain: reports.append(update(domain)) or reports[-1])
     assert serve(assistant, 6) == answers
     assert [(r.steps, r.dropped_steps, r.version) for r in reports] == [(0, 2, 0), (0, 2, 0)]
+    assert [d.outcome for d in assistant.decisions] == ["dropped", "dropped"]
     assert same(weights(assistant.draft), weights(draft))
     monkeypatch.undo()
     assert serve(assistant, 3) == answers[:3]
@@ -695,3 +697,31 @@ def test_a_draft_that_speaks_eos_zero_is_replayed_exactly() -> None:
         for ids in models.prompts(4):
             target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, max_new_tokens=12)
     assert all(t.sampling["eos_token_id"] in (0, [0]) for t in traces)
+
+
+def test_what_is_not_learned_from_is_not_shown_to_the_router_as_such() -> None:
+    seen = []
+
+    class Watching(LabelRouter):
+        def route(self, prompt: RoutedPrompt) -> str | None:
+            seen.append(prompt.learn)
+            return None
+
+    target, draft = models.pair()
+    with OnlineAssistant(target, draft, config=FAST, router=Watching()) as assistant:
+        for learn in (True, False):
+            ids = models.prompt(5)
+            assistant.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, learn=learn)
+    assert seen == [True, False]
+
+
+def test_a_pause_ends_the_wait_for_the_idle_thread() -> None:
+    target, draft = models.pair()
+    config = replace(FAST, update_strategy="idle", max_duty_cycle=1e-6)
+    with OnlineAssistant(target, draft, config=config) as assistant:
+        serve(assistant, 12)
+        waiting = threading.Thread(target=assistant.wait_until_idle)
+        waiting.start()
+        assistant.pause()
+        waiting.join(20)
+        assert not waiting.is_alive()

@@ -113,7 +113,7 @@ def test_a_session_of_another_kind_changes_nothing(tmp_path: Path) -> None:
     with OnlineAssistant(target, draft, config=CONFIG) as shared:
         shared.save_state(tmp_path / "shared")
     with routed(optimizer="adamw") as assistant:
-        serve(assistant, 0, 7)
+        serve(assistant, 0, 2)  # nothing has begun to learn
         before = everything(assistant)
         for name in ("optimizer", "router", "shared"):
             with pytest.raises(StateError):

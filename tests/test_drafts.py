@@ -446,3 +446,28 @@ def test_adapters_touch_neither_random_numbers_nor_their_configuration() -> None
     assert torch.equal(torch.get_rng_state(), state)
     assert peft_config.to_dict() == before
     assert not hasattr(draft, "peft_config")
+
+
+def test_no_adapter_trains_with_dropout() -> None:
+    drafts = DomainDrafts(
+        models.pair()[1], CONFIG, peft_config=LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.5)
+    )
+    for domain in "abc":
+        assert drafts.admit(domain)
+        assert not any(module.training for module in drafts.updater(domain).master.modules())
+
+
+def test_adapters_that_cannot_be_several_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="one adapter"):
+        DomainDrafts(models.pair()[1], CONFIG, peft_config=LoraConfig(r=2, target_modules="all-linear", bias="all"))
+
+
+def test_loaded_drafts_serve_though_their_numbers_are_those_held(tmp_path: Path) -> None:
+    ours, theirs = made("copies"), made("copies")
+    promote(ours, "a", seed=1)
+    with ours.lease("a"):
+        pass
+    _, snapshot = promote(theirs, "a", seed=2)
+    theirs.save_pretrained(tmp_path)
+    ours.load_pretrained(tmp_path)
+    assert same({name: weights(ours.model("a"))[name] for name in snapshot}, snapshot)

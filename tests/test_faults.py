@@ -195,7 +195,6 @@ def test_a_session_killed_at_any_moment_goes_on(tmp_path: Path) -> None:
         assert state["finite"]
         assert state["serving"] in [0, *state["promoted"]]
         assert state["serving"] <= state["version"] == max(state["decided"], default=0)
-        assert state["counted"] == state["requests"]
         assert state["kept"] == state["observed"]  # no request is lost
         assert abs(state["observed"] - state["requests"]) <= 1  # a request may end while it is saved
         assert state["requests"] >= least  # a later state is never lost
@@ -316,6 +315,38 @@ def test_learning_between_requests_only_and_answers_as_ever() -> None:
         assert assistant.version > 0
         assert assistant.stats.num_requests == 30
         assert not assistant.is_learning
+
+
+def test_what_becomes_due_in_the_middle_of_a_request_waits_for_its_end() -> None:
+    target, draft = models.pair()
+    with OnlineAssistant(target, draft, config=IDLE) as assistant:
+        assistant.pause()
+        answers(assistant.generate, range(3))
+        changed, declined = assistant._upkeep.traffic.changed, threading.Semaphore(0)
+        wait = changed.wait
+
+        def watched(timeout: float | None = None) -> bool:
+            declined.release()
+            return wait(timeout)
+
+        class Resumes:
+            calls = 0
+
+            def put(self, value: torch.Tensor) -> None:
+                self.calls += 1
+                if self.calls == 2:
+                    changed.wait = watched  # type: ignore[method-assign]
+                    assistant.resume()
+                    assert declined.acquire(timeout=LONG)  # the idle thread has looked, and waits again
+                    changed.wait = wait  # type: ignore[method-assign]
+                assert assistant._learner.seconds == 0
+
+            def end(self) -> None:
+                pass
+
+        assert ask(assistant.generate, 3, streamer=Resumes()) == ask(target.generate, 3)
+        assert assistant.wait_until_idle(LONG)
+        assert assistant.version == 1
 
 
 def test_an_idle_learner_wakes_for_whatever_becomes_due() -> None:

@@ -104,6 +104,13 @@ def test_where_nothing_was_examined_there_is_no_gain() -> None:
         assert all(map(math.isnan, paired_gain(*sides)))
 
 
+def test_traffic_in_turns_is_held_back_from_every_domain() -> None:
+    gate = Gate()
+    for i in range(4 * HOLD_BACK_EVERY * HELD_BACK):
+        gate.hold_back(request(domain="abcd"[i % 4]))
+    assert {trace.domain for trace in gate.held_back} == set("abcd")
+
+
 # --- requests held back ---------------------------------------------------------------------------------------------
 
 
@@ -112,10 +119,14 @@ def test_no_request_is_lost_or_learned_from_twice(number: int) -> None:
     gate, requests = Gate(), [request() for _ in range(number)]
     learned = [out for trace in requests if (out := gate.hold_back(trace)) is not None]
     assert sorted(map(id, [*learned, *gate.held_back])) == sorted(map(id, requests))
-    every_fourth = requests[HOLD_BACK_EVERY - 1 :: HOLD_BACK_EVERY]
-    assert list(gate.held_back) == every_fourth[-HELD_BACK:]  # the newest
-    assert [trace for trace in learned if trace in set(every_fourth)] == every_fourth[:-HELD_BACK]
-    others = set(requests) - set(every_fourth)
+    whole = Gate()
+    kept = [trace for trace in requests if whole.hold_back(trace) is not trace]
+    assert list(gate.held_back) == kept[-HELD_BACK:]  # the newest
+    assert [trace for trace in learned if trace in set(kept)] == kept[:-HELD_BACK]
+    for block in range(number // HOLD_BACK_EVERY):
+        four = requests[block * HOLD_BACK_EVERY : (block + 1) * HOLD_BACK_EVERY]
+        assert sum(trace in set(kept) for trace in four) == 1
+    others = set(requests) - set(kept)
     assert [trace for trace in learned if trace in others] == [trace for trace in requests if trace in others]
 
 

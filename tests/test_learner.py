@@ -48,6 +48,10 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+def weights_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
 def held(taught: Learner, domain: str | None = None) -> list[Trace]:
     """All requests that a draft has before it or behind it."""
     lesson = taught.lessons[domain]
@@ -69,7 +73,7 @@ def test_each_domain_counts_its_own_requests(recorded: list[Trace]) -> None:
     due = taught.due()
     assert due is not None and (due.domain, due.requests_waiting) == ("a", 3)
     report = taught.update("a")
-    assert (report.domain, report.new_requests) == ("a", 3)
+    assert (report.domain, report.new_requests) == ("a", 3 - len(taught.lessons["a"].gate.held_back))
     assert taught.due() is None  # b has had two
     assert taught.lessons["b"].requests_waiting == 2
     taught.observe("b", recorded[0])
@@ -286,14 +290,17 @@ def test_with_nothing_wrong_the_same_learner_learns(recorded: list[Trace]) -> No
     assert {trace.draft_version for trace in well.traces} > {0}
 
 
+@pytest.mark.parametrize("gate", [True, False])
 def test_after_weights_that_are_not_finite_learning_starts_again(
-    recorded: list[Trace], monkeypatch: pytest.MonkeyPatch
+    gate: bool, recorded: list[Trace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taught = learner()
+    taught = learner(replace(CONFIG, gate=gate))
     with monkeypatch.context() as patch:
         with_nan(patch)
         simulate(None, stream(recorded, 24), learner=taught)
     assert {d.reason for d in taught.decisions} == {"its weights are not finite"}
+    assert taught.drafts.serving_version() == 0
+    assert same(taught.updater(None).snapshot(), weights_of(the_draft()))
     simulate(None, stream(recorded, 60), learner=taught)
     assert "promoted" in {d.outcome for d in taught.decisions}
     assert replayed(taught.drafts.model(None), recorded).alpha > replayed(the_draft(), recorded).alpha + 0.2
@@ -367,3 +374,34 @@ def test_another_draft_than_ours_is_not_taken_for_a_version_of_ours(recorded: li
         assert "rolled back" not in {d.outcome for d in assistant.decisions}
         assert assistant.stats.num_requests == 3 * DIFFERENT
         assert HOLD_BACK_EVERY > 1 and len(assistant._learner.lessons[None].pending) > DIFFERENT
+
+
+def test_weights_that_are_not_finite_are_learned_anew(recorded: list[Trace]) -> None:
+    taught = learner(replace(CONFIG, gate=False))
+    with torch.no_grad():
+        for parameter in taught.updater(None).parameters.values():
+            parameter.fill_(math.nan)
+        for average in taught.updater(None).averaged.values():
+            average.fill_(math.nan)
+    for trace in recorded[:4]:
+        taught.observe(None, trace)
+    report = taught.update()
+    assert (report.steps, report.version) == (0, 0)
+    assert [d.outcome for d in taught.decisions] == ["dropped"]
+    for trace in recorded[4:8]:
+        taught.observe(None, trace)
+    assert taught.update().version == 1
+    assert all(bool(torch.isfinite(p).all()) for p in taught.drafts.model(None).parameters())
+
+
+def test_only_backward_passes_set_the_size_of_micro_steps(recorded: list[Trace]) -> None:
+    taught = learner(replace(CONFIG, update_strategy="idle", update_interval=8, micro_step_seconds=1e-9))
+    taught.updater(None).micro_batch = 4
+    sizes = []
+    for trace in stream(recorded, 8):
+        taught.observe(None, trace)
+    while taught.has_work():
+        taught.step()
+        sizes.append(taught.updater(None).micro_batch)
+    assert sizes == sorted(sizes, reverse=True)  # nothing that is quick by nature makes them larger
+    assert sizes[-1] == 1

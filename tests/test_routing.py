@@ -1,6 +1,8 @@
+import copy
 import io
 import random
 import string
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -257,7 +259,7 @@ def test_settings_of_the_language_router_are_checked(six, arguments, message):
 
 
 def test_without_the_identifier_the_error_names_the_extra(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "py3langid.langid", None)
+    monkeypatch.setitem(sys.modules, "py3langid.langid", None)
     with pytest.raises(ConfigError, match=r"osd-hf\[language\]"):
         LanguageRouter()
 
@@ -273,10 +275,11 @@ def test_mixed_topics_are_told_apart(seed):
     assert names[200:].count(None) <= 0.03 * 400
 
 
-def test_one_topic_stays_one():
+def test_one_topic_stays_one_and_keeps_its_newest_prompts():
     router = TopicRouter(Target())
     names = route_all(router, traffic([0] * 400))
     assert router.topics == ["topic-1"]
+    assert router.state_dict()["vectors"][0].shape == (routing.MEMORY, WIDTH)
     assert names[:16] == [None] * 16
     assert names[16:].count("topic-1") >= 0.97 * len(names[16:])
 
@@ -320,12 +323,11 @@ def test_a_far_topic_takes_the_place_of_two_near_ones_when_there_is_no_room(seed
 
 
 def test_a_prompt_between_two_topics_goes_to_the_base_draft(monkeypatch):
-    router = TopicRouter(Target())
+    router = TopicRouter(Target(), max_topics=2)
     route_all(router, traffic(mixed(2, 300)))
-    assert len(router.topics) == 2
     monkeypatch.setattr(routing, "MAX_DEVIATIONS", 100.0)  # far from both, too, but that is not what decides here
     first, second = (list(range(OWN * topic, OWN * (topic + 1))) for topic in (1, 2))
-    shares = [first[:n] + second[n:] for n in range(0, OWN + 1, 2)]
+    shares = [first[:n] + second[n:] for n in range(0, OWN + 1, 5)]
     got = [router.route(RoutedPrompt(np.array(ids))) for ids in shares]
     assert {got[0], got[-1]} == {"topic-1", "topic-2"}
     between = got.index(None)
@@ -492,12 +494,25 @@ def test_of_a_long_prompt_a_bounded_part_is_read():
     assert seen == [40]
 
 
-def test_threads_lose_no_prompt_and_name_only_topics():
+def test_threads_lose_no_prompt_and_name_only_topics(monkeypatch):
     router = TopicRouter(Target(), max_topics=3)
     order = mixed(3, 600)
     prompts = traffic(order)
     names = [None] * len(prompts)
     start = threading.Barrier(6)
+    inside, overlaps = [], []
+    assign = router._assign
+
+    def watched(*arguments):
+        inside.append(arguments)
+        overlaps.append(len(inside) > 1)
+        try:
+            return assign(*arguments)
+        finally:
+            inside.pop()
+
+    monkeypatch.setattr(router, "_assign", watched)
+    before = sys.getswitchinterval()
 
     def work(first):
         start.wait()
@@ -505,14 +520,35 @@ def test_threads_lose_no_prompt_and_name_only_topics():
             names[i] = router.route(RoutedPrompt(prompts[i]))
 
     threads = [threading.Thread(target=work, args=(first,)) for first in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not any(overlaps)
     assert router.state_dict()["seen"] == len(prompts)
     assert set(names) <= {*router.topics, None}
     got = names_by_topic(order[300:], names[300:])
     assert all(len(set(those) - {None}) == 1 for those in got.values())
+
+
+def test_separation_is_measured_by_centroids_without_the_point():
+    generator = np.random.default_rng(0)
+    points = generator.standard_normal((24, 12)) + 2 * np.repeat(np.eye(12)[:2], (9, 15), axis=0)
+    points /= np.linalg.norm(points, axis=1, keepdims=True)
+    part = np.arange(24) < 9
+    positions = []
+    for i, point in enumerate(points):
+        others = np.arange(24) != i
+        a, b = points[part & others].mean(0), points[~part & others].mean(0)
+        positions.append((point - b) @ (a - b) / ((a - b) @ (a - b)))
+    positions = np.array(positions)
+    spread = np.sqrt((positions[part].var() * 9 + positions[~part].var() * 15) / 24)
+    expected = (positions[part].mean() - positions[~part].mean()) / spread
+    assert routing._separation(points @ points.T, part) == pytest.approx(expected, rel=1e-9)
 
 
 # --- the lab pair ---------------------------------------------------------------------------------------------------
@@ -536,3 +572,17 @@ def test_four_data_sets_of_the_lab_become_four_topics(lab, monkeypatch):
     got = names_by_topic([name for name, _ in order[300:]], names[300:])
     for those in got.values():
         assert max(those.count(topic) for topic in router.topics) >= 0.95 * len(those)
+
+
+def test_a_topic_router_keeps_nothing_of_what_it_may_not_learn_from() -> None:
+    router = TopicRouter(models.pair()[0])
+    for ids in models.prompts(30):
+        router.route(RoutedPrompt(ids[0].numpy()))
+
+    def known() -> dict[str, object]:
+        return {k: v.tolist() if isinstance(v, torch.Tensor) else copy.copy(v) for k, v in router.state_dict().items()}
+
+    before = known()
+    for ids in models.prompts(60)[30:]:
+        router.route(RoutedPrompt(ids[0].numpy(), learn=False))
+    assert known() == before

@@ -83,8 +83,8 @@ def test_a_session_comes_back_whole(tmp_path: Path, traces: list[Trace], gate: b
     assert alike(fresh.drafts.state_dict(), saved.drafts.state_dict())
     (state,) = fresh.lesson_states()
     sizes = {group: len(found) for group, found in state["traces"].items()}
-    # 11 requests: with the gate the 4th and the 8th are held back, and the two newest wait.
-    assert sizes == {"held_back": 2 * gate, "pending": 2, "waiting": 0, "replayed": 5}
+    # 11 requests: with the gate three are held back, one of each four, and the two newest wait.
+    assert sizes == {"held_back": 3 * gate, "pending": 2, "waiting": 0, "replayed": 5}
     assert fresh.drafts.serving_version() == (0 if gate else 3)
     assert updater(fresh).buffer.capacity == 5
     # Both go on alike: the same batches, and the same weights.
