@@ -213,6 +213,21 @@ def test_requests_of_many_threads_draft_with_whole_versions() -> None:
     assert drafts.num_serving == 1
 
 
+def test_a_version_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafts, written, write = made("copies"), [], DomainDrafts._write
+
+    def counted(self: DomainDrafts, snapshot: Snapshot, model: Any) -> None:
+        written.append(model)
+        write(self, snapshot, model)
+
+    monkeypatch.setattr(drafts._copies, "_write", counted.__get__(drafts))
+    promote(drafts, "a")
+    for _ in range(3):
+        with drafts.lease("a"):
+            assert drafts.model("a") is written[0]
+    assert len(written) == 1
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_earlier_version_serves_again(kind: str) -> None:
     drafts = made(kind)

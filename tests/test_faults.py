@@ -183,7 +183,8 @@ def test_a_log_that_is_full_costs_no_answer(tmp_path: Path, monkeypatch: pytest.
 def test_a_session_killed_at_any_moment_goes_on(tmp_path: Path) -> None:
     kills = 20
     command = [sys.executable, killed_sessions.__file__, str(tmp_path / "session"), str(kills)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # a team of threads does not live on in a fork
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     first, *lives = [json.loads(line) for line in done.stdout.splitlines()]
     alone, least = first["alone"], 0
