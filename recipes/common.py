@@ -7,6 +7,7 @@ import os
 import random
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,18 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from osd_hf import AcceptanceStats, CorrectionStore, DomainDrafts, OnlineConfig, Trace, UpdateReport, record_traces
+from osd_hf import (
+    AcceptanceStats,
+    CorrectionStore,
+    DomainDrafts,
+    OnlineConfig,
+    SimulationReport,
+    Trace,
+    UpdateReport,
+    record_traces,
+)
 from osd_hf.learner import Learner
+from osd_hf.plots import rolling_alpha
 from osd_hf.provenance import provenance
 
 # Data set -> template of the user's turn, over the columns that it has on the Hub.
@@ -119,3 +130,21 @@ def run_facts(started: float) -> dict[str, Any]:
         "mixed_precision": os.environ.get("ACCELERATE_MIXED_PRECISION", "no"),
         "minutes": round((time.time() - started) / 60, 1),
     }
+
+
+def requests_stats(report: SimulationReport) -> list[list[float]]:
+    """Examined and accepted tokens of each request, ready for JSON."""
+    return [[float(s.examined), float(s.accepted)] for s in report.stats]
+
+
+def plot_ways(axis: Any, rows: list[dict[str, Any]], static: Sequence[AcceptanceStats], window: int) -> None:
+    """Rolling alpha over all requests: the static draft, and a line for each way, from its `requests_stats`."""
+    axis.plot(rolling_alpha(static, window), color="0.5", linestyle="--", label="static draft")
+    for row in rows:
+        stats = [
+            AcceptanceStats.from_counts(drafted=e, examined=e, accepted=a, emitted=e, target_forwards=1)
+            for e, a in row["requests_stats"]
+        ]
+        axis.plot(rolling_alpha(stats, window), label=row["way"])
+    axis.legend(fontsize=8, ncols=3)
+    axis.grid(alpha=0.3)

@@ -33,7 +33,17 @@ from typing import Any
 import matplotlib
 import numpy as np
 import torch
-from common import MAX_NEW_TOKENS, RESULTS, TEMPLATES, load_pair, recorded, run_facts, write_report
+from common import (
+    MAX_NEW_TOKENS,
+    RESULTS,
+    TEMPLATES,
+    load_pair,
+    plot_ways,
+    recorded,
+    requests_stats,
+    run_facts,
+    write_report,
+)
 from peft import LoraConfig
 from tqdm import tqdm
 
@@ -50,7 +60,6 @@ from osd_hf import (
     simulate,
 )
 from osd_hf.metrics import alpha_gain_interval
-from osd_hf.plots import rolling_alpha
 from osd_hf.replay import replay_each
 
 matplotlib.use("Agg")
@@ -159,7 +168,7 @@ def run(way: str, pair: Any, stream: list[Trace], later: list[Trace], static: An
         "disk": on_disk(report.drafts), "updates": len(seconds), "update_seconds": float(np.mean(seconds)),
         "decisions": dict(Counter(d.outcome for d in report.decisions)),
         "requests_by_draft": dict(Counter(str(t.domain) for t in report.traces)),
-        "requests_stats": [[float(s.examined), float(s.accepted)] for s in report.stats],
+        "requests_stats": requests_stats(report),
         "processor_minutes": round((time.process_time() - cpu) / 60, 1),
         "live": served_live(way, pair, report, router, later, args) if later else None,
         **run_facts(started),
@@ -185,16 +194,8 @@ def show(row: dict[str, Any]) -> None:
 def plot(path: Path, rows: list[dict[str, Any]], static: list[AcceptanceStats], window: int) -> None:
     """Rolling alpha over all requests, a line for each way."""
     figure, axis = plt.subplots(figsize=(9, 4), layout="constrained")
-    axis.plot(rolling_alpha(static, window), color="0.5", linestyle="--", label="static draft")
-    for row in rows:
-        stats = [
-            AcceptanceStats.from_counts(drafted=e, examined=e, accepted=a, emitted=e, target_forwards=1)
-            for e, a in row["requests_stats"]
-        ]
-        axis.plot(rolling_alpha(stats, window), label=row["way"])
+    plot_ways(axis, rows, static, window)
     axis.set(xlabel="request", ylabel=f"alpha, {window} requests", title="four data sets mixed at random")
-    axis.legend(fontsize=8, ncols=3)
-    axis.grid(alpha=0.3)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

@@ -24,12 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from common import RESULTS, last_share, load_pair, recorded, run_facts, write_report
+from common import RESULTS, last_share, load_pair, plot_ways, recorded, requests_stats, run_facts, write_report
 from peft import LoraConfig
 from tqdm import tqdm
 
 from osd_hf import AcceptanceStats, LabelRouter, OnlineConfig, Trace, simulate
-from osd_hf.plots import rolling_alpha
 from osd_hf.replay import replay_each
 
 matplotlib.use("Agg")
@@ -72,7 +71,7 @@ def run(
         "interval": list(now.alpha_interval), "gain_had_been": had.alpha - still.alpha,
         "gain_comes_back_at": now.alpha - then.alpha,
         "ends_at": last_share(report.stats[3 * args.visit :]).alpha,
-        "requests_stats": [[float(s.examined), float(s.accepted)] for s in report.stats], **run_facts(started),
+        "requests_stats": requests_stats(report), **run_facts(started),
     }  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(row))
@@ -81,19 +80,11 @@ def run(
 
 def plot(path: Path, rows: list[dict[str, Any]], static: list[AcceptanceStats], visit: int, window: int) -> None:
     figure, axis = plt.subplots(figsize=(9, 4), layout="constrained")
-    axis.plot(rolling_alpha(static, window), color="0.5", linestyle="--", label="static draft")
-    for row in rows:
-        stats = [
-            AcceptanceStats.from_counts(drafted=e, examined=e, accepted=a, emitted=e, target_forwards=1)
-            for e, a in row["requests_stats"]
-        ]
-        axis.plot(rolling_alpha(stats, window), label=row["way"])
+    plot_ways(axis, rows, static, window)
     for i, name in enumerate(VISITS):
         axis.axvline(i * visit + 0.5, color="0.6", linewidth=1)
         axis.annotate(name, (i * visit + 1, 1.01), xycoords=("data", "axes fraction"), fontsize=8)
     axis.set(xlabel="request", ylabel=f"alpha, last {window} requests")
-    axis.legend(fontsize=8, ncols=3)
-    axis.grid(alpha=0.3)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
