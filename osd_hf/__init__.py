@@ -21,6 +21,7 @@ from osd_hf.errors import (
 from osd_hf.gate import GateDecision
 from osd_hf.hook import capture_traces
 from osd_hf.metrics import AcceptanceStats
+from osd_hf.origins import EmittedToken, emitted_tokens
 from osd_hf.recording import record_traces
 from osd_hf.records import DraftRound, Trace
 from osd_hf.replay import replay
@@ -45,6 +46,7 @@ __all__ = [
     "DistillConfig",
     "DomainDrafts",
     "DraftRound",
+    "EmittedToken",
     "GateDecision",
     "LabelRouter",
     "LanguageRouter",
@@ -67,6 +69,7 @@ __all__ = [
     "best_k",
     "capture_traces",
     "distill",
+    "emitted_tokens",
     "expected_block_efficiency",
     "expected_speedup",
     "record_traces",

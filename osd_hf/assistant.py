@@ -22,6 +22,7 @@ from osd_hf.guards import (
     check_drafted_by_us,
     check_generation,
     check_inputs,
+    check_k,
     check_pair,
     check_processors,
     common_tokenizer,
@@ -36,7 +37,7 @@ from osd_hf.routing import RoutedPrompt, Router, as_router
 from osd_hf.session import load_session, save_session
 from osd_hf.store import CorrectionStore
 from osd_hf.tally import Tally
-from osd_hf.tracking import make_accelerator
+from osd_hf.tracking import log_update, make_accelerator
 from osd_hf.updater import Updater, UpdateReport
 from osd_hf.upkeep import Upkeep
 from osd_hf.wrappers import uncompiled, unwrap
@@ -117,7 +118,13 @@ class OnlineAssistant:
     # --- serving ----------------------------------------------------------------------------------------------------
 
     def generate(
-        self, inputs: Any = None, *, domain: str | None = None, learn: bool = True, **generate_kwargs: Any
+        self,
+        inputs: Any = None,
+        *,
+        domain: str | None = None,
+        learn: bool = True,
+        num_assistant_tokens: int | str | None = None,
+        **generate_kwargs: Any,
     ) -> Any:
         """
         What `target.generate` returns for these arguments, sooner.
@@ -129,14 +136,18 @@ class OnlineAssistant:
                 Label under which the request is counted and logged.
             learn (`bool`, *optional*, defaults to `True`):
                 With `False` nothing of the request is kept or learned from; its acceptance is still counted.
+            num_assistant_tokens (`int` or `"auto"`, *optional*):
+                Of this request, in place of the configuration's; needs lean drafting.
             generate_kwargs (`Any`):
                 As of `target.generate`.
 
         Raises:
             UnsupportedGenerationError: what cannot be kept lossless; before any work is done.
+            ConfigError: `num_assistant_tokens` cannot be had.
             LearnerError: once, before any work is done, if learning had failed after an earlier answer.
         """
         check_drafted_by_us(generate_kwargs)
+        check_k(self.config, num_assistant_tokens)
         check_inputs(inputs, generate_kwargs)
         check_generation(
             generate_kwargs,
@@ -152,7 +163,8 @@ class OnlineAssistant:
         if self.tokenizer is not None and generate_kwargs.get("stop_strings") is not None:
             generate_kwargs.setdefault("tokenizer", self.tokenizer)
         self._upkeep.raise_failure()
-        with self._upkeep.traffic.request(), self._bound(domain=domain, learn=learn, exact_stops=True):
+        bound = self._bound(domain=domain, learn=learn, k=num_assistant_tokens, exact_stops=True)
+        with self._upkeep.traffic.request(), bound:
             return self.target.generate(inputs, assistant_model=self._drafts.base, **generate_kwargs)
 
     @contextlib.contextmanager
@@ -171,7 +183,7 @@ class OnlineAssistant:
             yield self
 
     def _bound(
-        self, *, domain: str | None, learn: bool, exact_stops: bool
+        self, *, domain: str | None, learn: bool, exact_stops: bool, k: int | str | None = None
     ) -> contextlib.AbstractContextManager[Binding]:
         binding = Binding(
             functools.partial(self._observe, learn=learn),
@@ -179,6 +191,7 @@ class OnlineAssistant:
             num_logprobs=self.config.num_logprobs if learn else 0,
             serving=functools.partial(self._request, domain, learn),
             exact_stops=exact_stops,
+            num_assistant_tokens=k,
         )
         return bind(self.target, binding)
 
@@ -248,7 +261,7 @@ class OnlineAssistant:
 
     @property
     def is_learning(self) -> bool:
-        """Whether there is an update under way or due."""
+        """Whether an update is under way or due."""
         return self._learner.has_work()
 
     @property
@@ -262,18 +275,7 @@ class OnlineAssistant:
         return self._upkeep.wait_until_idle(timeout)
 
     def _track(self, report: UpdateReport) -> None:
-        requests, recent = self._tally.take_recent()
-        values: dict[str, Any] = {
-            "version": report.version,
-            "dropped_steps": report.dropped_steps,
-            "update_seconds": report.seconds,
-        }
-        if report.loss is not None:
-            values["loss"] = report.loss
-        if recent.examined:
-            values |= {"alpha": recent.alpha, "block_efficiency": recent.block_efficiency}
-        logger.info("Draft version %d after %d requests: %s", report.version, requests, values)
-        self._accelerator.log(values, step=requests)
+        log_update(self._accelerator, report, *self._tally.take_recent())
 
     # --- what can be read -------------------------------------------------------------------------------------------
 
@@ -281,7 +283,7 @@ class OnlineAssistant:
     def draft(self) -> Any:
         """The draft that serves (with drafts per domain: the base draft), an ordinary transformers model. Its weights
         change between requests; where requests overlap, a new version may be another model: ask again."""
-        return self._drafts.model(None)
+        return self.serving_draft()
 
     def serving_draft(self, domain: str | None = None) -> Any:
         """The draft that a request of this domain is served with now, an ordinary transformers model."""
@@ -356,8 +358,7 @@ class OnlineAssistant:
             self.tokenizer.save_pretrained(save_directory)
 
     def push_to_hub(self, repo_id: str, *, domain: str | None = None, **kwargs: Any) -> Any:
-        """Push a draft (`domain` as of [`~OnlineAssistant.save_pretrained`]) and the tokenizer as an ordinary model
-        repo; arguments as of `PreTrainedModel.push_to_hub`."""
+        """Push a draft and the tokenizer as an ordinary model repo; arguments as of `PreTrainedModel.push_to_hub`."""
         with self._drafts.lease(domain) as draft:
             commit = draft.model.push_to_hub(repo_id, **kwargs)
         if self.tokenizer is not None:
@@ -366,10 +367,9 @@ class OnlineAssistant:
 
     def save_state(self, directory: str | os.PathLike[str]) -> None:
         """
-        Save the session, so that [`~OnlineAssistant.load_state`] goes on where it stood: learned weights, optimizer,
-        replay buffers, versions, decisions, router and counts. Atomic: a reader sees the old state or the new one.
-        Requests go on meanwhile; learning waits. It holds requests' tokens; what is meant for others is saved by
-        [`~OnlineAssistant.save_pretrained`].
+        Save the session, so that [`~OnlineAssistant.load_state`] goes on: learned weights, optimizer, replay buffers,
+        versions, decisions, router and counts. Atomic: a reader sees the old state or the new one. Requests go on
+        meanwhile; learning waits. It holds requests' tokens; [`~OnlineAssistant.save_pretrained`] is for others.
 
         Raises:
             StateError: the folder cannot be written.

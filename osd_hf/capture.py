@@ -78,6 +78,8 @@ class Binding:
         exact_stops (`bool`, defaults to `False`):
             Whether an answer ends at the token that meets a stopping criterion. The stock loop looks at the criteria
             once a round and may run past the token at which the target alone would have stopped.
+        num_assistant_tokens (`int` or `"auto"`, *optional*):
+            k of these requests, where it is another than that of the draft that serves them. Traces tell it.
     """
 
     sink: Sink
@@ -86,6 +88,7 @@ class Binding:
     domain: str | None = None
     serving: Callable[[Any, Any], AbstractContextManager[Lease]] | None = None
     exact_stops: bool = False
+    num_assistant_tokens: int | str | None = None
     failure: BaseException | None = field(default=None, init=False)
 
     def lease(self, assistant_model: Any, prompt: Any) -> AbstractContextManager[Lease]:
@@ -198,12 +201,14 @@ class Request:
         self.prompts = prompts
         self.drafting: LeanDrafting | None = None
         self.pace: Pace | None = None
-        for lease in leases:
-            if lease.drafting is not None:
-                self.drafting = lease.drafting
-                do_sample = bool(kwargs["generation_config"].do_sample)
-                self.pace = lease.drafting.pace(lease.domain, do_sample=do_sample)
         self.settings = request_settings(kwargs["generation_config"], input_ids.shape[1], kwargs["logits_processor"])
+        for binding, lease in zip(bindings, leases, strict=True):
+            if lease.drafting is not None:
+                k = binding.num_assistant_tokens
+                self.drafting = lease.drafting if k is None else lease.drafting.at(k)
+                do_sample = bool(kwargs["generation_config"].do_sample)
+                self.pace = self.drafting.pace(lease.domain, do_sample=do_sample)
+                self.settings |= {} if k is None else {"num_assistant_tokens": k}
 
     def decode_plainly(self, decode: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         """Let the target decode alone, by its own loop `decode`, while its rows are kept."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import time
 from collections.abc import Callable
@@ -286,6 +287,12 @@ class LeanDrafting:
             vocab_size=vocab_size,
             clock=self.clock,
         )
+
+    def at(self, num_assistant_tokens: int | str) -> LeanDrafting:
+        """The same, for requests with another k."""
+        other = copy.copy(self)
+        other.num_assistant_tokens = num_assistant_tokens
+        return other
 
     def pace(self, domain: str | None, *, do_sample: bool) -> Pace:
         """How one request of a domain drafts."""

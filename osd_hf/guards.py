@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import AutoTokenizer, GenerationMixin
 
-from osd_hf.errors import UnsupportedGenerationError, UnsupportedModelError, VocabularyMismatchError
+from osd_hf.config import OnlineConfig
+from osd_hf.errors import (
+    ConfigError,
+    UnsupportedGenerationError,
+    UnsupportedModelError,
+    VocabularyMismatchError,
+)
 
 __all__ = [
     "check_criteria",
@@ -16,6 +23,7 @@ __all__ = [
     "check_draft",
     "check_generation",
     "check_inputs",
+    "check_k",
     "check_pair",
     "check_processors",
     "check_tokenizers",
@@ -106,6 +114,18 @@ def check_drafted_by_us(generate_kwargs: dict[str, Any]) -> None:
         raise UnsupportedGenerationError(
             "`custom_generate` replaces assisted decoding, so no draft is used. Leave it out."
         )
+
+
+def check_k(config: OnlineConfig, num_assistant_tokens: Any) -> None:
+    """Refuse a k of one request that its configuration could not have; raises ConfigError."""
+    if num_assistant_tokens is None:
+        return
+    if config.drafting != "lean":
+        raise ConfigError(
+            f'`num_assistant_tokens={num_assistant_tokens!r}` of one request needs `drafting="lean"`, got '
+            f'"{config.drafting}". Set it in the configuration.'
+        )
+    replace(config, num_assistant_tokens=num_assistant_tokens)
 
 
 def check_inputs(inputs: Any, kwargs: dict[str, Any]) -> None:

@@ -263,7 +263,7 @@ class Learner:
             served = [lesson.gate.served.popleft() for _ in range(len(lesson.gate.served))]
         # A fixed number of drafted tokens makes what happened and what is replayed the same kind of figure.
         if isinstance(self.config.num_assistant_tokens, int) and not any(
-            t.is_sampled or t.sampling.get("processors") for t in served
+            t.is_sampled or t.sampling.get("processors") or "num_assistant_tokens" in t.sampling for t in served
         ):
             now = [AcceptanceStats.from_trace(t) for t in served]
         else:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError
+from osd_hf.metrics import AcceptanceStats
+from osd_hf.updater import UpdateReport
 
-__all__ = ["make_accelerator"]
+__all__ = ["log_update", "make_accelerator"]
+
+logger = logging.getLogger(__name__)
 
 
 def make_accelerator(report_to: str | Sequence[str] | None, config: OnlineConfig) -> Accelerator:
@@ -30,3 +36,30 @@ def make_accelerator(report_to: str | Sequence[str] | None, config: OnlineConfig
     if not accelerator.trackers:
         raise ConfigError(f"`report_to={report_to!r}` finds no tracker installed; try `pip install trackio`.")
     return accelerator
+
+
+def log_update(accelerator: Accelerator, report: UpdateReport, requests: int, recent: AcceptanceStats) -> None:
+    """
+    Tell the log and the trackers of an update.
+
+    Args:
+        accelerator (`Accelerator`):
+            With the trackers.
+        report (`UpdateReport`):
+            Of the update.
+        requests (`int`):
+            Served so far.
+        recent (`AcceptanceStats`):
+            Of those since the last update.
+    """
+    values: dict[str, Any] = {
+        "version": report.version,
+        "dropped_steps": report.dropped_steps,
+        "update_seconds": report.seconds,
+    }
+    if report.loss is not None:
+        values["loss"] = report.loss
+    if recent.examined:
+        values |= {"alpha": recent.alpha, "block_efficiency": recent.block_efficiency}
+    logger.info("Draft version %d after %d requests: %s", report.version, requests, values)
+    accelerator.log(values, step=requests)

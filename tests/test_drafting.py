@@ -14,7 +14,7 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 from osd_hf import OnlineAssistant, OnlineConfig, capture_traces, replay
 from osd_hf.draft_forward import DraftForward
 from osd_hf.drafting import LeanCandidateGenerator
-from osd_hf.errors import UnsupportedGenerationError
+from osd_hf.errors import ConfigError, UnsupportedGenerationError
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.pacing import AutoPace, FixedPace
 from osd_hf.records import Trace
@@ -780,3 +780,39 @@ def test_encoder_outputs_are_refused() -> None:
         outputs = target.get_encoder()(input_ids=ids)
     with pytest.raises(UnsupportedGenerationError, match="encoder_outputs"):
         OnlineAssistant(target, draft).generate(encoder_outputs=outputs, max_new_tokens=4)
+
+
+# --- k of one request -----------------------------------------------------------------------------------------------
+
+
+def test_a_request_may_have_a_k_of_its_own() -> None:
+    target, draft = models.pair()
+    assistant = assistant_of(target, draft, num_assistant_tokens=5)
+    ids = models.prompt(6)
+    for k in (2, 7):
+        output, trace = answered(assistant, ids, num_assistant_tokens=k)
+        assert trace.rounds[0].num_drafted == k
+        assert trace.sampling["num_assistant_tokens"] == k
+        assert torch.equal(output, alone(target, ids))
+    output, trace = answered(assistant, ids, num_assistant_tokens="auto")
+    assert len({r.num_drafted for r in trace.rounds}) > 1
+    assert torch.equal(output, alone(target, ids))
+    _, trace = answered(assistant, ids)  # and the next one has the configuration's
+    assert trace.rounds[0].num_drafted == 5
+    assert "num_assistant_tokens" not in trace.sampling
+
+
+@pytest.mark.parametrize(
+    ("settings", "k", "message"),
+    [
+        ({}, 0, "`num_assistant_tokens` must be an integer of at least 1"),
+        ({}, "many", "`num_assistant_tokens` must be an integer of at least 1"),
+        ({"drafting": "stock"}, 3, 'needs `drafting="lean"`'),
+        ({"learn_from": "corrections"}, "auto", "needs a fixed `num_assistant_tokens`"),
+    ],
+)
+def test_a_k_that_cannot_be_had_is_refused(settings: dict[str, Any], k: Any, message: str) -> None:
+    assistant = assistant_of(*models.pair(), **settings)
+    with pytest.raises(ConfigError, match=message):
+        assistant.generate(models.prompt(6), max_new_tokens=4, num_assistant_tokens=k)
+    assert assistant.stats.num_requests == 0

@@ -34,6 +34,7 @@ LAYERS = {
     "tables": 2,
     "forcing": 2,
     "replay": 2,
+    "origins": 2,
     # touching transformers, the bundled pair, streams of prompts
     "wrappers": 1,
     "arguments": 3,

@@ -29,6 +29,8 @@ PUBLIC_NAMES = {
     "record_traces",
     "Trace",
     "DraftRound",
+    "EmittedToken",
+    "emitted_tokens",
     "CorrectionStore",
     # what a draft scores, or would score
     "AcceptanceStats",
