@@ -8,12 +8,13 @@ BIN := $(VENV)/bin
 # -qq: silent unless it fails.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
-.PHONY: help quickstart bench test check
+.PHONY: help quickstart bench app test check
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make quickstart   serve and learn on the bundled pair, before and after"
 	@echo "make bench        target alone, stock and lean drafting side by side on the bundled pair"
+	@echo "make app          chat in the browser, and watch the draft learn"
 	@echo "make test         the tests"
 	@echo "make check        ruff and mypy"
 
@@ -22,6 +23,9 @@ quickstart: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	@$(BIN)/osd-hf bench
+
+app: $(VENV)/.installed-app
+	@$(BIN)/osd-hf app
 
 test: $(VENV)/.installed-test
 	@$(BIN)/python -m pytest
@@ -44,12 +48,17 @@ $(VENV)/.installed: $(VENV)/.installed-torch pyproject.toml
 	@$(PIP) --editable .
 	@touch $@
 
+$(VENV)/.installed-app: $(VENV)/.installed-torch pyproject.toml
+	@echo "installing osd-hf[app] into $(VENV)"
+	@$(PIP) --editable '.[app]'
+	@touch $(VENV)/.installed $@
+
 $(VENV)/.installed-test: $(VENV)/.installed-torch pyproject.toml
 	@echo "installing osd-hf[test] into $(VENV)"
 	@$(PIP) --editable '.[test]'
-	@touch $(VENV)/.installed $@
+	@touch $(VENV)/.installed $(VENV)/.installed-app $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed-torch pyproject.toml
 	@echo "installing osd-hf[dev] into $(VENV)"
 	@$(PIP) --editable '.[dev]'
-	@touch $(VENV)/.installed $(VENV)/.installed-test $@
+	@touch $(VENV)/.installed $(VENV)/.installed-app $(VENV)/.installed-test $@

@@ -1,4 +1,4 @@
-"""The command line: `osd-hf quickstart`, `osd-hf run`, `osd-hf replay`, `osd-hf bench`, `osd-hf distill`."""
+"""The command line: `osd-hf quickstart | run | replay | bench | distill | app`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 import transformers
 
 from osd_hf import commands
+from osd_hf.app_command import add_app, app_command
 from osd_hf.bench_command import bench_command
 from osd_hf.config import OnlineConfig
 from osd_hf.controlled import SHAPES
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     transformers.utils.logging.disable_progress_bar()
     try:
-        commands.check_json(args)
+        commands.check_json(getattr(args, "json", None))  # not every command reports
         return int(args.command(args))
     except KeyboardInterrupt as interrupt:
         print(": ".join(["osd-hf: interrupted", *map(str, interrupt.args)]), file=sys.stderr)
@@ -65,16 +66,23 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=_HelpWithDefaults,
         )  # fmt: skip
         added.set_defaults(command=command)
+        return added
+
+    def add_reporting(name: str, command: Any, help: str) -> argparse.ArgumentParser:
+        added = add(name, command, help)
         added.add_argument("--json", metavar="PATH", help="also write the report there; - is the standard output")
         return added
 
     _add_quickstart(
-        add("quickstart", commands.quickstart_command, "serve and learn on the bundled pair, before and after")
+        add_reporting(
+            "quickstart", commands.quickstart_command, "serve and learn on the bundled pair, before and after"
+        )
     )
-    _add_run(add("run", commands.run_command, "serve a stream of prompts with a draft that learns"))
-    _add_replay(add("replay", commands.replay_command, "what drafts would have scored on recorded requests"))
-    _add_bench(add("bench", bench_command, "time target alone, stock and lean drafting side by side"))
-    add_distill(add("distill", distill_command, "teach a draft on a fixed data set, before it serves"))
+    _add_run(add_reporting("run", commands.run_command, "serve a stream of prompts with a draft that learns"))
+    _add_replay(add_reporting("replay", commands.replay_command, "what drafts would have scored on recorded requests"))
+    _add_bench(add_reporting("bench", bench_command, "time target alone, stock and lean drafting side by side"))
+    add_app(add("app", app_command, "chat in the browser, and watch the draft learn"))
+    add_distill(add_reporting("distill", distill_command, "teach a draft on a fixed data set, before it serves"))
     return parser
 
 

@@ -379,10 +379,10 @@ def output_stream(args: argparse.Namespace) -> Any:
     return sys.stderr if args.json == "-" else sys.stdout
 
 
-def check_json(args: argparse.Namespace) -> None:
+def check_json(path: str | None) -> None:
     """Raises ConfigError where the report could not be written at the end of a long command."""
-    if args.json not in (None, "-") and (Path(args.json).is_dir() or not Path(args.json).absolute().parent.is_dir()):
-        raise ConfigError(f"The report cannot be written to {args.json}: name a file in a folder that exists.")
+    if path not in (None, "-") and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+        raise ConfigError(f"The report cannot be written to {path}: name a file in a folder that exists.")
 
 
 def write_json(args: argparse.Namespace, report: dict[str, Any]) -> None:

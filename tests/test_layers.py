@@ -85,6 +85,7 @@ LAYERS = {
     "commands": 7,
     "bench_command": 7,
     "distill_command": 7,
+    "app_command": 7,
     "cli": 7,
     "__main__": 7,
 }

@@ -1,0 +1,331 @@
+"""The page: what is laid out where, and which event calls what."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import gradio as gr
+
+from osd_hf import ConfigError, OSDError
+from osd_hf.bundled import DOMAINS
+from osd_hf_app import view
+from osd_hf_app.answers import MAX_NEW_TOKENS, Answer, Settings
+from osd_hf_app.api import add_api
+from osd_hf_app.curves import WINDOW
+from osd_hf_app.curves import curves as drawn
+from osd_hf_app.domains import OTHER
+from osd_hf_app.publish import push
+from osd_hf_app.room import Record
+from osd_hf_app.service import Service, Session
+
+__all__ = ["AUTOMATIC", "build", "watch"]
+
+AUTOMATIC = "automatic"
+ALL = "all domains"
+PROMPTS = 20
+FRAME_SECONDS = 0.15  # between two pictures of an answer that grows
+TICK_SECONDS = 1.0
+CHAT_PIXELS = 430
+KS = ["auto", "1", "2", "3", "5", "8", "12"]
+
+INTRO = """# A draft that learns while you chat
+A **small draft** model guesses the next few words; the **large target** checks them all in one pass. Right guesses
+make the answer faster, wrong ones are replaced: what you read is always the target's own answer. Here the draft
+**learns from its mistakes between answers**, and more and more of its guesses are accepted: compare the two curves.
+"""
+
+
+def watch(session: Session) -> Iterator[str]:
+    """The chat, again and again, until nothing more is being answered."""
+    while True:
+        began, revision, is_busy = time.monotonic(), session.revision, session.job is not None
+        yield view.transcript(session)
+        if not is_busy:
+            return
+        session.wait(revision, timeout=10.0)
+        time.sleep(max(FRAME_SECONDS - (time.monotonic() - began), 0.0))
+
+
+def build(service: Service, *, is_public: bool = False, output_dir: Path = Path("osd_hf_app")) -> gr.Blocks:
+    """
+    The page, not launched.
+
+    Args:
+        service (`Service`):
+            What answers.
+        is_public (`bool`, *optional*, defaults to `False`):
+            Whether strangers come: they may neither load models, nor save, push or reset what is shared.
+        output_dir (`Path`, *optional*):
+            Where "Save" puts its folders.
+    """
+    with gr.Blocks(title="osd_hf: a draft that learns while you chat", analytics_enabled=False) as page:
+        stored = gr.BrowserState(None, storage_key="osd-hf-chat")
+        visitor, seen = gr.State(None), gr.State(None)
+        gr.Markdown(INTRO, elem_id="intro")
+        with gr.Row():
+            with gr.Column(scale=3, min_width=320):
+                chat = gr.HTML(
+                    view.transcript(Session("", service.shared)),
+                    elem_id="chat",
+                    autoscroll=True,
+                    min_height=CHAT_PIXELS,
+                    max_height=CHAT_PIXELS,
+                )
+                with gr.Row(equal_height=True):
+                    prompt = gr.Textbox(
+                        label="Your prompt",
+                        lines=1,
+                        max_lines=6,
+                        scale=5,
+                        min_width=200,
+                        elem_id="prompt",
+                        placeholder="Enter sends, Shift+Enter breaks the line",
+                        max_length=None,
+                    )
+                    with gr.Column(scale=1, min_width=100):
+                        send = gr.Button("Send", variant="primary", elem_id="send")
+                        stop = gr.Button("Stop", elem_id="stop")
+                gr.HTML(view.LEGEND)
+                domain = gr.Radio(
+                    [AUTOMATIC, *DOMAINS, OTHER],
+                    value=AUTOMATIC,
+                    label="Domain",
+                    elem_id="domain",
+                    info="Each has a draft of its own. Automatic goes by the words of the prompt.",
+                )
+                with gr.Row():
+                    twenty = gr.Button(f"Send {PROMPTS} prompts of this domain", elem_id="twenty")
+                    shift = gr.Button("Shift to the next domain", elem_id="shift")
+                with gr.Row():
+                    suggest = gr.Button("Suggest a prompt", elem_id="suggest")
+                    clear = gr.Button("Clear the chat", elem_id="clear")
+                with gr.Accordion("Settings", open=False, elem_id="settings"):
+                    with gr.Row():
+                        learn = gr.Checkbox(True, label="Learn from my requests", elem_id="learn")
+                        private = gr.Checkbox(
+                            False, label="A draft of my own, which learns from nobody but me", elem_id="private"
+                        )
+                    with gr.Row():
+                        check = gr.Checkbox(
+                            True, label="Let the target answer alone as well, to compare", elem_id="check"
+                        )
+                        remember = gr.Checkbox(not service.pair.is_bundled, label="Remember the earlier turns")
+                    k = gr.Radio(
+                        KS,
+                        value="5",
+                        label="k, tokens drafted per round",
+                        info="auto decides by measured acceptance and costs, and may not draft at all",
+                    )
+                    tokens = gr.Slider(1, MAX_NEW_TOKENS, value=96, step=1, label="New tokens at most")
+                    do_sample = gr.Checkbox(False, label="Sample (greedy otherwise)")
+                    temperature = gr.Slider(0.1, 2.0, value=1.0, step=0.1, label="Temperature, if sampled")
+                    top_p = gr.Slider(0.1, 1.0, value=1.0, step=0.05, label="Top-p, if sampled")
+            with gr.Column(scale=2, min_width=320):
+                state = gr.HTML(view.learner_state(service.shared, False), elem_id="state")
+                curves = gr.HTML(_curves([], ALL), elem_id="curves")
+                shown = gr.Radio([ALL, *DOMAINS, OTHER], value=ALL, label="Curves of", elem_id="shown")
+                table = gr.HTML(view.domain_table(service.shared), elem_id="table")
+                corrections = gr.HTML(view.corrections(Session("", service.shared).corrections), elem_id="corrections")
+                with gr.Accordion("Reset, save, push", open=False, elem_id="keep"):
+                    reset = gr.Button("Reset the draft to how it was", elem_id="reset")
+                    name = gr.Textbox(
+                        "demo", label=f"Save into this folder of {output_dir}", interactive=not is_public
+                    )
+                    save = gr.Button("Save", interactive=not is_public, elem_id="save")
+                    which = gr.Dropdown([*DOMAINS, OTHER], value=DOMAINS[0], label="Push the draft of")
+                    repo = gr.Textbox(
+                        label="Hub repo", placeholder="user/name", interactive=not is_public, elem_id="repo"
+                    )
+                    token = gr.Textbox(
+                        label="Token with the right to write",
+                        type="password",
+                        info="Empty takes the login of this machine.",
+                        interactive=not is_public,
+                    )
+                    pushing = gr.Button("Push to the Hub", interactive=not is_public, elem_id="push")
+                    kept = gr.Markdown(elem_id="kept", container=False)
+                with gr.Accordion("Models", open=False, elem_id="models"):
+                    target_id = gr.Textbox(
+                        label="Target: Hub id or folder",
+                        placeholder="the bundled one",
+                        interactive=not is_public,
+                        elem_id="target",
+                    )
+                    draft_id = gr.Textbox(
+                        label="Draft: Hub id or folder",
+                        placeholder="the bundled one",
+                        interactive=not is_public,
+                        elem_id="draft",
+                    )
+                    load = gr.Button("Load this pair", interactive=not is_public, elem_id="load")
+                    loaded = gr.Markdown(f"Serving {service.pair.name}.", elem_id="loaded", container=False)
+        timer = gr.Timer(TICK_SECONDS)
+
+        def of(session_id: str | None) -> Session:
+            return service.session(session_id)
+
+        def told(session: Session, begin: Callable[[], Any]) -> bool:
+            """Whether it could begin; if not, the chat says why."""
+            try:
+                begin()
+                return True
+            except OSDError as error:
+                session.notice = str(error)
+                session.touch()
+                return False
+
+        def chosen(*values: Any) -> Settings:
+            domain, learn, k, do_sample, temperature, top_p, tokens, check, remember = values
+            domain = None if domain == AUTOMATIC else domain
+            return Settings(domain, learn, _k(k), do_sample, temperature, top_p, int(tokens), check, remember)
+
+        def arrive(stored_id: str | None) -> tuple[Any, ...]:
+            session = of(stored_id)
+            return session.id, session.id, view.transcript(session), session.is_private
+
+        def follow(session_id: str) -> Iterator[str]:
+            yield from watch(of(session_id))
+
+        def submit(prompt: str, session_id: str, *values: Any) -> Iterator[tuple[Any, Any]]:
+            session = of(session_id)
+            began = told(session, lambda: service.ask(session, prompt or "", chosen(*values)))
+            for html in watch(session):
+                yield html, "" if began else gr.skip()
+                began = False  # what is typed meanwhile stays
+
+        def send_many(session_id: str, *values: Any) -> Iterator[str]:
+            session, domain = of(session_id), values[0]
+            if domain not in DOMAINS:
+                domain = _last_domain(session)
+            told(session, lambda: service.send(session, domain, PROMPTS, chosen(*values)))
+            yield from watch(session)
+
+        def suggested(session_id: str, domain: str) -> str:
+            return service.pair.samples(domain if domain in DOMAINS else _last_domain(of(session_id)), 1)[0]
+
+        def next_domain(session_id: str, domain: str) -> str:
+            now = domain if domain in DOMAINS else _last_domain(of(session_id))
+            return DOMAINS[(DOMAINS.index(now) + 1) % len(DOMAINS)]
+
+        def end(session_id: str) -> None:
+            job = of(session_id).job
+            if job is not None:
+                job.stop.set()
+
+        def forget(session_id: str) -> str:
+            session = of(session_id)
+            told(session, lambda: service.clear(session))
+            return view.transcript(session)
+
+        def set_private(session_id: str, is_private: bool) -> tuple[Any, Any]:
+            session = of(session_id)
+            told(session, lambda: service.go_private(session, is_private))
+            return session.is_private, view.transcript(session)
+
+        def tick(session_id: str | None, shown: str, seen: Any) -> Any:
+            if session_id is None:
+                return gr.skip()
+            session = of(session_id)
+            room = session.room
+            news = (
+                session.id,
+                room.count,
+                room.state,
+                len(room.assistant.decisions),
+                session.is_private,
+                shown,
+                session.corrections.total(),
+                id(room),
+            )
+            if news == seen:
+                return gr.skip()
+            points = _curves(room.snapshot(None if shown == ALL else shown), shown)
+            return (
+                view.learner_state(room, session.is_private),
+                points,
+                view.domain_table(room),
+                view.corrections(session.corrections),
+                news,
+            )
+
+        def reset_draft(session_id: str) -> str:
+            session = of(session_id)
+            if is_public and not session.is_private:
+                return "The draft that all visitors share is not reset here. Take a draft of your own (Settings)."
+            service.reset(session.room)
+            return "The draft is as it was."
+
+        def keep(session_id: str, name: str) -> str:
+            refuse_strangers()
+            if not re.fullmatch(r"[\w.-]{1,64}", name) or name.strip(".") == "":
+                return f"A folder's name has letters, digits, `.`, `_` and `-`, got {name!r}."
+            try:
+                written = of(session_id).room.save(output_dir / name)
+            except (OSDError, OSError) as error:
+                return f"Not saved: {error}"
+            return "Saved: " + ", ".join(f"`{path}`" for path in written)
+
+        def publish(session_id: str, which: str, repo: str, token: str) -> Iterator[str]:
+            refuse_strangers()
+            yield "Pushing …"
+            try:
+                yield f"Pushed to {push(of(session_id).room, which, repo, token)}"
+            except OSDError as error:
+                yield f"Not pushed: {error}"
+
+        def load_pair(target: str, draft: str) -> Iterator[str]:
+            refuse_strangers()
+            yield "Loading …"
+            try:
+                service.load(target.strip() or None, draft.strip() or None)
+                yield f"Serving {service.pair.name}."
+            except OSDError as error:
+                yield f"{error} Still serving {service.pair.name}."
+
+        def refuse_strangers() -> None:
+            if is_public:  # a hidden button is no lock
+                raise gr.Error("This is not for visitors of a public app.")
+
+        settings = [domain, learn, k, do_sample, temperature, top_p, tokens, check, remember]
+        quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
+        page.load(arrive, stored, [stored, visitor, chat, private], **quiet).then(follow, visitor, chat, **quiet)
+        gr.on([send.click, prompt.submit], submit, [prompt, visitor, *settings], [chat, prompt], **quiet)
+        twenty.click(send_many, [visitor, *settings], chat, **quiet)
+        shift.click(next_domain, [visitor, domain], domain, **quiet).then(
+            send_many, [visitor, *settings], chat, **quiet
+        )
+        suggest.click(suggested, [visitor, domain], prompt, queue=False, **quiet)
+        stop.click(end, visitor, queue=False, **quiet)
+        clear.click(forget, visitor, chat, queue=False, **quiet)
+        private.input(set_private, [visitor, private], [private, chat], **quiet)
+        panel = [state, curves, table, corrections, seen]
+        gr.on([timer.tick, shown.change], tick, [visitor, shown, seen], panel, queue=False, **quiet)
+        reset.click(reset_draft, visitor, kept, **quiet)
+        save.click(keep, [visitor, name], kept, **quiet)
+        pushing.click(publish, [visitor, which, repo, token], kept, **quiet)
+        load.click(load_pair, [target_id, draft_id], loaded, **quiet)
+        add_api(service, AUTOMATIC)
+    return page
+
+
+def _k(k: str) -> int | Literal["auto"]:
+    if k == "auto":
+        return "auto"
+    try:
+        return int(k)
+    except ValueError as error:
+        raise ConfigError(f'`k` must be a number, or "auto", got {k!r}.') from error
+
+
+def _last_domain(session: Session) -> str:
+    """That of the newest request; the first one where there is none of a domain with prompts."""
+    found = [e.domain for e in session.entries if not (isinstance(e, Answer) and e.error)]
+    return found[-1] if found and found[-1] in DOMAINS else DOMAINS[0]
+
+
+def _curves(records: Sequence[Record], shown: str) -> str:
+    return drawn(records, f"Acceptance α of {shown}, over the last {WINDOW} requests")

@@ -1,0 +1,145 @@
+"""A draft that learns from those who share it, and what it has shown: every visitor's, or one visitor's own."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from osd_hf import AcceptanceStats, LabelRouter, LearnerError, OnlineAssistant, OnlineConfig
+from osd_hf_app.pair import Pair
+
+__all__ = ["Record", "Room", "compared", "pooled"]
+
+KEPT = 5000  # newest requests that curves are drawn of
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """
+    What is kept of a request: no text. Both drafts by replay on the same answer at the same k, so that the curves
+    compare drafts and nothing else.
+    """
+
+    number: int
+    domain: str
+    learning: AcceptanceStats
+    frozen: AcceptanceStats
+    version: int
+
+
+class Room:
+    """
+    One assistant, with a draft per domain.
+
+    Args:
+        pair (`Pair`):
+            The models; the pair's own draft is the frozen one.
+        config (`OnlineConfig`):
+            How to draft and learn.
+        state (`Path`, *optional*):
+            A saved session to go on with.
+    """
+
+    def __init__(self, pair: Pair, config: OnlineConfig, state: Path | None = None) -> None:
+        self.pair = pair
+        self.config = config
+        self.records: list[Record] = []
+        self.count = 0
+        self.failure: str | None = None
+        self._lock = threading.Lock()
+        self.assistant = self._assistant(state)
+
+    def _assistant(self, state: Path | None = None) -> OnlineAssistant:
+        assistant = OnlineAssistant(
+            self.pair.target, self.pair.draft, self.pair.tokenizer, self.config, router=LabelRouter()
+        )
+        if state is not None:
+            try:
+                assistant.load_state(state)
+            except BaseException:
+                assistant.close()
+                raise
+        return assistant
+
+    def add(self, domain: str, learning: AcceptanceStats, frozen: AcceptanceStats, version: int) -> None:
+        """A request has ended."""
+        with self._lock:
+            self.count += 1
+            self.records.append(Record(self.count, domain, learning, frozen, version))
+            del self.records[:-KEPT]
+
+    def reset(self) -> None:
+        """Forget what was learned and what was counted; while no request of this room runs."""
+        old, self.assistant = self.assistant, self._assistant()
+        close_quietly(old)
+        with self._lock:
+            self.records, self.count, self.failure = [], 0, None
+
+    def snapshot(self, domain: str | None = None) -> list[Record]:
+        """The requests so far, of all domains or one."""
+        with self._lock:
+            return [record for record in self.records if domain in (None, record.domain)]
+
+    @property
+    def state(self) -> str:
+        """What the learner does."""
+        if self.failure is not None:
+            return "failed"
+        return "learning" if self.assistant.is_learning else "idle"
+
+    def statistics(self) -> dict[str, Any]:
+        """Counts and figures of all requests, ready for JSON; no text of anyone."""
+        records = self.snapshot()
+        domains = list(dict.fromkeys(record.domain for record in records))
+        decisions = [
+            {key: value for key, value in decision.to_dict().items() if key != "reason"}
+            for decision in self.assistant.decisions[-20:]
+        ]
+        return {
+            "pair": self.pair.name,
+            "requests": self.count,
+            "state": self.state,
+            "overall": compared(records),
+            "by_domain": {domain: compared([r for r in records if r.domain == domain]) for domain in domains},
+            "learning_seconds": self.assistant.learning_seconds,
+            "decisions": decisions,
+        }
+
+    def save(self, folder: Path) -> list[Path]:
+        """Save the session, and each learned draft as an ordinary model folder; gives what was written."""
+        self.assistant.save_state(folder / "session")
+        written = [folder / "session"]
+        for domain in self.assistant.drafts.domains:
+            written.append(folder / "drafts" / re.sub(r"[^\w.-]", "_", domain))
+            self.assistant.save_pretrained(written[-1], domain=domain)
+        return written
+
+    def close(self) -> None:
+        """End learning."""
+        close_quietly(self.assistant)
+
+
+def close_quietly(assistant: OnlineAssistant) -> None:
+    """Close an assistant that nobody will ask again; what its learner failed of was logged."""
+    with contextlib.suppress(LearnerError):
+        assistant.close()
+
+
+def compared(records: Sequence[Record], last: int = 20) -> dict[str, Any]:
+    """Alpha of both drafts, over all of these requests and over the last of them; `None` where nothing was drafted."""
+    found: dict[str, Any] = {"requests": len(records)}
+    for name, part in (("", records), ("last_", records[-last:])):
+        for side in ("learning", "frozen"):
+            found[f"{name}{side}_alpha"] = pooled(part, side)
+    return found
+
+
+def pooled(records: Sequence[Record], side: str) -> float | None:
+    """Alpha of one of the drafts over these requests."""
+    examined = sum(getattr(record, side).examined for record in records)
+    return sum(getattr(record, side).accepted for record in records) / examined if examined else None

@@ -1,0 +1,43 @@
+"""The command `osd-hf app`: its flags, and what it needs installed."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+from pathlib import Path
+
+from osd_hf.errors import ConfigError
+
+__all__ = ["add_app", "app_command"]
+
+
+def add_app(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `osd-hf app`."""
+    group = parser.add_argument_group("models")
+    group.add_argument("--target", metavar="ID|PATH", help="instead of the bundled target")
+    group.add_argument("--draft", metavar="ID|PATH", help="instead of the bundled draft")
+    group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
+                       help="auto is each checkpoint's own; only float32 is exact to the token")  # fmt: skip
+    group.add_argument("--device", help="such as cpu or cuda:0; CUDA where there is one by default, for the bundled "
+                       "pair the CPU")  # fmt: skip
+    group.add_argument("--threads", type=int, metavar="N", help="of torch; 1 for the bundled pair by default")
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other machines in")
+    group.add_argument("--port", type=int, help="the first free one from 7860 by default")
+    group.add_argument("--share", action="store_true", help="also through a public address of Gradio's")
+    group.add_argument("--public", action="store_true",
+                       help="strangers come: nobody loads models, saves, pushes or resets what is shared (always so "
+                       "in a Space)")  # fmt: skip
+    group = parser.add_argument_group("keeping")
+    group.add_argument("--output-dir", type=Path, default=Path("osd_hf_app"), help="where the page saves")
+    group.add_argument("--state", metavar="DIR", help="go on with a session that the page saved (its folder session)")
+
+
+def app_command(args: argparse.Namespace) -> int:
+    """Serve the demo; raises ConfigError where it is not installed."""
+    if importlib.util.find_spec("gradio") is None or importlib.util.find_spec("osd_hf_app") is None:
+        raise ConfigError('The app is an extra. Install it: pip install "osd-hf[app]"')
+    if args.threads is not None and args.threads < 1:
+        raise ConfigError(f"--threads must be at least 1, got {args.threads}.")
+    return int(importlib.import_module("osd_hf_app.launch").launch(args))
