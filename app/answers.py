@@ -58,14 +58,18 @@ class Settings:
         must("k", self.k == "auto" or _within(self.k, 1, MAX_K), f'an integer from 1 to {MAX_K}, or "auto"')
         tokens = _within(self.max_new_tokens, 1, MAX_NEW_TOKENS)
         must("max_new_tokens", tokens, f"an integer from 1 to {MAX_NEW_TOKENS}")
-        must("temperature", 0 < self.temperature <= 5, "above 0 and at most 5")
-        must("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
+        must("temperature", _is_number(self.temperature) and 0 < self.temperature <= 5, "above 0 and at most 5")
+        must("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "above 0 and at most 1")
 
     @property
     def generate_kwargs(self) -> dict[str, object]:
         """The part that `generate` takes."""
         sampling = {"temperature": self.temperature, "top_p": self.top_p, "top_k": 0} if self.do_sample else {}
         return {"do_sample": self.do_sample, "max_new_tokens": self.max_new_tokens, **sampling}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _within(value: object, least: int, most: int) -> bool:

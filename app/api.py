@@ -32,7 +32,7 @@ def add_api(service: Service, automatic: str) -> None:
         request: gr.Request = None,  # type: ignore[assignment]  # gradio passes it
     ) -> Iterator[dict[str, Any]]:
         """Answer a prompt as the page does; streams what there is so far, the last item with all figures."""
-        session = service.session(f"client {request.session_hash}")
+        session = service.session(f"program {request.session_hash}", program=True)
         try:
             settings = Settings(
                 None if domain == automatic else domain, learn, int(k) if k.isdigit() else k,  # type: ignore[arg-type]

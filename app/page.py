@@ -84,10 +84,10 @@ def build(service: Service, *, is_public: bool = False, output_dir: Path = Path(
                         min_width=200,
                         elem_id="prompt",
                         placeholder="Enter sends, Shift+Enter breaks the line",
-                        max_length=None,
+                        interactive=False,  # until the visitor is known: nothing that is typed gets lost
                     )
                     with gr.Column(scale=1, min_width=100):
-                        send = gr.Button("Send", variant="primary", elem_id="send")
+                        send = gr.Button("Send", variant="primary", elem_id="send", interactive=False)
                         stop = gr.Button("Stop", elem_id="stop")
                 gr.HTML(view.LEGEND)
                 domain = gr.Radio(
@@ -98,11 +98,11 @@ def build(service: Service, *, is_public: bool = False, output_dir: Path = Path(
                     info="Each has a draft of its own. Automatic goes by the words of the prompt.",
                 )
                 with gr.Row():
-                    twenty = gr.Button(f"Send {PROMPTS} prompts of this domain", elem_id="twenty")
-                    shift = gr.Button("Shift to the next domain", elem_id="shift")
+                    twenty = gr.Button(f"Send {PROMPTS} prompts of this domain", elem_id="twenty", interactive=False)
+                    shift = gr.Button("Shift to the next domain", elem_id="shift", interactive=False)
                 with gr.Row():
-                    suggest = gr.Button("Suggest a prompt", elem_id="suggest")
-                    clear = gr.Button("Clear the chat", elem_id="clear")
+                    suggest = gr.Button("Suggest a prompt", elem_id="suggest", interactive=False)
+                    clear = gr.Button("Clear the chat", elem_id="clear", interactive=False)
                 with gr.Accordion("Settings", open=False, elem_id="settings"):
                     with gr.Row():
                         learn = gr.Checkbox(True, label="Learn from my requests", elem_id="learn")
@@ -185,7 +185,8 @@ def build(service: Service, *, is_public: bool = False, output_dir: Path = Path(
 
         def arrive(stored_id: str | None) -> tuple[Any, ...]:
             session = of(stored_id)
-            return session.id, session.id, view.transcript(session), session.is_private
+            ready = [gr.update(interactive=True)] * len(waiting)
+            return session.id, session.id, view.transcript(session), session.is_private, *ready
 
         def follow(session_id: str) -> Iterator[str]:
             yield from watch(of(session_id))
@@ -292,7 +293,10 @@ def build(service: Service, *, is_public: bool = False, output_dir: Path = Path(
 
         settings = [domain, learn, k, do_sample, temperature, top_p, tokens, check, remember]
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
-        page.load(arrive, stored, [stored, visitor, chat, private], **quiet).then(follow, visitor, chat, **quiet)
+        waiting = [prompt, send, twenty, shift, suggest, clear]
+        page.load(arrive, stored, [stored, visitor, chat, private, *waiting], **quiet).then(
+            follow, visitor, chat, **quiet
+        )
         gr.on([send.click, prompt.submit], submit, [prompt, visitor, *settings], [chat, prompt], **quiet)
         twenty.click(send_many, [visitor, *settings], chat, **quiet)
         shift.click(next_domain, [visitor, domain], domain, **quiet).then(
@@ -328,4 +332,4 @@ def _last_domain(session: Session) -> str:
 
 
 def _curves(records: Sequence[Record], shown: str) -> str:
-    return drawn(records, f"Acceptance α of {shown}, over the last {WINDOW} requests")
+    return drawn(records, f"Acceptance α (last {WINDOW} requests): {shown}")

@@ -34,7 +34,8 @@ class Pieces:
             self._ids.append(token)
             before = self._decode(self._ids[self._begin : self._shown])
             now = self._decode(self._ids[self._begin :])
-            if now.endswith(INCOMPLETE):
+            # A token that shows nothing, such as a special one, is none to begin at.
+            if now == before or now.endswith(INCOMPLETE):
                 self.texts.append("")
                 continue
             self.texts.append(now[len(before) :])

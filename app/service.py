@@ -148,12 +148,16 @@ class Service:
 
     # --- visitors ---------------------------------------------------------------------------------------------------
 
-    def session(self, session_id: str | None) -> Session:
-        """A visitor's chat; a new one, with a name that cannot be guessed, where there is none of that name."""
+    def session(self, session_id: str | None, *, program: bool = False) -> Session:
+        """
+        A visitor's chat; a new one, with a name that cannot be guessed, where there is none of that name. That of a
+        program is named as it says: it has no page that could keep another name.
+        """
         with self._lock:
             found = self.sessions.get(session_id or "")
             if found is None:
-                found = Session(secrets.token_urlsafe(16), self.shared)
+                name = session_id if program and session_id else secrets.token_urlsafe(16)
+                found = Session(name, self.shared)
                 self.sessions[found.id] = found
                 for other in [s for s in self.sessions.values() if s.job is None and s is not found]:
                     if len(self.sessions) <= MAX_SESSIONS:

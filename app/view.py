@@ -66,7 +66,8 @@ CSS = """
 .osd-side {min-height: 9rem}
 .osd-curves {margin: 0; padding: .6rem .75rem .2rem; border: 1px solid var(--border-color-primary);
   border-radius: var(--radius-lg); color: var(--body-text-color)}
-.osd-curves figcaption {font-weight: 600; font-size: .92rem}
+.osd-curves figcaption {font-weight: 600; font-size: .92rem; white-space: nowrap; overflow: hidden;
+  text-overflow: ellipsis}
 .osd-curves svg {width: 100%; height: auto; aspect-ratio: 440 / 230; display: block}
 .osd-curves text {font-size: 12px; fill: currentColor; opacity: .8}
 .osd-grid {stroke: var(--border-color-primary); stroke-width: 1}

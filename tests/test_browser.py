@@ -1,0 +1,342 @@
+"""The page in a real browser, and the endpoints as a program calls them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+from app_server import app_server
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
+
+pytestmark = pytest.mark.browser
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+PATIENCE = 60_000  # milliseconds, on a busy machine
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    found = next(filter(None, map(shutil.which, NAMES)), None)
+    if found is None:
+        pytest.skip(f"no browser on this machine: none of {', '.join(NAMES)}")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def address(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with app_server(tmp_path_factory.mktemp("saved")) as address:
+        yield address
+
+
+@pytest.fixture
+def visitor(browser: Browser) -> Iterator[BrowserContext]:
+    """A browser that nobody has used."""
+    context = browser.new_context(viewport={"width": 1280, "height": 1000})
+    context.set_default_timeout(PATIENCE)
+    yield context
+    context.close()
+
+
+@pytest.fixture
+def other_visitor(browser: Browser) -> Iterator[BrowserContext]:
+    context = browser.new_context(viewport={"width": 1280, "height": 1000})
+    context.set_default_timeout(PATIENCE)
+    yield context
+    context.close()
+
+
+def opened(context: BrowserContext, address: str, query: str = "") -> Page:
+    page = context.new_page()
+    page.errors = []  # type: ignore[attr-defined]
+    page.on("pageerror", lambda error: page.errors.append(str(error)))  # type: ignore[attr-defined]
+    page.on("dialog", lambda dialog: page.errors.append(f"dialog {dialog.message}"))  # type: ignore[attr-defined]
+    page.goto(address + query)
+    expect(page.locator("#send")).to_be_enabled(timeout=PATIENCE)  # the visitor is known
+    return page
+
+
+def ask(page: Page, text: str) -> None:
+    """Send a prompt, and wait for its whole answer."""
+    before = page.locator("#chat .osd-figures", has_text="target pass").count()
+    page.fill("#prompt textarea", text)
+    page.press("#prompt textarea", "Enter")
+    expect(page.locator("#chat .osd-figures", has_text="target pass")).to_have_count(before + 1, timeout=PATIENCE)
+    answered(page)
+
+
+def answered(page: Page) -> None:
+    """Wait until nothing more is being answered: the page's last word of an answer that is checked."""
+    expect(page.locator("#chat .osd-figures").last).not_to_contain_text("…", timeout=PATIENCE)
+
+
+def choose(page: Page, group: str, name: str) -> None:
+    page.locator(f"{group} label", has_text=re.compile(rf"^\s*{name}\s*$")).click()
+
+
+def last_alpha(page: Page, side: str) -> float:
+    return float(page.locator(f"#curves polyline.osd-{side}").get_attribute("data-last") or "nan")
+
+
+def reset(page: Page) -> None:
+    page.locator("#keep button").first.click()
+    page.locator("#reset").click()
+    expect(page.locator("#kept")).to_contain_text("as it was", timeout=PATIENCE)
+
+
+# --- one visitor ----------------------------------------------------------------------------------------------------
+
+
+def test_acceptance_rises_while_one_chats(visitor: BrowserContext, address: str) -> None:
+    page = opened(visitor, address)
+    for _ in range(2):
+        page.locator("#suggest").click()
+        expect(page.locator("#prompt textarea")).not_to_have_value("")
+        ask(page, page.locator("#prompt textarea").input_value())
+        assert page.locator("#prompt textarea").input_value() == ""
+    # Tokens by origin, and what the draft had said.
+    assert page.locator("#chat .osd-accepted").count() > 0
+    corrected = page.locator("#chat .osd-corrected").first
+    assert re.fullmatch(r"the draft said “.*” \(\d+%\)", corrected.get_attribute("data-said") or "", re.DOTALL)
+    figures = page.locator("#chat .osd-figures").last.inner_text()
+    for part in ("tokens/s", "α 0.", "tokens per target pass", "× the target alone", "the target alone says the same"):
+        assert part in figures
+    # Twenty prompts of a domain: the draft that learns leaves the frozen one behind.
+    places = [page.locator(name).bounding_box() for name in ("#prompt", "#curves", "#shown")]
+    choose(page, "#domain", "finance")
+    page.locator("#twenty").click()
+    expect(page.locator("#chat")).to_contain_text("20 of 20 answered, done", timeout=PATIENCE)
+    choose(page, "#shown", "finance")
+    expect(page.locator("#curves figcaption")).to_contain_text("finance", timeout=PATIENCE)
+    expect(page.locator("#curves .osd-promoted").first).to_be_visible()
+    assert last_alpha(page, "learning") > last_alpha(page, "frozen") + 0.02
+    expect(page.locator("#state")).to_contain_text("promoted")
+    assert [page.locator(name).bounding_box() for name in ("#prompt", "#curves", "#shown")] == places  # nothing jumped
+    # The next domain is served by a draft of its own, and can be stopped.
+    page.locator("#shift").click()
+    expect(page.locator("#chat")).to_contain_text(re.compile(r"[1-9] of 20 answered"), timeout=PATIENCE)
+    expect(page.locator("#domain input:checked")).to_have_value("sql")
+    page.locator("#stop").click()
+    expect(page.locator("#chat")).to_contain_text("answered, stopped", timeout=PATIENCE)
+    expect(page.locator("#table")).to_contain_text("sql")
+    # And all is as it was.
+    reset(page)
+    choose(page, "#shown", "all domains")
+    expect(page.locator("#curves polyline")).to_have_count(0, timeout=PATIENCE)
+    expect(page.locator("#state")).to_contain_text("the draft as it was")
+    page.locator("#clear").click()
+    expect(page.locator("#chat .osd-you")).to_have_count(0)
+    assert page.errors == []  # type: ignore[attr-defined]
+
+
+def test_a_reload_keeps_the_chat(visitor: BrowserContext, address: str) -> None:
+    page = opened(visitor, address)
+    ask(page, "What is 3 + 4?")
+    before = page.locator(".osd-chat").inner_text()
+    page.reload()
+    expect(page.locator("#chat .osd-you")).to_have_text("What is 3 + 4?", timeout=PATIENCE)
+    assert page.locator(".osd-chat").inner_text() == before
+
+
+def test_an_answer_goes_on_while_its_visitor_is_away(
+    visitor: BrowserContext, other_visitor: BrowserContext, address: str
+) -> None:
+    page = opened(visitor, address)
+    choose(page, "#domain", "python")
+    page.locator("#twenty").click()
+    expect(page.locator("#chat")).to_contain_text(re.compile(r"[1-9] of 20 answered"), timeout=PATIENCE)
+    page.close()
+    other = opened(other_visitor, address)
+    ask(other, "What is 3 + 4?")  # comes in between
+    page = opened(visitor, address)
+    expect(page.locator("#chat")).to_contain_text(re.compile(r"\d+ of 20 answered"), timeout=PATIENCE)
+    page.locator("#stop").click()
+    expect(page.locator("#chat")).to_contain_text("answered, stopped", timeout=PATIENCE)
+    assert "python" not in other.locator("#chat").inner_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("", "The prompt is empty"),
+        (" \x00\x07\x1b ", "The prompt is empty"),
+        ("x" * 100_000, "100,000 characters, at most 20,000"),
+        ("word " * 3000, "tokens; beside an answer of"),
+    ],
+)
+def test_a_prompt_that_cannot_be_answered_is_told(
+    visitor: BrowserContext, address: str, text: str, shown: str
+) -> None:
+    page = opened(visitor, address)
+    page.fill("#prompt textarea", text)
+    page.press("#prompt textarea", "Enter")
+    expect(page.locator("#chat [role=alert]")).to_contain_text(shown, timeout=PATIENCE)
+    assert page.locator("#prompt textarea").input_value() == text  # what was typed stays
+    ask(page, "What is 3 + 4?")
+    assert page.locator("#chat [role=alert]").count() == 0
+
+
+def test_markup_in_a_prompt_is_text(visitor: BrowserContext, address: str) -> None:
+    page = opened(visitor, address)
+    text = "<img src=x onerror='window.hacked=1'><script>window.hacked=2</script> <b>3 + 4</b>?\x07"
+    ask(page, text)
+    assert page.locator("#chat .osd-you").inner_text() == text.replace("\x07", "")
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("#chat img, #chat script, #chat b").count() == 0
+
+
+def test_models_that_do_not_fit_leave_the_old_pair(visitor: BrowserContext, address: str, tmp_path: Path) -> None:
+    models.build("llama").save_pretrained(tmp_path / "tiny")
+    page = opened(visitor, address)
+    page.locator("#models button").first.click()
+    for target, draft, shown in (
+        ("no/such-model", "no/such-draft", "cannot be loaded"),
+        (str(tmp_path / "tiny"), "", "name a target and a draft"),
+        (str(tmp_path / "tiny"), str(Path(models.__file__).parent.parent / "osd_hf/bundled/draft"), "tiny"),
+    ):
+        page.fill("#target textarea", target)
+        page.fill("#draft textarea", draft)
+        page.locator("#load").click()
+        expect(page.locator("#loaded")).to_contain_text(shown, timeout=PATIENCE)
+        expect(page.locator("#loaded")).to_contain_text("Still serving the bundled pair")
+    ask(page, "What is 3 + 4?")
+
+
+def test_a_draft_of_ones_own_learns_apart(
+    visitor: BrowserContext, other_visitor: BrowserContext, address: str
+) -> None:
+    page, other = opened(visitor, address), opened(other_visitor, address)
+    reset(other)
+    page.locator("#settings button").first.click()
+    page.locator("#private input").check()
+    expect(page.locator("#state")).to_contain_text("your own", timeout=PATIENCE)
+    ask(page, "What is 3 + 4?")
+    expect(page.locator("#table tbody tr").first).to_contain_text("1", timeout=PATIENCE)
+    expect(other.locator("#table tbody tr").first.locator("td").nth(1)).to_have_text("0")
+    page.locator("#private input").uncheck()
+    expect(page.locator("#state")).to_contain_text("shared by all", timeout=PATIENCE)
+
+
+def test_save_and_push_say_what_came_of_it(visitor: BrowserContext, address: str) -> None:
+    page = opened(visitor, address)
+    ask(page, "What is 3 + 4?")
+    page.locator("#keep button").first.click()
+    page.locator("#save").click()
+    expect(page.locator("#kept")).to_contain_text("Saved: ", timeout=PATIENCE)
+    page.fill("#repo textarea", "somebody/draft")
+    page.locator("#push").click()
+    expect(page.locator("#kept")).to_contain_text("Not pushed: ", timeout=PATIENCE)
+
+
+def test_phone_dark_and_keyboard(browser: Browser, address: str) -> None:
+    context = browser.new_context(viewport={"width": 390, "height": 844}, color_scheme="dark", has_touch=True)
+    context.set_default_timeout(PATIENCE)
+    page = opened(context, address, "?__theme=dark")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert "dark" in (page.locator("body").get_attribute("class") or "")
+    # By keyboard alone: type, tab to Send, press it, tab on to what was corrected.
+    page.locator("#prompt textarea").focus()
+    page.keyboard.type("What is 3 + 4?")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.id") == "send"
+    page.keyboard.press("Enter")
+    expect(page.locator("#chat .osd-figures", has_text="target pass")).to_have_count(1, timeout=PATIENCE)
+    answered(page)
+    page.locator("#chat .osd-corrected").first.focus()
+    shown = "getComputedStyle(document.activeElement, '::after').content"
+    assert "the draft said" in page.evaluate(shown)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    # Every control has a name that a screen reader says.
+    nameless = page.evaluate(
+        """() => [...document.querySelectorAll('input, textarea, button')].filter(e => e.offsetParent !== null
+        && !e.labels?.length && !e.ariaLabel && !e.innerText.trim() && !e.title).map(e => e.outerHTML)"""
+    )
+    assert nameless == []
+    context.close()
+
+
+# --- two visitors ---------------------------------------------------------------------------------------------------
+
+
+def test_two_visitors_at_once(visitor: BrowserContext, other_visitor: BrowserContext, address: str) -> None:
+    pages = [opened(context, address) for context in (visitor, other_visitor)]
+    reset(pages[0])
+    prompts = [[f"What is {i} + {j}?" for j in range(3)] for i in (11, 22)]
+    for j in range(3):
+        for page, own in zip(pages, prompts, strict=True):  # neither waits for the other
+            page.fill("#prompt textarea", own[j])
+            page.press("#prompt textarea", "Enter")
+        for page in pages:
+            expect(page.locator("#chat .osd-figures", has_text="target pass")).to_have_count(j + 1, timeout=PATIENCE)
+            answered(page)
+    for page, own, others in zip(pages, prompts, reversed(prompts), strict=True):
+        assert page.locator("#chat .osd-you").all_inner_texts() == own
+        assert all(text not in page.content() for text in others)
+        expect(page.locator("#table tbody tr").first.locator("td").nth(1)).to_have_text("6", timeout=PATIENCE)
+    ends = [page.locator("#curves polyline.osd-learning").get_attribute("points") for page in pages]
+    assert ends[0] == ends[1]
+
+
+# --- a model that says markup ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def markup_pair(tmp_path: Path) -> Path:
+    """Models whose every token is markup that would run."""
+    words = [f"<img src=x onerror=window.hacked={i}><script>window.hacked={i}</script>" for i in range(models.VOCAB)]
+    words[:3] = ["<pad>", "<s>", "</s>"]
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[3]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = Whitespace(), Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    for name, model in zip(("target", "draft"), models.pair(), strict=True):
+        model.save_pretrained(tmp_path / name)
+        fast.save_pretrained(tmp_path / name)
+    return tmp_path
+
+
+def test_markup_in_an_answer_is_text(visitor: BrowserContext, markup_pair: Path) -> None:
+    pair = ("--target", str(markup_pair / "target"), "--draft", str(markup_pair / "draft"))
+    with app_server(markup_pair / "saved", *pair) as address:
+        page = opened(visitor, address)
+        ask(page, "say something")
+        assert "<script>window.hacked" in page.locator("#chat .osd-answer").inner_text()
+        expect(page.locator("#corrections")).to_contain_text("onerror", timeout=PATIENCE)
+        assert page.evaluate("window.hacked") is None
+        assert page.locator("#chat img, #chat script, #corrections img, #corrections script").count() == 0
+
+
+# --- programs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_program_chats_and_reads_the_statistics(address: str) -> None:
+    from gradio_client import Client
+    from gradio_client.exceptions import AppError
+
+    client = Client(address, verbose=False)
+    before: dict[str, Any] = client.predict(api_name="/statistics")
+    job = client.submit("What is 3 + 4?", k="3", max_new_tokens=32, api_name="/chat")
+    answer = job.result()
+    assert answer["done"]
+    assert answer["text"] == "".join(token["text"] for token in answer["tokens"])
+    assert {token["origin"] for token in answer["tokens"]} <= {"accepted", "corrected", "bonus", "plain"}
+    assert any(part["text"] and not part["done"] for part in job.outputs())  # it streams
+    after = client.predict(api_name="/statistics")
+    assert after["requests"] == before["requests"] + 1
+    assert "3 + 4" not in str(after)
+    with pytest.raises(AppError, match="The prompt is empty"):
+        client.predict("", api_name="/chat")
+    with pytest.raises(AppError, match="`k` must be"):
+        client.predict("What is 3 + 4?", k="many", api_name="/chat")
