@@ -11,22 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from osd_hf import guards
 from osd_hf.capture import Binding, Lease
 from osd_hf.config import OnlineConfig
 from osd_hf.drafting import LeanDrafting
 from osd_hf.drafts import DomainDrafts
 from osd_hf.errors import LearnerError
 from osd_hf.gate import GateDecision
-from osd_hf.guards import (
-    check_criteria,
-    check_drafted_by_us,
-    check_generation,
-    check_inputs,
-    check_k,
-    check_pair,
-    check_processors,
-    common_tokenizer,
-)
 from osd_hf.hook import bind
 from osd_hf.learner import Learner
 from osd_hf.loading import load_model
@@ -101,8 +92,8 @@ class OnlineAssistant:
         named = (str, os.PathLike)
         self.target = load_model(os.fspath(target)) if isinstance(target, named) else target
         source = load_model(os.fspath(draft)) if isinstance(draft, named) else uncompiled(draft)
-        check_pair(unwrap(self.target), unwrap(source))
-        self.tokenizer = common_tokenizer(tokenizer, unwrap(self.target), unwrap(source))
+        guards.check_pair(unwrap(self.target), unwrap(source))
+        self.tokenizer = guards.common_tokenizer(tokenizer, unwrap(self.target), unwrap(source))
         self.router = as_router(router)
         per_domain = self.router is not None
         self._drafts = DomainDrafts(source, self.config, peft_config=peft_config, per_domain=per_domain)
@@ -146,10 +137,10 @@ class OnlineAssistant:
             ConfigError: `num_assistant_tokens` cannot be had.
             LearnerError: once, before any work is done, if learning had failed after an earlier answer.
         """
-        check_drafted_by_us(generate_kwargs)
-        check_k(self.config, num_assistant_tokens)
-        check_inputs(inputs, generate_kwargs)
-        check_generation(
+        guards.check_drafted_by_us(generate_kwargs)
+        guards.check_k(self.config, num_assistant_tokens)
+        guards.check_inputs(inputs, generate_kwargs)
+        guards.check_generation(
             generate_kwargs,
             generate_kwargs.get("generation_config"),
             unwrap(self.target).generation_config,
@@ -158,8 +149,8 @@ class OnlineAssistant:
         prompt = inputs if inputs is not None else generate_kwargs.get("input_ids")
         if prompt is not None and not prompt.is_floating_point():
             vocab_size = unwrap(self.target).config.get_text_config().vocab_size
-            check_processors(generate_kwargs.get("logits_processor"), prompt, vocab_size)
-            check_criteria(generate_kwargs.get("stopping_criteria"), prompt)
+            guards.check_processors(generate_kwargs.get("logits_processor"), prompt, vocab_size)
+            guards.check_criteria(generate_kwargs.get("stopping_criteria"), prompt)
         if self.tokenizer is not None and generate_kwargs.get("stop_strings") is not None:
             generate_kwargs.setdefault("tokenizer", self.tokenizer)
         self._upkeep.raise_failure()
@@ -220,10 +211,12 @@ class OnlineAssistant:
         if not learn:
             return
         try:
-            if self.store is not None:
-                self.store.append(trace)
-            self._learner.observe(trace.domain, trace)
-            self._upkeep.served()
+            try:
+                if self.store is not None:
+                    self.store.append(trace)
+            finally:  # a log that is full does not end learning
+                self._learner.observe(trace.domain, trace)
+                self._upkeep.served()
         except Exception as error:
             logger.exception("Learning failed; the answer is delivered, the error is raised by the next call.")
             self._upkeep.failed(error)

@@ -329,6 +329,8 @@ class Learner:
         if any(state["domain"] is None for state in states) == self.drafts.per_domain:
             saved = "one shared draft" if self.drafts.per_domain else "drafts per domain"
             raise StateError(f"The session is one of {saved}. Load it with a router, or without, as it was saved.")
+        for trace in (t for state in states for traces in state["traces"].values() for t in traces):
+            self._check_width(trace)
         before, admitted = self.drafts.learning, self.drafts.domains
         learners = [(state, self.updater(state["domain"])) for state in states if state["updater"] is not None]
         try:
@@ -348,6 +350,16 @@ class Learner:
             updater.new.extend(state["traces"]["waiting"])
         with self._lock:
             self.lessons = {state["domain"]: self._lesson(state) for state in states}
+
+    def _check_width(self, trace: Trace) -> None:
+        """Refuse a saved trace that those to come could not be learned from together with."""
+        kept = self.config.num_logprobs
+        coming = 0 if kept is None or kept >= trace.vocab_size else kept
+        if len(trace) and trace.num_kept and trace.top_ids.shape[1] != coming:
+            raise StateError(
+                f"The requests of the session keep {trace.top_ids.shape[1] or 'all'} entries per position, this "
+                f"assistant {coming or 'all'}. Set the `num_logprobs` that they were captured with."
+            )
 
     @staticmethod
     def _lesson(state: dict[str, Any]) -> Lesson:

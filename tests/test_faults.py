@@ -170,6 +170,7 @@ def test_a_log_that_is_full_costs_no_answer(tmp_path: Path, monkeypatch: pytest.
             found, failures = stubborn(assistant, range(4))
         assert len(failures) == 3
         assert all("No space left" in str(failure) for failure in failures)
+        assert len(assistant.decisions) == 4 // CONFIG.update_interval  # and learning went on
         more, failures = stubborn(assistant, range(4, 8))
         assert len(failures) == 1  # of the last one before there was room again
     assert found + more == alone

@@ -1,5 +1,6 @@
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -221,3 +222,16 @@ def test_the_state_of_another_rule_is_refused_or_taken_whole(
         assert fresh.drafts.serving_version() == 0
     else:
         assert all(map(torch.equal, weights(fresh), weights(learner(traces, 2))))
+
+
+@pytest.mark.parametrize("num_logprobs", [4, None])
+def test_requests_of_another_width_are_refused_before_anything_changes(
+    num_logprobs: int | None, tmp_path: Path, traces: list[Trace]
+) -> None:
+    save_session(tmp_path, learner(traces, 1), {})
+    fresh = learner([], 0, replace(CONFIG, num_logprobs=num_logprobs))
+    before = weights(fresh)
+    with pytest.raises(StateError, match=f"keep 8 entries per position, this assistant {num_logprobs or 'all'}"):
+        load_session(tmp_path, fresh)
+    assert all(map(torch.equal, weights(fresh), before))
+    assert fresh.drafts.serving_version() == 0
