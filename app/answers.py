@@ -9,7 +9,7 @@ from typing import Literal
 from osd_hf import AcceptanceStats, ConfigError
 from osd_hf_app.domains import OTHER
 
-__all__ = ["Answer", "Batch", "Settings", "ShownToken"]
+__all__ = ["Answer", "Batch", "Settings", "ShownToken", "parsed_k"]
 
 MAX_NEW_TOKENS = 512
 MAX_K = 32
@@ -72,6 +72,16 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def parsed_k(k: str | int) -> int | Literal["auto"]:
+    """k from what a visitor or a program gives; raises ConfigError where it is neither a number nor "auto"."""
+    if k == "auto":
+        return "auto"
+    try:
+        return int(k)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f'`k` must be a number, or "auto", got {k!r}.') from error
+
+
 def _within(value: object, least: int, most: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
@@ -110,6 +120,8 @@ class Answer:
     alone_seconds: float | None = None
     is_measured: bool = False
     is_identical: bool | None = None
+    is_exact: bool = True
+    drawn: str | None = None
     stop: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -136,4 +148,5 @@ class Batch:
     is_learning: bool = False
     is_done: bool = False
     error: str | None = None
+    drawn: str | None = None
     stop: threading.Event = field(default_factory=threading.Event)

@@ -8,7 +8,7 @@ from typing import Any
 import gradio as gr
 
 from osd_hf import OSDError
-from osd_hf_app.answers import Answer, Settings
+from osd_hf_app.answers import Answer, Settings, parsed_k
 from osd_hf_app.service import Service
 
 __all__ = ["add_api"]
@@ -32,10 +32,10 @@ def add_api(service: Service, automatic: str) -> None:
         request: gr.Request = None,  # type: ignore[assignment]  # gradio passes it
     ) -> Iterator[dict[str, Any]]:
         """Answer a prompt as the page does; streams what there is so far, the last item with all figures."""
-        session = service.session(f"program {request.session_hash}", program=True)
+        session = service.session(f"program {request.session_hash}") if remember else service.guest()
         try:
             settings = Settings(
-                None if domain == automatic else domain, learn, int(k) if k.isdigit() else k,  # type: ignore[arg-type]
+                None if domain == automatic else domain, learn, parsed_k(k),
                 do_sample, temperature, top_p, max_new_tokens, remember=remember,
             )  # fmt: skip
             answer = service.ask(session, prompt, settings)

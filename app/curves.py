@@ -55,7 +55,7 @@ def curves(records: Sequence[Record], title: str) -> str:
     # By domain each draft has versions of its own.
     serving: dict[str, int] = {}
     for i, record in enumerate(records, 1):
-        if record.version != serving.get(record.domain, 0):
+        if record.version > serving.get(record.domain, record.version):
             lines += f'<path d="M{x(i)} {BOTTOM} l-4 7 h8 z" class="osd-promoted"/>'
         serving[record.domain] = record.version
     drawn, said = "", []

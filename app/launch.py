@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 import gradio as gr
-import torch
 
 from osd_hf_app.page import build
 from osd_hf_app.pair import Pair
@@ -15,6 +14,8 @@ from osd_hf_app.service import Service
 from osd_hf_app.view import CSS
 
 __all__ = ["launch"]
+
+THREADS = 200  # of pages that watch an answer
 
 
 def theme() -> gr.themes.Base:
@@ -34,20 +35,23 @@ def launch(args: argparse.Namespace) -> int:
     Raises:
         OSDError: models that cannot be loaded or do not fit together, or a state that cannot be read.
     """
-    is_bundled = not (args.target or args.draft)
-    if args.threads or is_bundled:  # the bundled models are too small for a team of threads
-        torch.set_num_threads(args.threads or 1)
     print("loading the models ...", flush=True)
-    pair = Pair(args.target, args.draft, dtype=args.dtype, device=args.device)
-    service = Service(pair, state=None if args.state is None else Path(args.state))
-    # A Space is open to everybody.
-    is_public = args.public or bool(os.environ.get("SPACE_ID"))
+    settings = {"dtype": args.dtype, "device": args.device}
+    pair = Pair(args.target, args.draft, **settings)
+    state = None if args.state is None else Path(args.state)
+    service = Service(pair, state=state, threads=args.threads, **settings)
+    # A Space, and what is shared, is open to everybody.
+    is_public = args.public or args.share or bool(os.environ.get("SPACE_ID"))
+    if not is_public and args.host not in (None, "127.0.0.1", "localhost"):
+        print("whoever reaches this address may load models, save, and push with your login: see --public", flush=True)
     page = build(service, is_public=is_public, output_dir=args.output_dir)
-    page.queue(default_concurrency_limit=16, max_size=64)
+    # Answers wait for their turn in the service, which says so; whoever watches one only takes a thread.
+    page.queue(default_concurrency_limit=None)
     try:
         page.launch(
             server_name=args.host, server_port=args.port, share=args.share, css=CSS, theme=theme(), ssr_mode=False,
-            prevent_thread_lock=True, quiet=True, show_error=True, footer_links=["api", "settings"],
+            prevent_thread_lock=True, quiet=True, show_error=True, max_threads=THREADS,
+            footer_links=["api", "settings"],
         )  # fmt: skip
         print(f"{page.local_url} serves {pair.name}; Ctrl+C ends it", flush=True)
         page.block_thread()

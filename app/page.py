@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import gradio as gr
 
-from osd_hf import ConfigError, OSDError
+from osd_hf import OSDError
 from osd_hf.bundled import DOMAINS
 from osd_hf_app import view
-from osd_hf_app.answers import MAX_NEW_TOKENS, Answer, Settings
+from osd_hf_app.answers import MAX_NEW_TOKENS, Answer, Settings, parsed_k
 from osd_hf_app.api import add_api
 from osd_hf_app.curves import WINDOW
 from osd_hf_app.curves import curves as drawn
 from osd_hf_app.domains import OTHER
-from osd_hf_app.publish import push
 from osd_hf_app.room import Record
 from osd_hf_app.service import Service, Session
 
 __all__ = ["AUTOMATIC", "build", "watch"]
+
+logger = logging.getLogger(__name__)
 
 AUTOMATIC = "automatic"
 ALL = "all domains"
@@ -63,8 +65,9 @@ def build(service: Service, *, is_public: bool = False, output_dir: Path = Path(
             Where "Save" puts its folders.
     """
     with gr.Blocks(title="osd_hf: a draft that learns while you chat", analytics_enabled=False) as page:
-        stored = gr.BrowserState(None, storage_key="osd-hf-chat")
-        visitor, seen = gr.State(None), gr.State(None)
+        visitor = gr.BrowserState(None, storage_key="osd-hf-chat")
+        # The browser keeps the visitor's name: through a reload, and while the app is started anew.
+        seen = gr.State(None)
         gr.Markdown(INTRO, elem_id="intro")
         with gr.Row():
             with gr.Column(scale=3, min_width=320):
@@ -107,7 +110,9 @@ def build(service: Service, *, is_public: bool = False, output_dir: Path = Path(
                     with gr.Row():
                         learn = gr.Checkbox(True, label="Learn from my requests", elem_id="learn")
                         private = gr.Checkbox(
-                            False, label="A draft of my own, which learns from nobody but me", elem_id="private"
+                            False,
+                            label="A draft of my own, which learns from nobody but me (unticked, it is forgotten)",
+                            elem_id="private",
                         )
                     with gr.Row():
                         check = gr.Checkbox(
@@ -125,7 +130,7 @@ def build(service: Service, *, is_public: bool = False, output_dir: Path = Path(
                     temperature = gr.Slider(0.1, 2.0, value=1.0, step=0.1, label="Temperature, if sampled")
                     top_p = gr.Slider(0.1, 1.0, value=1.0, step=0.05, label="Top-p, if sampled")
             with gr.Column(scale=2, min_width=320):
-                state = gr.HTML(view.learner_state(service.shared, False), elem_id="state")
+                state = gr.HTML(view.learner_state(service.shared, False, is_public), elem_id="state")
                 curves = gr.HTML(_curves([], ALL), elem_id="curves")
                 shown = gr.Radio([ALL, *DOMAINS, OTHER], value=ALL, label="Curves of", elem_id="shown")
                 table = gr.HTML(view.domain_table(service.shared), elem_id="table")
@@ -178,31 +183,43 @@ def build(service: Service, *, is_public: bool = False, output_dir: Path = Path(
                 session.touch()
                 return False
 
+        def said(failed: str, work: Callable[[], str]) -> str:
+            """What has come of it, or why nothing has."""
+            try:
+                return work()
+            except (OSDError, OSError) as error:
+                return f"{failed}: {error}"
+            except Exception as error:
+                logger.exception("%s.", failed)
+                return f"{failed} ({type(error).__name__}). The log of the app says more."
+
         def chosen(*values: Any) -> Settings:
             domain, learn, k, do_sample, temperature, top_p, tokens, check, remember = values
             domain = None if domain == AUTOMATIC else domain
-            return Settings(domain, learn, _k(k), do_sample, temperature, top_p, int(tokens), check, remember)
+            return Settings(
+                domain, learn, parsed_k(k), do_sample, temperature, top_p, int(tokens or 0), check, remember
+            )
 
-        def arrive(stored_id: str | None) -> tuple[Any, ...]:
-            session = of(stored_id)
+        def arrive(session_id: str | None) -> tuple[Any, ...]:
+            session = of(session_id)
             ready = [gr.update(interactive=True)] * len(waiting)
-            return session.id, session.id, view.transcript(session), session.is_private, *ready
+            return session.id, view.transcript(session), session.is_private, *ready
 
         def follow(session_id: str) -> Iterator[str]:
             yield from watch(of(session_id))
 
-        def submit(prompt: str, session_id: str, *values: Any) -> Iterator[tuple[Any, Any]]:
+        def submit(prompt: str, session_id: str, private: bool, *values: Any) -> Iterator[tuple[Any, Any]]:
             session = of(session_id)
-            began = told(session, lambda: service.ask(session, prompt or "", chosen(*values)))
+            began = told(session, lambda: service.ask(session, prompt or "", chosen(*values), wants_private=private))
             for html in watch(session):
                 yield html, "" if began else gr.skip()
                 began = False  # what is typed meanwhile stays
 
-        def send_many(session_id: str, *values: Any) -> Iterator[str]:
+        def send_many(session_id: str, private: bool, *values: Any) -> Iterator[str]:
             session, domain = of(session_id), values[0]
             if domain not in DOMAINS:
                 domain = _last_domain(session)
-            told(session, lambda: service.send(session, domain, PROMPTS, chosen(*values)))
+            told(session, lambda: service.send(session, domain, PROMPTS, chosen(*values), wants_private=private))
             yield from watch(session)
 
         def suggested(session_id: str, domain: str) -> str:
@@ -233,59 +250,44 @@ def build(service: Service, *, is_public: bool = False, output_dir: Path = Path(
             session = of(session_id)
             room = session.room
             news = (
-                session.id,
-                room.count,
-                room.state,
-                len(room.assistant.decisions),
-                session.is_private,
-                shown,
+                session.id, id(room), room.count, room.state, len(room.assistant.decisions), session.is_private, shown,
                 session.corrections.total(),
-                id(room),
-            )
+            )  # fmt: skip
             if news == seen:
                 return gr.skip()
-            points = _curves(room.snapshot(None if shown == ALL else shown), shown)
+            curves = _curves(room.snapshot(None if shown == ALL else shown), shown)
             return (
-                view.learner_state(room, session.is_private),
-                points,
-                view.domain_table(room),
-                view.corrections(session.corrections),
-                news,
-            )
+                view.learner_state(room, session.is_private, is_public), curves, view.domain_table(room),
+                view.corrections(session.corrections), session.is_private, news,
+            )  # fmt: skip
 
         def reset_draft(session_id: str) -> str:
-            session = of(session_id)
-            if is_public and not session.is_private:
+            room = of(session_id).room
+            if is_public and room is service.shared:
                 return "The draft that all visitors share is not reset here. Take a draft of your own (Settings)."
-            service.reset(session.room)
+            service.reset(room)
             return "The draft is as it was."
 
         def keep(session_id: str, name: str) -> str:
             refuse_strangers()
             if not re.fullmatch(r"[\w.-]{1,64}", name) or name.strip(".") == "":
                 return f"A folder's name has letters, digits, `.`, `_` and `-`, got {name!r}."
-            try:
-                written = of(session_id).room.save(output_dir / name)
-            except (OSDError, OSError) as error:
-                return f"Not saved: {error}"
-            return "Saved: " + ", ".join(f"`{path}`" for path in written)
+            return said("Not saved", lambda: "Saved: " + _listed(of(session_id).room.save(output_dir / name)))
 
         def publish(session_id: str, which: str, repo: str, token: str) -> Iterator[str]:
             refuse_strangers()
             yield "Pushing …"
-            try:
-                yield f"Pushed to {push(of(session_id).room, which, repo, token)}"
-            except OSDError as error:
-                yield f"Not pushed: {error}"
+            yield said("Not pushed", lambda: f"Pushed to {of(session_id).room.push(which, repo, token)}")
 
         def load_pair(target: str, draft: str) -> Iterator[str]:
             refuse_strangers()
             yield "Loading …"
-            try:
+
+            def loaded() -> str:
                 service.load(target.strip() or None, draft.strip() or None)
-                yield f"Serving {service.pair.name}."
-            except OSDError as error:
-                yield f"{error} Still serving {service.pair.name}."
+                return f"Serving {service.pair.name}."
+
+            yield said(f"Still serving {service.pair.name}", loaded)
 
         def refuse_strangers() -> None:
             if is_public:  # a hidden button is no lock
@@ -294,35 +296,29 @@ def build(service: Service, *, is_public: bool = False, output_dir: Path = Path(
         settings = [domain, learn, k, do_sample, temperature, top_p, tokens, check, remember]
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
         waiting = [prompt, send, twenty, shift, suggest, clear]
-        page.load(arrive, stored, [stored, visitor, chat, private, *waiting], **quiet).then(
-            follow, visitor, chat, **quiet
-        )
-        gr.on([send.click, prompt.submit], submit, [prompt, visitor, *settings], [chat, prompt], **quiet)
-        twenty.click(send_many, [visitor, *settings], chat, **quiet)
+        page.load(arrive, visitor, [visitor, chat, private, *waiting], **quiet).then(follow, visitor, chat, **quiet)
+        gr.on([send.click, prompt.submit], submit, [prompt, visitor, private, *settings], [chat, prompt], **quiet)
+        twenty.click(send_many, [visitor, private, *settings], chat, **quiet)
         shift.click(next_domain, [visitor, domain], domain, **quiet).then(
-            send_many, [visitor, *settings], chat, **quiet
+            send_many, [visitor, private, *settings], chat, **quiet
         )
         suggest.click(suggested, [visitor, domain], prompt, queue=False, **quiet)
         stop.click(end, visitor, queue=False, **quiet)
         clear.click(forget, visitor, chat, queue=False, **quiet)
         private.input(set_private, [visitor, private], [private, chat], **quiet)
-        panel = [state, curves, table, corrections, seen]
+        panel = [state, curves, table, corrections, private, seen]
         gr.on([timer.tick, shown.change], tick, [visitor, shown, seen], panel, queue=False, **quiet)
+        one: dict[str, Any] = {**quiet, "concurrency_limit": 1}
         reset.click(reset_draft, visitor, kept, **quiet)
-        save.click(keep, [visitor, name], kept, **quiet)
-        pushing.click(publish, [visitor, which, repo, token], kept, **quiet)
-        load.click(load_pair, [target_id, draft_id], loaded, **quiet)
+        save.click(keep, [visitor, name], kept, **one)
+        pushing.click(publish, [visitor, which, repo, token], kept, **one)
+        load.click(load_pair, [target_id, draft_id], loaded, **one)
         add_api(service, AUTOMATIC)
     return page
 
 
-def _k(k: str) -> int | Literal["auto"]:
-    if k == "auto":
-        return "auto"
-    try:
-        return int(k)
-    except ValueError as error:
-        raise ConfigError(f'`k` must be a number, or "auto", got {k!r}.') from error
+def _listed(paths: Sequence[Path]) -> str:
+    return ", ".join(f"`{path}`" for path in paths)
 
 
 def _last_domain(session: Session) -> str:

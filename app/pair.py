@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Sequence
 
 import torch
 
-from osd_hf import ConfigError, OnlineAssistant, OnlineConfig
+from osd_hf import ConfigError, OnlineAssistant, OnlineConfig, align_vocab
 from osd_hf.bundled import DOMAINS, bundled_prompts, load_bundled
 from osd_hf.loading import load_model, load_tokenizer, placed, prompt_room
 from osd_hf.prompts import encode_turn
+from osd_hf.timing import cores
 
-__all__ = ["Pair"]
+__all__ = ["Pair", "use_threads"]
+
+MAX_TURNS = 8  # of the chat that the model sees at most, where it sees any
 
 
 class Pair:
@@ -29,6 +31,13 @@ class Pair:
     Raises:
         ConfigError: one of the two is missing.
         UnsupportedModelError, VocabularyMismatchError: what cannot be loaded, or does not fit together.
+
+    Attributes:
+        per_domain (`bool`):
+            Whether each domain has a draft of its own: of the bundled pair. With larger models all domains share one,
+            as five drafts that learn take five times the memory.
+        is_exact (`bool`):
+            Whether answers are the target's own to the token; in half precision ties may break otherwise.
     """
 
     def __init__(
@@ -42,13 +51,19 @@ class Pair:
             self.target = load_model(target, dtype=dtype, device=device)
             self.draft = load_model(draft, dtype=dtype, device=device)
             self.tokenizer = load_tokenizer(target)
+            sizes = [m.config.get_text_config().vocab_size for m in (self.target, self.draft)]
+            if sizes[0] != sizes[1]:
+                self.draft = align_vocab(self.draft, self.target)
         else:
             self.name = "the bundled pair"
             self.target, self.draft, self.tokenizer = load_bundled()
             if device is not None:
                 self.target, self.draft = placed(self.target, device), placed(self.draft, device)
+        self.per_domain = self.is_bundled
         self.seq2seq = bool(self.target.config.is_encoder_decoder)
-        self._asked = {domain: itertools.count() for domain in DOMAINS}
+        self.is_exact = self.target.dtype == torch.float32
+        self._samples: dict[str, list[str]] = {domain: [] for domain in DOMAINS}
+        self._asked = dict.fromkeys(DOMAINS, 0)
         self._lock = threading.Lock()
         # What a learner would refuse is refused here, while the models that serve are others.
         OnlineAssistant(self.target, self.draft, self.tokenizer, OnlineConfig(update_strategy="manual")).close()
@@ -59,6 +74,7 @@ class Pair:
         is no room for them; raises ConfigError where there is none for the prompt itself.
         """
         room = prompt_room(self.target.config, self.draft.config, max_new_tokens)
+        history = history[-MAX_TURNS:]
         for first in range(len(history) + 1):
             ids = self._encode(prompt, history[first:])
             if room is None or len(ids) <= room:
@@ -83,5 +99,13 @@ class Pair:
     def samples(self, domain: str, count: int) -> list[str]:
         """The next prompts of a domain, none of them twice."""
         with self._lock:
-            numbers = [next(self._asked[domain]) for _ in range(count)]
-        return [example.prompt for example in bundled_prompts(domain, numbers[-1] + 1)[numbers[0] :]]
+            begin = self._asked[domain]
+            self._asked[domain] = end = begin + count
+            if end > len(self._samples[domain]):  # made anew, twice as many: more begin with the same ones
+                self._samples[domain] = [example.prompt for example in bundled_prompts(domain, 2 * end)]
+            return self._samples[domain][begin:end]
+
+
+def use_threads(pair: Pair, threads: int | None) -> None:
+    """Set torch's threads: as asked, or one for the bundled pair, which is too small for more, and all cores else."""
+    torch.set_num_threads(threads or (1 if pair.is_bundled else cores()))

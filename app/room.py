@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from osd_hf import AcceptanceStats, LabelRouter, LearnerError, OnlineAssistant, OnlineConfig
+from osd_hf import AcceptanceStats, ConfigError, LabelRouter, LearnerError, OnlineAssistant, OnlineConfig
 from osd_hf_app.pair import Pair
 
 __all__ = ["Record", "Room", "compared", "pooled"]
 
+SHARED = "shared"
 KEPT = 5000  # newest requests that curves are drawn of
 
 
@@ -34,7 +36,7 @@ class Record:
 
 class Room:
     """
-    One assistant, with a draft per domain.
+    One assistant, with a draft per domain or one that all domains share, as the pair has it.
 
     Args:
         pair (`Pair`):
@@ -50,13 +52,17 @@ class Room:
         self.config = config
         self.records: list[Record] = []
         self.count = 0
-        self.failure: str | None = None
+        self._failure: tuple[str, int] | None = None
         self._lock = threading.Lock()
         self.assistant = self._assistant(state)
 
     def _assistant(self, state: Path | None = None) -> OnlineAssistant:
         assistant = OnlineAssistant(
-            self.pair.target, self.pair.draft, self.pair.tokenizer, self.config, router=LabelRouter()
+            self.pair.target,
+            self.pair.draft,
+            self.pair.tokenizer,
+            self.config,
+            router=LabelRouter() if self.pair.per_domain else None,
         )
         if state is not None:
             try:
@@ -78,12 +84,29 @@ class Room:
         old, self.assistant = self.assistant, self._assistant()
         close_quietly(old)
         with self._lock:
-            self.records, self.count, self.failure = [], 0, None
+            self.records, self.count, self._failure = [], 0, None
 
     def snapshot(self, domain: str | None = None) -> list[Record]:
         """The requests so far, of all domains or one."""
         with self._lock:
             return [record for record in self.records if domain in (None, record.domain)]
+
+    def failed(self, message: str) -> None:
+        """Learning has failed; it is said until a later version comes."""
+        self._failure = (message, len(self.assistant.decisions))
+
+    @property
+    def failure(self) -> str | None:
+        """What learning failed of, if nothing has been learned since."""
+        if self._failure is None or len(self.assistant.decisions) > self._failure[1]:
+            return None
+        return self._failure[0]
+
+    @property
+    def learned(self) -> dict[str, str | None]:
+        """Drafts that have learned something: a name for a folder or a list, and the domain."""
+        drafts = self.assistant.drafts
+        return {domain or SHARED: domain for domain in drafts.domains if drafts.serving_version(domain) > 0}
 
     @property
     def state(self) -> str:
@@ -114,10 +137,21 @@ class Room:
         """Save the session, and each learned draft as an ordinary model folder; gives what was written."""
         self.assistant.save_state(folder / "session")
         written = [folder / "session"]
-        for domain in self.assistant.drafts.domains:
-            written.append(folder / "drafts" / re.sub(r"[^\w.-]", "_", domain))
+        shutil.rmtree(folder / "drafts", ignore_errors=True)  # of an earlier save
+        for name, domain in self.learned.items():
+            written.append(folder / "drafts" / re.sub(r"[^\w.-]", "_", name))
             self.assistant.save_pretrained(written[-1], domain=domain)
         return written
+
+    def push(self, domain: str, repo_id: str, token: str | None) -> str:
+        """Push the draft that serves a domain as an ordinary model repo; gives its address. Raises ConfigError or
+        HubError."""
+        drafts = self.assistant.drafts
+        if drafts.serving_version(domain) == 0:
+            raise ConfigError(f"The draft of {domain!r} has learned nothing yet: there is nothing to push.")
+        return self.assistant.push_to_hub(
+            repo_id.strip(), domain=drafts.key(domain), token=(token or "").strip() or None
+        )
 
     def close(self) -> None:
         """End learning."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import secrets
 import threading
 import time
+import unicodedata
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -31,7 +33,7 @@ from osd_hf.bundled import DOMAINS, bundled_prompts
 from osd_hf.replay import replay_each
 from osd_hf_app.answers import Answer, Batch, Settings, ShownToken
 from osd_hf_app.domains import OTHER, classifier
-from osd_hf_app.pair import Pair
+from osd_hf_app.pair import Pair, use_threads
 from osd_hf_app.pieces import Pieces, text_of
 from osd_hf_app.room import Room
 from osd_hf_app.turns import Turns
@@ -44,8 +46,12 @@ K = 5  # at which both drafts of the curves are replayed
 MAX_CHARACTERS = 20_000  # of a prompt
 MAX_ENTRIES = 100  # of a chat; the oldest go
 MAX_SESSIONS = 500  # chats kept; the one that was not used for longest goes
-MAX_PRIVATE = 4  # rooms of one visitor; the one that was not used for longest goes
+MAX_PRIVATE = 4  # rooms of one visitor, one for a pair of one's own; the one that was not used for longest goes
+MAX_WAITING = 32  # jobs at once
+MAX_CORRECTIONS = 500  # kinds of them counted in a chat; the rarest go
+LET_GO = "Your own draft was let go to make room for other visitors; the draft that all share serves you now."
 SAMPLES = 200  # prompts per domain that the classifier learns from
+STOP_SECONDS = 0.2  # within which a batch that waits heeds its visitor
 LEARNING_SECONDS = 30.0  # that a batch waits at most between two prompts for what is due to be learned
 WARM_UP = "Who are you?"
 
@@ -103,6 +109,9 @@ class _Rounds(BaseStreamer):
 class _Stop(StoppingCriteria):
     """Ends an answer that its visitor has stopped."""
 
+    # Not in `__dict__`, where a stop that comes while the criterion is checked would pass for its memory.
+    __slots__ = ("_stop",)
+
     def __init__(self, stop: threading.Event) -> None:
         self._stop = stop
 
@@ -123,11 +132,27 @@ class Service:
         state (`Path`, *optional*):
             A saved session that the shared room goes on with.
         config (`dict[str, Any]`, *optional*):
-            Settings of `OnlineConfig` in place of the app's.
+            Settings of `OnlineConfig` in place of the app's; learning is paused during requests, so that the strategy
+            `"interval"` never learns.
+        threads (`int`, *optional*):
+            Of torch; by default one for the bundled pair, which is too small for more, and all cores for others.
+        load_settings (`Any`):
+            `dtype` and `device` of the pairs that are loaded later.
     """
 
-    def __init__(self, pair: Pair, state: Path | None = None, config: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        pair: Pair,
+        state: Path | None = None,
+        config: dict[str, Any] | None = None,
+        *,
+        threads: int | None = None,
+        **load_settings: Any,
+    ) -> None:
         self._config = config or {}
+        self._threads = threads
+        self._load_settings = load_settings
+        use_threads(pair, threads)
         self.pair = pair
         self.turns = Turns()
         self.shared = Room(pair, config_of(pair, **self._config), state)
@@ -148,56 +173,77 @@ class Service:
 
     # --- visitors ---------------------------------------------------------------------------------------------------
 
-    def session(self, session_id: str | None, *, program: bool = False) -> Session:
-        """
-        A visitor's chat; a new one, with a name that cannot be guessed, where there is none of that name. That of a
-        program is named as it says: it has no page that could keep another name.
-        """
+    def session(self, session_id: str | None) -> Session:
+        """A visitor's chat, by a name that cannot be guessed; a new one where there is none of that name."""
+        evicted: list[Room] = []
         with self._lock:
             found = self.sessions.get(session_id or "")
             if found is None:
-                name = session_id if program and session_id else secrets.token_urlsafe(16)
-                found = Session(name, self.shared)
+                # A page that was open while the app was started anew keeps its name.
+                is_name = re.fullmatch(r"[\w-]{22}|program [\w-]{1,64}", session_id or "")
+                found = Session(session_id if session_id and is_name else secrets.token_urlsafe(16), self.shared)
                 self.sessions[found.id] = found
                 for other in [s for s in self.sessions.values() if s.job is None and s is not found]:
                     if len(self.sessions) <= MAX_SESSIONS:
                         break
                     self.sessions.pop(other.id)
+                    if other.id in self.private:
+                        evicted.append(self.private.pop(other.id))
             self.sessions.move_to_end(found.id)
-            return found
+            if found.id in self.private:
+                self.private.move_to_end(found.id)
+        for room in evicted:
+            room.close()
+        return found
+
+    def guest(self) -> Session:
+        """A chat that nobody comes back to, and that is not kept."""
+        return Session("", self.shared)
 
     def go_private(self, session: Session, is_private: bool) -> None:
         """Give a visitor a draft of their own, which learns from nobody else; or let them share again, when their own
         is forgotten. Raises ConfigError in the middle of an answer."""
-        self._check_free(session)
-        with self._lock:
-            if is_private == session.is_private:
-                return
-            if is_private:
-                self.private[session.id] = Room(self.pair, self.shared.config)
-                session.room, session.is_private = self.private[session.id], True
-                busy = {s.id for s in self.sessions.values() if s.job is not None}
-                for owner in [o for o in self.private if o not in busy | {session.id}]:
-                    if len(self.private) <= MAX_PRIVATE:
-                        break
-                    self._leave(owner, "Your own draft was let go to make room for other visitors.")
-            else:
-                self._leave(session.id, None)
+        if is_private == session.is_private:
+            return
+        room = Room(self.pair, self.shared.config) if is_private else None  # takes a while: nobody waits for it
+        closing: list[Room] = []
+        try:
+            with self._lock:
+                self._check_free(session)
+                if is_private == session.is_private:
+                    closing += [] if room is None else [room]
+                elif room is None:
+                    closing.append(self._leave(session, None))
+                else:
+                    self.private[session.id] = room
+                    session.room, session.is_private, session.notice = room, True, None
+                    most = MAX_PRIVATE if self.pair.per_domain else 1
+                    others = [s for s in self.sessions.values() if s.is_private and s.job is None and s is not session]
+                    for other in sorted(others, key=lambda s: list(self.private).index(s.id)):
+                        if len(self.private) > most:
+                            closing.append(self._leave(other, LET_GO))
+        except ConfigError:
+            closing += [] if room is None else [room]
+            raise
+        finally:
+            for old in closing:
+                old.close()
         session.touch()
 
-    def _leave(self, owner: str, notice: str | None) -> None:
-        self.private.pop(owner).close()
-        session = self.sessions.get(owner)
-        if session is not None:
-            session.room, session.is_private, session.notice = self.shared, False, notice
-            session.touch()
+    def _leave(self, session: Session, notice: str | None) -> Room:
+        """Let a visitor share again; gives the room that is to be closed."""
+        room = self.private.pop(session.id)
+        session.room, session.is_private, session.notice = self.shared, False, notice
+        session.touch()
+        return room
 
     def clear(self, session: Session) -> None:
         """Forget a chat."""
-        self._check_free(session)
-        session.entries.clear()
-        session.corrections.clear()
-        session.notice = None
+        with self._lock:
+            self._check_free(session)
+            session.entries = []
+            session.corrections = Counter()
+            session.notice = None
         session.touch()
 
     def _check_free(self, session: Session) -> None:
@@ -206,14 +252,26 @@ class Service:
 
     # --- answers ----------------------------------------------------------------------------------------------------
 
-    def ask(self, session: Session, prompt: str, settings: Settings) -> Answer:
+    def ask(self, session: Session, prompt: str, settings: Settings, *, wants_private: bool | None = None) -> Answer:
         """
         Begin to answer a prompt; the answer grows by itself, whether anybody watches or not.
 
+        Args:
+            session (`Session`):
+                Whose chat.
+            prompt (`str`):
+                As it was typed.
+            settings (`Settings`):
+                How to answer.
+            wants_private (`bool`, *optional*):
+                Whether the visitor believes to have a draft of their own: nobody else's learns from what is meant for
+                it.
+
         Raises:
-            ConfigError: an empty or too long prompt, an unknown domain, or the chat is still being answered.
+            ConfigError: an empty or too long prompt, an unknown domain, the chat is still being answered, too many
+                wait, or the visitor's own draft is gone.
         """
-        text = "".join(c for c in prompt if c in "\n\t" or c.isprintable()).strip()
+        text = "".join(c for c in prompt if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs")).strip()
         if not text:
             raise ConfigError("The prompt is empty. Write something first.")
         if len(text) > MAX_CHARACTERS:
@@ -225,21 +283,24 @@ class Service:
             if settings.remember and isinstance(entry, Answer) and entry.error is None
         ]
         self.pair.encode(text, settings.max_new_tokens, history)  # what does not fit is said at once
-        self._begin(session, answer, lambda: self._answer(session, answer, history))
+        self._begin(session, answer, lambda: self._answer(session, answer, history), wants_private)
         return answer
 
-    def send(self, session: Session, domain: str, count: int, settings: Settings) -> Batch:
+    def send(
+        self, session: Session, domain: str, count: int, settings: Settings, *, wants_private: bool | None = None
+    ) -> Batch:
         """
-        Begin to send prompts of a domain one after the other, letting the draft learn in between what is due.
+        Begin to send prompts of a domain one after the other, letting the draft learn in between what is due, as long
+        as nobody else asks.
 
         Raises:
-            ConfigError: an unknown domain, or the chat is still being answered.
+            ConfigError: as of [`~Service.ask`].
         """
         if domain not in DOMAINS:
             raise ConfigError(f"There are prompts of {', '.join(DOMAINS)}, got {domain!r}.")
         batch = Batch(domain, count)
         settings = replace(settings, domain=domain, check=False, remember=False)
-        self._begin(session, batch, lambda: self._batch(session, batch, settings))
+        self._begin(session, batch, lambda: self._batch(session, batch, settings), wants_private)
         return batch
 
     def _domain(self, text: str, settings: Settings) -> str:
@@ -247,9 +308,15 @@ class Service:
             raise ConfigError(f"The domain must be one of {', '.join((*DOMAINS, OTHER))}, got {settings.domain!r}.")
         return settings.domain or self.domain_of(text)
 
-    def _begin(self, session: Session, job: Answer | Batch, work: Callable[[], None]) -> None:
+    def _begin(
+        self, session: Session, job: Answer | Batch, work: Callable[[], None], wants_private: bool | None
+    ) -> None:
+        if len(self.turns) >= MAX_WAITING:
+            raise ConfigError("Too many visitors are waiting for an answer. Try again in a moment.")
         with self._lock:
             self._check_free(session)
+            if wants_private and not session.is_private:
+                raise ConfigError(f"{LET_GO} Nothing was sent: tick the box again, or untick it.")
             session.job, session.notice = job, None
             session.entries.append(job)
             del session.entries[:-MAX_ENTRIES]
@@ -274,27 +341,67 @@ class Service:
             if batch.stop.is_set():
                 return
             answer = Answer(prompt, settings, batch.domain, stop=batch.stop)
+            for shown in batch.answers[-1:]:
+                shown.tokens = []  # only the newest is shown
             batch.answers.append(answer)
-            self._answer(session, answer, [])
-            answer.is_done = True
-            batch.is_learning = settings.learn and session.room.assistant.is_learning
+            try:
+                self._answer(session, answer, [])
+            finally:
+                answer.is_done = True
+            assistant, until = session.room.assistant, time.monotonic() + LEARNING_SECONDS
+            batch.is_learning = settings.learn and assistant.is_learning
             session.touch()
-            if batch.is_learning:
-                session.room.assistant.wait_until_idle(LEARNING_SECONDS)
-                batch.is_learning = False
+            while batch.is_learning and not batch.stop.is_set() and time.monotonic() < until:
+                batch.is_learning = not assistant.wait_until_idle(STOP_SECONDS)
+            batch.is_learning = False
 
     def _answer(self, session: Session, answer: Answer, history: list[tuple[str, str]]) -> None:
-        answer.waiting = len(self.turns)
-        with self.turns.turn():
-            answer.waiting = 0
-            room = session.room
-            pair, settings = room.pair, answer.settings
-            ids = pair.encode(answer.prompt, settings.max_new_tokens, history)
-            pieces = Pieces(pair.tokenizer)
-            traces: list[Trace] = []
-            started = time.perf_counter()
+        def moved(before: int) -> None:
+            answer.waiting = before
+            session.touch()
 
-            def take(round_ids: list[int]) -> None:
+        with self.turns.turn(moved):
+            if answer.stop.is_set():
+                answer.stopped = True
+                return
+            room, settings = session.room, answer.settings
+            pair = room.pair
+            answer.is_exact = pair.is_exact
+            ids = pair.encode(answer.prompt, settings.max_new_tokens, history)
+            traces: list[Trace] = []
+            # Nobody learns until all is measured: what served stays, and times are comparable.
+            with self._learning_paused():
+                started = time.perf_counter()
+                with capture_traces(pair.target, traces.append, num_logprobs=room.config.num_logprobs):
+                    output = self._generated(session, room, ids, answer, started)
+                answer.seconds = time.perf_counter() - started
+                answer.stopped = answer.stop.is_set()
+                if traces:
+                    self._scored(session, room, answer, traces[0])
+                if answer.stats is not None:
+                    self._compared(session, room, answer, ids, self._completion(pair, ids, output))
+
+    def _compared(self, session: Session, room: Room, answer: Answer, ids: torch.Tensor, own: list[int]) -> None:
+        """Time, and unless sampled tokens, beside those of the target alone."""
+        assert answer.stats is not None
+        settings, emitted = answer.settings, answer.stats.emitted
+        if settings.check and not answer.stopped:
+            seconds, alone = self._timed_alone(room.pair, ids, settings.generate_kwargs, answer.stop)
+            if alone and not answer.stop.is_set():
+                self.alone.append((seconds, len(alone)))
+                answer.is_identical = None if settings.do_sample else alone == own
+                answer.alone_seconds, answer.is_measured = seconds * emitted / len(alone), True
+                return
+        total, tokens = (sum(column) for column in zip(*self.alone, strict=True))
+        answer.alone_seconds = total / tokens * emitted
+
+    def _generated(
+        self, session: Session, room: Room, ids: torch.Tensor, answer: Answer, started: float
+    ) -> torch.Tensor:
+        while True:
+            pieces = Pieces(room.pair.tokenizer)
+
+            def take(round_ids: list[int], pieces: Pieces = pieces) -> None:
                 if answer.first_token_seconds is None:
                     answer.first_token_seconds = time.perf_counter() - started
                 shown = len(pieces.texts)
@@ -303,26 +410,6 @@ class Service:
                 answer.tokens += [ShownToken(*t) for t in zip(pieces.texts[shown:], kinds, strict=True)]
                 session.touch()
 
-            with self._others_paused(room), room.assistant.drafts.lease(answer.domain) as serving:
-                with capture_traces(pair.target, traces.append, num_logprobs=room.config.num_logprobs):
-                    output = self._generated(room, ids, answer, _Rounds(take))
-                answer.seconds = time.perf_counter() - started
-                self._scored(session, answer, traces, serving)
-                answer.stopped = answer.stop.is_set()
-                if settings.check and not answer.stopped:
-                    seconds, emitted = self._timed_alone(pair, ids, settings.generate_kwargs, room)
-                    self.alone.append((seconds, len(emitted)))
-                    own = output[0] if pair.seq2seq else output[0, ids.shape[1] :]
-                    answer.is_identical = None if settings.do_sample else emitted == own.tolist()
-                    if emitted:
-                        answer.alone_seconds = seconds * (answer.stats.emitted if answer.stats else 0) / len(emitted)
-                        answer.is_measured = True
-                elif answer.stats is not None:
-                    total, tokens = (sum(column) for column in zip(*self.alone, strict=True))
-                    answer.alone_seconds = total / tokens * answer.stats.emitted
-
-    def _generated(self, room: Room, ids: torch.Tensor, answer: Answer, streamer: _Rounds) -> torch.Tensor:
-        while True:
             try:
                 output: torch.Tensor = room.assistant.generate(
                     ids,
@@ -330,61 +417,67 @@ class Service:
                     domain=answer.domain,
                     learn=answer.settings.learn,
                     num_assistant_tokens=answer.settings.k,
-                    streamer=streamer,
+                    streamer=_Rounds(take),
                     stopping_criteria=StoppingCriteriaList([_Stop(answer.stop)]),
                     **answer.settings.generate_kwargs,
                 )
                 return output
             except LearnerError as error:  # of an earlier request: raised before this one began
-                room.failure = str(error)
+                room.failed(str(error))
 
-    def _scored(self, session: Session, answer: Answer, traces: list[Trace], serving: Any) -> None:
-        if not traces:
-            return
-        trace, pair = traces[0], session.room.pair
-        origins = emitted_tokens(trace, serving.model)
-        pieces = Pieces(pair.tokenizer)
+    def _scored(self, session: Session, room: Room, answer: Answer, trace: Trace) -> None:
+        tokenizer = room.pair.tokenizer
+        with room.assistant.drafts.lease(answer.domain) as serving:  # what drafted: learning is paused
+            origins = emitted_tokens(trace, serving.model)
+            answer.learning, answer.frozen = (
+                replay_each(draft, [trace], K)[0] for draft in (serving.model, room.pair.draft)
+            )
+        pieces = Pieces(tokenizer)
         pieces.push(token.id for token in origins)
         answer.tokens = [
             ShownToken(
                 text,
                 token.origin,
-                None if token.drafted_id is None else text_of(pair.tokenizer, [token.drafted_id]),
+                None if token.drafted_id is None else text_of(tokenizer, [token.drafted_id]),
                 token.drafted_prob,
             )
             for text, token in zip(pieces.texts, origins, strict=True)
         ]
         answer.stats, answer.version = AcceptanceStats.from_trace(trace), serving.version
-        answer.learning, answer.frozen = (replay_each(draft, [trace], K)[0] for draft in (serving.model, pair.draft))
-        session.room.add(answer.domain, answer.learning, answer.frozen, serving.version)
-        for shown, token in zip(answer.tokens, origins, strict=True):
-            if shown.said is not None:
-                session.corrections[shown.said, text_of(pair.tokenizer, [token.id])] += 1
+        room.add(answer.domain, answer.learning, answer.frozen, answer.version)
+        found = Counter(
+            (shown.said, text_of(tokenizer, [token.id]))
+            for shown, token in zip(answer.tokens, origins, strict=True)
+            if shown.said is not None
+        )
+        # A new one each time, as the page may be reading the old one.
+        session.corrections = Counter(dict((session.corrections + found).most_common(MAX_CORRECTIONS)))
         session.touch()
 
     def _timed_alone(
-        self, pair: Pair, ids: torch.Tensor, settings: dict[str, Any], room: Room | None = None
+        self, pair: Pair, ids: torch.Tensor, settings: dict[str, Any], stop: threading.Event | None = None
     ) -> tuple[float, list[int]]:
         """Seconds and tokens of the target alone, while nobody learns beside it."""
-        with contextlib.ExitStack() as stack:
-            if room is not None:
-                room.assistant.pause()
-                stack.callback(room.assistant.resume)
-            started = time.perf_counter()
-            output = pair.target.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-            seconds = time.perf_counter() - started
-        return seconds, (output[0] if pair.seq2seq else output[0, ids.shape[1] :]).tolist()
+        criteria = StoppingCriteriaList([] if stop is None else [_Stop(stop)])
+        started = time.perf_counter()
+        output = pair.target.generate(ids, attention_mask=torch.ones_like(ids), stopping_criteria=criteria, **settings)
+        return time.perf_counter() - started, self._completion(pair, ids, output)
+
+    @staticmethod
+    def _completion(pair: Pair, ids: torch.Tensor, output: torch.Tensor) -> list[int]:
+        """Tokens behind the prompt, or behind what a decoder begins with."""
+        return [int(token) for token in output[0, 1 if pair.seq2seq else ids.shape[1] :]]
 
     @contextlib.contextmanager
-    def _others_paused(self, room: Room) -> Iterator[None]:
-        """Drafts of other rooms do not learn while a request of this one runs."""
-        others = [other.assistant for other in (self.shared, *self.private.values()) if other is not room]
-        for assistant in others:
+    def _learning_paused(self) -> Iterator[None]:
+        with self._lock:
+            assistants = [room.assistant for room in (self.shared, *self.private.values())]
+        for assistant in assistants:
             assistant.pause()
         try:
             yield
         finally:
-            for assistant in others:
+            for assistant in assistants:
                 assistant.resume()
 
     # --- what changes for all ---------------------------------------------------------------------------------------
@@ -402,29 +495,37 @@ class Service:
         Raises:
             OSDError: the models cannot be loaded, or do not fit together; those that serve stay.
         """
-        pair = Pair(target, draft, **settings)
+        pair = Pair(target, draft, **{**self._load_settings, **settings})
         with self.turns.turn():
             shared = Room(pair, config_of(pair, **self._config))
+            closing: list[Room] = []
             try:
+                use_threads(pair, self._threads)
                 self._warm_up(pair)
-            except Exception:
+            except BaseException:
+                use_threads(self.pair, self._threads)
                 shared.close()
                 raise
             with self._lock:
-                for owner in list(self.private):
-                    self._leave(owner, None)
-                old, self.shared, self.pair = self.shared, shared, pair
+                closing.append(self.shared)
+                self.shared, self.pair = shared, pair
                 for session in self.sessions.values():
+                    if session.is_private:
+                        closing.append(self._leave(session, "Another pair is served now; your own draft went."))
                     session.room = shared
-            old.close()
+            for room in closing:
+                room.close()
         self._touch_all(shared)
 
     def _touch_all(self, room: Room) -> None:
-        for session in list(self.sessions.values()):
-            if session.room is room:
-                session.touch()
+        with self._lock:
+            sessions = [session for session in self.sessions.values() if session.room is room]
+        for session in sessions:
+            session.touch()
 
     def close(self) -> None:
         """End learning in all rooms."""
-        for room in (self.shared, *self.private.values()):
+        with self._lock:
+            rooms = [self.shared, *self.private.values()]
+        for room in rooms:
             room.close()

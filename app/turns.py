@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 __all__ = ["Turns"]
 
@@ -15,18 +15,25 @@ class Turns:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._line: deque[threading.Event] = deque()
+        self._line: deque[tuple[threading.Event, Callable[[int], object]]] = deque()
 
     def __len__(self) -> int:
         """Those who wait, and the one whose turn it is."""
         return len(self._line)
 
     @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
-        """Entered around a use of the models; waits until all who came before have ended."""
+    def turn(self, moved: Callable[[int], object] = lambda before: None) -> Iterator[None]:
+        """
+        Entered around a use of the models; waits until all who came before have ended.
+
+        Args:
+            moved (`Callable[[int], object]`, *optional*):
+                Told how many are before this one, at once and whenever that changes; quick, and never raises.
+        """
         mine = threading.Event()
         with self._lock:
-            self._line.append(mine)
+            moved(len(self._line))
+            self._line.append((mine, moved))
             if len(self._line) == 1:
                 mine.set()
         mine.wait()
@@ -35,5 +42,7 @@ class Turns:
         finally:
             with self._lock:
                 self._line.popleft()
+                for before, (_, told) in enumerate(self._line):
+                    told(before)
                 if self._line:
-                    self._line[0].set()
+                    self._line[0][0].set()

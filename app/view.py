@@ -12,8 +12,15 @@ from osd_hf_app.service import Session
 __all__ = ["CSS", "LEGEND", "corrections", "domain_table", "learner_state", "transcript"]
 
 MOST_CORRECTIONS = 8
+SHOWN = 20  # newest entries of a chat
+STOP = ' tabindex="0" role="note"'
 
 WORDS = {"accepted": "accepted", "corrected": "corrected", "bonus": "bonus", "plain": "target", "target": "target"}
+
+BUNDLED = (
+    "<br><br>The bundled target is tiny: it knows simple SQL, sums, short Python functions and small talk about "
+    "money. Suggest a prompt shows what."
+)
 
 LEGEND = """<div class="osd-legend" aria-label="What the colors mean">
 <span class="osd-t osd-accepted">accepted</span> guessed by the small draft, confirmed by the target
@@ -85,39 +92,51 @@ CSS = """
 
 
 def transcript(session: Session) -> str:
-    """The chat, for a screen reader as a log."""
-    entries = "".join(_batch(e) if isinstance(e, Batch) else _answer(e) for e in session.entries)
+    """The newest entries of the chat, for a screen reader as a log."""
+    shown = session.entries[-SHOWN:]
+    newest = len(shown) - 1
+    entries = "".join(_drawn(entry, is_newest=i == newest) for i, entry in enumerate(shown))
     notice = f'<div class="osd-error" role="alert">{escape(session.notice)}</div>' if session.notice else ""
     hint = "" if session.entries else (
         '<div class="osd-hint">Ask something, or let twenty prompts through. A small draft guesses what the target '
         "will say; the target checks several guesses at once, so that a good draft makes it faster, and never changes "
-        "what it says. Between answers the draft learns from its mistakes.<br><br>The bundled target is tiny: it "
-        "knows simple SQL, sums, short Python functions and small talk about money. Suggest a prompt shows what."
-        "</div>"
+        "what it says. Between answers the draft learns from its mistakes."
+        f"{BUNDLED if session.room.pair.is_bundled else ''}</div>"
     )  # fmt: skip
     return (
-        f'<div class="osd-chat" role="log" aria-label="Chat" aria-live="polite" tabindex="0">{hint}{entries}{notice}'
+        f'<div class="osd-chat" role="log" aria-label="Chat" aria-live="polite" '
+        f'aria-busy="{str(session.job is not None).lower()}" tabindex="0">{hint}{entries}{notice}'
         "</div>"
     )
 
 
-def _answer(answer: Answer) -> str:
-    return f'<div class="osd-you">{escape(answer.prompt)}</div>{_answered(answer)}'
+def _drawn(entry: Answer | Batch, *, is_newest: bool) -> str:
+    """An entry; what is done and not the newest any more is drawn once."""
+    if is_newest or not entry.is_done:
+        return _batch(entry, is_newest) if isinstance(entry, Batch) else _answer(entry, is_newest)
+    if entry.drawn is None:
+        entry.drawn = _batch(entry, False) if isinstance(entry, Batch) else _answer(entry, False)
+    return entry.drawn
 
 
-def _answered(answer: Answer) -> str:
+def _answer(answer: Answer, is_newest: bool) -> str:
+    return f'<div class="osd-you">{escape(answer.prompt)}</div>{_answered(answer, is_newest)}'
+
+
+def _answered(answer: Answer, is_newest: bool) -> str:
     error = f'<div class="osd-error" role="alert">{escape(answer.error)}</div>' if answer.error else ""
-    tokens = "".join(map(_token, answer.tokens))
+    tokens = "".join(_token(token, is_newest) for token in answer.tokens)
     return f'<div class="osd-answer">{tokens}</div>{error}<div class="osd-figures">{_figures(answer)}</div>'
 
 
-def _token(token: ShownToken) -> str:
+def _token(token: ShownToken, is_newest: bool) -> str:
+    """A token; of the newest answer the tab key stops at corrections, of older ones the pointer alone."""
     if token.said is None:
         return f'<span class="osd-t osd-{token.origin}">{escape(token.text)}</span>'
     sure = "" if token.prob is None else f" ({token.prob:.0%})"
     said = escape(f"the draft said {visible(token.said)}{sure}", quote=True)
     return (
-        f'<span class="osd-t osd-corrected" tabindex="0" data-said="{said}" '
+        f'<span class="osd-t osd-corrected"{STOP if is_newest else ""} data-said="{said}" '
         f'aria-label="{escape(token.text, quote=True)}, corrected: {said}">{escape(token.text)}</span>'
     )
 
@@ -146,7 +165,10 @@ def _figures(answer: Answer) -> str:
         rate = f"{answer.speedup:.2f}× the target alone"
         parts.append(rate if answer.is_measured else f"about {rate}")
     if answer.is_identical is not None:
-        parts.append("✓ the target alone says the same" if answer.is_identical else "✗ the target alone differs")
+        differs = (
+            "✗ the target alone differs" if answer.is_exact else "the target alone differs (half precision: ties)"
+        )
+        parts.append("✓ the target alone says the same" if answer.is_identical else differs)
     parts.append(f"draft version {answer.version}")
     if answer.stopped:
         parts.append("stopped")
@@ -155,11 +177,11 @@ def _figures(answer: Answer) -> str:
     return " · ".join(parts)
 
 
-def _batch(batch: Batch) -> str:
+def _batch(batch: Batch, is_newest: bool) -> str:
     done = sum(answer.stats is not None for answer in batch.answers)
     doing = "stopped" if batch.stop.is_set() else "done" if batch.is_done else "learning" if batch.is_learning else "…"
     shown = batch.answers[-1] if batch.answers else None
-    last = "" if shown is None else f"{_answer(shown)}"
+    last = "" if shown is None else _answer(shown, is_newest)
     error = f'<div class="osd-error" role="alert">{escape(batch.error)}</div>' if batch.error else ""
     return (
         f'<div class="osd-you">{batch.total} prompts of {escape(batch.domain)}</div>'
@@ -169,14 +191,16 @@ def _batch(batch: Batch) -> str:
     )
 
 
-def learner_state(room: Room, is_private: bool) -> str:
-    """What the learner does, and what became of its last versions."""
+def learner_state(room: Room, is_private: bool, is_public: bool = False) -> str:
+    """What the learner does, and what became of its last versions; to strangers no error is told word by word."""
     assistant, state = room.assistant, room.state
-    versions = [f"{domain} v{assistant.drafts.serving_version(domain)}" for domain in assistant.drafts.domains]
+    drafts = assistant.drafts
+    versions = [f"{domain or 'all'} v{drafts.serving_version(domain)}" for domain in drafts.domains]
     whose = "your own, which learns from nobody else" if is_private else "shared by all visitors"
     decisions = assistant.decisions
     told = [f"{escape(d.domain or 'all')} v{d.version} {escape(d.outcome)}{_gain(d)}" for d in decisions[:-4:-1]]
-    failure = f'<div class="osd-error">{escape(room.failure)}</div>' if room.failure else ""
+    told_failure = "The log of the app says why." if is_public else escape(room.failure or "")
+    failure = f'<div class="osd-error">{told_failure}</div>' if room.failure else ""
     return (
         f'<div class="osd-state" role="status"><span class="osd-dot {state}"></span><b>{state}</b> · the draft is '
         f"{whose}<br>serving: {escape(', '.join(versions)) or 'the draft as it was'}"

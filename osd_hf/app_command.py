@@ -21,11 +21,14 @@ def add_app(parser: argparse.ArgumentParser) -> None:
                        help="auto is each checkpoint's own; only float32 is exact to the token")  # fmt: skip
     group.add_argument("--device", help="such as cpu or cuda:0; CUDA where there is one by default, for the bundled "
                        "pair the CPU")  # fmt: skip
-    group.add_argument("--threads", type=int, metavar="N", help="of torch; 1 for the bundled pair by default")
+    group.add_argument("--threads", type=int, metavar="N",
+                       help="of torch; by default 1 for the bundled pair, all cores for others")  # fmt: skip
     group = parser.add_argument_group("server")
-    group.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other machines in")
+    group.add_argument("--host", help="this machine alone by default; 0.0.0.0 lets others in")
     group.add_argument("--port", type=int, help="the first free one from 7860 by default")
-    group.add_argument("--share", action="store_true", help="also through a public address of Gradio's")
+    group.add_argument(
+        "--share", action="store_true", help="also through a public address of Gradio's; implies --public"
+    )
     group.add_argument("--public", action="store_true",
                        help="strangers come: nobody loads models, saves, pushes or resets what is shared (always so "
                        "in a Space)")  # fmt: skip

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import os
+import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from osd_hf.drafts import DomainDrafts
 from osd_hf.errors import LearnerError
 from osd_hf.gate import GateDecision
 from osd_hf.hook import bind
+from osd_hf.hub import facts_of, push_folder, save_draft
 from osd_hf.learner import Learner
 from osd_hf.loading import load_model
 from osd_hf.metrics import AcceptanceStats
@@ -350,13 +352,14 @@ class OnlineAssistant:
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(save_directory)
 
-    def push_to_hub(self, repo_id: str, *, domain: str | None = None, **kwargs: Any) -> Any:
-        """Push a draft and the tokenizer as an ordinary model repo; arguments as of `PreTrainedModel.push_to_hub`."""
-        with self._drafts.lease(domain) as draft:
-            commit = draft.model.push_to_hub(repo_id, **kwargs)
-        if self.tokenizer is not None:
-            self.tokenizer.push_to_hub(repo_id, **kwargs)
-        return commit
+    def push_to_hub(self, repo_id: str, *, domain: str | None = None, **kwargs: Any) -> str:
+        """Push a draft, adapters merged, with the tokenizer and a model card without figures; arguments as of
+        `osd_hf.hub.push_folder`. `osd-hf push` measures a draft for its card."""
+        training = {"requests served": self.stats.num_requests, "version": self._drafts.serving_version(domain)}
+        facts = facts_of(self.target, self._drafts.base, () if domain is None else (domain,), training)
+        with tempfile.TemporaryDirectory() as folder, self._drafts.lease(domain) as draft:
+            save_draft(folder, draft.model, self.tokenizer, repo_id=repo_id, facts=facts)
+            return push_folder(folder, repo_id, kept="The assistant has it still.", **kwargs)
 
     def save_state(self, directory: str | os.PathLike[str]) -> None:
         """

@@ -1,4 +1,4 @@
-"""The command line: `osd-hf quickstart | run | replay | bench | distill | app`."""
+"""The command line: `osd-hf quickstart | run | replay | bench | distill | export | push | app`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from osd_hf.bench_command import bench_command
 from osd_hf.config import OnlineConfig
 from osd_hf.controlled import SHAPES
 from osd_hf.distill_command import add_distill, distill_command
-from osd_hf.errors import CaptureError, LearnerError, OSDError
+from osd_hf.errors import CaptureError, HubError, LearnerError, OSDError
+from osd_hf.push_command import add_export, add_push, export_command, push_command
 from osd_hf.quickstart import QuickstartSizes
 
 __all__ = ["main"]
@@ -48,7 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return commands.INTERRUPTED
     except (OSDError, OSError) as error:
         print(f"osd-hf: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return commands.FAILED if isinstance(error, LearnerError | CaptureError | OSError) else commands.BAD_INPUT
+        return (
+            commands.FAILED
+            if isinstance(error, LearnerError | CaptureError | HubError | OSError)
+            else commands.BAD_INPUT
+        )
 
 
 # --- arguments ----------------------------------------------------------------------------------------------------
@@ -83,6 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(add_reporting("bench", bench_command, "time target alone, stock and lean drafting side by side"))
     add_app(add("app", app_command, "chat in the browser, and watch the draft learn"))
     add_distill(add_reporting("distill", distill_command, "teach a draft on a fixed data set, before it serves"))
+    add_export(add_reporting("export", export_command, "write a draft for a serving engine"))
+    add_push(add_reporting("push", push_command, "measure a draft and push it to the Hub, with its card"))
     return parser
 
 

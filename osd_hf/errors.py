@@ -39,3 +39,7 @@ class LearnerError(OSDError, RuntimeError):
 
 class CaptureError(OSDError, RuntimeError):
     """A sink failed while it was handed a trace; the answers were delivered, the cause is chained."""
+
+
+class HubError(OSDError, RuntimeError):
+    """The Hub refused a push, or could not be reached to the end; what was to be pushed is still there."""

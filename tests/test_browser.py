@@ -199,12 +199,13 @@ def test_markup_in_a_prompt_is_text(visitor: BrowserContext, address: str) -> No
 
 def test_models_that_do_not_fit_leave_the_old_pair(visitor: BrowserContext, address: str, tmp_path: Path) -> None:
     models.build("llama").save_pretrained(tmp_path / "tiny")
+    models.tokenizer().save_pretrained(tmp_path / "tiny")
     page = opened(visitor, address)
     page.locator("#models button").first.click()
     for target, draft, shown in (
         ("no/such-model", "no/such-draft", "cannot be loaded"),
         (str(tmp_path / "tiny"), "", "name a target and a draft"),
-        (str(tmp_path / "tiny"), str(Path(models.__file__).parent.parent / "osd_hf/bundled/draft"), "tiny"),
+        (str(tmp_path / "tiny"), str(Path(models.__file__).parent.parent / "osd_hf/bundled/draft"), "tokenizer"),
     ):
         page.fill("#target textarea", target)
         page.fill("#draft textarea", draft)

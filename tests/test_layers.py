@@ -70,6 +70,11 @@ LAYERS = {
     "offline_sampling": 4,
     # what users call
     "assistant": 5,
+    "evaluation": 5,
+    "evaluate": 5,
+    "cards": 5,
+    "hub": 5,
+    "engines": 5,
     "simulate": 5,
     "serving": 5,
     "display": 5,
@@ -86,6 +91,7 @@ LAYERS = {
     "bench_command": 7,
     "distill_command": 7,
     "app_command": 7,
+    "push_command": 7,
     "cli": 7,
     "__main__": 7,
 }

@@ -51,6 +51,7 @@ PUBLIC_NAMES = {
     "CaptureError",
     "ConfigError",
     "DataError",
+    "HubError",
     "LearnerError",
     "StateError",
     "StoreError",

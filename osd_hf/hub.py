@@ -1,0 +1,254 @@
+"""Publishing: a draft as an ordinary model repo, with its card and evaluation; a store when asked for by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, get_token
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalTokenNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
+from huggingface_hub.errors import HTTPError as NetworkError  # type: ignore[attr-defined]  # httpx's
+from huggingface_hub.utils._validators import validate_repo_id
+
+from osd_hf.cards import DraftFacts, draft_card, store_card
+from osd_hf.errors import ConfigError, HubError
+from osd_hf.evaluation import EVALUATION, Evaluation
+from osd_hf.loading import first_line
+from osd_hf.outputs import make_folder
+from osd_hf.store import CorrectionStore
+from osd_hf.wrappers import is_peft
+
+__all__ = ["facts_of", "hub_id", "push_folder", "push_store", "save_draft"]
+
+
+def save_draft(
+    directory: str | os.PathLike[str],
+    draft: Any,
+    tokenizer: Any = None,
+    *,
+    num_assistant_tokens: int | None = None,
+    repo_id: str | None = None,
+    facts: DraftFacts | None = None,
+    evaluation: Evaluation | None = None,
+) -> None:
+    """
+    Write a draft as the repo that it is to be: weights, tokenizer, a generation config for fixed drafting, the
+    evaluation with its prompts, and the model card.
+
+    Args:
+        directory (`str` or `Path`):
+            Made where it is missing.
+        draft (`PreTrainedModel` or `PeftModel`):
+            Merged weights as an ordinary model; a `PeftModel` as its adapter alone. Left as it is.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*):
+            The target's.
+        num_assistant_tokens (`int`, *optional*):
+            k of the generation config; that of the evaluation by default, otherwise what the draft has.
+        repo_id (`str`, *optional*):
+            What the snippets of the card load; the folder by default.
+        facts (`DraftFacts`, *optional*):
+            For the card.
+        evaluation (`Evaluation`, *optional*):
+            What was measured.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    folder = Path(directory)
+    make_folder(folder)
+    k = num_assistant_tokens or (evaluation.num_assistant_tokens if evaluation is not None else None)
+    is_adapter = is_peft(draft)
+    with _drafting(draft, k):
+        draft.save_pretrained(folder)
+        if is_adapter:  # which transformers reads beside an adapter, too
+            draft.generation_config.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    if evaluation is not None:
+        evaluation.write(folder / EVALUATION)
+    card = draft_card(repo_id or str(directory), facts or DraftFacts(is_adapter=is_adapter), evaluation)
+    card.save(folder / "README.md")
+
+
+@contextlib.contextmanager
+def _drafting(draft: Any, k: int | None) -> Iterator[None]:
+    """The draft's generation config drafts k tokens a round inside."""
+    config = draft.generation_config
+    wanted = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
+    if k is not None:
+        wanted["num_assistant_tokens"] = k
+    before = {name: getattr(config, name, None) for name in wanted}
+    for name, value in wanted.items():
+        setattr(config, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
+
+
+def push_folder(
+    folder: str | os.PathLike[str],
+    repo_id: str,
+    *,
+    token: str | None = None,
+    private: bool | None = None,
+    repo_type: str = "model",
+    exist_ok: bool = True,
+    commit_message: str = "Upload a draft learned with osd_hf",
+    kept: str | None = None,
+) -> str:
+    """
+    Make a repo, where there is none, and commit a folder to it. The folder stays as it is, whatever happens.
+
+    Args:
+        folder (`str` or `Path`):
+            Of [`save_draft`], for one.
+        repo_id (`str`):
+            As `user/name`.
+        token (`str`, *optional*):
+            With the right to write; the login of this machine by default.
+        private (`bool`, *optional*):
+            Of a new repo.
+        repo_type (`str`, *optional*, defaults to `"model"`):
+            Or `"dataset"`.
+        exist_ok (`bool`, *optional*, defaults to `True`):
+            Whether the repo may be there already.
+        commit_message (`str`, *optional*):
+            First line of the commit.
+        kept (`str`, *optional*):
+            What an error says is still there; by default that the local copy is.
+
+    Returns:
+        `str`: address of the repo.
+
+    Raises:
+        ConfigError: a name that is none, no token, offline.
+        HubError: the Hub refused, or could not be reached to the end.
+    """
+    if "/" not in repo_id:
+        raise ConfigError(f"A repo is named as user/name, got {repo_id!r}.")
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise ConfigError(f"{repo_id!r} is no name of a repo: {first_line(error)}.") from error
+    token = token or get_token()
+    kept = kept or f"The local copy stays in {folder}."
+    if not token:
+        raise ConfigError(f"There is no token to push with. Pass one, or run `hf auth login` first. {kept}")
+    api = HfApi(token=token)
+    try:
+        url = api.create_repo(repo_id, private=private, repo_type=repo_type, exist_ok=exist_ok)
+        api.upload_folder(
+            repo_id=repo_id, folder_path=Path(folder), repo_type=repo_type, commit_message=commit_message
+        )
+    except OfflineModeIsEnabled as error:
+        raise ConfigError(f"HF_HUB_OFFLINE is set: nothing can be pushed. Unset it and push again. {kept}") from error
+    except LocalTokenNotFoundError as error:
+        raise ConfigError(f"There is no token to push with. Pass one, or run `hf auth login` first. {kept}") from error
+    except HfHubHTTPError as error:
+        raise HubError(f"{_refusal(error, repo_id)} {kept}") from error
+    except (NetworkError, OSError, RuntimeError, ValueError) as error:  # no network, and one that drops
+        raise HubError(
+            f"{repo_id!r} could not be reached to the end: {first_line(error)}. Push again, it goes on where it can. "
+            f"{kept}"
+        ) from error
+    return str(url)
+
+
+def _refusal(error: HfHubHTTPError, repo_id: str) -> str:
+    status = getattr(error.response, "status_code", None)
+    if status == 409:
+        return f"There is a repo {repo_id!r} already. Choose another name, or allow an existing one."
+    if status == 401:
+        return "The Hub does not know this token. Log in again, or pass another one."
+    if status == 403:
+        return f"This token may not write to {repo_id!r}. Take one with the right to write there."
+    if status == 404 or isinstance(error, RepositoryNotFoundError):
+        return f"There is no place for {repo_id!r}: the user or organization is unknown, or hidden from this token."
+    return f"The Hub refused {repo_id!r} with status {status}: {first_line(error)}."
+
+
+def push_store(
+    store: CorrectionStore,
+    repo_id: str,
+    *,
+    license: str,
+    target: str | None = None,
+    token: str | None = None,
+    private: bool | None = True,
+) -> str:
+    """
+    Publish a store of corrections as a data set with a card of its own. **It holds the text of its requests**; nothing
+    else of this package publishes any.
+
+    Args:
+        store (`CorrectionStore`):
+            With at least one request.
+        repo_id (`str`):
+            As `user/name`.
+        license (`str`):
+            Of the data, as the Hub names licenses.
+        target (`str`, *optional*):
+            Hub id of the model whose answers these are.
+        token (`str`, *optional*):
+            As of [`push_folder`].
+        private (`bool`, *optional*, defaults to `True`):
+            Of a new repo.
+
+    Returns:
+        `str`: address of the data set.
+
+    Raises:
+        ConfigError, HubError: as of [`push_folder`]; the store has no requests.
+    """
+    domains = sorted({trace.domain for trace in store if trace.domain is not None})
+    if not len(store):
+        raise ConfigError("The store has no requests; there is nothing to publish.")
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "data").mkdir()
+        store.to_dataset().to_parquet(Path(folder) / "data" / "requests.parquet")
+        card = store_card(repo_id, target=target, requests=len(store), domains=domains, license=license)
+        card.save(Path(folder) / "README.md")
+        message = "Upload corrections captured with osd_hf"
+        return push_folder(
+            folder,
+            repo_id,
+            token=token,
+            private=private,
+            repo_type="dataset",
+            commit_message=message,
+            kept="The store stays as it is.",
+        )
+
+
+def hub_id(name: str | None) -> str | None:
+    """A model's name where it is one of the Hub; `None` for a folder of this machine, which nobody else knows."""
+    if not name or Path(name).exists() or name.count("/") != 1:
+        return None
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return None
+    return name
+
+
+def facts_of(
+    target: Any, base: Any, domains: Sequence[str] = (), training: Mapping[str, Any] | None = None
+) -> DraftFacts:
+    """What the models themselves say of a draft: ids and revision, where they came from the Hub."""
+    config = target.config
+    return DraftFacts(
+        target=hub_id(config.name_or_path), target_revision=getattr(config, "_commit_hash", None),
+        base_model=hub_id(base.config.name_or_path), domains=tuple(domains), training=dict(training or {}),
+    )  # fmt: skip

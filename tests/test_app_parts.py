@@ -1,0 +1,370 @@
+"""Parts of the app that stand alone: domains, turns, pieces of text, settings, curves."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+import osd_hf
+from osd_hf import AcceptanceStats, ConfigError
+from osd_hf.bundled import DOMAINS, bundled_prompts
+from osd_hf_app.answers import Settings
+from osd_hf_app.curves import MOST_POINTS, WINDOW, curves, points
+from osd_hf_app.domains import OTHER, classifier
+from osd_hf_app.pieces import INCOMPLETE, Pieces, text_of
+from osd_hf_app.room import Record
+from osd_hf_app.service import SAMPLES
+from osd_hf_app.turns import Turns
+
+PATIENCE = 20.0  # seconds, on a busy machine
+
+
+# --- domains --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def domain_of() -> Any:
+    return classifier({d: [e.prompt for e in bundled_prompts(d, SAMPLES, seed=1)] for d in DOMAINS})
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_prompts_that_the_classifier_has_not_seen_find_their_domain(domain_of: Any, seed: int) -> None:
+    right = {d: sum(domain_of(e.prompt) == d for e in bundled_prompts(d, 100, seed=seed)) for d in DOMAINS}
+    # Sums about money are like finance.
+    assert right.pop("math") >= 90
+    assert min(right.values()) >= 98
+
+
+@pytest.mark.parametrize(
+    "prompt", ["", " \n\t", "qwzx vbnm plokij", "Приветствую вас, друзья", "你好", "\U0001f600" * 9, "¿", "x" * 20_000]
+)
+def test_a_prompt_like_no_sample_is_general(domain_of: Any, prompt: str) -> None:
+    assert domain_of(prompt) == OTHER
+
+
+def test_a_prompt_mostly_of_unknown_words_is_general(domain_of: Any) -> None:
+    assert domain_of("CREATE TABLE customers (id INTEGER, name TEXT);") == "sql"
+    assert domain_of("TABLE " + "zwoing " * 9) == OTHER
+
+
+def test_a_tie_is_general() -> None:
+    both = classifier({"one": ["red green blue"], "two": ["red green blue"]})
+    assert both("red green blue") == OTHER
+    differing = classifier({"one": ["red " * 20], "two": ["blue " * 20]})
+    assert [differing(p) for p in ("red red", "blue blue", "red blue")] == ["one", "two", OTHER]
+
+
+def test_one_domain_is_enough() -> None:
+    assert classifier({"one": ["red green"]})("red") == "one"
+
+
+@given(st.text())
+def test_any_text_has_a_domain(text: str) -> None:
+    known = classifier({"one": ["red 1 + 2"], "two": ["blue ( )"]})
+    assert known(text) in ("one", "two", OTHER)
+
+
+# --- turns ----------------------------------------------------------------------------------------------------------
+
+
+class Line(deque[threading.Event]):
+    """Says when somebody has queued."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queued = threading.Semaphore(0)
+
+    def append(self, mine: threading.Event) -> None:
+        super().append(mine)
+        self.queued.release()
+
+
+def watched() -> tuple[Turns, threading.Semaphore]:
+    turns = Turns()
+    line = turns._line = Line()
+    return turns, line.queued
+
+
+def test_turns_go_in_the_order_of_arrival_and_one_at_a_time() -> None:
+    turns, queued = watched()
+    order: list[int] = []
+    inside = threading.Lock()
+
+    def visit(number: int) -> None:
+        with turns.turn():
+            assert inside.acquire(blocking=False)
+            order.append(number)
+            inside.release()
+
+    threads = [threading.Thread(target=visit, args=(number,)) for number in range(12)]
+    with turns.turn():
+        assert queued.acquire(timeout=PATIENCE)
+        for thread in threads:
+            thread.start()
+            assert queued.acquire(timeout=PATIENCE)
+        assert len(turns) == 13
+        assert order == []
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert order == list(range(12))
+    assert len(turns) == 0
+
+
+def test_someone_who_comes_again_and_again_lets_others_in_between() -> None:
+    turns, queued = watched()
+    order: list[str] = []
+    other_waits = threading.Event()
+
+    def many() -> None:
+        for _ in range(3):
+            with turns.turn():
+                order.append("many")
+                assert other_waits.wait(PATIENCE)
+
+    def one() -> None:
+        with turns.turn():
+            order.append("one")
+
+    first, second = threading.Thread(target=many), threading.Thread(target=one)
+    first.start()
+    assert queued.acquire(timeout=PATIENCE)
+    second.start()
+    assert queued.acquire(timeout=PATIENCE)
+    other_waits.set()
+    first.join(PATIENCE)
+    second.join(PATIENCE)
+    assert order == ["many", "one", "many", "many"]
+
+
+def test_an_exception_passes_the_turn_on() -> None:
+    turns, queued = watched()
+    done = threading.Event()
+
+    def visit() -> None:
+        with turns.turn():
+            done.set()
+
+    thread = threading.Thread(target=visit)
+    with pytest.raises(KeyError), turns.turn():
+        assert queued.acquire(timeout=PATIENCE)
+        thread.start()
+        assert queued.acquire(timeout=PATIENCE)
+        raise KeyError("x")
+    assert done.wait(PATIENCE)
+    thread.join(PATIENCE)
+    assert len(turns) == 0
+
+
+# --- pieces ---------------------------------------------------------------------------------------------------------
+
+BUNDLED = AutoTokenizer.from_pretrained(Path(osd_hf.__file__).parent / "bundled" / "target", local_files_only=True)
+# Most characters of most alphabets take several tokens of the bundled tokenizer.
+TEXTS = st.text() | st.text(alphabet="aé€\u0301\u200d\U0001f469\U0001f680漢字 \n", min_size=1)
+CUTS = st.lists(st.integers(1, 7), max_size=40)
+
+
+def whole(ids: list[int]) -> str:
+    return str(BUNDLED.decode(ids, skip_special_tokens=True))
+
+
+def parts(ids: list[int], sizes: list[int]) -> Iterator[list[int]]:
+    start = 0
+    for size in sizes:
+        yield ids[start : start + size]
+        start += size
+    yield ids[start:]
+
+
+def pushed(ids: list[int], sizes: list[int], tokenizer: Any = BUNDLED) -> list[str]:
+    pieces = Pieces(tokenizer)
+    for part in parts(ids, sizes):
+        pieces.push(part)
+    return pieces.texts
+
+
+@given(TEXTS.filter(lambda text: not text.endswith(INCOMPLETE)), CUTS)
+def test_pieces_joined_are_the_text_however_they_come(text: str, sizes: list[int]) -> None:
+    ids = BUNDLED(text, add_special_tokens=False)["input_ids"]
+    texts = pushed(ids, sizes)
+    assert len(texts) == len(ids)
+    assert "".join(texts) == whole(ids)
+    assert texts == pushed(ids, [])
+
+
+@given(st.lists(st.integers(0, len(BUNDLED) - 1), max_size=60), CUTS)
+def test_of_any_tokens_only_an_unfinished_end_is_not_shown(ids: list[int], sizes: list[int]) -> None:
+    joined, text = "".join(pushed(ids, sizes)), whole(ids)
+    assert text.startswith(joined)
+    assert joined == text or text.endswith(INCOMPLETE)
+
+
+def test_a_character_of_several_tokens_is_shown_by_the_last_of_them() -> None:
+    ids = BUNDLED("a\U0001f680b", add_special_tokens=False)["input_ids"]
+    texts = pushed(ids, [])
+    assert len(ids) > 3
+    assert texts == ["a", *[""] * (len(ids) - 3), "\U0001f680", "b"]
+
+
+def test_special_tokens_show_nothing_and_have_names_of_their_own() -> None:
+    ids = [BUNDLED.bos_token_id, *BUNDLED("ab", add_special_tokens=False)["input_ids"], BUNDLED.eos_token_id]
+    texts = pushed(ids, [])
+    assert texts[0] == texts[-1] == ""
+    assert "".join(texts) == "ab"
+    assert text_of(BUNDLED, ids[-1:]) == BUNDLED.eos_token
+
+
+def test_spaces_that_a_tokenizer_leaves_out_at_the_beginning_stay_inside() -> None:
+    vocab = {"<s>": 0, "</s>": 1, "▁": 2, "▁one": 3, "▁two": 4, "s": 5}
+    backend = Tokenizer(WordLevel(vocab, unk_token="s"))
+    backend.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    for ids in ([3, 4, 5, 3], [2, 3, 2, 2, 4], [0, 3, 0, 4], [3, 0, 1, 4, 5, 1]):
+        assert "".join(pushed(ids, [], tokenizer)) == tokenizer.decode(ids, skip_special_tokens=True), ids
+
+
+# --- settings -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "rule"),
+    [
+        ("k", [0, -1, 33, 2.0, True, "5", "Auto", None], 'an integer from 1 to 32, or "auto"'),
+        ("max_new_tokens", [0, 513, 9.5, True, "9", None], "an integer from 1 to 512"),
+        ("temperature", [0, -1, 5.1, float("nan"), float("inf"), "1", None], "above 0 and at most 5"),
+        ("top_p", [0, -0.1, 1.1, float("nan"), "1", None], "above 0 and at most 1"),
+    ],
+)
+def test_a_setting_outside_its_range_is_refused(name: str, values: list[Any], rule: str) -> None:
+    for value in values:
+        with pytest.raises(ConfigError) as refused:
+            Settings(**{name: value})
+        assert str(refused.value) == f"`{name}` must be {rule}, got {value!r}."
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"k": 1}, {"k": 32}, {"k": "auto"}, {"max_new_tokens": 1}, {"max_new_tokens": 512},
+                 {"temperature": 5}, {"temperature": 0.01}, {"top_p": 1}, {"top_p": 0.01}]
+)  # fmt: skip
+def test_a_setting_inside_its_range_is_taken(settings: dict[str, Any]) -> None:
+    Settings(**settings)
+
+
+def test_greedy_settings_say_nothing_of_sampling() -> None:
+    settings = Settings(temperature=2.0, top_p=0.5, max_new_tokens=7)
+    assert settings.generate_kwargs == {"do_sample": False, "max_new_tokens": 7}
+    sampled = Settings(temperature=2.0, top_p=0.5, max_new_tokens=7, do_sample=True).generate_kwargs
+    assert sampled == {"do_sample": True, "max_new_tokens": 7, "temperature": 2.0, "top_p": 0.5, "top_k": 0}
+
+
+# --- curves ---------------------------------------------------------------------------------------------------------
+
+
+def counted(examined: int, accepted: int) -> AcceptanceStats:
+    return AcceptanceStats(drafted=examined, examined=examined, accepted=min(accepted, examined))
+
+
+def record(
+    number: int = 1, domain: str = "sql", version: int = 0, *, learning: Any = (4, 3), frozen: Any = (4, 1)
+) -> Any:
+    return Record(number, domain, counted(*learning), counted(*frozen), version)
+
+
+SIDES = st.tuples(st.integers(0, 9), st.integers(0, 9))
+RECORDS = st.lists(st.builds(record, domain=st.sampled_from(DOMAINS), learning=SIDES, frozen=SIDES), max_size=40)
+
+
+@given(RECORDS, st.sampled_from(["learning", "frozen"]))
+def test_a_point_pools_the_window_that_ends_with_it(records: list[Record], side: str) -> None:
+    expected = []
+    for end in range(1, len(records) + 1):
+        window = [getattr(r, side) for r in records[max(0, end - WINDOW) : end]]
+        examined, accepted = sum(s.examined for s in window), sum(s.accepted for s in window)
+        if examined:
+            expected.append((end, accepted / examined))
+    assert points(records, side) == expected
+
+
+@pytest.mark.parametrize("count", [1, MOST_POINTS - 1, MOST_POINTS, MOST_POINTS + 1, 2 * MOST_POINTS + 1, 4999])
+def test_there_are_so_many_points_at_most_and_the_last_request_is_one(count: int) -> None:
+    found = points([record(i) for i in range(count)], "learning")
+    ends = [end for end, _ in found]
+    assert len(ends) == count if count <= MOST_POINTS else MOST_POINTS / 2 <= len(ends) <= MOST_POINTS
+    assert ends[-1] == count
+    assert ends == sorted(set(ends))
+    assert ends[0] >= 1
+
+
+def svg_of(records: list[Record], title: str = "title") -> ElementTree.Element:
+    found = re.search(r"<svg .*</svg>", curves(records, title), re.DOTALL)
+    assert found is not None
+    return ElementTree.fromstring(found[0])
+
+
+def promotions(records: list[Record]) -> int:
+    return sum(path.get("class") == "osd-promoted" for path in svg_of(records).iter("path"))
+
+
+@given(RECORDS, st.text(st.characters(exclude_categories=["Cc", "Cs"], exclude_characters="\ufffe\uffff")))
+def test_the_picture_is_xml_and_inside_its_box(records: list[Record], title: str) -> None:
+    svg = svg_of(records, title)
+    # XML makes spaces of what stands in an attribute and is one.
+    assert (svg.get("aria-label") or "").startswith(f"{title}: ")
+    width, height = (float(x) for x in (svg.get("viewBox") or "").split()[2:])
+    assert {element.tag for element in svg.iter()} <= {"svg", "line", "text", "path", "polyline", "circle"}
+    for line in svg.iter("polyline"):
+        for point in (line.get("points") or "").split():
+            x, y = map(float, point.split(","))
+            assert 0 <= x <= width
+            assert 0 <= y <= height
+
+
+def test_the_picture_says_where_both_curves_end() -> None:
+    svg = svg_of([record(i, learning=(4, 3), frozen=(4, 1)) for i in range(30)], "Alpha")
+    ends = {line.get("class"): line.get("data-last") for line in svg.iter("polyline")}
+    assert ends == {"osd-learning": "0.7500", "osd-frozen": "0.2500"}
+    assert svg.get("aria-label") == "Alpha: frozen draft 0.25, learning draft 0.75 at the end"
+    assert svg_of([], "Alpha").get("aria-label") == "Alpha: no requests yet"
+    nothing_drafted = record(learning=(0, 0), frozen=(0, 0))
+    assert svg_of([nothing_drafted], "Alpha").get("aria-label") == "Alpha: no requests yet"
+
+
+def test_a_new_version_is_marked_once_in_its_own_domain() -> None:
+    served = [("sql", 0), ("math", 0), ("sql", 1), ("math", 0), ("math", 2), ("sql", 1), ("math", 2), ("python", 0)]
+    assert promotions([record(i, domain, version) for i, (domain, version) in enumerate(served)]) == 2
+    assert promotions([record(i, "sql", 0) for i in range(30)]) == 0
+    assert promotions([]) == 0
+
+
+def test_those_who_wait_are_told_how_many_are_before_them() -> None:
+    turns, told = Turns(), []
+    begun, ended = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        with turns.turn(lambda before: (told.append(before), begun.set())):
+            ended.set()
+
+    with turns.turn():
+        thread = threading.Thread(target=wait)
+        thread.start()
+        assert begun.wait(20)
+        assert told == [1]
+    assert ended.wait(20)
+    thread.join(20)
+    assert told == [1, 0]
+
+
+def test_a_version_that_is_rolled_back_is_no_new_one() -> None:
+    records = [record(i, version=version) for i, version in enumerate((3, 3, 4, 2, 2, 5), 1)]
+    assert curves(records, "x").count("osd-promoted") == 2  # 4 and 5; what served when counting began was there

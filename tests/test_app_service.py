@@ -1,0 +1,770 @@
+"""The app's service on a tiny pair: answers, visitors beside each other, rooms, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from saved_pair import save_pair
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from osd_hf import ConfigError, CorrectionStore, StateError, UnsupportedModelError, VocabularyMismatchError
+from osd_hf.guards import check_criteria
+from osd_hf_app import service as service_module
+from osd_hf_app.answers import Answer, Batch, Settings
+from osd_hf_app.pair import Pair
+from osd_hf_app.pieces import Pieces
+from osd_hf_app.service import MAX_CHARACTERS, Service, Session, _Stop
+
+PATIENCE = 20.0  # seconds, on a busy machine
+SHORT = Settings(domain="sql", max_new_tokens=16)
+MANUAL = {"update_strategy": "manual", "gate": False, "batch_size": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path) -> Pair:
+    pair = Pair(str(folder / "target"), str(folder / "draft"))
+    pair.per_domain = True  # as the bundled pair
+    return pair
+
+
+@pytest.fixture(autouse=True)
+def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The classifier has tests of its own."""
+    monkeypatch.setattr(service_module, "SAMPLES", 20)
+
+
+@pytest.fixture
+def service(pair: Pair) -> Iterator[Service]:
+    made = Service(pair, config=MANUAL)
+    yield made
+    made.close()
+
+
+def until(session: Session, holds: Callable[[], bool]) -> None:
+    with session.changed:
+        assert session.changed.wait_for(holds, PATIENCE)
+
+
+def ended(session: Session) -> None:
+    until(session, lambda: session.job is None)
+
+
+def asked(service: Service, session: Session, prompt: str, settings: Settings = SHORT) -> Answer:
+    answer = service.ask(session, prompt, settings)
+    ended(session)
+    return answer
+
+
+def told(session: Session, react: Callable[[], None]) -> None:
+    """Let something happen in the thread that answers, whenever the chat has news."""
+    touch = session.touch
+
+    def touched() -> None:
+        react()
+        touch()
+
+    session.touch = touched  # type: ignore[method-assign]
+
+
+def targets_own(pair: Pair, prompt: str, settings: Settings = SHORT) -> list[int]:
+    ids = pair.encode(prompt, settings.max_new_tokens)
+    output = pair.target.generate(ids, attention_mask=torch.ones_like(ids), **settings.generate_kwargs)
+    return list(output[0, ids.shape[1] :].tolist())
+
+
+def texts(pair: Pair, ids: list[int]) -> list[str]:
+    pieces = Pieces(pair.tokenizer)
+    pieces.push(ids)
+    return pieces.texts
+
+
+def generated(service: Service, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Ids of prompts with their answers, as the shared assistant gives them from now on."""
+    found: list[list[int]] = []
+    generate = service.shared.assistant.generate
+
+    def spied(*args: Any, **kwargs: Any) -> Any:
+        output = generate(*args, **kwargs)
+        found.append(output[0].tolist())
+        return output
+
+    monkeypatch.setattr(service.shared.assistant, "generate", spied)
+    return found
+
+
+# --- answers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [1, 5, "auto"])
+def test_a_greedy_answer_is_the_targets_own(
+    service: Service, pair: Pair, k: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = generated(service, monkeypatch)
+    settings = Settings(domain="sql", max_new_tokens=40, k=k)
+    session = service.session(None)
+    answer = asked(service, session, "one two", settings)
+    own = targets_own(pair, "one two", settings)
+    assert len(own) > 10
+    assert found == [pair.encode("one two", 40)[0].tolist() + own]
+    assert [token.text for token in answer.tokens] == texts(pair, own)
+    assert answer.is_done
+    assert answer.error is None
+    assert not answer.stopped
+    assert answer.stats is not None
+    assert answer.stats.emitted == len(own)
+    assert answer.seconds > 0
+    assert answer.first_token_seconds is not None
+    assert 0 < answer.first_token_seconds <= answer.seconds
+    assert {token.origin for token in answer.tokens} <= {"accepted", "corrected", "bonus", "plain"}
+    for token in answer.tokens:
+        assert (token.said is not None) == (token.origin == "corrected")
+    counted = Counter(token.origin for token in answer.tokens)
+    assert counted["accepted"] == answer.stats.accepted
+    assert session.corrections.total() == counted["corrected"]
+
+
+def test_an_answer_grows_while_it_is_made(service: Service) -> None:
+    session, lengths = service.session(None), []
+    told(session, lambda: lengths.append(len(session.entries[0].tokens)))  # type: ignore[union-attr]
+    answer = asked(service, session, "one", Settings(domain="sql", max_new_tokens=30))
+    assert len(set(lengths)) > 3
+    assert lengths == sorted(lengths)
+    assert lengths[-1] == len(answer.tokens)
+
+
+def test_a_checked_answer_is_compared_with_the_target_alone(service: Service) -> None:
+    session = service.session(None)
+    checked = asked(service, session, "one", Settings(domain="sql", max_new_tokens=16, check=True))
+    assert (checked.is_identical, checked.is_measured) == (True, True)
+    assert checked.speedup is not None
+    assert checked.speedup > 0
+    estimated = asked(service, session, "two")
+    assert (estimated.is_identical, estimated.is_measured) == (None, False)
+    assert estimated.speedup is not None
+    sampled = asked(service, session, "three", Settings("sql", check=True, do_sample=True, max_new_tokens=16))
+    assert (sampled.is_identical, sampled.is_measured) == (None, True)
+
+
+def test_what_is_not_to_be_learned_from_leaves_nothing_but_counts(service: Service, tmp_path: Path) -> None:
+    session, assistant = service.session(None), service.shared.assistant
+    assistant.store = CorrectionStore(tmp_path / "store")
+    asked(service, session, "one", Settings(domain="sql", max_new_tokens=16, learn=False))
+    assert assistant.drafts.domains == ()
+    assert assistant._learner.lessons == {}
+    assert len(assistant.store) == 0
+    assert assistant.version == 0
+    assert service.shared.count == 1
+    assert [record.domain for record in service.shared.snapshot()] == ["sql"]
+    asked(service, session, "one")
+    assert assistant.drafts.domains == ("sql",)
+    assert len(assistant.store) == 1
+
+
+def test_both_drafts_are_counted_on_each_answer(service: Service) -> None:
+    session = service.session(None)
+    first = asked(service, session, "one")
+    assert first.learning is not None
+    assert first.frozen is not None
+    assert first.learning.accepted == first.frozen.accepted  # nothing has been learned
+    service.shared.assistant.update(2, domain="sql")
+    second = asked(service, session, "one")
+    assert second.version == 1
+    versions = [(record.number, record.domain, record.version) for record in service.shared.snapshot()]
+    assert versions == [(1, "sql", 0), (2, "sql", 1)]
+    assert service.shared.snapshot("math") == []
+
+
+def test_a_stopped_answer_ends_early(service: Service, pair: Pair) -> None:
+    settings = Settings(domain="sql", max_new_tokens=100, check=True)
+    session = service.session(None)
+
+    def stop_soon() -> None:
+        answer = session.entries[0]
+        if isinstance(answer, Answer) and len(answer.tokens) >= 8:
+            answer.stop.set()
+
+    told(session, stop_soon)
+    answer = asked(service, session, "one", settings)
+    own = targets_own(pair, "one", settings)
+    assert answer.stopped
+    assert answer.is_done
+    assert 8 <= len(answer.tokens) <= 8 + 2 * (SHORT.k + 1)  # type: ignore[operator]
+    assert len(answer.tokens) < len(own)
+    assert [token.text for token in answer.tokens] == texts(pair, own[: len(answer.tokens)])
+    assert not answer.is_measured
+    assert service.shared.count == 1
+    assert asked(service, session, "two").error is None
+
+
+def test_an_answer_stopped_before_its_turn_is_hardly_begun(service: Service) -> None:
+    session = service.session(None)
+    with service.turns.turn():
+        answer = service.ask(session, "one", Settings(domain="sql", max_new_tokens=100))
+        answer.stop.set()
+    ended(session)
+    assert answer.error is None
+    assert answer.stopped
+    assert len(answer.tokens) <= 1
+
+
+def test_a_stop_at_any_moment_is_no_error() -> None:
+    class Pressed(threading.Event):
+        asked = 0
+
+        def is_set(self) -> bool:
+            self.asked += 1
+            if self.asked == 2:
+                self.set()  # by the visitor, while the criterion is being looked at
+            return super().is_set()
+
+    check_criteria([_Stop(Pressed())], torch.ones(1, 3, dtype=torch.long))
+
+
+def test_earlier_turns_are_remembered_where_asked(
+    service: Service, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    histories = []
+    encode = Pair.encode
+
+    def spied(self: Pair, prompt: str, max_new_tokens: int, history: Any = ()) -> torch.Tensor:
+        histories.append((prompt, list(history)))
+        return encode(self, prompt, max_new_tokens, history)
+
+    monkeypatch.setattr(Pair, "encode", spied)
+    session = service.session(None)
+    first = asked(service, session, "one", Settings("sql", max_new_tokens=4))
+    asked(service, session, "two", Settings("sql", max_new_tokens=4))
+    asked(service, session, "three", Settings("sql", max_new_tokens=4, remember=True))
+    assert ("two", []) in histories
+    remembered = [history for prompt, history in histories if prompt == "three"]
+    assert [prompt for prompt, _ in remembered[0]] == ["one", "two"]
+    assert remembered[0][0] == ("one", first.text)
+
+
+def test_the_oldest_turns_go_where_there_is_no_room(pair: Pair) -> None:
+    history = [("a" * 60, "b" * 60), ("c" * 30, "d" * 30)]
+    prompt = "e" * 40
+    ids = pair.encode(prompt, 16, history)[0].tolist()
+    assert ids == pair.encode(prompt, 16, history[1:])[0].tolist()
+    text = pair.tokenizer.decode(ids)
+    assert text == f"<s>[user]{'c' * 30}[assistant]{'d' * 30}[user]{prompt}[answer]"
+    assert pair.encode(prompt, 200, history)[0].tolist() == pair.encode(prompt, 200)[0].tolist()
+    with pytest.raises(ConfigError, match="room for 16. Shorten it, or allow fewer new tokens"):
+        pair.encode(prompt, 240, history)
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ("", "is empty"),
+        (" \n\t ", "is empty"),
+        ("\x00\x07\x1b\x7f\x9f", "is empty"),
+        ("\ud800", "is empty"),
+        ("a" * 1000, r"has \d+ tokens.*Shorten it"),
+        ("a" * 100_000, f"100,000 characters, at most {MAX_CHARACTERS:,}"),
+        ("long " * 20_000, "99,999 characters"),
+    ],
+    ids=["empty", "spaces", "controls", "surrogate", "long", "huge", "words"],
+)
+def test_a_prompt_that_cannot_be_answered_is_refused_and_leaves_nothing(
+    service: Service, prompt: str, words: str
+) -> None:
+    session = service.session(None)
+    with pytest.raises(ConfigError, match=words):
+        service.ask(session, prompt, SHORT)
+    assert session.entries == []
+    assert session.job is None
+    assert service.shared.count == 0
+    assert service.shared.assistant.drafts.domains == ()
+
+
+def test_control_characters_are_removed_and_nothing_else(service: Service) -> None:
+    session = service.session(None)
+    assert asked(service, session, " a\x00b\x1b[0m\r\n\tc\x7f\x85 ").prompt == "ab[0m\n\tc"
+    # Spaces of other widths and joiners are part of what is written.
+    written = "a\u00a0b\u3000c \u0646\u200c\u0645 \U0001f469\u200d\U0001f680"
+    assert asked(service, session, written).prompt == written
+
+
+def test_an_unknown_domain_is_refused(service: Service) -> None:
+    session = service.session(None)
+    with pytest.raises(ConfigError, match="must be one of sql, math, python, finance, general, got 'poems'"):
+        service.ask(session, "one", Settings(domain="poems"))
+    with pytest.raises(ConfigError, match="There are prompts of sql, math, python, finance, got 'general'"):
+        service.send(session, "general", 2, SHORT)
+    assert session.entries == []
+
+
+def test_a_domain_is_found_by_the_prompt(service: Service) -> None:
+    session = service.session(None)
+    settings = Settings(max_new_tokens=4)
+    assert asked(service, session, "CREATE TABLE t (id INTEGER, name TEXT);", settings).domain == "sql"
+    assert asked(service, session, "qwzx", settings).domain == "general"
+    assert service.shared.assistant.drafts.domains == ("sql", "general")
+
+
+def test_a_chat_that_is_being_answered_takes_nothing_else(service: Service) -> None:
+    session = service.session(None)
+    with service.turns.turn():
+        answer = service.ask(session, "one", SHORT)
+        for refused in (
+            lambda: service.ask(session, "two", SHORT),
+            lambda: service.send(session, "finance", 2, SHORT),
+            lambda: service.go_private(session, True),
+            lambda: service.clear(session),
+        ):
+            with pytest.raises(ConfigError, match="still being answered"):
+                refused()
+        assert session.entries == [answer]
+    ended(session)
+    assert answer.error is None
+    assert service.shared.count == 1
+    service.clear(session)
+    assert session.entries == []
+    assert not session.corrections
+
+
+def test_an_answer_that_fails_says_so_and_the_next_one_is_served(
+    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = service.session(None)
+    with monkeypatch.context() as patched:
+        patched.setattr(service, "_generated", lambda *_: 1 / 0)
+        failed = asked(service, session, "one")
+    assert failed.error == "This failed (ZeroDivisionError). The log of the app says more."
+    assert "ZeroDivisionError" in caplog.text
+    assert failed.is_done
+    assert len(service.turns) == 0
+    assert asked(service, session, "two").error is None
+
+
+def test_a_failure_of_learning_costs_no_answer_and_is_shown(service: Service, pair: Pair) -> None:
+    session, room = service.session(None), service.shared
+    room.assistant._upkeep.failed(RuntimeError("x"))
+    answer = asked(service, session, "one")
+    assert answer.error is None
+    assert [token.text for token in answer.tokens] == texts(pair, targets_own(pair, "one"))
+    assert room.failure is not None
+    assert "RuntimeError('x')" in room.failure
+    assert room.state == room.statistics()["state"] == "failed"
+    service.reset(room)
+    assert (room.failure, room.state) == (None, "idle")
+
+
+def test_a_failure_that_comes_to_light_late_shows_no_prompt_as_an_answer(
+    service: Service, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upkeep = service.shared.assistant._upkeep
+    raise_failure, calls = upkeep.raise_failure, []
+
+    def failing_late() -> None:
+        calls.append(None)
+        if len(calls) == 2:  # the streamer has had the prompt by then
+            upkeep.failed(RuntimeError("x"))
+        raise_failure()
+
+    monkeypatch.setattr(upkeep, "raise_failure", failing_late)
+    session, shown = service.session(None), []
+    told(session, lambda: shown.append(session.entries[0].text))  # type: ignore[union-attr]
+    answer = asked(service, session, "one two")
+    assert len(calls) > 2
+    assert answer.error is None
+    own = "".join(texts(pair, targets_own(pair, "one two")))
+    assert all(own.startswith(text) for text in shown)
+
+
+# --- visitors beside each other -------------------------------------------------------------------------------------
+
+
+def test_two_visitors_at_once_get_their_own_answers(service: Service, pair: Pair) -> None:
+    prompts = {"one two three": service.session(None), "seven eight": service.session(None)}
+    said = {session.id: threading.Event() for session in prompts.values()}
+    for session in prompts.values():
+        told(session, lambda session=session: session.entries[0].waiting and said[session.id].set())
+    with service.turns.turn():
+        answers = {prompt: service.ask(session, prompt, SHORT) for prompt, session in prompts.items()}
+        assert all(event.wait(PATIENCE) for event in said.values())
+        assert all(1 <= answer.waiting <= 2 for answer in answers.values())
+    for prompt, session in prompts.items():
+        ended(session)
+        answer = answers[prompt]
+        assert session.entries == [answer]
+        assert answer.waiting == 0
+        assert [token.text for token in answer.tokens] == texts(pair, targets_own(pair, prompt))
+        assert session.corrections.total() == sum(token.said is not None for token in answer.tokens) > 0
+    assert service.shared.count == 2
+    assert sorted(record.number for record in service.shared.snapshot()) == [1, 2]
+
+
+def test_corrections_can_be_read_while_they_are_counted(service: Service) -> None:
+    session = service.session(None)
+    asked(service, session, "one two three")
+    reading = iter(session.corrections)
+    next(reading)
+    asked(service, session, "seven eight", Settings(domain="sql", max_new_tokens=60))
+    list(reading)
+
+
+def test_a_chat_has_a_name_that_cannot_be_guessed_and_is_found_by_it(service: Service) -> None:
+    session = service.session("mine")
+    assert session.id != "mine"
+    assert len(session.id) >= 20
+    assert service.session(session.id) is session
+    assert service.session("mine") is not session
+    assert service.session(None) is not session
+
+
+def test_the_chat_that_was_not_used_for_longest_goes(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "MAX_SESSIONS", 2)
+    busy, other = service.session(None), service.session(None)
+    with service.turns.turn():
+        service.ask(busy, "one", SHORT)
+        third = service.session(None)
+        assert list(service.sessions) == [busy.id, third.id]  # a chat that is being answered stays
+    ended(busy)
+    service.session(busy.id)
+    fourth = service.session(None)
+    assert list(service.sessions) == [busy.id, fourth.id]
+    assert other.id not in service.sessions
+
+
+def test_the_oldest_entries_of_a_chat_go(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "MAX_ENTRIES", 2)
+    session = service.session(None)
+    answers = [asked(service, session, prompt, Settings("sql", max_new_tokens=2)) for prompt in ("a", "b", "c")]
+    assert session.entries == answers[1:]
+
+
+# --- rooms ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_visitor_can_have_a_draft_of_their_own(service: Service) -> None:
+    session, other = service.session(None), service.session(None)
+    service.go_private(session, True)
+    service.go_private(session, True)  # as it is already
+    assert session.is_private
+    assert session.room is not service.shared
+    assert other.room is service.shared
+    asked(service, session, "one")
+    assert (session.room.count, service.shared.count) == (1, 0)
+    assert session.room.assistant.drafts.domains == ("sql",)
+    assert service.shared.assistant.drafts.domains == ()
+    asked(service, other, "two")
+    assert (session.room.count, service.shared.count) == (1, 1)
+    service.go_private(session, False)
+    assert not session.is_private
+    assert session.room is service.shared
+    assert session.notice is None
+    assert not service.private
+    asked(service, session, "three")
+    assert service.shared.count == 2
+
+
+def test_nobody_learns_during_an_answer(service: Service) -> None:
+    session, other = service.session(None), service.session(None)
+    service.go_private(other, True)
+    learners = [service.shared.assistant._learner, other.room.assistant._learner]
+    seen = set()
+    told(
+        session,
+        lambda: seen.add(
+            tuple(learner.is_paused for learner in learners) if session.job and session.job.tokens else None
+        ),
+    )
+    asked(service, session, "one")
+    assert seen == {None, (True, True)}
+    assert [learner.is_paused for learner in learners] == [False, False]
+
+
+def test_what_is_meant_for_a_draft_of_ones_own_teaches_no_other(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "MAX_PRIVATE", 1)
+    first, second = service.session(None), service.session(None)
+    service.go_private(first, True)
+    service.go_private(second, True)  # the first one's is let go
+    with pytest.raises(ConfigError, match="Nothing was sent"):
+        service.ask(first, "a secret", SHORT, wants_private=True)
+    with pytest.raises(ConfigError, match="Nothing was sent"):
+        service.send(first, "sql", 2, SHORT, wants_private=True)
+    assert first.entries == []
+    assert service.shared.count == 0
+    service.ask(first, "no secret", SHORT, wants_private=False)
+    ended(first)
+    assert service.shared.count == 1
+
+
+def test_too_many_who_wait_are_told(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "MAX_WAITING", 2)
+    sessions = [service.session(None) for _ in range(2)]
+    with service.turns.turn():
+        answer = service.ask(sessions[0], "one", SHORT)
+        until(sessions[0], lambda: answer.waiting == 1)
+        with pytest.raises(ConfigError, match="Too many visitors"):
+            service.ask(sessions[1], "two", SHORT)
+    ended(sessions[0])
+    assert asked(service, sessions[1], "two").error is None
+
+
+def test_an_answer_that_is_stopped_in_the_line_costs_nothing(service: Service) -> None:
+    session = service.session(None)
+    with service.turns.turn():
+        answer = service.ask(session, "one", SHORT)
+        until(session, lambda: answer.waiting == 1)
+        answer.stop.set()
+    ended(session)
+    assert answer.stopped
+    assert answer.tokens == []
+    assert service.shared.count == 0
+
+
+def test_a_chat_keeps_its_name_while_the_app_is_started_anew(service: Service) -> None:
+    name = service.session(None).id
+    service.sessions.clear()
+    assert service.session(name).id == name
+    for other in ("short", "../../etc/passwd", name + "x", "<script>"):
+        assert service.session(other).id not in (other, name)
+
+
+def test_private_drafts_make_room_for_new_ones(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "MAX_PRIVATE", 1)
+    first, second = service.session(None), service.session(None)
+    service.go_private(first, True)
+    service.go_private(second, True)
+    assert (first.is_private, second.is_private) == (False, True)
+    assert first.room is service.shared
+    assert first.notice is not None
+    assert "make room" in first.notice
+    assert list(service.private) == [second.id]
+    assert asked(service, first, "one").error is None
+    assert first.notice is None
+    with service.turns.turn():  # the one that is being answered keeps its own
+        answer = service.ask(second, "two", SHORT)
+        service.go_private(first, True)
+        assert second.is_private
+    ended(second)
+    assert answer.error is None
+    assert second.room.count == 1
+
+
+def test_of_private_drafts_the_one_not_used_for_longest_goes(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "MAX_PRIVATE", 2)
+    first, second, third = (service.session(None) for _ in range(3))
+    service.go_private(first, True)
+    service.go_private(second, True)
+    service.session(first.id)
+    service.go_private(third, True)
+    assert [s.is_private for s in (first, second, third)] == [True, False, True]
+
+
+def test_a_chat_that_goes_takes_its_private_draft_along(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "MAX_SESSIONS", 1)
+    service.go_private(service.session(None), True)
+    service.session(None)
+    assert not service.private
+
+
+def test_reset_forgets_what_was_learned_and_counted(service: Service) -> None:
+    session, room = service.session(None), service.shared
+    asked(service, session, "one")
+    room.assistant.update(1, domain="sql")
+    assert room.assistant.version == 1
+    service.reset(room)
+    assert room.assistant.version == 0
+    assert room.assistant.drafts.domains == ()
+    assert (room.count, room.snapshot(), room.statistics()["decisions"]) == (0, [], [])
+    assert len(session.entries) == 1  # to be read
+    assert asked(service, session, "two").version == 0
+    assert room.count == 1
+
+
+def test_a_saved_session_goes_on_and_its_drafts_load(service: Service, pair: Pair, tmp_path: Path) -> None:
+    session, room = service.session(None), service.shared
+    asked(service, session, "one")
+    asked(service, session, "two", Settings("math", max_new_tokens=8))
+    room.assistant.update(2, domain="sql")
+    written = room.save(tmp_path / "demo")
+    assert written == [tmp_path / "demo" / "session", tmp_path / "demo" / "drafts" / "sql"]  # math has learned nothing
+    learned = AutoModelForCausalLM.from_pretrained(written[1])
+    with room.assistant.drafts.lease("sql") as serving:
+        for name, weight in serving.model.state_dict().items():
+            assert torch.equal(learned.state_dict()[name], weight)
+    assert any(not torch.equal(p, q) for p, q in zip(learned.parameters(), pair.draft.parameters(), strict=True))
+    assert len(AutoTokenizer.from_pretrained(written[1])) == len(pair.tokenizer)
+    again = Service(pair, state=written[0], config=MANUAL)
+    try:
+        assert again.shared.assistant.drafts.domains == ("sql", "math")
+        assert asked(again, again.session(None), "one").version == 1
+    finally:
+        again.close()
+    with pytest.raises(StateError):
+        Service(pair, state=tmp_path / "nothing", config=MANUAL)
+
+
+# --- other models ---------------------------------------------------------------------------------------------------
+
+
+def test_a_pair_that_cannot_serve_leaves_the_one_that_does(
+    service: Service, pair: Pair, folder: Path, tmp_path: Path
+) -> None:
+    other = save_pair(tmp_path / "other", vocab_size=320)
+    models.tokenizer().save_pretrained(other / "draft")
+    session, shared = service.session(None), service.shared
+    before = asked(service, session, "one")
+    target, draft = str(folder / "target"), str(other / "draft")
+    with pytest.raises(VocabularyMismatchError):
+        service.load(target, draft)
+    with pytest.raises(UnsupportedModelError, match="cannot be loaded"):
+        service.load(target, str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match="name a target and a draft, or neither"):
+        service.load(target, None)
+    assert (service.pair, service.shared, session.room) == (pair, shared, shared)
+    assert len(service.turns) == 0
+    assert asked(service, session, "one").text == before.text
+    assert shared.count == 2
+
+
+def test_another_pair_serves_all_chats_which_stay(service: Service, pair: Pair, tmp_path: Path) -> None:
+    other = save_pair(tmp_path / "other", vocab_size=320)
+    session, private = service.session(None), service.session(None)
+    asked(service, session, "one")
+    service.go_private(private, True)
+    service.load(str(other / "target"), str(other / "draft"))
+    assert service.pair is not pair
+    assert service.shared.pair is service.pair
+    assert session.room is private.room is service.shared
+    assert not private.is_private
+    assert not service.private
+    assert service.shared.count == 0
+    answer = asked(service, session, "two")
+    assert [token.text for token in answer.tokens] == texts(service.pair, targets_own(service.pair, "two"))
+    assert len(session.entries) == 2
+    assert service.shared.count == 1
+
+
+# --- batches --------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_answers_different_prompts_of_a_domain(service: Service) -> None:
+    session = service.session(None)
+    batch = service.send(session, "finance", 3, Settings(domain="sql", max_new_tokens=4, check=True))
+    ended(session)
+    assert session.entries == [batch]
+    assert (batch.is_done, batch.error, len(batch.answers)) == (True, None, 3)
+    assert len({answer.prompt for answer in batch.answers}) == 3
+    assert all(answer.is_done and answer.stats is not None for answer in batch.answers)
+    assert {answer.domain for answer in batch.answers} == {"finance"}
+    assert not any(answer.is_measured for answer in batch.answers)
+    assert service.shared.count == 3
+    more = service.send(session, "finance", 2, Settings(max_new_tokens=4))
+    ended(session)
+    assert not {a.prompt for a in more.answers} & {a.prompt for a in batch.answers}
+
+
+def test_a_batch_stops_in_the_middle(service: Service) -> None:
+    session = service.session(None)
+
+    def stop_at_the_second() -> None:
+        batch = session.entries[0]
+        if isinstance(batch, Batch) and len(batch.answers) == 2 and batch.answers[1].tokens:
+            batch.stop.set()
+
+    told(session, stop_at_the_second)
+    batch = service.send(session, "finance", 3, Settings(max_new_tokens=60))
+    ended(session)
+    assert (batch.is_done, batch.error) == (True, None)
+    assert [answer.stopped for answer in batch.answers] == [False, True]
+    assert all(answer.is_done for answer in batch.answers)
+    assert service.shared.count == 2
+
+
+def test_a_batch_with_a_prompt_that_does_not_fit_says_so(service: Service) -> None:
+    session = service.session(None)
+    batch = service.send(session, "sql", 3, Settings(max_new_tokens=200))
+    ended(session)
+    assert batch.is_done
+    assert batch.error is not None
+    assert "Shorten it" in batch.error
+    assert asked(service, session, "one").error is None
+
+
+def test_a_batch_learns_between_its_prompts(pair: Pair) -> None:
+    eager = {"update_strategy": "idle", "update_interval": 2, "steps_per_update": 1, "gate": False, "batch_size": 2}
+    service = Service(pair, config=eager)
+    try:
+        session = service.session(None)
+        batch = service.send(session, "finance", 4, Settings(max_new_tokens=4))
+        ended(session)
+        assert batch.error is None
+        assert not batch.is_learning
+        assert [answer.version for answer in batch.answers] == [0, 0, 1, 1]
+        assert len(service.shared.assistant.decisions) == 2
+        assert service.shared.statistics()["learning_seconds"] > 0
+    finally:
+        service.close()
+
+
+def test_a_closed_service_leaves_no_thread(pair: Pair) -> None:
+    before = set(threading.enumerate())
+    service = Service(pair, config={"update_strategy": "idle"})
+    service.go_private(service.session(None), True)
+    assert len(set(threading.enumerate()) - before) == 2
+    service.close()
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.is_alive()]
+
+
+# --- what is told to others -----------------------------------------------------------------------------------------
+
+
+def test_statistics_hold_no_text_of_anyone(service: Service) -> None:
+    session = service.session(None)
+    answer = asked(service, session, "swordfish 4711", Settings("sql", max_new_tokens=30))
+    service.shared.assistant.update(1, domain="sql")
+    told = service.shared.statistics()
+    written = json.dumps(told, ensure_ascii=False)
+    assert "swordfish" not in written
+    assert "4711" not in written
+    assert answer.text.strip()
+    assert answer.text not in written
+    assert told["requests"] == 1
+    assert told["overall"]["requests"] == told["by_domain"]["sql"]["requests"] == 1
+    assert told["overall"]["last_frozen_alpha"] == answer.frozen.alpha  # type: ignore[union-attr]
+    assert [decision["outcome"] for decision in told["decisions"]] == ["promoted"]
+    assert "reason" not in told["decisions"][0]
+
+
+def test_a_push_is_of_a_draft_that_has_learned_and_says_where_it_is(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="draft of 'sql' has learned nothing yet"):
+        service.shared.push("sql", "me/draft", "t")
+    asked(service, service.session(None), "one", Settings("sql", max_new_tokens=4))
+    service.shared.assistant.update(1, domain="sql")
+    calls = []
+
+    def push_to_hub(*args: Any, **kwargs: Any) -> str:
+        calls.append((args, kwargs))
+        return "https://hub/me/draft"
+
+    monkeypatch.setattr(service.shared.assistant, "push_to_hub", push_to_hub)
+    assert service.shared.push("sql", " me/draft ", " t ") == "https://hub/me/draft"
+    assert service.shared.push("sql", "me/draft", "") == "https://hub/me/draft"
+    assert calls == [(("me/draft",), {"domain": "sql", "token": token}) for token in ("t", None)]

@@ -1,0 +1,230 @@
+"""What the page shows: any text of a visitor or a model is text there, and never markup."""
+
+from __future__ import annotations
+
+from collections import Counter
+from html.parser import HTMLParser
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from osd_hf import AcceptanceStats, GateDecision
+from osd_hf_app import view
+from osd_hf_app.answers import Answer, Batch, Settings, ShownToken
+from osd_hf_app.room import Record
+from osd_hf_app.service import Session
+
+# What view.py writes: tags, and their attributes.
+MARKUP = {
+    "div": {"class", "role", "aria-label", "aria-live", "aria-busy", "aria-hidden", "tabindex", "style"},
+    "span": {"class", "tabindex", "role", "data-said", "aria-label"},
+    "table": {"class"},
+    "th": {"scope"},
+    **{tag: set[str]() for tag in "b br caption code thead tbody tr td".split()},
+}
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    '" onmouseover="alert(1)',
+    "' onfocus='alert(1)' autofocus='",
+    '"><svg onload=alert(1)>',
+    "</div></span></code></td></table><b>",
+    "<!-- ",
+    "-->",
+    "<![CDATA[ ",
+    "]]>",
+    "<?php ",
+    "&lt;script&gt;",
+    "&",
+    "&#60;script&#62;",
+    "<",
+    ">",
+    "\x00<",
+    "javascript:alert(1)",
+    "\u2028</script\u2029>",
+    "“”",
+    "\r\n",
+]
+# Signs of markup, whole attacks, and anything else.
+TEXTS = st.one_of(
+    st.text(min_size=1),
+    st.text(alphabet="<>&\"'/=-!?;#x on", min_size=1),
+    st.lists(st.sampled_from(HOSTILE) | st.text(max_size=3), min_size=1, max_size=4).map("".join),
+).filter(bool)
+
+
+class Read(HTMLParser):
+    """Reads HTML: its tags with their attributes in order, all its text, and the text inside each class."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.opened: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[tuple[str, str]] = []
+        self.data: list[tuple[list[str], str]] = []
+        self.feed(html)
+        self.close()
+        assert self.open == [], "all that was opened is closed"
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        assert tag in MARKUP, tag
+        names = [name for name, _ in attributes]
+        assert set(names) <= MARKUP[tag], names
+        assert len(names) == len(set(names))
+        self.opened.append((tag, dict(attributes)))
+        if tag != "br":
+            self.open.append((tag, dict(attributes).get("class") or tag))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop()[0] == tag
+
+    def handle_data(self, data: str) -> None:
+        self.data.append(([name for _, name in self.open], data))
+
+    def refuse(self, *_: Any) -> None:
+        raise AssertionError("neither comments nor declarations are written")
+
+    handle_comment = handle_decl = handle_pi = unknown_decl = refuse  # type: ignore[assignment]
+
+    @property
+    def text(self) -> str:
+        return "".join(data for _, data in self.data)
+
+    def inside(self, name: str) -> str:
+        return "".join(data for path, data in self.data if name in path)
+
+    @property
+    def skeleton(self) -> list[tuple[str, tuple[str, ...]]]:
+        return [(tag, tuple(attributes)) for tag, attributes in self.opened]
+
+    def values(self, name: str) -> list[str | None]:
+        return [attributes[name] for _, attributes in self.opened if name in attributes]
+
+
+STATS = AcceptanceStats.from_counts(drafted=5, examined=4, accepted=3, emitted=5, target_forwards=2)
+ROOM: Any = SimpleNamespace(pair=SimpleNamespace(is_bundled=True))
+
+
+def session_of(prompt: str, token: str, said: str, error: str, notice: str, domain: str) -> Session:
+    """A chat with everything in it that the page can show of a chat."""
+    tokens = [ShownToken(token, o) for o in ("accepted", "bonus", "plain", "target")]
+    tokens += [ShownToken(token, "corrected", said, 0.25), ShownToken(token, "corrected", said)]
+    whole = Answer(prompt, Settings(check=True), domain, tokens, is_done=True, stats=STATS, seconds=0.5)
+    whole.alone_seconds, whole.is_identical, whole.stopped = 1.0, True, True
+    failed = Answer(prompt, Settings(), domain, error=error, is_done=True)
+    batch = Batch(domain, 2, [whole, failed], error=error)
+    return Session("id", ROOM, entries=[whole, failed, batch], notice=notice)
+
+
+@given(TEXTS, TEXTS, TEXTS, TEXTS, TEXTS, TEXTS)
+def test_the_chat_shows_any_text_as_text(
+    prompt: str, token: str, said: str, error: str, notice: str, domain: str
+) -> None:
+    texts = (prompt, token, said, error, notice, domain)
+    read = Read(view.transcript(session_of(*texts)))
+    assert read.skeleton == Read(view.transcript(session_of(*["x"] * 6))).skeleton
+    assert read.inside("osd-you") == f"{prompt}{prompt}2 prompts of {domain}{prompt}"
+    assert read.inside("osd-answer") == token * 6
+    assert read.inside("osd-error") == f"{error}{error}{error}{notice}"
+    assert read.inside("osd-figures").startswith(f"{domain} · 5 tokens · 10 tokens/s · α 0.75 · ")
+    shown = f"the draft said {view.visible(said)}"
+    assert read.values("data-said") == [f"{shown} (25%)", shown]
+    labels = [label for label in read.values("aria-label") if label != "Chat"]
+    assert labels == [f"{token}, corrected: {shown} (25%)", f"{token}, corrected: {shown}"]
+
+
+@given(st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=12))
+def test_corrections_show_any_text_as_text(pairs: list[tuple[str, str]]) -> None:
+    counted = Counter(pairs)
+    read = Read(view.corrections(counted))
+    shown = [view.visible(text) for pair, _ in counted.most_common(view.MOST_CORRECTIONS) for text in pair]
+    assert read.inside("code") == "".join(shown)
+    assert [tag for tag, _ in read.opened].count("code") == len(shown)
+
+
+def room_of(domain: str, failure: str, outcome: str = "promoted") -> Any:
+    decision = GateDecision(outcome, 2, 2, domain, "no reason", 4, 0.5, 0.75)  # type: ignore[arg-type]
+    drafts = SimpleNamespace(domains=(domain,), serving_version=lambda _: 2)
+    assistant = SimpleNamespace(drafts=drafts, decisions=(decision,))
+    records = [Record(1, domain, STATS, STATS, 2)]
+    return SimpleNamespace(assistant=assistant, state="failed", failure=failure, snapshot=lambda: records)
+
+
+@given(TEXTS, TEXTS, TEXTS, st.booleans())
+def test_the_learners_state_shows_any_text_as_text(domain: str, failure: str, outcome: str, is_private: bool) -> None:
+    read = Read(view.learner_state(room_of(domain, failure, outcome), is_private))
+    assert read.skeleton == Read(view.learner_state(room_of("x", "x"), is_private)).skeleton
+    assert read.inside("osd-error") == failure
+    assert f"serving: {domain} v2newest versions: {domain} v2 {outcome} (held-back α 0.50 → 0.75)" in read.text
+
+
+@given(TEXTS)
+def test_the_table_shows_any_text_as_text(domain: str) -> None:
+    read = Read(view.domain_table(room_of(domain, "x")))
+    assert read.skeleton == Read(view.domain_table(room_of("x", "x"))).skeleton
+    assert f"{domain}10.750.75" in read.text
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_a_hostile_text_is_shown_everywhere(text: str) -> None:
+    assert text in Read(view.transcript(session_of(*[text] * 6))).text
+    assert text in Read(view.corrections(Counter({(text, "x"): 1}))).text.replace("⏎", "\n")
+    assert text in Read(view.learner_state(room_of(text, text), True)).text
+    assert text in Read(view.domain_table(room_of(text, text))).text
+
+
+def test_a_page_with_nothing_yet_reads() -> None:
+    chat = Read(view.transcript(Session("id", ROOM)))
+    assert "Ask something" in chat.inside("osd-hint")
+    assert "none yet" in Read(view.corrections(Counter())).text
+    drafts = SimpleNamespace(domains=(), serving_version=lambda _: 0)
+    room: Any = SimpleNamespace(
+        assistant=SimpleNamespace(drafts=drafts, decisions=()), state="idle", failure=None, snapshot=list
+    )
+    state = Read(view.learner_state(room, False))
+    assert "serving: the draft as it was" in state.text
+    assert state.inside("osd-error") == ""
+    assert Read(view.domain_table(room)).text.endswith("all0––")
+
+
+def test_what_an_answer_is_doing_is_said() -> None:
+    def figures(**state: Any) -> str:
+        answer = Answer("x", Settings(check=True), "sql", **state)
+        return Read(view.transcript(Session("id", ROOM, entries=[answer]))).inside("osd-figures")
+
+    assert figures() == "answering …"
+    assert figures(waiting=2) == "2 before you"
+    assert figures(is_done=True) == "stopped"
+    assert figures(is_done=True, error="x") == ""
+    assert figures(stats=STATS, seconds=0.5).endswith("the target answers alone, to compare …")
+    told = figures(stats=STATS, seconds=0.5, alone_seconds=1.0, is_done=True, is_identical=False)
+    assert "about 2.00× the target alone · ✗ the target alone differs · draft version 0" in told
+    measured = figures(stats=STATS, seconds=0.5, alone_seconds=1.0, is_measured=True, stopped=True, is_done=True)
+    assert "· 2.00× the target alone · draft version 0 · stopped" in measured
+
+
+def test_nothing_drafted_has_no_acceptance() -> None:
+    stats = AcceptanceStats.from_counts(drafted=0, examined=0, accepted=0, emitted=5, target_forwards=5)
+    answer = Answer("x", Settings(), "sql", is_done=True, stats=stats)
+    read = Read(view.transcript(Session("id", ROOM, entries=[answer])))
+    assert read.inside("osd-figures") == "sql · 5 tokens · 1.0 tokens per target pass · draft version 0"
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({}, "1 of 4 answered, …"),
+        ({"is_learning": True}, "1 of 4 answered, learning"),
+        ({"is_done": True}, "1 of 4 answered, done"),
+    ],
+)
+def test_how_far_a_batch_is_is_said(state: dict[str, bool], words: str) -> None:
+    batch = Batch("sql", 4, [Answer("x", Settings(), "sql", stats=STATS)], **state)
+    read = Read(view.transcript(Session("id", ROOM, entries=[batch])))
+    assert read.inside("osd-figures").startswith(words)
+    assert read.values("style") == ["width: 25%"]
+    batch.stop.set()
+    stopped = Read(view.transcript(Session("id", ROOM, entries=[batch])))
+    assert stopped.inside("osd-figures").startswith("1 of 4 answered, stopped")

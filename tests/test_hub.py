@@ -1,0 +1,331 @@
+"""Publishing drafts and stores: what is written, pushed to a Hub of one's own, and read back by transformers alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from fake_hub import TOKEN, FakeHub, fake_hub
+from huggingface_hub import DatasetCard, ModelCard
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from osd_hf import ConfigError, CorrectionStore, HubError, OnlineAssistant, OnlineConfig, capture_traces
+from osd_hf.bundled import bundled_prompts, load_bundled
+from osd_hf.cards import DraftFacts, draft_card
+from osd_hf.engines import export_to_vllm
+from osd_hf.evaluate import evaluate
+from osd_hf.evaluation import EvaluationSet
+from osd_hf.hub import hub_id, push_folder, push_store, save_draft
+from osd_hf.prompts import Prompt, encode_turn
+
+FACTS = DraftFacts(
+    target="somebody/target", target_revision="abc123", base_model="somebody/draft", domains=("finance",),
+    training={"requests": 40}, command="osd-hf run --bundled", license="apache-2.0",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def learned() -> Any:
+    """The bundled target and draft, the draft after some finance, their tokenizer."""
+    target, draft, tokenizer = load_bundled()
+    config = OnlineConfig(update_strategy="manual", gate=False, weight_average=0.0, steps_per_update=24)
+    assistant = OnlineAssistant(target, draft, tokenizer, config)
+    for example in bundled_prompts("finance", 16):
+        ids = torch.tensor([encode_turn(tokenizer, example.prompt)])
+        assistant.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=64)
+    assistant.update()
+    return target, draft, assistant.draft, tokenizer
+
+
+@pytest.fixture(scope="module")
+def published(learned: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft's repo, evaluated, as a folder."""
+    target, before, after, tokenizer = learned
+    folder = tmp_path_factory.mktemp("published") / "draft"
+    prompts = [Prompt(i, e.prompt, "finance") for i, e in enumerate(bundled_prompts("finance", 12, seed=7))]
+    dataset = EvaluationSet("generated finance", tuple(prompts), max_new_tokens=48)
+    evaluation = evaluate(target, before, after, tokenizer, dataset, num_assistant_tokens=4)
+    save_draft(folder, after, tokenizer, repo_id="me/draft", facts=FACTS, evaluation=evaluation)
+    return folder
+
+
+@pytest.fixture
+def hub() -> Iterator[FakeHub]:
+    with fake_hub() as hub:
+        yield hub
+
+
+def in_fresh_process(hub: FakeHub, folder: Path, code: str, **environment: str) -> str:
+    """What a new interpreter, for which this Hub is the Hub, prints."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
+    environment = {
+        **kept, "HF_ENDPOINT": hub.address, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(folder / "home"),
+        "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", **environment,
+    }  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+PUSH = """
+import sys
+from osd_hf.errors import OSDError
+from osd_hf.hub import push_folder
+try:
+    print(push_folder({folder!r}, "me/draft", exist_ok={exist_ok}))
+except OSDError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def pushed(hub: FakeHub, tmp_path: Path, folder: Path, *, exist_ok: bool = True, **environment: str) -> str:
+    code = PUSH.format(folder=str(folder), exist_ok=exist_ok)
+    return in_fresh_process(hub, tmp_path, code, **{"HF_TOKEN": TOKEN, **environment})
+
+
+# --- what is written ------------------------------------------------------------------------------------------------
+
+
+def test_a_saved_draft_is_an_ordinary_model_folder(published: Path, learned: Any) -> None:
+    _, _, after, tokenizer = learned
+    again = AutoModelForCausalLM.from_pretrained(published)
+    ids = torch.tensor([encode_turn(AutoTokenizer.from_pretrained(published), "What is 5% of $40?")])
+    assert ids.tolist() == [encode_turn(tokenizer, "What is 5% of $40?")]
+    with torch.inference_mode():
+        assert torch.equal(again(ids).logits, after(ids).logits)
+    drafting = GenerationConfig.from_pretrained(published)
+    assert drafting.num_assistant_tokens == 4
+    assert drafting.num_assistant_tokens_schedule == "constant"
+    assert drafting.assistant_confidence_threshold == 0
+    assert after.generation_config.num_assistant_tokens == 5  # as it was
+    rows = [json.loads(line) for line in (published / "evaluation/prompts.jsonl").read_text().splitlines()]
+    assert len(rows) == 12
+    assert set(rows[0]) == {"prompt", "domain"}
+
+
+def test_the_card_says_what_was_measured(published: Path) -> None:
+    card = ModelCard.load(published / "README.md")
+    results = json.loads((published / "evaluation/results.json").read_text())
+    assert card.data.base_model == "somebody/draft"
+    assert card.data.base_model_relation == "finetune"
+    assert card.data.library_name == "transformers"
+    assert card.data.target_model == "somebody/target"
+    assert card.data.target_revision == "abc123"
+    assert {"assistant-model", "speculative-decoding", "draft-model", "distillation"} <= set(card.data.tags)
+    metrics = {r.metric_type: r.metric_value for r in card.data.eval_results}
+    assert metrics["acceptance_rate"] == pytest.approx(results["after"]["alpha"], abs=1e-4)
+    for side in ("before", "after"):
+        low, high = results[side]["alpha_interval"]
+        assert f"{results[side]['alpha']:.3f} [{low:.3f}, {high:.3f}]" in card.text
+    for words in ("2310.07177", "vllm serve somebody/target", "osd-hf run --bundled", "- requests: 40", "finance"):
+        assert words in card.text
+    assert results["after"]["alpha"] > results["before"]["alpha"]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft
+def test_an_adapter_is_published_alone(tmp_path: Path) -> None:
+    _, draft = models.pair()
+    adapted = get_peft_model(draft, LoraConfig(r=2, target_modules=["q_proj"]))
+    facts = DraftFacts(base_model="somebody/draft", is_adapter=True)
+    save_draft(tmp_path, adapted, repo_id="me/adapter", facts=facts, num_assistant_tokens=3)
+    assert (tmp_path / "adapter_model.safetensors").exists()
+    assert not (tmp_path / "model.safetensors").exists()
+    assert GenerationConfig.from_pretrained(tmp_path).num_assistant_tokens == 3
+    card = ModelCard.load(tmp_path / "README.md")
+    assert (card.data.base_model_relation, card.data.library_name) == ("adapter", "peft")
+    assert "PeftModel.from_pretrained" in card.text
+    assert "vllm serve" not in card.text
+
+
+def test_a_card_without_figures_claims_none() -> None:
+    card = draft_card("me/draft", DraftFacts())
+    assert "Not measured." in card.text
+    assert card.data.eval_results is None
+    assert card.data.base_model is None
+
+
+def test_folders_of_this_machine_are_no_ids(tmp_path: Path) -> None:
+    assert hub_id("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
+    for name in (None, "", str(tmp_path), "gpt2/with/more", "spa ce/name"):
+        assert hub_id(name) is None
+
+
+def test_a_set_of_one_prompt_has_no_interval() -> None:
+    with pytest.raises(ConfigError, match="at least two prompts for an interval, got 1"):
+        EvaluationSet("one", (Prompt(0, "x"),))
+
+
+# --- pushed and read back -------------------------------------------------------------------------------------------
+
+
+def test_a_pushed_draft_is_read_back_by_transformers_alone(
+    hub: FakeHub, published: Path, learned: Any, tmp_path: Path
+) -> None:
+    target, _, _, tokenizer = learned
+    assert pushed(hub, tmp_path, published).strip() == f"{hub.address}/me/draft"
+    repo = hub.repos["model", "me/draft"]
+    assert set(repo) >= {
+        "model.safetensors", "config.json", "generation_config.json", "README.md", "tokenizer.json",
+        "evaluation/prompts.jsonl", "evaluation/results.json",
+    }  # fmt: skip
+    assert set(hub.cards) == {repo["README.md"].decode()}  # as the Hub validates it
+    # The card's own snippets, in an interpreter that has never heard of osd_hf.
+    target.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    snippets = re.findall(r"```python\n(.*?)```", repo["README.md"].decode(), re.DOTALL)
+    code = "\n".join(snippets).replace('"somebody/target"', repr(str(tmp_path / "target")))
+    code = "import sys\nsys.modules['osd_hf'] = None\n" + code
+    said = in_fresh_process(hub, tmp_path, code).splitlines()
+    alpha = float(said[-1].split()[1])
+    low, high = json.loads(repo["evaluation/results.json"])["after"]["alpha_interval"]
+    assert low <= alpha <= high
+
+
+@pytest.mark.parametrize(
+    ("refuse", "environment", "said"),
+    [
+        ({}, {"HF_TOKEN": ""}, "ConfigError There is no token to push with"),
+        ({}, {"HF_HUB_OFFLINE": "1"}, "ConfigError HF_HUB_OFFLINE is set"),
+        ({"/api/repos/create": 401}, {}, "HubError The Hub does not know this token"),
+        ({"/api/repos/create": 403}, {}, "HubError This token may not write to 'me/draft'"),
+        ({"/api/repos/create": 404}, {}, "HubError There is no place for 'me/draft'"),
+        ({"/commit/main": 403}, {}, "HubError This token may not write to 'me/draft'"),
+        ({"/commit/main": 422}, {}, "HubError The Hub refused 'me/draft' with status 422"),
+        ({"/upload/": "drop"}, {}, "HubError 'me/draft' could not be reached to the end"),
+    ],
+)
+def test_a_push_that_fails_says_why_and_keeps_the_folder(
+    hub: FakeHub, published: Path, tmp_path: Path, refuse: Any, environment: dict[str, str], said: str
+) -> None:
+    hub.refuse = refuse
+    before = {p: p.stat().st_mtime_ns for p in published.rglob("*")}
+    told = pushed(hub, tmp_path, published, **environment)
+    assert told.startswith(said)
+    assert "The local copy stays in" in told
+    assert TOKEN not in told
+    assert {p: p.stat().st_mtime_ns for p in published.rglob("*")} == before
+    assert not hub.repos.get(("model", "me/draft"))  # nothing half
+
+
+def test_a_repo_that_is_there_is_taken_or_refused(hub: FakeHub, published: Path, tmp_path: Path) -> None:
+    hub.repos["model", "me/draft"] = {"other.txt": b"stays"}
+    assert pushed(hub, tmp_path, published, exist_ok=False).startswith("HubError There is a repo 'me/draft' already")
+    assert hub.repos["model", "me/draft"] == {"other.txt": b"stays"}
+    assert pushed(hub, tmp_path, published).strip().endswith("/me/draft")
+    assert {"other.txt", "model.safetensors"} <= set(hub.repos["model", "me/draft"])
+
+
+@pytest.mark.parametrize("name", ["draft", " ", "me/dra ft", "me/a/b", "/draft"])
+def test_a_name_that_is_none_is_refused_before_anything_is_asked(name: str, published: Path) -> None:
+    with pytest.raises(ConfigError, match="A repo is named as user/name|is no name of a repo"):
+        push_folder(published, name, token=TOKEN)
+
+
+ASSISTANT = """
+import torch
+from osd_hf import OnlineAssistant, OnlineConfig
+import sys
+sys.path.insert(0, {tests!r})
+import models
+target, draft = models.pair()
+assistant = OnlineAssistant(target, draft, config=OnlineConfig(num_assistant_tokens=3))
+ids = models.prompt(6)
+assistant.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8)
+print(assistant.push_to_hub("me/draft"))
+"""
+
+
+def test_an_assistant_pushes_its_draft_and_nothing_of_a_request(hub: FakeHub, tmp_path: Path) -> None:
+    code = ASSISTANT.format(tests=str(Path(__file__).parent))
+    assert in_fresh_process(hub, tmp_path, code, HF_TOKEN=TOKEN).strip().endswith("/me/draft")
+    repo = hub.repos["model", "me/draft"]
+    assert set(repo) == {"README.md", "config.json", "generation_config.json", "model.safetensors"}
+    assert json.loads(repo["generation_config.json"])["num_assistant_tokens"] == 3
+    assert "- requests served: 1" in repo["README.md"].decode()
+
+
+# --- a store, by its own call ---------------------------------------------------------------------------------------
+
+
+STORE = """
+from osd_hf import CorrectionStore
+from osd_hf.hub import push_store
+print(push_store(CorrectionStore({folder!r}), "me/corrections", license="mit", target="somebody/target"))
+"""
+
+
+def test_a_store_goes_up_by_its_own_call_as_a_data_set(hub: FakeHub, tmp_path: Path) -> None:
+    target, draft = models.pair()
+    with CorrectionStore(tmp_path / "store") as store, capture_traces(target, store.append, domain="sums"):
+        ids = models.prompt(6)
+        target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, max_new_tokens=8)
+    code = STORE.format(folder=str(tmp_path / "store"))
+    said = in_fresh_process(hub, tmp_path, code, HF_TOKEN=TOKEN)
+    assert said.strip().endswith("/datasets/me/corrections")
+    repo = hub.repos["dataset", "me/corrections"]
+    assert set(repo) == {"README.md", "data/requests.parquet"}
+    (tmp_path / "README.md").write_bytes(repo["README.md"])
+    card = DatasetCard.load(tmp_path / "README.md")
+    assert card.data.license == "mit"
+    assert "It holds the text of the requests" in card.text
+    assert "sums" in card.text
+
+
+def test_an_empty_store_is_not_published() -> None:
+    with pytest.raises(ConfigError, match="nothing to publish"):
+        push_store(CorrectionStore(), "me/corrections", license="mit", token=TOKEN)
+
+
+# --- for an engine --------------------------------------------------------------------------------------------------
+
+
+def test_an_exported_draft_has_the_targets_vocabulary_and_the_drafts_logits(tmp_path: Path) -> None:
+    target = models.build("llama", vocab_size=models.VOCAB + 8)
+    draft = models.build("llama", seed=1)
+    tokenizer = models.tokenizer()
+    command = export_to_vllm(
+        tmp_path / "out", draft, target, tokenizer, num_assistant_tokens=3, target_name="me/target"
+    )
+    assert command[:4] == ["vllm", "serve", "me/target", "--speculative-config"]
+    assert json.loads(command[4]) == {
+        "method": "draft_model", "model": str(tmp_path / "out"), "num_speculative_tokens": 3,
+    }  # fmt: skip
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert again.config.vocab_size == models.VOCAB + 8
+    ids = models.prompt(9)
+    with torch.inference_mode():
+        wanted, found = draft(ids).logits, again(ids).logits[..., : models.VOCAB]
+    assert torch.allclose(found, wanted, atol=1e-4, rtol=0)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab() == tokenizer.get_vocab()
+    with pytest.raises(ConfigError, match="is not empty"):
+        export_to_vllm(tmp_path / "out", draft, target, tokenizer)
+
+
+def test_an_export_that_went_wrong_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from osd_hf import StateError, engines
+
+    other = models.build("llama", seed=3)
+    monkeypatch.setattr(engines, "load_model", lambda *args, **kwargs: other)
+    draft = models.build("llama", seed=1)
+    with pytest.raises(StateError, match="differs from the draft by"):
+        export_to_vllm(tmp_path / "out", draft, models.build("llama"), models.tokenizer())
+
+
+def test_an_encoder_decoder_is_not_exported(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="decoder-only"):
+        export_to_vllm(tmp_path / "out", models.build("t5"), models.build("t5"), models.tokenizer())
+    assert not (tmp_path / "out").exists()
+
+
+def test_errors_of_the_hub_are_failures_not_usage() -> None:
+    assert issubclass(HubError, RuntimeError)
