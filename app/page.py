@@ -328,4 +328,4 @@ def _last_domain(session: Session) -> str:
 
 
 def _curves(records: Sequence[Record], shown: str) -> str:
-    return drawn(records, f"Acceptance α (last {WINDOW} requests): {shown}")
+    return drawn(records, f"α over {WINDOW} requests, {shown}")

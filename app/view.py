@@ -83,11 +83,11 @@ CSS = """
 .osd-frozen {stroke: #8a8f98; stroke-dasharray: 7 5}
 .osd-learning-dot, .osd-promoted {fill: #1fa463}
 .osd-frozen-dot {fill: #8a8f98}
-.osd-key {font-weight: 400; margin-right: .7rem}
+.osd-key {font-weight: 400; margin-right: .7rem; font-size: .85rem}
 .osd-key::before {content: ""; display: inline-block; width: 1.6rem; vertical-align: middle; margin-right: .3rem;
   border-top: 3px solid #1fa463}
 .osd-key-frozen::before {border-top: 3px dashed #8a8f98}
-.osd-key-promoted {font-weight: 400; white-space: nowrap}
+.osd-key-promoted {font-weight: 400; white-space: nowrap; font-size: .85rem}
 """
 
 
