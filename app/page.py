@@ -14,7 +14,7 @@ import gradio as gr
 from osd_hf import OSDError
 from osd_hf.bundled import DOMAINS
 from osd_hf_app import view
-from osd_hf_app.answers import MAX_NEW_TOKENS, Answer, Settings, parsed_k
+from osd_hf_app.answers import MAX_NEW_TOKENS, Answer, Batch, Settings, parsed_k
 from osd_hf_app.api import add_api
 from osd_hf_app.curves import WINDOW
 from osd_hf_app.curves import curves as drawn
@@ -45,11 +45,13 @@ def watch(session: Session) -> Iterator[str]:
     """The chat, again and again, until nothing more is being answered."""
     while True:
         began, revision, is_busy = time.monotonic(), session.revision, session.job is not None
+        has_tokens = isinstance(session.job, Batch) or bool(session.job and session.job.tokens)
         yield view.transcript(session)
         if not is_busy:
             return
         session.wait(revision, timeout=10.0)
-        time.sleep(max(FRAME_SECONDS - (time.monotonic() - began), 0.0))
+        if has_tokens:  # the first ones are shown at once
+            session.wait_for_end(FRAME_SECONDS - (time.monotonic() - began))
 
 
 def build(service: Service, *, is_public: bool = False, output_dir: Path = Path("osd_hf_app")) -> gr.Blocks:
@@ -295,12 +297,14 @@ def build(service: Service, *, is_public: bool = False, output_dir: Path = Path(
 
         settings = [domain, learn, k, do_sample, temperature, top_p, tokens, check, remember]
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
+        # What is sent while the last frame of an answer is on its way is not to be lost; the service refuses the rest.
+        sending: dict[str, Any] = {**quiet, "trigger_mode": "multiple"}
         waiting = [prompt, send, twenty, shift, suggest, clear]
         page.load(arrive, visitor, [visitor, chat, private, *waiting], **quiet).then(follow, visitor, chat, **quiet)
-        gr.on([send.click, prompt.submit], submit, [prompt, visitor, private, *settings], [chat, prompt], **quiet)
-        twenty.click(send_many, [visitor, private, *settings], chat, **quiet)
-        shift.click(next_domain, [visitor, domain], domain, **quiet).then(
-            send_many, [visitor, private, *settings], chat, **quiet
+        gr.on([send.click, prompt.submit], submit, [prompt, visitor, private, *settings], [chat, prompt], **sending)
+        twenty.click(send_many, [visitor, private, *settings], chat, **sending)
+        shift.click(next_domain, [visitor, domain], domain, **sending).then(
+            send_many, [visitor, private, *settings], chat, **sending
         )
         suggest.click(suggested, [visitor, domain], prompt, queue=False, **quiet)
         stop.click(end, visitor, queue=False, **quiet)

@@ -88,6 +88,11 @@ class Session:
             self.changed.wait_for(lambda: self.revision != revision, timeout)
             return self.revision
 
+    def wait_for_end(self, timeout: float) -> None:
+        """Wait until nothing more is being answered, at most so many seconds."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.job is None, max(timeout, 0.0))
+
 
 class _Rounds(BaseStreamer):
     """Takes the tokens of each round as the loop emits them."""
