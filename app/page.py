@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 AUTOMATIC = "automatic"
 ALL = "all domains"
 PROMPTS = 20
-FRAME_SECONDS = 0.15  # between two pictures of an answer that grows
-TICK_SECONDS = 1.0
+FRAME_SECONDS = 0.3  # between two pictures of an answer that grows
+TICK_SECONDS = 2.0
 CHAT_PIXELS = 430
 KS = ["auto", "1", "2", "3", "5", "8", "12"]
 

@@ -4,7 +4,7 @@ What the app's page costs: the same prompts answered three ways in alternation.
     python recipes/app_overhead.py                     # 96 prompts
     python recipes/app_overhead.py --prompts 4         # smoke
 
-live    sent from the page: streamed to it in colors, curves and tables updated each second
+live    sent from the page: streamed to it in colors, curves and tables updated every two seconds
 still   sent from the page: the first tokens and the end are shown, nothing in between, and nothing is updated
 alone   the same call in the same process, while the browser shows nothing
 
