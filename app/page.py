@@ -74,7 +74,7 @@ def build(service: Service, *, is_public: bool = False, output_dir: Path = Path(
         with gr.Row():
             with gr.Column(scale=3, min_width=320):
                 chat = gr.HTML(
-                    view.transcript(Session("", service.shared)),
+                    view.transcript(service.guest()),
                     elem_id="chat",
                     autoscroll=True,
                     min_height=CHAT_PIXELS,
@@ -136,7 +136,7 @@ def build(service: Service, *, is_public: bool = False, output_dir: Path = Path(
                 curves = gr.HTML(_curves([], ALL), elem_id="curves")
                 shown = gr.Radio([ALL, *DOMAINS, OTHER], value=ALL, label="Curves of", elem_id="shown")
                 table = gr.HTML(view.domain_table(service.shared), elem_id="table")
-                corrections = gr.HTML(view.corrections(Session("", service.shared).corrections), elem_id="corrections")
+                corrections = gr.HTML(view.corrections(service.guest().corrections), elem_id="corrections")
                 with gr.Accordion("Reset, save, push", open=False, elem_id="keep"):
                     reset = gr.Button("Reset the draft to how it was", elem_id="reset")
                     name = gr.Textbox(

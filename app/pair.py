@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
-from osd_hf import ConfigError, OnlineAssistant, OnlineConfig, align_vocab
+from osd_hf import ConfigError, OnlineAssistant, OnlineConfig
 from osd_hf.bundled import DOMAINS, bundled_prompts, load_bundled
 from osd_hf.loading import load_model, load_tokenizer, placed, prompt_room
 from osd_hf.prompts import encode_turn
 from osd_hf.timing import cores
+from osd_hf.vocab import of_one_size
 
 __all__ = ["Pair", "use_threads"]
 
@@ -51,9 +52,7 @@ class Pair:
             self.target = load_model(target, dtype=dtype, device=device)
             self.draft = load_model(draft, dtype=dtype, device=device)
             self.tokenizer = load_tokenizer(target)
-            sizes = [m.config.get_text_config().vocab_size for m in (self.target, self.draft)]
-            if sizes[0] != sizes[1]:
-                self.draft = align_vocab(self.draft, self.target)
+            self.draft = of_one_size(self.draft, self.target)
         else:
             self.name = "the bundled pair"
             self.target, self.draft, self.tokenizer = load_bundled()

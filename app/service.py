@@ -211,15 +211,16 @@ class Service:
         if is_private == session.is_private:
             return
         room = Room(self.pair, self.shared.config) if is_private else None  # takes a while: nobody waits for it
-        closing: list[Room] = []
+        closing = [] if room is None else [room]  # unless it comes to serve
         try:
             with self._lock:
                 self._check_free(session)
                 if is_private == session.is_private:
-                    closing += [] if room is None else [room]
-                elif room is None:
+                    return
+                if room is None:
                     closing.append(self._leave(session, None))
                 else:
+                    closing.remove(room)
                     self.private[session.id] = room
                     session.room, session.is_private, session.notice = room, True, None
                     most = MAX_PRIVATE if self.pair.per_domain else 1
@@ -227,9 +228,6 @@ class Service:
                     for other in sorted(others, key=lambda s: list(self.private).index(s.id)):
                         if len(self.private) > most:
                             closing.append(self._leave(other, LET_GO))
-        except ConfigError:
-            closing += [] if room is None else [room]
-            raise
         finally:
             for old in closing:
                 old.close()

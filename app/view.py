@@ -15,8 +15,6 @@ MOST_CORRECTIONS = 8
 SHOWN = 20  # newest entries of a chat
 STOP = ' tabindex="0" role="note"'
 
-WORDS = {"accepted": "accepted", "corrected": "corrected", "bonus": "bonus", "plain": "target", "target": "target"}
-
 BUNDLED = (
     "<br><br>The bundled target is tiny: it knows simple SQL, sums, short Python functions and small talk about "
     "money. Suggest a prompt shows what."

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 from pathlib import Path
 
+from osd_hf.commands import add_placement
 from osd_hf.errors import ConfigError
 
 __all__ = ["add_app", "app_command"]
@@ -17,10 +18,7 @@ def add_app(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("models")
     group.add_argument("--target", metavar="ID|PATH", help="instead of the bundled target")
     group.add_argument("--draft", metavar="ID|PATH", help="instead of the bundled draft")
-    group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
-                       help="auto is each checkpoint's own; only float32 is exact to the token")  # fmt: skip
-    group.add_argument("--device", help="such as cpu or cuda:0; CUDA where there is one by default, for the bundled "
-                       "pair the CPU")  # fmt: skip
+    add_placement(group, bundled=True)
     group.add_argument("--threads", type=int, metavar="N",
                        help="of torch; by default 1 for the bundled pair, all cores for others")  # fmt: skip
     group = parser.add_argument_group("server")

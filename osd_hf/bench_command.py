@@ -28,7 +28,7 @@ from osd_hf.provenance import provenance
 from osd_hf.quickstart import QuickstartSizes, learned_and_later, serve_stream
 from osd_hf.store import CorrectionStore
 from osd_hf.timing import faster_threads
-from osd_hf.vocab import align_vocab
+from osd_hf.vocab import of_one_size
 
 __all__ = ["bench_command"]
 
@@ -131,8 +131,7 @@ def _served(args: argparse.Namespace, ks: Sequence[int]) -> tuple[BenchmarkRepor
     else:
         target, draft = (load_model(m, dtype=args.dtype, device=args.device) for m in (args.target, args.draft))
         tokenizer = load_tokenizer(args.target)
-        if target.config.get_text_config().vocab_size != draft.config.get_text_config().vocab_size:
-            draft = align_vocab(draft, target)
+        draft = of_one_size(draft, target)
     if args.prompts is None:
         stream, prompts = _bundled_prompts(args, tokenizer)
     else:

@@ -117,9 +117,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--target", metavar="ID|PATH", help="Hub id or folder of the model that answers")
     group.add_argument("--draft", metavar="ID|PATH", help="Hub id or folder of the model that drafts and learns")
     group.add_argument("--bundled", action="store_true", help="the bundled pair, on prompts of its domains")
-    group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
-                       help="auto is each checkpoint's own; only float32 is exact to the token")  # fmt: skip
-    group.add_argument("--device", help="such as cpu or cuda:0; CUDA where there is one by default")
+    commands.add_placement(group)
     group = parser.add_argument_group("prompts")
     group.add_argument("--prompts", metavar="ID|FILE", help="Hub data set id, or a json, jsonl or parquet file")
     group.add_argument("--split", default="train", help="of a Hub data set")
@@ -181,10 +179,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("models")
     group.add_argument("--target", metavar="ID|PATH", help="instead of the bundled target")
     group.add_argument("--draft", metavar="ID|PATH", help="instead of the bundled draft")
-    group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
-                       help="auto is each checkpoint's own; only float32 is exact to the token")  # fmt: skip
-    group.add_argument("--device", help="such as cpu or cuda:0; CUDA where there is one by default, for the bundled "
-                       "pair the CPU")  # fmt: skip
+    commands.add_placement(group, bundled=True)
     group.add_argument("--k", default="5", metavar="N[,N...]", help="tokens drafted per round")
     group.add_argument("--compile", action="store_true", help="also time lean drafting with the draft compiled")
     group = parser.add_argument_group("prompts")

@@ -32,13 +32,14 @@ from osd_hf.replay import replay_each
 from osd_hf.serving import check_folder, open_folder, report_on, serve
 from osd_hf.simulate import simulate
 from osd_hf.store import CorrectionStore
-from osd_hf.vocab import align_vocab
+from osd_hf.vocab import of_one_size
 
 __all__ = [
     "BAD_INPUT",
     "BUNDLED_REQUESTS",
     "FAILED",
     "INTERRUPTED",
+    "add_placement",
     "check_json",
     "quickstart_command",
     "replay_command",
@@ -116,8 +117,7 @@ def run_command(args: argparse.Namespace) -> int:
     check_folder(args.output_dir, settings, resume=args.resume)
     if not args.bundled:
         target, draft = (load_model(m, dtype=args.dtype, device=args.device) for m in (args.target, args.draft))
-        if target.config.get_text_config().vocab_size != draft.config.get_text_config().vocab_size:
-            draft = align_vocab(draft, target)
+        draft = of_one_size(draft, target)
     assistant = OnlineAssistant(
         target, draft, tokenizer, dataclasses.replace(config, update_strategy="manual"), store=args.store,
         report_to=args.report_to,
@@ -377,6 +377,14 @@ def _replay_row(draft: str, name: str, stats: AcceptanceStats, k: int, cost: flo
 def output_stream(args: argparse.Namespace) -> Any:
     """Where people read: not where the machine's JSON goes."""
     return sys.stderr if args.json == "-" else sys.stdout
+
+
+def add_placement(group: argparse._ArgumentGroup, *, bundled: bool = False) -> None:
+    """The flags of how and where models are loaded; `bundled` where a command has the bundled pair by default."""
+    group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
+                       help="auto is each checkpoint's own; only float32 is exact to the token")  # fmt: skip
+    pair = ", for the bundled pair the CPU" if bundled else ""
+    group.add_argument("--device", help=f"such as cpu or cuda:0; CUDA where there is one by default{pair}")
 
 
 def check_json(path: str | None) -> None:

@@ -18,8 +18,7 @@ from osd_hf.wrappers import merged
 
 __all__ = ["export_to_vllm"]
 
-TOLERANCE = {torch.float32: 1e-4}  # of log-probs; half precisions round in other places
-HALF_TOLERANCE = 5e-2
+TOLERANCE, HALF_TOLERANCE = 1e-4, 5e-2  # of log-probs; half precisions round in other places
 
 
 def export_to_vllm(
@@ -63,9 +62,10 @@ def export_to_vllm(
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty. Choose another folder.")
     make_folder(folder)
-    exported = align_vocab(merged(draft), target, tokenizer)
+    draft = merged(draft)
+    exported = align_vocab(draft, target, tokenizer)
     save_draft(folder, exported, tokenizer, num_assistant_tokens=num_assistant_tokens, repo_id=folder.name)
-    _check(folder, exported, merged(draft))
+    _check(folder, exported, draft)
     config = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": num_assistant_tokens}
     name = target_name or target.config.name_or_path
     return ["vllm", "serve", name, "--speculative-config", json.dumps(config)]
@@ -80,7 +80,7 @@ def _check(folder: Path, exported: Any, draft: Any) -> None:
     ids = torch.randint(rows, (1, size), generator=torch.Generator().manual_seed(0)).to(exported.device)
     wanted, found = (m.eval()(ids).logits.float()[..., :rows].log_softmax(-1) for m in (draft, again))
     error = float((wanted - found).abs().max())
-    tolerance = TOLERANCE.get(again.dtype, HALF_TOLERANCE)
+    tolerance = TOLERANCE if again.dtype == torch.float32 else HALF_TOLERANCE
     if not error <= tolerance:
         raise StateError(
             f"What was written to {folder} differs from the draft by {error:.2g} in log-probabilities (at most "

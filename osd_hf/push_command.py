@@ -6,17 +6,17 @@ import argparse
 import shlex
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from osd_hf.bundled import load_bundled
-from osd_hf.cards import DraftFacts
-from osd_hf.commands import output_stream, write_json
+from osd_hf.commands import add_placement, output_stream, write_json
 from osd_hf.engines import export_to_vllm
 from osd_hf.errors import ConfigError
 from osd_hf.evaluate import evaluate
 from osd_hf.evaluation import EVALUATION, PLOT, EvaluationSet
-from osd_hf.hub import hub_id, push_folder, save_draft
+from osd_hf.hub import facts_of, hub_id, push_folder, save_draft
 from osd_hf.loading import load_model, load_tokenizer
 from osd_hf.plots import plot_domains
 from osd_hf.prompts import PromptSource, read_prompts
@@ -29,9 +29,7 @@ def _add_pair(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("models")
     group.add_argument("--draft", required=True, metavar="PATH", help="folder of the learned draft")
     group.add_argument("--target", metavar="ID|PATH", help="the model that it drafts for; the bundled one by default")
-    group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
-                       help="auto is each checkpoint's own")  # fmt: skip
-    group.add_argument("--device", help="such as cpu or cuda:0; CUDA where there is one by default")
+    add_placement(group)
 
 
 def add_push(parser: argparse.ArgumentParser) -> None:
@@ -74,10 +72,11 @@ def push_command(args: argparse.Namespace) -> int:
         target, before, draft, tokenizer, _evaluation_set(args), num_assistant_tokens=args.k,
         timed_requests=args.timed_requests, show_progress=True,
     )  # fmt: skip
-    facts = DraftFacts(
-        target=hub_id(args.target), target_revision=getattr(target.config, "_commit_hash", None),
-        base_model=hub_id(args.before), domains=tuple(args.domain or ()), license=args.license,
-        training=_training(args), command=provenance()["command"],
+    facts_now = provenance()
+    versions = ", ".join(f"{name} {facts_now[name]}" for name in ("osd_hf", "transformers", "torch"))
+    facts = replace(
+        facts_of(target, before, args.domain or (), {"Distilled with": versions}),
+        license=args.license, command=facts_now["command"],
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.local_dir or Path(scratch)
@@ -88,7 +87,7 @@ def push_command(args: argparse.Namespace) -> int:
             stats = evaluation.stats(side)
             low, high = stats.alpha_interval
             print(f"alpha {side}: {stats.alpha:.3f} [{low:.3f}, {high:.3f}]", file=out)
-        report: dict[str, Any] = {"provenance": provenance(), "evaluation": evaluation.to_dict(), "url": None}
+        report: dict[str, Any] = {"provenance": facts_now, "evaluation": evaluation.to_dict(), "url": None}
         if args.dry_run:
             print(f"written to {folder}, nothing pushed", file=out)
         else:
@@ -120,14 +119,6 @@ def _evaluation_set(args: argparse.Namespace) -> EvaluationSet:
     subset = "" if args.subset is None else f", {args.subset}"
     split = f", {args.split}" if hub_id(args.prompts) else ""
     return EvaluationSet(f"{name}{subset}{split}", tuple(prompts), args.max_new_tokens)
-
-
-def _training(args: argparse.Namespace) -> dict[str, Any]:
-    versions = provenance()
-    return {
-        "Distilled with": f"osd_hf {versions['osd_hf']}, transformers {versions['transformers']}, torch "
-        f"{versions['torch']}"
-    }
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from osd_hf.errors import VocabularyMismatchError
 from osd_hf.guards import check_tokenizers, find_tokenizer
 
-__all__ = ["align_vocab"]
+__all__ = ["align_vocab", "of_one_size"]
 
 
 def align_vocab(draft: Any, target: Any, tokenizer: Any = None) -> Any:
@@ -53,3 +53,9 @@ def align_vocab(draft: Any, target: Any, tokenizer: Any = None) -> Any:
     if size != old_size:
         aligned.resize_token_embeddings(size, mean_resizing=size > old_size)
     return aligned.eval()
+
+
+def of_one_size(draft: Any, target: Any) -> Any:
+    """The draft itself where its vocabulary has the target's size, otherwise as of [`align_vocab`]."""
+    sizes = {int(model.config.get_text_config().vocab_size) for model in (draft, target)}
+    return draft if len(sizes) == 1 else align_vocab(draft, target)

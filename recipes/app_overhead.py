@@ -23,7 +23,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from common import run_facts, write_report
 from playwright.sync_api import Page, Route, sync_playwright
@@ -31,6 +30,7 @@ from tqdm import tqdm
 
 import osd_hf_app.page
 from osd_hf.bundled import DOMAINS, bundled_prompts
+from osd_hf.timing import median_ratio
 from osd_hf_app.answers import Settings
 from osd_hf_app.launch import theme
 from osd_hf_app.page import build
@@ -95,9 +95,8 @@ def prepare(page: Page, address: str, way: str) -> None:
 
 def interval(values: Any) -> list[float]:
     """Median with its 95% bootstrap interval."""
-    values, rng = np.asarray(values), np.random.default_rng(0)
-    medians = [float(np.median(rng.choice(values, len(values)))) for _ in range(2000)]
-    return [float(np.median(values)), *map(float, np.percentile(medians, [2.5, 97.5]))]
+    found = median_ratio(values)
+    return [found["median"], *found["interval"]]
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,21 +42,25 @@ def address(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield address
 
 
-@pytest.fixture
-def visitor(browser: Browser) -> Iterator[BrowserContext]:
+@contextmanager
+def unused(browser: Browser, **settings: Any) -> Iterator[BrowserContext]:
     """A browser that nobody has used."""
-    context = browser.new_context(viewport={"width": 1280, "height": 1000})
+    context = browser.new_context(**{"viewport": {"width": 1280, "height": 1000}, **settings})
     context.set_default_timeout(PATIENCE)
     yield context
     context.close()
+
+
+@pytest.fixture
+def visitor(browser: Browser) -> Iterator[BrowserContext]:
+    with unused(browser) as context:
+        yield context
 
 
 @pytest.fixture
 def other_visitor(browser: Browser) -> Iterator[BrowserContext]:
-    context = browser.new_context(viewport={"width": 1280, "height": 1000})
-    context.set_default_timeout(PATIENCE)
-    yield context
-    context.close()
+    with unused(browser) as context:
+        yield context
 
 
 def opened(context: BrowserContext, address: str, query: str = "") -> Page:
