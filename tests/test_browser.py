@@ -125,6 +125,8 @@ def test_acceptance_rises_while_one_chats(visitor: BrowserContext, address: str)
     expect(page.locator("#chat")).to_contain_text("20 of 20 answered, done", timeout=PATIENCE)
     choose(page, "#shown", "finance")
     expect(page.locator("#curves figcaption")).to_contain_text("finance", timeout=PATIENCE)
+    row = page.locator("#table tbody tr", has_text="finance").locator("td")
+    expect(row.nth(1)).to_have_text("20", timeout=PATIENCE)  # the panel, drawn every two seconds, has come to the end
     expect(page.locator("#curves .osd-promoted").first).to_be_visible()
     assert last_alpha(page, "learning") > last_alpha(page, "frozen") + 0.02
     expect(page.locator("#state")).to_contain_text("promoted")
