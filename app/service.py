@@ -74,24 +74,30 @@ class Session:
     revision: int = 0
     notice: str | None = None
     job: Answer | Batch | None = None
-    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def __post_init__(self) -> None:
+        lock = threading.Lock()
+        self._changed = threading.Condition(lock)
+        self._ended = threading.Condition(lock)  # to wait for the end is not to wake in every round
 
     def touch(self) -> None:
         """Tell those who watch that something is new."""
-        with self.changed:
+        with self._changed:
             self.revision += 1
-            self.changed.notify_all()
+            self._changed.notify_all()
+            if self.job is None:
+                self._ended.notify_all()
 
     def wait(self, revision: int, timeout: float) -> int:
         """Wait for something newer than a revision; gives the newest."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.revision != revision, timeout)
+        with self._changed:
+            self._changed.wait_for(lambda: self.revision != revision, timeout)
             return self.revision
 
     def wait_for_end(self, timeout: float) -> None:
         """Wait until nothing more is being answered, at most so many seconds."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.job is None, max(timeout, 0.0))
+        with self._ended:
+            self._ended.wait_for(lambda: self.job is None, max(timeout, 0.0))
 
 
 class _Rounds(BaseStreamer):
