@@ -7,8 +7,8 @@ import importlib
 import importlib.util
 from pathlib import Path
 
-from osd_hf.commands import add_placement
 from osd_hf.errors import ConfigError
+from osd_hf.shared_flags import add_placement
 
 __all__ = ["add_app", "app_command"]
 

@@ -15,7 +15,6 @@ import torch
 from osd_hf import bundled
 from osd_hf.assistant import OnlineAssistant
 from osd_hf.benchmark import BenchmarkReport, System, benchmark
-from osd_hf.commands import FAILED, output_stream, write_json
 from osd_hf.config import OnlineConfig
 from osd_hf.controlled import LABEL, ControlledAcceptance, controlled_acceptance, random_pair
 from osd_hf.display import figure, text_table
@@ -26,6 +25,7 @@ from osd_hf.plots import plot_speedups
 from osd_hf.prompts import PromptSource, encode_prompts, encode_turn, read_prompts
 from osd_hf.provenance import provenance
 from osd_hf.quickstart import QuickstartSizes, learned_and_later, serve_stream
+from osd_hf.shared_flags import FAILED, output_stream, write_json
 from osd_hf.store import CorrectionStore
 from osd_hf.timing import faster_threads
 from osd_hf.vocab import of_one_size

@@ -1,4 +1,4 @@
-"""The command line: `osd-hf quickstart | run | replay | bench | distill | export | push | app`."""
+"""The command line: `osd-hf quickstart | run | replay | bench | distill | collect | learn | export | push | app`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from typing import Any
 
 import transformers
 
-from osd_hf import commands
+from osd_hf import commands, shared_flags
 from osd_hf.app_command import add_app, app_command
 from osd_hf.bench_command import bench_command
+from osd_hf.collect_command import add_collect, collect_command
 from osd_hf.config import OnlineConfig
 from osd_hf.controlled import SHAPES
 from osd_hf.distill_command import add_distill, distill_command
-from osd_hf.errors import CaptureError, HubError, LearnerError, OSDError
+from osd_hf.errors import CaptureError, HubError, LearnerError, OSDError, ServerError
+from osd_hf.learn_command import add_learn, learn_command
 from osd_hf.push_command import add_export, add_push, export_command, push_command
 from osd_hf.quickstart import QuickstartSizes
 
@@ -42,17 +44,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     transformers.utils.logging.disable_progress_bar()
     try:
-        commands.check_json(getattr(args, "json", None))  # not every command reports
+        shared_flags.check_json(getattr(args, "json", None))  # not every command reports
         return int(args.command(args))
     except KeyboardInterrupt as interrupt:
         print(": ".join(["osd-hf: interrupted", *map(str, interrupt.args)]), file=sys.stderr)
-        return commands.INTERRUPTED
+        return shared_flags.INTERRUPTED
     except (OSDError, OSError) as error:
         print(f"osd-hf: error: {' '.join(str(error).split())}", file=sys.stderr)
         return (
-            commands.FAILED
-            if isinstance(error, LearnerError | CaptureError | HubError | OSError)
-            else commands.BAD_INPUT
+            shared_flags.FAILED
+            if isinstance(error, LearnerError | CaptureError | HubError | ServerError | OSError)
+            else shared_flags.BAD_INPUT
         )
 
 
@@ -90,6 +92,11 @@ def _parser() -> argparse.ArgumentParser:
     add_distill(add_reporting("distill", distill_command, "teach a draft on a fixed data set, before it serves"))
     add_export(add_reporting("export", export_command, "write a draft for a serving engine"))
     add_push(add_reporting("push", push_command, "measure a draft and push it to the Hub, with its card"))
+    added = add_reporting("collect", collect_command, "keep what a serving engine answers, for a draft to learn from")
+    add_collect(added)
+    added = add_reporting("learn", learn_command, "teach a draft from what was collected, and publish its versions")
+    add_learn(added)
+    _add_config(added)
     return parser
 
 
@@ -117,21 +124,9 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--target", metavar="ID|PATH", help="Hub id or folder of the model that answers")
     group.add_argument("--draft", metavar="ID|PATH", help="Hub id or folder of the model that drafts and learns")
     group.add_argument("--bundled", action="store_true", help="the bundled pair, on prompts of its domains")
-    commands.add_placement(group)
+    shared_flags.add_placement(group)
     group = parser.add_argument_group("prompts")
-    group.add_argument("--prompts", metavar="ID|FILE", help="Hub data set id, or a json, jsonl or parquet file")
-    group.add_argument("--split", default="train", help="of a Hub data set")
-    group.add_argument("--subset", help="configuration of a Hub data set")
-    group.add_argument("--column", help="column of the prompt")
-    group.add_argument("--prompt-template", metavar="FORMAT",
-                       help="instead of a column: a format string, such as 'db: {db_id}\\n{question}'")  # fmt: skip
-    group.add_argument("--no-chat-template", action="store_true",
-                       help="plain text, also where the tokenizer has a chat template")  # fmt: skip
-    group.add_argument("--domain", action="append", metavar="NAME",
-                       help="label of all prompts; with --bundled, domains to serve (repeat for several)")  # fmt: skip
-    group.add_argument("--domain-column", metavar="COLUMN", help="column of the label")
-    group.add_argument("--num-requests", type=int, metavar="N",
-                       help=f"all by default; {commands.BUNDLED_REQUESTS} with --bundled")  # fmt: skip
+    shared_flags.add_prompts(group, bundled_flag="--bundled")
     group = parser.add_argument_group("answers")
     group.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="bound of an answer")
     group.add_argument("--do-sample", action="store_true", help="sample; greedy otherwise. --seed makes it repeatable")
@@ -179,7 +174,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("models")
     group.add_argument("--target", metavar="ID|PATH", help="instead of the bundled target")
     group.add_argument("--draft", metavar="ID|PATH", help="instead of the bundled draft")
-    commands.add_placement(group, bundled=True)
+    shared_flags.add_placement(group, bundled=True)
     group.add_argument("--k", default="5", metavar="N[,N...]", help="tokens drafted per round")
     group.add_argument("--compile", action="store_true", help="also time lean drafting with the draft compiled")
     group = parser.add_argument_group("prompts")

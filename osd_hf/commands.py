@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import random
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -24,38 +23,26 @@ from osd_hf.loading import load_config, load_model, load_tokenizer, placed, prom
 from osd_hf.metrics import AcceptanceStats, alpha_gain_interval
 from osd_hf.outputs import json_text, make_folder
 from osd_hf.plots import plot_alpha, rolling_window
-from osd_hf.prompts import EncodedPrompts, Prompt, PromptSource, encode_prompts, fingerprint, read_prompts
+from osd_hf.prompts import EncodedPrompts, Prompt, encode_prompts, fingerprint, read_prompts
 from osd_hf.provenance import provenance
 from osd_hf.quickstart import QuickstartSizes, quickstart
 from osd_hf.records import Trace
 from osd_hf.replay import replay_each
 from osd_hf.serving import check_folder, open_folder, report_on, serve
+from osd_hf.shared_flags import (
+    BUNDLED_REQUESTS,
+    FAILED,
+    bundled_mix,
+    config_from,
+    output_stream,
+    prompt_source,
+    write_json,
+)
 from osd_hf.simulate import simulate
 from osd_hf.store import CorrectionStore
 from osd_hf.vocab import of_one_size
 
-__all__ = [
-    "BAD_INPUT",
-    "BUNDLED_REQUESTS",
-    "FAILED",
-    "INTERRUPTED",
-    "add_placement",
-    "check_json",
-    "quickstart_command",
-    "replay_command",
-    "run_command",
-]
-
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
-BUNDLED_REQUESTS = 200
-
-
-def _config(args: argparse.Namespace) -> OnlineConfig:
-    given = {name.removeprefix("config."): value for name, value in vars(args).items() if name.startswith("config.")}
-    config = OnlineConfig.paper(**given) if args.paper else OnlineConfig(**given)
-    if not isinstance(config.num_assistant_tokens, int):
-        raise ConfigError("--num-assistant-tokens must be a number: what is compared needs one k throughout.")
-    return config
+__all__ = ["quickstart_command", "replay_command", "run_command"]
 
 
 # --- quickstart -----------------------------------------------------------------------------------------------------
@@ -85,7 +72,7 @@ def quickstart_command(args: argparse.Namespace) -> int:
 
 def run_command(args: argparse.Namespace) -> int:
     """`osd-hf run`; the exit code."""
-    config, generate_kwargs = _config(args), _generate_kwargs(args)
+    config, generate_kwargs = config_from(args), _generate_kwargs(args)
     if config.update_strategy == "manual" and not args.no_learn:
         raise ConfigError("--update-strategy manual would never learn in a run; say so with --no-learn.")
     for name in ("save_every", "max_new_tokens", "num_requests"):
@@ -164,28 +151,10 @@ def _prompts(args: argparse.Namespace, seed: int) -> Iterator[Prompt]:
     if args.bundled:
         if args.target or args.draft or args.prompts or args.column or args.prompt_template or args.domain_column:
             raise ConfigError("--bundled brings its own target, draft and prompts; leave out the flags for others.")
-        if unknown := set(args.domain or ()) - set(bundled.DOMAINS):
-            raise ConfigError(
-                f"--domain must be one of {', '.join(bundled.DOMAINS)}, got {', '.join(sorted(unknown))}."
-            )
-        return iter(_bundled_mix(args.domain or bundled.DOMAINS, args.num_requests or BUNDLED_REQUESTS, seed))
+        return iter(bundled_mix(args.domain, args.num_requests or BUNDLED_REQUESTS, seed))
     if missing := [name for name in ("target", "draft", "prompts") if not getattr(args, name)]:
         raise ConfigError(f"--{' and --'.join(missing)} must be given, or --bundled.")
-    if args.domain is not None and len(args.domain) > 1:
-        raise ConfigError("--domain can be given several times only with --bundled; see --domain-column.")
-    domain = args.domain[0] if args.domain else None
-    return read_prompts(
-        PromptSource(
-            args.prompts, args.column, args.prompt_template, domain, args.domain_column, args.split, args.subset
-        )
-    )
-
-
-def _bundled_mix(domains: Sequence[str], count: int, seed: int) -> list[Prompt]:
-    share = -(-count // len(domains))
-    mixed = [(d, e.prompt) for d in domains for e in bundled.bundled_prompts(d, share, seed=seed)]
-    random.Random(seed).shuffle(mixed)
-    return [Prompt(i, text, domain) for i, (domain, text) in enumerate(mixed[:count])]
+    return read_prompts(prompt_source(args))
 
 
 def _generate_kwargs(args: argparse.Namespace) -> dict[str, Any]:
@@ -258,7 +227,7 @@ def _print_run(report: dict[str, Any], folder: Path, out: Any) -> None:
 
 def replay_command(args: argparse.Namespace) -> int:
     """`osd-hf replay`; the exit code."""
-    config = _config(args)
+    config = config_from(args)
     if args.cost is not None:
         expected_speedup(0.5, 1, args.cost)  # says what is wrong with it before any work
     traces = _recorded(args)
@@ -369,38 +338,3 @@ def _replay_row(draft: str, name: str, stats: AcceptanceStats, k: int, cost: flo
     speedup = [] if cost is None else [f"{expected_speedup(alpha, k, cost):.2f}x"]
     efficiency = figure(stats.block_efficiency, 2)
     return [draft, name, str(stats.num_requests), figure(stats.alpha), stats_interval(stats), efficiency, *speedup]
-
-
-# --- output ---------------------------------------------------------------------------------------------------------
-
-
-def output_stream(args: argparse.Namespace) -> Any:
-    """Where people read: not where the machine's JSON goes."""
-    return sys.stderr if args.json == "-" else sys.stdout
-
-
-def add_placement(group: argparse._ArgumentGroup, *, bundled: bool = False) -> None:
-    """The flags of how and where models are loaded; `bundled` where a command has the bundled pair by default."""
-    group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
-                       help="auto is each checkpoint's own; only float32 is exact to the token")  # fmt: skip
-    pair = ", for the bundled pair the CPU" if bundled else ""
-    group.add_argument("--device", help=f"such as cpu or cuda:0; CUDA where there is one by default{pair}")
-
-
-def check_json(path: str | None) -> None:
-    """Raises ConfigError where the report could not be written at the end of a long command."""
-    if path not in (None, "-") and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
-        raise ConfigError(f"The report cannot be written to {path}: name a file in a folder that exists.")
-
-
-def write_json(args: argparse.Namespace, report: dict[str, Any]) -> None:
-    if args.json is None:
-        return
-    text = json_text(report, indent=1)
-    if args.json == "-":
-        print(text)
-        return
-    try:
-        Path(args.json).write_text(text + "\n")
-    except OSError as error:
-        raise ConfigError(f"The report cannot be written to {args.json}: {error}.") from error

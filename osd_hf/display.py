@@ -60,15 +60,15 @@ class AlphaBar:
     A progress bar over requests that shows alpha of the newest ones, on the standard error.
 
     Args:
-        total (`int`):
-            Requests to come.
+        total (`int`, *optional*):
+            Requests to come, where it is known.
         description (`str`):
             What is going on.
         window (`int`, *optional*, defaults to 50):
             Requests over which alpha is pooled.
     """
 
-    def __init__(self, total: int, description: str, *, window: int = 50) -> None:
+    def __init__(self, total: int | None, description: str, *, window: int = 50) -> None:
         self.bar = tqdm(total=total, desc=description, unit="request", dynamic_ncols=True)
         self.learned: deque[AcceptanceStats] = deque(maxlen=window)
         self.frozen: deque[AcceptanceStats] = deque(maxlen=window)

@@ -17,7 +17,6 @@ from typing import Any
 import yaml
 
 import osd_hf
-from osd_hf.commands import output_stream, write_json
 from osd_hf.display import figure, text_table
 from osd_hf.errors import ConfigError, DataError, StoreError
 from osd_hf.guards import check_tokenizers
@@ -25,6 +24,7 @@ from osd_hf.loading import first_line, load_model, load_tokenizer, prompt_room
 from osd_hf.outputs import json_text, make_folder
 from osd_hf.prompts import PromptSource, encode_prompts, open_rows, read_prompts
 from osd_hf.provenance import provenance
+from osd_hf.shared_flags import output_stream, write_json
 from osd_hf.store import CorrectionStore
 
 __all__ = ["add_distill", "distill_command"]

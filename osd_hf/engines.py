@@ -16,7 +16,7 @@ from osd_hf.outputs import make_folder
 from osd_hf.vocab import align_vocab
 from osd_hf.wrappers import merged
 
-__all__ = ["export_to_vllm"]
+__all__ = ["check_written", "export_to_vllm"]
 
 TOLERANCE, HALF_TOLERANCE = 1e-4, 5e-2  # of log-probs; half precisions round in other places
 
@@ -65,14 +65,14 @@ def export_to_vllm(
     draft = merged(draft)
     exported = align_vocab(draft, target, tokenizer)
     save_draft(folder, exported, tokenizer, num_assistant_tokens=num_assistant_tokens, repo_id=folder.name)
-    _check(folder, exported, draft)
+    check_written(folder, exported, draft)
     config = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": num_assistant_tokens}
     name = target_name or target.config.name_or_path
     return ["vllm", "serve", name, "--speculative-config", json.dumps(config)]
 
 
 @torch.inference_mode()
-def _check(folder: Path, exported: Any, draft: Any) -> None:
+def check_written(folder: Path, exported: Any, draft: Any) -> None:
     """What lies in the folder is what was exported, and says what the draft says."""
     again = load_model(str(folder), dtype="auto", device=str(exported.device))
     rows = min(int(m.config.get_text_config().vocab_size) for m in (exported, draft))

@@ -43,3 +43,7 @@ class CaptureError(OSDError, RuntimeError):
 
 class HubError(OSDError, RuntimeError):
     """The Hub refused a push, or could not be reached to the end; what was to be pushed is still there."""
+
+
+class ServerError(OSDError, RuntimeError):
+    """A serving engine that cannot be reached, or does not answer as needed; what was collected stays."""

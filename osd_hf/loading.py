@@ -5,11 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
 
 from osd_hf.errors import ConfigError, UnsupportedModelError
 
-__all__ = ["first_line", "load_config", "load_model", "load_tokenizer", "placed", "prompt_room"]
+__all__ = [
+    "eos_ids",
+    "first_line",
+    "load_config",
+    "load_eos_ids",
+    "load_model",
+    "load_tokenizer",
+    "placed",
+    "prompt_room",
+]
 
 
 def load_config(source: str) -> Any:
@@ -41,6 +50,21 @@ def load_model(source: str, *, dtype: str = "auto", device: str | None = None) -
     except (OSError, ValueError, ImportError) as error:
         raise UnsupportedModelError(f"The model {source!r} cannot be loaded: {first_line(error)}.") from error
     return placed(model, device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+
+
+def load_eos_ids(source: str) -> tuple[int, ...]:
+    """Ids that end an answer, of a model's generation config, or of its configuration where it has none."""
+    try:
+        config = GenerationConfig.from_pretrained(source)
+    except (OSError, ValueError):
+        config = load_config(source)
+    return eos_ids(config)
+
+
+def eos_ids(config: Any) -> tuple[int, ...]:
+    """Ids that end an answer, of a configuration that names one, several or none."""
+    eos = getattr(config, "eos_token_id", None)
+    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
 
 
 def placed(model: Any, device: str) -> Any:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from osd_hf.bundled import load_bundled
-from osd_hf.commands import add_placement, output_stream, write_json
 from osd_hf.engines import export_to_vllm
 from osd_hf.errors import ConfigError
 from osd_hf.evaluate import evaluate
@@ -21,6 +20,7 @@ from osd_hf.loading import load_model, load_tokenizer
 from osd_hf.plots import plot_domains
 from osd_hf.prompts import PromptSource, read_prompts
 from osd_hf.provenance import provenance
+from osd_hf.shared_flags import add_placement, output_stream, write_json
 
 __all__ = ["add_export", "add_push", "export_command", "push_command"]
 

@@ -29,7 +29,7 @@ from osd_hf.tables import DICTIONARY_COLUMNS, SCHEMA, SPLIT_COLUMNS, split_by_by
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["Folder", "Shard", "write_whole"]
+__all__ = ["Folder", "Shard", "list_shards", "lock_file", "read_from", "sync_folder", "write_whole"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -63,15 +63,21 @@ def write_whole(path: Path, data: Any) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
-    if sys.platform != "win32":
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    sync_folder(path.parent)
 
 
-def _lock(path: Path, *, wait: bool) -> int | None:
+def sync_folder(path: Path) -> None:
+    """Let what was renamed in a folder outlast a loss of power."""
+    if sys.platform == "win32":
+        return
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def lock_file(path: Path, *, wait: bool) -> int | None:
     """
     A descriptor that holds the lock file until it is closed, or its process dies. `None` where another process holds
     it, or where the system has no such locks: then no writer is ever taken for dead.
@@ -107,6 +113,32 @@ class Shard:
 
     def __len__(self) -> int:
         return len(self.times)
+
+
+def list_shards(store: Path) -> list[str]:
+    """Paths of the finished shards of all writers, sorted by writer and number."""
+    paths: list[str] = []
+    with store_errors("list the store", store):
+        for writer in sorted(entry.path for entry in os.scandir(store) if entry.is_dir()):
+            with contextlib.suppress(FileNotFoundError):  # swept by another writer
+                names = sorted(n for n in os.listdir(writer) if n.endswith(".parquet") and not n.startswith("."))
+                paths += [os.path.join(writer, name) for name in names]
+    return paths
+
+
+def read_from(path: str, extract: Callable[[Any], T]) -> T | None:
+    """What `extract` takes from a shard's file, or `None` where it was deleted since the store was listed."""
+    try:
+        with open(path, "rb") as raw, pq.ParquetFile(raw, page_checksum_verification=True) as file:
+            if missing := [name for name in SCHEMA.names if name not in file.schema_arrow.names]:
+                raise StoreError(f"{path} is no shard of this store: it lacks {', '.join(missing)}")
+            return extract(file)
+    except FileNotFoundError:
+        return None
+    except (OSError, pa.ArrowException) as error:
+        raise StoreError(
+            f"the shard {path} cannot be read: {error}. Move it out of the store to go on without it"
+        ) from error
 
 
 class Folder:
@@ -164,13 +196,7 @@ class Folder:
 
     def refresh(self) -> None:
         """Learn which shards the other writers added and deleted."""
-        with store_errors("list the store", self.path):
-            paths: list[str] = []
-            for writer in sorted(entry.path for entry in os.scandir(self.path) if entry.is_dir()):
-                with contextlib.suppress(FileNotFoundError):  # swept by another writer
-                    names = sorted(n for n in os.listdir(writer) if n.endswith(".parquet") and not n.startswith("."))
-                    paths += [os.path.join(writer, name) for name in names]
-        found = ((path, self.shards.get(path) or self._index(path)) for path in paths)
+        found = ((path, self.shards.get(path) or self._index(path)) for path in list_shards(self.path))
         self.shards = {path: shard for path, shard in found if shard is not None}
         self._tally()
 
@@ -186,22 +212,7 @@ class Folder:
             group_sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
             return Shard.of(path, os.path.getsize(path), times, domains, group_sizes)
 
-        return self._read(path, extract)
-
-    @staticmethod
-    def _read(path: str, extract: Callable[[Any], T]) -> T | None:
-        """What `extract` takes from the shard, or `None` where it was deleted since the folder was listed."""
-        try:
-            with open(path, "rb") as raw, pq.ParquetFile(raw, page_checksum_verification=True) as file:
-                if missing := [name for name in SCHEMA.names if name not in file.schema_arrow.names]:
-                    raise StoreError(f"{path} is no shard of this store: it lacks {', '.join(missing)}")
-                return extract(file)
-        except FileNotFoundError:
-            return None
-        except (OSError, pa.ArrowException) as error:
-            raise StoreError(
-                f"the shard {path} cannot be read: {error}. Move it out of the store to go on without it"
-            ) from error
+        return read_from(path, extract)
 
     def read(self, shard: Shard, row: int) -> Trace | None:
         """One trace, or `None` where its shard was deleted meanwhile."""
@@ -212,7 +223,7 @@ class Folder:
             if traces is not None:
                 self.cache.move_to_end(key)
         if traces is None:
-            traces = self._read(shard.path, lambda f: table_to_traces(f.read_row_group(group, use_threads=False)))
+            traces = read_from(shard.path, lambda f: table_to_traces(f.read_row_group(group, use_threads=False)))
             if traces is None:
                 return None
             with self.cache_lock:
@@ -225,7 +236,7 @@ class Folder:
         return traces[row - int(shard.group_starts[group])]
 
     def read_table(self, shard: Shard) -> Any:
-        return self._read(shard.path, lambda f: f.read(SCHEMA.names, use_threads=False).cast(SCHEMA))
+        return read_from(shard.path, lambda f: f.read(SCHEMA.names, use_threads=False).cast(SCHEMA))
 
     def start_writing(self) -> None:
         """Make this process its own folder, and tidy up behind writers that died."""
@@ -237,7 +248,7 @@ class Folder:
                 stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
                 own = self.path / f"{stamp}-{os.getpid()}-{secrets.token_hex(4)}"
                 own.mkdir()
-                self.lock = _lock(own / LOCK_NAME, wait=True)
+                self.lock = lock_file(own / LOCK_NAME, wait=True)
                 if (own / LOCK_NAME).exists() or self.lock is None:
                     self.own = own
                 else:  # another writer's sweep came between the folder and its lock
@@ -290,7 +301,7 @@ class Folder:
         """
         for writer in [p for p in self.path.iterdir() if p.is_dir()]:
             try:
-                lock = _lock(writer / LOCK_NAME, wait=False)
+                lock = lock_file(writer / LOCK_NAME, wait=False)
                 if lock is None:
                     continue
                 try:

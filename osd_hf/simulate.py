@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,11 +13,11 @@ from osd_hf.gate import GateDecision
 from osd_hf.learner import Learner
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.records import Trace
-from osd_hf.replay import redraft
+from osd_hf.replay import redraft, replay_each
 from osd_hf.routing import RoutedPrompt, Router, as_router
 from osd_hf.updater import UpdateReport
 
-__all__ = ["SimulationReport", "simulate"]
+__all__ = ["SimulationReport", "serve_recorded", "simulate"]
 
 
 @dataclass(frozen=True)
@@ -126,19 +126,47 @@ def simulate(
     stats: list[AcceptanceStats] = []
     served: list[Trace] = []
     updates: list[UpdateReport] = []
-    while len(served) < len(traces):
-        start = len(served)
-        for trace in _redrafted(drafts, traces[start : start + _until_due(learner, traces, start)], k):
-            served.append(trace)
-            stats.append(AcceptanceStats.from_rounds(trace.rounds))
-            if on_request is not None:
-                on_request(len(stats) - 1, stats[-1])
-            learner.observe(trace.domain, trace)
-        while (lesson := learner.due()) is not None:
-            updates.append(learner.update(lesson.domain))
+    for moment in serve_recorded(learner, traces, k):
+        if isinstance(moment, UpdateReport):
+            updates.append(moment)
             if on_update is not None:
-                on_update(len(stats), updates[-1])
+                on_update(len(stats), moment)
+            continue
+        served.append(moment[0])
+        stats.append(moment[1])
+        if on_request is not None:
+            on_request(len(stats) - 1, moment[1])
     return SimulationReport(tuple(stats), tuple(served), tuple(updates), learner)
+
+
+def serve_recorded(
+    learner: Learner, traces: Sequence[Trace], k: int
+) -> Iterator[tuple[Trace, AcceptanceStats] | UpdateReport]:
+    """
+    Let a learner serve recorded requests in their order, and learn in between, step by step.
+
+    Args:
+        learner (`Learner`):
+            With its drafts.
+        traces (`Sequence[Trace]`):
+            Greedy ones get the rounds of the draft that serves them; sampled ones stay as they are, as their rounds
+            cannot be known.
+        k (`int`):
+            Tokens drafted per round.
+
+    Yields:
+        Each request with its acceptance (of a sampled one the expected, see [`replay`]), and each update behind the
+        requests that made it due.
+    """
+    start = 0
+    while start < len(traces):
+        end = start + _until_due(learner, traces, start)
+        for trace, stats in _redrafted(learner.drafts, traces[start:end], k):
+            learner.observe(trace.domain, trace)
+            yield trace, stats
+        while (lesson := learner.due()) is not None:
+            yield learner.update(lesson.domain)
+        start = end
 
 
 def _until_due(learner: Learner, traces: Sequence[Trace], start: int) -> int:
@@ -154,14 +182,20 @@ def _until_due(learner: Learner, traces: Sequence[Trace], start: int) -> int:
     return len(traces) - start
 
 
-def _redrafted(drafts: DomainDrafts, traces: Sequence[Trace], k: int) -> list[Trace]:
-    """As captured with the drafts that serve now."""
+def _redrafted(drafts: DomainDrafts, traces: Sequence[Trace], k: int) -> list[tuple[Trace, AcceptanceStats]]:
+    """As captured with the drafts that serve now, with what these made of them."""
     keys = [drafts.key(trace.domain) for trace in traces]
-    drafted: list[Trace] = list(traces)
+    drafted: dict[int, tuple[Trace, AcceptanceStats]] = {}
     for key in dict.fromkeys(keys):
-        places = [i for i, other in enumerate(keys) if other == key]
+        greedy, sampled = (
+            [i for i, other in enumerate(keys) if other == key and traces[i].is_sampled == is_sampled]
+            for is_sampled in (False, True)
+        )
         with drafts.lease(key) as draft:
-            those = redraft(draft.model, [traces[i] for i in places], k)
-            for i, trace in zip(places, those, strict=True):
-                drafted[i] = replace(trace, draft_version=draft.version)
-    return drafted
+            those = redraft(draft.model, [traces[i] for i in greedy], k)
+            found = [(t, AcceptanceStats.from_rounds(t.rounds)) for t in those]
+            expected = replay_each(draft.model, [traces[i] for i in sampled], k)
+            found += zip([traces[i] for i in sampled], expected, strict=True)
+            for i, (trace, stats) in zip([*greedy, *sampled], found, strict=True):
+                drafted[i] = replace(trace, draft_version=draft.version), stats
+    return [drafted[i] for i in range(len(traces))]

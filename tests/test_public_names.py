@@ -52,6 +52,7 @@ PUBLIC_NAMES = {
     "ConfigError",
     "DataError",
     "HubError",
+    "ServerError",
     "LearnerError",
     "StateError",
     "StoreError",

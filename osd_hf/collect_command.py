@@ -1,0 +1,181 @@
+"""The command `osd-hf collect`: what an engine answers, kept for a draft to learn from."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from osd_hf.bundled import load_bundled
+from osd_hf.collecting import CollectionReport, CompletionClient, LogReader, collect, collect_log
+from osd_hf.completions import ResponseReader
+from osd_hf.errors import ConfigError
+from osd_hf.loading import eos_ids, load_config, load_eos_ids, load_tokenizer, prompt_room
+from osd_hf.prompts import EncodedPrompts, encode_prompts, read_prompts
+from osd_hf.provenance import provenance
+from osd_hf.records import Trace
+from osd_hf.shared_flags import (
+    BUNDLED_REQUESTS,
+    FAILED,
+    add_prompts,
+    bundled_mix,
+    output_stream,
+    prompt_source,
+    stopping,
+    write_json,
+)
+from osd_hf.store import CorrectionStore
+
+__all__ = ["add_collect", "collect_command"]
+
+
+def add_collect(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `osd-hf collect`, but for those of learning."""
+    parser.add_argument("--store", required=True, metavar="DIR", help="where the requests are kept")
+    parser.add_argument("--target", metavar="ID|PATH", help="model that the server serves, for its tokenizer and "
+                        "vocabulary (no weights are loaded); the bundled one by default")  # fmt: skip
+    parser.add_argument("--num-logprobs", type=int, default=64, metavar="K", help="kept per position")
+    group = parser.add_argument_group("from a server")
+    group.add_argument("--url", help="of an OpenAI-compatible server, such as http://localhost:8000")
+    group.add_argument("--model", help="name that it serves; its only one by default")
+    group.add_argument("--api-key", help="the environment's OPENAI_API_KEY by default")
+    group.add_argument("--concurrency", type=int, default=4, metavar="N", help="requests at once")
+    group.add_argument("--patience-seconds", type=float, default=30.0, metavar="S",
+                       help="how long to try a server that is away or too busy")  # fmt: skip
+    add_prompts(parser.add_argument_group("prompts sent to it"))
+    group = parser.add_argument_group("answers")
+    group.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="bound of an answer")
+    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    group.add_argument("--top-p", type=float, help="with a temperature")
+    group.add_argument("--top-k", type=int, help="with a temperature")
+    group.add_argument("--seed", type=int, help="of sampling, sent with each request")
+    group.add_argument("--resume", action="store_true", help="leave out prompts that the store has already")
+    group = parser.add_argument_group("from a request log")
+    group.add_argument("--log", type=Path, metavar="FILE",
+                       help="JSON lines, each a response, {request, response}, or of an OpenAI batch output; lines "
+                       "read before into this store are left out")  # fmt: skip
+    group.add_argument("--follow", action="store_true", help="wait for more lines, until interrupted")
+    group.add_argument("--poll-seconds", type=float, default=5.0, metavar="S", help="between two looks at it")
+    group = parser.add_argument_group("store")
+    group.add_argument("--flush-every", type=int, default=16, metavar="N", help="requests in a file, at most")
+    group.add_argument("--max-bytes", type=int, metavar="N", help="most bytes kept; the oldest requests go")
+    group.add_argument("--max-age-days", type=float, metavar="DAYS", help="older requests go")
+
+
+def collect_command(args: argparse.Namespace) -> int:
+    """`osd-hf collect`; the exit code."""
+    _check_collect(args)
+    config, tokenizer, reader = _target(args)
+    encoded = None if args.url is None else _encoded(args, config, tokenizer)
+    store = CorrectionStore(
+        args.store, max_bytes=args.max_bytes, flush_every=args.flush_every,
+        max_age_seconds=None if args.max_age_days is None else args.max_age_days * 86400,
+    )  # fmt: skip
+    report, out = CollectionReport(), output_stream(args)
+    bytes_before = store.nbytes
+    try:
+        with store:
+            if encoded is not None:
+                _from_server(args, encoded, reader, store, report)
+            else:
+                _from_log(args, reader, store, report)
+    finally:
+        written = store.nbytes - bytes_before
+        per_token = written / report.tokens if report.tokens else None
+        print(
+            f"{report.requests} requests with {report.tokens} tokens in {args.store}, {written:,} bytes"
+            + (f" ({per_token:.1f} a token)" if per_token is not None else "") + f", {report.seconds:.1f} s",
+            file=out,
+        )  # fmt: skip
+        for reason, count in report.skipped.most_common():
+            print(f"left out {count}: {reason}", file=out)
+        write_json(args, {
+            "provenance": provenance(), "requests": report.requests, "tokens": report.tokens, "bytes": written,
+            "bytes_per_token": per_token, "seconds": report.seconds, "skipped": dict(report.skipped),
+        })  # fmt: skip
+    return 0 if report.requests or not report.skipped else FAILED
+
+
+def _check_collect(args: argparse.Namespace) -> None:
+    if (args.url is None) == (args.log is None):
+        raise ConfigError("One of --url and --log says where requests come from.")
+    if args.log is not None and (args.prompts or args.resume):
+        raise ConfigError("--prompts and --resume are for --url; a log has its own prompts.")
+    if args.follow and args.log is None:
+        raise ConfigError("--follow is for --log.")
+    for name in ("num_logprobs", "concurrency", "max_new_tokens", "flush_every", "num_requests", "max_bytes"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}.")
+    for name in ("patience_seconds", "poll_seconds", "temperature"):
+        if not 0 <= getattr(args, name) < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')} must not be negative, got {getattr(args, name)}.")
+    if args.temperature == 0 and (args.top_p is not None or args.top_k is not None):
+        raise ConfigError("--top-p and --top-k need a --temperature.")
+    if args.target is None and args.prompts is not None and args.url is not None:
+        raise ConfigError("--prompts are for a server of another model than the bundled one: name it with --target.")
+
+
+def _target(args: argparse.Namespace) -> tuple[Any, Any, ResponseReader]:
+    """Configuration and tokenizer of the target, and what reads its answers."""
+    if args.target:
+        config, tokenizer, ends = load_config(args.target), load_tokenizer(args.target), load_eos_ids(args.target)
+    else:
+        target, _, tokenizer = load_bundled()
+        config, ends = target.config, eos_ids(target.generation_config)
+    size = int(config.get_text_config().vocab_size)
+    return config, tokenizer, ResponseReader(size, min(args.num_logprobs, size), ends)
+
+
+def _encoded(args: argparse.Namespace, config: Any, tokenizer: Any) -> EncodedPrompts:
+    if args.prompts is None:
+        prompts = iter(bundled_mix(args.domain, args.num_requests or BUNDLED_REQUESTS, args.seed or 0))
+    else:
+        prompts = read_prompts(prompt_source(args))
+    encoded = encode_prompts(
+        prompts, tokenizer, limit=args.num_requests, chat_template=not args.no_chat_template,
+        max_prompt_tokens=prompt_room(config, config, args.max_new_tokens),
+    )  # fmt: skip
+    if not args.resume or not Path(args.store).exists():
+        return encoded
+    known = {trace.prompt_ids.tobytes() for trace in CorrectionStore(args.store)}
+    rest = [(p, ids) for p, ids in encoded.prompts if np.array(ids, np.int32).tobytes() not in known]
+    return replace(encoded, prompts=tuple(rest))
+
+
+def _from_server(
+    args: argparse.Namespace, encoded: EncodedPrompts, reader: ResponseReader, store: CorrectionStore,
+    report: CollectionReport,
+) -> None:  # fmt: skip
+    settings = {name: value for name in ("top_p", "top_k", "seed") if (value := getattr(args, name)) is not None}
+    key = args.api_key or os.environ.get("OPENAI_API_KEY")
+    with (
+        CompletionClient(args.url, args.model, api_key=key, patience_seconds=args.patience_seconds) as client,
+        tqdm(total=len(encoded.prompts), desc="collecting", unit="request", dynamic_ncols=True) as bar,
+    ):
+        collect(
+            encoded.prompts, client, reader, store, max_new_tokens=args.max_new_tokens, concurrency=args.concurrency,
+            report=report, on_request=lambda _: bar.update(), temperature=args.temperature, **settings,
+        )  # fmt: skip
+
+
+def _from_log(
+    args: argparse.Namespace, reader: ResponseReader, store: CorrectionStore, report: CollectionReport
+) -> None:
+    log = LogReader(args.log, LogReader.place_in(Path(args.store), args.log))
+    domain = args.domain[0] if args.domain else None
+    with contextlib.closing(log), stopping() as stop, tqdm(desc="collecting", unit="request") as bar:
+
+        def shown(_: Trace) -> None:
+            bar.update()
+
+        while True:
+            collect_log(log, reader, store, domain=domain, report=report, on_request=shown)
+            if not args.follow or stop.wait(args.poll_seconds):
+                return

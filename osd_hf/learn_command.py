@@ -1,0 +1,162 @@
+"""The command `osd-hf learn`: teaches a draft from collected requests while they come in, and publishes versions."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from osd_hf.bundled import load_bundled
+from osd_hf.display import AlphaBar, stats_interval
+from osd_hf.errors import ConfigError, StateError
+from osd_hf.following import StoreFollower
+from osd_hf.hub import facts_of
+from osd_hf.loading import load_config, load_model, load_tokenizer, placed
+from osd_hf.metrics import AcceptanceStats
+from osd_hf.plots import plot_alpha, rolling_window
+from osd_hf.provenance import provenance
+from osd_hf.shared_flags import FAILED, add_placement, config_from, output_stream, stopping, write_json
+from osd_hf.store_learning import StoreLearner
+from osd_hf.tracking import make_accelerator
+from osd_hf.versions import VersionFolder
+from osd_hf.vocab import of_one_size
+
+__all__ = ["add_learn", "learn_command"]
+
+
+def add_learn(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `osd-hf learn`, but for those of learning."""
+    parser.add_argument("--store", required=True, action="append", type=Path, metavar="DIR",
+                        help="folder that collectors fill (repeat for several)")  # fmt: skip
+    parser.add_argument("--output-dir", required=True, type=Path, metavar="DIR",
+                        help="where versions go; DIR/latest is the newest")  # fmt: skip
+    group = parser.add_argument_group("models")
+    group.add_argument("--draft", metavar="ID|PATH", help="where learning starts; the bundled one by default")
+    group.add_argument("--target", metavar="ID|PATH", help="model whose answers the stores hold, for its tokenizer "
+                       "and vocabulary (no weights are loaded); the bundled one by default")  # fmt: skip
+    add_placement(group)
+    group.add_argument("--threads", type=int, metavar="N", help="of torch; its own choice by default")
+    group = parser.add_argument_group("requests")
+    group.add_argument("--domain", metavar="NAME", help="learn from requests of this label only")
+    group.add_argument("--once", action="store_true", help="end when all that is there is learned; wait otherwise")
+    group.add_argument("--num-requests", type=int, metavar="N", help="end after so many")
+    group.add_argument("--poll-seconds", type=float, default=2.0, metavar="S", help="between two looks at the stores")
+    group = parser.add_argument_group("publishing")
+    group.add_argument("--state-dir", type=Path, metavar="DIR", help="session to go on with, which holds tokens of "
+                       "requests; OUTPUT_DIR-state by default")  # fmt: skip
+    group.add_argument("--keep", type=int, default=5, metavar="N", help="newest versions kept")
+    group.add_argument("--publish-seconds", type=float, default=30.0, metavar="S", help="least between two versions")
+    group.add_argument("--repo-id", metavar="USER/NAME", help="push each version there, too")
+    group.add_argument("--token", help="of the Hub; the login of this machine by default")
+    group.add_argument("--license", help="of the draft's base, as the Hub names it, for the card")
+    group.add_argument("--report-to", action="append", metavar="NAME", help="trackio, tensorboard, wandb, ...")
+
+
+def learn_command(args: argparse.Namespace) -> int:
+    """`osd-hf learn`; the exit code."""
+    config = config_from(args)
+    if bool(args.draft) != bool(args.target):
+        raise ConfigError("--draft and --target go together: name both, or neither for the bundled pair.")
+    for name in ("num_requests", "threads"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ConfigError(f"--{name} must be at least 1, got {getattr(args, name)}.".replace("_", "-"))
+    for name in ("poll_seconds", "publish_seconds"):
+        if not 0 <= getattr(args, name) < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')} must not be negative, got {getattr(args, name)}.")
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    target, draft, tokenizer = _learning_pair(args)
+    versions = VersionFolder(args.output_dir, keep=args.keep)
+    try:
+        facts = replace(facts_of(target, draft), license=args.license, command=provenance()["command"])
+        learner = StoreLearner(
+            draft, tokenizer, StoreFollower(args.store), versions, config, domain=args.domain, facts=facts,
+            state=args.state_dir or args.output_dir.with_name(f"{args.output_dir.name}-state"), repo_id=args.repo_id,
+            token=args.token, publish_seconds=args.publish_seconds,
+            accelerator=make_accelerator(args.report_to, config),
+        )  # fmt: skip
+    except BaseException:
+        versions.close()
+        raise
+    failures = _learn(args, learner)
+    report = _report(learner, args.output_dir)
+    out = output_stream(args)
+    low_high = {name: stats_interval(_last_fifth(stats)) for name, stats in _sides(learner).items()}
+    print(
+        f"{learner.requests} requests, {learner.tokens} tokens; {len(learner.published)} versions published, latest "
+        f"{versions.number or 'none'}; {learner.learning_seconds:.1f} s of learning\n"
+        f"alpha over the last fifth: {low_high['learned']}, frozen {low_high['frozen']}",
+        file=out,
+    )
+    for reason, count in learner.skipped.most_common():
+        print(f"left out {count} {reason}", file=out)
+    write_json(args, report)
+    return FAILED if failures else 0
+
+
+def _learning_pair(args: argparse.Namespace) -> tuple[Any, Any, Any]:
+    """What stands for the target, the draft, and their tokenizer."""
+    if not args.draft:
+        target, draft, tokenizer = load_bundled()
+        return target, placed(draft, args.device or "cpu"), tokenizer
+    target = SimpleNamespace(config=load_config(args.target))
+    draft = load_model(args.draft, dtype=args.dtype, device=args.device)
+    return target, of_one_size(draft, target), load_tokenizer(args.target)
+
+
+def _learn(args: argparse.Namespace, learner: StoreLearner) -> int:
+    """Learn until told to stop; gives the times that nothing could be written."""
+    failures, shown = 0, len(learner.published)
+    with stopping() as stop, AlphaBar(args.num_requests, "learning") as bar:
+        while not stop.is_set() and (args.num_requests is None or learner.requests < args.num_requests):
+            try:
+                taken = learner.step(lambda learned, frozen, version: bar.advance(learned, frozen, version))
+            except StateError as error:  # of the disk: what was learned is tried to be written again
+                taken, failures = 0, failures + 1
+                print(f"osd-hf: warning: {error}", file=sys.stderr)
+            if len(learner.published) > shown:
+                shown = len(learner.published)
+                _plot(learner, args.output_dir)
+            if not taken:
+                if args.once:
+                    break
+                stop.wait(args.poll_seconds)
+    learner.close()
+    if learner.learned:
+        _plot(learner, args.output_dir)
+    return failures
+
+
+def _sides(learner: StoreLearner) -> dict[str, list[AcceptanceStats]]:
+    return {"learned": list(learner.learned), "frozen": list(learner.frozen)}
+
+
+def _last_fifth(stats: Sequence[AcceptanceStats]) -> AcceptanceStats:
+    return sum(stats[-max(len(stats) // 5, 1) :], AcceptanceStats())
+
+
+def _plot(learner: StoreLearner, folder: Path) -> None:
+    sides = _sides(learner)
+    count = len(sides["learned"])
+    plot_alpha(
+        folder / "alpha.png", sides["learned"], sides["frozen"], [None] * count, window=rolling_window(count),
+        title="Acceptance on the target's answers: the draft that learns, and the same draft frozen",
+    )  # fmt: skip
+
+
+def _report(learner: StoreLearner, folder: Path) -> dict[str, Any]:
+    sides = _sides(learner)
+    return {
+        "provenance": provenance(), "config": learner.config.to_dict(), "requests": learner.requests,
+        "tokens": learner.tokens, "skipped": dict(learner.skipped), "learning_seconds": learner.learning_seconds,
+        "versions": learner.published, "latest": learner.versions.number,
+        **{f"alpha_{name}": [s.alpha for s in stats] for name, stats in sides.items()},
+        **{f"alpha_{name}_last_fifth": _last_fifth(stats).alpha for name, stats in sides.items()},
+    }  # fmt: skip

@@ -1,0 +1,136 @@
+"""Versions of a draft in a folder, each written whole before anybody can find it, and a pointer to the newest."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from osd_hf.errors import ConfigError, StateError
+from osd_hf.outputs import json_text, make_folder
+from osd_hf.shards import lock_file, sync_folder
+
+__all__ = ["FACTS", "LATEST", "VersionFolder"]
+
+LATEST = "latest"
+FACTS = "version.json"
+LEAST_KEPT = 2  # the newest, and the one that an engine may be loading just now
+LOCK = ".publisher.lock"
+
+
+class VersionFolder:
+    """
+    Published versions `v000001`, `v000002`, ... and a symbolic link `latest` to the newest. A reader finds whole
+    versions only: each is written under a hidden name, synced and renamed, and the link is replaced behind it.
+
+    Args:
+        path (`Path`):
+            Made where it is missing.
+        keep (`int`, *optional*, defaults to 5):
+            Newest versions kept, at least 2.
+
+    Raises:
+        ConfigError: it cannot be written, or another process publishes there.
+    """
+
+    def __init__(self, path: Path, *, keep: int = 5) -> None:
+        if keep < LEAST_KEPT:
+            raise ConfigError(f"At least {LEAST_KEPT} versions are kept, as one may just be read, got {keep}.")
+        self.path, self.keep = path.expanduser().absolute(), keep
+        make_folder(self.path)
+        try:
+            (self.path / LOCK).touch()
+            self._lock = lock_file(self.path / LOCK, wait=False)
+        except OSError as error:
+            raise ConfigError(f"The folder {path} cannot be written to: {error.strerror}.") from error
+        if self._lock is None and os.name == "posix":
+            raise ConfigError(f"Another process publishes to {path}. Choose another folder, or stop that process.")
+        for unfinished in self.path.glob(".*.tmp"):  # of a publisher that was killed
+            _remove(unfinished)
+
+    def publish(self, write: Callable[[Path], object], facts: dict[str, Any]) -> Path:
+        """
+        Publish the next version.
+
+        Args:
+            write (`Callable[[Path], object]`):
+                Writes it into a folder that does not exist yet.
+            facts (`dict[str, Any]`):
+                Kept beside it in `version.json`, with its number.
+
+        Returns:
+            `Path`: its folder.
+
+        Raises:
+            StateError: it cannot be written; the versions before it, and the pointer, stay as they are.
+        """
+        number = self.number + 1
+        folder, unfinished = self.path / f"v{number:06d}", self.path / f".v{number:06d}-{secrets.token_hex(4)}.tmp"
+        link = unfinished.with_name(f".{LATEST}-{secrets.token_hex(4)}.tmp")
+        try:
+            write(unfinished)
+            unfinished.mkdir(exist_ok=True)
+            (unfinished / FACTS).write_text(json_text({"version": number, **facts}, indent=1) + "\n")
+            _sync(unfinished)
+            os.replace(unfinished, folder)
+            os.symlink(folder.name, link, target_is_directory=True)
+            os.replace(link, self.path / LATEST)
+            sync_folder(self.path)
+        except (OSError, RuntimeError) as error:  # safetensors and torch report a full disk as RuntimeErrors
+            raise StateError(f"Version {number} cannot be written to {self.path}: {error}.") from error
+        finally:
+            _remove(unfinished)
+            _remove(link)
+        for old in self._numbers()[: -self.keep]:
+            _remove(self.path / f"v{old:06d}")
+        return folder
+
+    @property
+    def number(self) -> int:
+        """Of the newest version; 0 where there is none."""
+        return max(self._numbers(), default=0)
+
+    @property
+    def latest(self) -> Path | None:
+        """Folder of the version that the pointer names; `None` where there is none."""
+        link = self.path / LATEST
+        return link.resolve() if link.exists() else None
+
+    def facts(self) -> dict[str, Any] | None:
+        """What is kept beside the latest version."""
+        latest = self.latest
+        if latest is None:
+            return None
+        found: dict[str, Any] = json.loads((latest / FACTS).read_text())
+        return found
+
+    def _numbers(self) -> list[int]:
+        names = (re.fullmatch(r"v(\d{6,})", entry.name) for entry in self.path.iterdir())
+        return sorted(int(name[1]) for name in names if name is not None)
+
+    def close(self) -> None:
+        """Let another process publish here."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _sync(folder: Path) -> None:
+    for file in folder.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as handle:
+                os.fsync(handle.fileno())
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
