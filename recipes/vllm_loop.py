@@ -1,0 +1,311 @@
+"""
+The whole loop with vLLM: it serves with a static draft, `osd-hf collect` keeps what it answers, `osd-hf learn` teaches
+the draft meanwhile, the new version is deployed, and vLLM's own counters on later prompts say what came of it.
+
+    bash recipes/vllm_env.sh .venv-vllm
+    OSD_HF_DATA=... ACCELERATE_MIXED_PRECISION=bf16 python recipes/vllm_loop.py --vllm .venv-vllm
+    OSD_HF_DATA=... python recipes/vllm_loop.py --vllm .venv-vllm --requests 32 --later 8        # smoke
+
+Reported: time of each step; of the later prompts vLLM's counters with the static draft, the learnt one loaded into
+the running server, and the learnt one behind a restart, beside what replay says of the same answers; whether each
+completion is transformers' own greedy one in float32; bytes per token of the store.
+
+vLLM counts accepted over drafted tokens. Its first token comes with the prompt and is not drafted, so that its rounds
+begin one token later than transformers' ones, and it counts what is accepted behind the end of an answer. `examined`
+is made of its counts by position: a draft examines its first token, and each one behind an accepted one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import torch
+from common import MAX_NEW_TOKENS, TEMPLATES, data_folder, run_facts, write_report
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM
+
+from osd_hf import CorrectionStore, Trace, replay
+from osd_hf.versions import LATEST, VersionFolder
+
+K = 5
+NUM_LOGPROBS = 64
+COUNTER = "vllm:spec_decode_num_"
+READY_SECONDS = 300
+WARM_UP = 8  # prompts
+
+
+class Engine:
+    """vLLM with a draft, on a port of this machine."""
+
+    def __init__(self, args: argparse.Namespace, draft: Path, log: Path) -> None:
+        self.url = f"http://127.0.0.1:{args.port}"
+        config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": K}
+        # The CPU package lacks the metadata that the command `vllm` looks for; this is what it starts.
+        command = [
+            str(Path(args.vllm).absolute() / "bin/python"), "-m", "vllm.entrypoints.openai.api_server",
+            *("--model", str(data_folder() / "lab/target"), "--port", str(args.port), "--host", "127.0.0.1"),
+            *("--dtype", "float32", "--max-model-len", "768", "--max-num-seqs", str(args.concurrency)),
+            *("--max-logprobs", str(NUM_LOGPROBS), "--generation-config", "vllm", "--enforce-eager"),
+            *("--worker-extension-cls", "vllm_draft_reload.DraftReload"),
+            *("--speculative-config", json.dumps(config)),
+        ]  # fmt: skip
+        environment = {
+            **os.environ, "PYTHONPATH": str(Path(__file__).parent.absolute()), "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+        }  # fmt: skip
+        with log.open("w") as file:
+            self._process = subprocess.Popen(
+                command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        self._log = log
+
+    def wait(self) -> None:
+        """Until it answers."""
+        until = time.monotonic() + READY_SECONDS
+        while time.monotonic() < until and self._process.poll() is None:
+            try:
+                if httpx2.get(f"{self.url}/health").status_code == 200:
+                    return
+            except httpx2.HTTPError:
+                time.sleep(0.5)
+        self.stop()
+        sys.exit(f"vLLM does not answer; see {self._log}.")
+
+    def counts(self) -> dict[str, float]:
+        """Its counters: drafts, tokens drafted and accepted, and accepted by position."""
+        found: dict[str, float] = {}
+        for line in httpx2.get(f"{self.url}/metrics").text.splitlines():
+            name, _, value = line.rpartition(" ")
+            if name.startswith(COUNTER) and "_total" in name:
+                position = name.partition('position="')[2].partition('"')[0]
+                found[name.removeprefix(COUNTER).partition("_total")[0] + position] = float(value)
+        return found
+
+    def load(self, draft: Path) -> dict[str, Any]:
+        """Load a draft while it serves."""
+        body = {"method": "load_draft", "args": [str(draft)]}
+        answer = httpx2.post(f"{self.url}/collective_rpc", json=body, timeout=READY_SECONDS)
+        answer.raise_for_status()
+        # What the draft has cached of prompts is of its old weights.
+        httpx2.post(f"{self.url}/reset_prefix_cache", timeout=READY_SECONDS).raise_for_status()
+        found: dict[str, Any] = answer.json()["results"][0]
+        return found
+
+    def stop(self) -> None:
+        """End it and its workers."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGTERM)
+            try:
+                self._process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+
+
+@contextmanager
+def serving(args: argparse.Namespace, draft: Path, log: Path) -> Iterator[tuple[Engine, float]]:
+    """A server that answers, and the seconds until it did."""
+    began, engine = time.perf_counter(), Engine(args, draft, log)
+    try:
+        engine.wait()
+        yield engine, time.perf_counter() - began
+    finally:
+        engine.stop()
+
+
+def osd_hf(*arguments: Any) -> list[str]:
+    """A command of this package."""
+    return [sys.executable, "-m", "osd_hf.cli", *map(str, arguments)]
+
+
+def collected(args: argparse.Namespace, engine: Engine, prompts: Path, store: Path) -> dict[str, Any]:
+    """The report of `osd-hf collect` on a file of prompts."""
+    report = store.with_suffix(".json")
+    subprocess.run(
+        osd_hf(
+            "collect", "--url", engine.url, "--target", data_folder() / "lab/target", "--store", store,
+            "--prompts", prompts, "--column", "prompt", "--domain", args.dataset, "--concurrency", args.concurrency,
+            "--max-new-tokens", MAX_NEW_TOKENS, "--num-logprobs", NUM_LOGPROBS, "--json", report,
+        ),
+        check=True,
+    )  # fmt: skip
+    found: dict[str, Any] = json.loads(report.read_text())
+    return found
+
+
+def counted(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """What was accepted between two looks at the counters."""
+    c = {name: after[name] - before.get(name, 0.0) for name in after}
+    by_position = [c[f"accepted_tokens_per_pos{i}"] for i in range(K)]
+    examined = c["drafts"] + sum(by_position[:-1])
+    return {
+        "drafts": c["drafts"], "drafted": c["draft_tokens"], "accepted": c["accepted_tokens"], "examined": examined,
+        "alpha": c["accepted_tokens"] / examined, "accepted_over_drafted": c["accepted_tokens"] / c["draft_tokens"],
+        "tokens_per_draft": 1 + c["accepted_tokens"] / c["drafts"],
+    }  # fmt: skip
+
+
+def asked(
+    args: argparse.Namespace, engine: Engine, prompts: Path, store: Path
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """vLLM's counters of the later prompts, and the report of their collection; other prompts warm it up."""
+    collected(args, engine, prompts.with_name("warm.jsonl"), store.with_name(f"{store.name}-warm"))
+    before = engine.counts()
+    report = collected(args, engine, prompts, store)
+    return counted(before, engine.counts()), report
+
+
+def as_vllm(trace: Trace) -> Trace:
+    """The trace without its first token, which vLLM takes with the prompt."""
+    ids = np.concatenate([trace.prompt_ids, trace.completion_ids[:1]])
+    rows = {name: getattr(trace, name)[1:] for name in ("completion_ids", "top_logits", "top_ids", "tail_logprob")}
+    # It drafts on to its k tokens at the end, too.
+    sampling = {key: value for key, value in trace.sampling.items() if key != "max_new_tokens"}
+    return replace(trace, prompt_ids=ids, sampling=sampling, **rows)
+
+
+def ours(draft: Path, traces: Sequence[Trace]) -> dict[str, Any]:
+    """What replay says of a draft on the answers, in rounds as of transformers, and as of vLLM."""
+    model = AutoModelForCausalLM.from_pretrained(draft, dtype=torch.float32).eval()
+    found = {}
+    for name, those in (
+        ("replay", list(traces)),
+        ("replay_in_vllm_rounds", [as_vllm(t) for t in traces if len(t) > 1]),
+    ):
+        stats = replay(model, those, K)
+        found[name] = {
+            "alpha": stats.alpha, "interval": stats.alpha_interval, "accepted": stats.accepted,
+            "examined": stats.examined, "rounds": stats.target_forwards, "block_efficiency": stats.block_efficiency,
+        }  # fmt: skip
+    return found
+
+
+@torch.inference_mode()
+def differing(traces: Sequence[Trace]) -> list[dict[str, Any]]:
+    """Answers that are not transformers' greedy ones, and the gap between the target's two best at the first place."""
+    target = AutoModelForCausalLM.from_pretrained(data_folder() / "lab/target", dtype=torch.float32).eval()
+    found = []
+    for number, trace in enumerate(tqdm(traces, desc="checking", unit="answer")):
+        ids = torch.from_numpy(trace.prompt_ids.astype(np.int64))[None]
+        output = target.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MAX_NEW_TOKENS
+        )
+        answer = output[0, ids.shape[1] :].numpy()
+        if not np.array_equal(answer, trace.completion_ids):
+            shared = min(len(answer), len(trace))
+            wrong = np.flatnonzero(answer[:shared] != trace.completion_ids[:shared])
+            place = int(wrong[0]) if len(wrong) else shared
+            logits = target(output[:, : ids.shape[1] + place]).logits[0, -1].topk(2).values
+            found.append({"request": number, "place": place, "gap_of_two_best": float(logits[0] - logits[1])})
+    return found
+
+
+def in_order(store: Path, prompts: Sequence[bytes]) -> list[Trace]:
+    """What a store holds of some prompts, in their order."""
+    by_prompt = {trace.prompt_ids.tobytes(): trace for trace in CorrectionStore(store)}
+    return [by_prompt[p] for p in prompts]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm", required=True, help="folder of vLLM's environment")
+    parser.add_argument("--dataset", choices=TEMPLATES, default="finance_alpaca")
+    parser.add_argument("--requests", type=int, default=600, help="collected and learned from")
+    parser.add_argument("--later", type=int, default=120, help="asked before and after")
+    parser.add_argument("--concurrency", type=int, default=4)
+    parser.add_argument("--port", type=int, default=8377)
+    parser.add_argument("--folder", type=Path, default=Path("osd_hf_vllm"), help="overwritten")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--name", default="vllm_loop", help="of the report")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    started, target, seconds = time.time(), data_folder() / "lab/target", dict[str, Any]()
+    shutil.rmtree(args.folder, ignore_errors=True)
+    shutil.rmtree(args.folder.with_name(f"{args.folder.name}-state"), ignore_errors=True)
+    folder = args.folder.absolute()
+    folder.mkdir(parents=True)
+    lines = (data_folder() / f"data/{args.dataset}.jsonl").read_text().rstrip("\n").split("\n")
+    texts = [TEMPLATES[args.dataset].format(**json.loads(line)) for line in lines]
+    # A prompt that is asked twice would have one place in the store.
+    texts = random.Random(args.seed).sample(sorted(set(texts)), args.requests + args.later + WARM_UP)
+    parts = {
+        "first": texts[: args.requests], "later": texts[args.requests : -WARM_UP], "warm": texts[-WARM_UP:],
+    }  # fmt: skip
+    for name, part in parts.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in part))
+
+    began = time.perf_counter()
+    static, versions = folder / "static", folder / "versions"
+    models = ("--draft", data_folder() / "lab/draft", "--target", target)
+    subprocess.run(osd_hf("export", static, *models, "--k", K), check=True)
+    seconds["export"] = time.perf_counter() - began
+    counters, reports = dict[str, Any](), dict[str, Any]()
+    with serving(args, static, folder / "vllm-static.log") as (engine, seconds["start"]):
+        counters["static"], reports["static"] = asked(args, engine, folder / "later.jsonl", folder / "later-static")
+        learn = osd_hf(
+            "learn", "--store", folder / "store", "--output-dir", versions, *models, "--threads", 1, "--seed",
+            args.seed, "--num-requests", args.requests, "--publish-seconds", 10, "--json", folder / "learn.json",
+        )  # fmt: skip
+        learning, began = subprocess.Popen(learn), time.perf_counter()
+        try:
+            reports["collect"] = collected(args, engine, folder / "first.jsonl", folder / "store")
+            seconds["collect"] = time.perf_counter() - began
+            if learning.wait() != 0:
+                sys.exit("Learning failed.")
+        finally:
+            learning.terminate()
+        seconds["learn_behind_the_last_request"] = time.perf_counter() - began - seconds["collect"]
+        began = time.perf_counter()
+        reports["load"] = engine.load(versions / LATEST)
+        seconds["load"] = time.perf_counter() - began
+        counters["loaded"], reports["loaded"] = asked(args, engine, folder / "later.jsonl", folder / "later-loaded")
+    began = time.perf_counter()
+    with serving(args, versions / LATEST, folder / "vllm-learnt.log") as (engine, _):
+        seconds["restart"] = time.perf_counter() - began
+        name = "restarted"
+        counters[name], reports[name] = asked(args, engine, folder / "later.jsonl", folder / f"later-{name}")
+
+    learned = json.loads((folder / "learn.json").read_text())
+    order = [t.prompt_ids.tobytes() for t in CorrectionStore(folder / "later-static")]
+    answers = {way: in_order(folder / f"later-{way}", order) for way in counters}
+    latest = VersionFolder(versions).latest
+    assert latest is not None
+    report = {
+        "counters": counters,
+        "ours": {"static": ours(static, answers["static"]), "learnt": ours(latest, answers["restarted"])},
+        "not_identical": {way: differing(traces) for way, traces in answers.items()},
+        "seconds": {**seconds, "learning": learned["learning_seconds"]},
+        "later_tokens_per_second": {way: reports[way]["tokens"] / reports[way]["seconds"] for way in counters},
+        "bytes_per_token": reports["collect"]["bytes_per_token"],
+        "collected": {name: reports["collect"][name] for name in ("requests", "tokens", "bytes", "seconds")},
+        "versions": [
+            {name: v[name] for name in ("version", "draft_version", "requests", "decision")}
+            for v in learned["versions"]
+        ],
+        "alpha_last_fifth_while_learning": {
+            side: learned[f"alpha_{side}_last_fifth"] for side in ("learned", "frozen")
+        },
+        "load": reports["load"],
+    }  # fmt: skip
+    print(json.dumps({k: v for k, v in report.items() if k != "versions"}, indent=1))
+    write_report(args.name, report, seed=args.seed, dataset=args.dataset, **run_facts(started))
+
+
+if __name__ == "__main__":
+    main()
