@@ -108,6 +108,8 @@ def _check_collect(args: argparse.Namespace) -> None:
         raise ConfigError("One of --url and --log says where requests come from.")
     if args.log is not None and (args.prompts or args.resume):
         raise ConfigError("--prompts and --resume are for --url; a log has its own prompts.")
+    if args.log is not None and args.domain is not None and len(args.domain) > 1:
+        raise ConfigError("A log has one label: give --domain once.")
     if args.follow and args.log is None:
         raise ConfigError("--follow is for --log.")
     for name in ("num_logprobs", "concurrency", "max_new_tokens", "flush_every", "num_requests", "max_bytes"):
