@@ -1,0 +1,100 @@
+"""The commands that carry a draft out: what they write, what they print, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from osd_hf.bundled import load_bundled
+from osd_hf.cli import main
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft that differs from the bundled one, in a folder."""
+    _, draft, tokenizer = load_bundled()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.mul_(1 + 0.01 * torch.randn_like(parameter))
+    folder = tmp_path_factory.mktemp("draft")
+    draft.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_push_writes_the_measured_repo_and_pushes_nothing_when_it_is_dry(
+    learned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repo = tmp_path / "repo"
+    arguments = ["push", "me/draft", "--draft", str(learned), "--local-dir", str(repo), "--dry-run", "--json", "-"]
+    sizes = ["--requests", "4", "--timed-requests", "1", "--max-new-tokens", "12", "--k", "3", "--domain", "finance"]
+    assert main([*arguments, *sizes]) == 0
+    out = capsys.readouterr()
+    report = json.loads(out.out)
+    assert report["url"] is None
+    assert "nothing pushed" in out.err
+    card = ModelCard.load(repo / "README.md")
+    card.data.to_dict()
+    assert "finance" in card.text
+    alpha = next(r for r in card.data.eval_results if r.metric_type == "acceptance_rate").metric_value
+    assert f"alpha after: {alpha:.3f}" in out.err
+    draft = AutoModelForCausalLM.from_pretrained(repo)
+    assert draft.generation_config.num_assistant_tokens == 3
+    prompts = (repo / "evaluation/prompts.jsonl").read_text().splitlines()
+    assert len(prompts) == 4
+    assert (repo / "evaluation/alpha.png").stat().st_size > 1000
+
+
+def test_a_folder_that_is_not_empty_is_not_written_to(
+    learned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "kept").write_text("mine")
+    arguments = ["push", "me/draft", "--draft", str(learned), "--local-dir", str(tmp_path), "--dry-run"]
+    assert main(arguments) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["push", "me/draft", "--draft", "nowhere"], "nowhere"),
+        (["push", "me/draft", "--draft", "d", "--dry-run"], "--local-dir"),
+        (["push", "me/draft", "--draft", "d", "--target", "t"], "go together"),
+        (["export", "new", "--draft", "nowhere"], "nowhere"),
+    ],
+)
+def test_what_cannot_be_done_is_said(
+    arguments: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_export_writes_the_folder_and_prints_the_command_that_serves_it(
+    learned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "engine"
+    assert main(["export", str(folder), "--draft", str(learned), "--k", "4"]) == 0
+    command = shlex.split(capsys.readouterr().out)
+    assert command[:2] == ["vllm", "serve"]
+    config = json.loads(command[command.index("--speculative-config") + 1])
+    assert config == {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 4}
+    exported, source = (AutoModelForCausalLM.from_pretrained(path) for path in (folder, learned))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("What is the interest on 200 dollars?", return_tensors="pt").input_ids
+    with torch.inference_mode():
+        torch.testing.assert_close(exported(ids).logits, source(ids).logits, atol=1e-4, rtol=0)
