@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import math
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,15 @@ import numpy as np
 from tqdm import tqdm
 
 from osd_hf.bundled import load_bundled
-from osd_hf.collecting import CollectionReport, CompletionClient, LogReader, collect, collect_log
+from osd_hf.collecting import CollectionReport, collect, collect_log
+from osd_hf.completion_client import CompletionClient
 from osd_hf.completions import ResponseReader
-from osd_hf.errors import ConfigError
+from osd_hf.errors import ConfigError, DataError, ServerError, StoreError
 from osd_hf.loading import eos_ids, load_config, load_eos_ids, load_tokenizer, prompt_room
 from osd_hf.prompts import EncodedPrompts, encode_prompts, read_prompts
 from osd_hf.provenance import provenance
 from osd_hf.records import Trace
+from osd_hf.request_log import LogReader
 from osd_hf.shared_flags import (
     BUNDLED_REQUESTS,
     FAILED,
@@ -29,11 +32,18 @@ from osd_hf.shared_flags import (
     output_stream,
     prompt_source,
     stopping,
+    warn_skipped,
     write_json,
 )
 from osd_hf.store import CorrectionStore
 
 __all__ = ["add_collect", "collect_command"]
+
+OF_SERVER = (
+    "model", "api_key", "concurrency", "patience_seconds", "prompts", "split", "subset", "column", "prompt_template",
+    "no_chat_template", "domain_column", "num_requests", "max_new_tokens", "temperature", "top_p", "top_k", "seed",
+    "resume",
+)  # fmt: skip
 
 
 def add_collect(parser: argparse.ArgumentParser) -> None:
@@ -78,36 +88,50 @@ def collect_command(args: argparse.Namespace) -> int:
         args.store, max_bytes=args.max_bytes, flush_every=args.flush_every,
         max_age_seconds=None if args.max_age_days is None else args.max_age_days * 86400,
     )  # fmt: skip
-    report, out = CollectionReport(), output_stream(args)
-    bytes_before = store.nbytes
+    log = None if args.log is None else LogReader(args.log, LogReader.place_in(Path(args.store), args.log))
+    report, failed = CollectionReport(), None
     try:
         with store:
             if encoded is not None:
                 _from_server(args, encoded, reader, store, report)
-            else:
-                _from_log(args, reader, store, report)
-    finally:
-        written = store.nbytes - bytes_before
-        per_token = written / report.tokens if report.tokens else None
-        print(
-            f"{report.requests} requests with {report.tokens} tokens in {args.store}, {written:,} bytes"
-            + (f" ({per_token:.1f} a token)" if per_token is not None else "") + f", {report.seconds:.1f} s",
-            file=out,
-        )  # fmt: skip
-        for reason, count in report.skipped.most_common():
-            print(f"left out {count}: {reason}", file=out)
-        write_json(args, {
+            if log is not None:
+                _from_log(args, log, reader, store, report)
+    except (StoreError, ServerError, DataError) as error:  # what was collected is reported all the same
+        failed = error
+    _report(args, report, store.written_nbytes)
+    if failed is not None:
+        print(f"osd-hf: error: {failed}", file=sys.stderr)
+    return FAILED if failed is not None or (report.skipped and not report.requests) else 0
+
+
+def _report(args: argparse.Namespace, report: CollectionReport, written: int) -> None:
+    out, per_token = output_stream(args), written / report.tokens if report.tokens else None
+    print(
+        f"{report.requests} requests with {report.tokens} tokens in {args.store}, {written:,} bytes written"
+        + (f" ({per_token:.1f} a token)" if per_token is not None else "")
+        + f", {report.seconds:.1f} s",
+        file=out,
+    )
+    for reason, count in report.skipped.most_common():
+        print(f"left out {count}: {reason}", file=out)
+    write_json(
+        args,
+        {
             "provenance": provenance(), "requests": report.requests, "tokens": report.tokens, "bytes": written,
             "bytes_per_token": per_token, "seconds": report.seconds, "skipped": dict(report.skipped),
-        })  # fmt: skip
-    return 0 if report.requests or not report.skipped else FAILED
+        },
+    )  # fmt: skip
 
 
 def _check_collect(args: argparse.Namespace) -> None:
     if (args.url is None) == (args.log is None):
         raise ConfigError("One of --url and --log says where requests come from.")
-    if args.log is not None and (args.prompts or args.resume):
-        raise ConfigError("--prompts and --resume are for --url; a log has its own prompts.")
+    if args.log is not None:
+        defaults = argparse.ArgumentParser()
+        add_collect(defaults)
+        asked = [n for n in OF_SERVER if getattr(args, n) != defaults.get_default(n)]
+        if asked:
+            raise ConfigError(f"--{' and --'.join(asked)} are for --url; a log has its own.".replace("_", "-"))
     if args.log is not None and args.domain is not None and len(args.domain) > 1:
         raise ConfigError("A log has one label: give --domain once.")
     if args.follow and args.log is None:
@@ -120,8 +144,8 @@ def _check_collect(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} must not be negative, got {getattr(args, name)}.")
     if args.temperature == 0 and (args.top_p is not None or args.top_k is not None):
         raise ConfigError("--top-p and --top-k need a --temperature.")
-    if args.target is None and args.prompts is not None and args.url is not None:
-        raise ConfigError("--prompts are for a server of another model than the bundled one: name it with --target.")
+    if args.url is not None and (args.target is None) != (args.prompts is None):
+        raise ConfigError("--target and --prompts go together: name both, or neither for the bundled pair.")
 
 
 def _target(args: argparse.Namespace) -> tuple[Any, Any, ResponseReader]:
@@ -144,6 +168,7 @@ def _encoded(args: argparse.Namespace, config: Any, tokenizer: Any) -> EncodedPr
         prompts, tokenizer, limit=args.num_requests, chat_template=not args.no_chat_template,
         max_prompt_tokens=prompt_room(config, config, args.max_new_tokens),
     )  # fmt: skip
+    warn_skipped(encoded, args.max_new_tokens)
     if not args.resume or not Path(args.store).exists():
         return encoded
     known = {trace.prompt_ids.tobytes() for trace in CorrectionStore(args.store)}
@@ -159,18 +184,18 @@ def _from_server(
     key = args.api_key or os.environ.get("OPENAI_API_KEY")
     with (
         CompletionClient(args.url, args.model, api_key=key, patience_seconds=args.patience_seconds) as client,
+        stopping() as stop,
         tqdm(total=len(encoded.prompts), desc="collecting", unit="request", dynamic_ncols=True) as bar,
     ):
         collect(
             encoded.prompts, client, reader, store, max_new_tokens=args.max_new_tokens, concurrency=args.concurrency,
-            report=report, on_request=lambda _: bar.update(), temperature=args.temperature, **settings,
+            report=report, on_request=lambda _: bar.update(), stop=stop, temperature=args.temperature, **settings,
         )  # fmt: skip
 
 
 def _from_log(
-    args: argparse.Namespace, reader: ResponseReader, store: CorrectionStore, report: CollectionReport
+    args: argparse.Namespace, log: LogReader, reader: ResponseReader, store: CorrectionStore, report: CollectionReport
 ) -> None:
-    log = LogReader(args.log, LogReader.place_in(Path(args.store), args.log))
     domain = args.domain[0] if args.domain else None
     with contextlib.closing(log), stopping() as stop, tqdm(desc="collecting", unit="request") as bar:
 
@@ -178,6 +203,8 @@ def _from_log(
             bar.update()
 
         while True:
-            collect_log(log, reader, store, domain=domain, report=report, on_request=shown)
+            collect_log(log, reader, store, domain=domain, report=report, on_request=shown, stop=stop)
             if not args.follow or stop.wait(args.poll_seconds):
-                return
+                break
+        if log.has_rest:
+            report.skip("the last line has no end yet; it is read when it has one")

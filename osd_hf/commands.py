@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -36,6 +35,7 @@ from osd_hf.shared_flags import (
     config_from,
     output_stream,
     prompt_source,
+    warn_skipped,
     write_json,
 )
 from osd_hf.simulate import simulate
@@ -94,12 +94,7 @@ def run_command(args: argparse.Namespace) -> int:
         max_prompt_tokens=prompt_room(*configs, args.max_new_tokens),
         chat_template=not args.no_chat_template,
     )
-    if encoded.skipped_empty or encoded.skipped_long:
-        print(
-            f"osd-hf: warning: skipped {encoded.skipped_empty} prompts without text and {encoded.skipped_long} that "
-            f"leave no room for {args.max_new_tokens} new tokens.",
-            file=sys.stderr,
-        )
+    warn_skipped(encoded, args.max_new_tokens)
     settings = _run_settings(args, config, generate_kwargs, encoded)
     check_folder(args.output_dir, settings, resume=args.resume)
     if not args.bundled:

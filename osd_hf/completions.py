@@ -17,12 +17,15 @@ __all__ = ["ResponseReader", "unwrapped"]
 
 ID_PREFIX = "token_id:"  # with which vLLM writes a token that is asked for as its id
 TOLERANCE = 1e-3  # of a row's sum, and of two log-probs that tie
-# Settings of a request that make its tokens others than the target's own choice, with the values that change nothing.
+# Settings of a request that make its tokens others than the target's own choice, with the values that change nothing;
+# those of vLLM, SGLang and llama.cpp.
 SHAPING: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,), "length_penalty": (1,),
-    "logit_bias": ({},), "bad_words": ([],), "allowed_token_ids": ([],), "min_tokens": (0,), "ignore_eos": (False,),
-    "structured_outputs": (), "response_format": ({"type": "text"},), "use_beam_search": (False,), "echo": (False,),
-    "logits_processors": ([],), "truncate_prompt_tokens": (),
+    "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,), "repeat_penalty": (1,),
+    "length_penalty": (1,), "logit_bias": ({}, []), "bad_words": ([],), "allowed_token_ids": ([],), "min_tokens": (0,),
+    "ignore_eos": (False,), "use_beam_search": (False,), "logits_processors": ([],), "thinking_token_budget": (),
+    "structured_outputs": (), "response_format": ({"type": "text"},), "guided_json": (), "guided_regex": (),
+    "guided_choice": (), "guided_grammar": (), "grammar": ("",), "json_schema": ({},), "regex": (), "ebnf": (),
+    "tool_choice": ("none", "auto"), "echo": (False,), "logprob_token_ids": ([],),
 }  # fmt: skip
 # Names of transformers, in the order in which it applies them, and values that change nothing.
 WARPERS = (
@@ -96,29 +99,33 @@ class ResponseReader:
         Raises:
             DataError: something needed is missing or makes no sense; says what, and how to ask for it.
         """
-        if (request or {}).get("stream") and "choices" not in response:
-            raise DataError("it is a stream; log whole responses")
         asked = {name: value for name, value in (request or {}).items() if value is not None}
         shaped = [name for name, nothing in SHAPING.items() if name in asked and asked[name] not in nothing]
         if shaped:
             raise DataError(f"its tokens were shaped by {', '.join(shaped)}, not by the target alone")
-        choices = response["choices"]
-        if not choices:
-            raise DataError("the response has no choices")
-        created = response.get("created")
-        when = float(created) if isinstance(created, int | float) else time.time()
-        return [self._trace(choice, response, request or {}, domain, when) for choice in choices]
+        try:
+            choices, created = response["choices"], response.get("created")
+            if not choices:
+                raise DataError("the response has no choices")
+            when = float(created) if isinstance(created, int | float) and math.isfinite(created) else time.time()
+            return [self._trace(choice, response, request or {}, domain, when) for choice in choices]
+        except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError("the response has other kinds of values than expected") from error
 
     def _trace(
         self, choice: Any, response: Mapping[str, Any], request: Mapping[str, Any], domain: str | None, when: float
     ) -> Trace:
         if not isinstance(choice, Mapping):
             raise DataError("a choice is no object")
+        if choice.get("finish_reason") is None or "delta" in choice:
+            raise DataError("it is a piece of a stream, or was cut off; log whole responses")
         prompt = self._ids(_prompt_ids(choice, response, request), "prompt")
         emitted, rows = self._rows(choice)
         completion = self._ids(choice.get("token_ids") or emitted, "completion")
         if len(completion) != len(rows):
-            raise DataError(f"{len(completion)} tokens have {len(rows)} rows of log-probs")
+            raise DataError("the answer has another number of tokens than of rows of log-probs")
         if not rows:
             raise DataError("the answer is empty")
         ordered = [_ordered(row, token) for row, token in zip(rows, completion.tolist(), strict=True)]
@@ -176,14 +183,19 @@ class ResponseReader:
             raise DataError(f"the log-probs name the id {ids.max()}, the vocabulary ends at {self.vocab_size}")
         mass = np.exp(logprobs).sum(axis=1)
         if (mass > 1 + TOLERANCE).any():
-            raise DataError(f"the log-probs of a position add up to a probability of {mass.max():.3f}")
+            raise DataError("the log-probs of a position add up to more than one")
+        relative = (logprobs - logprobs[:, :1]).astype(np.float16)
+        dtype = ids_dtype(self.vocab_size)
+        if self.num_logprobs >= self.vocab_size:  # whole rows, in the order of the vocabulary
+            order = ids.argsort(axis=1)
+            nothing = np.full(len(ids), -np.inf, np.float32)
+            return {
+                "top_logits": np.take_along_axis(relative, order, axis=1), "top_ids": np.zeros((len(ids), 0), dtype),
+                "tail_logprob": nothing,
+            }  # fmt: skip
         with np.errstate(divide="ignore"):
             tail = np.log(np.maximum(1 - mass, 0))
-        return {
-            "top_logits": (logprobs - logprobs[:, :1]).astype(np.float16),
-            "top_ids": ids.astype(ids_dtype(self.vocab_size)),
-            "tail_logprob": tail.astype(np.float32),
-        }
+        return {"top_logits": relative, "top_ids": ids.astype(dtype), "tail_logprob": tail.astype(np.float32)}
 
     def _sampling(
         self, choice: Mapping[str, Any], request: Mapping[str, Any], completion: Any, is_greedy: bool
@@ -195,8 +207,7 @@ class ResponseReader:
         bound = request.get("max_completion_tokens") or request.get("max_tokens")
         if bound is not None:
             sampling["max_new_tokens"] = int(bound)
-        temperature = request.get("temperature")
-        if temperature == 0 or (temperature is None and is_greedy):
+        if request.get("temperature") == 0 or (not request and is_greedy):
             return sampling
         sampling["do_sample"] = True
         for name, processor, nothing in WARPERS:

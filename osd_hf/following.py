@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import pyarrow as pa
+
 from osd_hf.errors import StoreError
 from osd_hf.records import Trace
-from osd_hf.shards import Folder, list_shards, read_from
+from osd_hf.shards import list_shards, open_store, read_from
 from osd_hf.tables import SCHEMA, table_to_traces
 
 __all__ = ["StoreFollower"]
 
 logger = logging.getLogger(__name__)
+
+ATTEMPTS = 5  # at a shard that cannot be read before it is left out
 
 
 class StoreFollower:
@@ -27,55 +32,73 @@ class StoreFollower:
 
     Raises:
         StoreError: a path is no store.
+
+    Attributes:
+        is_waiting (`bool`):
+            Whether a shard could not be read just now, and is tried again later.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = list(dict.fromkeys(path.expanduser().absolute() for path in paths))
         for path in self.paths:
-            Folder(path)
-        # Writer -> number of the shard that is to be read next, and rows of it that were taken.
+            open_store(path)
+        # Writer -> number of the shard that is to be read next, and rows of it that were taken. No two writers of any
+        # stores have one name.
         self._taken: dict[str, tuple[int, int]] = {}
+        self._unread: list[tuple[int, str, str]] = []
+        self._failed: Counter[str] = Counter()
+        self.is_waiting = False
         self._open: tuple[str, list[Trace]] = ("", [])
 
     def take(self, limit: int) -> list[Trace]:
         """
-        The next requests, those of each writer in their order; none where nothing new has come. A shard that cannot be
-        read is left out, and the log says so: others come behind it.
+        The next requests, those of each writer in their order; none where nothing new has come. A shard that again
+        and again cannot be read is left out, and the log says so: others come behind it.
         """
+        if not self._unread:
+            self._unread, self.is_waiting = self._listed(), False
         taken: list[Trace] = []
-        for writer, number, path in self._unread():
+        while self._unread and len(taken) < limit:
+            number, writer, path = self._unread[0]
             traces = self._load(path)
-            first = self._taken.get(writer, (number, 0))[1] if self._next(writer) == number else 0
+            if traces is None:  # it is tried again at the next look, and what its writer has behind it comes after it
+                self._unread = [shard for shard in self._unread if shard[1] != writer]
+                continue
+            begin, first = self._taken.get(writer, (number, 0))
+            first = first if begin == number else 0
             part = traces[first : first + limit - len(taken)]
             taken += part
             is_done = first + len(part) >= len(traces)
             self._taken[writer] = (number + 1, 0) if is_done else (number, first + len(part))
-            if len(taken) == limit:
-                break
+            if is_done:
+                del self._unread[0]
         return taken
 
-    def _next(self, writer: str) -> int:
-        return self._taken.get(writer, (0, 0))[0]
-
-    def _unread(self) -> list[tuple[str, int, str]]:
-        """Writer, number and path of each shard that is not read to its end, in the order of reading."""
+    def _listed(self) -> list[tuple[int, str, str]]:
+        """Number, writer and path of each shard that is not read to its end, in the order of reading."""
         found = []
-        for store_number, store in enumerate(self.paths):
+        for store in self.paths:
             for path in list_shards(store):
                 file = Path(path)
-                writer, number = f"{store_number}/{file.parent.name}", re.search(r"(\d+)\.parquet$", file.name)
-                if number is not None and int(number[1]) >= self._next(writer):
-                    found.append((writer, int(number[1]), path))
-        return sorted(found, key=lambda shard: shard[1:2] + shard[:1])
+                writer, number = file.parent.name, re.search(r"(\d+)\.parquet$", file.name)
+                if number is not None and int(number[1]) >= self._taken.get(writer, (0, 0))[0]:
+                    found.append((int(number[1]), writer, path))
+        return sorted(found)
 
-    def _load(self, path: str) -> list[Trace]:
-        if self._open[0] != path:
-            try:
-                table = read_from(path, lambda file: file.read(SCHEMA.names, use_threads=False).cast(SCHEMA))
-            except StoreError as error:
-                logger.warning("Left out: %s.", error)
-                table = None
+    def _load(self, path: str) -> list[Trace] | None:
+        """The requests of a shard; `None` where it should be tried again."""
+        if self._open[0] == path:
+            return self._open[1]
+        try:
+            table = read_from(path, lambda file: file.read(SCHEMA.names, use_threads=False).cast(SCHEMA))
             self._open = (path, [] if table is None else table_to_traces(table))
+        except (StoreError, ValueError, TypeError, pa.ArrowException) as error:
+            self._failed[path] += 1
+            if self._failed[path] < ATTEMPTS:
+                self.is_waiting = True
+                return None
+            logger.warning("Left out: %s.", error)
+            self._open = (path, [])
         return self._open[1]
 
     def state_dict(self) -> dict[str, list[int]]:
@@ -83,5 +106,6 @@ class StoreFollower:
         return {writer: list(place) for writer, place in self._taken.items()}
 
     def load_state_dict(self, state: Mapping[str, Sequence[int]]) -> None:
-        """Go on behind what was taken, of the same stores in the same order."""
+        """Go on behind what was taken."""
         self._taken = {str(writer): (int(place[0]), int(place[1])) for writer, place in state.items()}
+        self._unread.clear()

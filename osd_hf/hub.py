@@ -28,7 +28,7 @@ from osd_hf.outputs import make_folder
 from osd_hf.store import CorrectionStore
 from osd_hf.wrappers import is_peft
 
-__all__ = ["facts_of", "hub_id", "push_folder", "push_store", "save_draft"]
+__all__ = ["check_push", "facts_of", "hub_id", "push_folder", "push_store", "save_draft"]
 
 
 def save_draft(
@@ -136,16 +136,8 @@ def push_folder(
         ConfigError: a name that is none, no token, offline.
         HubError: the Hub refused, or could not be reached to the end.
     """
-    if "/" not in repo_id:
-        raise ConfigError(f"A repo is named as user/name, got {repo_id!r}.")
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise ConfigError(f"{repo_id!r} is no name of a repo: {first_line(error)}.") from error
-    token = token or get_token()
     kept = kept or f"The local copy stays in {folder}."
-    if not token:
-        raise ConfigError(f"There is no token to push with. Pass one, or run `hf auth login` first. {kept}")
+    token = check_push(repo_id, token, kept)
     api = HfApi(token=token)
     try:
         url = api.create_repo(repo_id, private=private, repo_type=repo_type, exist_ok=exist_ok)
@@ -164,6 +156,21 @@ def push_folder(
             f"{kept}"
         ) from error
     return str(url)
+
+
+def check_push(repo_id: str, token: str | None = None, kept: str = "") -> str:
+    """The token to push to a repo with; raises ConfigError for a name that is none, or where there is no token."""
+    if "/" not in repo_id:
+        raise ConfigError(f"A repo is named as user/name, got {repo_id!r}.")
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise ConfigError(f"{repo_id!r} is no name of a repo: {first_line(error)}.") from error
+    token = token or get_token()
+    if not token:
+        text = f"There is no token to push with. Pass one, or run `hf auth login` first. {kept}"
+        raise ConfigError(text.strip())
+    return token
 
 
 def _refusal(error: HfHubHTTPError, repo_id: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import sys
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from osd_hf.bundled import load_bundled
 from osd_hf.display import AlphaBar, stats_interval
 from osd_hf.errors import ConfigError, StateError
 from osd_hf.following import StoreFollower
-from osd_hf.hub import facts_of
+from osd_hf.hub import check_push, facts_of
 from osd_hf.loading import load_config, load_model, load_tokenizer, placed
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.plots import plot_alpha, rolling_window
@@ -29,6 +30,8 @@ from osd_hf.versions import VersionFolder
 from osd_hf.vocab import of_one_size
 
 __all__ = ["add_learn", "learn_command"]
+
+MOST_FAILURES = 60  # to write, in a row
 
 
 def add_learn(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +49,7 @@ def add_learn(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("requests")
     group.add_argument("--domain", metavar="NAME", help="learn from requests of this label only")
     group.add_argument("--once", action="store_true", help="end when all that is there is learned; wait otherwise")
-    group.add_argument("--num-requests", type=int, metavar="N", help="end after so many")
+    group.add_argument("--num-requests", type=int, metavar="N", help="end after so many more")
     group.add_argument("--poll-seconds", type=float, default=2.0, metavar="S", help="between two looks at the stores")
     group = parser.add_argument_group("publishing")
     group.add_argument("--state-dir", type=Path, metavar="DIR", help="session to go on with, which holds tokens of "
@@ -72,33 +75,37 @@ def learn_command(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} must not be negative, got {getattr(args, name)}.")
     if args.threads is not None:
         torch.set_num_threads(args.threads)
+    token = None if args.repo_id is None else check_push(args.repo_id, args.token)
+    folder = args.output_dir.expanduser().absolute()
+    state = folder.with_name(f"{folder.name}-state") if args.state_dir is None else args.state_dir.expanduser()
     target, draft, tokenizer = _learning_pair(args)
-    versions = VersionFolder(args.output_dir, keep=args.keep)
+    versions = VersionFolder(folder, keep=args.keep)
     try:
         facts = replace(facts_of(target, draft), license=args.license, command=provenance()["command"])
         learner = StoreLearner(
             draft, tokenizer, StoreFollower(args.store), versions, config, domain=args.domain, facts=facts,
-            state=args.state_dir or args.output_dir.with_name(f"{args.output_dir.name}-state"), repo_id=args.repo_id,
-            token=args.token, publish_seconds=args.publish_seconds,
+            state=state, repo_id=args.repo_id, token=token, publish_seconds=args.publish_seconds,
             accelerator=make_accelerator(args.report_to, config),
         )  # fmt: skip
     except BaseException:
         versions.close()
         raise
-    failures = _learn(args, learner)
-    report = _report(learner, args.output_dir)
+    is_done = _learn(args, learner, folder)
+    report = _report(learner)
     out = output_stream(args)
-    low_high = {name: stats_interval(_last_fifth(stats)) for name, stats in _sides(learner).items()}
+    intervals = {name: stats_interval(_last_fifth(stats)) for name, stats in _sides(learner).items()}
     print(
         f"{learner.requests} requests, {learner.tokens} tokens; {len(learner.published)} versions published, latest "
-        f"{versions.number or 'none'}; {learner.learning_seconds:.1f} s of learning\n"
-        f"alpha over the last fifth: {low_high['learned']}, frozen {low_high['frozen']}",
+        f"{report['latest'] or 'none'}; {learner.learning_seconds:.1f} s of learning\n"
+        f"alpha over the last fifth: {intervals['learned']}, frozen {intervals['frozen']}",
         file=out,
     )
     for reason, count in learner.skipped.most_common():
-        print(f"left out {count} {reason}", file=out)
+        print(f"left out {count} {reason.rstrip(',')}", file=out)
+    if not learner.is_pushed:
+        print(f"osd-hf: error: the newest version is not pushed to {args.repo_id} yet", file=sys.stderr)
     write_json(args, report)
-    return FAILED if failures else 0
+    return 0 if is_done and learner.is_pushed else FAILED
 
 
 def _learning_pair(args: argparse.Namespace) -> tuple[Any, Any, Any]:
@@ -111,27 +118,38 @@ def _learning_pair(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     return target, of_one_size(draft, target), load_tokenizer(args.target)
 
 
-def _learn(args: argparse.Namespace, learner: StoreLearner) -> int:
-    """Learn until told to stop; gives the times that nothing could be written."""
-    failures, shown = 0, len(learner.published)
+def _learn(args: argparse.Namespace, learner: StoreLearner, folder: Path) -> bool:
+    """Learn until told to stop; whether all could be written in the end."""
+    begun, shown, failures = learner.requests, 0, 0
     with stopping() as stop, AlphaBar(args.num_requests, "learning") as bar:
-        while not stop.is_set() and (args.num_requests is None or learner.requests < args.num_requests):
+        while not stop.is_set():
+            left = None if args.num_requests is None else args.num_requests - (learner.requests - begun)
+            if left == 0:
+                break
             try:
-                taken = learner.step(lambda learned, frozen, version: bar.advance(learned, frozen, version))
+                taken = learner.step(bar.advance, limit=left)
+                failures = 0
             except StateError as error:  # of the disk: what was learned is tried to be written again
-                taken, failures = 0, failures + 1
                 print(f"osd-hf: warning: {error}", file=sys.stderr)
+                failures += 1
+                if failures == MOST_FAILURES:
+                    break
+                taken = 0
             if len(learner.published) > shown:
                 shown = len(learner.published)
-                _plot(learner, args.output_dir)
+                _plot(learner, folder)
             if not taken:
-                if args.once:
+                if args.once and not failures and not learner.follower.is_waiting:
                     break
                 stop.wait(args.poll_seconds)
-    learner.close()
-    if learner.learned:
-        _plot(learner, args.output_dir)
-    return failures
+    try:
+        learner.close()
+    except StateError as error:
+        print(f"osd-hf: error: {error}", file=sys.stderr)
+        return False
+    finally:
+        _plot(learner, folder)
+    return not failures
 
 
 def _sides(learner: StoreLearner) -> dict[str, list[AcceptanceStats]]:
@@ -145,18 +163,20 @@ def _last_fifth(stats: Sequence[AcceptanceStats]) -> AcceptanceStats:
 def _plot(learner: StoreLearner, folder: Path) -> None:
     sides = _sides(learner)
     count = len(sides["learned"])
-    plot_alpha(
-        folder / "alpha.png", sides["learned"], sides["frozen"], [None] * count, window=rolling_window(count),
-        title="Acceptance on the target's answers: the draft that learns, and the same draft frozen",
-    )  # fmt: skip
+    if count:
+        with contextlib.suppress(OSError):  # a picture is not worth ending for
+            plot_alpha(
+                folder / "alpha.png", sides["learned"], sides["frozen"], [None] * count, window=rolling_window(count),
+                title="Acceptance on the target's answers: the draft that learns, and the same draft frozen",
+            )  # fmt: skip
 
 
-def _report(learner: StoreLearner, folder: Path) -> dict[str, Any]:
-    sides = _sides(learner)
+def _report(learner: StoreLearner) -> dict[str, Any]:
+    sides, latest = _sides(learner), learner.versions.latest
     return {
         "provenance": provenance(), "config": learner.config.to_dict(), "requests": learner.requests,
         "tokens": learner.tokens, "skipped": dict(learner.skipped), "learning_seconds": learner.learning_seconds,
-        "versions": learner.published, "latest": learner.versions.number,
+        "versions": learner.published, "latest": None if latest is None else latest.name, "pushed": learner.is_pushed,
         **{f"alpha_{name}": [s.alpha for s in stats] for name, stats in sides.items()},
         **{f"alpha_{name}_last_fifth": _last_fifth(stats).alpha for name, stats in sides.items()},
     }  # fmt: skip

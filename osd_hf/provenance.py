@@ -16,6 +16,7 @@ from typing import Any
 
 __all__ = ["provenance"]
 
+SECRETS = ("--token", "--api-key")
 PACKAGES = ("torch", "transformers", "osd_hf")
 # Paths inside an argument, such as `a=/x/y,/z`; neither the path of a URL nor the slash of `owner/name`.
 _PATH = re.compile(r"(?<![\w.:/\\-])(?:file://|~\w*|\.\.)?/[^\s,;:='\"]+")
@@ -24,8 +25,8 @@ _PATH = re.compile(r"(?<![\w.:/\\-])(?:file://|~\w*|\.\.)?/[^\s,;:='\"]+")
 def provenance(**extra: Any) -> dict[str, Any]:
     """
     What a result file needs so that someone else can make it again. Ready for JSON, light (no torch is imported), and
-    silent about the machine's folders: paths in the command are cut to what lies below the working directory, or to
-    their last part.
+    silent about secrets and the machine's folders: tokens are left out of the command, and paths are cut to what lies
+    below the working directory, or to their last part.
 
     Args:
         extra:
@@ -50,7 +51,19 @@ def provenance(**extra: Any) -> dict[str, Any]:
 
 def _command(argv: Sequence[str], folder: Path) -> str:
     program, *arguments = argv or [""]
-    return shlex.join([Path(program).name, *(_without_folders(a, folder) for a in arguments)])
+    return shlex.join([Path(program).name, *(_without_folders(a, folder) for a in _without_secrets(arguments))])
+
+
+def _without_secrets(arguments: Sequence[str]) -> list[str]:
+    """What is written down goes to others: a token or a key stays here."""
+    hidden, follows = [], False
+    for argument in arguments:
+        option, equals, _ = argument.partition("=")
+        # A flag may be cut short, as `argparse` takes it.
+        is_secret = len(option) > 4 and any(secret.startswith(option) for secret in SECRETS)
+        hidden.append("***" if follows else f"{option}=***" if is_secret and equals else argument)
+        follows = is_secret and not equals
+    return hidden
 
 
 def _without_folders(argument: str, folder: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -18,7 +19,7 @@ from osd_hf.errors import StateError
 from osd_hf.learner import Learner
 from osd_hf.store import table_to_traces, traces_to_table
 
-__all__ = ["load_session", "save_session"]
+__all__ = ["has_session", "load_session", "save_session"]
 
 FORMAT = 2
 POINTER = "CURRENT"
@@ -45,7 +46,7 @@ def save_session(
         StateError: the folder cannot be written; an earlier state in it stays whole.
     """
     name = f"state-{uuid.uuid4().hex[:12]}"
-    folder = directory / name
+    folder, pointer = directory / name, directory / f".{POINTER}-{name}"
     try:
         folder.mkdir(parents=True)
         lessons = []
@@ -63,19 +64,25 @@ def save_session(
         for file in folder.iterdir():
             with file.open("rb") as handle:
                 os.fsync(handle.fileno())
-        pointer = directory / f".{POINTER}-{name}"
         pointer.write_text(name)
         with pointer.open("rb") as handle:
             os.fsync(handle.fileno())
         os.replace(pointer, directory / POINTER)
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
         shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            pointer.unlink()
         raise StateError(
             f"The session cannot be saved to {directory}: {error}. Free or choose another folder."
         ) from error
     for old in directory.glob("state-*"):
         if old.name != name:
             shutil.rmtree(old, ignore_errors=True)
+
+
+def has_session(directory: Path) -> bool:
+    """Whether a state was saved there to its end."""
+    return (directory / POINTER).is_file()
 
 
 def load_session(
@@ -91,7 +98,7 @@ def load_session(
         StateError: nothing readable there, or the state of another draft.
     """
     pointer = directory / POINTER
-    if not pointer.is_file():
+    if not has_session(directory):
         raise StateError(f"There is no saved session in {directory}. Save one with `save_state` first.")
     try:
         folder = directory / pointer.read_text().strip()

@@ -29,7 +29,7 @@ from osd_hf.tables import DICTIONARY_COLUMNS, SCHEMA, SPLIT_COLUMNS, split_by_by
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["Folder", "Shard", "list_shards", "lock_file", "read_from", "sync_folder", "write_whole"]
+__all__ = ["Folder", "Shard", "list_shards", "lock_file", "open_store", "read_from", "sync_folder", "write_whole"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -141,6 +141,42 @@ def read_from(path: str, extract: Callable[[Any], T]) -> T | None:
         ) from error
 
 
+def open_store(path: Path) -> None:
+    """Make a folder a store where it is new, and refuse one that is none; raises StoreError."""
+    with store_errors("open the store", path):
+        _check_marker(path)
+
+
+def _check_marker(path: Path) -> None:
+    marker = path / MARKER_NAME
+    if path.exists() and not path.is_dir():
+        raise StoreError(f"{path} is a file; a store is a folder: give the path of a new or empty one")
+    path.mkdir(parents=True, exist_ok=True)
+    if not marker.exists():
+        found = sorted(p.name for p in path.iterdir() if not p.name.startswith(MARKER_NAME[:-5]))
+        if found and not marker.exists():  # asked again: another process may have begun the store meanwhile
+            shown = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+            raise StoreError(
+                f"{path} is no store of this package: it holds {shown} and no {MARKER_NAME}. Give the path "
+                "of a new or empty folder, or of an existing store"
+            )
+        if not found:
+            write_whole(marker, json.dumps(MARKER).encode())
+    try:
+        content = json.loads(marker.read_bytes())
+    except ValueError as error:
+        raise StoreError(
+            f"{marker} cannot be read: {error}. If the folder is a store, restore the file as {json.dumps(MARKER)}"
+        ) from error
+    if not isinstance(content, dict) or content.get("format") != MARKER["format"]:
+        raise StoreError(f"{marker} is not the marker of a store: it holds {str(content)[:80]}")
+    if content.get("version") != MARKER["version"]:
+        raise StoreError(
+            f"the store in {path} has version {content.get('version')}, this package reads version "
+            f"{MARKER['version']}: use the osd_hf that wrote it, or a newer one, or another folder"
+        )
+
+
 class Folder:
     """Shards of all writers of one store. Not thread-safe but for `read`."""
 
@@ -149,10 +185,10 @@ class Folder:
         self.shards: dict[str, Shard] = {}  # sorted by writer and number
         self.own: Path | None = None
         self.own_count = 0
+        self.written_nbytes = 0
         self.lock: int | None = None
         self.forget_cache()
-        with store_errors("open the store", path):
-            self._check_marker()
+        open_store(path)
         self.marker_nbytes = (path / MARKER_NAME).stat().st_size
         self.refresh()
 
@@ -160,35 +196,6 @@ class Folder:
         self.cache: OrderedDict[tuple[str, int], list[Trace]] = OrderedDict()
         self.cache_nbytes = 0
         self.cache_lock = threading.Lock()
-
-    def _check_marker(self) -> None:
-        marker = self.path / MARKER_NAME
-        if self.path.exists() and not self.path.is_dir():
-            raise StoreError(f"{self.path} is a file; a store is a folder: give the path of a new or empty one")
-        self.path.mkdir(parents=True, exist_ok=True)
-        if not marker.exists():
-            found = sorted(p.name for p in self.path.iterdir() if not p.name.startswith(MARKER_NAME[:-5]))
-            if found and not marker.exists():  # asked again: another process may have begun the store meanwhile
-                shown = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
-                raise StoreError(
-                    f"{self.path} is no store of this package: it holds {shown} and no {MARKER_NAME}. Give the path "
-                    "of a new or empty folder, or of an existing store"
-                )
-            if not found:
-                write_whole(marker, json.dumps(MARKER).encode())
-        try:
-            content = json.loads(marker.read_bytes())
-        except ValueError as error:
-            raise StoreError(
-                f"{marker} cannot be read: {error}. If the folder is a store, restore the file as {json.dumps(MARKER)}"
-            ) from error
-        if not isinstance(content, dict) or content.get("format") != MARKER["format"]:
-            raise StoreError(f"{marker} is not the marker of a store: it holds {str(content)[:80]}")
-        if content.get("version") != MARKER["version"]:
-            raise StoreError(
-                f"the store in {self.path} has version {content.get('version')}, this package reads version "
-                f"{MARKER['version']}: use the osd_hf that wrote it, or a newer one, or another folder"
-            )
 
     @property
     def nbytes(self) -> int:
@@ -276,6 +283,7 @@ class Folder:
         with store_errors("write", path):
             write_whole(path, data)
         self.own_count += 1
+        self.written_nbytes += data.size
         times = np.array([t.created_at_seconds for t in traces], np.float64)
         domains = [t.domain for t in traces]
         self.shards[str(path)] = Shard.of(str(path), data.size, times, domains, sizes)

@@ -16,7 +16,7 @@ from osd_hf import bundled
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError
 from osd_hf.outputs import json_text
-from osd_hf.prompts import Prompt, PromptSource
+from osd_hf.prompts import EncodedPrompts, Prompt, PromptSource
 
 __all__ = [
     "BAD_INPUT",
@@ -31,6 +31,7 @@ __all__ = [
     "output_stream",
     "prompt_source",
     "stopping",
+    "warn_skipped",
     "write_json",
 ]
 
@@ -86,6 +87,16 @@ def bundled_mix(domains: Sequence[str] | None, count: int, seed: int) -> list[Pr
     mixed = [(d, e.prompt) for d in domains for e in bundled.bundled_prompts(d, share, seed=seed)]
     random.Random(seed).shuffle(mixed)
     return [Prompt(i, text, domain) for i, (domain, text) in enumerate(mixed[:count])]
+
+
+def warn_skipped(encoded: EncodedPrompts, max_new_tokens: int) -> None:
+    """Say which prompts are left out, if any are."""
+    if encoded.skipped_empty or encoded.skipped_long:
+        print(
+            f"osd-hf: warning: skipped {encoded.skipped_empty} prompts without text and {encoded.skipped_long} that "
+            f"leave no room for {max_new_tokens} new tokens.",
+            file=sys.stderr,
+        )
 
 
 def config_from(args: argparse.Namespace) -> OnlineConfig:

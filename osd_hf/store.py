@@ -216,6 +216,12 @@ class CorrectionStore:
         with self._lock:
             return self._tail_nbytes + (0 if self._folder is None else self._folder.nbytes)
 
+    @property
+    def written_nbytes(self) -> int:
+        """Bytes of the shards that this process has written, whether they are still there or not."""
+        with self._lock:
+            return 0 if self._folder is None else self._folder.written_nbytes
+
     def _snapshot(self) -> _Snapshot:
         with self._lock:
             if self._folder is not None:

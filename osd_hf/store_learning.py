@@ -26,7 +26,7 @@ from osd_hf.metrics import AcceptanceStats
 from osd_hf.provenance import provenance
 from osd_hf.records import Trace
 from osd_hf.replay import replay_each
-from osd_hf.session import load_session, save_session
+from osd_hf.session import has_session, load_session, save_session
 from osd_hf.simulate import serve_recorded
 from osd_hf.tracking import log_update
 from osd_hf.updater import UpdateReport
@@ -115,7 +115,9 @@ class StoreLearner:
         self.domain, self.facts, self.repo_id = domain, facts or DraftFacts(), repo_id
         self._draft, self._token, self._state = draft, token, state
         self._publish_seconds, self._clock, self._published_at = publish_seconds, clock, -float("inf")
-        self._vocab_size = int(draft.config.get_text_config().vocab_size)
+        text_config = draft.config.get_text_config()
+        self._vocab_size = int(text_config.vocab_size)
+        self._positions: int | None = getattr(text_config, "max_position_embeddings", None)
         self.learner = Learner(DomainDrafts(draft, config, per_domain=False), config, accelerator)
         self.requests = self.tokens = 0
         self.skipped: Counter[str] = Counter()
@@ -126,18 +128,30 @@ class StoreLearner:
         self._unpushed: Path | None = None
         self._unsaved_updates = 0
         self._since_update: list[AcceptanceStats] = []
-        if state is not None and state.exists() and any(state.iterdir()):
+        if state is not None and has_session(state):
             self._resume(state)
+
+    @property
+    def is_pushed(self) -> bool:
+        """Whether nothing waits to be pushed to the Hub."""
+        return self._unpushed is None
 
     @property
     def learning_seconds(self) -> float:
         return self.learner.seconds
 
-    def step(self, on_request: Callable[[AcceptanceStats, AcceptanceStats, int], object] | None = None) -> int:
+    def step(
+        self,
+        on_request: Callable[[AcceptanceStats, AcceptanceStats, int], object] | None = None,
+        *,
+        limit: int | None = None,
+    ) -> int:
         """
         Take in some of the requests that have come, if any have.
 
         Args:
+            limit (`int`, *optional*):
+                Most requests taken.
             on_request (`Callable[[AcceptanceStats, AcceptanceStats, int], object]`, *optional*):
                 Called for each with what the draft that serves and the frozen one made of it, and the version.
 
@@ -147,7 +161,7 @@ class StoreLearner:
         Raises:
             StateError: a version or the session cannot be written. Learning may go on by another call.
         """
-        taken = self.follower.take(TAKEN_AT_ONCE)
+        taken = self.follower.take(min(limit or TAKEN_AT_ONCE, TAKEN_AT_ONCE))
         traces = [trace for trace in taken if self._fits(trace)]
         # Each request has one place in the order of learning, so that counting on is safe where writing fails below.
         frozen = replay_each(self._draft, traces, self.k)
@@ -181,12 +195,17 @@ class StoreLearner:
         elif trace.vocab_size != self._vocab_size:
             reason = f"of a vocabulary of {trace.vocab_size}, not {self._vocab_size}"
         elif trace.top_ids.shape[1] != width:
-            reason = f"with {trace.top_ids.shape[1] or 'all'} entries per position, not {width or 'all'}"
+            reason = f"with {trace.top_ids.shape[1] or 'all'} entries per position, not {width or 'all'},"
         elif trace.is_encoder_decoder:
             reason = "of an encoder-decoder"
+        elif self._positions is not None and len(trace.prompt_ids) + len(trace) > self._positions:
+            reason = f"longer than the draft's {self._positions} positions"
         elif trace.is_sampled and self.config.learn_from == "corrections":
             reason = "sampled, whose corrections cannot be known"
         if reason is not None:
+            if not self.skipped[reason]:
+                hint = " Set `num_logprobs` to what they were collected with." if "entries" in reason else ""
+                logger.warning("Requests %s are left out.%s", reason, hint)
             self.skipped[reason] += 1
         return reason is None
 
@@ -275,31 +294,30 @@ class StoreLearner:
         waiting = None if self._unpublished is None else self._unpublished.to_dict()
         facts = {
             "config": self.config.to_dict(), "requests": self.requests, "tokens": self.tokens,
-            "stores": [path.name for path in self.follower.paths], "taken": self.follower.state_dict(),
-            "unpublished": waiting,
+            "taken": self.follower.state_dict(), "unpublished": waiting, "unpushed": self._unpushed is not None,
         }  # fmt: skip
         save_session(self._state, self.learner, facts)
         self._unsaved_updates = 0
 
     def _resume(self, state: Path) -> None:
         facts, _ = load_session(state, self.learner)
-        names = [path.name for path in self.follower.paths]
         try:
-            if facts["stores"] != names:
-                saved = ", ".join(facts["stores"])
-                raise StateError(f"The session follows the stores {saved}, not {', '.join(names)}. Name those.")
             self.follower.load_state_dict(facts["taken"])
             self.requests, self.tokens = int(facts["requests"]), int(facts["tokens"])
             self._unpublished = None if facts["unpublished"] is None else GateDecision(**facts["unpublished"])
+            self._unpushed = self.versions.latest if facts["unpushed"] and self.repo_id is not None else None
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"The session in {state} is of another command. Choose another folder.") from error
 
     def close(self) -> None:
-        """Publish what waits, save, end tracking, and let others publish."""
+        """Publish and push what waits, save, end tracking, and let others publish; raises StateError where something
+        cannot be written."""
         try:
             if self._unpublished is not None:
                 self.publish()
             else:
+                if self._unpushed is not None:
+                    self._push()
                 self.save()
         finally:
             self.learner.accelerator.end_training()

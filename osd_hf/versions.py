@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import secrets
@@ -16,12 +15,18 @@ from osd_hf.errors import ConfigError, StateError
 from osd_hf.outputs import json_text, make_folder
 from osd_hf.shards import lock_file, sync_folder
 
-__all__ = ["FACTS", "LATEST", "VersionFolder"]
+__all__ = ["FACTS", "LATEST", "VersionFolder", "latest_version"]
 
 LATEST = "latest"
 FACTS = "version.json"
 LEAST_KEPT = 2  # the newest, and the one that an engine may be loading just now
 LOCK = ".publisher.lock"
+
+
+def latest_version(path: Path) -> Path | None:
+    """Folder of the version that the pointer in a folder of versions names; `None` where there is none."""
+    link = path / LATEST
+    return link.resolve() if link.exists() else None
 
 
 class VersionFolder:
@@ -50,9 +55,15 @@ class VersionFolder:
         except OSError as error:
             raise ConfigError(f"The folder {path} cannot be written to: {error.strerror}.") from error
         if self._lock is None and os.name == "posix":
-            raise ConfigError(f"Another process publishes to {path}. Choose another folder, or stop that process.")
+            raise ConfigError(
+                f"Another process publishes to {path}, or its file system has no locks. Choose another folder, or "
+                "stop that process."
+            )
         for unfinished in self.path.glob(".*.tmp"):  # of a publisher that was killed
             _remove(unfinished)
+        if self.number and self.latest != self._folder(self.number):  # it was killed before the pointer followed
+            with contextlib.suppress(OSError):
+                self._point(self.number)
 
     def publish(self, write: Callable[[Path], object], facts: dict[str, Any]) -> Path:
         """
@@ -71,25 +82,33 @@ class VersionFolder:
             StateError: it cannot be written; the versions before it, and the pointer, stay as they are.
         """
         number = self.number + 1
-        folder, unfinished = self.path / f"v{number:06d}", self.path / f".v{number:06d}-{secrets.token_hex(4)}.tmp"
-        link = unfinished.with_name(f".{LATEST}-{secrets.token_hex(4)}.tmp")
+        unfinished = self.path / f".v{number:06d}-{secrets.token_hex(4)}.tmp"
         try:
             write(unfinished)
             unfinished.mkdir(exist_ok=True)
             (unfinished / FACTS).write_text(json_text({"version": number, **facts}, indent=1) + "\n")
             _sync(unfinished)
-            os.replace(unfinished, folder)
-            os.symlink(folder.name, link, target_is_directory=True)
-            os.replace(link, self.path / LATEST)
-            sync_folder(self.path)
-        except (OSError, RuntimeError) as error:  # safetensors and torch report a full disk as RuntimeErrors
+            os.replace(unfinished, self._folder(number))
+            self._point(number)
+        except Exception as error:  # safetensors and tokenizers report a full disk as errors of many kinds
             raise StateError(f"Version {number} cannot be written to {self.path}: {error}.") from error
         finally:
             _remove(unfinished)
-            _remove(link)
         for old in self._numbers()[: -self.keep]:
-            _remove(self.path / f"v{old:06d}")
-        return folder
+            _remove(self._folder(old))
+        return self._folder(number)
+
+    def _point(self, number: int) -> None:
+        link = self.path / f".{LATEST}-{secrets.token_hex(4)}.tmp"
+        try:
+            os.symlink(self._folder(number).name, link, target_is_directory=True)
+            os.replace(link, self.path / LATEST)
+            sync_folder(self.path)
+        finally:
+            _remove(link)
+
+    def _folder(self, number: int) -> Path:
+        return self.path / f"v{number:06d}"
 
     @property
     def number(self) -> int:
@@ -99,16 +118,7 @@ class VersionFolder:
     @property
     def latest(self) -> Path | None:
         """Folder of the version that the pointer names; `None` where there is none."""
-        link = self.path / LATEST
-        return link.resolve() if link.exists() else None
-
-    def facts(self) -> dict[str, Any] | None:
-        """What is kept beside the latest version."""
-        latest = self.latest
-        if latest is None:
-            return None
-        found: dict[str, Any] = json.loads((latest / FACTS).read_text())
-        return found
+        return latest_version(self.path)
 
     def _numbers(self) -> list[int]:
         names = (re.fullmatch(r"v(\d{6,})", entry.name) for entry in self.path.iterdir())
@@ -122,10 +132,13 @@ class VersionFolder:
 
 
 def _sync(folder: Path) -> None:
-    for file in folder.rglob("*"):
-        if file.is_file():
-            with file.open("rb") as handle:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as handle:
                 os.fsync(handle.fileno())
+        else:
+            sync_folder(path)
+    sync_folder(folder)
 
 
 def _remove(path: Path) -> None:

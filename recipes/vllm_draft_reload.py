@@ -9,7 +9,9 @@ New weights for the draft of a running vLLM (0.32): a worker extension, for vLLM
 The development mode opens endpoints that strangers must not reach. Requests go on: their answers are the target's own
 whatever the draft says. What the draft has cached of prompts is of its old weights, so empty that, too:
 
-    curl -X POST localhost:8000/reset_prefix_cache
+    curl -X POST 'localhost:8000/reset_prefix_cache?reset_running_requests=true'
+
+Run on a CPU; on GPUs it takes the same functions of vLLM.
 """
 
 from __future__ import annotations
@@ -34,13 +36,19 @@ class DraftReload:
             `dict[str, Any]`: the folder that was read, and the seconds that it took.
         """
         from vllm.config import set_current_vllm_config
+        from vllm.config.utils import replace
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
         from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
         began, folder = time.perf_counter(), Path(path).resolve(strict=True)
-        model = self.get_draft_model()
-        if model is None:
+        model, settings = self.get_draft_model(), self.vllm_config.speculative_config
+        if model is None or settings.draft_model_config is None:
             raise RuntimeError("This server drafts without a model; serve with the method draft_model.")
-        config = self.model_runner.drafter._create_draft_vllm_config()
+        config = replace(self.vllm_config, model_config=settings.draft_model_config, quant_config=None)
         with set_current_vllm_config(config):
             reload_weights(config, model, None, str(folder), True)
+            for head in model.modules():
+                # One that is tied to the embeddings is no layer of the checkpoint; on CPUs it has packed the old ones.
+                if isinstance(head, ParallelLMHead):
+                    head.quant_method.process_weights_after_loading(head)
         return {"draft": folder.name, "seconds": time.perf_counter() - began}

@@ -40,7 +40,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from osd_hf import CorrectionStore, Trace, replay
-from osd_hf.versions import LATEST, VersionFolder
+from osd_hf.versions import LATEST, latest_version
 
 K = 5
 NUM_LOGPROBS = 64
@@ -61,6 +61,7 @@ class Engine:
             *("--model", str(data_folder() / "lab/target"), "--port", str(args.port), "--host", "127.0.0.1"),
             *("--dtype", "float32", "--max-model-len", "768", "--max-num-seqs", str(args.concurrency)),
             *("--max-logprobs", str(NUM_LOGPROBS), "--generation-config", "vllm", "--enforce-eager"),
+            *("--gpu-memory-utilization", "0.3"),  # which means the memory of the machine here
             *("--worker-extension-cls", "vllm_draft_reload.DraftReload"),
             *("--speculative-config", json.dumps(config)),
         ]  # fmt: skip
@@ -83,7 +84,8 @@ class Engine:
                 if httpx2.get(f"{self.url}/health").status_code == 200:
                     return
             except httpx2.HTTPError:
-                time.sleep(0.5)
+                pass
+            time.sleep(0.5)
         self.stop()
         sys.exit(f"vLLM does not answer; see {self._log}.")
 
@@ -103,7 +105,9 @@ class Engine:
         answer = httpx2.post(f"{self.url}/collective_rpc", json=body, timeout=READY_SECONDS)
         answer.raise_for_status()
         # What the draft has cached of prompts is of its old weights.
-        httpx2.post(f"{self.url}/reset_prefix_cache", timeout=READY_SECONDS).raise_for_status()
+        reset = httpx2.post(f"{self.url}/reset_prefix_cache?reset_running_requests=true", timeout=READY_SECONDS)
+        if not reset.json()["success"]:
+            sys.exit("vLLM has not emptied its cache of prompts.")
         found: dict[str, Any] = answer.json()["results"][0]
         return found
 
@@ -284,7 +288,7 @@ def main() -> None:
     learned = json.loads((folder / "learn.json").read_text())
     order = [t.prompt_ids.tobytes() for t in CorrectionStore(folder / "later-static")]
     answers = {way: in_order(folder / f"later-{way}", order) for way in counters}
-    latest = VersionFolder(versions).latest
+    latest = latest_version(versions)
     assert latest is not None
     report = {
         "counters": counters,

@@ -48,6 +48,8 @@ LAYERS = {
     "bundled": 3,
     "prompts": 3,
     "completions": 3,
+    "completion_client": 3,
+    "request_log": 3,
     "following": 3,
     "loading": 3,
     # who learns, when, and how it goes on later

@@ -1,0 +1,140 @@
+"""Reading a request log that grows: each whole line once, through rotations and restarts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from osd_hf.errors import ConfigError, DataError
+from osd_hf.shards import lock_file, write_whole
+
+__all__ = ["LogReader"]
+
+logger = logging.getLogger(__name__)
+
+HEAD_BYTES = 1024  # of a log, by which it is known again
+LOG_BYTES = 1 << 20  # read at once
+
+
+class LogReader:
+    """
+    New whole lines of a growing log. A line without its end is left until it has one; a log that was rotated away is
+    read to its end before the new one is begun.
+
+    Args:
+        path (`Path`):
+            Of JSON lines.
+        place (`Path`, *optional*):
+            File that keeps how far the log has been read, so that another run goes on there.
+
+    Raises:
+        DataError: there is no such file, or it cannot be read.
+        ConfigError: another process reads it for the same `place`.
+
+    Attributes:
+        has_rest (`bool`):
+            Whether there was a line without its end behind the last whole one.
+    """
+
+    def __init__(self, path: Path, place: Path | None = None) -> None:
+        self.path, self.place = path, place
+        self.offset = 0
+        self.has_rest = False
+        self._was_seen_rotated = False
+        self._lock: int | None = None
+        try:
+            self._file = path.open("rb")
+        except OSError as error:
+            raise DataError(f"The log {path} cannot be read: {error.strerror}.") from error
+        try:
+            self._resume()
+        except BaseException:
+            self.close()
+            raise
+
+    @staticmethod
+    def place_in(store: Path, path: Path) -> Path:
+        """Where a store keeps how far a log has been read into it."""
+        name = hashlib.sha256(os.fsencode(path.expanduser().absolute())).hexdigest()[:16]
+        return store / f".osd_hf_store.log-{name}.json"
+
+    def _resume(self) -> None:
+        if self.place is None:
+            return
+        lock = self.place.with_suffix(".lock")
+        lock.touch()
+        self._lock = lock_file(lock, wait=False)
+        if self._lock is None and os.name == "posix":
+            raise ConfigError(f"Another collector reads {self.path} into this store. Stop it, or take another store.")
+        if not self.place.exists():
+            return
+        try:
+            kept = json.loads(self.place.read_text())
+            length, digest, offset = int(kept["head_bytes"]), str(kept["head_sha256"]), int(kept["offset"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return  # read from the start rather than lose a line
+        head = self._file.read(length)
+        if hashlib.sha256(head).hexdigest() == digest and offset <= os.fstat(self._file.fileno()).st_size:
+            self.offset = offset
+        else:
+            logger.warning(
+                "%s is another file than the one that was read before: it is read from its start, and what the other "
+                "gained behind byte %d is not read.", self.path, offset,
+            )  # fmt: skip
+
+    def lines(self) -> Iterator[bytes]:
+        """The lines that have come, without their ends."""
+        yield from self._whole_lines()
+        if not self._is_rotated():
+            return
+        if not self._was_seen_rotated:  # who writes may hold the old one for a while: it is read once more later
+            self._was_seen_rotated = True
+            return
+        yield from self._whole_lines()
+        file = self.path.open("rb")
+        self._file.close()
+        self._file, self.offset, self._was_seen_rotated = file, 0, False
+        yield from self._whole_lines()
+
+    def _whole_lines(self) -> Iterator[bytes]:
+        if os.fstat(self._file.fileno()).st_size < self.offset:  # emptied in place
+            self.offset = 0
+        self._file.seek(self.offset)
+        rest = b""
+        while block := self._file.read(LOG_BYTES):
+            *whole, rest = (rest + block).split(b"\n")
+            for line in whole:
+                self.offset += len(line) + 1
+                yield line
+        self.has_rest = bool(rest.strip())
+
+    def _is_rotated(self) -> bool:
+        """Whether another file has the name now."""
+        try:
+            now = self.path.stat()
+        except OSError:
+            return False  # until the new one is there
+        mine = os.fstat(self._file.fileno())
+        return (now.st_dev, now.st_ino) != (mine.st_dev, mine.st_ino)
+
+    def commit(self) -> None:
+        """Keep how far it has been read."""
+        if self.place is None:
+            return
+        here = self._file.tell()
+        self._file.seek(0)
+        head = self._file.read(min(HEAD_BYTES, self.offset))
+        self._file.seek(here)
+        kept = {"head_bytes": len(head), "head_sha256": hashlib.sha256(head).hexdigest(), "offset": self.offset}
+        write_whole(self.place, json.dumps(kept).encode())
+
+    def close(self) -> None:
+        """Let the file go."""
+        self._file.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
