@@ -82,13 +82,14 @@ def add_collect(parser: argparse.ArgumentParser) -> None:
 def collect_command(args: argparse.Namespace) -> int:
     """`osd-hf collect`; the exit code."""
     _check_collect(args)
+    args.store = Path(args.store).expanduser()
     config, tokenizer, reader = _target(args)
     encoded = None if args.url is None else _encoded(args, config, tokenizer)
     store = CorrectionStore(
         args.store, max_bytes=args.max_bytes, flush_every=args.flush_every,
         max_age_seconds=None if args.max_age_days is None else args.max_age_days * 86400,
     )  # fmt: skip
-    log = None if args.log is None else LogReader(args.log, LogReader.place_in(Path(args.store), args.log))
+    log = None if args.log is None else LogReader(args.log, LogReader.place_in(args.store, args.log))
     report, failed = CollectionReport(), None
     try:
         with store:
@@ -169,7 +170,7 @@ def _encoded(args: argparse.Namespace, config: Any, tokenizer: Any) -> EncodedPr
         max_prompt_tokens=prompt_room(config, config, args.max_new_tokens),
     )  # fmt: skip
     warn_skipped(encoded, args.max_new_tokens)
-    if not args.resume or not Path(args.store).exists():
+    if not args.resume or not args.store.exists():
         return encoded
     known = {trace.prompt_ids.tobytes() for trace in CorrectionStore(args.store)}
     rest = [(p, ids) for p, ids in encoded.prompts if np.array(ids, np.int32).tobytes() not in known]
@@ -207,4 +208,4 @@ def _from_log(
             if not args.follow or stop.wait(args.poll_seconds):
                 break
         if log.has_rest:
-            report.skip("the last line has no end yet; it is read when it has one")
+            print("osd-hf: the last line has no end yet; it is read when it has one", file=sys.stderr)

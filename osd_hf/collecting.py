@@ -211,6 +211,7 @@ def collect_log(
                 kept += 1
                 if on_request is not None:
                     on_request(trace)
+            log.accept()
             if kept >= store.flush_every:
                 store.flush()
                 log.commit()

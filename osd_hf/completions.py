@@ -126,6 +126,8 @@ class ResponseReader:
         completion = self._ids(choice.get("token_ids") or emitted, "completion")
         if len(completion) != len(rows):
             raise DataError("the answer has another number of tokens than of rows of log-probs")
+        if completion.tolist() != emitted:
+            raise DataError("the token ids are others than those of the log-probs")
         if not rows:
             raise DataError("the answer is empty")
         ordered = [_ordered(row, token) for row, token in zip(rows, completion.tolist(), strict=True)]
@@ -165,11 +167,11 @@ class ResponseReader:
         rows = []
         for token, logprob, top in entries:
             row = dict(top)
-            row.setdefault(token, logprob)  # a sampled token may lie below the top ones
             if len(row) < self.num_logprobs:
                 raise DataError(
                     f"a position has {len(row)} log-probs, {self.num_logprobs} are kept; ask for more, or keep fewer"
                 )
+            row.setdefault(token, logprob)  # a sampled token may lie below the top ones
             if not all(math.isfinite(v) and v <= TOLERANCE for v in row.values()):
                 raise DataError("a position has log-probs that are none")
             rows.append(list(row.items()))
@@ -180,11 +182,12 @@ class ResponseReader:
         ids = np.array([[token for token, _ in row] for row in top], np.int64)
         logprobs = np.array([[value for _, value in row] for row in top], np.float64)
         if ids.min() < 0 or ids.max() >= self.vocab_size:
-            raise DataError(f"the log-probs name the id {ids.max()}, the vocabulary ends at {self.vocab_size}")
+            wrong = ids.min() if ids.min() < 0 else ids.max()
+            raise DataError(f"the log-probs name the id {wrong}, the vocabulary ends at {self.vocab_size}")
         mass = np.exp(logprobs).sum(axis=1)
         if (mass > 1 + TOLERANCE).any():
             raise DataError("the log-probs of a position add up to more than one")
-        relative = (logprobs - logprobs[:, :1]).astype(np.float16)
+        relative = np.maximum(logprobs - logprobs[:, :1], np.finfo(np.float16).min).astype(np.float16)
         dtype = ids_dtype(self.vocab_size)
         if self.num_logprobs >= self.vocab_size:  # whole rows, in the order of the vocabulary
             order = ids.argsort(axis=1)
@@ -223,7 +226,8 @@ def _ordered(row: Row, token: int) -> Row:
 
 
 def _prompt_ids(choice: Mapping[str, Any], response: Mapping[str, Any], request: Mapping[str, Any]) -> list[int]:
-    for found in (choice.get("prompt_token_ids"), response.get("prompt_token_ids"), request.get("prompt")):
+    asked = None if request.get("truncate_prompt_tokens") else request.get("prompt")
+    for found in (choice.get("prompt_token_ids"), response.get("prompt_token_ids"), asked):
         if isinstance(found, list) and found and all(type(v) is int for v in found):
             return found
     raise DataError("there are no token ids of the prompt; ask with `return_token_ids=true`")

@@ -42,8 +42,9 @@ class LogReader:
 
     def __init__(self, path: Path, place: Path | None = None) -> None:
         self.path, self.place = path, place
-        self.offset = 0
+        self.offset = self._end = 0
         self.has_rest = False
+        self._head = b""
         self._was_seen_rotated = False
         self._lock: int | None = None
         try:
@@ -77,9 +78,11 @@ class LogReader:
             length, digest, offset = int(kept["head_bytes"]), str(kept["head_sha256"]), int(kept["offset"])
         except (OSError, ValueError, KeyError, TypeError):
             return  # read from the start rather than lose a line
+        if length < 0 or offset < 0:
+            return
         head = self._file.read(length)
         if hashlib.sha256(head).hexdigest() == digest and offset <= os.fstat(self._file.fileno()).st_size:
-            self.offset = offset
+            self.offset, self._head = offset, head
         else:
             logger.warning(
                 "%s is another file than the one that was read before: it is read from its start, and what the other "
@@ -97,20 +100,23 @@ class LogReader:
         yield from self._whole_lines()
         file = self.path.open("rb")
         self._file.close()
-        self._file, self.offset, self._was_seen_rotated = file, 0, False
+        self._file, self.offset, self._head, self._was_seen_rotated = file, 0, b"", False
         yield from self._whole_lines()
 
     def _whole_lines(self) -> Iterator[bytes]:
-        if os.fstat(self._file.fileno()).st_size < self.offset:  # emptied in place
-            self.offset = 0
+        self._file.seek(0)
+        if os.fstat(self._file.fileno()).st_size < self.offset or self._file.read(len(self._head)) != self._head:
+            self.offset = 0  # it was emptied in place, and may have grown since
         self._file.seek(self.offset)
         rest = b""
         while block := self._file.read(LOG_BYTES):
             *whole, rest = (rest + block).split(b"\n")
             for line in whole:
-                self.offset += len(line) + 1
+                self._end = self.offset + len(line) + 1
                 yield line
+                self.offset = self._end
         self.has_rest = bool(rest.strip())
+        self._head = self._read_head()
 
     def _is_rotated(self) -> bool:
         """Whether another file has the name now."""
@@ -121,14 +127,23 @@ class LogReader:
         mine = os.fstat(self._file.fileno())
         return (now.st_dev, now.st_ino) != (mine.st_dev, mine.st_ino)
 
-    def commit(self) -> None:
-        """Keep how far it has been read."""
-        if self.place is None:
-            return
+    def accept(self) -> None:
+        """The line that came last is dealt with; by itself that is so when the next one is asked for."""
+        self.offset = self._end
+
+    def _read_head(self) -> bytes:
+        """The first bytes of what has been read."""
         here = self._file.tell()
         self._file.seek(0)
         head = self._file.read(min(HEAD_BYTES, self.offset))
         self._file.seek(here)
+        return head
+
+    def commit(self) -> None:
+        """Keep how far it has been read, the line that came last apart if it is not accepted."""
+        if self.place is None:
+            return
+        head = self._read_head()
         kept = {"head_bytes": len(head), "head_sha256": hashlib.sha256(head).hexdigest(), "offset": self.offset}
         write_whole(self.place, json.dumps(kept).encode())
 

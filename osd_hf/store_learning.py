@@ -1,5 +1,4 @@
-"""A draft that learns from stores which others fill, and publishes its versions: online learning for engines that run
-elsewhere."""
+"""Online learning for engines that serve elsewhere: from stores that others fill to published versions."""
 
 from __future__ import annotations
 

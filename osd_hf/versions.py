@@ -89,7 +89,12 @@ class VersionFolder:
             (unfinished / FACTS).write_text(json_text({"version": number, **facts}, indent=1) + "\n")
             _sync(unfinished)
             os.replace(unfinished, self._folder(number))
-            self._point(number)
+            try:
+                self._point(number)
+            except BaseException:
+                if self.latest != self._folder(number):  # nobody is ever told of it
+                    _remove(self._folder(number))
+                raise
         except Exception as error:  # safetensors and tokenizers report a full disk as errors of many kinds
             raise StateError(f"Version {number} cannot be written to {self.path}: {error}.") from error
         finally:

@@ -1,0 +1,940 @@
+"""Collecting from an engine and from its log: what was answered is kept, once, whatever goes wrong meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import json
+import os
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_engine import FakeEngine, completion, fake_engine
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from saved_pair import save_pair
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from osd_hf import (
+    ConfigError,
+    CorrectionStore,
+    DataError,
+    ServerError,
+    StoreError,
+    Trace,
+    collect_command,
+    record_traces,
+    request_log,
+    shards,
+)
+from osd_hf import completion_client as module
+from osd_hf.cli import main
+from osd_hf.collecting import CollectionReport, collect, collect_log
+from osd_hf.completion_client import CompletionClient
+from osd_hf.completions import ResponseReader
+from osd_hf.prompts import Prompt, encode_turn
+from osd_hf.request_log import LogReader
+
+KEPT, LENGTH, VOCAB = 8, 6, 300
+READER = ResponseReader(VOCAB, KEPT)
+QUESTIONS = [f"what is {i} + {i}?" for i in range(9)]
+LONG = 60  # seconds: never waited for but where something is broken
+
+
+@pytest.fixture(autouse=True)
+def by_ourselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No proxy, no key of this machine, and pauses that nobody notices."""
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy", "OPENAI_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(module, "FIRST_PAUSE", 1e-3)
+    monkeypatch.setattr(module, "LONGEST_PAUSE", 2e-3)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def target(pair: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(pair / "target").eval()
+
+
+@pytest.fixture(scope="module")
+def prompts(pair: Path) -> list[tuple[Prompt, list[int]]]:
+    tokenizer = AutoTokenizer.from_pretrained(pair / "target")
+    return [(Prompt(i, text, "sums"), encode_turn(tokenizer, text)) for i, text in enumerate(QUESTIONS)]
+
+
+@pytest.fixture(scope="module")
+def recorded(target: Any, prompts: Any) -> dict[tuple[int, ...], Trace]:
+    """By prompt."""
+    traces = record_traces(target, [ids for _, ids in prompts], max_new_tokens=LENGTH, num_logprobs=KEPT)
+    return by_prompt(traces)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    path.write_text("".join(json.dumps({"question": text}) + "\n" for text in QUESTIONS))
+    return path
+
+
+@pytest.fixture
+def engine(target: Any) -> Iterator[FakeEngine]:
+    with fake_engine(target) as engine:
+        yield engine
+
+
+@pytest.fixture
+def client(engine: FakeEngine) -> Iterator[CompletionClient]:
+    with CompletionClient(engine.address, patience_seconds=0) as client:
+        yield client
+
+
+def by_prompt(traces: Any) -> dict[tuple[int, ...], Trace]:
+    found = list(traces)
+    named = {tuple(trace.prompt_ids.tolist()): trace for trace in found}
+    assert len(named) == len(found)  # none twice
+    return named
+
+
+def assert_recorded(traces: Any, recorded: dict[tuple[int, ...], Trace], count: int = len(QUESTIONS)) -> None:
+    found = by_prompt(traces)
+    assert len(found) == count
+    for prompt, ours in found.items():
+        theirs = recorded[prompt]
+        assert ours.completion_ids.tolist() == theirs.completion_ids.tolist()
+        assert ours.top_ids.tolist() == theirs.top_ids.tolist()
+        np.testing.assert_allclose(ours.top_logits, theirs.top_logits, rtol=2e-3, atol=1e-5)
+        np.testing.assert_allclose(ours.tail_logprob, theirs.tail_logprob, atol=1e-3)
+
+
+def collected(client: CompletionClient, prompts: Any, store: CorrectionStore, **more: Any) -> CollectionReport:
+    return collect(prompts, client, READER, store, **{"max_new_tokens": LENGTH, "concurrency": 1, **more})
+
+
+def full(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def full_after(calls: int, real: Callable[..., Any]) -> Callable[..., Any]:
+    left = [calls]
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        return real(*args, **kwargs) if left[0] >= 0 else full()
+
+    return fail
+
+
+def unfinished(store: Path) -> list[Path]:
+    return [path for path in store.rglob("*") if path.name.endswith(".tmp")]
+
+
+# --- from a server --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("concurrency", [1, 3, 20])
+def test_what_is_collected_is_what_a_recording_keeps(
+    engine: FakeEngine, client: CompletionClient, prompts: Any, recorded: Any, concurrency: int
+) -> None:
+    store, seen = CorrectionStore(), []
+    report = collected(client, prompts, store, concurrency=concurrency, on_request=seen.append)
+    assert_recorded(store, recorded)
+    assert {trace.domain for trace in store} == {"sums"}
+    assert (report.requests, report.tokens) == (9, sum(map(len, store)))
+    assert len(seen) == 9
+    assert not report.skipped
+    assert [body["prompt"] for body in engine.asked] == [ids for _, ids in prompts] or concurrency > 1
+    assert {body["model"] for body in engine.asked} == {"tiny"}
+    fixed = {"temperature": 0, "repetition_penalty": 1.0, "logprobs": KEPT, "max_tokens": LENGTH}
+    assert all(fixed.items() <= body.items() for body in engine.asked)
+
+
+@pytest.mark.parametrize("concurrency", [1, 4])
+def test_as_many_requests_are_under_way_as_may_be(
+    engine: FakeEngine, client: CompletionClient, prompts: Any, concurrency: int
+) -> None:
+    barrier, most, now = threading.Barrier(concurrency), [0], [0]
+
+    def arrived(body: Any) -> None:
+        with engine.lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        barrier.wait(LONG)  # until so many have come; with fewer at once this would not end
+        with engine.lock:
+            now[0] -= 1
+
+    engine.on_request = arrived
+    collected(client, prompts[:8], CorrectionStore(), concurrency=concurrency)
+    assert most[0] == concurrency
+
+
+def test_sampling_is_asked_for_and_noted(engine: FakeEngine, client: CompletionClient, prompts: Any) -> None:
+    store = CorrectionStore()
+    collected(client, prompts[:2], store, temperature=0.8, top_p=0.9, top_k=7, seed=3)
+    asked = {name: engine.asked[0][name] for name in ("temperature", "top_p", "top_k", "seed")}
+    assert asked == {"temperature": 0.8, "top_p": 0.9, "top_k": 7, "seed": 3}
+    assert all(trace.is_sampled and trace.sampling["top_k"] == 7 for trace in store)
+
+
+def test_the_address_may_name_the_version(engine: FakeEngine, target: Any) -> None:
+    for address in (engine.address, f"{engine.address}/", f"{engine.address}/v1", f"{engine.address}/v1/"):
+        with CompletionClient(address, api_key="secret") as client:
+            assert client.model == "tiny"
+    assert engine.keys == ["Bearer secret"] * 4
+
+
+def test_of_several_models_one_is_named(engine: FakeEngine) -> None:
+    engine.names = ["one", "two"]
+    with pytest.raises(ServerError, match="serves one, two. Name the model to ask"):
+        CompletionClient(engine.address)
+    with CompletionClient(engine.address, "two") as client:
+        assert client.model == "two"
+    engine.names = []
+    with pytest.raises(ServerError, match="serves none"):
+        CompletionClient(engine.address)
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def test_who_is_not_there_is_not_reached() -> None:
+    with pytest.raises(ServerError, match=r"cannot be reached: .*Gave up after 0.01 s"):
+        CompletionClient(f"http://127.0.0.1:{free_port()}", patience_seconds=0.01)
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:port", "ftp://127.0.0.1", "nowhere"])
+def test_what_is_no_address_is_not_tried_twice(address: str) -> None:
+    with pytest.raises(ServerError, match="is no address"):
+        CompletionClient(address, patience_seconds=1)
+
+
+def test_who_is_busy_is_asked_again(
+    engine: FakeEngine, prompts: Any, recorded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with CompletionClient(engine.address, patience_seconds=LONG) as client:
+        engine.busy = 4
+        store = CorrectionStore()
+        collected(client, prompts[:2], store)
+        assert_recorded(store, recorded, 2)
+        assert len(engine.asked) == 2 + 4
+        engine.busy = 1 << 30
+        client.patience_seconds = 0.01
+        with pytest.raises(ServerError, match=r"status 503: The engine is starting. Gave up after 0.01 s."):
+            collected(client, prompts[2:], store)
+        assert len(store) == 2
+
+
+def test_nobody_waits_for_a_busy_server_behind_the_end(engine: FakeEngine, prompts: Any) -> None:
+    with CompletionClient(engine.address, patience_seconds=10 * LONG) as client:
+        engine.busy = 1 << 30
+
+        class ClosedMeanwhile(threading.Event):
+            def wait(self, timeout: float | None = None) -> bool:
+                client.close()
+                return super().wait(timeout)
+
+        client._closed = ClosedMeanwhile()
+        with pytest.raises(ServerError, match="503.*The connection was closed"):
+            client.complete([3], max_new_tokens=1, num_logprobs=KEPT)
+
+
+def test_too_many_log_probs_are_refused_with_a_hint(
+    engine: FakeEngine, client: CompletionClient, prompts: Any
+) -> None:
+    engine.most_logprobs = KEPT - 1
+    client.patience_seconds = 10 * LONG  # for which a refusal is not repeated
+    with pytest.raises(
+        ServerError, match=r"status 400: Requested sample logprobs of 8, .* allowed: 7. Keep fewer .*--max-logprobs"
+    ):
+        collected(client, prompts, CorrectionStore())
+    asked = [tuple(body["prompt"]) for body in engine.asked]
+    assert len(asked) == len(set(asked)) == 8  # none twice; so many refusals in a row are for a reason of all
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("with_logprobs", False, DataError, "there are no log-probs; ask for `logprobs=8`"),
+        ("as_ids", False, DataError, "ask with `return_tokens_as_token_ids=true`"),
+        ("instead", b"<html>busy</html>", ServerError, "something else than JSON: '<html>busy</html>'"),
+        ("instead", b'{"choices": [', ServerError, "something else than JSON"),
+        ("instead", b"[1]", ServerError, "no JSON object"),
+        ("instead", b'{"choices": []}', DataError, "no choices"),
+        ("instead", b'{"choices": [{"finish_reason": "length"}]}', DataError, "there are no log-probs"),
+        ("instead", b"{}", DataError, "other kinds of values than expected"),
+        ("instead", b'{"choices": 5}', DataError, "other kinds of values than expected"),
+    ],
+)  # fmt: skip
+def test_answers_of_no_use_end_the_collection(
+    engine: FakeEngine, client: CompletionClient, prompts: Any, name: str, value: Any, error: Any, message: str
+) -> None:
+    store = CorrectionStore()
+    collected(client, prompts[:2], store)
+    setattr(engine, name, value)
+    with pytest.raises(error, match=message):
+        collected(client, prompts[2:], store, concurrency=3)
+    assert len(store) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("with_logprobs", False, "there are no log-probs; ask for `logprobs=N`"),
+        ("most_logprobs", 2, "answered /completions with status N: Requested sample logprobs of N"),
+    ],
+)
+def test_one_bad_answer_is_left_out_and_counted(
+    engine: FakeEngine, client: CompletionClient, prompts: Any, recorded: Any, name: str, value: Any, reason: str
+) -> None:
+    usual = getattr(engine, name)
+    engine.on_request = lambda body: setattr(engine, name, value if body["prompt"] == prompts[3][1] else usual)
+    store = CorrectionStore()
+    report = collected(client, prompts, store)
+    assert_recorded(store, recorded, 8)
+    assert report.requests == 8
+    ((found, count),) = report.skipped.items()
+    assert reason in found
+    assert count == 1
+
+
+def test_who_is_told_to_stop_asks_nothing_more(client: CompletionClient, prompts: Any, recorded: Any) -> None:
+    stop, store = threading.Event(), CorrectionStore()
+    collected(client, prompts, store, stop=stop, concurrency=2, on_request=lambda _: stop.set())
+    assert 1 <= len(store) <= 3
+    assert_recorded(store, recorded, len(store))
+
+
+def test_what_was_answered_beside_a_failure_is_kept(
+    engine: FakeEngine, client: CompletionClient, prompts: Any, recorded: Any
+) -> None:
+    store, two = CorrectionStore(), threading.Semaphore(0)
+
+    def arrived(body: Any) -> None:
+        if body["prompt"] == prompts[0][1]:
+            for _ in range(2):
+                assert two.acquire(timeout=LONG)  # the first hangs on until two others are kept
+            engine.gone_after = 0
+
+    engine.on_request = arrived
+    with pytest.raises(ServerError, match="cannot be reached"):
+        collected(client, prompts, store, concurrency=2, on_request=lambda _: two.release())
+    assert len(store) >= 2
+    assert_recorded(store, recorded, len(store))
+
+
+def test_an_interruption_keeps_what_was_answered(
+    client: CompletionClient, prompts: Any, recorded: Any, tmp_path: Path
+) -> None:
+    store, count = CorrectionStore(tmp_path / "store", flush_every=100), [0]
+
+    def interrupt(_: Trace) -> None:
+        count[0] += 1
+        if count[0] == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        collected(client, prompts, store, on_request=interrupt)
+    assert_recorded(CorrectionStore(tmp_path / "store"), recorded, 3)
+
+
+def test_a_report_is_counted_on(client: CompletionClient, prompts: Any) -> None:
+    report = CollectionReport()
+    store = CorrectionStore()
+    for part in (prompts[:2], prompts[2:5]):
+        assert collected(client, part, store, report=report) is report
+    assert report.requests == 5
+    assert report.seconds > 0
+
+
+@pytest.mark.parametrize("place", ["write_whole", "replace", "fsync"])
+def test_a_full_disk_leaves_what_was_written(
+    place: str, client: CompletionClient, prompts: Any, recorded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "store"
+    store = CorrectionStore(path, flush_every=2)
+    home: Any = shards if place == "write_whole" else os
+    calls = 4 if place == "fsync" else 2  # a shard is two: itself, and its folder
+    with monkeypatch.context() as patch:
+        patch.setattr(home, place, full_after(calls, getattr(home, place)))
+        with pytest.raises(StoreError, match="No space left"):
+            collected(client, prompts, store)
+        assert unfinished(path) == []
+        assert_recorded(CorrectionStore(path), recorded, 4)
+        with pytest.raises(StoreError, match="No space left"):
+            store.close()
+    store.close()  # what was answered is not lost where there is room again
+    assert_recorded(CorrectionStore(path), recorded, len(CorrectionStore(path)))
+    assert len(CorrectionStore(path)) > 4
+
+
+# --- the command, from a server -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(pair: Path, tmp_path: Path) -> Callable[..., int]:
+    def run(*flags: Any, store: Any = tmp_path / "store") -> int:
+        shape = ["--num-logprobs", KEPT, "--target", pair / "target"]
+        shape += ["--max-new-tokens", LENGTH] if "--url" in flags else []
+        return main(list(map(str, ["collect", "--store", store, *shape, *flags])))
+
+    return run
+
+
+def test_the_command_collects(
+    run: Any, engine: FakeEngine, rows: Path, recorded: Any, tmp_path: Path, capsys: Any
+) -> None:
+    report = tmp_path / "report.json"
+    flags = ["--url", engine.address, "--prompts", rows, "--column", "question", "--domain", "sums"]
+    assert run(*flags, "--json", report, "--api-key", "secret") == 0
+    store = CorrectionStore(tmp_path / "store")
+    assert_recorded(store, recorded)
+    assert {trace.domain for trace in store} == {"sums"}
+    assert {tuple(trace.sampling["eos_token_id"]) for trace in store} == {(2,)}
+    assert set(engine.keys) == {"Bearer secret"}
+    found = json.loads(report.read_text())
+    size = sum(len(trace) for trace in store)
+    assert (found["requests"], found["tokens"], found["skipped"]) == (9, size, {})
+    written = sum(p.stat().st_size for p in (tmp_path / "store").glob("*/*.parquet"))
+    assert (found["bytes"], found["bytes_per_token"]) == (written, written / size)
+    assert f"9 requests with {size} tokens" in capsys.readouterr().out
+
+
+def test_the_command_takes_the_key_of_the_environment(
+    run: Any, engine: FakeEngine, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "of-the-environment")
+    assert run("--url", engine.address, "--prompts", rows, "--column", "question", "--num-requests", 1) == 0
+    assert set(engine.keys) == {"Bearer of-the-environment"}
+    assert len(engine.asked) == 1
+
+
+def test_after_a_server_went_away_only_the_rest_is_asked(
+    run: Any, engine: FakeEngine, rows: Path, prompts: Any, recorded: Any, tmp_path: Path, capsys: Any
+) -> None:
+    flags = ["--url", engine.address, "--prompts", rows, "--column", "question", "--patience-seconds", 0]
+    engine.gone_after = 4
+    assert run(*flags, "--concurrency", 1) == 1
+    said = capsys.readouterr()
+    assert "osd-hf: error: " in said.err
+    assert "cannot be reached" in said.err
+    assert "4 requests with" in said.out
+    assert_recorded(CorrectionStore(tmp_path / "store"), recorded, 4)
+    engine.gone_after = None
+    engine.asked.clear()
+    assert run(*flags, "--resume") == 0
+    assert sorted(body["prompt"] for body in engine.asked) == sorted(ids for _, ids in prompts[4:])
+    assert_recorded(CorrectionStore(tmp_path / "store"), recorded)
+    engine.asked.clear()
+    assert run(*flags, "--resume") == 0
+    assert engine.asked == []
+
+
+@pytest.mark.parametrize(
+    ("switches", "code", "message"),
+    [
+        ({"with_logprobs": False}, 1, "there are no log-probs; ask for `logprobs=8`"),
+        ({"as_ids": False}, 1, "ask with `return_tokens_as_token_ids=true`"),
+        ({"instead": b"no"}, 1, "something else than JSON"),
+        ({"names": ["one", "two"]}, 1, "serves one, two. Name the model to ask."),
+        ({"most_logprobs": 2}, 1, "Keep fewer log-probs, or let the server give more (vLLM: --max-logprobs)."),
+        ({"busy": 99}, 1, "status 503: The engine is starting. Gave up after 0 s."),
+    ],
+)
+def test_the_command_says_what_is_wrong(
+    run: Any, engine: FakeEngine, rows: Path, capsys: Any, switches: dict[str, Any], code: int, message: str
+) -> None:
+    for name, value in switches.items():
+        setattr(engine, name, value)
+    flags = ["--url", engine.address, "--prompts", rows, "--column", "question", "--patience-seconds", 0]
+    assert run(*flags) == code
+    assert message in capsys.readouterr().err
+
+
+def test_the_command_fails_where_the_disk_is_full(
+    run: Any, engine: FakeEngine, rows: Path, recorded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+) -> None:  # fmt: skip
+    flags = ["--url", engine.address, "--prompts", rows, "--column", "question", "--flush-every", 2]
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "write_whole", full_after(3, shards.write_whole))  # the marker is one
+        assert run(*flags, "--concurrency", 1) == 1
+        assert "No space left" in capsys.readouterr().err
+        assert_recorded(CorrectionStore(tmp_path / "store"), recorded, 4)
+        gc.collect()  # the store tries once more to write its tail
+    assert unfinished(tmp_path / "store") == []
+    assert run(*flags, "--resume") == 0
+    assert_recorded(CorrectionStore(tmp_path / "store"), recorded)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "One of --url and --log"),
+        (["--url", "http://x", "--log", "x"], "One of --url and --log"),
+        (["--log", "x", "--prompts", "y"], "are for --url"),
+        (["--log", "x", "--resume"], "are for --url"),
+        (["--url", "http://x", "--follow"], "--follow is for --log"),
+        (["--log", "nowhere.jsonl"], "The log nowhere.jsonl cannot be read: No such file"),
+        (["--url", "http://x", "--concurrency", "0"], "--concurrency must be at least 1, got 0"),
+        (["--url", "http://x", "--max-new-tokens", "-1"], "--max-new-tokens must be at least 1"),
+        (["--url", "http://x", "--num-logprobs", "0"], "--num-logprobs must be at least 1"),
+        (["--url", "http://x", "--flush-every", "0"], "--flush-every must be at least 1"),
+        (["--url", "http://x", "--num-requests", "0"], "--num-requests must be at least 1"),
+        (["--url", "http://x", "--max-bytes", "0"], "--max-bytes must be at least 1"),
+        (["--url", "http://x", "--temperature", "-1"], "--temperature must not be negative"),
+        (["--url", "http://x", "--temperature", "nan"], "--temperature must not be negative"),
+        (["--url", "http://x", "--patience-seconds", "inf"], "--patience-seconds must not be negative"),
+        (["--log", "x", "--poll-seconds", "-1"], "--poll-seconds must not be negative"),
+        (["--url", "http://x", "--top-p", "0.9"], "--top-p and --top-k need a --temperature"),
+        (["--url", "http://x", "--top-k", "9"], "--top-p and --top-k need a --temperature"),
+        (["--log", "x", "--json", "missing/report.json"], "The report cannot be written"),
+        (["--log", "{log}", "--domain", "a", "--domain", "b"], "--domain"),
+        (["--log", "{log}", "--num-requests", "1"], "--num-requests"),
+        (["--log", "{log}", "--temperature", "1"], "--temperature"),
+    ],
+)  # fmt: skip
+def test_bad_flags_are_refused(
+    run: Any, flags: list[str], message: str, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "log").write_text("")
+    assert run(*[flag.format(log=tmp_path / "log") for flag in flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_prompts_of_one_s_own_need_the_name_of_the_target(rows: Path, tmp_path: Path, capsys: Any) -> None:
+    flags = ["--store", str(tmp_path / "s"), "--url", "http://x", "--prompts", str(rows), "--column", "question"]
+    assert main(["collect", *flags]) == 2
+    assert "--target and --prompts go together" in capsys.readouterr().err
+    assert not (tmp_path / "s").exists()
+
+
+# --- a log that grows -----------------------------------------------------------------------------------------------
+
+
+OPENED: list[LogReader] = []
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    """What a test has opened is closed behind it."""
+    yield
+    while OPENED:
+        OPENED.pop().close()
+
+
+def opened(log: Path, place: Path | None = None) -> LogReader:
+    """A new reader, when the one before it has ended."""
+    while OPENED:
+        OPENED.pop().close()
+    OPENED.append(LogReader(log, place))
+    return OPENED[-1]
+
+
+def read(log: LogReader) -> list[str]:
+    return [line.decode() for line in log.lines()]
+
+
+def append(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    path = tmp_path / "log.jsonl"
+    path.touch()
+    return path
+
+
+def test_a_line_without_its_end_is_left_until_it_has_one(log: Path) -> None:
+    append(log, "one\ntw")
+    reader = opened(log)
+    assert read(reader) == ["one"]
+    assert read(reader) == []
+    append(log, "o")
+    assert read(reader) == []
+    append(log, "\nthree\n")
+    assert read(reader) == ["two", "three"]
+    reader.close()
+
+
+def test_lines_longer_than_a_block_are_whole(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_log, "LOG_BYTES", 4)
+    lines = ["a" * 11, "", "b", "c" * 4, "d" * 3]
+    append(log, "\n".join(lines) + "\ne")
+    assert read(opened(log)) == lines
+
+
+def test_a_log_that_was_rotated_is_read_to_its_end_first(log: Path) -> None:
+    append(log, "one\n")
+    reader = opened(log)
+    assert read(reader) == ["one"]
+    append(log, "two\n")
+    log.rename(log.with_suffix(".1"))
+    assert read(reader) == ["two"]  # the new one is not there yet
+    append(log.with_suffix(".1"), "three\n")
+    append(log, "five\nsi")
+    assert read(reader) == ["three"]
+    append(log.with_suffix(".1"), "four\n")  # who writes has not yet let go of it
+    assert read(reader) == ["four", "five"]
+    append(log, "x\n")
+    assert read(reader) == ["six"]
+    append(log.with_suffix(".1"), "never\n")
+    assert read(reader) == []
+
+
+def test_a_log_that_was_emptied_in_place_is_read_from_its_start(log: Path) -> None:
+    append(log, "one\ntwo\n")
+    reader = opened(log)
+    assert read(reader) == ["one", "two"]
+    os.truncate(log, 0)
+    assert read(reader) == []
+    append(log, "three\n")
+    assert read(reader) == ["three"]
+
+
+def test_a_committed_place_outlasts_the_reader(log: Path, tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    append(log, "one\ntwo\nthr")
+    reader = opened(log, place)
+    assert read(reader) == ["one", "two"]
+    reader = opened(log, place)
+    assert read(reader) == ["one", "two"]  # nothing was committed yet
+    reader.commit()
+    append(log, "ee\n")
+    again = opened(log, place)
+    assert read(again) == ["three"]
+    again.commit()
+    again.commit()
+    assert read(opened(log, place)) == []
+
+
+def test_a_commit_between_lines_goes_on_behind_the_last_one(
+    log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_log, "LOG_BYTES", 5)
+    lines = [f"line {i}" for i in range(7)]
+    append(log, "".join(f"{line}\n" for line in lines))
+    for count in range(1, 8):
+        place = tmp_path / f"place-{count}"
+        reader = opened(log, place)
+        coming = reader.lines()
+        first = [next(coming).decode() for _ in range(count)]
+        reader.commit()  # as if the last one were still to be kept
+        kept = int(json.loads(place.read_text())["offset"])
+        assert kept == sum(len(line) + 1 for line in first[:-1])
+        reader.accept()
+        reader.commit()
+        assert first + [line.decode() for line in coming] == lines  # the commit has not moved it
+        assert first + read(opened(log, place)) == lines
+
+
+def test_another_file_of_that_name_is_read_from_its_start(log: Path, tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    append(log, "one\ntwo\n")
+    reader = opened(log, place)
+    read(reader)
+    reader.commit()
+    log.rename(tmp_path / "old")
+    log.write_text("another\nand longer than the first one\n")
+    assert read(opened(log, place)) == ["another", "and longer than the first one"]
+    log.write_text("one\n")  # of the same head, but shorter than what was read
+    assert read(opened(log, place)) == ["one"]
+
+
+@pytest.mark.parametrize(
+    "kept", ["", "{torn", "[]", "5", "{}", '{"head_bytes": 4}', '{"offset": 1, "head_bytes": "a", "head_sha256": ""}',
+             '{"offset": null, "head_bytes": 1, "head_sha256": ""}', "\udcff"]
+)  # fmt: skip
+def test_a_place_that_cannot_be_read_is_the_start(log: Path, tmp_path: Path, kept: str) -> None:
+    append(log, "one\n")
+    (tmp_path / "place").write_bytes(kept.encode(errors="surrogateescape"))
+    reader = opened(log, tmp_path / "place")
+    assert read(reader) == ["one"]
+    reader.commit()
+    assert read(opened(log, tmp_path / "place")) == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs locks")
+def test_two_readers_do_not_share_a_place(log: Path, tmp_path: Path) -> None:
+    first = opened(log, tmp_path / "place")
+    with pytest.raises(ConfigError, match="Another collector reads"):
+        LogReader(log, tmp_path / "place")
+    LogReader(log).close()
+    first.close()
+    opened(log, tmp_path / "place")
+
+
+def test_a_log_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot be read: No such file"):
+        LogReader(tmp_path / "none")
+    with pytest.raises(DataError, match="cannot be read: Is a directory"):
+        LogReader(tmp_path)
+
+
+def test_two_logs_of_a_store_have_two_places(tmp_path: Path) -> None:
+    places = {LogReader.place_in(tmp_path, tmp_path / name) for name in ("a", "b", "deeper/a")}
+    assert len(places) == 3
+    assert all(place.parent == tmp_path and place.name.startswith(".osd_hf_store") for place in places)
+    CorrectionStore(tmp_path)  # which is still a store with them in it
+    (tmp_path / ".osd_hf_store.json").unlink()
+    for place in places:
+        place.write_text("{}")
+    assert len(CorrectionStore(tmp_path)) == 0
+
+
+@given(st.data())
+@settings(max_examples=80)
+def test_each_line_comes_once_however_a_log_is_written(data: st.DataObject) -> None:
+    lines = data.draw(st.lists(st.text("ab{}", max_size=6), max_size=12))
+    rest, written = "".join(f"{line}\n" for line in lines), ""
+    found: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        log, place = Path(folder) / "log", Path(folder) / "place"
+        log.touch()
+        reader, rotated = opened(log, place), 0
+        was_rotated = False  # since it was read last: what lies there is known to a reader only while it runs
+        while rest:
+            what = data.draw(st.sampled_from(["append", "append", "poll", "again", "rotate"]))
+            if what == "append":
+                size = data.draw(st.integers(1, len(rest)))
+                append(log, rest[:size])
+                written, rest = written + rest[:size], rest[size:]
+            elif what == "rotate" and not was_rotated and written.endswith("\n"):
+                rotated, was_rotated = rotated + 1, True
+                log.rename(Path(folder) / f"log.{rotated}")
+                log.touch()
+            elif what == "poll" or (what == "again" and was_rotated):
+                found += read(reader) + read(reader)  # a new file is begun at the second look
+                was_rotated = False
+                assert found == written.split("\n")[:-1]
+            elif what == "again":
+                if data.draw(st.booleans()):
+                    found += read(reader)
+                reader.commit()
+                reader.close()
+                reader = opened(log, place)
+        found += read(reader) + read(reader)
+        reader.close()
+        OPENED.clear()
+    assert found == lines
+
+
+# --- what a log holds -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def lines(target: Any, prompts: Any) -> list[str]:
+    """A line per prompt, in three forms."""
+    found = []
+    for number, (_, ids) in enumerate(prompts):
+        asked = {
+            "prompt": ids, "max_tokens": LENGTH, "temperature": 0, "logprobs": KEPT, "return_token_ids": True,
+        }  # fmt: skip
+        response = completion(target, asked)
+        forms: list[Any] = [
+            response, {"request": asked, "response": response},
+            {"custom_id": "1", "response": {"status_code": 200, "body": response}, "error": None},
+        ]  # fmt: skip
+        found.append(json.dumps(forms[number % 3]) + "\n")
+    return found
+
+
+def test_a_log_is_what_a_recording_keeps(lines: Sequence[str], log: Path, recorded: Any) -> None:
+    store, reader, seen = CorrectionStore(), opened(log), []
+    append(log, "".join(lines[:4]))
+    report = collect_log(reader, READER, store, domain="logged", on_request=seen.append)
+    append(log, "".join(lines[4:]))
+    assert collect_log(reader, READER, store, domain="logged", report=report, on_request=seen.append) is report
+    assert_recorded(store, recorded)
+    assert (report.requests, report.tokens) == (9, sum(map(len, store)))
+    assert len(seen) == 9
+    assert not report.skipped
+    assert {trace.domain for trace in store} == {"logged"}
+
+
+def test_lines_of_no_use_are_counted_by_reason(lines: Sequence[str], log: Path, recorded: Any) -> None:
+    torn = [lines[0][:40] + "\n", lines[0][100:], "\x00\x00\n", '{"choices": [{"logprobs": {"content": [5]}}]}\n']
+    others = ["5\n", "[]\n", "null\n"]
+    append(log, "".join([*torn, "\n", lines[0], *others, "  \n", '{"a": 1}\n', lines[1].replace("token_id:", "")]))
+    store = CorrectionStore()
+    report = collect_log(opened(log), READER, store)
+    assert_recorded(store, recorded, 1)
+    assert report.skipped == {
+        "a line is cut off, or no JSON": 3,
+        "it is a piece of a stream, or was cut off; log whole responses": 1,
+        "a line is no JSON object": 3,
+        "there is no response with `choices`": 1,
+        "the log-probs name tokens by their text; ask with `return_tokens_as_token_ids=true`": 1,
+    }
+
+
+POISON = {
+    "a date beyond all": ('"created": ', '"created": 1e999, "was": '),
+    "an id beyond 64 bits": ('{"token_id:', f'{{"token_id:{1 << 70}'),
+    "a bound beyond all": ('"max_tokens": ', '"max_tokens": 1e999, "was": '),
+}
+
+
+@pytest.mark.parametrize("kind", [*POISON, "too deep"])
+def test_no_line_stops_those_behind_it(lines: Sequence[str], log: Path, recorded: Any, kind: str) -> None:
+    if kind == "too deep":
+        poison = "[" * 100_000 + "\n"
+    else:
+        before, after = POISON[kind]
+        assert before in lines[1]
+        poison = lines[1].replace(before, after, 1)
+    append(log, lines[0] + poison + lines[2])
+    store = CorrectionStore()
+    report = collect_log(opened(log), READER, store)
+    assert_recorded(store, recorded, 3 if kind == "a date beyond all" else 2)
+    assert sum(report.skipped.values()) == (0 if kind == "a date beyond all" else 1)
+
+
+def test_a_line_at_which_it_was_interrupted_is_read_again(
+    lines: Sequence[str], log: Path, recorded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append(log, "".join(lines))
+    store, calls, real = CorrectionStore(), [0], ResponseReader.traces
+
+    def interrupt(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 4:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(ResponseReader, "traces", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        collect_log(opened(log, tmp_path / "place"), READER, store)
+    assert len(store) == 3
+    collect_log(opened(log, tmp_path / "place"), READER, store)
+    assert_recorded(store, recorded)
+
+
+# --- the command, from a log ----------------------------------------------------------------------------------------
+
+
+def test_the_command_keeps_each_line_once(
+    run: Any, lines: Sequence[str], log: Path, recorded: Any, tmp_path: Path, capsys: Any
+) -> None:
+    append(log, "".join(lines[:5]) + lines[5][:20])
+    assert run("--log", log, "--domain", "logged") == 0
+    assert_recorded(CorrectionStore(tmp_path / "store"), recorded, 5)
+    assert "the last line has no end yet" in capsys.readouterr().err
+    assert run("--log", log) == 0
+    assert "0 requests with 0 tokens" in capsys.readouterr().out
+    append(log, lines[5][20:] + "".join(lines[6:]))
+    assert run("--log", log) == 0
+    store = CorrectionStore(tmp_path / "store")
+    assert_recorded(store, recorded)
+    assert [trace.domain for trace in store].count("logged") == 5
+    assert run("--log", log, store=tmp_path / "another") == 0  # which has read nothing yet
+    assert_recorded(CorrectionStore(tmp_path / "another"), recorded)
+
+
+def test_a_line_that_has_only_begun_is_no_failure(run: Any, lines: Sequence[str], log: Path) -> None:
+    append(log, lines[0] + lines[1][:20])
+    assert run("--log", log) == 0
+    assert run("--log", log) == 0
+
+
+def test_a_log_of_nothing_but_useless_lines_fails(run: Any, lines: Sequence[str], log: Path, capsys: Any) -> None:
+    append(log, "torn\n[]\ntorn\n")
+    assert run("--log", log) == 1
+    said = capsys.readouterr().out
+    assert "left out 2: a line is cut off" in said
+    assert "left out 1: a line is no JSON object" in said
+    append(log, lines[0] + "torn\n")
+    assert run("--log", log) == 0
+
+
+def test_a_log_is_followed_until_told_to_stop(
+    run: Any, lines: Sequence[str], log: Path, recorded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coming, waited = list(lines), []
+
+    class Stop(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waited.append(timeout)
+            if not coming:
+                return True
+            if len(coming) == 5:
+                log.rename(log.with_suffix(".old"))
+            append(log, coming.pop(0))
+            return False
+
+    monkeypatch.setattr(collect_command, "stopping", lambda: contextlib.nullcontext(Stop()))
+    assert run("--log", log, "--follow", "--poll-seconds", 0.25) == 0
+    assert waited == [0.25] * 10
+    assert_recorded(CorrectionStore(tmp_path / "store"), recorded)
+
+
+def test_lines_that_a_full_disk_did_not_take_are_read_again(
+    run: Any, lines: Sequence[str], log: Path, recorded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append(log, "".join(lines))
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "write_whole", full_after(3, shards.write_whole))  # the marker is one
+        assert run("--log", log, "--flush-every", 2) == 1
+        gc.collect()  # the store tries once more to write its tail
+        assert_recorded(CorrectionStore(tmp_path / "store"), recorded, 4)
+    assert unfinished(tmp_path / "store") == []
+    assert run("--log", log, "--flush-every", 2) == 0
+    assert_recorded(CorrectionStore(tmp_path / "store"), recorded)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "home"
+
+
+def test_a_log_is_read_into_a_store_below_home(
+    run: Any, lines: Sequence[str], log: Path, recorded: Any, home: Path
+) -> None:
+    append(log, "".join(lines))
+    assert [run("--log", log, store="~/store") for _ in range(2)] == [0, 0]
+    assert_recorded(CorrectionStore(home / "store"), recorded)
+
+
+def test_a_collection_into_a_store_below_home_is_resumed(
+    run: Any, engine: FakeEngine, rows: Path, recorded: Any, home: Path
+) -> None:
+    flags = ["--url", engine.address, "--prompts", rows, "--column", "question", "--resume"]
+    assert [run(*flags, store="~/store") for _ in range(2)] == [0, 0]
+    assert_recorded(CorrectionStore(home / "store"), recorded)
+
+
+def test_a_log_that_was_emptied_and_has_grown_since_is_read_from_its_start(log: Path, tmp_path: Path) -> None:
+    append(log, "one\ntwo\n")
+    reader = opened(log, tmp_path / "place")
+    assert read(reader) == ["one", "two"]
+    with log.open("r+") as file:
+        file.truncate(0)
+    append(log, "three\nfour\nfive\n")
+    assert read(reader) == ["three", "four", "five"]
+
+
+@pytest.mark.parametrize("kept", ['{"offset": -1, "head_bytes": 0, "head_sha256": ""}'])
+def test_a_place_below_zero_is_the_start(kept: str, log: Path, tmp_path: Path) -> None:
+    append(log, "one\ntwo\n")
+    (tmp_path / "place").write_text(kept)
+    assert read(opened(log, tmp_path / "place")) == ["one", "two"]

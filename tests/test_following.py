@@ -1,0 +1,540 @@
+"""Following stores that others write, and publishing versions: once each, whole, killed at any moment."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from osd_hf import ConfigError, CorrectionStore, StateError, StoreError, Trace
+from osd_hf import versions as module
+from osd_hf.following import StoreFollower
+from osd_hf.versions import FACTS, LATEST, VersionFolder
+
+posix = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals and locks")
+
+
+# --- following stores -----------------------------------------------------------------------------------------------
+
+
+def make_trace(writer: str, number: int) -> Trace:
+    """One that its writer and its number identify."""
+    return Trace(
+        prompt_ids=np.array([1, 2], np.int32), completion_ids=np.array([3], np.int32), rounds=(),
+        top_logits=np.zeros((1, 2), np.float16), top_ids=np.array([[3, 4]], np.uint16),
+        tail_logprob=np.array([-1.0], np.float32), vocab_size=9, domain=writer, draft_version=number,
+        created_at_seconds=float(number),
+    )  # fmt: skip
+
+
+class Writers:
+    """Writers of stores, each appending traces in the order of their numbers."""
+
+    def __init__(self, *folders: Path, each: int = 2) -> None:
+        self.stores = {
+            f"{folder.name}-{i}": CorrectionStore(folder, flush_every=1000) for folder in folders for i in range(each)
+        }
+        self.written = dict.fromkeys(self.stores, 0)
+
+    def write(self, writer: str, count: int) -> None:
+        """A shard of so many."""
+        for _ in range(count):
+            self.stores[writer].append(make_trace(writer, self.written[writer]))
+            self.written[writer] += 1
+        self.stores[writer].flush()
+
+    def folder(self, writer: str) -> Path:
+        return self.stores[writer]._folder.own  # type: ignore[union-attr,return-value]
+
+    def close(self) -> None:
+        for store in self.stores.values():
+            store.close()
+
+
+@pytest.fixture
+def writers(tmp_path: Path) -> Iterator[Writers]:
+    writers = Writers(tmp_path / "a", tmp_path / "b")
+    yield writers
+    writers.close()
+
+
+def follow(writers: Writers, state: Any = None) -> StoreFollower:
+    follower = StoreFollower(list(dict.fromkeys(store.path for store in writers.stores.values() if store.path)))
+    if state is not None:
+        follower.load_state_dict(json.loads(json.dumps(state)))
+    return follower
+
+
+def named(traces: list[Trace]) -> list[tuple[str | None, int]]:
+    return [(trace.domain, trace.draft_version) for trace in traces]
+
+
+def numbers(traces: list[Trace], writer: str) -> list[int]:
+    return [trace.draft_version for trace in traces if trace.domain == writer]
+
+
+def drained(follower: StoreFollower, limit: int = 3) -> list[Trace]:
+    """All that is there, also behind a shard that is tried several times."""
+    found: list[Trace] = []
+    while (part := follower.take(limit)) or follower.is_waiting:
+        found += part
+    return found
+
+
+@given(st.data())
+@settings(max_examples=50)
+def test_each_request_is_taken_once_in_its_writer_s_order(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        writers = Writers(Path(folder) / "a", Path(folder) / "b")
+        follower, taken = follow(writers), list[Trace]()
+        for _ in range(data.draw(st.integers(1, 10))):
+            what = data.draw(st.sampled_from(["write", "write", "take", "take", "again"]))
+            if what == "write":
+                writers.write(data.draw(st.sampled_from(sorted(writers.stores))), data.draw(st.integers(1, 4)))
+            elif what == "take":
+                limit = data.draw(st.integers(1, 6))
+                part = follower.take(limit)
+                assert len(part) <= limit
+                taken += part
+            else:
+                follower = follow(writers, follower.state_dict())
+        taken += drained(follower, data.draw(st.integers(1, 20)))
+        assert follower.take(5) == []
+        for writer, count in writers.written.items():
+            assert numbers(taken, writer) == list(range(count))
+        assert len(taken) == sum(writers.written.values())
+        writers.close()
+
+
+def test_a_limit_is_filled_across_shards_and_writers(writers: Writers) -> None:
+    for writer in writers.stores:
+        writers.write(writer, 3)
+    follower = follow(writers)
+    assert [len(follower.take(5)) for _ in range(4)] == [5, 5, 2, 0]
+
+
+def test_writers_take_turns_shard_by_shard(writers: Writers) -> None:
+    first, second, *_ = writers.stores
+    for _ in range(2):
+        for writer in (first, second):
+            writers.write(writer, 2)
+    found = follow(writers).take(99)
+    assert sorted(named(found[:4])) == [(first, 0), (first, 1), (second, 0), (second, 1)]
+
+
+def test_what_was_taken_is_taken_on_from_there_at_any_place(writers: Writers) -> None:
+    for writer in [*writers.stores, *writers.stores]:
+        writers.write(writer, 2)
+    whole = follow(writers).take(99)
+    assert len(whole) == 16
+    for count in range(1, 17):
+        before = follow(writers)
+        first = before.take(count)
+        assert named(first + drained(follow(writers, before.state_dict()))) == named(whole)
+        assert before.state_dict() == json.loads(json.dumps(before.state_dict()))
+
+
+def test_stores_in_another_order_are_the_same_stores(tmp_path: Path) -> None:
+    writers = Writers(tmp_path / "x" / "store", each=1)
+    others = Writers(tmp_path / "y" / "store", each=1)
+    for them in (writers, others):
+        them.write(next(iter(them.stores)), 3)
+    paths = [tmp_path / "x" / "store", tmp_path / "y" / "store"]
+    follower = StoreFollower(paths)
+    assert len(follower.take(99)) == 6
+    again = StoreFollower(paths[::-1])
+    again.load_state_dict(follower.state_dict())
+    assert again.take(99) == []
+    writers.close()
+    others.close()
+
+
+def test_a_store_that_is_named_twice_is_followed_once(writers: Writers, tmp_path: Path) -> None:
+    writers.write("a-0", 2)
+    follower = StoreFollower([tmp_path / "a", tmp_path / "b" / ".." / "a", tmp_path / "a"][::2])
+    assert named(follower.take(9)) == [("a-0", 0), ("a-0", 1)]
+
+
+def test_a_store_that_is_not_there_yet_is_begun(tmp_path: Path) -> None:
+    follower = StoreFollower([tmp_path / "new"])
+    assert follower.take(3) == []
+    with CorrectionStore(tmp_path / "new") as store:
+        store.append(make_trace("w", 0))
+    assert named(follower.take(3)) == [("w", 0)]
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "one.png").touch()
+    with pytest.raises(StoreError, match="is no store"):
+        StoreFollower([tmp_path / "photos"])
+
+
+def test_a_tail_that_is_not_written_is_not_taken(writers: Writers) -> None:
+    writers.stores["a-0"].append(make_trace("a-0", 0))
+    follower = follow(writers)
+    assert follower.take(3) == []
+    writers.stores["a-0"].flush()
+    assert named(follower.take(3)) == [("a-0", 0)]
+
+
+def torn(shard: Path) -> None:
+    shard.write_bytes(shard.read_bytes()[:-20])
+
+
+def emptied(shard: Path) -> None:
+    shard.write_bytes(b"")
+
+
+def of_another_kind(shard: Path) -> None:
+    pq.write_table(pa.table({"text": ["a"]}), shard)
+
+
+def with_a_null(shard: Path) -> None:
+    table = pq.read_table(shard)
+    at = table.schema.get_field_index("vocab_size")
+    pq.write_table(table.set_column(at, table.schema.field(at), pa.nulls(len(table), pa.int32())), shard)
+
+
+def with_torn_settings(shard: Path) -> None:
+    table = pq.read_table(shard)
+    at = table.schema.get_field_index("sampling")
+    pq.write_table(table.set_column(at, table.schema.field(at), pa.array(["{torn"] * len(table))), shard)
+
+
+@pytest.mark.parametrize("damage", [torn, emptied, of_another_kind, with_a_null, with_torn_settings])
+def test_a_damaged_shard_is_left_out_and_said(
+    damage: Callable[[Path], None], writers: Writers, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        writers.write("a-0", 2)
+    writers.write("b-0", 2)
+    shard = sorted(writers.folder("a-0").glob("*.parquet"))[1]
+    damage(shard)
+    follower = follow(writers)
+    with caplog.at_level(logging.WARNING):
+        found = drained(follower)
+        writers.write("a-0", 1)
+        found += drained(follower)
+    assert numbers(found, "a-0") == [0, 1, 4, 5, 6]
+    assert numbers(found, "b-0") == [0, 1]
+    assert [record.message.startswith("Left out: ") for record in caplog.records] == [True]
+
+
+def test_a_shard_that_can_be_read_a_moment_later_is_not_left_out(writers: Writers, tmp_path: Path) -> None:
+    for _ in range(2):
+        writers.write("a-0", 2)
+    first = min(writers.folder("a-0").glob("*.parquet"))
+    whole = first.read_bytes()
+    torn(first)
+    follower = follow(writers)
+    assert follower.take(9) == []
+    assert follower.is_waiting
+    first.write_bytes(whole)
+    assert numbers(follower.take(9), "a-0") == [0, 1, 2, 3]
+    assert not follower.is_waiting
+
+
+def test_unfinished_files_are_no_shards(writers: Writers, caplog: pytest.LogCaptureFixture) -> None:
+    writers.write("a-0", 2)
+    (writers.folder("a-0") / ".shard-000002-abcd.tmp").write_text("half")
+    (writers.folder("a-0") / ".shard-000003.parquet").write_text("half")
+    (writers.folder("a-0") / "notes.txt").write_text("mine")
+    assert len(drained(follow(writers))) == 2
+    assert not caplog.records
+
+
+def test_shards_that_were_deleted_are_passed_over(writers: Writers) -> None:
+    for _ in range(4):
+        writers.write("a-0", 2)
+    follower = follow(writers)
+    assert numbers(follower.take(3), "a-0") == [0, 1, 2]
+    shards = sorted(writers.folder("a-0").glob("*.parquet"))
+    for shard in shards[1:3]:  # the one that is half taken, and one that is not
+        shard.unlink()
+    again = follow(writers, follower.state_dict())
+    assert numbers(drained(again), "a-0") == [6, 7]
+    shutil.rmtree(writers.folder("a-0"))
+    assert drained(follow(writers, follower.state_dict())) == []
+
+
+# --- versions -------------------------------------------------------------------------------------------------------
+
+
+FILES = ("config.json", "weights/one", "weights/two")
+
+
+def writing(text: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        assert folder.name.startswith(".")  # nobody takes it for a version
+        for name in FILES:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+
+    return write
+
+
+def latest(path: Path) -> str | None:
+    """What the version says that the pointer names, which is whole."""
+    if not (path / LATEST).is_symlink():
+        return None
+    facts = json.loads((path / LATEST / FACTS).read_text())
+    assert (path / LATEST).resolve().name == f"v{facts['version']:06d}"
+    texts = {(path / LATEST / name).read_text() for name in FILES}
+    assert texts == {facts["text"]}
+    return str(facts["text"])
+
+
+def published(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir() if not entry.name.startswith(".") and entry.name != LATEST)
+
+
+@pytest.fixture
+def versions(tmp_path: Path) -> Iterator[VersionFolder]:
+    versions = VersionFolder(tmp_path / "drafts", keep=3)
+    yield versions
+    versions.close()
+
+
+def test_versions_are_numbered_and_the_newest_is_pointed_at(versions: VersionFolder) -> None:
+    assert (versions.number, versions.latest) == (0, None)
+    for number in range(1, 4):
+        folder = versions.publish(writing(f"text {number}"), {"text": f"text {number}", "loss": float("nan")})
+        assert folder == versions.path / f"v{number:06d}" == versions.latest
+        assert latest(versions.path) == f"text {number}"
+        assert versions.number == number
+    assert json.loads((folder / FACTS).read_text()) == {"version": 3, "text": "text 3", "loss": None}
+    assert os.readlink(versions.path / LATEST) == "v000003"  # so that the folder may be moved
+
+
+def test_old_versions_go_and_the_newest_stay(versions: VersionFolder) -> None:
+    for number in range(1, 8):
+        versions.publish(writing(str(number)), {"text": str(number)})
+        assert published(versions.path) == [f"v{n:06d}" for n in range(max(number - 2, 1), number + 1)]
+        assert latest(versions.path) == str(number)
+
+
+def test_another_publisher_goes_on_with_the_numbers(versions: VersionFolder) -> None:
+    versions.publish(writing("one"), {"text": "one"})
+    versions.close()
+    versions.close()
+    again = VersionFolder(versions.path, keep=2)
+    assert (again.number, again.latest) == (1, versions.path / "v000001")
+    again.publish(writing("two"), {"text": "two"})
+    assert published(versions.path) == ["v000001", "v000002"]
+    again.close()
+
+
+@posix
+def test_a_second_publisher_is_refused(versions: VersionFolder) -> None:
+    unfinished = versions.path / ".v000001-abcd.tmp"
+    unfinished.mkdir()
+    with pytest.raises(ConfigError, match="Another process publishes to"):
+        VersionFolder(versions.path)
+    assert unfinished.exists()  # it is the first one's
+    versions.close()
+    VersionFolder(versions.path).close()
+    assert not unfinished.exists()
+
+
+@pytest.mark.parametrize("keep", [1, 0, -3])
+def test_the_version_that_is_being_read_is_kept(tmp_path: Path, keep: int) -> None:
+    with pytest.raises(ConfigError, match=f"At least 2 versions are kept, .*got {keep}"):
+        VersionFolder(tmp_path, keep=keep)
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be made"):
+        VersionFolder(tmp_path / "file")
+
+
+class Killed(BaseException):
+    """As by SIGKILL: nothing is tidied up behind it."""
+
+
+PLACES = [("replace", os), ("symlink", os), ("fsync", os), ("mkdir", Path), ("write_text", Path), ("open", Path)]
+
+
+def at_call(number: int, real: Callable[..., Any], failure: Callable[[], BaseException], *, after: bool) -> Any:
+    calls = [0]
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] != number:
+            return real(*args, **kwargs)
+        if after and hasattr(done := real(*args, **kwargs), "close"):
+            done.close()
+        raise failure()
+
+    return fail
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(("place", "home"), PLACES, ids=[place for place, _ in PLACES])
+def test_a_publisher_that_is_killed_leaves_whole_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, home: Any, after: bool
+) -> None:
+    path, deaths, reached = tmp_path / "drafts", 0, 0
+    first = VersionFolder(path, keep=2)
+    first.publish(writing("0"), {"text": "0"})
+    first.close()
+    for number in range(1, 30):
+        versions = VersionFolder(path, keep=2)
+        assert not [entry for entry in path.iterdir() if entry.name.endswith(".tmp")]
+        assert versions.latest == path / f"v{versions.number:06d}"
+        was_killed = False
+        with monkeypatch.context() as patch:
+            patch.setattr(home, place, at_call(number, getattr(home, place), Killed, after=after))
+            patch.setattr(module, "_remove", lambda path: None)  # who is killed removes nothing
+            try:
+                versions.publish(writing(str(number)), {"text": str(number)})
+            except Killed:
+                was_killed = True
+        versions.close()
+        now = int(latest(path) or -1)
+        assert reached <= now <= number
+        assert was_killed or now == number
+        deaths, reached = deaths + was_killed, now
+    assert deaths > 0
+    again = VersionFolder(path, keep=2)
+    again.publish(writing("end"), {"text": "end"})
+    assert latest(path) == "end"
+    assert len(published(path)) == 2
+    again.close()
+
+
+def test_a_version_that_was_killed_before_the_pointer_followed_is_pointed_at(
+    versions: VersionFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions.publish(writing("one"), {"text": "one"})
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "symlink", at_call(1, os.symlink, Killed, after=False))
+        patch.setattr(module, "_remove", lambda path: None)  # who is killed removes nothing
+        with pytest.raises(Killed):
+            versions.publish(writing("two"), {"text": "two"})
+    assert latest(versions.path) == "one"
+    versions.close()
+    VersionFolder(versions.path).close()
+    assert latest(versions.path) == "two"
+
+
+@pytest.mark.parametrize(("place", "home"), PLACES, ids=[place for place, _ in PLACES])
+def test_a_full_disk_leaves_the_version_before(
+    versions: VersionFolder, monkeypatch: pytest.MonkeyPatch, place: str, home: Any
+) -> None:
+    versions.publish(writing("one"), {"text": "one"})
+
+    def full() -> OSError:
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(home, place, at_call(1, getattr(home, place), full, after=False))
+        with pytest.raises(StateError, match=r"Version 2 cannot be written to .*No space left"):
+            versions.publish(writing("two"), {"text": "two"})
+    assert latest(versions.path) == "one"
+    assert not [entry for entry in versions.path.iterdir() if entry.name.endswith(".tmp")]
+    versions.publish(writing("three"), {"text": "three"})
+    assert latest(versions.path) == "three"
+
+
+def test_what_writers_of_weights_raise_is_told_as_a_state_error(versions: VersionFolder) -> None:
+    from safetensors import SafetensorError  # what a full disk is to it; neither OSError nor RuntimeError
+
+    for kind in (SafetensorError, RuntimeError, OSError):
+
+        def fail(folder: Path, kind: Any = kind) -> None:
+            writing("half")(folder)
+            raise kind("no space")
+
+        with pytest.raises(StateError, match="no space"):
+            versions.publish(fail, {"text": "half"})
+        assert published(versions.path) == []
+    with pytest.raises(KeyboardInterrupt):
+        versions.publish(lambda folder: (_ for _ in ()).throw(KeyboardInterrupt), {})
+    assert published(versions.path) == []
+    assert not [entry for entry in versions.path.iterdir() if entry.name.endswith(".tmp")]
+
+
+def test_versions_without_a_pointer_do_not_pile_up(versions: VersionFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions.publish(writing("one"), {"text": "one"})
+    for _ in range(9):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "symlink", at_call(1, os.symlink, OSError, after=False))
+            with pytest.raises(StateError):
+                versions.publish(writing("more"), {"text": "more"})
+    assert latest(versions.path) == "one"
+    assert len(published(versions.path)) <= 1 + versions.keep
+
+
+# Forks publishers, one after the other, each killed at some moment; says what the pointer names behind each.
+KILLER = """
+import json, os, random, select, signal, sys
+from pathlib import Path
+from osd_hf.versions import VersionFolder
+
+path, moments = Path(sys.argv[1]), random.Random(0)
+
+def write(folder):
+    text = str(os.getpid()) + "-" + os.urandom(4).hex()
+    for i in range(6):
+        folder.mkdir(exist_ok=True)
+        (folder / f"file-{i}").write_text(text * 5000)
+
+for _ in range(15):
+    begin, end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(begin)
+            versions = VersionFolder(path, keep=2)
+            os.write(end, b"ready")
+            while True:
+                versions.publish(write, {})
+        finally:
+            os._exit(1)
+    os.close(end)
+    os.read(begin, 9)
+    select.select([], [], [], moments.uniform(0, 0.03))
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    os.close(begin)
+    link = path / "latest"
+    facts = json.loads((link / "version.json").read_text()) if link.exists() else None
+    texts = {(link / f"file-{i}").read_text() for i in range(6)} if facts else {"none"}
+    sizes = {len(t) for t in texts}
+    print(json.dumps({"killed": os.WIFSIGNALED(status), "facts": facts, "texts": len(texts), "sizes": len(sizes),
+                      "left": sum(p.name.endswith(".tmp") for p in path.iterdir())}))
+versions = VersionFolder(path, keep=2)
+print(json.dumps({"left": sum(p.name.endswith(".tmp") for p in path.iterdir()), "number": versions.number}))
+"""
+
+
+@posix
+def test_kill_9_leaves_whole_versions(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KILLER, str(tmp_path / "drafts")], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    *seen, end = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(seen) == 15
+    assert all(found["killed"] for found in seen)
+    assert all((found["texts"], found["sizes"]) == (1, 1) for found in seen)
+    reached = [0 if found["facts"] is None else found["facts"]["version"] for found in seen]
+    assert reached == sorted(reached)
+    assert reached[-1] > 5
+    assert any(found["left"] for found in seen)  # it was killed in the middle of writing
+    assert end["left"] == 0
+    assert end["number"] >= reached[-1]

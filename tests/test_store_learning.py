@@ -1,0 +1,683 @@
+"""Learning from stores that others fill: as a simulated run does, published whole, resumed wherever it was killed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from fake_engine import completion
+from saved_pair import save_pair
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from osd_hf import (
+    ConfigError,
+    CorrectionStore,
+    HubError,
+    OnlineConfig,
+    StateError,
+    Trace,
+    learn_command,
+    record_traces,
+    replay,
+    simulate,
+)
+from osd_hf import session as session_module
+from osd_hf import store_learning as module
+from osd_hf.cli import main
+from osd_hf.completions import ResponseReader
+from osd_hf.following import StoreFollower
+from osd_hf.prompts import encode_turn
+from osd_hf.replay import replay_each
+from osd_hf.store_learning import StoreLearner
+from osd_hf.versions import VersionFolder
+
+# Without the gate each update is a version.
+CONFIG = OnlineConfig(
+    update_interval=3, steps_per_update=2, batch_size=4, num_logprobs=8, learning_rate=3e-3, gate=False,
+    autosave_interval=1, num_assistant_tokens=4,
+)  # fmt: skip
+TOKENIZER = models.tokenizer()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture(scope="module")
+def pair() -> Any:
+    return models.pair(noise=0.2, num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def traces(pair: Any) -> list[Trace]:
+    prompts = [p[0].tolist() for p in models.prompts(20)]
+    return list(record_traces(pair[0], prompts, max_new_tokens=8, num_logprobs=8))
+
+
+def written(path: Path, traces: Any, flush_every: int = 5) -> Path:
+    with CorrectionStore(path, flush_every=flush_every) as store:
+        for trace in traces:
+            store.append(trace)
+    return path
+
+
+@pytest.fixture
+def store(tmp_path: Path, traces: list[Trace]) -> Path:
+    return written(tmp_path / "store", traces)
+
+
+@pytest.fixture
+def begin(pair: Any, tmp_path: Path, store: Path) -> Iterator[Callable[..., StoreLearner]]:
+    """Makes learners; a new one ends the one before without a word, as a kill does."""
+    begun: list[VersionFolder] = []
+
+    def begin(
+        config: OnlineConfig = CONFIG, *, path: Path | None = None, versions: str = "drafts", draft: Any = pair[1],
+        **settings: Any,
+    ) -> StoreLearner:  # fmt: skip
+        while begun:
+            begun.pop().close()  # of its lock, a kill lets go as well
+        begun.append(VersionFolder(tmp_path / versions))
+        return StoreLearner(draft, TOKENIZER, StoreFollower([path or store]), begun[-1], config, **settings)
+
+    yield begin
+    while begun:
+        begun.pop().close()
+
+
+def learn(learner: StoreLearner, limit: int = 4) -> None:
+    while learner.step(limit=limit) or learner.follower.is_waiting:
+        pass
+
+
+def weights(learner: StoreLearner) -> list[torch.Tensor]:
+    """Those that serve, and those that learning goes on with."""
+    serving = learner.learner.drafts.model(None)
+    return [
+        p.detach().clone() for model in (serving, learner.learner.updater(None).master) for p in model.parameters()
+    ]
+
+
+def equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+
+
+def facts(versions: VersionFolder | Path) -> Any:
+    path = versions if isinstance(versions, Path) else versions.path
+    return json.loads((path / "latest" / "version.json").read_text())
+
+
+def full(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+# --- what is learned ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [(CONFIG, 1), (CONFIG, 99), (OnlineConfig.paper(update_interval=3, num_logprobs=8), 5),
+     (replace(CONFIG, update_interval=7), 5)],
+)  # fmt: skip
+def test_it_learns_as_a_simulated_run_does(
+    begin: Any, pair: Any, traces: list[Trace], config: OnlineConfig, limit: int
+) -> None:
+    learner, seen = begin(config), []
+    while learner.step(lambda *request: seen.append(request), limit=limit):
+        pass
+    report = simulate(pair[1], traces, config)
+    assert list(learner.learned) == list(report.stats)
+    assert [version for *_, version in seen] == [trace.draft_version for trace in report.traces]
+    assert [learned for learned, *_ in seen] == list(report.stats)
+    assert equal(
+        weights(learner)[: len(list(report.draft.parameters()))], [p.detach() for p in report.draft.parameters()]
+    )
+    assert (learner.requests, learner.tokens) == (20, sum(map(len, traces)))
+    assert learner.learner.drafts.serving_version() == len(report.updates) > 0
+    assert learner.learning_seconds > 0
+
+
+def test_its_gate_decides_as_that_of_a_simulated_run(
+    begin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = models.pair("gpt2", noise=0.3)
+    traces = list(record_traces(target, [p[0].tolist() for p in models.prompts(36)], max_new_tokens=8, num_logprobs=8))
+    config = replace(CONFIG, gate=True, update_interval=6)
+    reports: list[Any] = []
+    monkeypatch.setattr(module, "log_update", lambda accelerator, report, *rest: reports.append(report))
+    learner = begin(config, path=written(tmp_path / "longer", traces), draft=draft)
+    learn(learner)
+    simulated = simulate(draft, traces, config)
+    assert [report.decision for report in reports] == list(simulated.decisions)
+    outcomes = [decision.outcome for decision in simulated.decisions]
+    assert outcomes[0] == "kept back"
+    assert "promoted" in outcomes
+    assert len(learner.published) <= outcomes.count("promoted")
+    assert (
+        learner.published[-1]["decision"] == [d for d in simulated.decisions if d.outcome == "promoted"][-1].to_dict()
+    )
+
+
+def test_the_frozen_draft_is_the_one_of_the_beginning(begin: Any, pair: Any, traces: list[Trace]) -> None:
+    before = [p.detach().clone() for p in pair[1].parameters()]
+    learner = begin()
+    learn(learner)
+    assert list(learner.frozen) == replay_each(pair[1], traces, CONFIG.num_assistant_tokens)
+    assert list(learner.frozen) != list(learner.learned)
+    assert equal(before, [p.detach() for p in pair[1].parameters()])
+
+
+def test_sampled_requests_are_learned_from(begin: Any, pair: Any, tmp_path: Path, caplog: Any) -> None:
+    reader, sampled = ResponseReader(models.VOCAB, 8), []
+    for seed, ids in enumerate(models.prompts(8)):
+        asked = {
+            "prompt": ids[0].tolist(), "max_tokens": 8, "temperature": 0.7, "top_k": 20, "seed": seed, "logprobs": 8,
+            "return_token_ids": True,
+        }  # fmt: skip
+        sampled += reader.traces(completion(pair[0], asked), asked)
+    path = written(tmp_path / "sampled", sampled)
+    learner = begin(path=path)
+    with caplog.at_level(logging.WARNING):
+        learn(learner)
+    assert learner.requests == 8
+    assert learner.learner.drafts.serving_version() == 2
+    expected = replay_each(pair[1], sampled, CONFIG.num_assistant_tokens)
+    assert [stats.alpha for stats in learner.frozen] == pytest.approx([stats.alpha for stats in expected])
+    assert not caplog.records
+    learned, frozen = (replay(d, sampled, 4).alpha for d in (learner.learner.drafts.model(None), pair[1]))
+    assert learned > frozen
+    corrections = begin(OnlineConfig.paper(num_logprobs=8), path=path, versions="others")
+    learn(corrections)
+    assert corrections.requests == 0
+    assert corrections.skipped == {"sampled, whose corrections cannot be known": 8}
+
+
+def test_requests_that_do_not_fit_are_left_out_and_counted(
+    begin: Any, pair: Any, traces: list[Trace], tmp_path: Path, caplog: Any
+) -> None:
+    ids = [[5, 6, 7]] * 2
+    mixed = [
+        *[replace(trace, domain="sql") for trace in traces[:6]],
+        *[replace(trace, domain="math") for trace in traces[6:9]],
+        *[replace(t, domain="sql") for t in record_traces(pair[0], ids, max_new_tokens=8, num_logprobs=16)],
+        *[replace(t, domain="sql") for t in record_traces(pair[0], ids[:1], max_new_tokens=8, num_logprobs=None)],
+        *record_traces(models.build(vocab_size=80), ids, max_new_tokens=8, num_logprobs=8, domain="sql"),
+        *record_traces(models.build("t5"), ids[:1], max_new_tokens=8, num_logprobs=8, domain="sql"),
+        replace(traces[0], completion_ids=traces[0].completion_ids[:0], top_logits=traces[0].top_logits[:0],
+                top_ids=traces[0].top_ids[:0], tail_logprob=traces[0].tail_logprob[:0], domain="sql"),
+    ]  # fmt: skip
+    learner = begin(path=written(tmp_path / "mixed", mixed), domain="sql")
+    learn(learner)
+    assert learner.requests == 6
+    assert sum(learner.skipped.values()) == 10
+    counted = {reason.split(",")[0]: count for reason, count in learner.skipped.items()}
+    assert counted == {
+        "of another domain": 3, "with 16 entries per position": 2, "with all entries per position": 1,
+        "of a vocabulary of 80": 2, "of an encoder-decoder": 1, "without target rows": 1,
+    }  # fmt: skip
+    report = simulate(pair[1], [replace(t, domain=None) for t in traces[:6]], CONFIG)
+    assert list(learner.learned) == list(report.stats)
+
+
+def test_a_fixed_k_is_needed(begin: Any) -> None:
+    for k in ("auto", None):
+        with pytest.raises(ConfigError, match="A fixed k is needed"):
+            begin(replace(CONFIG, num_assistant_tokens=k))
+
+
+def test_what_comes_later_is_learned_later(begin: Any, traces: list[Trace], tmp_path: Path, pair: Any) -> None:
+    with CorrectionStore(tmp_path / "grows", flush_every=4) as store:
+        learner = begin(path=tmp_path / "grows")
+        assert learner.step() == 0
+        for number, trace in enumerate(traces, 1):
+            store.append(trace)
+            learn(learner)
+            assert learner.requests == number // 4 * 4
+    learn(learner)
+    assert list(learner.learned) == list(simulate(pair[1], traces, CONFIG).stats)
+
+
+# --- what is published ----------------------------------------------------------------------------------------------
+
+
+def test_the_latest_version_is_what_serves(begin: Any, pair: Any, traces: list[Trace]) -> None:
+    learner = begin()
+    learn(learner)
+    learner.close()
+    path = learner.versions.path / "latest"
+    loaded = AutoModelForCausalLM.from_pretrained(path).eval()
+    drafting = GenerationConfig.from_pretrained(path)
+    assert (drafting.num_assistant_tokens, drafting.num_assistant_tokens_schedule) == (4, "constant")
+    serving = learner.learner.drafts.model(None)
+    assert equal([p.detach() for p in loaded.parameters()], [p.detach() for p in serving.parameters()])
+    assert replay_each(loaded, traces, 4) == replay_each(serving, traces, 4)
+    assert replay(loaded, traces, 4).alpha > replay(pair[1], traces, 4).alpha
+    assert AutoTokenizer.from_pretrained(path).get_vocab() == TOKENIZER.get_vocab()
+    found = facts(learner.versions)
+    assert found == json.loads(json.dumps(learner.published[-1]))
+    assert (found["requests"], found["tokens"]) == (20, sum(map(len, traces)))
+    assert found["draft_version"] == learner.learner.drafts.serving_version() == 6
+    assert (path / "README.md").is_file()
+
+
+def test_versions_do_not_come_more_often_than_asked(begin: Any) -> None:
+    clock = Clock()
+    learner = begin(publish_seconds=10.0, clock=clock)
+    for now, number in ((0.0, 1), (4.0, 1), (9.9, 1), (10.0, 2)):
+        clock.now = now
+        assert learner.step(limit=3) == 3
+        assert learner.versions.number == number
+    assert facts(learner.versions)["draft_version"] == 4  # the newest of those that waited
+    clock.now = 19.0
+    learn(learner)
+    assert learner.versions.number == 2
+    assert learner.step() == 0
+    clock.now = 20.0
+    assert learner.step() == 0  # nothing new has come, but what waited goes out
+    assert (learner.versions.number, facts(learner.versions)["draft_version"]) == (3, 6)
+    clock.now = 99.0
+    learner.step()
+    learner.close()
+    assert learner.versions.number == 3
+
+
+def test_what_waits_is_published_at_the_end(begin: Any) -> None:
+    learner = begin(publish_seconds=1e9, clock=Clock())
+    learn(learner)
+    assert facts(learner.versions)["draft_version"] < 6
+    learner.close()
+    assert facts(learner.versions)["draft_version"] == 6
+
+
+@pytest.mark.parametrize("place", ["save_draft", "check_written", "fsync"])
+def test_a_version_that_cannot_be_written_is_published_later(
+    begin: Any, pair: Any, traces: list[Trace], monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    clock = Clock()
+    learner = begin(publish_seconds=5.0, clock=clock)
+    learner.step(limit=3)
+    assert facts(learner.versions)["draft_version"] == 1
+    clock.now = 5.0
+    with monkeypatch.context() as patch:
+        patch.setattr(os if place == "fsync" else module, place, full)
+        with pytest.raises(StateError, match="No space left"):
+            learner.step(limit=3)
+        assert learner.requests == 6
+        assert facts(learner.versions)["draft_version"] == 1
+        AutoModelForCausalLM.from_pretrained(learner.versions.path / "latest")
+        if place != "fsync":  # under which the session cannot be saved either
+            assert learner.step(limit=3) == 3  # before it is tried again
+    clock.now = 10.0
+    learn(learner, limit=99)
+    assert facts(learner.versions)["draft_version"] > 1
+    learner.close()
+    assert facts(learner.versions)["draft_version"] == 6
+    assert list(learner.learned) == list(simulate(pair[1], traces, CONFIG).stats)
+
+
+def test_a_version_that_was_not_pushed_is_pushed_later(
+    begin: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    pushed: list[tuple[str, Any]] = []
+
+    def push(folder: Path, repo_id: str, **settings: Any) -> str:
+        pushed.append((Path(folder).name, settings["token"]))
+        assert (Path(folder) / "model.safetensors").is_file()
+        assert repo_id == "me/draft"
+        if len(pushed) in (1, 3):
+            raise HubError("the Hub is away")
+        return "address"
+
+    monkeypatch.setattr(module, "push_folder", push)
+    clock = Clock()
+    learner = begin(repo_id="me/draft", token="secret", publish_seconds=10.0, clock=clock)
+    with caplog.at_level(logging.WARNING):
+        learner.step(limit=3)
+    assert pushed == [("v000001", "secret")]
+    assert not learner.is_pushed
+    assert "Version 1 was not pushed: the Hub is away" in caplog.text
+    clock.now = 5.0
+    learner.step(limit=1)
+    assert len(pushed) == 1
+    clock.now = 10.0
+    learner.step(limit=1)
+    assert pushed[1:] == [("v000001", "secret")]
+    assert learner.is_pushed
+    clock.now = 20.0
+    learn(learner)
+    assert [name for name, _ in pushed] == ["v000001", "v000001", "v000002"]
+    assert not learner.is_pushed
+    learner.close()
+    assert [name for name, _ in pushed[3:]] == ["v000003"]  # what had waited meanwhile goes in its place
+    assert learner.is_pushed
+
+
+# --- killed, and resumed --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("config", "killed_after"), [(CONFIG, 1), (replace(CONFIG, gate=True, update_interval=4), 1)])
+def test_a_learner_that_is_killed_goes_on_where_it_stood(
+    begin: Any, tmp_path: Path, killed_after: int, config: OnlineConfig
+) -> None:
+    straight = begin(config, state=tmp_path / "straight", versions="straight-drafts")
+    learn(straight)
+    state, learner, steps = tmp_path / "state", begin(config, state=tmp_path / "state"), 0
+    while learner.step(limit=4):  # with an update in each, behind which it is saved
+        steps += 1
+        assert steps < 99
+        if steps % killed_after == 0:
+            learner = begin(config, state=state)
+    assert steps == 5
+    assert (learner.requests, learner.tokens) == (straight.requests, straight.tokens) == (20, straight.tokens)
+    assert learner.follower.state_dict() == straight.follower.state_dict()
+    assert learner.learner.drafts.serving_version() == straight.learner.drafts.serving_version()
+    assert equal(weights(learner), weights(straight))
+    lessons = [each.learner.lesson_states()[0] for each in (learner, straight)]
+    assert lessons[0]["observed"] == lessons[1]["observed"]
+    sizes = [{name: len(kept) for name, kept in lesson["traces"].items()} for lesson in lessons]
+    assert sizes[0] == sizes[1]
+
+
+class Killed(BaseException):
+    """As by SIGKILL."""
+
+
+@pytest.fixture(scope="module")
+def straight(pair: Any, traces: list[Trace], tmp_path_factory: pytest.TempPathFactory) -> list[torch.Tensor]:
+    """Weights of a learner that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("straight")
+    versions = VersionFolder(folder / "drafts")
+    follower = StoreFollower([written(folder / "store", traces)])
+    learner = StoreLearner(pair[1], TOKENIZER, follower, versions, CONFIG, publish_seconds=1e9)
+    learn(learner, limit=99)
+    versions.close()
+    return weights(learner)
+
+
+@pytest.mark.parametrize(
+    ("home", "place", "number"),
+    [
+        (session_module.torch, "save", 1), (session_module.pq, "write_table", 1),
+        (os, "replace", 1), (os, "replace", 6), (os, "symlink", 2), (module, "save_session", 2),
+        (module, "save_draft", 2), (module, "check_written", 2),
+    ],
+)  # fmt: skip
+def test_a_learner_that_is_killed_inside_a_step_learns_each_request_once(
+    begin: Any, straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: Any, place: str, number: int
+) -> None:
+    learner, real, calls = begin(state=tmp_path / "state"), getattr(home, place), [0]
+
+    def kill(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == number:
+            raise Killed
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(home, place, kill)
+        with pytest.raises(Killed):
+            learn(learner)
+    learner = begin(state=tmp_path / "state")
+    learn(learner)
+    assert learner.requests == 20
+    assert equal(weights(learner), straight)
+    assert facts(learner.versions)["draft_version"] == 6
+    learner.close()
+    assert len(list((tmp_path / "state").glob("state-*"))) == 1
+
+
+def test_what_waited_to_be_published_waits_behind_a_kill(begin: Any, tmp_path: Path) -> None:
+    clock = Clock()
+    learner = begin(state=tmp_path / "state", publish_seconds=100.0, clock=clock)
+    learner.step(limit=3)
+    learner.step(limit=3)
+    assert facts(learner.versions)["draft_version"] == 1
+    again = begin(state=tmp_path / "state")
+    assert again.requests == 6
+    again.close()
+    assert facts(again.versions)["draft_version"] == 2
+    assert again.published[-1]["decision"]["outcome"] == "promoted"
+
+
+def test_a_session_of_another_draft_or_width_is_refused(begin: Any, tmp_path: Path, traces: list[Trace]) -> None:
+    learner = begin(state=tmp_path / "state")
+    learn(learner)
+    learner.close()
+    with pytest.raises(StateError, match="num_logprobs"):
+        begin(replace(CONFIG, num_logprobs=16), state=tmp_path / "state")
+    other = models.draft_of(models.build("gpt2"))
+    versions = VersionFolder(tmp_path / "others")
+    with pytest.raises(StateError):
+        StoreLearner(other, TOKENIZER, StoreFollower([tmp_path / "store"]), versions, CONFIG, state=tmp_path / "state")
+    versions.close()
+
+
+def test_a_session_of_another_command_is_refused(begin: Any, tmp_path: Path) -> None:
+    learner = begin()
+    module.save_session(tmp_path / "state", learner.learner, {"requests": 3})
+    with pytest.raises(StateError, match="is of another command"):
+        begin(state=tmp_path / "state")
+
+
+def test_of_another_store_all_is_new(begin: Any, tmp_path: Path, traces: list[Trace]) -> None:
+    learner = begin(state=tmp_path / "state")
+    learn(learner)
+    other = written(tmp_path / "other", traces[:5])
+    again = begin(state=tmp_path / "state", path=other)
+    learn(again)
+    assert again.requests == 25
+
+
+def test_a_session_that_cannot_be_saved_is_saved_later(
+    begin: Any, straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = begin(state=tmp_path / "state", publish_seconds=1e9, clock=Clock())
+    learner.step(limit=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(session_module.pq, "write_table", full)
+        with pytest.raises(StateError, match="The session cannot be saved"):
+            learner.step(limit=3)
+    again = begin(state=tmp_path / "state")
+    assert again.requests == 3
+    learn(again)
+    assert equal(weights(again), straight)
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+SMALL = [
+    "--num-logprobs", "8", "--update-interval", "4", "--steps-per-update", "1", "--batch-size", "4", "--learning-rate",
+    "3e-3", "--no-gate", "--num-assistant-tokens", "3", "--device", "cpu", "--poll-seconds", "0",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def recorded(saved: Path) -> list[Trace]:
+    target = AutoModelForCausalLM.from_pretrained(saved / "target")
+    tokenizer = AutoTokenizer.from_pretrained(saved / "target")
+    prompts = [encode_turn(tokenizer, f"what is {i}?") for i in range(12)]
+    return list(record_traces(target, prompts, max_new_tokens=8, num_logprobs=8, domain="sums"))
+
+
+@pytest.fixture
+def flags(saved: Path, recorded: list[Trace], tmp_path: Path) -> list[str]:
+    store = written(tmp_path / "collected", recorded[:8], flush_every=3)
+    return ["learn", *map(str, ["--store", store, "--output-dir", tmp_path / "out", "--target", saved / "target",
+            "--draft", saved / "draft", *SMALL])]  # fmt: skip
+
+
+def test_the_command_learns_and_publishes(
+    flags: list[str], saved: Path, recorded: list[Trace], tmp_path: Path, capsys: Any
+) -> None:
+    report = tmp_path / "report.json"
+    assert main([*flags, "--once", "--publish-seconds", "0", "--json", str(report)]) == 0
+    draft = AutoModelForCausalLM.from_pretrained(saved / "draft")
+    config = OnlineConfig(
+        num_logprobs=8, update_interval=4, steps_per_update=1, batch_size=4, learning_rate=3e-3, gate=False,
+        num_assistant_tokens=3,
+    )  # fmt: skip
+    simulated = simulate(draft, recorded[:8], config)
+    found = json.loads(report.read_text())
+    assert found["alpha_learned"] == [stats.alpha for stats in simulated.stats]
+    assert found["alpha_frozen"] == [stats.alpha for stats in replay_each(draft, recorded[:8], 3)]
+    assert (found["requests"], found["skipped"]) == (8, {})
+    assert found["versions"][-1]["draft_version"] == 2
+    latest = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "latest")
+    assert replay_each(latest, recorded, 3) == replay_each(simulated.draft, recorded, 3)
+    assert (tmp_path / "out" / "alpha.png").is_file()
+    assert "8 requests, " in capsys.readouterr().out
+    assert facts(tmp_path / "out")["version"] == int(str(found["latest"]).lstrip("v"))
+
+
+def test_the_command_goes_on_where_it_ended(flags: list[str], recorded: list[Trace], tmp_path: Path) -> None:
+    straight = [flag.replace(f"{tmp_path}/out", f"{tmp_path}/straight") for flag in flags]
+    assert main([*flags, "--once"]) == 0
+    assert main([*flags, "--once", "--json", str(tmp_path / "again.json")]) == 0  # nothing has come
+    again = json.loads((tmp_path / "again.json").read_text())
+    assert (again["requests"], again["alpha_learned"], again["versions"]) == (8, [], [])
+    written(tmp_path / "collected", recorded[8:])
+    assert main([*flags, "--once", "--json", str(tmp_path / "third.json")]) == 0
+    third = json.loads((tmp_path / "third.json").read_text())
+    assert (third["requests"], len(third["alpha_learned"]), len(third["versions"])) == (12, 4, 1)
+    assert third["versions"][0]["draft_version"] == 3
+    whole = written(tmp_path / "whole", recorded)
+    straight[straight.index(str(tmp_path / "collected"))] = str(whole)
+    assert main([*straight, "--once"]) == 0
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(tmp_path / name / "latest") for name in ("out", "straight"))
+    assert equal([p.detach() for p in ours.parameters()], [p.detach() for p in theirs.parameters()])
+
+
+def test_the_command_ends_after_so_many_requests(flags: list[str], tmp_path: Path) -> None:
+    for count in (5, 8):
+        assert main([*flags, "--num-requests", "5", "--once", "--json", str(tmp_path / "report.json")]) == 0
+        assert json.loads((tmp_path / "report.json").read_text())["requests"] == count
+
+
+def test_an_empty_store_is_waited_for_or_left(flags: list[str], tmp_path: Path, capsys: Any) -> None:
+    flags[flags.index(str(tmp_path / "collected"))] = str(tmp_path / "new")
+    assert main([*flags, "--once", "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["requests"], found["versions"], found["alpha_learned_last_fifth"]) == (0, [], None)
+
+
+def test_requests_that_do_not_fit_are_said(flags: list[str], capsys: Any) -> None:
+    flags[flags.index("--num-logprobs") + 1] = "16"
+    main([*flags, "--once", "--domain", "sums"])
+    assert "left out 8 with 8 entries per position, not 16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("place", ["save_session", "save_draft"])
+def test_the_command_fails_where_the_disk_stays_full(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, place: str
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise StateError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, place, fail)
+        assert main([*flags, "--once", "--publish-seconds", "0", "--autosave-interval", "1"]) == 1
+        assert "No space left on device" in capsys.readouterr().err
+    assert main([*flags, "--once"]) == 0
+    assert facts(tmp_path / "out")["draft_version"] == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--num-assistant-tokens", "auto"], "--num-assistant-tokens must be a number"),
+        (["--num-requests", "0"], "--num-requests must be at least 1, got 0"),
+        (["--threads", "0"], "--threads must be at least 1, got 0"),
+        (["--poll-seconds", "-1"], "--poll-seconds must not be negative"),
+        (["--publish-seconds", "nan"], "--publish-seconds must not be negative"),
+        (["--keep", "1"], "At least 2 versions are kept"),
+        (["--target", ""], "--draft and --target go together"),
+        (["--learning-rate", "-1"], "`learning_rate` must be a positive number"),
+        (["--store", "{tmp}/out"], "is no store"),
+    ],
+)
+def test_bad_flags_are_refused(
+    flags: list[str], changes: list[str], message: str, capsys: Any, tmp_path: Path
+) -> None:
+    if changes[0] == "--store":
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "notes.txt").touch()
+    assert main([*flags, "--once", *[change.format(tmp=tmp_path) for change in changes]]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_two_at_once_are_refused(flags: list[str], tmp_path: Path, capsys: Any) -> None:
+    versions = VersionFolder(tmp_path / "out")
+    assert main([*flags, "--once"]) == 2
+    assert "Another process publishes to" in capsys.readouterr().err
+    versions.close()
+    assert main([*flags, "--once"]) == 0
+
+
+def test_folders_may_be_named_from_here_or_home(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "here")
+    for name, folder in (("~/drafts", tmp_path / "home" / "drafts"), (".", tmp_path / "here")):
+        flags[flags.index("--output-dir") + 1] = name
+        assert main([*flags, "--once"]) == 0
+        assert facts(folder)["draft_version"] == 2
+        assert (folder / "alpha.png").is_file()
+        assert folder.with_name(f"{folder.name}-state").is_dir()
+
+
+# Told to stop by a real signal, sent as soon as everything that is there is learned.
+STOPPED = """
+import os, signal, sys
+from osd_hf import learn_command
+from osd_hf.cli import main
+
+class Learner(learn_command.StoreLearner):
+    def step(self, *args, **kwargs):
+        taken = super().step(*args, **kwargs)
+        if not taken:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return taken
+
+learn_command.StoreLearner = Learner
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+def test_sigterm_ends_it_with_everything_written(flags: list[str], tmp_path: Path) -> None:
+    assert learn_command.StoreLearner is StoreLearner
+    report = str(tmp_path / "report.json")
+    flags[flags.index("--poll-seconds") + 1] = "60"  # which the signal cuts short
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED, *flags, "--json", report, "--publish-seconds", "1000"],
+        capture_output=True, text=True, timeout=50, env={**os.environ, "MPLBACKEND": "agg"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "osd-hf: stopping" in done.stderr
+    assert json.loads((tmp_path / "report.json").read_text())["requests"] == 8
+    assert facts(tmp_path / "out")["draft_version"] == 2  # what waited for its time went out at the end
+    assert session_module.has_session(tmp_path / "out-state")
