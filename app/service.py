@@ -77,21 +77,21 @@ class Session:
 
     def __post_init__(self) -> None:
         lock = threading.Lock()
-        self._changed = threading.Condition(lock)
+        self.changed = threading.Condition(lock)
         self._ended = threading.Condition(lock)  # to wait for the end is not to wake in every round
 
     def touch(self) -> None:
         """Tell those who watch that something is new."""
-        with self._changed:
+        with self.changed:
             self.revision += 1
-            self._changed.notify_all()
+            self.changed.notify_all()
             if self.job is None:
                 self._ended.notify_all()
 
     def wait(self, revision: int, timeout: float) -> int:
         """Wait for something newer than a revision; gives the newest."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.revision != revision, timeout)
+        with self.changed:
+            self.changed.wait_for(lambda: self.revision != revision, timeout)
             return self.revision
 
     def wait_for_end(self, timeout: float) -> None:

@@ -264,7 +264,7 @@ class StoreLearner:
             if decision.get(side) is not None
         }
         training = {**self.facts.training, "Requests learned from": facts["requests"], **held_back}
-        name = self.repo_id or str(self.versions.path / folder.name.lstrip(".").split("-")[0])
+        name = self.repo_id or f"{self.versions.path.name}/{folder.name.lstrip('.').split('-')[0]}"
         card = replace(self.facts, training=training)
         try:
             save_draft(folder, draft, self.tokenizer, num_assistant_tokens=self.k, repo_id=name, facts=card)
