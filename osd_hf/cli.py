@@ -71,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         added = subparsers.add_parser(
             name, help=help, description=help[0].upper() + help[1:] + ".", epilog=EPILOG,
             formatter_class=_HelpWithDefaults,
+            allow_abbrev=False,  # a token is known by the whole name of its flag, and never written down
         )  # fmt: skip
         added.set_defaults(command=command)
         return added

@@ -27,6 +27,7 @@ from osd_hf.request_log import LogReader
 from osd_hf.shared_flags import (
     BUNDLED_REQUESTS,
     FAILED,
+    INTERRUPTED,
     add_prompts,
     bundled_mix,
     output_stream,
@@ -102,6 +103,9 @@ def collect_command(args: argparse.Namespace) -> int:
     _report(args, report, store.written_nbytes)
     if failed is not None:
         print(f"osd-hf: error: {failed}", file=sys.stderr)
+    if failed is None and report.unanswered:
+        print(f"osd-hf: interrupted: go on with --resume, {report.unanswered} prompts are left", file=sys.stderr)
+        return INTERRUPTED
     return FAILED if failed is not None or (report.skipped and not report.requests) else 0
 
 

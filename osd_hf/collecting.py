@@ -36,7 +36,9 @@ class CollectionReport:
         requests (`int`), tokens (`int`):
             Traces kept, and their emitted tokens.
         skipped (`Counter[str]`):
-            What was left out, by reason.
+            What was left out, by reason; reasons that differ in numbers alone are one, as it was said first.
+        unanswered (`int`):
+            Prompts that had no answer when the collection ended.
         seconds (`float`):
             From the first to the last.
     """
@@ -44,7 +46,9 @@ class CollectionReport:
     requests: int = 0
     tokens: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
+    unanswered: int = 0
     seconds: float = 0.0
+    _reasons: dict[str, str] = field(default_factory=dict, repr=False)
 
     def keep(self, store: CorrectionStore, trace: Trace) -> None:
         """Append a trace, and count it."""
@@ -53,8 +57,8 @@ class CollectionReport:
         self.tokens += len(trace)
 
     def skip(self, reason: str) -> None:
-        """Count what is left out; numbers are taken out of a reason, so that there are few of them."""
-        self.skipped[re.sub(r"\d+", "N", reason)] += 1
+        """Count what is left out."""
+        self.skipped[self._reasons.setdefault(re.sub(r"[0-9a-f]*\d[0-9a-f]*", "#", reason), reason)] += 1
 
 
 def collect(
@@ -98,7 +102,7 @@ def collect(
         StoreError: the store cannot be written.
     """
     report = report or CollectionReport()
-    work = _Collection(client, reader, store, report, on_request)
+    work, asked = _Collection(reader, store, report, on_request), 0
     started, waiting = time.perf_counter(), iter(prompts)
 
     def ask(ids: list[int]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -109,12 +113,14 @@ def collect(
             while not (stop is not None and stop.is_set()):
                 while len(work.answers) < concurrency and (following := next(waiting, None)) is not None:
                     work.answers[_begun(ask, following[1])] = following[0]
+                    asked += 1
                 if not work.answers:
                     break
                 work.keep_done(wait(work.answers, timeout=STOP_SECONDS, return_when=FIRST_COMPLETED).done)
         finally:  # of requests under way, those that are answered soon
             wait(work.answers, timeout=GRACE_SECONDS)
             work.keep_done([future for future in work.answers if future.done()], is_over=True)
+            report.unanswered += len(prompts) - asked + len(work.answers)
         if work.failure is not None and not report.requests:
             raise work.failure
     finally:
@@ -141,7 +147,6 @@ def _begun(call: Callable[[list[int]], Any], ids: list[int]) -> Future[Any]:
 class _Collection:
     """Requests under way, and what becomes of their answers."""
 
-    client: CompletionClient
     reader: ResponseReader
     store: CorrectionStore
     report: CollectionReport
@@ -166,6 +171,7 @@ class _Collection:
                 continue
             except ServerError as error:
                 fatal = error
+                self.report.unanswered += 1
                 continue
             self.failures = 0
             for trace in traces:

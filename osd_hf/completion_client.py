@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -54,9 +55,10 @@ class CompletionClient:
         patience_seconds: float = 30.0,
     ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
+        self._shown = re.sub(r"//[^/@\s]*@", "//***@", self.url)
         self.patience_seconds = patience_seconds
         self._closed = threading.Event()
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key.strip()}"}
         timeout = httpx2.Timeout(timeout_seconds, connect=CONNECT_SECONDS)
         try:
             self._http = httpx2.Client(headers=headers, timeout=timeout, limits=httpx2.Limits(max_connections=None))
@@ -73,7 +75,7 @@ class CompletionClient:
         names = [str(entry["id"]) for entry in body.get("data", []) if isinstance(entry, dict) and "id" in entry]
         if len(names) != 1:
             known = ", ".join(names) or "none"
-            raise ServerError(f"{self.url} serves {known}. Name the model to ask.")
+            raise ServerError(f"{self._shown} serves {known}. Name the model to ask.")
         return names[0]
 
     def complete(
@@ -96,8 +98,8 @@ class CompletionClient:
             `tuple[dict, dict]`: body of the request and of the response.
 
         Raises:
-            ServerError: it could not be reached for so long, or refused.
-        RequestRefusedError: it refused this request.
+            RequestRefusedError: it refused this request.
+            ServerError: it could not be reached for so long, or refuses all.
         """
         request = {
             "model": self.model, "prompt": list(prompt_ids), "max_tokens": max_new_tokens, "temperature": 0,
@@ -114,13 +116,15 @@ class CompletionClient:
             try:
                 response = self._http.request(method, self.url + path, json=body)
             except (httpx2.InvalidURL, httpx2.UnsupportedProtocol) as error:
-                raise ServerError(f"{self.url} is no address: {first_line(error)}.") from error
+                raise ServerError(f"{self._shown} is no address: {first_line(error)}.") from error
+            except httpx2.LocalProtocolError:  # whose text may hold the key
+                raise ServerError("The request cannot be sent: the key has characters that no header takes.") from None
             except httpx2.HTTPError as error:
-                failed = f"{self.url} cannot be reached: {first_line(error)}"
+                failed = f"{self._shown} cannot be reached: {first_line(error)}"
             else:
                 if response.status_code == 200:
                     return self._json(response)
-                failed = f"{self.url} answered {path} with status {response.status_code}: {_message(response)}"
+                failed = f"{self._shown} answered {path} with status {response.status_code}: {_message(response)}"
                 if response.status_code not in BUSY:
                     kind = RequestRefusedError if response.status_code in REFUSED else ServerError
                     raise kind(f"{failed}.{_hint(failed)}")
@@ -135,9 +139,11 @@ class CompletionClient:
         try:
             body = response.json()
         except ValueError as error:
-            raise ServerError(f"{self.url} answered with something else than JSON: {response.text[:80]!r}.") from error
+            raise ServerError(
+                f"{self._shown} answered with something else than JSON: {response.text[:80]!r}."
+            ) from error
         if not isinstance(body, dict):
-            raise ServerError(f"{self.url} answered with no JSON object: {response.text[:80]!r}.")
+            raise ServerError(f"{self._shown} answered with no JSON object: {response.text[:80]!r}.")
         return body
 
     def close(self) -> None:

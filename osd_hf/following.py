@@ -54,9 +54,12 @@ class StoreFollower:
         """
         The next requests, those of each writer in their order; none where nothing new has come. A shard that again
         and again cannot be read is left out, and the log says so: others come behind it.
+
+        Raises:
+            StoreError: a store cannot be listed, again and again.
         """
         if not self._unread:
-            self._unread, self.is_waiting = self._listed(), False
+            self._unread = self._listed()
         taken: list[Trace] = []
         while self._unread and len(taken) < limit:
             number, writer, path = self._unread[0]
@@ -75,7 +78,21 @@ class StoreFollower:
         return taken
 
     def _listed(self) -> list[tuple[int, str, str]]:
-        """Number, writer and path of each shard that is not read to its end, in the order of reading."""
+        """Number, writer and path of each shard that is not read to its end, in the order of reading; nothing where a
+        store is away for a moment."""
+        try:
+            found = self._found()
+        except StoreError as error:
+            self._failed[""] += 1
+            if self._failed[""] == ATTEMPTS:
+                raise
+            logger.warning("Tried again: %s.", error)
+            self.is_waiting = True
+            return []
+        self._failed[""], self.is_waiting = 0, False
+        return sorted(found)
+
+    def _found(self) -> list[tuple[int, str, str]]:
         found = []
         for store in self.paths:
             for path in list_shards(store):
@@ -83,7 +100,7 @@ class StoreFollower:
                 writer, number = file.parent.name, re.search(r"(\d+)\.parquet$", file.name)
                 if number is not None and int(number[1]) >= self._taken.get(writer, (0, 0))[0]:
                     found.append((int(number[1]), writer, path))
-        return sorted(found)
+        return found
 
     def _load(self, path: str) -> list[Trace] | None:
         """The requests of a shard; `None` where it should be tried again."""

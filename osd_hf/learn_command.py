@@ -16,7 +16,7 @@ import torch
 
 from osd_hf.bundled import load_bundled
 from osd_hf.display import AlphaBar, stats_interval
-from osd_hf.errors import ConfigError, StateError
+from osd_hf.errors import ConfigError, StateError, StoreError
 from osd_hf.following import StoreFollower
 from osd_hf.hub import check_push, facts_of
 from osd_hf.loading import load_config, load_model, load_tokenizer, placed
@@ -30,8 +30,6 @@ from osd_hf.versions import VersionFolder
 from osd_hf.vocab import of_one_size
 
 __all__ = ["add_learn", "learn_command"]
-
-MOST_FAILURES = 60  # to write, in a row
 
 
 def add_learn(parser: argparse.ArgumentParser) -> None:
@@ -101,7 +99,7 @@ def learn_command(args: argparse.Namespace) -> int:
         file=out,
     )
     for reason, count in learner.skipped.most_common():
-        print(f"left out {count} {reason.rstrip(',')}", file=out)
+        print(f"left out {count} {reason}", file=out)
     if not learner.is_pushed:
         print(f"osd-hf: error: the newest version is not pushed to {args.repo_id} yet", file=sys.stderr)
     write_json(args, report)
@@ -120,7 +118,7 @@ def _learning_pair(args: argparse.Namespace) -> tuple[Any, Any, Any]:
 
 def _learn(args: argparse.Namespace, learner: StoreLearner, folder: Path) -> bool:
     """Learn until told to stop; whether all could be written in the end."""
-    begun, shown, failures = learner.requests, 0, 0
+    begun, shown, failed = learner.requests, 0, False
     with stopping() as stop, AlphaBar(args.num_requests, "learning") as bar:
         while not stop.is_set():
             left = None if args.num_requests is None else args.num_requests - (learner.requests - begun)
@@ -128,28 +126,28 @@ def _learn(args: argparse.Namespace, learner: StoreLearner, folder: Path) -> boo
                 break
             try:
                 taken = learner.step(bar.advance, limit=left)
-                failures = 0
-            except StateError as error:  # of the disk: what was learned is tried to be written again
+            except StateError as error:  # of the disk: learning goes on, and writing is tried again
                 print(f"osd-hf: warning: {error}", file=sys.stderr)
-                failures += 1
-                if failures == MOST_FAILURES:
-                    break
-                taken = 0
+                continue
+            except StoreError as error:  # the stores are gone
+                print(f"osd-hf: error: {error}", file=sys.stderr)
+                failed = True
+                break
             if len(learner.published) > shown:
                 shown = len(learner.published)
                 _plot(learner, folder)
             if not taken:
-                if args.once and not failures and not learner.follower.is_waiting:
+                if args.once and not learner.follower.is_waiting:
                     break
                 stop.wait(args.poll_seconds)
     try:
         learner.close()
     except StateError as error:
         print(f"osd-hf: error: {error}", file=sys.stderr)
-        return False
+        failed = True
     finally:
         _plot(learner, folder)
-    return not failures
+    return not failed
 
 
 def _sides(learner: StoreLearner) -> dict[str, list[AcceptanceStats]]:

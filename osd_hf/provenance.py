@@ -17,6 +17,7 @@ from typing import Any
 __all__ = ["provenance"]
 
 SECRETS = ("--token", "--api-key")
+_CREDENTIALS = re.compile(r"//[^/@\s]*@")  # of a URL
 PACKAGES = ("torch", "transformers", "osd_hf")
 # Paths inside an argument, such as `a=/x/y,/z`; neither the path of a URL nor the slash of `owner/name`.
 _PATH = re.compile(r"(?<![\w.:/\\-])(?:file://|~\w*|\.\.)?/[^\s,;:='\"]+")
@@ -59,9 +60,9 @@ def _without_secrets(arguments: Sequence[str]) -> list[str]:
     hidden, follows = [], False
     for argument in arguments:
         option, equals, _ = argument.partition("=")
-        # A flag may be cut short, as `argparse` takes it.
-        is_secret = len(option) > 4 and any(secret.startswith(option) for secret in SECRETS)
-        hidden.append("***" if follows else f"{option}=***" if is_secret and equals else argument)
+        is_secret = option in SECRETS
+        shown = _CREDENTIALS.sub("//***@", argument)
+        hidden.append("***" if follows else f"{option}=***" if is_secret and equals else shown)
         follows = is_secret and not equals
     return hidden
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from osd_hf.errors import ConfigError, DataError
-from osd_hf.shards import lock_file, write_whole
+from osd_hf.shards import lock_file, store_errors, write_whole
 
 __all__ = ["LogReader"]
 
@@ -70,7 +70,10 @@ class LogReader:
         lock.touch()
         self._lock = lock_file(lock, wait=False)
         if self._lock is None and os.name == "posix":
-            raise ConfigError(f"Another collector reads {self.path} into this store. Stop it, or take another store.")
+            raise ConfigError(
+                f"Another collector reads {self.path} into this store, or its file system has no locks. Stop it, or "
+                "take another store."
+            )
         if not self.place.exists():
             return
         try:
@@ -98,7 +101,14 @@ class LogReader:
             self._was_seen_rotated = True
             return
         yield from self._whole_lines()
-        file = self.path.open("rb")
+        if self.has_rest:  # nobody writes its end any more
+            self._file.seek(self.offset)
+            self._end = self.offset
+            yield self._file.read()
+        try:
+            file = self.path.open("rb")
+        except OSError:  # gone again, or not to be read yet
+            return
         self._file.close()
         self._file, self.offset, self._head, self._was_seen_rotated = file, 0, b"", False
         yield from self._whole_lines()
@@ -140,12 +150,14 @@ class LogReader:
         return head
 
     def commit(self) -> None:
-        """Keep how far it has been read, the line that came last apart if it is not accepted."""
+        """Keep how far it has been read, without the line that came last if it is not accepted; raises StoreError
+        where it cannot be written."""
         if self.place is None:
             return
         head = self._read_head()
         kept = {"head_bytes": len(head), "head_sha256": hashlib.sha256(head).hexdigest(), "offset": self.offset}
-        write_whole(self.place, json.dumps(kept).encode())
+        with store_errors("write", self.place):
+            write_whole(self.place, json.dumps(kept).encode())
 
     def close(self) -> None:
         """Let the file go."""

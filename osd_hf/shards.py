@@ -29,7 +29,17 @@ from osd_hf.tables import DICTIONARY_COLUMNS, SCHEMA, SPLIT_COLUMNS, split_by_by
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["Folder", "Shard", "list_shards", "lock_file", "open_store", "read_from", "sync_folder", "write_whole"]
+__all__ = [
+    "Folder",
+    "Shard",
+    "list_shards",
+    "lock_file",
+    "open_store",
+    "read_from",
+    "store_errors",
+    "sync_folder",
+    "write_whole",
+]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

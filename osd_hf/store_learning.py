@@ -36,6 +36,7 @@ __all__ = ["StoreLearner"]
 logger = logging.getLogger(__name__)
 
 TAKEN_AT_ONCE = 16  # requests between two looks at the clock, and at who wants to stop
+RETRY_SECONDS = 30.0  # between two attempts to write what could not be written
 RECENT = 4096  # requests whose acceptance is kept
 
 
@@ -126,6 +127,7 @@ class StoreLearner:
         self._unpublished: GateDecision | None = None
         self._unpushed: Path | None = None
         self._unsaved_updates = 0
+        self._retry_at = -float("inf")
         self._since_update: list[AcceptanceStats] = []
         if state is not None and has_session(state):
             self._resume(state)
@@ -149,16 +151,17 @@ class StoreLearner:
         Take in some of the requests that have come, if any have.
 
         Args:
-            limit (`int`, *optional*):
-                Most requests taken.
             on_request (`Callable[[AcceptanceStats, AcceptanceStats, int], object]`, *optional*):
                 Called for each with what the draft that serves and the frozen one made of it, and the version.
+            limit (`int`, *optional*):
+                Most requests taken.
 
         Returns:
             `int`: requests taken; 0 where nothing new has come.
 
         Raises:
-            StateError: a version or the session cannot be written. Learning may go on by another call.
+            StateError: a version or the session cannot be written. Learning goes on by further calls, and writing is
+                tried again after half a minute.
         """
         taken = self.follower.take(min(limit or TAKEN_AT_ONCE, TAKEN_AT_ONCE))
         traces = [trace for trace in taken if self._fits(trace)]
@@ -178,9 +181,14 @@ class StoreLearner:
             if on_request is not None:
                 on_request(stats, frozen[number], trace.draft_version)
             number += 1
-        self._publish_when_due()
-        if self._unsaved_updates >= self.config.autosave_interval:
-            self.save()
+        if self._clock() >= self._retry_at:
+            try:
+                self._publish_when_due()
+                if self._unsaved_updates >= self.config.autosave_interval:
+                    self.save()
+            except StateError:
+                self._retry_at = self._clock() + RETRY_SECONDS
+                raise
         return len(taken)
 
     def _fits(self, trace: Trace) -> bool:
@@ -194,7 +202,7 @@ class StoreLearner:
         elif trace.vocab_size != self._vocab_size:
             reason = f"of a vocabulary of {trace.vocab_size}, not {self._vocab_size}"
         elif trace.top_ids.shape[1] != width:
-            reason = f"with {trace.top_ids.shape[1] or 'all'} entries per position, not {width or 'all'},"
+            reason = f"with {trace.top_ids.shape[1] or 'all'} entries per position, not {width or 'all'}"
         elif trace.is_encoder_decoder:
             reason = "of an encoder-decoder"
         elif self._positions is not None and len(trace.prompt_ids) + len(trace) > self._positions:
@@ -204,7 +212,7 @@ class StoreLearner:
         if reason is not None:
             if not self.skipped[reason]:
                 hint = " Set `num_logprobs` to what they were collected with." if "entries" in reason else ""
-                logger.warning("Requests %s are left out.%s", reason, hint)
+                logger.warning("Left out: requests %s.%s", reason, hint)
             self.skipped[reason] += 1
         return reason is None
 
@@ -273,9 +281,9 @@ class StoreLearner:
             raise StateError(str(error)) from error
 
     def _push(self) -> None:
-        """Push what was published last; where that fails, the next publication tries again."""
+        """Push what was published last; where that fails, it is tried again after the time between two versions."""
         assert self.repo_id is not None and self._unpushed is not None
-        message = f"Version {self.versions.number}, learned from {self.requests} requests"
+        message = f"Version {int(self._unpushed.name.removeprefix('v'))} of the draft"
         try:
             push_folder(self._unpushed, self.repo_id, token=self._token, commit_message=message)
         except OSDError as error:
@@ -312,11 +320,12 @@ class StoreLearner:
         """Publish and push what waits, save, end tracking, and let others publish; raises StateError where something
         cannot be written."""
         try:
-            if self._unpublished is not None:
-                self.publish()
-            else:
-                if self._unpushed is not None:
+            try:
+                if self._unpublished is not None:
+                    self.publish()
+                elif self._unpushed is not None:
                     self._push()
+            finally:
                 self.save()
         finally:
             self.learner.accelerator.end_training()

@@ -61,7 +61,8 @@ class VersionFolder:
             )
         for unfinished in self.path.glob(".*.tmp"):  # of a publisher that was killed
             _remove(unfinished)
-        if self.number and self.latest != self._folder(self.number):  # it was killed before the pointer followed
+        # A publisher that was killed before the pointer followed; one that somebody set back stays.
+        if self.number and self._pointed in (0, self.number - 1):
             with contextlib.suppress(OSError):
                 self._point(self.number)
 
@@ -92,7 +93,7 @@ class VersionFolder:
             try:
                 self._point(number)
             except BaseException:
-                if self.latest != self._folder(number):  # nobody is ever told of it
+                if self._pointed != number:  # nobody is ever told of it
                     _remove(self._folder(number))
                 raise
         except Exception as error:  # safetensors and tokenizers report a full disk as errors of many kinds
@@ -124,6 +125,15 @@ class VersionFolder:
     def latest(self) -> Path | None:
         """Folder of the version that the pointer names; `None` where there is none."""
         return latest_version(self.path)
+
+    @property
+    def _pointed(self) -> int:
+        """Number of the version that the pointer names; 0 where it names none."""
+        with contextlib.suppress(OSError):
+            name = re.fullmatch(r"v(\d{6,})", os.readlink(self.path / LATEST))
+            if name is not None and int(name[1]) in self._numbers():
+                return int(name[1])
+        return 0
 
     def _numbers(self) -> list[int]:
         names = (re.fullmatch(r"v(\d{6,})", entry.name) for entry in self.path.iterdir())

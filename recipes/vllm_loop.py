@@ -46,6 +46,7 @@ K = 5
 NUM_LOGPROBS = 64
 COUNTER = "vllm:spec_decode_num_"
 READY_SECONDS = 300
+LEARN_SECONDS = 3600
 WARM_UP = 8  # prompts
 
 
@@ -270,7 +271,9 @@ def main() -> None:
         try:
             reports["collect"] = collected(args, engine, folder / "first.jsonl", folder / "store")
             seconds["collect"] = time.perf_counter() - began
-            if learning.wait() != 0:
+            if reports["collect"]["requests"] != args.requests:
+                sys.exit(f"Of {args.requests} prompts {reports['collect']['requests']} were kept.")
+            if learning.wait(LEARN_SECONDS) != 0:
                 sys.exit("Learning failed.")
         finally:
             learning.terminate()

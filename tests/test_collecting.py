@@ -293,8 +293,8 @@ def test_answers_of_no_use_end_the_collection(
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("with_logprobs", False, "there are no log-probs; ask for `logprobs=N`"),
-        ("most_logprobs", 2, "answered /completions with status N: Requested sample logprobs of N"),
+        ("with_logprobs", False, "there are no log-probs; ask for `logprobs="),
+        ("most_logprobs", 2, "answered /completions with status 400: Requested sample logprobs of "),
     ],
 )
 def test_one_bad_answer_is_left_out_and_counted(
@@ -938,3 +938,43 @@ def test_a_place_below_zero_is_the_start(kept: str, log: Path, tmp_path: Path) -
     append(log, "one\ntwo\n")
     (tmp_path / "place").write_text(kept)
     assert read(opened(log, tmp_path / "place")) == ["one", "two"]
+
+
+def test_an_interrupted_collection_says_what_is_left(
+    run: Any, engine: FakeEngine, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    real, stop = collect, threading.Event()
+
+    def stopped_behind_the_first(*args: Any, **kwargs: Any) -> CollectionReport:
+        return real(*args, **{**kwargs, "stop": stop, "on_request": lambda _: stop.set(), "concurrency": 1})
+
+    monkeypatch.setattr("osd_hf.collect_command.collect", stopped_behind_the_first)
+    flags = ["--url", engine.address, "--prompts", rows, "--column", "question"]
+    assert run(*flags) == 130
+    kept = len(CorrectionStore(tmp_path / "store"))
+    assert 1 <= kept < len(QUESTIONS)
+    assert f"--resume, {len(QUESTIONS) - kept} prompts are left" in capsys.readouterr().err
+    monkeypatch.setattr("osd_hf.collect_command.collect", real)
+    assert run(*flags, "--resume") == 0
+    assert len(CorrectionStore(tmp_path / "store")) == len(QUESTIONS)
+
+
+def test_a_key_is_sent_without_its_line_end_and_never_shown(engine: FakeEngine, target: Any) -> None:
+    with CompletionClient(engine.address, api_key="sk-secret\n", patience_seconds=0) as client:
+        client.complete([1, 2], max_new_tokens=2, num_logprobs=KEPT)
+    with pytest.raises(ServerError) as failed:
+        CompletionClient(engine.address, api_key="sk-\nsecret", patience_seconds=0)
+    assert "secret" not in str(failed.value)
+    with pytest.raises(ServerError) as failed:
+        CompletionClient(f"http://me:secret@127.0.0.1:{free_port()}", patience_seconds=0)
+    assert "secret" not in str(failed.value)
+
+
+def test_the_torn_end_of_a_rotated_log_is_counted(log: Path, tmp_path: Path) -> None:
+    append(log, "one\ntw")
+    reader = opened(log, tmp_path / "place")
+    assert read(reader) == ["one"]
+    log.rename(tmp_path / "old")
+    append(log, "three\n")
+    assert read(reader) == []  # it may still be written to
+    assert read(reader) == ["tw", "three"]

@@ -475,7 +475,7 @@ REFUSALS: list[tuple[Callable[[Any, Any], None], str]] = [
     (of_choice(token_ids="text"), "the completion is no list of token ids"),
     (of_choice(token_ids=[1.5]), "the completion is no list of token ids"),
     (of_choice(token_ids=[True]), "the completion is no list of token ids"),
-    (cut_short, "another number of tokens than of rows of log-probs"),
+    (cut_short, "the token ids are others than those of the log-probs"),
     (of_choice(logprobs=None), "there are no log-probs; ask for `logprobs=8`"),
     (of_logprobs(top_logprobs=None), "there are no log-probs of the most probable tokens"),
     (of_logprobs(tokens=None), "there are no log-probs of the most probable tokens"),

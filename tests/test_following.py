@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from osd_hf import ConfigError, CorrectionStore, StateError, StoreError, Trace
+from osd_hf import following as module_of_following
 from osd_hf import versions as module
 from osd_hf.following import StoreFollower
 from osd_hf.versions import FACTS, LATEST, VersionFolder
@@ -481,7 +482,7 @@ def test_versions_without_a_pointer_do_not_pile_up(versions: VersionFolder, monk
 
 # Forks publishers, one after the other, each killed at some moment; says what the pointer names behind each.
 KILLER = """
-import json, os, random, select, signal, sys
+import json, os, random, signal, sys
 from pathlib import Path
 from osd_hf.versions import VersionFolder
 
@@ -492,6 +493,7 @@ def write(folder):
     for i in range(6):
         folder.mkdir(exist_ok=True)
         (folder / f"file-{i}").write_text(text * 5000)
+        os.write(end, b".")
 
 for _ in range(15):
     begin, end = os.pipe()
@@ -500,14 +502,13 @@ for _ in range(15):
         try:
             os.close(begin)
             versions = VersionFolder(path, keep=2)
-            os.write(end, b"ready")
             while True:
                 versions.publish(write, {})
         finally:
             os._exit(1)
     os.close(end)
-    os.read(begin, 9)
-    select.select([], [], [], moments.uniform(0, 0.03))
+    for _ in range(moments.randrange(1, 24)):  # files: killed behind any of them
+        assert os.read(begin, 1)
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     os.close(begin)
@@ -538,3 +539,57 @@ def test_kill_9_leaves_whole_versions(tmp_path: Path) -> None:
     assert any(found["left"] for found in seen)  # it was killed in the middle of writing
     assert end["left"] == 0
     assert end["number"] >= reached[-1]
+
+
+def test_a_store_that_is_away_for_a_moment_is_waited_for(writers: Writers, tmp_path: Path) -> None:
+    writers.write(next(iter(writers.stores)), 2)
+    follower = follow(writers)
+    stores = {path: path.with_name(f"{path.name}-away") for path in follower.paths}
+    for path, away in stores.items():
+        path.rename(away)
+    for _ in range(module_of_following.ATTEMPTS - 1):
+        assert follower.take(9) == []
+        assert follower.is_waiting
+    for path, away in stores.items():
+        away.rename(path)
+    assert len(follower.take(9)) == 2
+    assert not follower.is_waiting
+    for path, away in stores.items():
+        path.rename(away)
+    with pytest.raises(StoreError):
+        for _ in range(module_of_following.ATTEMPTS):
+            follower.take(9)
+
+
+def test_a_pointer_that_was_set_back_by_hand_stays_until_the_next_version(versions: VersionFolder) -> None:
+    for text in ("one", "two", "three"):
+        versions.publish(writing(text), {"text": text})
+    (versions.path / "latest").unlink()
+    os.symlink("v000001", versions.path / "latest")
+    versions.close()
+    again = VersionFolder(versions.path)
+    assert latest(again.path) == "one"
+    again.publish(writing("four"), {"text": "four"})
+    assert latest(again.path) == "four"
+    again.close()
+    (again.path / "latest").unlink()
+    VersionFolder(again.path).close()
+    assert latest(again.path) == "four"
+
+
+def test_a_version_that_is_pointed_at_stays_where_syncing_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real", target_is_directory=True)
+    versions = VersionFolder(tmp_path / "link" / "versions")
+
+    def full(path: Path) -> None:
+        if path == versions.path:
+            raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(module, "sync_folder", full)
+    with pytest.raises(StateError):
+        versions.publish(writing("one"), {"text": "one"})
+    assert latest(versions.path) == "one"
+    versions.close()

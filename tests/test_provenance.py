@@ -86,3 +86,20 @@ def test_a_package_that_is_not_installed_has_no_version(monkeypatch: pytest.Monk
     result = provenance()
     assert result["no-such-package-here"] is None
     assert result["torch"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kept"),
+    [
+        (["--token", "hf_secret", "--keep", "3"], "--token '***' --keep 3"),
+        (["--token=hf_secret"], "'--token=***'"),
+        (["--api-key", "sk-secret"], "--api-key '***'"),
+        (["--to", "vllm"], "--to vllm"),
+        (["--url", "http://me:secret@host:8000/v1"], "--url 'http://***@host:8000/v1'"),
+    ],
+)
+def test_secrets_of_the_command_are_not_written_down(
+    arguments: list[str], kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["osd-hf", *arguments])
+    assert provenance()["command"] == f"osd-hf {kept}"

@@ -322,7 +322,7 @@ def test_a_version_that_cannot_be_written_is_published_later(
         AutoModelForCausalLM.from_pretrained(learner.versions.path / "latest")
         if place != "fsync":  # under which the session cannot be saved either
             assert learner.step(limit=3) == 3  # before it is tried again
-    clock.now = 10.0
+    clock.now = 5.0 + module.RETRY_SECONDS
     learn(learner, limit=99)
     assert facts(learner.versions)["draft_version"] > 1
     learner.close()
