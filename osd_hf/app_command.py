@@ -8,7 +8,7 @@ import importlib.util
 from pathlib import Path
 
 from osd_hf.errors import ConfigError
-from osd_hf.shared_flags import add_placement
+from osd_hf.shared_flags import add_placement, check_counts
 
 __all__ = ["add_app", "app_command"]
 
@@ -39,6 +39,5 @@ def app_command(args: argparse.Namespace) -> int:
     """Serve the demo; raises ConfigError where it is not installed."""
     if importlib.util.find_spec("gradio") is None or importlib.util.find_spec("osd_hf_app") is None:
         raise ConfigError('The app is an extra. Install it: pip install "osd-hf[app]"')
-    if args.threads is not None and args.threads < 1:
-        raise ConfigError(f"--threads must be at least 1, got {args.threads}.")
+    check_counts(args, "threads")
     return int(importlib.import_module("osd_hf_app.launch").launch(args))

@@ -25,7 +25,7 @@ from osd_hf.plots import plot_speedups
 from osd_hf.prompts import PromptSource, encode_prompts, encode_turn, read_prompts
 from osd_hf.provenance import provenance
 from osd_hf.quickstart import QuickstartSizes, learned_and_later, serve_stream
-from osd_hf.shared_flags import FAILED, output_stream, write_json
+from osd_hf.shared_flags import FAILED, check_counts, output_stream, write_json
 from osd_hf.store import CorrectionStore
 from osd_hf.timing import faster_threads
 from osd_hf.vocab import of_one_size
@@ -75,9 +75,7 @@ def bench_command(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name in ("requests", "max_new_tokens", "watched_requests", "threads"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}.")
+    check_counts(args, "requests", "max_new_tokens", "watched_requests", "threads")
     for name in ("learn_requests", "seed"):
         if getattr(args, name) < 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(args, name)}.")

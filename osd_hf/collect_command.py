@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import os
 import sys
 from dataclasses import replace
@@ -22,7 +21,6 @@ from osd_hf.errors import ConfigError, DataError, ServerError, StoreError
 from osd_hf.loading import eos_ids, load_config, load_eos_ids, load_tokenizer, prompt_room
 from osd_hf.prompts import EncodedPrompts, encode_prompts, read_prompts
 from osd_hf.provenance import provenance
-from osd_hf.records import Trace
 from osd_hf.request_log import LogReader
 from osd_hf.shared_flags import (
     BUNDLED_REQUESTS,
@@ -30,6 +28,8 @@ from osd_hf.shared_flags import (
     INTERRUPTED,
     add_prompts,
     bundled_mix,
+    check_counts,
+    check_not_negative,
     output_stream,
     prompt_source,
     stopping,
@@ -141,12 +141,10 @@ def _check_collect(args: argparse.Namespace) -> None:
         raise ConfigError("A log has one label: give --domain once.")
     if args.follow and args.log is None:
         raise ConfigError("--follow is for --log.")
-    for name in ("num_logprobs", "concurrency", "max_new_tokens", "flush_every", "num_requests", "max_bytes"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}.")
-    for name in ("patience_seconds", "poll_seconds", "temperature"):
-        if not 0 <= getattr(args, name) < math.inf:
-            raise ConfigError(f"--{name.replace('_', '-')} must not be negative, got {getattr(args, name)}.")
+    check_counts(
+        args, "num_logprobs", "concurrency", "max_new_tokens", "flush_every", "num_requests", "max_bytes"
+    )  # fmt: skip
+    check_not_negative(args, "patience_seconds", "poll_seconds", "temperature")
     if args.temperature == 0 and (args.top_p is not None or args.top_k is not None):
         raise ConfigError("--top-p and --top-k need a --temperature.")
     if args.url is not None and (args.target is None) != (args.prompts is None):
@@ -203,12 +201,8 @@ def _from_log(
 ) -> None:
     domain = args.domain[0] if args.domain else None
     with contextlib.closing(log), stopping() as stop, tqdm(desc="collecting", unit="request") as bar:
-
-        def shown(_: Trace) -> None:
-            bar.update()
-
         while True:
-            collect_log(log, reader, store, domain=domain, report=report, on_request=shown, stop=stop)
+            collect_log(log, reader, store, domain=domain, report=report, on_request=lambda _: bar.update(), stop=stop)
             if not args.follow or stop.wait(args.poll_seconds):
                 break
         if log.has_rest:

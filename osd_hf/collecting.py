@@ -50,11 +50,16 @@ class CollectionReport:
     seconds: float = 0.0
     _reasons: dict[str, str] = field(default_factory=dict, repr=False)
 
-    def keep(self, store: CorrectionStore, trace: Trace) -> None:
-        """Append a trace, and count it."""
-        store.append(trace)
-        self.requests += 1
-        self.tokens += len(trace)
+    def keep(
+        self, store: CorrectionStore, traces: Sequence[Trace], on_request: Callable[[Trace], object] | None
+    ) -> None:
+        """Append traces, count them, and tell of each."""
+        for trace in traces:
+            store.append(trace)
+            self.requests += 1
+            self.tokens += len(trace)
+            if on_request is not None:
+                on_request(trace)
 
     def skip(self, reason: str) -> None:
         """Count what is left out."""
@@ -174,10 +179,7 @@ class _Collection:
                 self.report.unanswered += 1
                 continue
             self.failures = 0
-            for trace in traces:
-                self.report.keep(self.store, trace)
-                if self.on_request is not None:
-                    self.on_request(trace)
+            self.report.keep(self.store, traces, self.on_request)
         if fatal is not None and not is_over:
             raise fatal
 
@@ -212,11 +214,8 @@ def collect_log(
     try:
         for line in log.lines():
             traces = _traces_of(line, reader, domain, report) if line.strip() else []
-            for trace in traces:
-                report.keep(store, trace)
-                kept += 1
-                if on_request is not None:
-                    on_request(trace)
+            report.keep(store, traces, on_request)
+            kept += len(traces)
             log.accept()
             if kept >= store.flush_every:
                 store.flush()

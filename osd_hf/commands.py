@@ -32,6 +32,7 @@ from osd_hf.shared_flags import (
     BUNDLED_REQUESTS,
     FAILED,
     bundled_mix,
+    check_counts,
     config_from,
     output_stream,
     prompt_source,
@@ -75,9 +76,7 @@ def run_command(args: argparse.Namespace) -> int:
     config, generate_kwargs = config_from(args), _generate_kwargs(args)
     if config.update_strategy == "manual" and not args.no_learn:
         raise ConfigError("--update-strategy manual would never learn in a run; say so with --no-learn.")
-    for name in ("save_every", "max_new_tokens", "num_requests"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}.")
+    check_counts(args, "save_every", "max_new_tokens", "num_requests")
     prompts = _prompts(args, config.seed)
     check_folder(args.output_dir, resume=args.resume)
     if args.bundled:
@@ -259,8 +258,7 @@ def replay_command(args: argparse.Namespace) -> int:
 def _recorded(args: argparse.Namespace) -> list[Trace]:
     if not Path(args.store).is_dir():
         raise StoreError(f"There is no store at {args.store}. `osd-hf run --store DIR` writes one.")
-    if args.limit is not None and args.limit < 1:
-        raise ConfigError(f"--limit must be at least 1, got {args.limit}.")
+    check_counts(args, "limit")
     newest: deque[Trace] = deque(maxlen=args.limit)  # so that the others do not stay in memory
     domains = set()
     for trace in CorrectionStore(args.store):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ import httpx2
 
 from osd_hf.errors import ServerError
 from osd_hf.loading import first_line
+from osd_hf.provenance import without_credentials
 
 __all__ = ["CompletionClient", "RequestRefusedError"]
 
@@ -55,7 +55,7 @@ class CompletionClient:
         patience_seconds: float = 30.0,
     ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
-        self._shown = re.sub(r"//[^/@\s]*@", "//***@", self.url)
+        self._shown = without_credentials(self.url)
         self.patience_seconds = patience_seconds
         self._closed = threading.Event()
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key.strip()}"}

@@ -12,8 +12,8 @@ import pyarrow as pa
 
 from osd_hf.errors import StoreError
 from osd_hf.records import Trace
-from osd_hf.shards import list_shards, open_store, read_from
-from osd_hf.tables import SCHEMA, table_to_traces
+from osd_hf.shards import list_shards, open_store, read_table
+from osd_hf.tables import table_to_traces
 
 __all__ = ["StoreFollower"]
 
@@ -107,7 +107,7 @@ class StoreFollower:
         if self._open[0] == path:
             return self._open[1]
         try:
-            table = read_from(path, lambda file: file.read(SCHEMA.names, use_threads=False).cast(SCHEMA))
+            table = read_table(path)
             self._open = (path, [] if table is None else table_to_traces(table))
         except (StoreError, ValueError, TypeError, pa.ArrowException) as error:
             self._failed[path] += 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +22,16 @@ from osd_hf.loading import load_config, load_model, load_tokenizer, placed
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.plots import plot_alpha, rolling_window
 from osd_hf.provenance import provenance
-from osd_hf.shared_flags import FAILED, add_placement, config_from, output_stream, stopping, write_json
+from osd_hf.shared_flags import (
+    FAILED,
+    add_placement,
+    check_counts,
+    check_not_negative,
+    config_from,
+    output_stream,
+    stopping,
+    write_json,
+)
 from osd_hf.store_learning import StoreLearner
 from osd_hf.tracking import make_accelerator
 from osd_hf.versions import VersionFolder
@@ -65,12 +73,8 @@ def learn_command(args: argparse.Namespace) -> int:
     config = config_from(args)
     if bool(args.draft) != bool(args.target):
         raise ConfigError("--draft and --target go together: name both, or neither for the bundled pair.")
-    for name in ("num_requests", "threads"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ConfigError(f"--{name} must be at least 1, got {getattr(args, name)}.".replace("_", "-"))
-    for name in ("poll_seconds", "publish_seconds"):
-        if not 0 <= getattr(args, name) < math.inf:
-            raise ConfigError(f"--{name.replace('_', '-')} must not be negative, got {getattr(args, name)}.")
+    check_counts(args, "num_requests", "threads")
+    check_not_negative(args, "poll_seconds", "publish_seconds")
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     token = None if args.repo_id is None else check_push(args.repo_id, args.token)

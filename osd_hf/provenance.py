@@ -14,10 +14,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["provenance"]
+__all__ = ["provenance", "without_credentials"]
 
 SECRETS = ("--token", "--api-key")
-_CREDENTIALS = re.compile(r"//[^/@\s]*@")  # of a URL
 PACKAGES = ("torch", "transformers", "osd_hf")
 # Paths inside an argument, such as `a=/x/y,/z`; neither the path of a URL nor the slash of `owner/name`.
 _PATH = re.compile(r"(?<![\w.:/\\-])(?:file://|~\w*|\.\.)?/[^\s,;:='\"]+")
@@ -55,14 +54,19 @@ def _command(argv: Sequence[str], folder: Path) -> str:
     return shlex.join([Path(program).name, *(_without_folders(a, folder) for a in _without_secrets(arguments))])
 
 
+def without_credentials(text: str) -> str:
+    """A text whose addresses do not say who asks."""
+    return re.sub(r"//[^/@\s]*@", "//***@", text)
+
+
 def _without_secrets(arguments: Sequence[str]) -> list[str]:
     """What is written down goes to others: a token or a key stays here."""
     hidden, follows = [], False
     for argument in arguments:
         option, equals, _ = argument.partition("=")
         is_secret = option in SECRETS
-        shown = _CREDENTIALS.sub("//***@", argument)
-        hidden.append("***" if follows else f"{option}=***" if is_secret and equals else shown)
+        shown = f"{option}=***" if is_secret and equals else without_credentials(argument)
+        hidden.append("***" if follows else shown)
         follows = is_secret and not equals
     return hidden
 

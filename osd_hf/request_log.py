@@ -9,8 +9,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from osd_hf.errors import ConfigError, DataError
-from osd_hf.shards import lock_file, store_errors, write_whole
+from osd_hf.errors import DataError
+from osd_hf.shards import hold_lock, store_errors, write_whole
 
 __all__ = ["LogReader"]
 
@@ -66,14 +66,11 @@ class LogReader:
     def _resume(self) -> None:
         if self.place is None:
             return
-        lock = self.place.with_suffix(".lock")
-        lock.touch()
-        self._lock = lock_file(lock, wait=False)
-        if self._lock is None and os.name == "posix":
-            raise ConfigError(
-                f"Another collector reads {self.path} into this store, or its file system has no locks. Stop it, or "
-                "take another store."
-            )
+        self._lock = hold_lock(
+            self.place.with_suffix(".lock"),
+            f"Another collector reads {self.path} into this store, or its file system has no locks. Stop it, or take "
+            "another store.",
+        )
         if not self.place.exists():
             return
         try:

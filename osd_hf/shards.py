@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from osd_hf.errors import StoreError
+from osd_hf.errors import ConfigError, StoreError
 from osd_hf.records import Trace
 from osd_hf.tables import DICTIONARY_COLUMNS, SCHEMA, SPLIT_COLUMNS, split_by_bytes, table_to_traces, traces_to_table
 
@@ -35,7 +35,9 @@ __all__ = [
     "list_shards",
     "lock_file",
     "open_store",
+    "hold_lock",
     "read_from",
+    "read_table",
     "store_errors",
     "sync_folder",
     "write_whole",
@@ -101,6 +103,21 @@ def lock_file(path: Path, *, wait: bool) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
+
+
+def hold_lock(path: Path, refusal: str) -> int | None:
+    """
+    As of [`lock_file`], of a file that is made where it is missing and that one process may hold.
+
+    Raises:
+        ConfigError: another process holds it, or the file system has no locks; says the `refusal`.
+        OSError: the file cannot be made.
+    """
+    path.touch()
+    lock = lock_file(path, wait=False)
+    if lock is None and os.name == "posix":
+        raise ConfigError(refusal)
+    return lock
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -187,6 +204,11 @@ def _check_marker(path: Path) -> None:
         )
 
 
+def read_table(path: str) -> Any:
+    """All of a shard, or `None` where it was deleted since the store was listed."""
+    return read_from(path, lambda file: file.read(SCHEMA.names, use_threads=False).cast(SCHEMA))
+
+
 class Folder:
     """Shards of all writers of one store. Not thread-safe but for `read`."""
 
@@ -251,9 +273,6 @@ class Folder:
                     _, dropped = self.cache.popitem(last=False)
                     self.cache_nbytes -= sum(t.nbytes for t in dropped)
         return traces[row - int(shard.group_starts[group])]
-
-    def read_table(self, shard: Shard) -> Any:
-        return read_from(shard.path, lambda f: f.read(SCHEMA.names, use_threads=False).cast(SCHEMA))
 
     def start_writing(self) -> None:
         """Make this process its own folder, and tidy up behind writers that died."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import random
 import signal
 import sys
@@ -26,7 +27,9 @@ __all__ = [
     "add_placement",
     "add_prompts",
     "bundled_mix",
+    "check_counts",
     "check_json",
+    "check_not_negative",
     "config_from",
     "output_stream",
     "prompt_source",
@@ -87,6 +90,20 @@ def bundled_mix(domains: Sequence[str] | None, count: int, seed: int) -> list[Pr
     mixed = [(d, e.prompt) for d in domains for e in bundled.bundled_prompts(d, share, seed=seed)]
     random.Random(seed).shuffle(mixed)
     return [Prompt(i, text, domain) for i, (domain, text) in enumerate(mixed[:count])]
+
+
+def check_counts(args: argparse.Namespace, *names: str) -> None:
+    """Raises ConfigError for a flag that is given and below 1."""
+    for name in names:
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}.")
+
+
+def check_not_negative(args: argparse.Namespace, *names: str) -> None:
+    """Raises ConfigError for a flag that is negative, or no finite number."""
+    for name in names:
+        if not 0 <= getattr(args, name) < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')} must not be negative, got {getattr(args, name)}.")
 
 
 def warn_skipped(encoded: EncodedPrompts, max_new_tokens: int) -> None:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from osd_hf.errors import ConfigError, DataError, StoreError
 from osd_hf.records import Trace
-from osd_hf.shards import Folder
+from osd_hf.shards import Folder, read_table
 from osd_hf.tables import SCHEMA, table_to_traces, traces_to_table
 
 if TYPE_CHECKING:
@@ -291,7 +291,7 @@ class CorrectionStore:
         for part, first, count in self._runs(snapshot):
             if part not in tables:
                 assert snapshot.folder is not None
-                tables[part] = snapshot.folder.read_table(snapshot.shards[part])
+                tables[part] = read_table(snapshot.shards[part].path)
             if tables[part] is not None:
                 slices.append(tables[part].slice(first, count))
         return datasets.Dataset(pa.concat_tables(slices))

@@ -183,8 +183,7 @@ class StoreLearner:
             number += 1
         if self._clock() >= self._retry_at:
             try:
-                self._publish_when_due()
-                if self._unsaved_updates >= self.config.autosave_interval:
+                if self._publish_when_due() or self._unsaved_updates >= self.config.autosave_interval:
                     self.save()
             except StateError:
                 self._retry_at = self._clock() + RETRY_SECONDS
@@ -221,24 +220,30 @@ class StoreLearner:
         recent = sum(self._since_update, AcceptanceStats())
         self._since_update.clear()
         log_update(self.learner.accelerator, report, self.requests, recent)
-        for decision in list(self.learner.decisions):
+        for decision in self.learner.decisions:
             if decision.outcome in ("promoted", "rolled back"):
                 self._unpublished = decision
         self.learner.decisions.clear()
 
     # --- publishing -------------------------------------------------------------------------------------------------
 
-    def _publish_when_due(self) -> None:
-        if self._clock() - self._published_at < self._publish_seconds:
-            return
+    def _publish_when_due(self) -> bool:
+        """Whether a version went out, or what waited was tried to be pushed."""
+        is_due = self._clock() - self._published_at >= self._publish_seconds
+        return is_due and self._publish_what_waits()
+
+    def _publish_what_waits(self) -> bool:
         if self._unpublished is not None:
             self.publish()
         elif self._unpushed is not None:
             self._push()
+        else:
+            return False
+        return True
 
     def publish(self) -> Path:
         """
-        Publish the version that serves now; gives its folder.
+        Publish the version that serves now; gives its folder. The session is saved apart.
 
         Raises:
             StateError: it cannot be written, or does not say what the draft says; the version before stays.
@@ -261,7 +266,6 @@ class StoreLearner:
         if self.repo_id is not None:
             self._unpushed = folder
             self._push()
-        self.save()
         return folder
 
     def _write(self, folder: Path, draft: Any, facts: dict[str, Any]) -> None:
@@ -321,10 +325,7 @@ class StoreLearner:
         cannot be written."""
         try:
             try:
-                if self._unpublished is not None:
-                    self.publish()
-                elif self._unpushed is not None:
-                    self._push()
+                self._publish_what_waits()
             finally:
                 self.save()
         finally:

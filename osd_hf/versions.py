@@ -13,7 +13,7 @@ from typing import Any
 
 from osd_hf.errors import ConfigError, StateError
 from osd_hf.outputs import json_text, make_folder
-from osd_hf.shards import lock_file, sync_folder
+from osd_hf.shards import hold_lock, sync_folder
 
 __all__ = ["FACTS", "LATEST", "VersionFolder", "latest_version"]
 
@@ -50,15 +50,13 @@ class VersionFolder:
         self.path, self.keep = path.expanduser().absolute(), keep
         make_folder(self.path)
         try:
-            (self.path / LOCK).touch()
-            self._lock = lock_file(self.path / LOCK, wait=False)
+            self._lock = hold_lock(
+                self.path / LOCK,
+                f"Another process publishes to {path}, or its file system has no locks. Choose another folder, or "
+                "stop that process.",
+            )
         except OSError as error:
             raise ConfigError(f"The folder {path} cannot be written to: {error.strerror}.") from error
-        if self._lock is None and os.name == "posix":
-            raise ConfigError(
-                f"Another process publishes to {path}, or its file system has no locks. Choose another folder, or "
-                "stop that process."
-            )
         for unfinished in self.path.glob(".*.tmp"):  # of a publisher that was killed
             _remove(unfinished)
         # A publisher that was killed before the pointer followed; one that somebody set back stays.
