@@ -27,8 +27,9 @@ bench: $(VENV)/.installed
 app: $(VENV)/.installed-app
 	@$(BIN)/osd-hf app
 
+# One process a core (tests/conftest.py), each test file in one of them, the long files first.
 test: $(VENV)/.installed-test
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/.installed-dev
 	@$(BIN)/ruff check .

@@ -1,18 +1,17 @@
-"""Starts the app as a user does, in a process of its own, and waits until it serves."""
+"""Starts the app in a process of its own, and waits until it serves."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import select
 import socket
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-START_SECONDS = 180.0
+from waiting import LONG
 
 
 def free_port() -> int:
@@ -25,20 +24,27 @@ def free_port() -> int:
 @contextlib.contextmanager
 def app_server(folder: Path, *flags: str) -> Iterator[str]:
     """The address of an app with these flags, whose page saves into the folder."""
-    command = [sys.executable, "-m", "osd_hf.cli", "app", "--port", str(free_port()), "--output-dir", str(folder)]
-    environment = {**os.environ, "GRADIO_ANALYTICS_ENABLED": "False", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(Path(__file__).with_name("held_app.py")), "--output-dir", str(folder)]
+    environment = {
+        **os.environ, "GRADIO_ANALYTICS_ENABLED": "False", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1",
+        # From there on the first free one is taken: between the look and the start another test may have come.
+        "GRADIO_SERVER_PORT": str(free_port()),
+    }  # fmt: skip
     process = subprocess.Popen(
         [*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     )
     assert process.stdout is not None
+    said: list[str] = []
+    watchdog = threading.Timer(LONG, process.kill)
+    watchdog.start()
     try:
-        said, deadline = [], time.monotonic() + START_SECONDS
         while not (said and " serves " in said[-1]):
-            ready, _, _ = select.select([process.stdout], [], [], max(deadline - time.monotonic(), 0))
-            line = process.stdout.readline() if ready else ""
+            line = process.stdout.readline()
             assert line, f"the app did not start: {''.join(said)}"
             said.append(line)
+        watchdog.cancel()
         yield said[-1].split()[0]
     finally:
+        watchdog.cancel()
         process.terminate()
         process.communicate()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-# Before any import: torch and the Hub's client read these once. Models this small are slower on many threads.
+# Before any import: torch and the Hub's client read these once. Models this small are slower on many threads, and two
+# teams of threads on the same cores wait for each other; whoever sets OMP_NUM_THREADS gets what they set.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
@@ -24,6 +25,24 @@ from hypothesis import settings
 settings.register_profile("home", deadline=None)
 settings.register_profile("everywhere", deadline=None, derandomize=True)
 settings.load_profile("everywhere" if os.environ.get("CI") else "home")
+
+
+MOST_WORKERS = 8  # each loads torch and the bundled pair
+# The files that take longest, in seconds of one core when this was written: begun last, they would be waited for.
+LONG_FILES = "test_browser test_offline test_bundled test_app_service test_faults test_quickstart test_hook".split()
+
+
+@pytest.hookimpl(optionalhook=True)  # without pytest-xdist nobody asks
+def pytest_xdist_auto_num_workers() -> int:
+    """How many processes `-n auto` means: one a core that this process may run on."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, MOST_WORKERS)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the long files first; the rest stays in its order."""
+    places = {name: place for place, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
 @pytest.fixture(autouse=True)

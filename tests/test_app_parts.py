@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from waiting import LONG
 
 import osd_hf
 from osd_hf import AcceptanceStats, ConfigError
@@ -28,7 +29,7 @@ from osd_hf_app.room import Record
 from osd_hf_app.service import SAMPLES
 from osd_hf_app.turns import Turns
 
-PATIENCE = 20.0  # seconds, on a busy machine
+PATIENCE = LONG
 
 
 # --- domains --------------------------------------------------------------------------------------------------------
@@ -358,10 +359,10 @@ def test_those_who_wait_are_told_how_many_are_before_them() -> None:
     with turns.turn():
         thread = threading.Thread(target=wait)
         thread.start()
-        assert begun.wait(20)
+        assert begun.wait(LONG)
         assert told == [1]
-    assert ended.wait(20)
-    thread.join(20)
+    assert ended.wait(LONG)
+    thread.join(LONG)
     assert told == [1, 0]
 
 

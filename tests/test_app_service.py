@@ -14,6 +14,7 @@ import pytest
 import torch
 from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from waiting import LONG
 
 from osd_hf import ConfigError, CorrectionStore, StateError, UnsupportedModelError, VocabularyMismatchError
 from osd_hf.guards import check_criteria
@@ -23,7 +24,7 @@ from osd_hf_app.pair import Pair
 from osd_hf_app.pieces import Pieces
 from osd_hf_app.service import MAX_CHARACTERS, Service, Session, _Stop
 
-PATIENCE = 20.0  # seconds, on a busy machine
+PATIENCE = LONG
 SHORT = Settings(domain="sql", max_new_tokens=16)
 MANUAL = {"update_strategy": "manual", "gate": False, "batch_size": 2}
 

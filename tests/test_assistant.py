@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList, pipeline
+from waiting import LONG
 
 from osd_hf import (
     CaptureError,
@@ -389,7 +390,7 @@ def test_threads_serve_and_learn_together() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=120)
+        thread.join(timeout=LONG)
         assert not thread.is_alive()
     assert list(answers.values()) == [alone] * 3
     assert assistant.stats.num_requests == 15
@@ -426,7 +427,7 @@ def test_a_promotion_waits_for_no_request_and_changes_none_that_is_running(draft
                 other["before"] = set(seen)
                 thread = threading.Thread(target=in_another_thread)
                 thread.start()
-                thread.join(timeout=120)
+                thread.join(timeout=LONG)
                 assert not thread.is_alive()
                 other["version"], other["kept"] = assistant.version, weights(given)
                 seen.clear()
@@ -580,7 +581,7 @@ def test_requests_inside_attached_are_learned_from_between_requests() -> None:
                 target.generate(
                     ids, attention_mask=torch.ones_like(ids), assistant_model=assistant.draft, max_new_tokens=4
                 )
-        assert assistant.wait_until_idle(timeout=60)
+        assert assistant.wait_until_idle(timeout=LONG)
         assert assistant.version == 1
 
 
@@ -590,7 +591,7 @@ def test_what_comes_to_be_due_during_a_save_is_learned_behind_it(
     with OnlineAssistant(*models.pair(), config=IDLE) as assistant:
         monkeypatch.setattr("osd_hf.assistant.save_session", lambda *_: serve(assistant, 3))
         assistant.save_state(tmp_path)
-        assert assistant.wait_until_idle(timeout=60)
+        assert assistant.wait_until_idle(timeout=LONG)
         assert assistant.version == 1
 
 
@@ -598,7 +599,7 @@ def test_nobody_waits_for_an_assistant_that_is_closed() -> None:
     assistant = OnlineAssistant(*models.pair(), config=IDLE)
     assistant.close()
     serve(assistant, 3)
-    assert assistant.wait_until_idle(timeout=60)
+    assert assistant.wait_until_idle(timeout=LONG)
     assert assistant.version == 0
 
 
@@ -723,5 +724,5 @@ def test_a_pause_ends_the_wait_for_the_idle_thread() -> None:
         waiting = threading.Thread(target=assistant.wait_until_idle)
         waiting.start()
         assistant.pause()
-        waiting.join(20)
+        waiting.join(LONG)
         assert not waiting.is_alive()

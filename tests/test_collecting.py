@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from waiting import LONG
 
 from osd_hf import (
     ConfigError,
@@ -46,7 +47,6 @@ from osd_hf.request_log import LogReader
 KEPT, LENGTH, VOCAB = 8, 6, 300
 READER = ResponseReader(VOCAB, KEPT)
 QUESTIONS = [f"what is {i} + {i}?" for i in range(9)]
-LONG = 60  # seconds: never waited for but where something is broken
 
 
 @pytest.fixture(autouse=True)
@@ -205,15 +205,17 @@ def test_of_several_models_one_is_named(engine: FakeEngine) -> None:
         CompletionClient(engine.address)
 
 
-def free_port() -> int:
+@contextlib.contextmanager
+def silent_port() -> Iterator[int]:
+    """A port that nobody listens on, held so that nobody else comes to."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+        yield int(taken.getsockname()[1])
 
 
 def test_who_is_not_there_is_not_reached() -> None:
-    with pytest.raises(ServerError, match=r"cannot be reached: .*Gave up after 0.01 s"):
-        CompletionClient(f"http://127.0.0.1:{free_port()}", patience_seconds=0.01)
+    with silent_port() as port, pytest.raises(ServerError, match=r"cannot be reached: .*Gave up after 0.01 s"):
+        CompletionClient(f"http://127.0.0.1:{port}", patience_seconds=0.01)
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:port", "ftp://127.0.0.1", "nowhere"])
@@ -965,8 +967,8 @@ def test_a_key_is_sent_without_its_line_end_and_never_shown(engine: FakeEngine, 
     with pytest.raises(ServerError) as failed:
         CompletionClient(engine.address, api_key="sk-\nsecret", patience_seconds=0)
     assert "secret" not in str(failed.value)
-    with pytest.raises(ServerError) as failed:
-        CompletionClient(f"http://me:secret@127.0.0.1:{free_port()}", patience_seconds=0)
+    with silent_port() as port, pytest.raises(ServerError) as failed:
+        CompletionClient(f"http://me:secret@127.0.0.1:{port}", patience_seconds=0)
     assert "secret" not in str(failed.value)
 
 

@@ -13,6 +13,7 @@ import models
 import pytest
 import torch
 from transformers import StaticCache
+from waiting import LONG
 
 from osd_hf import OnlineAssistant, OnlineConfig
 from osd_hf.draft_forward import SMALLEST_STATIC_CACHE, CompiledDraft, DraftForward, StaticForward
@@ -272,7 +273,7 @@ class Meeting:
 
 
 def served_together(assistant: OnlineAssistant, prompts: list[torch.Tensor]) -> list[list[int]]:
-    barrier = threading.Barrier(len(prompts), timeout=60)
+    barrier = threading.Barrier(len(prompts), timeout=LONG)
     answers: dict[int, list[int]] = {}
 
     def serve(number: int) -> None:

@@ -15,12 +15,12 @@ import models
 import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from waiting import LONG
 
 from osd_hf import CorrectionStore, LearnerError, OnlineAssistant, OnlineConfig, StateError, shards
 from osd_hf import session as session_module
 from osd_hf.updater import Updater
 
-LONG = 60  # seconds: never waited for but where something is broken
 # Without the gate each update is a version.
 CONFIG = OnlineConfig(
     update_interval=3, steps_per_update=2, batch_size=4, num_logprobs=8, learning_rate=3e-3, gate=False
@@ -185,7 +185,7 @@ def test_a_session_killed_at_any_moment_goes_on(tmp_path: Path) -> None:
     kills = 20
     command = [sys.executable, killed_sessions.__file__, str(tmp_path / "session"), str(kills)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}  # a team of threads does not live on in a fork
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=LONG)
     assert done.returncode == 0, done.stderr
     first, *lives = [json.loads(line) for line in done.stdout.splitlines()]
     alone, least = first["alone"], 0

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import LONG
 
 from osd_hf import ConfigError, CorrectionStore, StateError, StoreError, Trace
 from osd_hf import following as module_of_following
@@ -526,7 +527,7 @@ print(json.dumps({"left": sum(p.name.endswith(".tmp") for p in path.iterdir()), 
 @posix
 def test_kill_9_leaves_whole_versions(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", KILLER, str(tmp_path / "drafts")], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", KILLER, str(tmp_path / "drafts")], capture_output=True, text=True, timeout=LONG
     )
     assert done.returncode == 0, done.stderr
     *seen, end = [json.loads(line) for line in done.stdout.splitlines()]

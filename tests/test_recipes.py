@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import LONG
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 SMOKES = {
@@ -24,7 +25,7 @@ SMOKES = {
 def test_a_recipe_runs_its_smallest_form(name: str, lab: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(RECIPES / f"{name}.py"), *SMOKES[name]]
     environment = {**os.environ, "OSD_HF_DATA": str(lab.parent), "OSD_HF_RESULTS": str(tmp_path / "results")}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LONG)
     assert done.returncode == 0, done.stderr[-2000:]
     report = json.loads((tmp_path / f"results/{name}.json").read_text())
     assert report["provenance"]["command"].startswith(f"{name}.py")
@@ -36,6 +37,6 @@ def test_a_recipe_runs_its_smallest_form(name: str, lab: Path, tmp_path: Path) -
 def test_a_recipe_without_its_data_says_what_to_set(tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "OSD_HF_DATA"}
     command = [sys.executable, str(RECIPES / "lab_online.py")]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LONG)
     assert done.returncode == 1
     assert "Set OSD_HF_DATA" in done.stderr

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import LONG
 
 from osd_hf.schedule import DutyCycle, IdleWorker, Traffic
-
-LONG = 60  # seconds: never waited for but where something is broken
 
 
 class Clock:

@@ -23,6 +23,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from waiting import LONG
 
 from osd_hf import shards as folder_module
 from osd_hf import store as module
@@ -658,7 +659,7 @@ def test_a_forked_child_leaves_the_parents_tail_and_folder(tmp_path: Path) -> No
     process = multiprocessing.get_context("fork").Process(target=child)
     with store._lock:  # as when another thread of the parent is busy with the store
         process.start()
-        process.join(timeout=20)
+        process.join(timeout=LONG)
     assert process.exitcode == 0
     assert [pq.read_table(s)["draft_version"].to_pylist() for s in shards(tmp_path)] == [[1]]
     CorrectionStore(tmp_path).append(make_trace(2))  # sweeps; the parent is still alive

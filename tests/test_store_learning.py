@@ -19,6 +19,7 @@ import torch
 from fake_engine import completion
 from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from waiting import LONG
 
 from osd_hf import (
     ConfigError,
@@ -674,7 +675,7 @@ def test_sigterm_ends_it_with_everything_written(flags: list[str], tmp_path: Pat
     flags[flags.index("--poll-seconds") + 1] = "60"  # which the signal cuts short
     done = subprocess.run(
         [sys.executable, "-c", STOPPED, *flags, "--json", report, "--publish-seconds", "1000"],
-        capture_output=True, text=True, timeout=50, env={**os.environ, "MPLBACKEND": "agg"},
+        capture_output=True, text=True, timeout=LONG, env={**os.environ, "MPLBACKEND": "agg"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "osd-hf: stopping" in done.stderr
