@@ -60,6 +60,10 @@ def serve(pair: Any, folder: Path, out: int) -> None:
         number += 1
 
 
+def pointed(current: Path) -> str | None:
+    return current.read_text() if current.exists() else None
+
+
 def main(folder: Path, kills: int) -> None:
     pair = models.pair(noise=0.2)
     print(json.dumps({"alone": [answer(pair[0].generate, i) for i in range(len(PROMPTS))]}), flush=True)
@@ -67,7 +71,10 @@ def main(folder: Path, kills: int) -> None:
         for i in range(4):
             answer(warm.generate, i)
     moments = random.Random(0)
-    for _ in range(kills):
+    current = folder / "CURRENT"
+    for life in range(kills):
+        # Every other life goes on until it has saved, however slow the disk is; the others die at any moment.
+        before = pointed(current) if life % 2 else None
         begin, end = os.pipe()
         child = os.fork()
         if child == 0:
@@ -78,7 +85,9 @@ def main(folder: Path, kills: int) -> None:
                 os._exit(1)
         os.close(end)
         said, answers = b"", moments.randrange(6)
-        while said.count(b"\n") <= answers and (part := os.read(begin, 1 << 16)):
+        while (said.count(b"\n") <= answers or (life % 2 and pointed(current) == before)) and (
+            part := os.read(begin, 1 << 16)
+        ):
             said += part
         select.select([], [], [], moments.uniform(0, 0.1))
         os.kill(child, signal.SIGKILL)

@@ -707,7 +707,8 @@ def test_a_batch_with_a_prompt_that_does_not_fit_says_so(service: Service) -> No
     assert asked(service, session, "one").error is None
 
 
-def test_a_batch_learns_between_its_prompts(pair: Pair) -> None:
+def test_a_batch_learns_between_its_prompts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "LEARNING_SECONDS", LONG)  # however slow learning is
     eager = {"update_strategy": "idle", "update_interval": 2, "steps_per_update": 1, "gate": False, "batch_size": 2}
     service = Service(pair, config=eager)
     try:

@@ -346,11 +346,12 @@ def test_a_request_uses_one_version_from_beginning_to_end() -> None:
     store = CorrectionStore()
     assistant = OnlineAssistant(target, draft, config=replace(MANUAL, learning_rate=0.01), store=store)
     serve(assistant, 4)
-    stop = threading.Event()
+    stop, learned = threading.Event(), threading.Semaphore(0)
 
     def learn() -> None:
         while not stop.is_set():
             assistant.update(steps=1)
+            learned.release()
 
     learner = threading.Thread(target=learn)
     with weights_used(assistant) as seen:
@@ -363,6 +364,7 @@ def test_a_request_uses_one_version_from_beginning_to_end() -> None:
                     ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=16
                 )
                 of_requests.append((set(seen[before:]), output, ids))
+                assert learned.acquire(timeout=LONG)  # an update a request at least, however slow; they overlap
         finally:
             stop.set()
             learner.join()

@@ -236,11 +236,13 @@ def test_requests_of_two_threads_are_the_targets_own_while_versions_come_and_go(
     alone = [target.generate(ids, **kwargs) for ids in prompts]
     wrong: list[Any] = []
     versions: list[set[int]] = [set(), set()]
-    learned, at_work = threading.Semaphore(0), [2]
+    learned, at_work = [threading.Semaphore(0), threading.Semaphore(0)], [2]
 
     def serve(thread: int) -> None:
         try:
             for number in range(250):
+                if number % 10 == 0:
+                    assert learned[thread].acquire(timeout=LONG)  # however slow learning is
                 seen.setdefault(threading.get_ident(), []).clear()
                 output = assistant.generate(prompts[number % 10], **kwargs)
                 used = set(seen[threading.get_ident()])
@@ -251,7 +253,6 @@ def test_requests_of_two_threads_are_the_targets_own_while_versions_come_and_go(
             wrong.append(error)
         finally:
             at_work[0] -= 1
-            learned.release()
 
     with drafted_with(assistant) as seen:
         threads = [threading.Thread(target=serve, args=(i,)) for i in range(2)]
@@ -259,6 +260,8 @@ def test_requests_of_two_threads_are_the_targets_own_while_versions_come_and_go(
             thread.start()
         while at_work[0]:
             assistant.update(steps=1)
+            for semaphore in learned:
+                semaphore.release()
         for thread in threads:
             thread.join(LONG)
             assert not thread.is_alive()

@@ -495,8 +495,12 @@ def write(folder):
         folder.mkdir(exist_ok=True)
         (folder / f"file-{i}").write_text(text * 5000)
         os.write(end, b".")
+        if stuck and i == 3:
+            os.write(end, b"x")
+            signal.pause()
 
-for _ in range(15):
+for life in range(15):
+    stuck = life % 5 == 4  # killed in the middle of writing for certain, and else at any moment
     begin, end = os.pipe()
     child = os.fork()
     if child == 0:
@@ -508,8 +512,12 @@ for _ in range(15):
         finally:
             os._exit(1)
     os.close(end)
-    for _ in range(moments.randrange(1, 24)):  # files: killed behind any of them
-        assert os.read(begin, 1)
+    if stuck:
+        while os.read(begin, 1) != b"x":
+            pass
+    else:
+        for _ in range(moments.randrange(1, 24)):  # files: killed behind any of them
+            assert os.read(begin, 1)
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     os.close(begin)
