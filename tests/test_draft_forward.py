@@ -45,7 +45,7 @@ def feed_and_crop(model: Any, forward: DraftForward, source: torch.Tensor | None
     for _ in range(12):
         for _ in range(rolls.randrange(1, 6)):
             logits = forward.feed(torch.tensor([known[fed:]]))
-            torch.testing.assert_close(logits, by_itself(model, known, source), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(logits, by_itself(model, known, source), atol=1e-10, rtol=0)
             fed = len(known)
             known.append(rolls.randrange(3, models.VOCAB))
         # Of this round's tokens, some are taken back, and one that was not fed stands in their place.
@@ -65,7 +65,7 @@ def feed_and_crop(model: Any, forward: DraftForward, source: torch.Tensor | None
 @torch.inference_mode()
 @pytest.mark.parametrize("architecture", models.ARCHITECTURES)
 def test_what_is_taken_back_leaves_no_trace(architecture: str) -> None:
-    model = models.build(architecture)
+    model = models.double(models.build(architecture))
     if not model.config.is_encoder_decoder:
         feed_and_crop(model, DraftForward(model))
         return
@@ -141,7 +141,7 @@ def test_compiled_drafts_are_the_eager_ones(architecture: str, traced: None, cap
 
 
 def test_single_tokens_alone_go_through_what_is_compiled(traced: None) -> None:
-    model = models.build()
+    model = models.double(models.build())
     with torch.inference_mode():
         compiled = CompiledDraft(model)
         forward = compiled.forward(40)
@@ -178,7 +178,7 @@ def test_a_cache_is_as_large_as_the_request_and_used_again(traced: None, monkeyp
 
 
 def test_nothing_of_a_request_is_left_for_the_next(traced: None) -> None:
-    model = models.build()
+    model = models.double(models.build())
     compiled = CompiledDraft(model)
     with torch.inference_mode():
         for length in (30, 4, 9):
@@ -186,7 +186,7 @@ def test_nothing_of_a_request_is_left_for_the_next(traced: None) -> None:
             ids = models.prompt(length, seed=length)
             forward.feed(ids[:, :-1])
             logits = forward.feed(ids[:, -1:])
-            torch.testing.assert_close(logits, by_itself(model, ids[0].tolist()), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(logits, by_itself(model, ids[0].tolist()), atol=1e-10, rtol=0)
             forward.close()
 
 
@@ -341,7 +341,7 @@ def test_a_draft_that_cannot_be_traced_runs_eagerly(traced: None, caplog: pytest
 def test_an_eager_forward_serves_where_a_larger_cache_fails(
     traced: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = models.build()
+    model = models.double(models.build())
     compiled = CompiledDraft(model)
     first = compiled.forward(8)
     assert type(first) is StaticForward

@@ -346,7 +346,7 @@ def test_a_draft_in_another_dtype_hands_over_float32(calls: Calls) -> None:
 
 @pytest.mark.parametrize("width", [models.VOCAB - 4, models.VOCAB + 4])
 def test_logits_have_the_targets_width(width: int) -> None:
-    draft = models.build("llama", vocab_size=width)
+    draft = models.double(models.build("llama", vocab_size=width))
     ids = models.prompt(vocab_size=models.VOCAB - 4)
     generator = LeanCandidateGenerator(
         DraftForward(draft),
@@ -366,9 +366,9 @@ def test_logits_have_the_targets_width(width: int) -> None:
     assert logits.shape == (1, 4, models.VOCAB)
     assert (candidates[0, 6:] < min(width, models.VOCAB)).all()
     with torch.no_grad():
-        own = draft(candidates[:, :-1]).logits[:, 5:]
+        own = draft(candidates[:, :-1]).logits[:, 5:].float()
     both = min(width, models.VOCAB)
-    torch.testing.assert_close(logits[..., :both], own[..., :both], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits[..., :both], own[..., :both], atol=1e-10, rtol=models.rounding(2))
     assert (logits[..., both:] == -torch.inf).all()
 
 
@@ -573,7 +573,7 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plain_assistant(architecture: str, **settings: Any) -> OnlineAssistant:
-    target, draft = models.pair(architecture)
+    target, draft = map(models.double, models.pair(architecture))
     return assistant_of(target, draft, num_assistant_tokens="auto", **settings)
 
 
@@ -609,7 +609,8 @@ def test_a_plain_request_returns_what_the_target_alone_does(architecture: str, c
             assert torch.equal(output.sequences, own.sequences)
             for name in ("scores", "logits"):
                 assert len(getattr(output, name)) == len(getattr(own, name)) == 20
-                torch.testing.assert_close(torch.cat(getattr(output, name)), torch.cat(getattr(own, name)))
+                ours, theirs = (torch.cat(getattr(each, name)) for each in (output, own))
+                torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=models.rounding(2))
             assert len(trace) == 20
     assert forwards.count == 0
     assert calls.seen == []  # not by the assisted loop

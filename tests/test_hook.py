@@ -132,7 +132,7 @@ def test_lean_drafts_are_the_stock_ones(architecture: str, k: int) -> None:
 
 
 def test_sampled_lean_drafts_are_the_stock_ones() -> None:
-    target, draft = models.pair("qwen3")
+    target, draft = map(models.double, models.pair("qwen3"))
     assistant = OnlineAssistant(target, draft, config=OnlineConfig(update_strategy="manual"))
     settings = {"do_sample": True, "temperature": 1.3, "top_k": 12, "repetition_penalty": 1.2}
     for number, ids in enumerate(models.prompts(3)):
@@ -146,7 +146,7 @@ def test_sampled_lean_drafts_are_the_stock_ones() -> None:
             for mine, other in ((ours.p, theirs.p), (ours.q, theirs.q)):
                 assert (mine is None) == (other is None)
                 if mine is not None and other is not None:
-                    np.testing.assert_allclose(mine, other, atol=1e-5)
+                    np.testing.assert_allclose(mine, other, atol=0, rtol=models.rounding(models.VOCAB))
 
 
 def plain_assistant(architecture: str, monkeypatch: pytest.MonkeyPatch) -> OnlineAssistant:
@@ -406,7 +406,7 @@ def test_streamers_see_the_same_tokens() -> None:
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
 @pytest.mark.parametrize("architecture", ["llama", "bart"])
 def test_scores_and_logits_are_returned_as_without_capture(architecture: str, penalty: float) -> None:
-    target, draft = models.pair(architecture)
+    target, draft = map(models.double, models.pair(architecture))
     ids = models.prompt()
     settings = {
         "attention_mask": torch.ones_like(ids),
@@ -423,9 +423,8 @@ def test_scores_and_logits_are_returned_as_without_capture(architecture: str, pe
     assert torch.equal(output.sequences, alone.sequences)
     assert len(output.scores) == len(output.logits) == len(trace) == 12
     for name in ("scores", "logits"):
-        torch.testing.assert_close(
-            torch.cat(getattr(output, name)), torch.cat(getattr(alone, name)), atol=1e-4, rtol=1e-4
-        )
+        ours, theirs = (torch.cat(getattr(each, name)) for each in (output, alone))
+        torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=models.rounding(2))
 
 
 @pytest.mark.parametrize("padding", [0, 3])
