@@ -28,8 +28,8 @@ settings.load_profile("everywhere" if os.environ.get("CI") else "home")
 
 
 MOST_WORKERS = 8  # each loads torch and the bundled pair
-# The files that take longest, in seconds of one core when this was written: begun last, they would be waited for.
-LONG_FILES = "test_browser test_offline test_bundled test_app_service test_faults test_quickstart test_hook".split()
+# The files that take longest, longest first: begun last, they would be waited for.
+LONG_FILES = "browser serving recipes hub simulate lossless faults offline replay recording draft_forward".split()
 
 
 @pytest.hookimpl(optionalhook=True)  # without pytest-xdist nobody asks
@@ -41,7 +41,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the long files first; the rest stays in its order."""
-    places = {name: place for place, name in enumerate(LONG_FILES)}
+    places = {f"test_{name}": place for place, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 

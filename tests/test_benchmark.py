@@ -15,6 +15,7 @@ from saved_pair import save_pair
 from transformers import AutoModelForSeq2SeqLM  # noqa: F401 - loads lazily, which warns inside a test
 
 from osd_hf import AcceptanceStats, ConfigError, UnsupportedModelError, capture_traces, expected_speedup
+from osd_hf.bench_command import _tables
 from osd_hf.benchmark import BenchmarkReport, RoundTimes, System, TimedAnswer, _Notes, benchmark
 from osd_hf.cli import main
 from osd_hf.controlled import LABEL, ControlledAcceptance, controlled_acceptance, random_pair
@@ -321,8 +322,28 @@ def served(saved, rows, folder, *more):
     return ["bench", *models, *sizes, "--output-dir", str(folder), *more]
 
 
+USUAL = {"median": 1.23, "interval": [1.12, 1.34]}
 CONTROLLED = ["bench", "--controlled", "0,1", "--target-shape", "tiny-target", "--draft-shape", "tiny-draft",
               "--requests", "2", "--max-new-tokens", "12", "--threads", "1"]  # fmt: skip
+
+
+def with_usual_times(report):
+    """The report with times of a common machine in place of this one's, which make columns as wide as they like."""
+    report = copy.deepcopy(report)
+    for parts in report["by_dataset"].values():
+        for part in parts.values():
+            part |= {
+                "tokens_per_second": 1234.5,
+                "first_token_seconds": 0.1234,
+                "times_alone": USUAL,
+                "peak_bytes": 9e8,
+            }
+            part |= {"times_stock": USUAL} if "times_stock" in part else {}
+            part["round"] |= dict.fromkeys(("draft_seconds", "target_seconds", "remaining_seconds", "seconds"), 0.1234)
+            if part["predicted"]:
+                part["predicted"] |= dict.fromkeys(("speedup", "speedup_wide", "bound", "c"), 1.23)
+                part |= {"measured_over_predicted": 1.23, "measured_over_predicted_wide": 1.23}
+    return report
 
 
 def test_the_command_times_static_and_learned_drafts(saved, rows, tmp_path, capsys):
@@ -344,7 +365,8 @@ def test_the_command_times_static_and_learned_drafts(saved, rows, tmp_path, caps
     out = capsys.readouterr().out
     first_cells = [line.split("  ")[0] for line in out.splitlines()]
     assert [first_cells.count(name) for name in names] == [2] * len(names)
-    assert max(map(len, out.splitlines())) <= 119
+    printed = "\n".join(_tables(with_usual_times(report), ["questions", "all"]))
+    assert max(map(len, printed.splitlines())) <= 119
 
 
 def test_bundled_prompts_are_answered_by_any_pair(saved, tmp_path):
