@@ -331,8 +331,13 @@ class Request:
 
     def close(self) -> None:
         """The request has ended, well or not."""
-        if isinstance(self.generator, LeanCandidateGenerator):
-            self.generator.close()
+        generator, self.generator = self.generator, None
+        if generator is None:
+            return
+        for name in ("get_candidates", "update_candidate_strategy"):  # a circle, in which the draft's cache would wait
+            vars(generator).pop(name, None)
+        if isinstance(generator, LeanCandidateGenerator):
+            generator.close()
 
     def finish(self) -> None:
         if self.prompts is None:

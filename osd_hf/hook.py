@@ -7,10 +7,11 @@ import copy
 import functools
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import GenerationMixin
@@ -94,51 +95,38 @@ def capture_traces(
 # to is passed on.
 
 _LOOP = "_assisted_decoding"
-_BEFORE = "_osd_hf_before"
 
-
-@dataclass(eq=False)
-class _Seat:
-    before: Any
-    wrapped: Any
-    listeners: int = 0
-
-
-_seats: dict[type, _Seat] = {}
-_seats_lock = threading.RLock()  # a forgotten block is left whenever its last reference goes
+_listeners: Counter[type] = Counter()
+_before: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # what our loops took the place of
+_lock = threading.RLock()  # a forgotten block is left whenever its last reference goes
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_seats_lock.acquire, after_in_parent=_seats_lock.release, after_in_child=_seats_lock.release
-    )
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 def _enter(cls: type) -> list[type]:
     """Listen where the loop of a class is defined; returns where. Those that a model's own loop may call, or that it
     may come to run, are among them: a request is met once, as what it calls is not the model but what watches it."""
     owners = [c for c in cls.__mro__ if _LOOP in vars(c)]
-    with _seats_lock:
+    with _lock:
         for owner in owners:
-            seat = _seats.get(owner)
-            if seat is None:
-                loop = vars(owner)[_LOOP]
-                before = getattr(loop, _BEFORE, loop)  # somebody who had wrapped ours may have put it back
-                seat = _Seat(before, _listened_to(before))
-                setattr(seat.wrapped, _BEFORE, before)
-                setattr(owner, _LOOP, seat.wrapped)
-                _seats[owner] = seat
-            seat.listeners += 1
+            loop = vars(owner)[_LOOP]
+            if loop not in _before:
+                ours = _listened_to(loop)
+                _before[ours] = loop
+                setattr(owner, _LOOP, ours)
+            _listeners[owner] += 1
     return owners
 
 
 def _leave(owners: list[type]) -> None:
-    with _seats_lock:
+    with _lock:
         for owner in owners:
-            seat = _seats[owner]
-            seat.listeners -= 1
-            if seat.listeners == 0:
-                del _seats[owner]
-                if vars(owner).get(_LOOP) is seat.wrapped:  # what others have put there meanwhile stays
-                    setattr(owner, _LOOP, seat.before)
+            _listeners[owner] -= 1
+            if not _listeners[owner]:
+                del _listeners[owner]
+                loop = vars(owner).get(_LOOP)
+                if loop in _before:  # what others have put there meanwhile stays
+                    setattr(owner, _LOOP, _before[loop])
 
 
 def _living() -> tuple[Binding, ...]:

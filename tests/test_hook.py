@@ -1,15 +1,20 @@
+import contextlib
 import contextvars
 import copy
+import functools
 import gc
 import inspect
 import io
 import pickle
+import sys
 import threading
 import warnings
 import weakref
+from collections import Counter
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import models
 import numpy as np
@@ -25,8 +30,9 @@ from osd_hf import (
     UnsupportedGenerationError,
     UnsupportedModelError,
     capture_traces,
+    hook,
 )
-from osd_hf.capture import compress_rows
+from osd_hf.capture import Request, compress_rows
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.pacing import AutoPace
 from osd_hf.records import Trace
@@ -528,6 +534,11 @@ class Compiled:
         return getattr(self._orig_mod, name)
 
 
+def test_what_has_every_attribute_is_refused_and_not_unwrapped_for_ever() -> None:
+    with pytest.raises(UnsupportedModelError, match="MagicMock"), capture_traces(MagicMock(), print):
+        pass
+
+
 def test_a_compiled_target_is_unwrapped() -> None:
     target, draft = models.pair()
     assert unwrap(Compiled(target)) is target
@@ -701,6 +712,7 @@ def test_a_loop_that_others_wrap_meanwhile_is_theirs(monkeypatch: pytest.MonkeyP
         block.__enter__()
         ours = vars(GenerationMixin)[LOOP]
 
+        @functools.wraps(ours)
         def wrapped(self: Any, *args: Any, loop: Any = ours, **kwargs: Any) -> Any:
             calls.append(self)
             return loop(self, *args, **kwargs)
@@ -757,6 +769,79 @@ def test_a_class_is_let_go_of_with_its_models() -> None:
     made = serve()
     gc.collect()
     assert made() is None
+
+
+@pytest.mark.parametrize("drafting", ["lean", "stock"])
+def test_a_request_that_has_ended_holds_nothing(drafting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = models.pair()
+    assistant = OnlineAssistant(target, draft, config=OnlineConfig(update_strategy="manual", drafting=drafting))
+    through(assistant, models.prompt())
+    held: list[weakref.ref[Any]] = []
+    watch = Request.watch
+
+    def watched(self: Request, generator: Any, *args: Any) -> None:
+        held.extend((weakref.ref(self), weakref.ref(generator)))
+        watch(self, generator, *args)
+
+    monkeypatch.setattr(Request, "watch", watched)
+    gc.collect()
+    gc.disable()  # the cache of a draft is too large to wait for it
+    try:
+        through(assistant, models.prompt())
+        assert [ref() for ref in held] == [None, None]
+    finally:
+        gc.enable()
+
+
+def interrupted(number: int, target: Any, draft: Any) -> bool:
+    """Enter and leave a capture, and interrupt it where Python looks for signals: whenever a function begins, and when
+    a builtin has returned. Whether there are so many occasions."""
+    occasions = 0
+
+    def trace(frame: Any, event: str, arg: Any) -> None:
+        nonlocal occasions
+        if event in ("call", "c_return") and frame.f_code.co_filename in (hook.__file__, contextlib.__file__):
+            occasions += 1
+            if occasions == number:
+                raise KeyboardInterrupt
+
+    try:
+        sys.setprofile(trace)
+        with capture_traces(target, print):
+            pass
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+def test_an_interrupt_while_a_block_is_entered_or_left_breaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A count that was lost leaves the loop wrapped, which does no harm.
+    monkeypatch.setattr(GenerationMixin, LOOP, vars(GenerationMixin)[LOOP])
+    monkeypatch.setattr(hook, "_listeners", Counter())
+    right = [3, 4, 5, 6, 7, 8]
+    target, draft = models.scripted(right, 4), models.scripted([3, 4, 9, 6, 7, 8], 4)
+    ids = models.prompt(4, vocab_size=16)
+    number = 1
+    while contextvars.copy_context().run(interrupted, number, target, draft):
+        output, trace = captured(target, draft, ids, max_new_tokens=6)
+        assert output[0, 4:].tolist() == right == trace.completion_ids.tolist()
+        number += 1
+    assert number > 20
+    thread = threading.Thread(target=captured, args=(target, draft, ids), kwargs={"max_new_tokens": 6}, daemon=True)
+    thread.start()  # no lock is left held
+    thread.join(120)
+    assert not thread.is_alive()
+
+
+def test_the_loop_asks_a_model_by_name_only() -> None:
+    # It is handed what watches the request in the model's place.
+    source = inspect.getsource(GenerationMixin._assisted_decoding)
+    for words in ("type(self)", "super()", "id(self)", "self is ", "GenerationMixin.", "setattr(self"):
+        assert words not in source
+    for name in ("self._get_candidate_generator(", "self.prepare_inputs_for_generation(", "outputs = self(**"):
+        assert name in source
 
 
 def test_compiled_code_serves_captured_requests_too() -> None:
