@@ -103,6 +103,7 @@ class OnlineAssistant:
         self._accelerator = make_accelerator(report_to, self.config)
         self._learner = Learner(self._drafts, self.config, self._accelerator)
         self._tally = Tally()
+        self._is_closed = False
         self._autosave = None if autosave is None else Path(autosave)
         # Threads hold no reference to the assistant: one that nobody uses any more takes them along.
         self._upkeep = Upkeep(self._learner, self._track, None if autosave is None else self._save)
@@ -209,6 +210,8 @@ class OnlineAssistant:
             return None
 
     def _observe(self, trace: Trace, *, learn: bool) -> None:
+        if self._is_closed:  # a request that outlives it is answered, and that is all
+            return
         self._tally.add(trace.domain, AcceptanceStats.from_trace(trace))
         if not learn:
             return
@@ -398,7 +401,9 @@ class OnlineAssistant:
 
     def close(self) -> None:
         """End the idle thread, save the session where it is saved by itself, flush the store, end tracking; raises
-        LearnerError if learning had failed unnoticed."""
+        LearnerError if learning had failed unnoticed. Requests are answered all the same, but neither counted nor
+        learned from any more."""
+        self._is_closed = True
         self._upkeep.stop()
         try:
             if self._autosave is not None:

@@ -90,12 +90,19 @@ class Binding:
     exact_stops: bool = False
     num_assistant_tokens: int | str | None = None
     failure: BaseException | None = field(default=None, init=False)
+    target: Any = field(default=None, init=False)  # whose requests it listens to now
 
     def lease(self, assistant_model: Any, prompt: Any) -> AbstractContextManager[Lease]:
         """The draft of a request, entered around it."""
-        if self.serving is None:
+        serving = self.serving
+        if serving is None:
             return contextlib.nullcontext(Lease(domain=self.domain))
-        return self.serving(assistant_model, prompt)
+        return serving(assistant_model, prompt)
+
+    def end(self) -> None:
+        """Listen no more: requests under way go on, their traces go nowhere. Contexts that outlive the block still
+        hold this; what it held is let go."""
+        self.target, self.sink, self.serving = None, _dropped, None
 
     def deliver(self, trace: Trace) -> None:
         # An answer must not be lost to a broken sink: the failure is kept and raised where the capture ends.
@@ -104,6 +111,10 @@ class Binding:
         except Exception as error:
             logger.exception("A trace sink failed; the answer is delivered, the error is raised when capture ends.")
             self.failure = self.failure or error
+
+
+def _dropped(trace: Trace) -> None:
+    pass
 
 
 def compress_rows(
@@ -320,8 +331,13 @@ class Request:
 
     def close(self) -> None:
         """The request has ended, well or not."""
-        if isinstance(self.generator, LeanCandidateGenerator):
-            self.generator.close()
+        generator, self.generator = self.generator, None
+        if generator is None:
+            return
+        for name in ("get_candidates", "update_candidate_strategy"):  # a circle, in which the draft's cache would wait
+            vars(generator).pop(name, None)
+        if isinstance(generator, LeanCandidateGenerator):
+            generator.close()
 
     def finish(self) -> None:
         if self.prompts is None:

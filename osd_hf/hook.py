@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import os
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,29 +24,29 @@ from osd_hf.wrappers import unwrap
 
 __all__ = ["bind", "capture_traces"]
 
-_bindings: ContextVar[tuple[tuple[Any, Binding], ...]] = ContextVar("osd_hf_bindings", default=())
-_request: ContextVar[Request | None] = ContextVar("osd_hf_request", default=None)
+_bindings: ContextVar[tuple[Binding, ...]] = ContextVar("osd_hf_bindings", default=())
 
 
 @contextlib.contextmanager
 def bind(target: Any, binding: Binding) -> Iterator[Binding]:
-    """Let `binding` listen to every assisted request that this context runs on `target`; the model is as before on
-    exit."""
+    """Let `binding` listen to every assisted request that this context runs on `target`. The model itself, its class
+    included, stays as it is."""
     model = unwrap(target)
     if not isinstance(model, GenerationMixin):
         raise UnsupportedModelError(
             f"Capture needs a transformers model with `generate`, got {type(model).__name__}. Load the target with a "
             "class that has a language modeling head, such as `AutoModelForCausalLM`."
         )
-    _seat(model)
-    token = _bindings.set((*_bindings.get(), (model, binding)))
+    owners = _enter(type(model))
     try:
+        binding.target = model
+        _bindings.set((*_living(), binding))
         yield binding
     finally:
-        try:
-            _bindings.reset(token)
-        finally:  # left in another context than entered, the token is refused; the model is put back all the same
-            _unseat(model)
+        # Contexts copied inside the block outlive it, and it may be left in another context than it was entered in.
+        binding.end()
+        _bindings.set(_living())
+        _leave(owners)
 
 
 @contextlib.contextmanager
@@ -85,16 +87,65 @@ def capture_traces(
         ) from binding.failure
 
 
-class _Captured:
-    """Mixed in front of a target's class while somebody listens."""
+# --- where requests are met -----------------------------------------------------------------------------------------
+#
+# `generate` looks its loop up on the type, so that a patched instance is ignored. A class of our own for the instance
+# would do, but meanwhile users copy, pickle, wrap and exchange the class of their model themselves. So the loop is
+# wrapped where it is defined, in `GenerationMixin` as a rule, while anybody listens to any model; what nobody listens
+# to is passed on.
 
-    @functools.wraps(GenerationMixin._assisted_decoding)  # `generate` inspects the signature of what it calls
-    def _assisted_decoding(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+_LOOP = "_assisted_decoding"
+
+_listeners: Counter[type] = Counter()
+_before: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # what our loops took the place of
+_lock = threading.RLock()  # a forgotten block is left whenever its last reference goes
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+
+
+def _enter(cls: type) -> list[type]:
+    """Listen where the loop of a class is defined; returns where. Those that a model's own loop may call, or that it
+    may come to run, are among them: a request is met once, as what it calls is not the model but what watches it."""
+    owners = [c for c in cls.__mro__ if _LOOP in vars(c)]
+    with _lock:
+        for owner in owners:
+            loop = vars(owner)[_LOOP]
+            if loop not in _before:
+                ours = _listened_to(loop)
+                _before[ours] = loop
+                setattr(owner, _LOOP, ours)
+            _listeners[owner] += 1
+    return owners
+
+
+def _leave(owners: list[type]) -> None:
+    with _lock:
+        for owner in owners:
+            _listeners[owner] -= 1
+            if not _listeners[owner]:
+                del _listeners[owner]
+                loop = vars(owner).get(_LOOP)
+                if loop in _before:  # what others have put there meanwhile stays
+                    setattr(owner, _LOOP, _before[loop])
+
+
+def _living() -> tuple[Binding, ...]:
+    return tuple(binding for binding in _bindings.get() if binding.target is not None)
+
+
+def _listening(model: Any) -> list[Binding]:
+    innermost = {id(binding.owner): binding for binding in _bindings.get() if binding.target is model}
+    return list(innermost.values())
+
+
+def _listened_to(decode: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(decode)  # `generate` inspects the signature of what it calls
+    def _assisted_decoding(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
         bindings = _listening(self)
         if not bindings or input_ids.shape[0] != 1:  # batches are refused there
-            return super()._assisted_decoding(input_ids, **kwargs)  # type: ignore[misc]
+            return decode(self, input_ids, **kwargs)
         check_generation(kwargs["generation_config"], assistant_tokenizer=kwargs.get("assistant_tokenizer"))
-        check_processors(kwargs["logits_processor"], input_ids, self.config.get_text_config().vocab_size)  # type: ignore[attr-defined]
+        check_processors(kwargs["logits_processor"], input_ids, self.config.get_text_config().vocab_size)
         # The length at which the loop ends is moved round by round; the config is the caller's to see.
         kwargs["generation_config"] = copy.copy(kwargs["generation_config"])
         with contextlib.ExitStack() as stack:
@@ -106,68 +157,52 @@ class _Captured:
                 if lease.model is not None:
                     kwargs["assistant_model"] = lease.model
             request = Request(self, input_ids, kwargs, bindings, leases, prompts)
-            token = _request.set(request)
             try:
                 if request.pace is not None and request.pace.is_plain():
-                    output = request.decode_plainly(super()._sample, kwargs)  # type: ignore[misc]
+                    output = request.decode_plainly(self._sample, kwargs)
                 else:
-                    output = super()._assisted_decoding(input_ids, **kwargs)  # type: ignore[misc]
+                    output = decode(_Watched(self, request), input_ids, **kwargs)
             finally:
-                _request.reset(token)
                 request.close()
         request.finish()
         return output
 
-    @functools.wraps(GenerationMixin._get_candidate_generator)
-    def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
-        request = _request.get()
-        if request is None or request.model is not self:
-            return super()._get_candidate_generator(*args, **kwargs)  # type: ignore[misc]
-        generator = request.lean_generator(**kwargs)
+    return _assisted_decoding
+
+
+class _Watched:
+    """A target as the loop of one request sees it. It is the request's own: whoever comes or leaves meanwhile, the
+    request goes on as it began."""
+
+    __slots__ = ("_watched_model", "_watched_by")
+
+    def __init__(self, model: Any, request: Request) -> None:
+        object.__setattr__(self, "_watched_model", model)
+        object.__setattr__(self, "_watched_by", request)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # a model's own loop may call `super()`, which asks whether this is one
+        return type(self._watched_model)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._watched_model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._watched_model, name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._watched_model(*args, **kwargs)
+
+    def _get_candidate_generator(self, **kwargs: Any) -> Any:
+        generator = self._watched_by.lean_generator(**kwargs)
         if generator is None:
-            generator = super()._get_candidate_generator(*args, **kwargs)  # type: ignore[misc]
-        request.watch(generator, kwargs["logits_processor"])
+            generator = self._watched_model._get_candidate_generator(**kwargs)
+        self._watched_by.watch(generator, kwargs["logits_processor"])
         return generator
 
-
-@functools.cache
-def _captured_class(cls: type) -> type:
-    @functools.wraps(cls.prepare_inputs_for_generation)  # type: ignore[attr-defined]  # `generate` inspects this one as well
-    def prepare_inputs_for_generation(self: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        request = _request.get()
-        if request is not None and request.model is self and request.num_cached and kwargs.get("is_first_iteration"):
+    def prepare_inputs_for_generation(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self._watched_by.num_cached and kwargs.get("is_first_iteration"):
             # The loop feeds the whole prompt although a cache of an earlier turn holds most of it, which changes the
             # answer; `generate` without an assistant feeds the rest.
-            kwargs["next_sequence_length"] = input_ids.shape[1] - request.num_cached
-        return cls.prepare_inputs_for_generation(self, input_ids, *args, **kwargs)  # type: ignore[attr-defined]
-
-    # Name, qualified name and module stay: saved `architectures` and registries inside transformers read them.
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    methods = {"prepare_inputs_for_generation": prepare_inputs_for_generation}
-    return type(cls.__name__, (_Captured, cls), {**names, **methods})
-
-
-_seats: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-_seats_lock = threading.Lock()
-
-
-def _seat(model: Any) -> None:
-    # Methods are looked up on the type, so the instance's class is exchanged, once for all listeners and threads.
-    with _seats_lock:
-        if _seats.get(model, 0) == 0:
-            seat: Any = type(model)
-            model.__class__ = _captured_class(seat)
-        _seats[model] = _seats.get(model, 0) + 1
-
-
-def _unseat(model: Any) -> None:
-    with _seats_lock:
-        _seats[model] -= 1
-        if _seats[model] == 0:
-            del _seats[model]
-            model.__class__ = type(model).__mro__[2]
-
-
-def _listening(model: Any) -> list[Binding]:
-    innermost = {id(binding.owner): binding for bound, binding in _bindings.get() if bound is model}
-    return list(innermost.values())
+            kwargs["next_sequence_length"] = input_ids.shape[1] - self._watched_by.num_cached
+        return self._watched_model.prepare_inputs_for_generation(input_ids, *args, **kwargs)

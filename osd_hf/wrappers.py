@@ -9,6 +9,8 @@ import torch
 
 __all__ = ["is_peft", "merged", "ties_embeddings", "uncompiled", "untie", "unwrap"]
 
+MOST_WRAPPERS = 16  # one inside the other; what makes up every attribute that it is asked for has no end
+
 
 def uncompiled(model: Any) -> Any:
     """The model that `torch.compile` has wrapped, or the model itself."""
@@ -22,12 +24,13 @@ def is_peft(model: Any) -> bool:
 
 def unwrap(model: Any) -> Any:
     """The transformers model whose `generate` runs in the end: inside a compiled model, inside a `PeftModel`."""
-    while True:
+    for _ in range(MOST_WRAPPERS):
         inner = uncompiled(model)
         inner = inner.get_base_model() if is_peft(inner) else inner
         if inner is model:
-            return model
+            break
         model = inner
+    return model
 
 
 def merged(model: Any) -> Any:

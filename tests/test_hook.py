@@ -1,16 +1,26 @@
+import contextlib
 import contextvars
 import copy
+import functools
+import gc
+import inspect
+import io
 import pickle
+import sys
 import threading
 import warnings
+import weakref
+from collections import Counter
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import models
 import numpy as np
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, pipeline
+from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList, pipeline
 
 from osd_hf import (
     CaptureError,
@@ -20,12 +30,15 @@ from osd_hf import (
     UnsupportedGenerationError,
     UnsupportedModelError,
     capture_traces,
+    hook,
 )
-from osd_hf.capture import compress_rows
+from osd_hf.capture import Request, compress_rows
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.pacing import AutoPace
 from osd_hf.records import Trace
 from osd_hf.wrappers import unwrap
+
+LOOP = "_assisted_decoding"  # what is listened to
 
 
 def captured(
@@ -520,6 +533,11 @@ class Compiled:
         return getattr(self._orig_mod, name)
 
 
+def test_what_has_every_attribute_is_refused_and_not_unwrapped_for_ever() -> None:
+    with pytest.raises(UnsupportedModelError, match="MagicMock"), capture_traces(MagicMock(), print):
+        pass
+
+
 def test_a_compiled_target_is_unwrapped() -> None:
     target, draft = models.pair()
     assert unwrap(Compiled(target)) is target
@@ -533,13 +551,16 @@ def test_a_compiled_target_is_unwrapped() -> None:
 def test_the_model_is_as_before() -> None:
     target, draft = models.pair()
     cls, config = type(target), target.generation_config.to_dict()
-    with capture_traces(target, print):
-        assert isinstance(target, cls)
-        assert (type(target).__name__, type(target).__module__) == (cls.__name__, cls.__module__)
-        assert type(target).__qualname__ == cls.__qualname__
+    names, own, loop = (cls.__name__, cls.__module__, cls.__qualname__), dict(vars(cls)), vars(GenerationMixin)[LOOP]
+    traces: list[Trace] = []
+    with capture_traces(target, traces.append):
+        assert type(target) is target.__class__ is cls
+        assert (type(target).__name__, type(target).__module__, type(target).__qualname__) == names
+        assert inspect.signature(cls._assisted_decoding) == inspect.signature(loop)
         with capture_traces(target, print):
             pass
-        assert type(target) is not cls
+        captured_still = target.generate(models.prompt(), assistant_model=draft, max_new_tokens=4)
+    assert [len(t) for t in traces] == [captured_still.shape[1] - 6] == [4]
     assert type(target) is cls
     assert pickle.loads(pickle.dumps(target)).config.vocab_size == models.VOCAB
     for trigger in (RuntimeError, KeyboardInterrupt):
@@ -559,6 +580,287 @@ def test_the_model_is_as_before() -> None:
     _, trace = captured(target, draft, models.prompt())
     assert len(trace) == 20
     assert target.generation_config.to_dict() == config
+    assert dict(vars(cls)) == own
+    assert vars(GenerationMixin)[LOOP] is loop
+
+
+# --- what users do with a model meanwhile ---------------------------------------------------------------------------
+
+
+def through_file(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Any] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "deepcopy of what holds it": lambda model: copy.deepcopy({"models": [model, model]})["models"][1],
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "pickle, old protocol": lambda model: pickle.loads(pickle.dumps(model, protocol=2)),
+    "torch.save": through_file,
+    "another process": lambda model: pickle.loads(ForkingPickler.dumps(copy.deepcopy(model))),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("listens", ["capture_traces", "attached"])
+def test_copies_made_inside_are_ordinary_models(how: str, listens: str) -> None:
+    target, draft = models.pair()
+    cls, ids = type(target), models.prompt()
+    alone = target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20)
+    assistant = OnlineAssistant(target, draft, config=OnlineConfig(update_strategy="manual"))
+    traces: list[Trace] = []
+    with assistant.attached() if listens == "attached" else capture_traces(target, traces.append):
+        copied = COPIES[how](target)
+        assert type(copied) is cls
+        settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 20}
+        assert torch.equal(copied.generate(ids, assistant_model=draft, **settings), alone)
+        assert (len(traces), assistant.stats.num_requests) == (0, 0)
+        output, trace = captured(copied, draft, ids)
+        assert torch.equal(output, alone)
+        assert len(trace) == 20
+    output, trace = captured(copied, draft, ids)
+    assert torch.equal(output, alone)
+    assert len(trace) == 20
+    assert type(copied) is type(target) is cls
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
+@pytest.mark.parametrize("wrapped", ["before", "inside"])
+def test_adapters_are_put_on_copied_and_taken_off_inside(wrapped: str) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    target, draft = models.pair()
+    cls, config = type(target), LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=2)
+    alone, _ = captured(target, draft, models.prompt())
+    peft = get_peft_model(target, config) if wrapped == "before" else None
+    traces: list[Trace] = []
+    with capture_traces(target if peft is None else peft, traces.append):
+        peft = get_peft_model(target, config) if peft is None else peft
+        other = copy.deepcopy(peft)
+        assert type(other) is type(peft)
+        assert type(unwrap(other)) is cls
+        output, _ = captured(other, draft, models.prompt())
+        assert torch.equal(output, alone)
+        assert traces == []
+        output, _ = captured(peft, draft, models.prompt())
+        assert torch.equal(output, alone)
+        plain = peft.merge_and_unload()
+        assert type(plain) is cls
+        output, _ = captured(plain, draft, models.prompt())
+    assert torch.equal(output, alone)
+    assert len(traces) == 2
+    assert type(unwrap(peft)) is type(target) is cls
+
+
+def exchange(model: Any, own_loop: bool) -> None:
+    """What `fully_shard` and others do: a class made of the one that is there, with methods of its own."""
+
+    class Sharded:
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            self.forwards = getattr(self, "forwards", 0) + 1
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+    class Loops(Sharded):
+        def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
+            assert isinstance(self, Loops)
+            return super()._assisted_decoding(*args, **kwargs)  # type: ignore[misc]
+
+    before = type(model)
+    model.__class__ = type(f"Sharded{before.__name__}", (Loops if own_loop else Sharded, before), {})
+
+
+@pytest.mark.parametrize("own_loop", [False, True])
+@pytest.mark.parametrize("put", ["before", "inside"])
+@pytest.mark.parametrize("taken", ["inside", "after"])
+def test_a_class_that_others_exchange_is_theirs(put: str, taken: str, own_loop: bool) -> None:
+    target, draft = models.pair()
+    cls, ids = type(target), models.prompt()
+    alone, _ = captured(target, draft, ids)
+    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 20}
+    traces: list[Trace] = []
+    if put == "before":
+        exchange(target, own_loop)
+    with capture_traces(target, traces.append):
+        if put == "inside":
+            exchange(target, own_loop)
+        theirs = type(target)
+        assert theirs.__mro__[-len(cls.__mro__) :] == cls.__mro__
+        assert torch.equal(target.generate(ids, assistant_model=draft, **settings), alone)
+        assert (len(traces), target.forwards) == (1, len(traces[0].rounds))
+        if taken == "inside":
+            target.__class__ = cls
+            assert torch.equal(target.generate(ids, assistant_model=draft, **settings), alone)
+            assert len(traces) == 2
+    assert type(target) is (cls if taken == "inside" else theirs)
+    output, _ = captured(target, draft, ids)
+    assert torch.equal(output, alone)
+    target.__class__ = cls
+    output, _ = captured(target, draft, ids)
+    assert torch.equal(output, alone)
+
+
+def test_a_loop_that_others_wrap_meanwhile_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = models.pair()
+    before, calls = vars(GenerationMixin)[LOOP], []
+    for _ in range(3):
+        block = capture_traces(target, print)
+        block.__enter__()
+        ours = vars(GenerationMixin)[LOOP]
+
+        @functools.wraps(ours)
+        def wrapped(self: Any, *args: Any, loop: Any = ours, **kwargs: Any) -> Any:
+            calls.append(self)
+            return loop(self, *args, **kwargs)
+
+        monkeypatch.setattr(GenerationMixin, LOOP, wrapped)
+        block.__exit__(None, None, None)
+        assert vars(GenerationMixin)[LOOP] is wrapped
+        captured(target, draft, models.prompt())
+        assert vars(GenerationMixin)[LOOP] is wrapped
+        monkeypatch.undo()
+    assert len(calls) == 3
+    captured(target, draft, models.prompt())
+    assert vars(GenerationMixin)[LOOP] is before
+
+
+def test_hooks_that_others_put_on_a_model_stay_theirs() -> None:
+    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+
+    class Counts(ModelHook):  # type: ignore[misc]
+        forwards = 0
+
+        def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+            assert module is target
+            self.forwards += 1
+            return args, kwargs
+
+    target, draft = models.pair()
+    alone, _ = captured(target, draft, models.prompt())
+    seen: list[Any] = []
+    handle = target.register_forward_pre_hook(lambda module, args: seen.append(module))
+    with capture_traces(target, print):
+        hook = Counts()
+        add_hook_to_module(target, hook)
+        output, _ = captured(target, draft, models.prompt())
+        assert torch.equal(output, alone)
+    assert hook.forwards == len(seen) > 0
+    assert all(module is target for module in seen)
+    handle.remove()
+    remove_hook_from_module(target)
+    assert type(target).forward is target.forward.__func__
+
+
+def test_a_class_is_let_go_of_with_its_models() -> None:
+    def serve() -> weakref.ref[type]:
+        target, draft = models.pair()
+
+        class Short(type(target)):  # type: ignore[misc]
+            pass
+
+        target.__class__ = Short
+        captured(target, draft, models.prompt())
+        return weakref.ref(Short)
+
+    made = serve()
+    gc.collect()
+    assert made() is None
+
+
+@pytest.mark.parametrize("drafting", ["lean", "stock"])
+def test_a_request_that_has_ended_holds_nothing(drafting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = models.pair()
+    assistant = OnlineAssistant(target, draft, config=OnlineConfig(update_strategy="manual", drafting=drafting))
+    through(assistant, models.prompt())
+    held: list[weakref.ref[Any]] = []
+    watch = Request.watch
+
+    def watched(self: Request, generator: Any, *args: Any) -> None:
+        held.extend((weakref.ref(self), weakref.ref(generator)))
+        watch(self, generator, *args)
+
+    monkeypatch.setattr(Request, "watch", watched)
+    gc.collect()
+    gc.disable()  # the cache of a draft is too large to wait for it
+    try:
+        through(assistant, models.prompt())
+        assert [ref() for ref in held] == [None, None]
+    finally:
+        gc.enable()
+
+
+def interrupted(number: int, target: Any, draft: Any) -> bool:
+    """Enter and leave a capture, and interrupt it where Python looks for signals: whenever a function begins, and when
+    a builtin has returned. Whether there are so many occasions."""
+    occasions = 0
+
+    def trace(frame: Any, event: str, arg: Any) -> None:
+        nonlocal occasions
+        if event in ("call", "c_return") and frame.f_code.co_filename in (hook.__file__, contextlib.__file__):
+            occasions += 1
+            if occasions == number:
+                raise KeyboardInterrupt
+
+    try:
+        sys.setprofile(trace)
+        with capture_traces(target, print):
+            pass
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+def test_an_interrupt_while_a_block_is_entered_or_left_breaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A count that was lost leaves the loop wrapped, which does no harm.
+    monkeypatch.setattr(GenerationMixin, LOOP, vars(GenerationMixin)[LOOP])
+    monkeypatch.setattr(hook, "_listeners", Counter())
+    right = [3, 4, 5, 6, 7, 8]
+    target, draft = models.scripted(right, 4), models.scripted([3, 4, 9, 6, 7, 8], 4)
+    ids = models.prompt(4, vocab_size=16)
+    number = 1
+    while contextvars.copy_context().run(interrupted, number, target, draft):
+        output, trace = captured(target, draft, ids, max_new_tokens=6)
+        assert output[0, 4:].tolist() == right == trace.completion_ids.tolist()
+        number += 1
+    assert number > 20
+    thread = threading.Thread(target=captured, args=(target, draft, ids), kwargs={"max_new_tokens": 6}, daemon=True)
+    thread.start()  # no lock is left held
+    thread.join(120)
+    assert not thread.is_alive()
+
+
+def test_the_loop_asks_a_model_by_name_only() -> None:
+    # It is handed what watches the request in the model's place.
+    source = inspect.getsource(GenerationMixin._assisted_decoding)
+    for words in ("type(self)", "super()", "id(self)", "self is ", "GenerationMixin.", "setattr(self"):
+        assert words not in source
+    for name in ("self._get_candidate_generator(", "self.prepare_inputs_for_generation(", "outputs = self(**"):
+        assert name in source
+
+
+def test_compiled_code_serves_captured_requests_too() -> None:
+    target = models.scripted([3, 4, 5, 6, 7, 8], 4)
+    draft = models.scripted([3, 4, 9, 6, 7, 8], 4)
+    ids = models.prompt(4, vocab_size=16)
+    compilations: list[int] = []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        compilations.append(len(inputs))
+        return module.forward
+
+    step = torch.compile(lambda: target(ids, use_cache=False).logits, backend=backend)
+    expected = step()
+    with capture_traces(target, print):
+        assert torch.equal(step(), expected)
+        captured(target, draft, ids, max_new_tokens=6)
+        assert torch.equal(step(), expected)
+    assert torch.equal(step(), expected)
+    assert len(compilations) == 1
 
 
 def test_a_model_saved_under_capture_names_its_own_class(tmp_path: Path) -> None:
