@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from osd_hf.disk import hold_lock, sync_folder, sync_tree
 from osd_hf.errors import ConfigError, StateError
 from osd_hf.outputs import json_text, make_folder
-from osd_hf.shards import hold_lock, sync_folder
 
 __all__ = ["FACTS", "LATEST", "VersionFolder", "latest_version"]
 
@@ -86,7 +86,7 @@ class VersionFolder:
             write(unfinished)
             unfinished.mkdir(exist_ok=True)
             (unfinished / FACTS).write_text(json_text({"version": number, **facts}, indent=1) + "\n")
-            _sync(unfinished)
+            sync_tree(unfinished)
             os.replace(unfinished, self._folder(number))
             try:
                 self._point(number)
@@ -140,18 +140,8 @@ class VersionFolder:
     def close(self) -> None:
         """Let another process publish here."""
         if self._lock is not None:
-            os.close(self._lock)
+            self._lock.close()
             self._lock = None
-
-
-def _sync(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as handle:
-                os.fsync(handle.fileno())
-        else:
-            sync_folder(path)
-    sync_folder(folder)
 
 
 def _remove(path: Path) -> None:

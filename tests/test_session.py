@@ -107,11 +107,11 @@ class Killed(BaseException):
     """Of no kind that anybody catches, as a signal is."""
 
 
-# What is done in turn, and at which time it breaks: the learner's state and the drafts are saved by `torch.save`, the
-# facts and the pointer by `write_text`.
+# What is done in turn, and at which time it breaks: the learner's state and the drafts are saved by `torch.save`, four
+# files, their folder and the folder around it are synced before the pointer.
 STEPS = (
-    ("mkdir", 1), ("write_table", 1), ("torch.save", 1), ("torch.save", 2), ("write_text", 1), ("fsync", 1),
-    ("fsync", 4), ("write_text", 2), ("replace", 1), ("rmtree", 1),
+    ("mkdir", 1), ("write_table", 1), ("torch.save", 1), ("torch.save", 2), ("dumps", 1), ("fsync", 1),
+    ("fsync", 4), ("fsync", 5), ("fsync", 6), ("write_whole", 1), ("fsync", 7), ("replace", 1), ("rmtree", 1),
 )  # fmt: skip
 
 
@@ -127,10 +127,11 @@ def test_what_breaks_while_saving_leaves_a_state_that_loads(
 ) -> None:
     save_session(tmp_path, learner(traces, 1), {"version": 1})
     homes: dict[str, tuple[Any, str]] = {
-        "mkdir": (Path, "mkdir"),
+        "mkdir": (os, "mkdir"),
         "torch.save": (module.torch, "save"),
         "write_table": (module.pq, "write_table"),
-        "write_text": (Path, "write_text"),
+        "dumps": (module.json, "dumps"),
+        "write_whole": (module, "write_whole"),
         "fsync": (os, "fsync"),
         "replace": (os, "replace"),
         "rmtree": (module.shutil, "rmtree"),
