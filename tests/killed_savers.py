@@ -2,7 +2,7 @@
 files in turn; a reader loads all the while. Says what it found as JSON.
 
     python tests/killed_savers.py FOLDER 200    # saves, at least, of both together
-    python tests/killed_savers.py FOLDER        # one kill at each operation
+    python tests/killed_savers.py FOLDER 0 1    # one kill at each operation; with 3, at every third
 """
 
 from __future__ import annotations
@@ -190,11 +190,11 @@ def killed_at(count: int) -> Iterator[None]:
     yield
 
 
-def at_each_operation(folder: Path) -> dict[str, Any]:
+def at_each_operation(folder: Path, stride: int) -> dict[str, Any]:
     """One saver killed before its first operation, its second, ...: with a state there, and without one."""
     found = []
     for is_first in (True, False):
-        for count in range(1, 500):
+        for count in range(1, 500, stride):
             place = folder / f"{is_first}-{count}"
             place.mkdir(parents=True)
             mine = put_own(place)
@@ -225,4 +225,5 @@ def at_each_operation(folder: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     where = Path(sys.argv[1])
-    print(json.dumps(at_random(where, int(sys.argv[2])) if len(sys.argv) > 2 else at_each_operation(where)))
+    saves = int(sys.argv[2])
+    print(json.dumps(at_random(where, saves) if saves else at_each_operation(where, int(sys.argv[3]))))
