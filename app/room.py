@@ -17,6 +17,7 @@ from osd_hf_app.pair import Pair
 __all__ = ["Record", "Room", "compared", "pooled"]
 
 SHARED = "shared"
+SAVED = ".osd_hf_app_saved"  # in a folder that a save made, and a later one may delete
 KEPT = 5000  # newest requests that curves are drawn of
 
 
@@ -134,14 +135,31 @@ class Room:
         }
 
     def save(self, folder: Path) -> list[Path]:
-        """Save the session, and each learned draft as an ordinary model folder; gives what was written."""
-        self.assistant.save_state(folder / "session")
-        written = [folder / "session"]
-        shutil.rmtree(folder / "drafts", ignore_errors=True)  # of an earlier save
+        """
+        Save the session, and each learned draft as an ordinary model folder; returns what was written. Drafts of an
+        earlier save go, what else lies there stays.
+
+        Raises:
+            ConfigError: a folder that a draft should get holds something else; nothing is written.
+        """
+        places: dict[Path, str | None] = {}
         for name, domain in self.learned.items():
-            written.append(folder / "drafts" / re.sub(r"[^\w.-]", "_", name))
-            self.assistant.save_pretrained(written[-1], domain=domain)
-        return written
+            place = folder / "drafts" / (re.sub(r"[^\w.-]", "_", name).lstrip(".") or "_")
+            while place in places:  # two names may differ in what a folder's name cannot hold
+                place = place.with_name(f"{place.name}_")
+            if place.exists() and not (place / SAVED).exists():
+                raise ConfigError(
+                    f"{place} is no draft that was saved here. Move it away, or save under another name."
+                )
+            places[place] = domain
+        self.assistant.save_state(folder / "session")
+        for saved in list((folder / "drafts").glob(f"*/{SAVED}")):
+            shutil.rmtree(saved.parent, ignore_errors=True)
+        for place, domain in places.items():
+            place.mkdir(parents=True)
+            (place / SAVED).touch()  # first: what a kill leaves is known, too
+            self.assistant.save_pretrained(place, domain=domain)
+        return [folder / "session", *places]
 
     def push(self, domain: str, repo_id: str, token: str | None) -> str:
         """Push the draft that serves a domain as an ordinary model repo; gives its address. Raises ConfigError or

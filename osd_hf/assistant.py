@@ -18,6 +18,7 @@ from osd_hf.config import OnlineConfig
 from osd_hf.drafting import LeanDrafting
 from osd_hf.drafts import DomainDrafts
 from osd_hf.errors import LearnerError
+from osd_hf.forks import in_child
 from osd_hf.gate import GateDecision
 from osd_hf.hook import bind
 from osd_hf.hub import facts_of, push_folder, save_draft
@@ -67,7 +68,8 @@ class OnlineAssistant:
             Learn adapters of this kind, such as `LoraConfig`, and serve them merged; by default whole drafts learn.
         autosave (`str` or `Path`, *optional*):
             Folder that the session is saved to after every `autosave_interval` updates, beside serving, and when the
-            assistant is closed; [`~OnlineAssistant.load_state`] goes on from it.
+            assistant is closed; [`~OnlineAssistant.load_state`] goes on from it. A forked child serves and learns by
+            itself but leaves the folder to its parent: it saves where [`~OnlineAssistant.save_state`] says.
         report_to (`str` or `list[str]`, *optional*):
             Trackers as the Hugging Face trainers take them: `"trackio"`, `"tensorboard"`, `"wandb"`, `"all"`, ...
 
@@ -108,6 +110,10 @@ class OnlineAssistant:
         # Threads hold no reference to the assistant: one that nobody uses any more takes them along.
         self._upkeep = Upkeep(self._learner, self._track, None if autosave is None else self._save)
         weakref.finalize(self, self._upkeep.stop)
+        in_child(self, OnlineAssistant._leave_folder_to_parent)
+
+    def _leave_folder_to_parent(self) -> None:
+        self._autosave = None
 
     # --- serving ----------------------------------------------------------------------------------------------------
 

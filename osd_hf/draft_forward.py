@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
+from osd_hf.forks import in_child, renewing
 from osd_hf.loading import first_line
 
 __all__ = ["CompiledDraft", "DraftForward", "StaticForward"]
@@ -103,6 +104,7 @@ class CompiledDraft:
         self._compiled: dict[int, _Compiled | None] = {}  # by size of cache; `None` where compiling failed
         self._made_for: tuple[Any, ...] = ()
         self._lock = threading.Lock()
+        in_child(self, renewing(_lock=threading.Lock))
         config = draft.config.get_text_config(decoder=True)
         kind = "an encoder-decoder" if draft.config.is_encoder_decoder else None
         if any(layer.is_sliding for layer in StaticCache(config=config, max_cache_len=8).layers):

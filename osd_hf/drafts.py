@@ -19,6 +19,7 @@ from osd_hf.config import OnlineConfig
 from osd_hf.copies import Copies, ServingDraft, ready_to_serve
 from osd_hf.drafting import LeanDrafting
 from osd_hf.errors import ConfigError, StateError
+from osd_hf.forks import in_child, renewing
 from osd_hf.pacing import Pacer
 from osd_hf.publishing import read_drafts, write_drafts
 from osd_hf.snapshots import Snapshot, adapter_state, is_finite, learning_context, write_snapshot
@@ -70,6 +71,7 @@ class DomainDrafts:
         self._template = make_template(self._source, peft_config, self.config.seed, per_domain=per_domain)
         self.pacer = Pacer()
         self._lock = threading.RLock()
+        in_child(self, renewing(_lock=threading.RLock))
         self._clock = 0
         self._learned: dict[str | None, _Learned] = {}
         self._updaters: dict[str | None, Updater] = {}

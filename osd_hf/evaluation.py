@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from osd_hf.bundled import DOMAINS, bundled_prompts
+from osd_hf.disk import write_whole
 from osd_hf.errors import ConfigError
 from osd_hf.metrics import AcceptanceStats, alpha_gain_interval
 from osd_hf.outputs import json_text
@@ -61,7 +62,7 @@ class EvaluationSet:
     def write(self, path: Path) -> None:
         """One JSON object a line: `prompt`, and `domain` where there is one."""
         rows = [{"prompt": p.text} | ({} if p.domain is None else {"domain": p.domain}) for p in self.prompts]
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,6 +16,7 @@ from osd_hf.config import OnlineConfig
 from osd_hf.copies import FALLBACK_K
 from osd_hf.drafts import DomainDrafts
 from osd_hf.errors import StateError
+from osd_hf.forks import in_child, renewing
 from osd_hf.gate import DROPPED_IN_A_ROW, WATCHED, Gate, GateDecision
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.records import Trace
@@ -77,6 +78,7 @@ class Learner:
         self.is_paused = False
         self.lessons: dict[str | None, Lesson] = {}
         self._lock = threading.Lock()
+        in_child(self, renewing(_lock=threading.Lock))
         self._work: tuple[str | None, Work] | None = None
         self._spent = 0.0
         self.seconds = 0.0  # of work, over all updates
@@ -176,6 +178,12 @@ class Learner:
         if self._work is not None:
             (_, work), self._work = self._work, None
             work.close()
+
+    def start_over(self) -> None:
+        """Learn on from the versions that serve; what the learners themselves hold is not to be trusted."""
+        self._work = None
+        for domain in self.drafts.learning:
+            self.updater(domain).restart(self.drafts.serving_snapshot(domain))
 
     def _pace(self, domain: str | None) -> None:
         """Cut backward passes into parts that take about as long as an arriving request may wait."""

@@ -144,7 +144,8 @@ def last_checkpoint(config: Any) -> str | None:
     given = config.resume_from_checkpoint
     if given is not True:
         return given or None
-    whole = [path.parent for path in Path(config.output_dir).glob("checkpoint-*/trainer_state.json")]
+    found = [path.parent for path in Path(config.output_dir).glob("checkpoint-*/trainer_state.json")]
+    whole = [path for path in found if re.fullmatch(r"checkpoint-\d+", path.name)]  # not a copy by another name
     if not whole:
         raise StateError(f"There is no checkpoint in {config.output_dir} to resume from. Leave it out to begin anew.")
     return str(max(whole, key=lambda path: int(path.name.removeprefix("checkpoint-"))))

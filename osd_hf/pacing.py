@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from osd_hf.cost import expected_block_efficiency
 from osd_hf.estimates import MEMORY, Acceptance, Average, Costs
+from osd_hf.forks import in_child, renewing
 
 __all__ = ["AutoPace", "DraftingPlan", "FixedPace", "Pace", "Pacer"]
 
@@ -144,6 +145,7 @@ class Pacer:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        in_child(self, renewing(_lock=threading.Lock))
         self._costs = Costs()
         self._domains: dict[Any, _Domain] = {}
 

@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
+from osd_hf.disk import write_whole
 from osd_hf.errors import StateError
 from osd_hf.outputs import make_folder
-from osd_hf.shards import write_whole
 from osd_hf.snapshots import Snapshot
 
 __all__ = ["read_drafts", "write_drafts"]
@@ -26,7 +26,7 @@ def write_drafts(
         folder = f"draft-{number:03d}"
         save(domain, directory / folder)
         index[folder] = {"domain": domain, "version": version}
-    write_whole(directory / INDEX, (json.dumps(index, indent=1) + "\n").encode())
+    write_whole(directory / INDEX, (json.dumps(index, indent=1) + "\n").encode(), private=False)
 
 
 def read_drafts(

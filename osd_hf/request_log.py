@@ -9,8 +9,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from osd_hf.disk import FileLock, hold_lock, write_whole
 from osd_hf.errors import DataError
-from osd_hf.shards import hold_lock, store_errors, write_whole
+from osd_hf.shards import store_errors
 
 __all__ = ["LogReader"]
 
@@ -46,7 +47,7 @@ class LogReader:
         self.has_rest = False
         self._head = b""
         self._was_seen_rotated = False
-        self._lock: int | None = None
+        self._lock: FileLock | None = None
         try:
             self._file = path.open("rb")
         except OSError as error:
@@ -160,5 +161,5 @@ class LogReader:
         """Let the file go."""
         self._file.close()
         if self._lock is not None:
-            os.close(self._lock)
+            self._lock.close()
             self._lock = None

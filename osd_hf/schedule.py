@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from osd_hf.forks import in_child
+
 __all__ = ["DutyCycle", "IdleWorker", "Traffic"]
 
 logger = logging.getLogger(__name__)
@@ -39,11 +41,19 @@ class DutyCycle:
 
 
 class Traffic:
-    """Who has the machine: requests, any number at once, or one micro-step of learning."""
+    """Who has the machine: requests, any number at once, or one micro-step of learning. A forked child counts its own
+    requests alone."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.requests = 0
+        self.is_stepping = False
+        self._own = threading.local()
+        in_child(self, Traffic._forget_other_threads)
+
+    def _forget_other_threads(self) -> None:
+        self.changed = threading.Condition()
+        self.requests = getattr(self._own, "requests", 0)
         self.is_stepping = False
 
     @contextlib.contextmanager
@@ -52,6 +62,7 @@ class Traffic:
         other begins before the request has ended."""
         with self.changed:
             self.requests += 1
+            self._own.requests = getattr(self._own, "requests", 0) + 1
         try:
             with self.changed:
                 self.changed.wait_for(lambda: not self.is_stepping)
@@ -59,6 +70,7 @@ class Traffic:
         finally:
             with self.changed:
                 self.requests -= 1
+                self._own.requests -= 1
                 self.changed.notify_all()
 
 
@@ -93,22 +105,26 @@ class IdleWorker:
         self.failed = failed
         self.duty_cycle = duty_cycle
         self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="osd_hf-learner", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        self._thread.start()
+        """Begin, where the thread is not there yet: at first, or in a forked child, which has none."""
+        with self.traffic.changed:
+            if not self._stopped and (self._thread is None or not self._thread.is_alive()):
+                self._thread = threading.Thread(target=self._run, name="osd_hf-learner", daemon=True)
+                self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, behind the micro-step under way."""
+        """End the thread, after the micro-step under way."""
         with self.traffic.changed:
             self._stopped = True
             self.traffic.changed.notify_all()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+        if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join()
 
     @property
     def is_alive(self) -> bool:
-        return self._thread.is_alive() and not self._stopped
+        return self._thread is not None and self._thread.is_alive() and not self._stopped
 
     def _run(self) -> None:
         traffic = self.traffic

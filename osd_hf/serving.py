@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 
 from osd_hf.assistant import OnlineAssistant
+from osd_hf.disk import open_privately, write_whole
 from osd_hf.errors import ConfigError, LearnerError, StateError
 from osd_hf.hook import capture_traces
 from osd_hf.loading import first_line
@@ -21,13 +24,16 @@ from osd_hf.outputs import json_text, make_folder
 from osd_hf.prompts import EncodedPrompts
 from osd_hf.records import Trace
 from osd_hf.replay import replay
-from osd_hf.shards import write_whole
+from osd_hf.session import has_session
 
 __all__ = ["Served", "check_folder", "open_folder", "report_on", "serve"]
+
+logger = logging.getLogger(__name__)
 
 SETTINGS = "settings.json"
 JOURNAL = "journal.jsonl"
 STATE = "state"
+UNFINISHED = re.compile(r"\.(settings|journal)-[0-9a-f]{8}\.tmp")  # of a run that was killed while it began
 SAVE_SECONDS = 60.0
 _COUNTS = ("drafted", "examined", "accepted", "emitted", "target_forwards", "accepted_length_histogram")
 
@@ -96,7 +102,7 @@ def check_folder(folder: Path, settings: Mapping[str, Any] | None = None, *, res
         StateError: the run there has other settings, or is none.
     """
     try:
-        if not folder.exists() or not any(folder.iterdir()):
+        if not folder.exists() or all(UNFINISHED.fullmatch(entry.name) for entry in folder.iterdir()):
             return
     except (OSError, ValueError) as error:
         raise ConfigError(f"The output folder {folder} cannot be used: {error}.") from error
@@ -189,7 +195,10 @@ def serve(
     width = config.num_logprobs if generate_kwargs.get("do_sample") else 1
     traces: list[Trace] = []
     saved_at = clock()
-    with journal.open("a") as file, capture_traces(assistant.target, traces.append, num_logprobs=width):
+    with (
+        open(journal, "a", opener=open_privately) as file,
+        capture_traces(assistant.target, traces.append, num_logprobs=width),
+    ):
         for position in range(len(served), len(prompts.prompts)):
             prompt, ids = prompts.prompts[position]
             version = assistant.version
@@ -265,8 +274,10 @@ def _from_journal(journal: Path) -> list[Served]:
 
 
 def _resumed(assistant: OnlineAssistant, state: Path, journal: Path) -> list[Served]:
-    """Bring the assistant to the saved session, cut the journal down to it, and give the requests up to there."""
-    if not state.exists():
+    """Bring the assistant to the saved session, cut the journal down to it, and return the requests up to there."""
+    if not has_session(state):
+        if journal.exists():
+            logger.warning("Nothing was saved in %s before that run ended; it begins anew.", state)
         journal.unlink(missing_ok=True)
         return []
     assistant.load_state(state)

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import re
 import secrets
 import sys
 import threading
@@ -22,12 +23,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from osd_hf.errors import ConfigError, StoreError
+from osd_hf.disk import (
+    FileLock,
+    hold_lock,
+    is_open_to_others,
+    lock_file,
+    make_private_folder,
+    sync_folder,
+    write_whole,
+)
+from osd_hf.errors import StoreError
 from osd_hf.records import Trace
 from osd_hf.tables import DICTIONARY_COLUMNS, SCHEMA, SPLIT_COLUMNS, split_by_bytes, table_to_traces, traces_to_table
-
-if sys.platform != "win32":
-    import fcntl
 
 __all__ = [
     "Folder",
@@ -50,6 +57,9 @@ T = TypeVar("T")
 MARKER_NAME = ".osd_hf_store.json"
 MARKER = {"format": "osd_hf correction store", "version": 1}
 LOCK_NAME = ".lock"
+WRITER = re.compile(r"\d{8}T\d{6}-\d+-[0-9a-f]{8}")  # names that nobody else gives: only what has them is deleted
+SHARD = re.compile(r"shard-\d{6,}\.parquet")
+UNFINISHED = re.compile(r"\.shard-\d{6,}-[0-9a-f]+\.tmp")
 GROUP_BYTES = 1 << 20  # of array data in one row group, the unit that `sample` reads and caches
 CACHE_BYTES = 64 << 20
 
@@ -60,64 +70,6 @@ def store_errors(action: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StoreError(f"cannot {action} {path}: {error.strerror or error}") from error
-
-
-def write_whole(path: Path, data: Any) -> None:
-    """Readers see all of the file or nothing, after a crash too."""
-    temporary = path.with_name(f".{path.stem.lstrip('.')}-{secrets.token_hex(4)}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-    sync_folder(path.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Let what was renamed in a folder outlast a loss of power."""
-    if sys.platform == "win32":
-        return
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def lock_file(path: Path, *, wait: bool) -> int | None:
-    """
-    A descriptor that holds the lock file until it is closed, or its process dies. `None` where another process holds
-    it, or where the system has no such locks: then no writer is ever taken for dead.
-    """
-    if sys.platform == "win32":
-        return None
-    descriptor = os.open(path, os.O_RDWR | (os.O_CREAT if wait else 0), 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError:  # held, or a file system without locks
-        os.close(descriptor)
-        return None
-    return descriptor
-
-
-def hold_lock(path: Path, refusal: str) -> int | None:
-    """
-    As of [`lock_file`], of a file that is made where it is missing and that one process may hold.
-
-    Raises:
-        ConfigError: another process holds it, or the file system has no locks; says the `refusal`.
-        OSError: the file cannot be made.
-    """
-    path.touch()
-    lock = lock_file(path, wait=False)
-    if lock is None and os.name == "posix":
-        raise ConfigError(refusal)
-    return lock
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,7 +130,7 @@ def _check_marker(path: Path) -> None:
     marker = path / MARKER_NAME
     if path.exists() and not path.is_dir():
         raise StoreError(f"{path} is a file; a store is a folder: give the path of a new or empty one")
-    path.mkdir(parents=True, exist_ok=True)
+    make_private_folder(path)
     if not marker.exists():
         found = sorted(p.name for p in path.iterdir() if not p.name.startswith(MARKER_NAME[:-5]))
         if found and not marker.exists():  # asked again: another process may have begun the store meanwhile
@@ -209,6 +161,11 @@ def read_table(path: str) -> Any:
     return read_from(path, lambda file: file.read(SCHEMA.names, use_threads=False).cast(SCHEMA))
 
 
+def _is_written_here(shard: Shard) -> bool:
+    folder, name = os.path.split(shard.path)
+    return bool(SHARD.fullmatch(name) and WRITER.fullmatch(os.path.basename(folder)))
+
+
 class Folder:
     """Shards of all writers of one store. Not thread-safe but for `read`."""
 
@@ -218,11 +175,23 @@ class Folder:
         self.own: Path | None = None
         self.own_count = 0
         self.written_nbytes = 0
-        self.lock: int | None = None
+        self.lock: FileLock | None = None
         self.forget_cache()
         open_store(path)
         self.marker_nbytes = (path / MARKER_NAME).stat().st_size
         self.refresh()
+        self._warn_of_readers()
+
+    def _warn_of_readers(self) -> None:
+        """Say once of a store that it holds what other users of this machine can read: made by an earlier version,
+        or opened on purpose."""
+        folders = {os.path.dirname(path) for path in self.shards}
+        with contextlib.suppress(OSError):
+            if is_open_to_others(self.path) and any(is_open_to_others(Path(folder)) for folder in folders):
+                logger.warning(
+                    "Other users of this machine may read the requests in %s. If they should not: chmod -R go= %s",
+                    self.path, self.path,
+                )  # fmt: skip
 
     def forget_cache(self) -> None:
         self.cache: OrderedDict[tuple[str, int], list[Trace]] = OrderedDict()
@@ -240,7 +209,7 @@ class Folder:
         self._tally()
 
     def _tally(self) -> None:
-        self.shards_nbytes = sum(shard.nbytes for shard in self.shards.values())
+        self.shards_nbytes = sum(shard.nbytes for shard in self.shards.values() if _is_written_here(shard))
         self.oldest = min((shard.oldest for shard in self.shards.values()), default=math.inf)
 
     def _index(self, path: str) -> Shard | None:
@@ -283,7 +252,7 @@ class Folder:
             while self.own is None:
                 stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
                 own = self.path / f"{stamp}-{os.getpid()}-{secrets.token_hex(4)}"
-                own.mkdir()
+                own.mkdir(0o700)
                 self.lock = lock_file(own / LOCK_NAME, wait=True)
                 if (own / LOCK_NAME).exists() or self.lock is None:
                     self.own = own
@@ -319,6 +288,9 @@ class Folder:
         self._tally()
 
     def delete(self, shard: Shard) -> None:
+        """Delete a shard that a writer of stores has made; what somebody else has put there is theirs."""
+        if not _is_written_here(shard):
+            return
         path = Path(shard.path)
         with store_errors("delete", path):
             path.unlink(missing_ok=True)
@@ -327,7 +299,7 @@ class Folder:
 
     def stop_writing(self) -> None:
         if self.lock is not None:
-            os.close(self.lock)
+            self.lock.close()
         self.own = self.lock = None
         self.own_count = 0
 
@@ -336,18 +308,19 @@ class Folder:
         Delete the unfinished files of dead writers, and their folders where no shard is left. A live writer holds
         its lock.
         """
-        for writer in [p for p in self.path.iterdir() if p.is_dir()]:
+        for writer in [p for p in self.path.iterdir() if p.is_dir() and WRITER.fullmatch(p.name)]:
             try:
                 lock = lock_file(writer / LOCK_NAME, wait=False)
                 if lock is None:
                     continue
                 try:
-                    for file in writer.glob(".*.tmp"):
-                        file.unlink()
+                    for file in writer.iterdir():
+                        if UNFINISHED.fullmatch(file.name):
+                            file.unlink()
                     if {p.name for p in writer.iterdir()} == {LOCK_NAME}:
                         (writer / LOCK_NAME).unlink()
                         writer.rmdir()
                 finally:
-                    os.close(lock)
+                    lock.close()
             except OSError as error:  # it may belong to another user; being untidy harms nobody
                 logger.debug("did not tidy up %s: %s", writer, error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from osd_hf.forks import in_child, renewing
 from osd_hf.metrics import AcceptanceStats
 
 __all__ = ["Tally"]
@@ -18,6 +19,7 @@ class Tally:
         self._by_domain: dict[str | None, AcceptanceStats] = {}
         self._recent = AcceptanceStats()
         self._lock = threading.Lock()
+        in_child(self, renewing(_lock=threading.Lock))
 
     def add(self, domain: str | None, stats: AcceptanceStats) -> None:
         """Count one request."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from osd_hf.errors import LearnerError
+from osd_hf.forks import in_child
 from osd_hf.learner import Learner
 from osd_hf.schedule import IdleWorker, Traffic
 from osd_hf.updater import UpdateReport
@@ -22,6 +23,9 @@ logger = logging.getLogger(__name__)
 class Upkeep:
     """
     Runs a learner for an assistant, and keeps what goes wrong until the next call.
+
+    A forked child serves, and learns by itself from its own requests, from where its parent stood; its idle thread
+    begins with its first request. It saves nothing by itself: the folder stays with the parent.
 
     Args:
         learner (`Learner`):
@@ -48,11 +52,19 @@ class Upkeep:
         self._save = None if save is None else weakref.WeakMethod(save)
         self._unsaved = 0
         self._learning = threading.Lock()
+        self._is_torn = False
         self._own = threading.local()
         self._worker: IdleWorker | None = None
         if self.config.update_strategy == "idle":
             self._worker = IdleWorker(self.traffic, self._has_work, self._step, self.failed, learner.duty_cycle)
             self._worker.start()
+        in_child(self, Upkeep._begin_in_child)
+
+    def _begin_in_child(self) -> None:
+        # A thread that is not here may have been in the middle of a step; what it left is not learned on from.
+        self._is_torn = self._is_torn or self._learning.locked()
+        self._learning = threading.Lock()
+        self._save = self.saving = None
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -73,13 +85,12 @@ class Upkeep:
             self._wake()  # a request inside `attached` has ended before it is taken in
             return
         # While another thread learns, this one's answer does not wait for it; the update stays due.
-        if self.learner.due() and self._learning.acquire(blocking=False):
-            try:
-                lesson = self.learner.due()  # one: others' requests may make more due meanwhile, behind their answers
+        if self.learner.due():
+            with self._turn() as is_mine:
+                # One: others' requests may make more due meanwhile, behind their answers.
+                lesson = self.learner.due() if is_mine else None
                 if lesson is not None:
                     self._report(self.learner.update(lesson.domain))
-            finally:
-                self._learning.release()
 
     def failed(self, error: Exception) -> None:
         """Keep an error for the next call."""
@@ -98,12 +109,32 @@ class Upkeep:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Nobody else learns or saves inside; behind it the idle thread goes on."""
+        """Nobody else learns or saves inside; after it the idle thread goes on."""
         try:
             with self._learning:
+                self._mend()
                 yield
         finally:
             self._wake()
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[bool]:
+        """Whether nobody else learns or saves; then nobody does inside."""
+        lock = self._learning
+        if not lock.acquire(blocking=False):
+            yield False
+            return
+        try:
+            self._mend()
+            yield True
+        finally:
+            lock.release()
+
+    def _mend(self) -> None:
+        """In a forked child: begin anew from what serves, where the parent was learning at the fork."""
+        if self._is_torn:
+            self.learner.start_over()
+            self._is_torn = False
 
     def update(self, domain: str | None, steps: int | None) -> UpdateReport:
         """One update of a draft, at once; inside [`~Upkeep.alone`]."""
@@ -128,8 +159,10 @@ class Upkeep:
         self._wake()
 
     def wait_until_idle(self, timeout: float | None) -> bool:
-        """Wait until the idle thread has nothing to do; gives whether it has not."""
+        """Wait until the idle thread has nothing to do; returns whether it has not."""
         worker = self._worker
+        if worker is not None:
+            worker.start()
         with self.traffic.changed:
             return worker is None or self.traffic.changed.wait_for(
                 lambda: not worker.is_alive or not (self.traffic.is_stepping or self.learner.has_work()), timeout
@@ -143,6 +176,8 @@ class Upkeep:
             self.saving.join()
 
     def _wake(self) -> None:
+        if self._worker is not None:
+            self._worker.start()
         with self.traffic.changed:
             self.traffic.changed.notify_all()
 
@@ -151,13 +186,10 @@ class Upkeep:
 
     def _step(self) -> None:
         """A micro-step of the idle thread; none while another thread learns or saves."""
-        if self._learning.acquire(blocking=False):
-            try:
-                report = self.learner.step()
-                if report is not None:
-                    self._report(report)
-            finally:
-                self._learning.release()
+        with self._turn() as is_mine:
+            report = self.learner.step() if is_mine else None
+            if report is not None:
+                self._report(report)
 
     def _report(self, report: UpdateReport) -> UpdateReport:
         updated = self._updated()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import secrets
@@ -11,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from osd_hf.disk import hold_lock, sync_folder, sync_tree
 from osd_hf.errors import ConfigError, StateError
 from osd_hf.outputs import json_text, make_folder
-from osd_hf.shards import hold_lock, sync_folder
 
 __all__ = ["FACTS", "LATEST", "VersionFolder", "latest_version"]
 
@@ -21,6 +22,8 @@ LATEST = "latest"
 FACTS = "version.json"
 LEAST_KEPT = 2  # the newest, and the one that an engine may be loading just now
 LOCK = ".publisher.lock"
+VERSION = re.compile(r"v(\d{6,})")
+UNFINISHED = re.compile(rf"\.(v\d{{6,}}|{LATEST})-[0-9a-f]+\.tmp")  # names that nobody else gives
 
 
 def latest_version(path: Path) -> Path | None:
@@ -32,7 +35,8 @@ def latest_version(path: Path) -> Path | None:
 class VersionFolder:
     """
     Published versions `v000001`, `v000002`, ... and a symbolic link `latest` to the newest. A reader finds whole
-    versions only: each is written under a hidden name, synced and renamed, and the link is replaced behind it.
+    versions only: each is written under a hidden name, synced and renamed, and the link is replaced after that. What
+    else lies in the folder stays as it is: a version of ours says so in its `version.json`.
 
     Args:
         path (`Path`):
@@ -41,7 +45,7 @@ class VersionFolder:
             Newest versions kept, at least 2.
 
     Raises:
-        ConfigError: it cannot be written, or another process publishes there.
+        ConfigError: it cannot be written, another process publishes there, or `latest` is something else there.
     """
 
     def __init__(self, path: Path, *, keep: int = 5) -> None:
@@ -57,8 +61,13 @@ class VersionFolder:
             )
         except OSError as error:
             raise ConfigError(f"The folder {path} cannot be written to: {error.strerror}.") from error
-        for unfinished in self.path.glob(".*.tmp"):  # of a publisher that was killed
-            _remove(unfinished)
+        pointer = self.path / LATEST
+        if os.path.lexists(pointer) and not pointer.is_symlink():
+            self.close()
+            raise ConfigError(f"{pointer} is no pointer to a version. Choose another folder, or move it away.")
+        for entry in list(self.path.iterdir()):  # of a publisher that was killed
+            if UNFINISHED.fullmatch(entry.name):
+                _remove(entry)
         # A publisher that was killed before the pointer followed; one that somebody set back stays.
         if self.number and self._pointed in (0, self.number - 1):
             with contextlib.suppress(OSError):
@@ -81,13 +90,16 @@ class VersionFolder:
             StateError: it cannot be written; the versions before it, and the pointer, stay as they are.
         """
         number = self.number + 1
-        unfinished = self.path / f".v{number:06d}-{secrets.token_hex(4)}.tmp"
+        while os.path.lexists(self._folder(number)):  # somebody else's
+            number += 1
+        unfinished = self._unfinished(number)
         try:
             write(unfinished)
             unfinished.mkdir(exist_ok=True)
             (unfinished / FACTS).write_text(json_text({"version": number, **facts}, indent=1) + "\n")
-            _sync(unfinished)
+            sync_tree(unfinished)
             os.replace(unfinished, self._folder(number))
+            sync_folder(self.path)
             try:
                 self._point(number)
             except BaseException:
@@ -99,8 +111,13 @@ class VersionFolder:
         finally:
             _remove(unfinished)
         for old in self._numbers()[: -self.keep]:
-            _remove(self._folder(old))
+            with contextlib.suppress(OSError):  # by its name nobody finds half of it
+                os.replace(self._folder(old), gone := self._unfinished(old))
+                _remove(gone)
         return self._folder(number)
+
+    def _unfinished(self, number: int) -> Path:
+        return self.path / f".v{number:06d}-{secrets.token_hex(4)}.tmp"
 
     def _point(self, number: int) -> None:
         link = self.path / f".{LATEST}-{secrets.token_hex(4)}.tmp"
@@ -128,30 +145,26 @@ class VersionFolder:
     def _pointed(self) -> int:
         """Number of the version that the pointer names; 0 where it names none."""
         with contextlib.suppress(OSError):
-            name = re.fullmatch(r"v(\d{6,})", os.readlink(self.path / LATEST))
+            name = VERSION.fullmatch(os.readlink(self.path / LATEST))
             if name is not None and int(name[1]) in self._numbers():
                 return int(name[1])
         return 0
 
     def _numbers(self) -> list[int]:
-        names = (re.fullmatch(r"v(\d{6,})", entry.name) for entry in self.path.iterdir())
-        return sorted(int(name[1]) for name in names if name is not None)
+        names = (VERSION.fullmatch(entry.name) for entry in self.path.iterdir())
+        return sorted(int(name[1]) for name in names if name is not None and self._is_ours(int(name[1])))
+
+    def _is_ours(self, number: int) -> bool:
+        try:
+            return bool(json.loads((self._folder(number) / FACTS).read_text())["version"] == number)
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
 
     def close(self) -> None:
         """Let another process publish here."""
         if self._lock is not None:
-            os.close(self._lock)
+            self._lock.close()
             self._lock = None
-
-
-def _sync(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as handle:
-                os.fsync(handle.fileno())
-        else:
-            sync_folder(path)
-    sync_folder(folder)
 
 
 def _remove(path: Path) -> None:

@@ -21,7 +21,6 @@ import argparse
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -235,16 +234,17 @@ def main() -> None:
     parser.add_argument("--later", type=int, default=120, help="asked before and after")
     parser.add_argument("--concurrency", type=int, default=4)
     parser.add_argument("--port", type=int, default=8377)
-    parser.add_argument("--folder", type=Path, default=Path("osd_hf_vllm"), help="overwritten")
+    parser.add_argument("--folder", type=Path, default=Path("osd_hf_vllm"), help="new or empty")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--name", default="vllm_loop", help="of the report")
     args = parser.parse_args()
     torch.set_num_threads(1)
     started, target, seconds = time.time(), data_folder() / "lab/target", dict[str, Any]()
-    shutil.rmtree(args.folder, ignore_errors=True)
-    shutil.rmtree(args.folder.with_name(f"{args.folder.name}-state"), ignore_errors=True)
     folder = args.folder.absolute()
-    folder.mkdir(parents=True)
+    for place in (folder, folder.with_name(f"{folder.name}-state")):
+        if place.exists() and any(place.iterdir()):
+            raise SystemExit(f"{place} is not empty. Choose another --folder.")
+    folder.mkdir(parents=True, exist_ok=True)
     lines = (data_folder() / f"data/{args.dataset}.jsonl").read_text().rstrip("\n").split("\n")
     texts = [TEMPLATES[args.dataset].format(**json.loads(line)) for line in lines]
     # A prompt that is asked twice would have one place in the store.

@@ -107,12 +107,12 @@ def test_an_idle_learner_that_dies_costs_no_answer(monkeypatch: pytest.MonkeyPat
 # --- a disk that is full --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", ["mkdir", "save", "write_table", "write_text", "fsync", "replace"])
+@pytest.mark.parametrize("place", ["mkdir", "save", "write_table", "write_whole", "fsync", "replace"])
 def test_a_disk_that_is_full_while_saving_costs_no_answer(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     homes = {
-        "mkdir": Path, "save": session_module.torch, "write_table": session_module.pq, "write_text": Path,
+        "mkdir": os, "save": session_module.torch, "write_table": session_module.pq, "write_whole": session_module,
         "fsync": os, "replace": os,
     }  # fmt: skip
     target, draft = models.pair()

@@ -18,6 +18,8 @@ LAYERS = {
     "errors": 0,
     "provenance": 0,
     "outputs": 0,
+    "forks": 0,
+    "disk": 0,
     # mathematics, and what is set
     "losses": 1,
     "metrics": 1,

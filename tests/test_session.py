@@ -1,15 +1,22 @@
 import json
 import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import killed_savers
 import models
 import pytest
 import torch
 
 from osd_hf import OnlineConfig, StateError, Trace, capture_traces
 from osd_hf import session as module
+from osd_hf.disk import lock_file
 from osd_hf.drafts import DomainDrafts
 from osd_hf.learner import Learner
 from osd_hf.session import load_session, save_session
@@ -107,11 +114,11 @@ class Killed(BaseException):
     """Of no kind that anybody catches, as a signal is."""
 
 
-# What is done in turn, and at which time it breaks: the learner's state and the drafts are saved by `torch.save`, the
-# facts and the pointer by `write_text`.
+# What is done in turn, and at which time it breaks: the learner's state and the drafts are saved by `torch.save`, four
+# files, their folder and the folder around it are synced before the pointer.
 STEPS = (
-    ("mkdir", 1), ("write_table", 1), ("torch.save", 1), ("torch.save", 2), ("write_text", 1), ("fsync", 1),
-    ("fsync", 4), ("write_text", 2), ("replace", 1), ("rmtree", 1),
+    ("mkdir", 1), ("write_table", 1), ("torch.save", 1), ("torch.save", 2), ("dumps", 1), ("fsync", 1),
+    ("fsync", 4), ("fsync", 5), ("fsync", 6), ("write_whole", 1), ("fsync", 7), ("replace", 1), ("rmtree", 1),
 )  # fmt: skip
 
 
@@ -127,10 +134,11 @@ def test_what_breaks_while_saving_leaves_a_state_that_loads(
 ) -> None:
     save_session(tmp_path, learner(traces, 1), {"version": 1})
     homes: dict[str, tuple[Any, str]] = {
-        "mkdir": (Path, "mkdir"),
+        "mkdir": (os, "mkdir"),
         "torch.save": (module.torch, "save"),
         "write_table": (module.pq, "write_table"),
-        "write_text": (Path, "write_text"),
+        "dumps": (module.json, "dumps"),
+        "write_whole": (module, "write_whole"),
         "fsync": (os, "fsync"),
         "replace": (os, "replace"),
         "rmtree": (module.shutil, "rmtree"),
@@ -235,3 +243,160 @@ def test_requests_of_another_width_are_refused_before_anything_changes(
         load_session(tmp_path, fresh)
     assert all(map(torch.equal, weights(fresh), before))
     assert fresh.drafts.serving_version() == 0
+
+
+# --- several processes, and what is the user's ----------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked children")
+@pytest.mark.parametrize("arguments", [("0", "4"), ("12",)], ids=["at operations in turn", "two at random moments"])
+def test_savers_that_are_killed_leave_the_old_state_or_the_new_one_and_what_is_the_users(
+    arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    command = [sys.executable, killed_savers.__file__, str(tmp_path / "session"), *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=600)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    if arguments[0] != "0":
+        assert found["failures"] == found["stale"] == []
+        assert found["own"]
+        assert found["last"]
+        assert (found["states_left"], found["saves"] >= 12, found["kills"] > 0) == (1, True, True)
+        return
+    outcomes = {(k["first"], k["there"]) for k in found["kills"]}
+    assert outcomes == {(True, None), (True, 2), (False, 1), (False, 2)}  # before and after the pointer moved
+    assert all((k["after"], k["own"], k["left"]) == (3, True, 0) for k in found["kills"])
+
+
+def test_a_second_saver_waits_for_the_first(
+    tmp_path: Path, traces: list[Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = learner(traces, 1), learner(traces, 2)
+    save_session(tmp_path, one, {"version": 0})
+    write, wait, waits = module.write_whole, module.wait_for_lock, threading.Event()
+    savers: list[threading.Thread] = []
+
+    def waiting(path: Path, seconds: float) -> Any:
+        def rest(seconds: float) -> None:
+            waits.set()
+            time.sleep(seconds)
+
+        return wait(path, seconds, rest=rest)
+
+    def overtaken(path: Path, data: bytes) -> None:
+        if not savers:
+            savers.append(threading.Thread(target=save_session, args=(tmp_path, other, {"version": 2})))
+            savers[0].start()
+            assert waits.wait(60)
+        write(path, data)
+
+    monkeypatch.setattr(module, "write_whole", overtaken)
+    monkeypatch.setattr(module, "wait_for_lock", waiting)
+    save_session(tmp_path, one, {"version": 1})
+    savers[0].join(60)
+    assert load_session(tmp_path, learner(traces, 0))[0]["version"] == 2
+    assert len(list(tmp_path.glob("state-*"))) == 1
+
+
+def test_a_saver_that_never_ends_is_told(tmp_path: Path, traces: list[Trace], monkeypatch: pytest.MonkeyPatch) -> None:
+    save_session(tmp_path, learner(traces, 1), {"version": 1})
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.0)
+    lock = lock_file(tmp_path / module.LOCK, wait=True)
+    assert lock is not None
+    with pytest.raises(StateError, match="another process holds"):
+        save_session(tmp_path, learner(traces, 2), {"version": 2})
+    lock.close()
+    assert load_session(tmp_path, learner(traces, 0))[0]["version"] == 1
+
+
+def test_a_reader_whose_state_is_deleted_reads_the_next_and_at_last_makes_savers_wait(
+    tmp_path: Path, traces: list[Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = [learner(traces, version) for version in range(2)]
+    save_session(tmp_path, saved[0], {"version": 0})
+    read, reads = module._read_state, 0
+
+    def overtaken(directory: Path, folder: Path) -> Any:
+        nonlocal reads
+        reads += 1
+        if reads <= module.ATTEMPTS + 1:
+            save_session(tmp_path, saved[reads % 2], {"version": reads % 2, "reads": reads})
+        else:
+            assert lock_file(tmp_path / module.LOCK, wait=False) is None
+        return read(directory, folder)
+
+    monkeypatch.setattr(module, "_read_state", overtaken)
+    fresh = learner(traces, 0)
+    facts, _ = load_session(tmp_path, fresh)
+    assert reads == module.ATTEMPTS + 2
+    assert facts["reads"] == module.ATTEMPTS + 1
+    assert fresh.drafts.serving_version() == facts["version"]
+
+
+def test_only_what_was_saved_is_deleted(tmp_path: Path, traces: list[Trace]) -> None:
+    mine = killed_savers.put_own(tmp_path)
+    save_session(tmp_path, learner(traces, 1), {"version": 1})
+    (state,) = killed_savers.states(tmp_path)
+    shutil.copytree(state, tmp_path / "state-0123456789abcdef0123456789abcdef")  # not noted as unfinished
+    for version in range(2):
+        save_session(tmp_path, learner(traces, version), {"version": version})
+    assert killed_savers.own(tmp_path) == mine
+    assert not state.exists()
+    assert len(killed_savers.states(tmp_path)) == 2
+    (tmp_path / module.LOCK).write_text("../state-best state-best /etc CURRENT")  # a damaged one
+    save_session(tmp_path, learner(traces, 1), {"version": 2})
+    assert killed_savers.own(tmp_path) == mine
+
+
+def test_the_old_state_goes_when_the_pointer_is_on_the_disk(
+    tmp_path: Path, traces: list[Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_session(tmp_path, learner(traces, 1), {"version": 1})
+    (old,) = tmp_path.glob("state-*")
+    done: list[str] = []
+    sync, move, remove = os.fsync, os.replace, shutil.rmtree
+
+    def fsync(descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        places = {path.stat().st_ino: path for path in [tmp_path, *tmp_path.rglob("*")]}
+        place = places[status.st_ino].relative_to(tmp_path)
+        done.append(f"sync {place.parts[1] if len(place.parts) > 1 else place.name.split('-')[0] or 'folder'}")
+        sync(descriptor)
+
+    def replace_(source: Any, target: Any) -> None:
+        done.append(f"move to {Path(target).name}")
+        move(source, target)
+
+    def rmtree(path: Any, **kwargs: Any) -> None:
+        done.append(f"delete {'old' if Path(path) == old else path}")
+        remove(path, **kwargs)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace_)
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    save_session(tmp_path, learner(traces, 2), {"version": 2})
+    files = ["requests-000.parquet", "learner-000.pt", "drafts.pt", "session.json"]
+    assert done == [
+        *(f"sync {name}" for name in files), "sync state", "sync folder", "sync .CURRENT", "move to CURRENT",
+        "sync folder", "delete old",
+    ]  # fmt: skip
+
+
+def test_a_pointer_that_moved_before_saving_broke_keeps_its_state(
+    tmp_path: Path, traces: list[Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_session(tmp_path, learner(traces, 1), {"version": 1})
+    write = module.write_whole
+
+    def broken(path: Path, data: bytes) -> None:
+        write(path, data)
+        raise OSError("the folder cannot be synced")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "write_whole", broken)
+        with pytest.raises(StateError, match="cannot be synced"):
+            save_session(tmp_path, learner(traces, 2), {"version": 2})
+    assert load_session(tmp_path, learner(traces, 0))[0]["version"] == 2
+    save_session(tmp_path, learner(traces, 1), {"version": 3})
+    assert len(list(tmp_path.glob("state-*"))) == 1

@@ -1,0 +1,229 @@
+"""Two processes save sessions to one folder and are killed at random moments, or one at every single operation on
+files in turn; a reader loads all the while. Says what it found as JSON.
+
+    python tests/killed_savers.py FOLDER 200    # saves, at least, of both together
+    python tests/killed_savers.py FOLDER 0 1    # one kill at each operation; with 3, at every third
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from osd_hf.errors import StateError
+from osd_hf.session import has_session, load_session, save_session
+
+# What a user may have in the folder of a session.
+OWN = ("state-best/weights.pt", "state-0/notes.txt", "drafts/mine.txt", ".CURRENT-notes", "CURRENT.bak", "state-abc")
+OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.chmod", "shutil.rmtree"}
+
+
+def session(number: int) -> Any:
+    """A learner of two drafts that have learned a number."""
+
+    def lesson(domain: str) -> dict[str, Any]:
+        return {"domain": domain, "traces": {"pending": []}, "updater": {"weights": torch.full((64,), number)}}
+
+    drafts = SimpleNamespace(state_dict=lambda: {"weights": torch.full((64,), number)})
+    return SimpleNamespace(lesson_states=lambda: [lesson("a"), lesson("b")], drafts=drafts)
+
+
+def loaded(folder: Path) -> int:
+    """The number that a session has learned; raises StateError where it is not one, whole."""
+    found: list[torch.Tensor] = []
+
+    def load(drafts: Any, lessons: Any) -> None:
+        found.extend([drafts["weights"], *(lesson["updater"]["weights"] for lesson in lessons)])
+
+    facts, _ = load_session(folder, SimpleNamespace(load_states=load))  # type: ignore[arg-type]
+    number = int(facts["number"])
+    if len(found) != 3 or not all(torch.equal(weights, torch.full((64,), number)) for weights in found):
+        raise StateError(f"mixed: {number} and {[int(weights[0]) for weights in found]}")
+    return number
+
+
+def put_own(folder: Path) -> dict[str, bytes]:
+    for name in OWN:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"mine, {name}")
+    return own(folder)
+
+
+def own(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in OWN if (folder / name).exists()}
+
+
+def states(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("state-*") if (path / "session.json").exists() or len(path.name) > 15]
+
+
+def save_on(folder: Path, out: int, first: int) -> None:
+    number = first
+    while True:
+        begun = time.monotonic_ns()
+        os.write(out, f"{number} {begun} 0\n".encode())
+        save_session(folder, session(number), {"number": number})
+        os.write(out, f"{number} {begun} {time.monotonic_ns()}\n".encode())
+        number += 1
+
+
+def start(folder: Path, first: int) -> tuple[int, int]:
+    begin, end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(begin)
+        try:
+            save_on(folder, end, first)
+        except BaseException as error:  # noqa: BLE001
+            os.write(end, f"failed {type(error).__name__}: {error}\n".encode())
+        finally:
+            os._exit(1)
+    os.close(end)
+    return child, begin
+
+
+def at_random(folder: Path, saves: int) -> dict[str, Any]:
+    folder.mkdir(parents=True)
+    mine, moments = put_own(folder), random.Random(0)
+    save_session(folder, session(0), {"number": 0})
+    # number -> when its saving began, and when it ended or its saver was dead; whether it had ended
+    history: dict[int, tuple[int, int, bool]] = {0: (0, time.monotonic_ns(), True)}
+    reads: list[tuple[int, int, int]] = []
+    failures: list[str] = []
+    stop = threading.Event()
+
+    def read() -> None:
+        while not stop.is_set():
+            began = time.monotonic_ns()
+            try:
+                number = loaded(folder)
+                reads.append((began, time.monotonic_ns(), number))
+            except StateError as error:
+                failures.append(f"read: {error}")
+
+    done, kills, first = 0, 0, 1
+    while done < saves:
+        stop.clear()
+        # Before the reader: a fork wants no threads.
+        children = [start(folder, first + side * 10_000) for side in range(2)]
+        first += 20_000
+        reader = threading.Thread(target=read)
+        reader.start()
+        said = {begin: b"" for _, begin in children}
+        wanted = moments.randrange(2, 12)
+        end_at = time.monotonic() + 60
+        while sum(text.count(b"\n") for text in said.values()) < wanted and time.monotonic() < end_at:
+            for begin in select.select(list(said), [], [], 1)[0]:
+                said[begin] += os.read(begin, 1 << 16)
+        time.sleep(moments.uniform(0, 0.01))
+        for child, begin in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            dead = time.monotonic_ns()
+            while part := os.read(begin, 1 << 16):
+                said[begin] += part
+            os.close(begin)
+            kills += 1
+            for line in said[begin].decode().splitlines():
+                if line.startswith("failed"):
+                    failures.append(line)
+                    continue
+                number, begun, ended = map(int, line.split())
+                history[number] = (begun, ended or dead, bool(ended))
+                done += bool(ended)
+        stop.set()
+        reader.join()
+        try:
+            began = time.monotonic_ns()
+            number = loaded(folder)
+            reads.append((began, time.monotonic_ns(), number))
+        except StateError as error:
+            failures.append(f"after the kills: {error}")
+    save_session(folder, session(first), {"number": first})
+    stale = [
+        number
+        for began, read, number in reads
+        if history[number][0] > read
+        or any(begun > history[number][1] and ended < began and whole for begun, ended, whole in history.values())
+    ]
+    left = states(folder)
+    return {
+        "saves": done, "kills": kills, "reads": len(reads), "states_read": len({n for _, _, n in reads}),
+        "failures": failures[:10], "num_failures": len(failures), "stale": stale, "own": own(folder) == mine,
+        "states_left": len(left), "last": loaded(folder) == first,
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def killed_at(count: int) -> Iterator[None]:
+    """This process kills itself before its operation on files of that number; `fsync` counts too."""
+    seen = 0
+
+    def step(*_: Any) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(lambda event, _: step() if event in OPERATIONS else None)
+    whole = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        step()
+        whole(descriptor)
+        step()
+
+    os.fsync = fsync  # type: ignore[assignment]
+    yield
+
+
+def at_each_operation(folder: Path, stride: int) -> dict[str, Any]:
+    """One saver killed before its first operation, its second, ...: with a state there, and without one."""
+    found = []
+    for is_first in (True, False):
+        for count in range(1, 500, stride):
+            place = folder / f"{is_first}-{count}"
+            place.mkdir(parents=True)
+            mine = put_own(place)
+            if not is_first:
+                save_session(place, session(1), {"number": 1})
+            child = os.fork()
+            if child == 0:
+                try:
+                    with killed_at(count):
+                        save_session(place, session(2), {"number": 2})
+                finally:
+                    os._exit(0)
+            _, status = os.waitpid(child, 0)
+            if not os.WIFSIGNALED(status):
+                break
+            there = None if is_first and not has_session(place) else loaded(place)
+            save_session(place, session(3), {"number": 3})
+            found.append(
+                {
+                    "first": is_first, "operation": count, "there": there, "after": loaded(place),
+                    "own": own(place) == mine,
+                    "left": len(states(place)) - 1,
+                }
+            )  # fmt: skip
+    return {"kills": found}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    where = Path(sys.argv[1])
+    saves = int(sys.argv[2])
+    print(json.dumps(at_random(where, saves) if saves else at_each_operation(where, int(sys.argv[3]))))

@@ -1,0 +1,274 @@
+import json
+import logging
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+
+from osd_hf import CorrectionStore, OnlineAssistant, OnlineConfig, Trace, capture_traces
+from osd_hf import disk as module
+from osd_hf.disk import FileLock, make_private_folder, new_private_file, wait_for_lock, write_whole
+from osd_hf.evaluation import EvaluationSet
+from osd_hf.prompts import Prompt, encode_prompts
+from osd_hf.request_log import LogReader
+from osd_hf.serving import open_folder, serve
+from osd_hf.versions import VersionFolder
+
+posix = pytest.mark.skipif(os.name != "posix", reason="needs modes and locks of POSIX")
+CONFIG = OnlineConfig(
+    update_interval=2, steps_per_update=1, batch_size=2, num_logprobs=8, num_assistant_tokens=3, gate=False,
+    update_strategy="manual",
+)  # fmt: skip
+
+
+def modes(folder: Path) -> dict[str, int]:
+    """Of a folder and all that it holds, by path within it."""
+    paths = [folder, *folder.rglob("*")]
+    return {str(p.relative_to(folder)): stat.S_IMODE(p.lstat().st_mode) for p in paths if not p.is_symlink()}
+
+
+def open_to_others(folder: Path) -> list[str]:
+    return [path for path, mode in modes(folder).items() if mode & 0o077]
+
+
+@pytest.fixture(params=[0o000, 0o022], ids=["umask 0", "umask 022"])
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+@pytest.fixture(scope="module")
+def traces() -> list[Trace]:
+    target, draft = models.pair()
+    seen: list[Trace] = []
+    with capture_traces(target, seen.append, num_logprobs=8):
+        for ids in models.prompts(3):
+            target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, max_new_tokens=6)
+    return seen
+
+
+def write_store(folder: Path, traces: list[Trace]) -> None:
+    with CorrectionStore(folder, flush_every=2) as store:
+        for trace in traces:
+            store.append(trace)
+
+
+def write_log_place(folder: Path, traces: list[Trace]) -> None:
+    write_store(folder, traces)
+    log = folder.parent / "requests.jsonl"
+    log.write_text("{}\n")
+    reader = LogReader(log, LogReader.place_in(folder, log))
+    assert list(reader.lines()) == [b"{}"]
+    reader.commit()
+    reader.close()
+
+
+def write_session(folder: Path, traces: list[Trace]) -> None:
+    with OnlineAssistant(*models.pair(), config=CONFIG, autosave=folder) as assistant:
+        for trace in traces:
+            assistant._observe(trace, learn=True)
+        assistant.update()
+        assistant.save_state(folder)
+
+
+def write_run(folder: Path, traces: list[Trace]) -> None:
+    """Journal, settings, session and store of `osd-hf run`."""
+    target, draft = models.pair(vocab_size=128)
+    tokenizer = models.tokenizer()
+    prompts = encode_prompts([Prompt(i, "abc"[: i + 1]) for i in range(3)], tokenizer, max_prompt_tokens=20)
+    open_folder(folder, {"a": 1})
+    with OnlineAssistant(target, draft, tokenizer, CONFIG) as assistant:
+        serve(
+            assistant, draft, prompts, folder, generate_kwargs={"max_new_tokens": 3, "do_sample": False},
+            keep_text=True, save_every=1,
+        )  # fmt: skip
+
+
+WRITERS = {"store": write_store, "log place": write_log_place, "session": write_session}
+
+
+@posix
+@pytest.mark.parametrize("writer", WRITERS)
+def test_what_holds_requests_is_its_owners_alone_at_every_moment(
+    writer: str, umask: int, tmp_path: Path, traces: list[Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, found, moments = tmp_path / "on" / "the way", [], 0
+    whole = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        nonlocal moments
+        moments += 1
+        found.extend(open_to_others(folder) if folder.exists() else [])
+        whole(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    WRITERS[writer](folder, traces)
+    assert moments > 3
+    assert found == []
+    assert open_to_others(folder) == []
+    assert modes(folder.parent)["."] == 0o755  # what was missing on the way: for nobody else to write
+    assert sum(mode == 0o600 for mode in modes(folder).values()) > 3
+
+
+@posix
+def test_a_runs_journal_settings_and_session_are_its_owners_alone(umask: int, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    write_run(folder, [])
+    found = modes(folder)
+    assert {name: found[name] for name in ("journal.jsonl", "settings.json", "state")} == {
+        "journal.jsonl": 0o600, "settings.json": 0o600, "state": 0o700,
+    }  # fmt: skip
+    assert found["."] == 0o777 & ~umask  # the draft and the plot in it are for others
+    assert open_to_others(folder) == ["."]
+
+
+@posix
+def test_a_folder_of_the_users_keeps_its_mode_and_what_is_put_there_is_private(
+    umask: int, tmp_path: Path, traces: list[Trace]
+) -> None:
+    for name, write in WRITERS.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        folder.chmod(0o755)
+        write(folder, traces)
+        assert open_to_others(folder) == ["."]
+        assert modes(folder)["."] == 0o755
+
+
+@posix
+def test_a_journal_that_others_could_read_is_closed_to_them(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", [])
+    journal = tmp_path / "run" / "journal.jsonl"
+    journal.chmod(0o644)
+    with open(journal, "a", opener=module.open_privately):
+        pass
+    assert stat.S_IMODE(journal.stat().st_mode) == 0o600
+
+
+@posix
+def test_evaluation_prompts_are_private_and_published_files_are_ordinary(umask: int, tmp_path: Path) -> None:
+    EvaluationSet("own", (Prompt(0, "one"), Prompt(1, "zwei, ü"))).write(tmp_path / "prompts.jsonl")
+    assert modes(tmp_path)["prompts.jsonl"] == 0o600
+    assert [json.loads(line)["prompt"] for line in (tmp_path / "prompts.jsonl").read_text("utf-8").splitlines()] == [
+        "one", "zwei, ü",
+    ]  # fmt: skip
+    versions = VersionFolder(tmp_path / "drafts")
+    folder = versions.publish(lambda path: (path.mkdir(), (path / "config.json").write_text("{}")), {})
+    versions.close()
+    assert modes(folder) == {".": 0o777 & ~umask, "config.json": 0o666 & ~umask, "version.json": 0o666 & ~umask}
+    write_whole(tmp_path / "index.json", b"{}", private=False)
+    assert modes(tmp_path)["index.json"] == 0o666 & ~umask
+
+
+@posix
+def test_a_store_that_others_can_read_is_told_once(
+    tmp_path: Path, traces: list[Trace], caplog: pytest.LogCaptureFixture
+) -> None:
+    write_store(tmp_path / "store", traces)
+    for path in [tmp_path / "store", *(tmp_path / "store").rglob("*")]:
+        path.chmod(0o755 if path.is_dir() else 0o644)  # as an earlier version made them
+    with caplog.at_level(logging.WARNING):
+        store = CorrectionStore(tmp_path / "store")
+        assert len(store) == len(list(store)) == 3
+    (told,) = caplog.messages
+    assert f"chmod -R go= {tmp_path / 'store'}" in told
+
+
+# --- crashes --------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_on_the_disk_before_its_name_and_the_name_before_what_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    sync, move = os.fsync, os.replace
+
+    def fsync(descriptor: int) -> None:
+        done.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
+        sync(descriptor)
+
+    def replace(source: Any, target: Any) -> None:
+        done.append("replace")
+        move(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    write_whole(tmp_path / "a", b"1")
+    assert done == ["file", "replace", "folder"]
+    done.clear()
+    with new_private_file(tmp_path / "b") as file:
+        file.write(b"1")
+    assert done == ["file"]
+    done.clear()
+    make_private_folder(tmp_path / "c" / "d")
+    assert done == ["folder", "folder"]
+    with pytest.raises(OSError, match="a"):
+        make_private_folder(tmp_path / "a")
+
+
+# --- locks ----------------------------------------------------------------------------------------------------------
+
+
+@posix
+def test_a_lock_is_waited_for_until_patience_ends(tmp_path: Path) -> None:
+    held, now = wait_for_lock(tmp_path / "lock", 1.0), [0.0]
+    assert isinstance(held, FileLock)
+
+    def rest(seconds: float) -> None:
+        now[0] += seconds
+
+    with pytest.raises(TimeoutError, match="another process holds"):
+        wait_for_lock(tmp_path / "lock", 1.0, clock=lambda: now[0], rest=rest)
+    assert now[0] > 1
+
+    def let_go(seconds: float) -> None:
+        held.close()
+        held.close()
+
+    again = wait_for_lock(tmp_path / "lock", 1.0, rest=let_go)
+    assert again is not None
+    again.close()
+
+
+@posix
+def test_a_file_system_without_locks_is_written_to_all_the_same(
+    tmp_path: Path, traces: list[Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(module.fcntl, "flock", flock)
+    assert wait_for_lock(tmp_path / "lock", 1.0) is None
+    write_session(tmp_path / "session", traces)
+    (state,) = (tmp_path / "session").glob("state-*")
+    assert (tmp_path / "session" / "CURRENT").read_text() == state.name
+
+
+@posix
+def test_threads_of_one_process_save_in_turn(tmp_path: Path, traces: list[Trace]) -> None:
+    folder, failed = tmp_path / "session", []
+    pairs = [OnlineAssistant(*models.pair(), config=replace(CONFIG, seed=i)) for i in range(3)]
+
+    def save(assistant: OnlineAssistant) -> None:
+        try:
+            for _ in range(3):
+                assistant.save_state(folder)
+        except Exception as error:  # noqa: BLE001
+            failed.append(error)
+
+    threads = [threading.Thread(target=save, args=(assistant,)) for assistant in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert len(list(folder.glob("state-*"))) == 1
+    pairs[0].load_state(folder)

@@ -1,0 +1,221 @@
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from osd_hf.disk import lock_file
+from osd_hf.forks import in_child, renewing
+from osd_hf.schedule import DutyCycle, IdleWorker, Traffic
+
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs forks"),
+    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
+]
+LONG = 60  # seconds: never waited for but where something is broken
+
+
+def in_a_fork(work: Callable[[], object]) -> int | None:
+    """The exit code of a child that does this; `None` where it does not come to an end."""
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join(LONG)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        return None
+    return process.exitcode
+
+
+def held_elsewhere(lock: Any) -> threading.Event:
+    """Another thread holds it until the event is set."""
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            done.wait(LONG)
+
+    threading.Thread(target=hold, daemon=True).start()
+    assert held.wait(LONG)
+    return done
+
+
+class Owner:
+    def __init__(self) -> None:
+        self.lock, self.again = threading.Lock(), threading.RLock()
+        in_child(self, renewing(lock=threading.Lock, again=threading.RLock))
+
+
+def test_a_child_takes_locks_that_threads_of_its_parent_held() -> None:
+    owner = Owner()
+    done = [held_elsewhere(lock) for lock in (owner.lock, owner.again)]
+
+    def take() -> None:
+        with owner.lock, owner.again:
+            pass
+
+    assert in_a_fork(take) == 0
+    for event in done:
+        event.set()
+
+
+def test_a_block_that_the_forking_thread_is_in_ends_as_it_began() -> None:
+    owner = Owner()
+    with owner.lock:
+        child = os.fork()
+        if child == 0:
+            try:
+                owner.lock.acquire(timeout=0)
+            except BaseException:  # noqa: BLE001
+                os._exit(3)
+    if child == 0:
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not owner.lock.locked()
+
+
+def test_a_request_of_a_child_waits_for_no_step_of_its_parent() -> None:
+    traffic = Traffic()
+    stepping, done = threading.Event(), threading.Event()
+
+    def step() -> None:
+        stepping.set()
+        done.wait(LONG)
+
+    worker = IdleWorker(traffic, lambda: not done.is_set(), step, lambda _: None, DutyCycle(1.0))
+    worker.start()
+    assert stepping.wait(LONG)
+
+    def ask() -> None:
+        with traffic.request():
+            assert traffic.requests == 1
+
+    assert in_a_fork(ask) == 0
+    done.set()
+    worker.stop()
+
+
+def test_a_child_counts_no_requests_of_its_parents_other_threads() -> None:
+    traffic, stepped = Traffic(), threading.Event()
+    done = held_elsewhere(traffic.request())
+
+    def learn() -> None:
+        assert traffic.requests == 0
+        worker = IdleWorker(traffic, lambda: not stepped.is_set(), stepped.set, lambda _: None, DutyCycle(1.0))
+        worker.start()
+        assert stepped.wait(LONG)
+
+    assert in_a_fork(learn) == 0
+    done.set()
+
+
+def test_a_lock_of_a_file_is_the_parents_alone(tmp_path: Path) -> None:
+    lock = lock_file(tmp_path / "lock", wait=True)
+    assert lock is not None
+    begin, end = os.pipe()
+    is_there, say = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(end)
+        lock.close()  # does nothing here
+        os.write(say, b".")
+        os.read(begin, 1)  # until the parent is done
+        os._exit(0)
+    os.close(begin)
+    os.read(is_there, 1)
+    assert lock_file(tmp_path / "lock", wait=False) is None
+    os.close(lock.descriptor)  # as a kill does
+    again = lock_file(tmp_path / "lock", wait=False)
+    assert again is not None
+    again.close()
+    os.close(end)
+    os.waitpid(child, 0)
+
+
+# Torch's own threads do not live on in a fork, so that what forks has one: a process of its own.
+CHILDREN = """
+import faulthandler, json, os, sys, threading
+from dataclasses import replace
+from pathlib import Path
+import models, torch
+import test_faults
+from osd_hf import OnlineAssistant, OnlineConfig
+from osd_hf.updater import Updater
+
+faulthandler.dump_traceback_later(100, exit=True)
+folder, strategy, moment = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+config = replace(test_faults.CONFIG, update_strategy=strategy, autosave_interval=1)
+target, draft = models.pair()
+alone = test_faults.answers(target.generate, range(8))
+assistant = OnlineAssistant(target, draft, config=config, autosave=folder / "session")
+reached, done = threading.Event(), threading.Event()
+average = Updater._average
+
+def stopped(self):
+    reached.set()
+    done.wait(60)
+    average(self)
+
+if moment == "learning":  # another thread is in the middle of a step, with what locks that takes
+    Updater._average = stopped
+    client = threading.Thread(target=lambda: test_faults.answers(assistant.generate, range(3)))
+    client.start()
+    assert reached.wait(60)
+else:
+    test_faults.answers(assistant.generate, range(3))
+    assert assistant.wait_until_idle(60)
+    if assistant._upkeep.saving is not None:
+        assistant._upkeep.saving.join()
+
+child = os.fork()
+if child == 0:
+    try:
+        Updater._average = average
+        version = assistant.version
+        found = test_faults.answers(assistant.generate, range(8))
+        assert assistant.wait_until_idle(60)
+        said = {"same": found == alone, "learned": assistant.version - version}
+        said["error"] = repr(assistant._upkeep.failure)
+        before = {p.name for p in (folder / "session").iterdir()} if (folder / "session").exists() else None
+        assistant.close()
+        after = {p.name for p in (folder / "session").iterdir()} if (folder / "session").exists() else None
+        said["left_alone"] = before == after
+        assistant.save_state(folder / "own")
+        again = OnlineAssistant(target, draft, config=config)
+        again.load_state(folder / "own")
+        said["goes_on"] = again.version == assistant.version
+        print(json.dumps(said), flush=True)
+    except BaseException:
+        import traceback
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+os.waitpid(child, 0)
+done.set()
+if moment == "learning":
+    client.join()
+assert test_faults.answers(assistant.generate, range(8)) == alone
+assistant.close()
+print(json.dumps({"parent": assistant.version}), flush=True)
+"""
+
+
+@pytest.mark.parametrize(("strategy", "moment"), [("idle", "learning"), ("interval", "quiet")])
+def test_a_forked_child_serves_and_learns_and_leaves_the_folder_to_its_parent(
+    strategy: str, moment: str, tmp_path: Path
+) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    command = [sys.executable, "-W", "ignore", "-c", CHILDREN, str(tmp_path), strategy, moment]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    child, parent = [json.loads(line) for line in done.stdout.splitlines()]
+    assert child.pop("learned") > 0, done.stderr
+    assert child == {"same": True, "error": "None", "left_alone": True, "goes_on": True}, done.stderr
+    assert parent["parent"] > 0
