@@ -14,6 +14,7 @@ import gradio as gr
 from starlette.middleware import Middleware
 
 from osd_hf import ConfigError
+from osd_hf_app.console import bound_console
 from osd_hf_app.door import Door, is_loopback
 from osd_hf_app.mail import bound_queue
 from osd_hf_app.page import build
@@ -143,6 +144,7 @@ def launch(args: argparse.Namespace) -> int:
     state = None if args.state is None else Path(args.state)
     service = Service(pair, state=state, threads=args.threads, is_public=is_public, **settings)
     if is_public:
+        bound_console()
         print(
             f"strangers may come ({why or '--public'}): nobody loads models, saves, pushes or resets here. For these, "
             "use 127.0.0.1, or --login",

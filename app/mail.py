@@ -1,4 +1,4 @@
-"""Bounds for the queue of gradio, which keeps all that is to be told to pages until they ask for it. The one place that
+"""Bounds for the queue of gradio, which keeps all that pages are to be told until they ask for it; the one place that
 knows its insides."""
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ __all__ = ["bound_queue"]
 
 MAX_EVENTS = 150  # of strangers at once: those that wait, and those that are being worked on
 MAX_UNREAD = 512  # messages to strangers
-MAX_UNREAD_OF_ONE = 24  # messages to one page; one that reads has hardly any
+FEW = 4  # messages that may be unread without more ado
+MAX_UNREAD_OF_ONE = 64  # messages to one page; one that reads has hardly any
 UNREAD_SECONDS = 45.0  # after which what nobody asked for is thrown away
 FULL = "Too many requests at the moment. Try again in a few seconds."
 
@@ -48,17 +49,21 @@ def bound_queue(page: gr.Blocks, clock: Callable[[], float] = time.monotonic) ->
                 queue.pending_event_ids_session.pop(name, None)
                 del touched[name], whose[name]
 
+    def is_read(visitor: str) -> bool:
+        """Whether a visitor takes what is sent, or leaves no more than a share unread."""
+        unread: Counter[str] = Counter()
+        for name, owner in whose.items():
+            messages = queue.pending_messages_per_session.get(name)
+            unread[owner] += 0 if messages is None else messages.qsize()
+        return not unread[visitor] or is_fair(unread, visitor, MAX_UNREAD)
+
     async def pushed(body: Any, request: Any, username: str | None) -> Any:
         sweep()
         visitor = visitor_at(request.client.host if request.client else None)
         events: Counter[str] = Counter()
         for event in list(queue.event_ids_to_events.values()):
             events[visitor_at(event.request.client.host if event.request.client else None)] += 1
-        unread: Counter[str] = Counter()
-        for name, owner in whose.items():
-            messages = queue.pending_messages_per_session.get(name)
-            unread[owner] += 0 if messages is None else messages.qsize()
-        if not is_fair(events, visitor, MAX_EVENTS) or not is_fair(unread, visitor, MAX_UNREAD):
+        if not is_fair(events, visitor, MAX_EVENTS) or not is_read(visitor):
             return False, FULL, "queue_full"
         told = await push(body=body, request=request, username=username)
         if told[0]:
@@ -67,10 +72,12 @@ def bound_queue(page: gr.Blocks, clock: Callable[[], float] = time.monotonic) ->
 
     def sent(event: Any, event_message: Any) -> None:
         messages = queue.pending_messages_per_session.get(event.session_hash)
-        if messages is None or messages.qsize() >= MAX_UNREAD_OF_ONE:
+        unread = 0 if messages is None else messages.qsize()
+        owner = whose.get(event.session_hash, "")
+        if messages is None or unread >= MAX_UNREAD_OF_ONE or (unread >= FEW and not is_read(owner)):
             event.alive = False  # as gradio marks those whose page has gone
             return
-        if event.session_hash in touched and not messages.qsize():
+        if event.session_hash in touched and not unread:
             touched[event.session_hash] = clock()
         send_message(event, event_message)
 

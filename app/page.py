@@ -302,7 +302,7 @@ def build(service: Service, *, output_dir: Path = Path("osd_hf_app")) -> gr.Bloc
 
         def refuse_strangers() -> None:
             if is_public:  # a hidden button is no lock
-                raise gr.Error("This is not for visitors of a public app.")
+                raise gr.Error("This is not for visitors of a public app.", print_exception=False)
 
         settings = [domain, learn, k, do_sample, temperature, top_p, tokens, check, remember]
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}

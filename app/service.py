@@ -36,7 +36,7 @@ from osd_hf_app.domains import OTHER, classifier
 from osd_hf_app.pair import Pair, use_threads
 from osd_hf_app.pieces import Pieces, text_of
 from osd_hf_app.room import Room
-from osd_hf_app.turns import Turn, Turns
+from osd_hf_app.turns import MAX_BEGUN, Turn, Turns
 from osd_hf_app.visitors import Rate, Shares
 
 __all__ = ["Service", "Session"]
@@ -50,6 +50,7 @@ MAX_SESSIONS = 500  # chats kept; the one that was not used for longest goes
 MAX_KEPT_BYTES = 64 * 2**20  # of all chats, about; the oldest of whoever has most go
 MAX_PRIVATE = 4  # rooms of one visitor, one for a pair of one's own; the one that was not used for longest goes
 MAX_WAITING = 32  # jobs at once
+SMALL_BEGUN = 16  # answers at once that have begun, where models are so small that their caches do not count
 MAX_CORRECTIONS = 500  # kinds of them counted in a chat; the rarest go
 PUBLIC_NEW_TOKENS = 192  # at most, where strangers share the models
 PRIVATE_RATE = (8, 60.0)  # drafts of strangers' own that are made at most, in so many seconds
@@ -201,6 +202,7 @@ class Service:
         use_threads(pair, threads)
         self.pair = pair
         self.turns = Turns()
+        self.turns.max_begun = SMALL_BEGUN if pair.is_bundled else MAX_BEGUN
         self.shared = Room(pair, config_of(pair, **self._config), state)
         self.private: OrderedDict[str, Room] = OrderedDict()
         self.sessions: OrderedDict[str, Session] = OrderedDict()
@@ -692,6 +694,7 @@ class Service:
             with self._lock:
                 closing.append(self.shared)
                 self.shared, self.pair = shared, pair
+                self.turns.max_begun = SMALL_BEGUN if pair.is_bundled else MAX_BEGUN
                 for session in self.sessions.values():
                     if session.is_private:
                         closing.append(self._leave(session, PAIR_LEFT))

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 __all__ = ["Turn", "Turns"]
 
 MEMORY_SECONDS = 30.0  # within which use is forgotten, to a third
-MARGIN_SECONDS = 0.5  # of use by which one who runs gives way to one who waits
-MAX_BEGUN = 4  # answers at once that have begun: each holds its caches
+MARGIN_SECONDS = 0.15  # of use by which one who runs gives way to one who waits
+MAX_BEGUN = 3  # answers at once that have begun: each holds its caches
 LOOK_SECONDS = 0.25  # between two looks whether one who waits is still there
 MAX_VISITORS = 256  # whose use is remembered
 
@@ -37,9 +37,14 @@ class Turns:
     Args:
         clock (`Callable[[], float]`, *optional*):
             Seconds that only grow.
+
+    Attributes:
+        max_begun (`int`):
+            So many answers may have begun at once.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.max_begun = MAX_BEGUN
         self._clock = clock
         self._lock = threading.Lock()
         self._line: deque[_Place] = deque()  # in the order of arrival, whoever has the turn among them
@@ -76,6 +81,10 @@ class Turns:
         """
         place = _Place(visitor, moved, alone)
         with self._lock:
+            if visitor is not None and visitor not in self._used:
+                # Whoever is new comes before those who used more, and not before whoever used least: addresses are
+                # cheap.
+                self._used[visitor] = (min(map(self._use, self._used), default=0.0), self._clock())
             self._line.append(place)
             self._go_on()
         while not place.has_turn.wait(None if is_gone is None else LOOK_SECONDS):
@@ -132,7 +141,7 @@ class Turns:
             if place.is_alone:  # whoever comes later waits, so that those who have begun come to an end
                 places = places[: i + 1] + [other for other in places[i + 1 :] if other.has_begun]
                 break
-        if len(begun) >= MAX_BEGUN:
+        if len(begun) >= self.max_begun:
             places = [place for place in places if place.has_begun]
         others = [place for place in places if not place.is_alone]
         if others:
