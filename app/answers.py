@@ -123,6 +123,12 @@ class Answer:
     is_exact: bool = True
     drawn: str | None = None
     stop: threading.Event = field(default_factory=threading.Event)
+    room: object = None  # the visitor's own, that it is meant to teach
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory that it takes, about."""
+        return 1000 + 2 * len(self.prompt) + 300 * len(self.tokens) + len(self.drawn or "") + len(self.error or "")
 
     @property
     def text(self) -> str:
@@ -150,3 +156,9 @@ class Batch:
     error: str | None = None
     drawn: str | None = None
     stop: threading.Event = field(default_factory=threading.Event)
+    room: object = None  # as of an answer
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory that it takes, about."""
+        return 1000 + len(self.drawn or "") + sum(answer.kept_bytes for answer in self.answers)

@@ -10,6 +10,7 @@ import gradio as gr
 from osd_hf import OSDError
 from osd_hf_app.answers import Answer, Settings, parsed_k
 from osd_hf_app.service import Service
+from osd_hf_app.visitors import visitor_at
 
 __all__ = ["add_api"]
 
@@ -32,8 +33,10 @@ def add_api(service: Service, automatic: str) -> None:
         request: gr.Request = None,  # type: ignore[assignment]  # gradio passes it
     ) -> Iterator[dict[str, Any]]:
         """Answer a prompt as the page does; streams what there is so far, the last item with all figures."""
-        session = service.session(f"program {request.session_hash}") if remember else service.guest()
+        visitor = visitor_at(request.client.host) if service.is_public and request.client else None
         try:
+            name = f"program {request.session_hash}"
+            session = service.session(name, visitor) if remember else service.guest(visitor)
             settings = Settings(
                 None if domain == automatic else domain, learn, parsed_k(k),
                 do_sample, temperature, top_p, max_new_tokens, remember=remember,
@@ -41,10 +44,14 @@ def add_api(service: Service, automatic: str) -> None:
             answer = service.ask(session, prompt, settings)
         except OSDError as error:
             raise gr.Error(str(error), print_exception=False) from error
-        while not answer.is_done:
-            revision = session.revision
-            yield _told(answer)
-            session.wait(revision, FRAME_SECONDS)
+        try:
+            with session.watched():
+                while not answer.is_done:
+                    revision = session.revision
+                    yield _told(answer)
+                    session.wait(revision, FRAME_SECONDS)
+        finally:
+            answer.stop.set()  # the program has gone, if it is not done
         if answer.error:
             raise gr.Error(answer.error, print_exception=False)
         yield _told(answer)

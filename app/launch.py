@@ -4,24 +4,120 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
+import socket
+import sys
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 import gradio as gr
+from starlette.middleware import Middleware
 
+from osd_hf import ConfigError
+from osd_hf_app.console import bound_console
+from osd_hf_app.door import Door, is_loopback
+from osd_hf_app.mail import bound_queue
 from osd_hf_app.page import build
 from osd_hf_app.pair import Pair
 from osd_hf_app.service import Service
 from osd_hf_app.view import CSS
 
-__all__ = ["launch"]
+__all__ = ["exposure", "launch", "served_page"]
 
 THREADS = 200  # of pages that watch an answer
+WAITING = 64  # events that wait for such a thread
+PAGE_STATES = 500  # pages of which gradio remembers something; what is forgotten is sent anew
+SWITCH_SECONDS = 0.001  # after which threads make way for each other: a model's many small steps each wait for it
+USER = "owner"
+PASSWORD = "OSD_HF_APP_PASSWORD"
+# Of gradio's variables those that are heeded; the others could open what the app keeps closed.
+HEEDED = {
+    "GRADIO_SERVER_NAME", "GRADIO_SERVER_PORT", "GRADIO_NUM_PORTS", "GRADIO_ROOT_PATH", "GRADIO_TEMP_DIR",
+    "GRADIO_ANALYTICS_ENABLED", "GRADIO_IS_E2E_TEST",
+}  # fmt: skip
 
 
 def theme() -> gr.themes.Base:
     """Without fonts from elsewhere, so that the page needs no network."""
     fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
     return gr.themes.Soft(primary_hue="emerald", neutral_hue="slate", **fonts)
+
+
+def exposure(host: str, environment: Mapping[str, str], *, share: bool = False) -> str | None:
+    """
+    Why others than this machine reach the page; `None` if they do not.
+
+    Args:
+        host (`str`):
+            The address that is bound, or a name of it.
+        environment (`Mapping[str, str]`):
+            Of the process.
+        share (`bool`, *optional*, defaults to `False`):
+            Whether a public address of gradio's leads here.
+    """
+    if environment.get("SPACE_ID"):
+        return "this is a Space"
+    if share:
+        return "--share leads here from everywhere"
+    if environment.get("GRADIO_ROOT_PATH"):
+        return "GRADIO_ROOT_PATH says that a proxy leads here"
+    try:
+        addresses = {str(found[4][0]) for found in socket.getaddrinfo(host.strip("[]"), None)}
+    except OSError:
+        addresses = {host}
+    if all(is_loopback(address.split("%")[0]) for address in addresses):
+        return None
+    return f"the address {host} is open to others"
+
+
+def forget_variables(environment: MutableMapping[str, str]) -> list[str]:
+    """Remove the variables by which gradio would open more than the app does; gives their names."""
+    found = sorted(name for name in environment if name.startswith("GRADIO_") and name not in HEEDED)
+    for name in found:
+        del environment[name]
+    environment["GRADIO_RUN_HISTORY"] = "False"  # browsers would keep what was asked, after the chat is cleared too
+    return found
+
+
+def served_page(service: Service, host: str, port: int | None, *, output_dir: Path, share: bool = False,
+                login: tuple[str, str] | None = None) -> gr.Blocks:  # fmt: skip
+    """
+    The page, launched; with all bounds in place.
+
+    Args:
+        service (`Service`):
+            What answers; public where strangers come.
+        host (`str`), port (`int`, *optional*):
+            Where to serve; by default at the first free port.
+        output_dir (`Path`):
+            Where "Save" puts its folders.
+        share (`bool`, *optional*, defaults to `False`):
+            Whether to open a public address of gradio's as well.
+        login (`tuple[str, str]`, *optional*):
+            Name and password that all have to give.
+
+    Raises:
+        ConfigError: the page is not public, and reached by others for all that.
+    """
+    page = build(service, output_dir=output_dir)
+    # Answers wait for their turn in the service, which says so; whoever watches one only takes a thread.
+    page.queue(default_concurrency_limit=None, max_size=WAITING, api_open=False)
+    if service.is_public:
+        bound_queue(page)
+    door = Middleware(Door, is_public=service.is_public, has_login=login is not None)  # type: ignore[arg-type]
+    page.launch(
+        server_name=host, server_port=port, share=share, auth=login, css=CSS, theme=theme(), ssr_mode=False,
+        prevent_thread_lock=True, quiet=True, show_error=True, max_threads=THREADS, mcp_server=False, pwa=False,
+        enable_monitoring=False, state_session_capacity=PAGE_STATES, max_file_size=1, allowed_paths=[],
+        footer_links=["api", "settings"], app_kwargs={"middleware": [door]},
+    )  # fmt: skip
+    bound = [s.getsockname()[0] for server in page.server.servers for s in server.sockets]
+    if not service.is_public and login is None and not all(is_loopback(str(address)) for address in bound):
+        page.close()
+        raise ConfigError(
+            f"The page is open to others at {', '.join(bound)}. Serve it with --public, with --login, or on 127.0.0.1."
+        )
+    return page
 
 
 def launch(args: argparse.Namespace) -> int:
@@ -36,25 +132,36 @@ def launch(args: argparse.Namespace) -> int:
         OSDError: models that cannot be loaded or do not fit together, or a state that cannot be read.
     """
     print("loading the models ...", flush=True)
+    host = args.host or os.environ.get("GRADIO_SERVER_NAME") or "127.0.0.1"
+    why = exposure(host, os.environ, share=args.share)
+    is_public = (args.public or why is not None) and not args.login
+    login = (USER, os.environ.get(PASSWORD) or secrets.token_urlsafe(12)) if args.login else None
+    ignored = forget_variables(os.environ)
+    if ignored:
+        print(f"ignored: {', '.join(ignored)} (see osd-hf app --help for flags)", flush=True)
     settings = {"dtype": args.dtype, "device": args.device}
     pair = Pair(args.target, args.draft, **settings)
     state = None if args.state is None else Path(args.state)
-    service = Service(pair, state=state, threads=args.threads, **settings)
-    # A Space, and what is shared, is open to everybody.
-    is_public = args.public or args.share or bool(os.environ.get("SPACE_ID"))
-    if not is_public and args.host not in (None, "127.0.0.1", "localhost"):
-        print("whoever reaches this address may load models, save, and push with your login: see --public", flush=True)
-    page = build(service, is_public=is_public, output_dir=args.output_dir)
-    # Answers wait for their turn in the service, which says so; whoever watches one only takes a thread.
-    page.queue(default_concurrency_limit=None)
+    service = Service(pair, state=state, threads=args.threads, is_public=is_public, **settings)
+    if is_public:
+        bound_console()
+        print(
+            f"strangers may come ({why or '--public'}): nobody loads models, saves, pushes or resets here. For these, "
+            "use 127.0.0.1, or --login",
+            flush=True,
+        )
+    if login is not None:
+        told = f"the password of {PASSWORD}" if os.environ.get(PASSWORD) else f"the password {login[1]}"
+        print(f"log in as {USER} with {told}; whoever does has all controls", flush=True)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECONDS)
     try:
-        page.launch(
-            server_name=args.host, server_port=args.port, share=args.share, css=CSS, theme=theme(), ssr_mode=False,
-            prevent_thread_lock=True, quiet=True, show_error=True, max_threads=THREADS,
-            footer_links=["api", "settings"],
+        page = served_page(
+            service, host, args.port, output_dir=args.output_dir, share=args.share, login=login
         )  # fmt: skip
         print(f"{page.local_url} serves {pair.name}; Ctrl+C ends it", flush=True)
         page.block_thread()
     finally:
+        sys.setswitchinterval(interval)
         service.close()
     return 0

@@ -20,17 +20,20 @@ from osd_hf_app.curves import WINDOW
 from osd_hf_app.curves import curves as drawn
 from osd_hf_app.domains import OTHER
 from osd_hf_app.room import Record
-from osd_hf_app.service import Service, Session
+from osd_hf_app.service import PUBLIC_NEW_TOKENS, Service, Session
+from osd_hf_app.visitors import visitor_at
 
 __all__ = ["AUTOMATIC", "build", "watch"]
 
 logger = logging.getLogger(__name__)
 
+NAME = re.compile(r"[\w-]{22}", re.ASCII)  # of a chat
 AUTOMATIC = "automatic"
 ALL = "all domains"
 PROMPTS = 20
 FRAME_SECONDS = 0.3  # between two pictures of an answer that grows
 TICK_SECONDS = 2.0
+LOOK_SECONDS = 5.0  # after which a page is sent to again, which tells whether it is still there
 CHAT_PIXELS = 430
 KS = ["auto", "1", "2", "3", "5", "8", "12"]
 
@@ -43,29 +46,29 @@ make the answer faster, wrong ones are replaced: what you read is always the tar
 
 def watch(session: Session) -> Iterator[str]:
     """The chat, again and again, until nothing more is being answered."""
-    while True:
-        began, revision, is_busy = time.monotonic(), session.revision, session.job is not None
-        has_tokens = isinstance(session.job, Batch) or bool(session.job and session.job.tokens)
-        yield view.transcript(session)
-        if not is_busy:
-            return
-        session.wait(revision, timeout=10.0)
-        if has_tokens:  # the first ones are shown at once
-            session.wait_for_end(FRAME_SECONDS - (time.monotonic() - began))
+    with session.watched():
+        while True:
+            began, revision, is_busy = time.monotonic(), session.revision, session.job is not None
+            has_tokens = isinstance(session.job, Batch) or bool(session.job and session.job.tokens)
+            yield view.transcript(session)
+            if not is_busy:
+                return
+            session.wait(revision, timeout=LOOK_SECONDS)
+            if has_tokens:  # the first ones are shown at once
+                session.wait_for_end(FRAME_SECONDS - (time.monotonic() - began))
 
 
-def build(service: Service, *, is_public: bool = False, output_dir: Path = Path("osd_hf_app")) -> gr.Blocks:
+def build(service: Service, *, output_dir: Path = Path("osd_hf_app")) -> gr.Blocks:
     """
     The page, not launched.
 
     Args:
         service (`Service`):
-            What answers.
-        is_public (`bool`, *optional*, defaults to `False`):
-            Whether strangers come: they may neither load models, nor save, push or reset what is shared.
+            What answers. Where it is public, nobody loads models, saves, pushes or resets what is shared.
         output_dir (`Path`, *optional*):
             Where "Save" puts its folders.
     """
+    is_public = service.is_public
     with gr.Blocks(title="osd_hf: a draft that learns while you chat", analytics_enabled=False) as page:
         visitor = gr.BrowserState(None, storage_key="osd-hf-chat")
         # The browser keeps the visitor's name: through a reload, and while the app is started anew.
@@ -118,7 +121,7 @@ def build(service: Service, *, is_public: bool = False, output_dir: Path = Path(
                         )
                     with gr.Row():
                         check = gr.Checkbox(
-                            True, label="Let the target answer alone as well, to compare", elem_id="check"
+                            not is_public, label="Let the target answer alone as well, to compare", elem_id="check"
                         )
                         remember = gr.Checkbox(not service.pair.is_bundled, label="Remember the earlier turns")
                     k = gr.Radio(
@@ -127,7 +130,8 @@ def build(service: Service, *, is_public: bool = False, output_dir: Path = Path(
                         label="k, tokens drafted per round",
                         info="auto decides by measured acceptance and costs, and may not draft at all",
                     )
-                    tokens = gr.Slider(1, MAX_NEW_TOKENS, value=96, step=1, label="New tokens at most")
+                    most = PUBLIC_NEW_TOKENS if is_public else MAX_NEW_TOKENS
+                    tokens = gr.Slider(1, most, value=96, step=1, label="New tokens at most")
                     do_sample = gr.Checkbox(False, label="Sample (greedy otherwise)")
                     temperature = gr.Slider(0.1, 2.0, value=1.0, step=0.1, label="Temperature, if sampled")
                     top_p = gr.Slider(0.1, 1.0, value=1.0, step=0.05, label="Top-p, if sampled")
@@ -137,7 +141,7 @@ def build(service: Service, *, is_public: bool = False, output_dir: Path = Path(
                 shown = gr.Radio([ALL, *DOMAINS, OTHER], value=ALL, label="Curves of", elem_id="shown")
                 table = gr.HTML(view.domain_table(service.shared), elem_id="table")
                 corrections = gr.HTML(view.corrections(service.guest().corrections), elem_id="corrections")
-                with gr.Accordion("Reset, save, push", open=False, elem_id="keep"):
+                with gr.Accordion("Reset, save, push", open=False, elem_id="keep", visible=not is_public):
                     reset = gr.Button("Reset the draft to how it was", elem_id="reset")
                     name = gr.Textbox(
                         "demo", label=f"Save into this folder of {output_dir}", interactive=not is_public
@@ -155,7 +159,7 @@ def build(service: Service, *, is_public: bool = False, output_dir: Path = Path(
                     )
                     pushing = gr.Button("Push to the Hub", interactive=not is_public, elem_id="push")
                     kept = gr.Markdown(elem_id="kept", container=False)
-                with gr.Accordion("Models", open=False, elem_id="models"):
+                with gr.Accordion("Models", open=False, elem_id="models", visible=not is_public):
                     target_id = gr.Textbox(
                         label="Target: Hub id or folder",
                         placeholder="the bundled one",
@@ -172,8 +176,13 @@ def build(service: Service, *, is_public: bool = False, output_dir: Path = Path(
                     loaded = gr.Markdown(f"Serving {service.pair.name}.", elem_id="loaded", container=False)
         timer = gr.Timer(TICK_SECONDS)
 
-        def of(session_id: str | None) -> Session:
-            return service.session(session_id)
+        def of(request: gr.Request, session_id: str | None) -> Session:
+            if session_id is not None and not (isinstance(session_id, str) and NAME.fullmatch(session_id)):
+                session_id = None
+            try:
+                return service.session(session_id, visitor_at(request.client.host) if is_public else None)
+            except OSDError as error:
+                raise gr.Error(str(error), print_exception=False) from error
 
         def told(session: Session, begin: Callable[[], Any]) -> bool:
             """Whether it could begin; if not, the chat says why."""
@@ -202,54 +211,56 @@ def build(service: Service, *, is_public: bool = False, output_dir: Path = Path(
                 domain, learn, parsed_k(k), do_sample, temperature, top_p, int(tokens or 0), check, remember
             )
 
-        def arrive(session_id: str | None) -> tuple[Any, ...]:
-            session = of(session_id)
+        def arrive(request: gr.Request, session_id: str | None) -> tuple[Any, ...]:
+            session = of(request, session_id)
             ready = [gr.update(interactive=True)] * len(waiting)
             return session.id, view.transcript(session), session.is_private, *ready
 
-        def follow(session_id: str) -> Iterator[str]:
-            yield from watch(of(session_id))
+        def follow(request: gr.Request, session_id: str) -> Iterator[str]:
+            yield from watch(of(request, session_id))
 
-        def submit(prompt: str, session_id: str, private: bool, *values: Any) -> Iterator[tuple[Any, Any]]:
-            session = of(session_id)
+        def submit(
+            request: gr.Request, prompt: str, session_id: str, private: bool, *values: Any
+        ) -> Iterator[tuple[Any, Any]]:
+            session = of(request, session_id)
             began = told(session, lambda: service.ask(session, prompt or "", chosen(*values), wants_private=private))
             for html in watch(session):
                 yield html, "" if began else gr.skip()
                 began = False  # what is typed meanwhile stays
 
-        def send_many(session_id: str, private: bool, *values: Any) -> Iterator[str]:
-            session, domain = of(session_id), values[0]
+        def send_many(request: gr.Request, session_id: str, private: bool, *values: Any) -> Iterator[str]:
+            session, domain = of(request, session_id), values[0]
             if domain not in DOMAINS:
                 domain = _last_domain(session)
             told(session, lambda: service.send(session, domain, PROMPTS, chosen(*values), wants_private=private))
             yield from watch(session)
 
-        def suggested(session_id: str, domain: str) -> str:
-            return service.pair.samples(domain if domain in DOMAINS else _last_domain(of(session_id)), 1)[0]
+        def suggested(request: gr.Request, session_id: str, domain: str) -> str:
+            return service.pair.samples(domain if domain in DOMAINS else _last_domain(of(request, session_id)), 1)[0]
 
-        def next_domain(session_id: str, domain: str) -> str:
-            now = domain if domain in DOMAINS else _last_domain(of(session_id))
+        def next_domain(request: gr.Request, session_id: str, domain: str) -> str:
+            now = domain if domain in DOMAINS else _last_domain(of(request, session_id))
             return DOMAINS[(DOMAINS.index(now) + 1) % len(DOMAINS)]
 
-        def end(session_id: str) -> None:
-            job = of(session_id).job
+        def end(request: gr.Request, session_id: str) -> None:
+            job = of(request, session_id).job
             if job is not None:
                 job.stop.set()
 
-        def forget(session_id: str) -> str:
-            session = of(session_id)
+        def forget(request: gr.Request, session_id: str) -> str:
+            session = of(request, session_id)
             told(session, lambda: service.clear(session))
             return view.transcript(session)
 
-        def set_private(session_id: str, is_private: bool) -> tuple[Any, Any]:
-            session = of(session_id)
-            told(session, lambda: service.go_private(session, is_private))
+        def set_private(request: gr.Request, session_id: str, is_private: bool) -> tuple[Any, Any]:
+            session = of(request, session_id)
+            told(session, lambda: service.go_private(session, is_private is True))
             return session.is_private, view.transcript(session)
 
-        def tick(session_id: str | None, shown: str, seen: Any) -> Any:
+        def tick(request: gr.Request, session_id: str | None, shown: str, seen: Any) -> Any:
             if session_id is None:
                 return gr.skip()
-            session = of(session_id)
+            session = of(request, session_id)
             room = session.room
             news = (
                 session.id, id(room), room.count, room.state, len(room.assistant.decisions), session.is_private, shown,
@@ -263,23 +274,21 @@ def build(service: Service, *, is_public: bool = False, output_dir: Path = Path(
                 view.corrections(session.corrections), session.is_private, news,
             )  # fmt: skip
 
-        def reset_draft(session_id: str) -> str:
-            room = of(session_id).room
-            if is_public and room is service.shared:
-                return "The draft that all visitors share is not reset here. Take a draft of your own (Settings)."
-            service.reset(room)
+        def reset_draft(request: gr.Request, session_id: str) -> str:
+            refuse_strangers()
+            service.reset(of(request, session_id).room)
             return "The draft is as it was."
 
-        def keep(session_id: str, name: str) -> str:
+        def keep(request: gr.Request, session_id: str, name: str) -> str:
             refuse_strangers()
             if not re.fullmatch(r"[\w.-]{1,64}", name) or name.strip(".") == "":
                 return f"A folder's name has letters, digits, `.`, `_` and `-`, got {name!r}."
-            return said("Not saved", lambda: "Saved: " + _listed(of(session_id).room.save(output_dir / name)))
+            return said("Not saved", lambda: "Saved: " + _listed(of(request, session_id).room.save(output_dir / name)))
 
-        def publish(session_id: str, which: str, repo: str, token: str) -> Iterator[str]:
+        def publish(request: gr.Request, session_id: str, which: str, repo: str, token: str) -> Iterator[str]:
             refuse_strangers()
             yield "Pushing …"
-            yield said("Not pushed", lambda: f"Pushed to {of(session_id).room.push(which, repo, token)}")
+            yield said("Not pushed", lambda: f"Pushed to {of(request, session_id).room.push(which, repo, token)}")
 
         def load_pair(target: str, draft: str) -> Iterator[str]:
             refuse_strangers()
@@ -293,7 +302,7 @@ def build(service: Service, *, is_public: bool = False, output_dir: Path = Path(
 
         def refuse_strangers() -> None:
             if is_public:  # a hidden button is no lock
-                raise gr.Error("This is not for visitors of a public app.")
+                raise gr.Error("This is not for visitors of a public app.", print_exception=False)
 
         settings = [domain, learn, k, do_sample, temperature, top_p, tokens, check, remember]
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}

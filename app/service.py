@@ -10,7 +10,7 @@ import threading
 import time
 import unicodedata
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,8 @@ from osd_hf_app.domains import OTHER, classifier
 from osd_hf_app.pair import Pair, use_threads
 from osd_hf_app.pieces import Pieces, text_of
 from osd_hf_app.room import Room
-from osd_hf_app.turns import Turns
+from osd_hf_app.turns import MAX_BEGUN, Turn, Turns
+from osd_hf_app.visitors import Rate, Shares
 
 __all__ = ["Service", "Session"]
 
@@ -44,12 +45,20 @@ logger = logging.getLogger(__name__)
 
 K = 5  # at which both drafts of the curves are replayed
 MAX_CHARACTERS = 20_000  # of a prompt
-MAX_ENTRIES = 100  # of a chat; the oldest go
+MAX_ENTRIES = 20  # of a chat, as many as are shown; the oldest go
 MAX_SESSIONS = 500  # chats kept; the one that was not used for longest goes
+MAX_KEPT_BYTES = 64 * 2**20  # of all chats, about; the oldest of whoever has most go
 MAX_PRIVATE = 4  # rooms of one visitor, one for a pair of one's own; the one that was not used for longest goes
 MAX_WAITING = 32  # jobs at once
+SMALL_BEGUN = 16  # answers at once that have begun, where models are so small that their caches do not count
 MAX_CORRECTIONS = 500  # kinds of them counted in a chat; the rarest go
+PUBLIC_NEW_TOKENS = 192  # at most, where strangers share the models
+PRIVATE_RATE = (8, 60.0)  # drafts of strangers' own that are made at most, in so many seconds
+ACTIVE_SECONDS = 600.0  # after its last use a stranger's chat or draft makes no room for another stranger's
+AWAY_SECONDS = 20.0  # after which what a stranger has left is stopped; a page that is loaded anew is back before
 LET_GO = "Your own draft was let go to make room for other visitors; the draft that all share serves you now."
+PAIR_LEFT = "Another pair is served now; your own draft went."
+FULL = "Too many visitors are here at the moment. Try again in a few minutes."
 SAMPLES = 200  # prompts per domain that the classifier learns from
 STOP_SECONDS = 0.2  # within which a batch that waits heeds its visitor
 LEARNING_SECONDS = 30.0  # that a batch waits at most between two prompts for what is due to be learned
@@ -74,6 +83,12 @@ class Session:
     revision: int = 0
     notice: str | None = None
     job: Answer | Batch | None = None
+    visitor: str | None = None
+    is_moving: bool = False  # to a draft of one's own, which is being made
+    watchers: int = 0
+    used: float = field(default_factory=time.monotonic)
+    left: float = 0.0  # when nobody watched any more
+    kept_bytes: int = 0
 
     def __post_init__(self) -> None:
         lock = threading.Lock()
@@ -93,6 +108,23 @@ class Session:
         with self.changed:
             self.changed.wait_for(lambda: self.revision != revision, timeout)
             return self.revision
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """While somebody looks at what is being answered."""
+        with self.changed:
+            self.watchers += 1
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.watchers -= 1
+                self.left = time.monotonic()
+
+    @property
+    def is_left(self) -> bool:
+        """Whether a stranger has gone who had asked for something."""
+        return self.visitor is not None and not self.watchers and time.monotonic() - self.left > AWAY_SECONDS
 
     def wait_for_end(self, timeout: float) -> None:
         """Wait until nothing more is being answered, at most so many seconds."""
@@ -145,6 +177,8 @@ class Service:
         config (`dict[str, Any]`, *optional*):
             Settings of `OnlineConfig` in place of the app's; learning is paused during requests, so that the strategy
             `"interval"` never learns.
+        is_public (`bool`, *optional*, defaults to `False`):
+            Whether strangers come, each of whom then has limits: answers are shorter, and stop when they leave.
         threads (`int`, *optional*):
             Of torch; by default one for the bundled pair, which is too small for more, and all cores for others.
         load_settings (`Any`):
@@ -157,21 +191,28 @@ class Service:
         state: Path | None = None,
         config: dict[str, Any] | None = None,
         *,
+        is_public: bool = False,
         threads: int | None = None,
         **load_settings: Any,
     ) -> None:
+        self.is_public = is_public
         self._config = config or {}
         self._threads = threads
         self._load_settings = load_settings
         use_threads(pair, threads)
         self.pair = pair
         self.turns = Turns()
+        self.turns.max_begun = SMALL_BEGUN if pair.is_bundled else MAX_BEGUN
         self.shared = Room(pair, config_of(pair, **self._config), state)
         self.private: OrderedDict[str, Room] = OrderedDict()
         self.sessions: OrderedDict[str, Session] = OrderedDict()
         self.domain_of = classifier({d: [e.prompt for e in bundled_prompts(d, SAMPLES, seed=1)] for d in DOMAINS})
         self.alone: deque[tuple[float, int]] = deque(maxlen=20)
         self._lock = threading.RLock()
+        self._jobs = Shares(MAX_WAITING)
+        self._making: list[Session] = []  # whose drafts are being made
+        self._private_rate = Rate(*PRIVATE_RATE)
+        self._answering = 0
         self._warm_up(pair)
 
     def _warm_up(self, pair: Pair) -> None:
@@ -184,60 +225,144 @@ class Service:
 
     # --- visitors ---------------------------------------------------------------------------------------------------
 
-    def session(self, session_id: str | None) -> Session:
-        """A visitor's chat, by a name that cannot be guessed; a new one where there is none of that name."""
-        evicted: list[Room] = []
+    def session(self, session_id: str | None, visitor: str | None = None) -> Session:
+        """
+        A visitor's chat, by a name that cannot be guessed; a new one where there is none of that name.
+
+        Args:
+            session_id (`str`, *optional*):
+                The name.
+            visitor (`str`, *optional*):
+                Who the stranger is, as far as limits go; `None` is somebody who is trusted.
+
+        Raises:
+            ConfigError: so many strangers chat that none of their chats can go.
+        """
+        evicted: list[Session] = []
         with self._lock:
             found = self.sessions.get(session_id or "")
             if found is None:
                 # A page that was open while the app was started anew keeps its name.
-                is_name = re.fullmatch(r"[\w-]{22}|program [\w-]{1,64}", session_id or "")
-                found = Session(session_id if session_id and is_name else secrets.token_urlsafe(16), self.shared)
+                is_name = re.fullmatch(r"[\w-]{22}|program [\w-]{1,64}", session_id or "", re.ASCII)
+                name = session_id if session_id and is_name else secrets.token_urlsafe(16)
+                found = Session(name, self.shared, visitor=visitor)
+                evicted = self._make_room(visitor)
                 self.sessions[found.id] = found
-                for other in [s for s in self.sessions.values() if s.job is None and s is not found]:
-                    if len(self.sessions) <= MAX_SESSIONS:
-                        break
-                    self.sessions.pop(other.id)
-                    if other.id in self.private:
-                        evicted.append(self.private.pop(other.id))
             self.sessions.move_to_end(found.id)
+            found.used = time.monotonic()
             if found.id in self.private:
                 self.private.move_to_end(found.id)
-        for room in evicted:
-            room.close()
+            closing = [self.private.pop(gone.id) for gone in evicted if gone.id in self.private]
+        _close(closing)
         return found
 
-    def guest(self) -> Session:
+    def guest(self, visitor: str | None = None) -> Session:
         """A chat that nobody comes back to, and that is not kept."""
-        return Session("", self.shared)
+        return Session("", self.shared, visitor=visitor)
+
+    def _make_room(self, visitor: str | None) -> list[Session]:
+        """
+        Chats that went so that one more can come. A stranger may have as many as there are places left, and makes
+        room with chats of their own first, empty ones before others; then goes what others have not used of late.
+        """
+        held = sum(session.visitor == visitor for session in self.sessions.values())
+        free = MAX_SESSIONS - len(self.sessions)
+        if held < free if visitor is not None else free > 0:
+            return []
+        idle = [session for session in self.sessions.values() if session.job is None and not session.is_moving]
+        if visitor is None:
+            going = idle[: 1 - free]
+        else:
+            own = [session for session in idle if session.visitor == visitor]
+            long_ago = time.monotonic() - ACTIVE_SECONDS
+            found = own or [session for session in idle if session.used < long_ago]
+            going = sorted(found, key=lambda session: bool(session.entries))[:1]
+            if not going and free <= 0:
+                raise ConfigError(FULL)
+        for session in going:
+            self.sessions.pop(session.id)
+        return going
+
+    def _weigh(self, session: Session) -> None:
+        """Count what a chat holds, and let go of the oldest of whoever holds most, where all hold too much."""
+        with self._lock:
+            session.kept_bytes = sum(entry.kept_bytes for entry in session.entries)
+            while (total := sum(s.kept_bytes for s in self.sessions.values())) > MAX_KEPT_BYTES:
+                by_visitor: Counter[str | None] = Counter()
+                for other in self.sessions.values():
+                    by_visitor[other.visitor] += other.kept_bytes
+                most = by_visitor.most_common(1)[0][0]
+                oldest = next(s for s in self.sessions.values() if s.visitor == most and s.kept_bytes)
+                done = [entry for entry in oldest.entries if entry.is_done]
+                oldest.entries = [entry for entry in oldest.entries if not entry.is_done]
+                oldest.kept_bytes = sum(entry.kept_bytes for entry in oldest.entries)
+                if not done or sum(s.kept_bytes for s in self.sessions.values()) >= total:
+                    return
+                oldest.touch()
 
     def go_private(self, session: Session, is_private: bool) -> None:
-        """Give a visitor a draft of their own, which learns from nobody else; or let them share again, when their own
-        is forgotten. Raises ConfigError in the middle of an answer."""
-        if is_private == session.is_private:
+        """
+        Give a visitor a draft of their own, which learns from nobody else; or let them share again, when their own is
+        forgotten. There are never more drafts than `MAX_PRIVATE`, those included that are being made.
+
+        Raises:
+            ConfigError: in the middle of an answer, or while one is being made for this chat already; there is no
+                place for one more; a stranger has had too many of late.
+        """
+        with self._lock:
+            if is_private == session.is_private:
+                return
+            self._check_free(session)
+            leaving = None if is_private else self._leave(session, None)
+        if leaving is not None:
+            leaving.close()
             return
-        room = Room(self.pair, self.shared.config) if is_private else None  # takes a while: nobody waits for it
-        closing = [] if room is None else [room]  # unless it comes to serve
+        with self._lock:
+            self._check_free(session)
+            if session.is_private:
+                return
+            closing = self._private_place(session)
+            session.is_moving = True
+            self._making.append(session)
+            pair = self.pair
+        room: Room | None = None
         try:
+            _close(closing)  # before the new one is made: memory has room for so many and no more
+            room = Room(pair, self.shared.config)  # takes a while: nobody waits for it
             with self._lock:
-                self._check_free(session)
-                if is_private == session.is_private:
-                    return
-                if room is None:
-                    closing.append(self._leave(session, None))
-                else:
-                    closing.remove(room)
+                if pair is not self.pair:
+                    raise ConfigError("Another pair was loaded meanwhile. Tick the box again.")
+                if self.sessions.get(session.id) is session:
                     self.private[session.id] = room
                     session.room, session.is_private, session.notice = room, True, None
-                    most = MAX_PRIVATE if self.pair.per_domain else 1
-                    others = [s for s in self.sessions.values() if s.is_private and s.job is None and s is not session]
-                    for other in sorted(others, key=lambda s: list(self.private).index(s.id)):
-                        if len(self.private) > most:
-                            closing.append(self._leave(other, LET_GO))
+                    if self._answering:
+                        room.assistant.pause()
+                    room = None
         finally:
-            for old in closing:
-                old.close()
-        session.touch()
+            with self._lock:
+                session.is_moving = False
+                self._making.remove(session)
+            _close([] if room is None else [room])
+            session.touch()
+
+    def _private_place(self, session: Session) -> list[Room]:
+        """Rooms that are to be closed before one more is made."""
+        visitor, most = session.visitor, MAX_PRIVATE if self.pair.per_domain else 1
+        owners = [s for name in self.private if (s := self.sessions.get(name)) is not None]  # longest unused first
+        held = sum(s.visitor == visitor for s in (*owners, *self._making))
+        free = most - len(self.private) - len(self._making)
+        going: list[Session] = []
+        if not (held < free if visitor is not None else free > 0):
+            idle = [s for s in owners if s.job is None]
+            if visitor is not None:
+                long_ago = time.monotonic() - ACTIVE_SECONDS
+                idle = [s for s in idle if s.visitor == visitor] or [s for s in idle if s.used < long_ago]
+            going = idle[:1]
+            if not going and free <= 0:
+                raise ConfigError("All drafts of visitors' own are in use at the moment. Try again in a few minutes.")
+        if visitor is not None and not self._private_rate.take(visitor):
+            raise ConfigError("Too many drafts of visitors' own were made just now. Try again in a minute.")
+        return [self._leave(other, LET_GO) for other in going]
 
     def _leave(self, session: Session, notice: str | None) -> Room:
         """Let a visitor share again; gives the room that is to be closed."""
@@ -258,6 +383,8 @@ class Service:
     def _check_free(self, session: Session) -> None:
         if session.job is not None:
             raise ConfigError("This chat is still being answered. Wait for the end, or stop it.")
+        if session.is_moving:
+            raise ConfigError("Your own draft is still being made. Try again in a moment.")
 
     # --- answers ----------------------------------------------------------------------------------------------------
 
@@ -280,11 +407,18 @@ class Service:
             ConfigError: an empty or too long prompt, an unknown domain, the chat is still being answered, too many
                 wait, or the visitor's own draft is gone.
         """
+        if len(prompt) > 2 * MAX_CHARACTERS:  # nobody's is so long, and all that follows costs time
+            raise ConfigError(_too_long(prompt.strip()))
+        if self.is_public and settings.max_new_tokens > PUBLIC_NEW_TOKENS:
+            raise ConfigError(
+                f"Visitors share this app: `max_new_tokens` is at most {PUBLIC_NEW_TOKENS}, got "
+                f"{settings.max_new_tokens}."
+            )
         text = "".join(c for c in prompt if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs")).strip()
         if not text:
             raise ConfigError("The prompt is empty. Write something first.")
         if len(text) > MAX_CHARACTERS:
-            raise ConfigError(f"The prompt has {len(text):,} characters, at most {MAX_CHARACTERS:,} are taken.")
+            raise ConfigError(_too_long(text))
         answer = Answer(text, settings, self._domain(text, settings))
         history = [
             (entry.prompt, entry.text)
@@ -308,7 +442,8 @@ class Service:
         if domain not in DOMAINS:
             raise ConfigError(f"There are prompts of {', '.join(DOMAINS)}, got {domain!r}.")
         batch = Batch(domain, count)
-        settings = replace(settings, domain=domain, check=False, remember=False)
+        tokens = min(settings.max_new_tokens, PUBLIC_NEW_TOKENS) if self.is_public else settings.max_new_tokens
+        settings = replace(settings, domain=domain, check=False, remember=False, max_new_tokens=tokens)
         self._begin(session, batch, lambda: self._batch(session, batch, settings), wants_private)
         return batch
 
@@ -326,7 +461,12 @@ class Service:
             self._check_free(session)
             if wants_private and not session.is_private:
                 raise ConfigError(f"{LET_GO} Nothing was sent: tick the box again, or untick it.")
-            session.job, session.notice = job, None
+            if not self._jobs.take(session.visitor):
+                raise ConfigError(
+                    "Too many prompts from your address are waiting for an answer. Try again in a moment."
+                )
+            job.room = session.room if session.is_private else None
+            session.job, session.notice, session.left = job, None, time.monotonic()
             session.entries.append(job)
             del session.entries[:-MAX_ENTRIES]
 
@@ -340,6 +480,8 @@ class Service:
                 job.error = f"This failed ({type(error).__name__}). The log of the app says more."
             finally:
                 job.is_done, session.job = True, None
+                self._jobs.give(session.visitor)
+                self._weigh(session)
                 session.touch()
 
         session.touch()
@@ -349,7 +491,7 @@ class Service:
         for prompt in self.pair.samples(batch.domain, batch.total):
             if batch.stop.is_set():
                 return
-            answer = Answer(prompt, settings, batch.domain, stop=batch.stop)
+            answer = Answer(prompt, settings, batch.domain, stop=batch.stop, room=batch.room)
             for shown in batch.answers[-1:]:
                 shown.tokens = []  # only the newest is shown
             batch.answers.append(answer)
@@ -358,7 +500,7 @@ class Service:
             finally:
                 answer.is_done = True
             assistant, until = session.room.assistant, time.monotonic() + LEARNING_SECONDS
-            batch.is_learning = settings.learn and assistant.is_learning
+            batch.is_learning = settings.learn and assistant.is_learning and batch.room in (None, session.room)
             session.touch()
             while batch.is_learning and not batch.stop.is_set() and time.monotonic() < until:
                 batch.is_learning = not assistant.wait_until_idle(STOP_SECONDS)
@@ -369,33 +511,46 @@ class Service:
             answer.waiting = before
             session.touch()
 
-        with self.turns.turn(moved):
-            if answer.stop.is_set():
+        def is_gone() -> bool:
+            if session.is_left:
+                answer.stop.set()
+            return answer.stop.is_set()
+
+        with self.turns.turn(moved, visitor=session.visitor, is_gone=is_gone) as turn:
+            if turn is None or is_gone():
                 answer.stopped = True
                 return
             room, settings = session.room, answer.settings
+            if answer.room is not None and answer.room is not room:  # what was meant for it teaches no other draft
+                settings = answer.settings = replace(settings, learn=False)
+                session.notice = f"{PAIR_LEFT} What you had sent before is answered, and no draft learns from it."
             pair = room.pair
             answer.is_exact = pair.is_exact
             ids = pair.encode(answer.prompt, settings.max_new_tokens, history)
             traces: list[Trace] = []
+
+            def pace() -> None:
+                turn.give_way()
+                is_gone()
+
             # Nobody learns until all is measured: what served stays, and times are comparable.
             with self._learning_paused():
                 started = time.perf_counter()
                 with capture_traces(pair.target, traces.append, num_logprobs=room.config.num_logprobs):
-                    output = self._generated(session, room, ids, answer, started)
-                answer.seconds = time.perf_counter() - started
+                    output = self._generated(session, room, ids, answer, started, pace)
+                answer.seconds = time.perf_counter() - started - turn.waited_seconds
                 answer.stopped = answer.stop.is_set()
                 if traces:
                     self._scored(session, room, answer, traces[0])
                 if answer.stats is not None:
-                    self._compared(session, room, answer, ids, self._completion(pair, ids, output))
+                    self._compared(room, answer, ids, self._completion(pair, ids, output), turn)
 
-    def _compared(self, session: Session, room: Room, answer: Answer, ids: torch.Tensor, own: list[int]) -> None:
+    def _compared(self, room: Room, answer: Answer, ids: torch.Tensor, own: list[int], turn: Turn) -> None:
         """Time, and unless sampled tokens, beside those of the target alone."""
         assert answer.stats is not None
         settings, emitted = answer.settings, answer.stats.emitted
         if settings.check and not answer.stopped:
-            seconds, alone = self._timed_alone(room.pair, ids, settings.generate_kwargs, answer.stop)
+            seconds, alone = self._timed_alone(room.pair, ids, settings.generate_kwargs, answer.stop, turn)
             if alone and not answer.stop.is_set():
                 self.alone.append((seconds, len(alone)))
                 answer.is_identical = None if settings.do_sample else alone == own
@@ -405,7 +560,13 @@ class Service:
         answer.alone_seconds = total / tokens * emitted
 
     def _generated(
-        self, session: Session, room: Room, ids: torch.Tensor, answer: Answer, started: float
+        self,
+        session: Session,
+        room: Room,
+        ids: torch.Tensor,
+        answer: Answer,
+        started: float,
+        pace: Callable[[], None],
     ) -> torch.Tensor:
         while True:
             pieces = Pieces(room.pair.tokenizer)
@@ -418,6 +579,7 @@ class Service:
                 kinds = ["accepted"] * (len(round_ids) - 1) + ["target"]
                 answer.tokens += [ShownToken(*t) for t in zip(pieces.texts[shown:], kinds, strict=True)]
                 session.touch()
+                pace()
 
             try:
                 output: torch.Tensor = room.assistant.generate(
@@ -464,13 +626,25 @@ class Service:
         session.touch()
 
     def _timed_alone(
-        self, pair: Pair, ids: torch.Tensor, settings: dict[str, Any], stop: threading.Event | None = None
+        self,
+        pair: Pair,
+        ids: torch.Tensor,
+        settings: dict[str, Any],
+        stop: threading.Event | None = None,
+        turn: Turn | None = None,
     ) -> tuple[float, list[int]]:
         """Seconds and tokens of the target alone, while nobody learns beside it."""
         criteria = StoppingCriteriaList([] if stop is None else [_Stop(stop)])
-        started = time.perf_counter()
-        output = pair.target.generate(ids, attention_mask=torch.ones_like(ids), stopping_criteria=criteria, **settings)
-        return time.perf_counter() - started, self._completion(pair, ids, output)
+        waited, started = 0.0 if turn is None else turn.waited_seconds, time.perf_counter()
+        output = pair.target.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            stopping_criteria=criteria,
+            streamer=None if turn is None else _Rounds(lambda _: turn.give_way()),
+            **settings,
+        )
+        seconds = time.perf_counter() - started - (0.0 if turn is None else turn.waited_seconds - waited)
+        return seconds, self._completion(pair, ids, output)
 
     @staticmethod
     def _completion(pair: Pair, ids: torch.Tensor, output: torch.Tensor) -> list[int]:
@@ -480,20 +654,22 @@ class Service:
     @contextlib.contextmanager
     def _learning_paused(self) -> Iterator[None]:
         with self._lock:
-            assistants = [room.assistant for room in (self.shared, *self.private.values())]
-        for assistant in assistants:
-            assistant.pause()
+            self._answering += 1
+            for room in (self.shared, *self.private.values()):
+                room.assistant.pause()
         try:
             yield
         finally:
-            for assistant in assistants:
-                assistant.resume()
+            with self._lock:
+                self._answering -= 1
+                for room in () if self._answering else (self.shared, *self.private.values()):
+                    room.assistant.resume()
 
     # --- what changes for all ---------------------------------------------------------------------------------------
 
     def reset(self, room: Room) -> None:
         """Forget what a room's draft has learned, between two requests."""
-        with self.turns.turn():
+        with self.turns.turn(alone=True):
             room.reset()
         self._touch_all(room)
 
@@ -505,7 +681,7 @@ class Service:
             OSDError: the models cannot be loaded, or do not fit together; those that serve stay.
         """
         pair = Pair(target, draft, **{**self._load_settings, **settings})
-        with self.turns.turn():
+        with self.turns.turn(alone=True):
             shared = Room(pair, config_of(pair, **self._config))
             closing: list[Room] = []
             try:
@@ -518,12 +694,12 @@ class Service:
             with self._lock:
                 closing.append(self.shared)
                 self.shared, self.pair = shared, pair
+                self.turns.max_begun = SMALL_BEGUN if pair.is_bundled else MAX_BEGUN
                 for session in self.sessions.values():
                     if session.is_private:
-                        closing.append(self._leave(session, "Another pair is served now; your own draft went."))
+                        closing.append(self._leave(session, PAIR_LEFT))
                     session.room = shared
-            for room in closing:
-                room.close()
+            _close(closing)
         self._touch_all(shared)
 
     def _touch_all(self, room: Room) -> None:
@@ -536,5 +712,13 @@ class Service:
         """End learning in all rooms."""
         with self._lock:
             rooms = [self.shared, *self.private.values()]
-        for room in rooms:
-            room.close()
+        _close(rooms)
+
+
+def _close(rooms: Iterable[Room]) -> None:
+    for room in rooms:
+        room.close()
+
+
+def _too_long(text: str) -> str:
+    return f"The prompt has {len(text):,} characters, at most {MAX_CHARACTERS:,} are taken."

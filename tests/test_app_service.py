@@ -557,7 +557,8 @@ def test_private_drafts_make_room_for_new_ones(service: Service, monkeypatch: py
     assert first.notice is None
     with service.turns.turn():  # the one that is being answered keeps its own
         answer = service.ask(second, "two", SHORT)
-        service.go_private(first, True)
+        with pytest.raises(ConfigError, match="in use at the moment"):
+            service.go_private(first, True)
         assert second.is_private
     ended(second)
     assert answer.error is None

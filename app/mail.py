@@ -1,0 +1,86 @@
+"""Bounds for the queue of gradio, which keeps all that pages are to be told until they ask for it; the one place that
+knows its insides."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import gradio as gr
+
+from osd_hf_app.visitors import visitor_at
+
+__all__ = ["bound_queue"]
+
+MAX_EVENTS = 150  # of strangers at once: those that wait, and those that are being worked on
+MAX_UNREAD = 512  # messages to strangers
+FEW = 4  # messages that may be unread without more ado
+MAX_UNREAD_OF_ONE = 64  # messages to one page; one that reads has hardly any
+UNREAD_SECONDS = 45.0  # after which what nobody asked for is thrown away
+FULL = "Too many requests at the moment. Try again in a few seconds."
+
+
+def bound_queue(page: gr.Blocks, clock: Callable[[], float] = time.monotonic) -> None:
+    """
+    Let a page's queue hold no more than its share for any visitor, and nothing for long that nobody reads. Its
+    statistics, of which it makes a table after each event, are switched off: nobody sees them.
+
+    Args:
+        page (`gr.Blocks`):
+            With its queue made, not launched.
+        clock (`Callable[[], float]`, *optional*):
+            Seconds that only grow.
+    """
+    queue = page._queue
+    push, send_message = queue.push, queue.send_message
+    touched: dict[str, float] = {}  # by the name of a page's session
+    whose: dict[str, str] = {}
+
+    def is_fair(held: Counter[str], visitor: str, capacity: int) -> bool:
+        return held[visitor] < capacity - held.total()
+
+    def sweep() -> None:
+        for name in list(touched):
+            is_awaited = any(i in queue.event_ids_to_events for i in queue.pending_event_ids_session.get(name, ()))
+            if clock() - touched[name] > UNREAD_SECONDS and not is_awaited:
+                queue.pending_messages_per_session.pop(name, None)
+                queue.pending_event_ids_session.pop(name, None)
+                del touched[name], whose[name]
+
+    def is_read(visitor: str) -> bool:
+        """Whether a visitor takes what is sent, or leaves no more than a share unread."""
+        unread: Counter[str] = Counter()
+        for name, owner in whose.items():
+            messages = queue.pending_messages_per_session.get(name)
+            unread[owner] += 0 if messages is None else messages.qsize()
+        return not unread[visitor] or is_fair(unread, visitor, MAX_UNREAD)
+
+    async def pushed(body: Any, request: Any, username: str | None) -> Any:
+        sweep()
+        visitor = visitor_at(request.client.host if request.client else None)
+        events: Counter[str] = Counter()
+        for event in list(queue.event_ids_to_events.values()):
+            events[visitor_at(event.request.client.host if event.request.client else None)] += 1
+        if not is_fair(events, visitor, MAX_EVENTS) or not is_read(visitor):
+            return False, FULL, "queue_full"
+        told = await push(body=body, request=request, username=username)
+        if told[0]:
+            touched[body.session_hash], whose[body.session_hash] = clock(), visitor
+        return told
+
+    def sent(event: Any, event_message: Any) -> None:
+        messages = queue.pending_messages_per_session.get(event.session_hash)
+        unread = 0 if messages is None else messages.qsize()
+        owner = whose.get(event.session_hash, "")
+        if messages is None or unread >= MAX_UNREAD_OF_ONE or (unread >= FEW and not is_read(owner)):
+            event.alive = False  # as gradio marks those whose page has gone
+            return
+        if event.session_hash in touched and not unread:
+            touched[event.session_hash] = clock()
+        send_message(event, event_message)
+
+    queue.push, queue.send_message = pushed, sent  # type: ignore[method-assign]
+    queue.compute_analytics_summary = lambda records: {}  # type: ignore[method-assign]
+    queue.ANALYTICS_MAX_EVENTS = 1
