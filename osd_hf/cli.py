@@ -22,6 +22,7 @@ from osd_hf.controlled import SHAPES
 from osd_hf.distill_command import add_distill, distill_command
 from osd_hf.errors import CaptureError, HubError, LearnerError, OSDError, ServerError
 from osd_hf.learn_command import add_learn, learn_command
+from osd_hf.masking import without_credentials
 from osd_hf.push_command import add_export, add_push, export_command, push_command
 from osd_hf.quickstart import QuickstartSizes
 
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(": ".join(["osd-hf: interrupted", *map(str, interrupt.args)]), file=sys.stderr)
         return shared_flags.INTERRUPTED
     except (OSDError, OSError) as error:
-        print(f"osd-hf: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"osd-hf: error: {without_credentials(' '.join(str(error).split()))}", file=sys.stderr)
         return (
             shared_flags.FAILED
             if isinstance(error, LearnerError | CaptureError | HubError | ServerError | OSError)

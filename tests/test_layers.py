@@ -16,6 +16,7 @@ LAYERS = {
     # words
     "records": 0,
     "errors": 0,
+    "masking": 0,
     "provenance": 0,
     "outputs": 0,
     # mathematics, and what is set
