@@ -26,8 +26,9 @@ _ADDRESS_NAME = re.compile(r"(?i)--(?:[\w-]*-)?url")
 
 def without_credentials(text: str) -> str:
     """
-    A text without user and password, query and fragment of its addresses, and without what looks like a key. Rather too
-    little is left than too much: a password may hold any character, so that all up to the last `@` of an address goes.
+    A text without user and password, query and fragment of its addresses, and without what looks like a key. Rather
+    too little is left than too much: a password may hold any character, so that all up to the last `@` of an address
+    goes.
 
     Args:
         text (`str`):

@@ -26,8 +26,8 @@ _PATH = re.compile(r"(?<![\w.:/\\-])(?:file://|~\w*|\.\.)?/[^\s,;:='\"]+")
 def provenance(**extra: Any) -> dict[str, Any]:
     """
     What a result file needs so that someone else can make it again. Ready for JSON, light (no torch is imported), and
-    silent about secrets and the machine's folders: tokens, keys, and what lets others in by an address are left out, and
-    paths are cut to what lies below the working directory, or to their last part.
+    silent about secrets and the machine's folders: tokens, keys, and what lets others in by an address are left out,
+    and paths are cut to what lies below the working directory, or to their last part.
 
     Args:
         extra:

@@ -95,9 +95,6 @@ def test_what_is_masked_and_what_is_not(text: str, masked: str) -> None:
 )
 def test_secrets_under_other_names_are_not_written_down(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["osd-hf", *arguments])
-    assert (
-        MARK not in provenance(note="http://me:QZX@host", several=["http://host?QZX"], by={"n": "//QZX@h"})["command"]
-    )
     assert MARK not in str(provenance(note="http://me:QZX@host", several=["http://host?QZX"], by={"n": "//QZX@h"}))
 
 
