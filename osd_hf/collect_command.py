@@ -177,14 +177,14 @@ def _key(args: argparse.Namespace) -> str | None:
     address, user, password = parse_address(args.url)
     if args.api_key or user or password:
         return str(args.api_key) if args.api_key else None
-    key = os.environ.get("OSD_HF_API_KEY") or environment_key(args.url)
-    if key is None and os.environ.get("OPENAI_API_KEY"):
+    found = os.environ.get("OSD_HF_API_KEY") or environment_key(args.url)
+    if found is None and os.environ.get("OPENAI_API_KEY"):
         print(
             f"osd-hf: OPENAI_API_KEY is not sent to {address.host}, which it may not belong to; if it does: "
             "--api-key-env OPENAI_API_KEY",
             file=sys.stderr,
         )
-    return key
+    return found
 
 
 def _target(args: argparse.Namespace) -> tuple[Any, Any, ResponseReader]:

@@ -1139,9 +1139,11 @@ def test_nothing_that_is_logged_says_who_asks(engine: FakeEngine, caplog: pytest
         with CompletionClient(engine.address, api_key="QZX-key", patience_seconds=0) as client:
             assert "QZX" not in f"{client!r} {client.url} {vars(client)}"
         engine.instead = b"Incorrect key provided: QZX-key"
-        with CompletionClient(engine.address, api_key="QZX-key", patience_seconds=0) as client:
-            with pytest.raises(ServerError, match=r"Incorrect key provided: \*\*\*") as failed:
-                client.complete([1], max_new_tokens=1, num_logprobs=KEPT)
+        with (
+            CompletionClient(engine.address, api_key="QZX-key", patience_seconds=0) as client,
+            pytest.raises(ServerError, match=r"Incorrect key provided: \*\*\*") as failed,
+        ):
+            client.complete([1], max_new_tokens=1, num_logprobs=KEPT)
     assert "HTTP Request: POST http://127.0.0.1" in caplog.text  # by the library
     assert "QZX" not in caplog.text
     assert "QZX" not in str(failed.value)

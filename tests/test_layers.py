@@ -53,6 +53,7 @@ LAYERS = {
     "request_log": 3,
     "following": 3,
     "loading": 3,
+    "visibility": 3,
     # who learns, when, and how it goes on later
     "snapshots": 4,
     "optimizers": 4,
