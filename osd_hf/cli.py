@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import sys
 import types
 import typing
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import transformers
 
 from osd_hf import commands, shared_flags
@@ -43,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         `int`: the exit code, see `osd-hf --help`. Bad usage exits by itself, as `argparse` does.
     """
     args = _parser().parse_args(argv)
+    _tell_nobody()
     transformers.utils.logging.disable_progress_bar()
     try:
         shared_flags.check_json(getattr(args, "json", None))  # not every command reports
@@ -57,6 +60,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             if isinstance(error, LearnerError | CaptureError | HubError | ServerError | OSError)
             else shared_flags.BAD_INPUT
         )
+
+
+def _tell_nobody() -> None:
+    """What the commands start reports to nobody how it is used, unless the environment says that it may."""
+    os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
+    if "HF_HUB_DISABLE_TELEMETRY" not in os.environ:
+        os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"  # for processes to come; in this one it has been read already
+        huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True
 
 
 # --- arguments ----------------------------------------------------------------------------------------------------

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-__all__ = ["without_credentials", "without_secrets"]
+__all__ = ["shown_settings", "without_credentials", "without_secrets"]
 
 # An address goes on to the next space: passwords hold quotes, commas and brackets.
 _ADDRESS = re.compile(r"//(\S*)")
@@ -61,6 +62,15 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
         hidden.append(shown)
         before = argument if is_flag and not equals else ""
     return hidden
+
+
+def shown_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as a report shows them: `***` for tokens and keys."""
+    return {
+        name: "***" if _SECRET_NAME.fullmatch(name) and isinstance(value, str)
+        else without_credentials(value) if isinstance(value, str) else value
+        for name, value in settings.items()
+    }  # fmt: skip
 
 
 def _shown(value: str, option: str) -> str:

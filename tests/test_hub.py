@@ -331,6 +331,25 @@ def test_an_assistant_pushes_its_draft_and_nothing_of_a_request(hub: FakeHub, tm
     assert "- requests served: 1" in repo["README.md"].decode()
 
 
+def test_a_trainer_pushes_to_a_private_repo_alone(here: FakeHub, tmp_path: Path) -> None:
+    from osd_hf import DistillConfig, distill
+
+    def settings(**more: Any) -> Any:
+        shape = {"max_steps": 1, "report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+        return DistillConfig(str(tmp_path / "out"), push_to_hub=True, hub_model_id="me/draft", **shape, **more)
+
+    assert settings().hub_private_repo is True
+    assert settings(hub_private_repo=None).hub_private_repo is True
+    assert settings(hub_private_repo=False).hub_private_repo is False
+    target, draft = models.pair()
+    here.repos["model", "me/draft"] = {"other.txt": b"stays"}
+    here.public.add(("model", "me/draft"))
+    rows = [{"prompt": [3, 4, 5], "completion": [6, 7]}] * 4
+    with pytest.raises(ConfigError, match="'me/draft' is open to everybody"):
+        distill(target=target, draft=draft, dataset=rows, tokenizer=models.tokenizer(), config=settings())
+    assert here.repos["model", "me/draft"] == {"other.txt": b"stays"}
+
+
 # --- a store, by its own call ---------------------------------------------------------------------------------------
 
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from typing import Any
 
+import huggingface_hub
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from osd_hf import ConfigError, OSDError
+from osd_hf.cards import DraftFacts, draft_card
 from osd_hf.cli import main
 from osd_hf.loading import first_line
+from osd_hf.masking import shown_settings, without_secrets
 from osd_hf.provenance import provenance, without_credentials
 
 MARK = "QZX"  # stands in every part of a secret, so that no part of one can be overlooked
@@ -46,10 +50,9 @@ def test_no_part_of_a_secret_of_an_address_is_left(address: str, around: str) ->
 
 @given(addresses(), st.sampled_from(["{}", "--url={}", "--prompts {}", "--url {}", "--note=see {}"]))
 def test_no_part_of_a_secret_is_left_in_a_command(address: str, argument: str) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        spaced = address.replace("0", " ")  # which a password may hold as well
-        patch.setattr(sys, "argv", ["osd-hf", *[part.replace("{}", spaced) for part in argument.split(" ", 1)]])
-        assert MARK not in provenance()["command"]
+    spaced = address.replace("0", " ")  # which a password may hold as well
+    shown = without_secrets([part.replace("{}", spaced) for part in argument.split(" ", 1)])
+    assert MARK not in " ".join(shown)
 
 
 @pytest.mark.parametrize(
@@ -123,3 +126,37 @@ def test_an_error_keeps_what_is_no_text(caplog: pytest.LogCaptureFixture) -> Non
         logging.getLogger("osd_hf.test").exception("Failed.")
     assert "http://***@host" in caplog.text
     assert "QZX" not in str(caplog.records[0].exc_info)
+
+
+def test_a_command_reports_to_nobody_how_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the environment says so."""
+    constants = huggingface_hub.constants
+    monkeypatch.setattr("osd_hf.cli.app_command", lambda _: 0)
+    for name in ("HF_HUB_DISABLE_TELEMETRY", "GRADIO_ANALYTICS_ENABLED"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", False)
+    assert main(["app"]) == 0
+    assert constants.HF_HUB_DISABLE_TELEMETRY
+    assert os.environ["HF_HUB_DISABLE_TELEMETRY"] == "1"
+    assert os.environ["GRADIO_ANALYTICS_ENABLED"] == "False"
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", False)
+    monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "0")
+    monkeypatch.setenv("GRADIO_ANALYTICS_ENABLED", "True")
+    assert main(["app"]) == 0
+    assert not constants.HF_HUB_DISABLE_TELEMETRY
+    assert os.environ["GRADIO_ANALYTICS_ENABLED"] == "True"
+
+
+def test_settings_are_shown_without_tokens() -> None:
+    settings = {"hub_token": "QZX", "hub_token_id": None, "prompts": "https://me:QZX@host/x?QZX", "max_new_tokens": 5}
+    assert shown_settings(settings) == {
+        "hub_token": "***", "hub_token_id": None, "prompts": "https://***@host/x?***", "max_new_tokens": 5,
+    }  # fmt: skip
+
+
+def test_a_card_shows_no_secret_of_its_facts() -> None:
+    facts = DraftFacts(
+        training={"Collected from": "https://me:QZX@host/v1"}, command="python x.py --url //me:QZX@host"
+    )
+    assert MARK not in draft_card("me/draft", facts).text
