@@ -62,8 +62,19 @@ _WITHOUT_MEANING = (
 )  # fmt: skip
 
 
+class _TokenStaysHere:
+    """Trainers write their settings beside the weights, and push them with these."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "hub_token": None}
+
+
+class _Seq2SeqArguments(_TokenStaysHere, Seq2SeqTrainingArguments):
+    pass
+
+
 @dataclass
-class DistillConfig(GKDConfig):
+class DistillConfig(_TokenStaysHere, GKDConfig):
     """
     Training arguments of [`distill`]: those of `transformers.TrainingArguments`, which work as users know them, and of
     TRL's `GKDConfig`, of which those about how TRL prepares text are refused; with these besides, or with another
@@ -241,7 +252,8 @@ def distill(
             f"{config.n_gpu} GPUs are visible to one process. Launch with `accelerate launch`, or set "
             "`CUDA_VISIBLE_DEVICES` to one of them."
         )
-    config = copy.copy(config)  # the trainers write into it
+    token, config = config.hub_token, copy.copy(config)  # the trainers write into it
+    config.hub_token = token
     data = read_data(target, draft, dataset, eval_dataset, tokenizer, config)
     callbacks = list(callbacks)
     if config.early_stopping_patience is not None:
@@ -398,7 +410,7 @@ class _Seq2SeqDistiller(_Distiller, Seq2SeqTrainer):
         self, learner: Any, data: Data, config: DistillConfig, tokenizer: Any, peft_config: Any, callbacks: list[Any]
     ) -> None:
         shared = {f.name for f in fields(config)} & {f.name for f in fields(Seq2SeqTrainingArguments) if f.init}
-        args = Seq2SeqTrainingArguments(**{name: getattr(config, name) for name in shared})
+        args = _Seq2SeqArguments(**{name: getattr(config, name) for name in shared})
         args.remove_unused_columns = False
         set_seed(config.seed)  # of the adapter's weights
         super().__init__(

@@ -350,6 +350,23 @@ def test_a_trainer_pushes_to_a_private_repo_alone(here: FakeHub, tmp_path: Path)
     assert here.repos["model", "me/draft"] == {"other.txt": b"stays"}
 
 
+@pytest.mark.parametrize("architecture", ["llama", "t5"])
+def test_a_token_stays_out_of_what_a_trainer_writes_and_pushes(architecture: str, tmp_path: Path) -> None:
+    from osd_hf import DistillConfig, distill
+
+    target, draft = models.pair(architecture)
+    config = DistillConfig(
+        str(tmp_path / "out"), max_steps=1, save_steps=1, save_strategy="steps", hub_token="hf_QZX", use_cpu=True,
+        report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+    rows = [{"prompt": [3, 4, 5], "completion": [6, 7]}] * 4
+    distill(target=target, draft=draft, dataset=rows, tokenizer=models.tokenizer(), config=config)
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert "training_args.bin" in {path.name for path in files}
+    assert [path.name for path in files if b"QZX" in path.read_bytes()] == []
+    assert config.hub_token == "hf_QZX"
+
+
 # --- a store, by its own call ---------------------------------------------------------------------------------------
 
 
