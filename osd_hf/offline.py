@@ -35,7 +35,7 @@ from osd_hf.offline_models import (
 from osd_hf.offline_sampling import SAMPLE_SOURCES, Sampler
 from osd_hf.records import Trace
 from osd_hf.snapshots import learning_context
-from osd_hf.visibility import refuse_public
+from osd_hf.visibility import TokenStaysHere, refuse_public
 from osd_hf.wrappers import uncompiled
 
 try:
@@ -62,19 +62,8 @@ _WITHOUT_MEANING = (
 )  # fmt: skip
 
 
-class _TokenStaysHere:
-    """Trainers write their settings beside the weights, and push them with these."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "hub_token": None}
-
-
-class _Seq2SeqArguments(_TokenStaysHere, Seq2SeqTrainingArguments):
-    pass
-
-
 @dataclass
-class DistillConfig(_TokenStaysHere, GKDConfig):
+class DistillConfig(TokenStaysHere, GKDConfig):
     """
     Training arguments of [`distill`]: those of `transformers.TrainingArguments`, which work as users know them, and of
     TRL's `GKDConfig`, of which those about how TRL prepares text are refused; with these besides, or with another
@@ -403,6 +392,10 @@ class _CausalDistiller(_Distiller, GKDTrainer):  # type: ignore[misc]
         # Past GKD's own, which would replace the completions by samples of its own.
         step: torch.Tensor = super(GKDTrainer, self).training_step(*args, **kwargs)  # type: ignore[no-untyped-call]
         return step
+
+
+class _Seq2SeqArguments(TokenStaysHere, Seq2SeqTrainingArguments):
+    pass
 
 
 class _Seq2SeqDistiller(_Distiller, Seq2SeqTrainer):

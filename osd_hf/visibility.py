@@ -1,8 +1,9 @@
-"""Who may read a repo of the Hub: nothing is pushed where everybody reads it, unless that is asked for."""
+"""Nothing is pushed where everybody reads it, unless that is asked for, and never the token that pushes."""
 
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
@@ -10,7 +11,7 @@ from huggingface_hub.errors import HTTPError as NetworkError  # type: ignore[att
 
 from osd_hf.errors import ConfigError
 
-__all__ = ["check_visibility", "refuse_public"]
+__all__ = ["TokenStaysHere", "check_visibility", "refuse_public"]
 
 
 def refuse_public(api: HfApi, repo_id: str, *, repo_type: str = "model", kept: str = "") -> None:
@@ -31,3 +32,10 @@ def check_visibility(repo_id: str, token: str | None, private: bool | None) -> N
         return
     with contextlib.suppress(HfHubHTTPError, NetworkError, OSError, RuntimeError):
         refuse_public(HfApi(token=token), repo_id)
+
+
+class TokenStaysHere:
+    """Mixed in front of training arguments, which trainers write beside the weights and push with them."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "hub_token": None}
