@@ -149,7 +149,11 @@ def build(service: Service, *, output_dir: Path = Path("osd_hf_app")) -> gr.Bloc
                     save = gr.Button("Save", interactive=not is_public, elem_id="save")
                     which = gr.Dropdown([*DOMAINS, OTHER], value=DOMAINS[0], label="Push the draft of")
                     repo = gr.Textbox(
-                        label="Hub repo", placeholder="user/name", interactive=not is_public, elem_id="repo"
+                        label="Hub repo",
+                        placeholder="user/name",
+                        info="A new one is private. One that everybody may read is refused.",
+                        interactive=not is_public,
+                        elem_id="repo",
                     )
                     token = gr.Textbox(
                         label="Token with the right to write",

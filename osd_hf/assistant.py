@@ -363,7 +363,8 @@ class OnlineAssistant:
 
     def push_to_hub(self, repo_id: str, *, domain: str | None = None, **kwargs: Any) -> str:
         """Push a draft, adapters merged, with the tokenizer and a model card without figures; arguments as of
-        `osd_hf.hub.push_folder`. `osd-hf push` measures a draft for its card."""
+        `osd_hf.hub.push_folder`: a new repo is private, unless `private=False`. `osd-hf push` measures a draft for its
+        card."""
         training = {"requests served": self.stats.num_requests, "version": self._drafts.serving_version(domain)}
         facts = facts_of(self.target, self._drafts.base, () if domain is None else (domain,), training)
         with tempfile.TemporaryDirectory() as folder, self._drafts.lease(domain) as draft:

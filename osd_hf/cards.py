@@ -9,6 +9,7 @@ from typing import Any
 from huggingface_hub import DatasetCard, DatasetCardData, EvalResult, ModelCard, ModelCardData
 
 from osd_hf.evaluation import EVALUATION, PLOT, Evaluation
+from osd_hf.masking import without_credentials
 
 __all__ = ["DraftFacts", "draft_card", "store_card"]
 
@@ -244,7 +245,8 @@ print("alpha", accepted / examined)  # {alpha:.3f} at k = {k}
 def _made(facts: DraftFacts) -> str:
     lines = [f"- {name}: {value}" for name, value in facts.training.items()]
     command = "" if facts.command is None else f"\n\n```sh\n{facts.command}\n```"
-    return "## How it was made\n\n" + ("\n".join(lines) or "No facts were recorded.") + command
+    made = ("\n".join(lines) or "No facts were recorded.") + command
+    return "## How it was made\n\n" + without_credentials(made)  # facts are their writer's, and cards are for others
 
 
 def store_card(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import sys
 import types
 import typing
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import transformers
 
 from osd_hf import commands, shared_flags
@@ -22,6 +24,7 @@ from osd_hf.controlled import SHAPES
 from osd_hf.distill_command import add_distill, distill_command
 from osd_hf.errors import CaptureError, HubError, LearnerError, OSDError, ServerError
 from osd_hf.learn_command import add_learn, learn_command
+from osd_hf.masking import without_credentials
 from osd_hf.push_command import add_export, add_push, export_command, push_command
 from osd_hf.quickstart import QuickstartSizes
 
@@ -42,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         `int`: the exit code, see `osd-hf --help`. Bad usage exits by itself, as `argparse` does.
     """
     args = _parser().parse_args(argv)
+    _tell_nobody()
     transformers.utils.logging.disable_progress_bar()
     try:
         shared_flags.check_json(getattr(args, "json", None))  # not every command reports
@@ -50,12 +54,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(": ".join(["osd-hf: interrupted", *map(str, interrupt.args)]), file=sys.stderr)
         return shared_flags.INTERRUPTED
     except (OSDError, OSError) as error:
-        print(f"osd-hf: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"osd-hf: error: {without_credentials(' '.join(str(error).split()))}", file=sys.stderr)
         return (
             shared_flags.FAILED
             if isinstance(error, LearnerError | CaptureError | HubError | ServerError | OSError)
             else shared_flags.BAD_INPUT
         )
+
+
+def _tell_nobody() -> None:
+    """What the commands start reports to nobody how it is used, unless the environment says that it may."""
+    os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
+    if "HF_HUB_DISABLE_TELEMETRY" not in os.environ:
+        os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"  # for processes to come; in this one it has been read already
+        huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True
 
 
 # --- arguments ----------------------------------------------------------------------------------------------------

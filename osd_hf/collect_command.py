@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from osd_hf.bundled import load_bundled
 from osd_hf.collecting import CollectionReport, collect, collect_log
-from osd_hf.completion_client import CompletionClient
+from osd_hf.completion_client import CompletionClient, environment_key, parse_address
 from osd_hf.completions import ResponseReader
 from osd_hf.errors import ConfigError, DataError, ServerError, StoreError
 from osd_hf.loading import eos_ids, load_config, load_eos_ids, load_tokenizer, prompt_room
@@ -41,9 +41,9 @@ from osd_hf.store import CorrectionStore
 __all__ = ["add_collect", "collect_command"]
 
 OF_SERVER = (
-    "model", "api_key", "concurrency", "patience_seconds", "prompts", "split", "subset", "column", "prompt_template",
-    "no_chat_template", "domain_column", "num_requests", "max_new_tokens", "temperature", "top_p", "top_k", "seed",
-    "resume",
+    "model", "api_key", "api_key_file", "api_key_env", "allow_plain_http", "concurrency", "patience_seconds",
+    "prompts", "split", "subset", "column", "prompt_template", "no_chat_template", "domain_column", "num_requests",
+    "max_new_tokens", "temperature", "top_p", "top_k", "seed", "resume",
 )  # fmt: skip
 
 
@@ -56,7 +56,14 @@ def add_collect(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("from a server")
     group.add_argument("--url", help="of an OpenAI-compatible server, such as http://localhost:8000")
     group.add_argument("--model", help="name that it serves; its only one by default")
-    group.add_argument("--api-key", help="the environment's OPENAI_API_KEY by default")
+    keys = group.add_mutually_exclusive_group()
+    keys.add_argument("--api-key", help="other users of this machine can see it, so the next two are better; by "
+                      "default the environment's OSD_HF_API_KEY, or its OPENAI_API_KEY where the URL is OpenAI's or "
+                      "that of OPENAI_BASE_URL")  # fmt: skip
+    keys.add_argument("--api-key-file", type=Path, metavar="FILE", help="holds the key")
+    keys.add_argument("--api-key-env", metavar="NAME", help="variable of the environment that holds the key")
+    group.add_argument("--allow-plain-http", action="store_true",
+                       help="send a key to another machine over plain HTTP, too")  # fmt: skip
     group.add_argument("--concurrency", type=int, default=4, metavar="N", help="requests at once")
     group.add_argument("--patience-seconds", type=float, default=30.0, metavar="S",
                        help="how long to try a server that is away or too busy")  # fmt: skip
@@ -83,6 +90,7 @@ def add_collect(parser: argparse.ArgumentParser) -> None:
 def collect_command(args: argparse.Namespace) -> int:
     """`osd-hf collect`; the exit code."""
     _check_collect(args)
+    key = None if args.url is None else _key(args)
     args.store = Path(args.store).expanduser()
     config, tokenizer, reader = _target(args)
     encoded = None if args.url is None else _encoded(args, config, tokenizer)
@@ -95,7 +103,7 @@ def collect_command(args: argparse.Namespace) -> int:
     try:
         with store:
             if encoded is not None:
-                _from_server(args, encoded, reader, store, report)
+                _from_server(args, key, encoded, reader, store, report)
             if log is not None:
                 _from_log(args, log, reader, store, report)
     except (StoreError, ServerError, DataError) as error:  # what was collected is reported all the same
@@ -151,6 +159,34 @@ def _check_collect(args: argparse.Namespace) -> None:
         raise ConfigError("--target and --prompts go together: name both, or neither for the bundled pair.")
 
 
+def _key(args: argparse.Namespace) -> str | None:
+    """What is sent to the server; raises ConfigError where it is not there."""
+    if args.api_key_file is not None:
+        try:
+            key = str(args.api_key_file.expanduser().read_text().strip())
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or "it is no text"
+            raise ConfigError(f"The key cannot be read from {args.api_key_file}: {why}.") from None
+        if not key:
+            raise ConfigError(f"The file {args.api_key_file} holds no key.")
+        return key
+    if args.api_key_env is not None:
+        if not os.environ.get(args.api_key_env):
+            raise ConfigError(f"--api-key-env names {args.api_key_env}, which is not set in the environment.")
+        return os.environ[args.api_key_env]
+    address, user, password = parse_address(args.url)
+    if args.api_key or user or password:
+        return str(args.api_key) if args.api_key else None
+    found = os.environ.get("OSD_HF_API_KEY") or environment_key(args.url)
+    if found is None and os.environ.get("OPENAI_API_KEY"):
+        print(
+            f"osd-hf: OPENAI_API_KEY is not sent to {address.host}, which it may not belong to; if it does: "
+            "--api-key-env OPENAI_API_KEY",
+            file=sys.stderr,
+        )
+    return found
+
+
 def _target(args: argparse.Namespace) -> tuple[Any, Any, ResponseReader]:
     """Configuration and tokenizer of the target, and what reads its answers."""
     if args.target:
@@ -180,13 +216,18 @@ def _encoded(args: argparse.Namespace, config: Any, tokenizer: Any) -> EncodedPr
 
 
 def _from_server(
-    args: argparse.Namespace, encoded: EncodedPrompts, reader: ResponseReader, store: CorrectionStore,
-    report: CollectionReport,
+    args: argparse.Namespace, key: str | None, encoded: EncodedPrompts, reader: ResponseReader,
+    store: CorrectionStore, report: CollectionReport,
 ) -> None:  # fmt: skip
     settings = {name: value for name in ("top_p", "top_k", "seed") if (value := getattr(args, name)) is not None}
-    key = args.api_key or os.environ.get("OPENAI_API_KEY")
     with (
-        CompletionClient(args.url, args.model, api_key=key, patience_seconds=args.patience_seconds) as client,
+        CompletionClient(
+            args.url,
+            args.model,
+            api_key=key,
+            allow_plain_http=args.allow_plain_http,
+            patience_seconds=args.patience_seconds,
+        ) as client,
         stopping() as stop,
         tqdm(total=len(encoded.prompts), desc="collecting", unit="request", dynamic_ncols=True) as bar,
     ):

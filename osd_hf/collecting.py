@@ -15,6 +15,7 @@ from typing import Any
 from osd_hf.completion_client import CompletionClient, RequestRefusedError
 from osd_hf.completions import ResponseReader, unwrapped
 from osd_hf.errors import DataError, ServerError
+from osd_hf.masking import without_credentials
 from osd_hf.prompts import Prompt
 from osd_hf.records import Trace
 from osd_hf.request_log import LogReader
@@ -63,6 +64,7 @@ class CollectionReport:
 
     def skip(self, reason: str) -> None:
         """Count what is left out."""
+        reason = without_credentials(reason)
         self.skipped[self._reasons.setdefault(re.sub(r"[0-9a-f]*\d[0-9a-f]*", "#", reason), reason)] += 1
 
 

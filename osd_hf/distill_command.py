@@ -21,6 +21,7 @@ from osd_hf.display import figure, text_table
 from osd_hf.errors import ConfigError, DataError, StoreError
 from osd_hf.guards import check_tokenizers
 from osd_hf.loading import first_line, load_model, load_tokenizer, prompt_room
+from osd_hf.masking import shown_settings
 from osd_hf.outputs import json_text, make_folder
 from osd_hf.prompts import PromptSource, encode_prompts, open_rows, read_prompts
 from osd_hf.provenance import provenance
@@ -54,8 +55,9 @@ TRAINING = {
     "save_steps": "optimizer steps between two checkpoints",
     "resume_from_checkpoint": "true: go on from the last checkpoint in the output folder",
     "report_to": "trackio, tensorboard, wandb, ...",
-    "push_to_hub": "true: push the checkpoints",
+    "push_to_hub": "true: push the checkpoints, to a private repo",
     "hub_model_id": "where to",
+    "hub_private_repo": "false: everybody may read it",
 }
 # What else a YAML file may set; each has a flag.
 PLACES = (
@@ -151,7 +153,7 @@ def distill_command(args: argparse.Namespace) -> int:
     own_tokenizer.save_pretrained(folder / "draft")
     report = {
         "provenance": provenance(seed=config.seed),
-        "settings": {**{n: places[n] for n in PLACES if places.get(n) is not None}, **settings},
+        "settings": shown_settings({**{n: places[n] for n in PLACES if places.get(n) is not None}, **settings}),
         "num_requests": len(dataset),
         "steps": result.state.global_step,
         "alpha": {str(step): alpha for step, alpha in result.alpha.items()},

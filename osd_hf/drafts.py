@@ -319,7 +319,7 @@ class DomainDrafts:
     def adapter(self, domain: str | None) -> Any:
         """
         The adapter of a domain on its base, as a `PeftModel` of its own: `.save_pretrained(...)` and
-        `.push_to_hub(...)` publish the adapter alone.
+        `.push_to_hub(...)` publish the adapter alone. That push is PEFT's: public, unless `private=True`.
 
         Raises:
             ConfigError: no such domain, or drafts are full copies.

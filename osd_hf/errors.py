@@ -1,8 +1,14 @@
 """Everything that osd_hf raises: one root, and leaves that are also the built-in kind a caller would expect."""
 
+from osd_hf.masking import without_credentials
+
 
 class OSDError(Exception):
-    """Root of every error raised by this package."""
+    """Root of every error raised by this package. Its text shows no password and no key of an address: it goes into
+    logs, reports and pages."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(without_credentials(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class UnsupportedModelError(OSDError, ValueError):

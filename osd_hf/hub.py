@@ -26,6 +26,7 @@ from osd_hf.evaluation import EVALUATION, Evaluation
 from osd_hf.loading import first_line
 from osd_hf.outputs import make_folder
 from osd_hf.store import CorrectionStore
+from osd_hf.visibility import refuse_public
 from osd_hf.wrappers import is_peft
 
 __all__ = ["check_push", "facts_of", "hub_id", "push_folder", "push_store", "save_draft"]
@@ -119,7 +120,8 @@ def push_folder(
         token (`str`, *optional*):
             With the right to write; the login of this machine by default.
         private (`bool`, *optional*):
-            Of a new repo.
+            A new repo is private, and one that is there and open to everybody is refused, unless this is `False`: a
+            draft may have learned answers by heart. The visibility of a repo that is there is never changed.
         repo_type (`str`, *optional*, defaults to `"model"`):
             Or `"dataset"`.
         exist_ok (`bool`, *optional*, defaults to `True`):
@@ -133,17 +135,21 @@ def push_folder(
         `str`: address of the repo.
 
     Raises:
-        ConfigError: a name that is none, no token, offline.
+        ConfigError: a name that is none, no token, offline, a public repo that was not asked for.
         HubError: the Hub refused, or could not be reached to the end.
     """
     kept = kept or f"The local copy stays in {folder}."
     token = check_push(repo_id, token, kept)
     api = HfApi(token=token)
     try:
-        url = api.create_repo(repo_id, private=private, repo_type=repo_type, exist_ok=exist_ok)
+        url = api.create_repo(repo_id, private=private is not False, repo_type=repo_type, exist_ok=exist_ok)
+        if private is not False:  # which the Hub does not look at where there is one already
+            refuse_public(api, repo_id, repo_type=repo_type, kept=kept)
         api.upload_folder(
             repo_id=repo_id, folder_path=Path(folder), repo_type=repo_type, commit_message=commit_message
         )
+    except ConfigError:
+        raise
     except OfflineModeIsEnabled as error:
         raise ConfigError(f"HF_HUB_OFFLINE is set: nothing can be pushed. Unset it and push again. {kept}") from error
     except LocalTokenNotFoundError as error:
@@ -211,7 +217,7 @@ def push_store(
         token (`str`, *optional*):
             As of [`push_folder`].
         private (`bool`, *optional*, defaults to `True`):
-            Of a new repo.
+            As of [`push_folder`].
 
     Returns:
         `str`: address of the data set.

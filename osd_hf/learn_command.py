@@ -35,6 +35,7 @@ from osd_hf.shared_flags import (
 from osd_hf.store_learning import StoreLearner
 from osd_hf.tracking import make_accelerator
 from osd_hf.versions import VersionFolder
+from osd_hf.visibility import check_visibility
 from osd_hf.vocab import of_one_size
 
 __all__ = ["add_learn", "learn_command"]
@@ -63,6 +64,8 @@ def add_learn(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--keep", type=int, default=5, metavar="N", help="newest versions kept")
     group.add_argument("--publish-seconds", type=float, default=30.0, metavar="S", help="least between two versions")
     group.add_argument("--repo-id", metavar="USER/NAME", help="push each version there, too")
+    group.add_argument("--public", action="store_true", help="with --repo-id: everybody may read it; otherwise a new "
+                       "repo is private, and a public one is refused")  # fmt: skip
     group.add_argument("--token", help="of the Hub; the login of this machine by default")
     group.add_argument("--license", help="of the draft's base, as the Hub names it, for the card")
     group.add_argument("--report-to", action="append", metavar="NAME", help="trackio, tensorboard, wandb, ...")
@@ -77,7 +80,10 @@ def learn_command(args: argparse.Namespace) -> int:
     check_not_negative(args, "poll_seconds", "publish_seconds")
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    token = None if args.repo_id is None else check_push(args.repo_id, args.token)
+    token, private = None, False if args.public else None
+    if args.repo_id is not None:
+        token = check_push(args.repo_id, args.token)
+        check_visibility(args.repo_id, token, private)
     folder = args.output_dir.expanduser().absolute()
     state = folder.with_name(f"{folder.name}-state") if args.state_dir is None else args.state_dir.expanduser()
     target, draft, tokenizer = _learning_pair(args)
@@ -86,7 +92,7 @@ def learn_command(args: argparse.Namespace) -> int:
         facts = replace(facts_of(target, draft), license=args.license, command=provenance()["command"])
         learner = StoreLearner(
             draft, tokenizer, StoreFollower(args.store), versions, config, domain=args.domain, facts=facts,
-            state=state, repo_id=args.repo_id, token=token, publish_seconds=args.publish_seconds,
+            state=state, repo_id=args.repo_id, token=token, private=private, publish_seconds=args.publish_seconds,
             accelerator=make_accelerator(args.report_to, config),
         )  # fmt: skip
     except BaseException:

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
 
 from osd_hf.errors import ConfigError, UnsupportedModelError
+from osd_hf.masking import without_credentials
 
 __all__ = [
     "eos_ids",
@@ -110,6 +111,6 @@ def prompt_room(target_config: Any, draft_config: Any, max_new_tokens: int) -> i
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, cut to one line without its full stop."""
-    lines = (line.strip() for line in str(error).splitlines())
+    """What an error says, cut to one line without its full stop, and without passwords and keys."""
+    lines = (line.strip() for line in without_credentials(str(error)).splitlines())
     return next((line.rstrip(".") for line in lines if line), type(error).__name__)

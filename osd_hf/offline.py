@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub import HfApi
 from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Seq2SeqTrainingArguments, set_seed
 
 from osd_hf.errors import ConfigError
@@ -34,6 +35,7 @@ from osd_hf.offline_models import (
 from osd_hf.offline_sampling import SAMPLE_SOURCES, Sampler
 from osd_hf.records import Trace
 from osd_hf.snapshots import learning_context
+from osd_hf.visibility import TokenStaysHere, refuse_public
 from osd_hf.wrappers import uncompiled
 
 try:
@@ -61,7 +63,7 @@ _WITHOUT_MEANING = (
 
 
 @dataclass
-class DistillConfig(GKDConfig):
+class DistillConfig(TokenStaysHere, GKDConfig):
     """
     Training arguments of [`distill`]: those of `transformers.TrainingArguments`, which work as users know them, and of
     TRL's `GKDConfig`, of which those about how TRL prepares text are refused; with these besides, or with another
@@ -91,6 +93,9 @@ class DistillConfig(GKDConfig):
             For `load_best_model_at_end`, `save_strategy="best"` and early stopping; `"block_efficiency"` as well.
         bf16 (`bool`, *optional*, defaults to `False`):
             Compute in bf16; off unless asked for, and so is `gradient_checkpointing`.
+        hub_private_repo (`bool`, *optional*, defaults to `True`):
+            With `push_to_hub`, a new repo is private, and one that is there and open to everybody is refused, unless
+            this is `False`.
 
     Raises:
         ConfigError: a value of another type or outside its range, or a setting of TRL's that has no meaning here.
@@ -120,6 +125,9 @@ class DistillConfig(GKDConfig):
         default=None, metadata={"help": "Deprecated in transformers; use activation_checkpointing."}
     )
     dataloader_pin_memory: bool = field(default=False, metadata={"help": "Of no use: batches hold numbers of rows."})
+    hub_private_repo: bool | None = field(
+        default=True, metadata={"help": "Push to a private repo; a draft may have learned answers by heart."}
+    )
     bf16: bool = field(default=False, metadata={"help": "Compute in bf16; the draft's weights are kept in fp32."})
 
     def __post_init__(self) -> None:
@@ -146,6 +154,7 @@ class DistillConfig(GKDConfig):
         defaults = {f.name: f.default for f in fields(self)}
         for name in _WITHOUT_MEANING:
             must(name, getattr(self, name) == defaults[name], "left alone: it has no meaning in distillation")
+        self.hub_private_repo = self.hub_private_repo is not False
         super().__post_init__()  # type: ignore[no-untyped-call]
 
 
@@ -232,7 +241,8 @@ def distill(
             f"{config.n_gpu} GPUs are visible to one process. Launch with `accelerate launch`, or set "
             "`CUDA_VISIBLE_DEVICES` to one of them."
         )
-    config = copy.copy(config)  # the trainers write into it
+    token, config = config.hub_token, copy.copy(config)  # the trainers write into it
+    config.hub_token = token
     data = read_data(target, draft, dataset, eval_dataset, tokenizer, config)
     callbacks = list(callbacks)
     if config.early_stopping_patience is not None:
@@ -246,6 +256,8 @@ def distill(
                 check_head(model)
         kind = _Seq2SeqDistiller if draft.config.is_encoder_decoder else _CausalDistiller
         trainer = kind(learner, data, config, tokenizer, peft_config, callbacks)
+        if config.push_to_hub and config.hub_private_repo and trainer.is_world_process_zero():
+            refuse_public(HfApi(token=config.hub_token), trainer.hub_model_id)
         trainer.train(resume_from_checkpoint=checkpoint)
         if data.held_out is not None and config.eval_strategy == "no":
             trainer.evaluate()
@@ -382,12 +394,16 @@ class _CausalDistiller(_Distiller, GKDTrainer):  # type: ignore[misc]
         return step
 
 
+class _Seq2SeqArguments(TokenStaysHere, Seq2SeqTrainingArguments):
+    pass
+
+
 class _Seq2SeqDistiller(_Distiller, Seq2SeqTrainer):
     def __init__(
         self, learner: Any, data: Data, config: DistillConfig, tokenizer: Any, peft_config: Any, callbacks: list[Any]
     ) -> None:
         shared = {f.name for f in fields(config)} & {f.name for f in fields(Seq2SeqTrainingArguments) if f.init}
-        args = Seq2SeqTrainingArguments(**{name: getattr(config, name) for name in shared})
+        args = _Seq2SeqArguments(**{name: getattr(config, name) for name in shared})
         args.remove_unused_columns = False
         set_seed(config.seed)  # of the adapter's weights
         super().__init__(

@@ -14,9 +14,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from osd_hf.masking import without_credentials, without_secrets
+
 __all__ = ["provenance", "without_credentials"]
 
-SECRETS = ("--token", "--api-key")
 PACKAGES = ("torch", "transformers", "osd_hf")
 # Paths inside an argument, such as `a=/x/y,/z`; neither the path of a URL nor the slash of `owner/name`.
 _PATH = re.compile(r"(?<![\w.:/\\-])(?:file://|~\w*|\.\.)?/[^\s,;:='\"]+")
@@ -25,8 +26,8 @@ _PATH = re.compile(r"(?<![\w.:/\\-])(?:file://|~\w*|\.\.)?/[^\s,;:='\"]+")
 def provenance(**extra: Any) -> dict[str, Any]:
     """
     What a result file needs so that someone else can make it again. Ready for JSON, light (no torch is imported), and
-    silent about secrets and the machine's folders: tokens are left out of the command, and paths are cut to what lies
-    below the working directory, or to their last part.
+    silent about secrets and the machine's folders: tokens, keys, and what lets others in by an address are left out,
+    and paths are cut to what lies below the working directory, or to their last part.
 
     Args:
         extra:
@@ -51,24 +52,7 @@ def provenance(**extra: Any) -> dict[str, Any]:
 
 def _command(argv: Sequence[str], folder: Path) -> str:
     program, *arguments = argv or [""]
-    return shlex.join([Path(program).name, *(_without_folders(a, folder) for a in _without_secrets(arguments))])
-
-
-def without_credentials(text: str) -> str:
-    """A text whose addresses do not say who asks."""
-    return re.sub(r"//[^/@\s]*@", "//***@", text)
-
-
-def _without_secrets(arguments: Sequence[str]) -> list[str]:
-    """What is written down goes to others: a token or a key stays here."""
-    hidden, follows = [], False
-    for argument in arguments:
-        option, equals, _ = argument.partition("=")
-        is_secret = option in SECRETS
-        shown = f"{option}=***" if is_secret and equals else without_credentials(argument)
-        hidden.append("***" if follows else shown)
-        follows = is_secret and not equals
-    return hidden
+    return shlex.join([Path(program).name, *(_without_folders(a, folder) for a in without_secrets(arguments))])
 
 
 def _without_folders(argument: str, folder: Path) -> str:
@@ -127,6 +111,6 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if hasattr(value, "tolist") and not isinstance(value, type):  # numpy and torch
         return _plain(value.tolist())
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or isinstance(value, bool | int | float):
         return value
-    return str(value)
+    return without_credentials(str(value))

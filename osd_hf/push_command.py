@@ -10,17 +10,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import get_token
+
 from osd_hf.bundled import load_bundled
 from osd_hf.engines import export_to_vllm
 from osd_hf.errors import ConfigError
 from osd_hf.evaluate import evaluate
 from osd_hf.evaluation import EVALUATION, PLOT, EvaluationSet
-from osd_hf.hub import facts_of, hub_id, push_folder, save_draft
+from osd_hf.hub import check_push, facts_of, hub_id, push_folder, save_draft
 from osd_hf.loading import load_model, load_tokenizer
 from osd_hf.plots import plot_domains
 from osd_hf.prompts import PromptSource, read_prompts
 from osd_hf.provenance import provenance
 from osd_hf.shared_flags import add_placement, output_stream, write_json
+from osd_hf.visibility import check_visibility
 
 __all__ = ["add_export", "add_push", "export_command", "push_command"]
 
@@ -53,8 +56,13 @@ def add_push(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--domain", action="append", metavar="NAME", help="that it learned on (repeat for several)")
     group.add_argument("--license", help="of the draft's base, as the Hub names it")
     group = parser.add_argument_group("push")
-    group.add_argument("--private", action="store_true", help="a new repo is private")
-    group.add_argument("--token", help="with the right to write; the login of this machine by default")
+    readers = group.add_mutually_exclusive_group()
+    readers.add_argument("--private", action="store_true",
+                         help="as by default: a new repo is private, and a public one is refused")  # fmt: skip
+    readers.add_argument("--public", action="store_true", help="everybody may read it; a draft may have learned "
+                         "answers by heart")  # fmt: skip
+    group.add_argument("--token", help="with the right to write; by default HF_TOKEN, or the login of this machine, "
+                       "which other users of it cannot see")  # fmt: skip
     group.add_argument("--local-dir", type=Path, metavar="DIR", help="keep what is pushed there")
     group.add_argument("--dry-run", action="store_true", help="write --local-dir and push nothing")
 
@@ -66,6 +74,9 @@ def push_command(args: argparse.Namespace) -> int:
     if args.local_dir is not None and args.local_dir.exists() and any(args.local_dir.iterdir()):
         raise ConfigError(f"{args.local_dir} is not empty. Choose another --local-dir.")
     out = output_stream(args)
+    private = False if args.public else True if args.private else None
+    if not args.dry_run and (args.token or get_token()):  # before the work, where it can be told
+        check_visibility(args.repo_id, check_push(args.repo_id, args.token), private)
     target, before, tokenizer = _pair(args)
     draft = load_model(args.draft, dtype=args.dtype, device=args.device)
     evaluation = evaluate(
@@ -91,7 +102,7 @@ def push_command(args: argparse.Namespace) -> int:
         if args.dry_run:
             print(f"written to {folder}, nothing pushed", file=out)
         else:
-            report["url"] = push_folder(folder, args.repo_id, token=args.token, private=args.private or None)
+            report["url"] = push_folder(folder, args.repo_id, token=args.token, private=private)
             print(f"pushed to {report['url']}", file=out)
     write_json(args, report)
     return 0

@@ -67,6 +67,8 @@ class StoreLearner:
             Of the Hub; each version is pushed there as well.
         token (`str`, *optional*):
             For the Hub.
+        private (`bool`, *optional*):
+            As of [`~osd_hf.hub.push_folder`].
         publish_seconds (`float`, *optional*, defaults to 0.0):
             Least time between two publications; what comes sooner waits, and the newest goes out.
         accelerator (`Accelerator`, *optional*):
@@ -103,6 +105,7 @@ class StoreLearner:
         facts: DraftFacts | None = None,
         repo_id: str | None = None,
         token: str | None = None,
+        private: bool | None = None,
         publish_seconds: float = 0.0,
         accelerator: Accelerator | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -113,7 +116,7 @@ class StoreLearner:
         self.config, self.k = config, config.num_assistant_tokens
         self.tokenizer, self.follower, self.versions = tokenizer, follower, versions
         self.domain, self.facts, self.repo_id = domain, facts or DraftFacts(), repo_id
-        self._draft, self._token, self._state = draft, token, state
+        self._draft, self._token, self._private, self._state = draft, token, private, state
         self._publish_seconds, self._clock, self._published_at = publish_seconds, clock, -float("inf")
         text_config = draft.config.get_text_config()
         self._vocab_size = int(text_config.vocab_size)
@@ -289,7 +292,7 @@ class StoreLearner:
         assert self.repo_id is not None and self._unpushed is not None
         message = f"Version {int(self._unpushed.name.removeprefix('v'))} of the draft"
         try:
-            push_folder(self._unpushed, self.repo_id, token=self._token, commit_message=message)
+            push_folder(self._unpushed, self.repo_id, token=self._token, private=self._private, commit_message=message)
         except OSDError as error:
             logger.warning("Version %d was not pushed: %s", self.versions.number, error)
             self._published_at = self._clock()

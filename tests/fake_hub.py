@@ -22,12 +22,14 @@ class FakeHub:
 
     Attributes:
         repos: (kind, id) -> file -> bytes.
+        public: those of them that everybody may read.
         asked: (method, path) of each request.
         refuse: path pattern -> status that is given instead, or `"drop"` to hang up.
     """
 
     def __init__(self) -> None:
         self.repos: dict[tuple[str, str], dict[str, bytes]] = {}
+        self.public: set[tuple[str, str]] = set()
         self.blobs: dict[str, bytes] = {}
         self.cards: list[str] = []
         self.asked: list[tuple[str, str]] = []
@@ -74,6 +76,8 @@ def handler_of(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
                     self.json({"error": "You already created this repo", "url": f"{hub.address}/{name}"}, 409)
                     return
                 hub.repos[kind, name] = {}
+                if asked.get("visibility", "public") == "public" and not asked.get("private"):
+                    hub.public.add((kind, name))
                 prefix = "datasets/" if kind == "dataset" else ""
                 self.json({"url": f"{hub.address}/{prefix}{name}", "name": name})
             elif path == "/api/validate-yaml":
@@ -114,13 +118,14 @@ def handler_of(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
                     return
                 etag = hashlib.sha256(file).hexdigest()
                 self.answer(200, file, {"X-Repo-Commit": COMMIT, "ETag": f'"{etag}"'})
-            elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(/revision/[^/]+)?", path):
-                repo = hub.repos.get(("model", match[1]))
+            elif match := re.fullmatch(r"/api/(model|dataset)s/([^/]+/[^/]+)(/revision/[^/]+)?", path):
+                repo = hub.repos.get((match[1], match[2]))
                 if repo is None:
                     self.json({"error": "Repository not found"}, 404)
                     return
-                self.json({"id": match[1], "sha": COMMIT, "private": False, "tags": [], "downloads": 0, "likes": 0,
-                           "siblings": [{"rfilename": name} for name in repo]})  # fmt: skip
+                is_private = (match[1], match[2]) not in hub.public
+                self.json({"id": match[2], "sha": COMMIT, "private": is_private, "tags": [], "downloads": 0,
+                           "likes": 0, "siblings": [{"rfilename": name} for name in repo]})  # fmt: skip
             elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/[^/]+(/.*)?", path):
                 repo = hub.repos.get(("model", match[1]), {})
                 self.json([{"type": "file", "path": name, "size": len(data),

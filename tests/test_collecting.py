@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import errno
 import gc
 import json
+import logging
 import os
 import socket
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+import httpx2
 import numpy as np
 import pytest
 from fake_engine import FakeEngine, completion, fake_engine
@@ -52,7 +57,8 @@ QUESTIONS = [f"what is {i} + {i}?" for i in range(9)]
 @pytest.fixture(autouse=True)
 def by_ourselves(monkeypatch: pytest.MonkeyPatch) -> None:
     """No proxy, no key of this machine, and pauses that nobody notices."""
-    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy", "OPENAI_API_KEY"):
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy", "OPENAI_API_KEY",
+                 "OPENAI_BASE_URL", "OSD_HF_API_KEY"):  # fmt: skip
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(module, "FIRST_PAUSE", 1e-3)
     monkeypatch.setattr(module, "LONGEST_PAUSE", 2e-3)
@@ -415,13 +421,58 @@ def test_the_command_collects(
     assert f"9 requests with {size} tokens" in capsys.readouterr().out
 
 
-def test_the_command_takes_the_key_of_the_environment(
-    run: Any, engine: FakeEngine, rows: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", "of-the-environment")
-    assert run("--url", engine.address, "--prompts", rows, "--column", "question", "--num-requests", 1) == 0
-    assert set(engine.keys) == {"Bearer of-the-environment"}
+@pytest.mark.parametrize(
+    ("environment", "flags", "sent"),
+    [
+        ({"OPENAI_API_KEY": "theirs"}, [], None),
+        ({"OPENAI_API_KEY": "theirs", "OPENAI_BASE_URL": "https://api.example/v1"}, [], None),
+        ({"OPENAI_API_KEY": "theirs", "OPENAI_BASE_URL": "{url}"}, [], "theirs"),
+        ({"OPENAI_API_KEY": "theirs", "OPENAI_BASE_URL": "{url}/v1/"}, [], "theirs"),
+        ({"OPENAI_API_KEY": "theirs"}, ["--api-key-env", "OPENAI_API_KEY"], "theirs"),
+        ({"OPENAI_API_KEY": "theirs", "OSD_HF_API_KEY": "ours"}, [], "ours"),
+        ({"OPENAI_API_KEY": "theirs", "OSD_HF_API_KEY": "ours"}, ["--api-key", "mine"], "mine"),
+        ({"OSD_HF_API_KEY": "ours"}, ["--api-key-file", "{file}"], "of-a-file"),
+        ({}, [], None),
+    ],
+)  # fmt: skip
+def test_the_key_of_the_environment_goes_where_it_belongs_or_is_asked_for(
+    run: Any, engine: FakeEngine, rows: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str],
+    flags: list[str], sent: str | None, tmp_path: Path, capsys: Any,
+) -> None:  # fmt: skip
+    (tmp_path / "key").write_text("of-a-file\n")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value.format(url=engine.address))
+    flags = [flag.format(file=tmp_path / "key") for flag in flags]
+    asked = ["--url", engine.address, "--prompts", rows, "--column", "question", "--num-requests", 1]
+    assert run(*asked, *flags) == 0
+    assert set(engine.keys) == {None if sent is None else f"Bearer {sent}"}
     assert len(engine.asked) == 1
+    is_told = "OPENAI_API_KEY is not sent to 127.0.0.1" in capsys.readouterr().err
+    assert is_told == (sent is None and "OPENAI_API_KEY" in environment)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--api-key-file", "nowhere"], "The key cannot be read from nowhere: No such file"),
+        (["--api-key-file", "empty"], "empty holds no key"),
+        (["--api-key-env", "NOT_THERE"], "--api-key-env names NOT_THERE, which is not set"),
+        (["--api-key-env", "A", "--api-key", "b"], "not allowed with"),
+    ],
+)
+def test_a_key_that_is_not_there_is_asked_for_before_anything_is_sent(
+    run: Any, engine: FakeEngine, rows: Path, flags: list[str], message: str, capsys: Any, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").write_text("\n")
+    try:
+        code = run("--url", engine.address, "--prompts", rows, "--column", "question", *flags)
+    except SystemExit as stopped:  # of argparse
+        code = stopped.code
+    assert code == 2
+    assert message in capsys.readouterr().err
+    assert engine.keys == []
 
 
 def test_after_a_server_went_away_only_the_rest_is_asked(
@@ -489,6 +540,8 @@ def test_the_command_fails_where_the_disk_is_full(
         (["--url", "http://x", "--log", "x"], "One of --url and --log"),
         (["--log", "x", "--prompts", "y"], "are for --url"),
         (["--log", "x", "--resume"], "are for --url"),
+        (["--log", "x", "--api-key-file", "y"], "--api-key-file are for --url"),
+        (["--log", "x", "--allow-plain-http"], "--allow-plain-http are for --url"),
         (["--url", "http://x", "--follow"], "--follow is for --log"),
         (["--log", "nowhere.jsonl"], "The log nowhere.jsonl cannot be read: No such file"),
         (["--url", "http://x", "--concurrency", "0"], "--concurrency must be at least 1, got 0"),
@@ -970,6 +1023,139 @@ def test_a_key_is_sent_without_its_line_end_and_never_shown(engine: FakeEngine, 
     with silent_port() as port, pytest.raises(ServerError) as failed:
         CompletionClient(f"http://me:secret@127.0.0.1:{port}", patience_seconds=0)
     assert "secret" not in str(failed.value)
+
+
+# --- who asks, and who may know it ----------------------------------------------------------------------------------
+
+
+class Answering(httpx2.BaseTransport):
+    """Answers for any host, and keeps what it was sent."""
+
+    def __init__(self, status: int = 200, headers: Any = None, text: str = '{"data": [{"id": "tiny"}]}') -> None:
+        self.status, self.headers, self.text = status, headers, text
+        self.sent: list[httpx2.Request] = []
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        self.sent.append(request)
+        return httpx2.Response(self.status, headers=self.headers, text=self.text)
+
+
+@pytest.fixture
+def anywhere(monkeypatch: pytest.MonkeyPatch) -> Answering:
+    """No host is asked: every one of them answers here."""
+    answering, real = Answering(), httpx2.Client
+    monkeypatch.setattr(module.httpx2, "Client", lambda **kwargs: real(**{**kwargs, "transport": answering}))
+    return answering
+
+
+@pytest.mark.parametrize("address", ["http://10.0.0.7:8000", "http://gpu.example", "HTTP://localhost.example:80"])
+@pytest.mark.parametrize("who", ["key", "password"])
+def test_a_key_goes_over_plain_http_to_this_machine_alone(anywhere: Answering, address: str, who: str) -> None:
+    url = address.replace("://", "://me:QZX@") if who == "password" else address
+    key = "QZX-secret" if who == "key" else None
+    with pytest.raises(ConfigError, match="plain HTTP.*allow_plain_http.*--allow-plain-http") as failed:
+        CompletionClient(url, api_key=key)
+    assert "QZX" not in str(failed.value)
+    assert anywhere.sent == []
+    with CompletionClient(url, api_key=key, allow_plain_http=True):
+        assert "Authorization" in anywhere.sent[0].headers
+    with CompletionClient(address):  # without a key anything goes
+        assert "Authorization" not in anywhere.sent[1].headers
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["http://localhost:8000", "http://127.0.0.1", "http://127.8.9.10", "http://[::1]:8000", "https://a.example"],
+)
+def test_a_key_goes_to_this_machine_and_over_tls(anywhere: Answering, address: str) -> None:
+    with CompletionClient(address, api_key="QZX"):
+        assert anywhere.sent[0].headers["Authorization"] == "Bearer QZX"
+
+
+@pytest.mark.parametrize("location", ["https://elsewhere.example/v1/models", "http://a.example/v1/models", "/v2"])
+def test_no_redirect_is_followed(anywhere: Answering, location: str) -> None:
+    anywhere.status, anywhere.headers, anywhere.text = 307, {"Location": location}, ""
+    with pytest.raises(ServerError, match="status 307.*points to another address"):
+        CompletionClient("https://a.example", api_key="QZX", patience_seconds=0)
+    assert [request.url.host for request in anywhere.sent] == ["a.example"]
+
+
+@pytest.mark.parametrize("address", ["http://localhost:8000", "http://127.0.0.1:8000", "http://[::1]:8000"])
+def test_what_is_for_this_machine_goes_through_no_proxy(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://proxy.example:3128")
+    with CompletionClient(address, "tiny", api_key="QZX") as client:
+        here = client._http._transport_for_url(httpx2.URL(client.url))
+        there = client._http._transport_for_url(httpx2.URL("http://a.example"))
+        assert here is client._http._transport
+        assert there is not client._http._transport
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://me:QZX/QZX@127.0.0.1:1", "http://me:QZX#QZX@127.0.0.1:1", "http://me:QZX?QZX@127.0.0.1:1",
+        "http://127.0.0.1:1/v1?api_key=QZX", "http://127.0.0.1:1/v1#QZX", "me:QZX@127.0.0.1:1", "ftp://me:QZX@127.0.0.1",
+        "http:me:QZX@127.0.0.1", "http://QZX/x@127.0.0.1:1/v1",
+    ],
+)  # fmt: skip
+def test_an_address_that_cannot_be_taken_is_refused_without_its_secrets(anywhere: Answering, address: str) -> None:
+    with pytest.raises(ServerError, match="is no address") as failed:
+        CompletionClient(address, patience_seconds=0)
+    shown = "".join(traceback.format_exception(failed.value))
+    assert "QZX" not in shown.replace(repr(address), "")  # the line of this test
+    assert anywhere.sent == []
+
+
+def test_a_key_beside_a_password_is_refused(anywhere: Answering) -> None:
+    with pytest.raises(ConfigError, match="both a key and a password"):
+        CompletionClient("https://me:QZX@a.example", api_key="QZX")
+    assert anywhere.sent == []
+
+
+QUOTED = st.text(st.characters(codec="utf-8", exclude_characters="/?#\\[]", exclude_categories=["C", "Z"]), min_size=1)
+
+
+@given(user=QUOTED.filter(lambda text: ":" not in text), password=QUOTED)
+@settings(max_examples=40)
+def test_user_and_password_are_sent_and_said_to_nobody_else(user: str, password: str) -> None:
+    """Whatever their characters; quoted or not, as far as an address can hold them."""
+    answering, real = Answering(text="no QZX" + password), httpx2.Client
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module.httpx2, "Client", lambda **kwargs: real(**{**kwargs, "transport": answering}))
+        address = f"http://{quote(user, safe='')}QZX:QZX{quote(password, safe='')}@127.0.0.1:1/v1"
+        with pytest.raises(ServerError) as failed:
+            CompletionClient(address, patience_seconds=0)
+    said = base64.b64decode(answering.sent[0].headers["Authorization"].removeprefix("Basic "))
+    assert said.decode() == f"{user}QZX:QZX{password}"
+    assert "QZX" + password not in str(failed.value)
+    assert "127.0.0.1:1" in str(failed.value)
+
+
+def test_nothing_that_is_logged_says_who_asks(engine: FakeEngine, caplog: pytest.LogCaptureFixture) -> None:
+    port = engine.address.rpartition(":")[2]
+    with caplog.at_level(logging.DEBUG):
+        with CompletionClient(f"http://me%40home:QZX%40p@127.0.0.1:{port}", patience_seconds=0) as client:
+            client.complete([1, 2], max_new_tokens=2, num_logprobs=KEPT)
+            assert "QZX" not in f"{client!r} {client.url} {vars(client)}"
+        with CompletionClient(engine.address, api_key="QZX-key", patience_seconds=0) as client:
+            assert "QZX" not in f"{client!r} {client.url} {vars(client)}"
+        engine.instead = b"Incorrect key provided: QZX-key"
+        with (
+            CompletionClient(engine.address, api_key="QZX-key", patience_seconds=0) as client,
+            pytest.raises(ServerError, match=r"Incorrect key provided: \*\*\*") as failed,
+        ):
+            client.complete([1], max_new_tokens=1, num_logprobs=KEPT)
+    assert "HTTP Request: POST http://127.0.0.1" in caplog.text  # by the library
+    assert "QZX" not in caplog.text
+    assert "QZX" not in str(failed.value)
+    assert engine.keys[0] == "Basic " + base64.b64encode(b"me@home:QZX@p").decode()
+
+
+def test_a_reason_to_leave_out_shows_no_key() -> None:
+    report = CollectionReport()
+    report.skip("http://me:QZX@host/v1?key=QZX answered Bearer QZX0123456789")
+    assert "QZX" not in str(report)
 
 
 def test_the_torn_end_of_a_rotated_log_is_counted(log: Path, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from osd_hf import ConfigError, CorrectionStore, HubError, OnlineAssistant, OnlineConfig, capture_traces
 from osd_hf.bundled import bundled_prompts, load_bundled
 from osd_hf.cards import DraftFacts, draft_card
+from osd_hf.cli import main
 from osd_hf.engines import export_to_vllm
 from osd_hf.evaluate import evaluate
 from osd_hf.evaluation import EvaluationSet
@@ -225,6 +226,81 @@ def test_a_repo_that_is_there_is_taken_or_refused(hub: FakeHub, published: Path,
     assert {"other.txt", "model.safetensors"} <= set(hub.repos["model", "me/draft"])
 
 
+@pytest.fixture
+def here(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
+    """The Hub of this process."""
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.address)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    return hub
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small/config.json").write_text("{}")
+    return tmp_path / "small"
+
+
+@pytest.mark.parametrize(
+    ("more", "is_public"),
+    [({}, False), ({"private": None}, False), ({"private": True}, False), ({"private": False}, True)],
+)
+def test_a_new_repo_is_private_unless_asked_otherwise(here: FakeHub, small: Path, more: Any, is_public: bool) -> None:
+    assert push_folder(small, "me/draft", **more) == f"{here.address}/me/draft"
+    assert (("model", "me/draft") in here.public) == is_public
+    assert "config.json" in here.repos["model", "me/draft"]
+
+
+@pytest.mark.parametrize("more", [{}, {"private": True}])
+def test_nothing_goes_to_a_public_repo_unless_it_is_asked_for(here: FakeHub, small: Path, more: Any) -> None:
+    here.repos["model", "me/draft"] = {"other.txt": b"stays"}
+    here.public.add(("model", "me/draft"))
+    with pytest.raises(ConfigError) as refused:
+        push_folder(small, "me/draft", **more)
+    for words in ("'me/draft' is open to everybody", "`private=False`", "--public", "The local copy stays in"):
+        assert words in str(refused.value)
+    assert here.repos["model", "me/draft"] == {"other.txt": b"stays"}
+    assert not [path for _, path in here.asked if "upload" in path or "commit" in path]
+    push_folder(small, "me/draft", private=False)
+    assert set(here.repos["model", "me/draft"]) == {"other.txt", "config.json"}
+    assert ("model", "me/draft") in here.public  # as it was
+
+
+def test_a_private_repo_stays_private_whatever_is_asked(here: FakeHub, small: Path) -> None:
+    here.repos["model", "me/draft"] = {}
+    for private in (None, True, False):
+        push_folder(small, "me/draft", private=private)
+    assert not here.public
+
+
+def test_where_nobody_can_tell_who_reads_it_nothing_is_pushed(here: FakeHub, small: Path) -> None:
+    here.refuse = {"^/api/models/me/draft$": 403}
+    with pytest.raises(HubError):
+        push_folder(small, "me/draft")
+    assert here.repos["model", "me/draft"] == {}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["push", "me/draft", "--draft", "nowhere"],
+        ["learn", "--repo-id", "me/draft", "--store", "nowhere", "--output-dir", "versions"],
+    ],
+)
+def test_a_command_that_would_push_in_public_ends_before_its_work(
+    here: FakeHub, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    here.repos["model", "me/draft"] = {}
+    here.public.add(("model", "me/draft"))
+    assert main(command) == 2
+    assert "'me/draft' is open to everybody" in capsys.readouterr().err
+    assert not (tmp_path / "versions").exists()
+    assert {method for method, _ in here.asked} == {"GET"}
+
+
 @pytest.mark.parametrize("name", ["draft", " ", "me/dra ft", "me/a/b", "/draft"])
 def test_a_name_that_is_none_is_refused_before_anything_is_asked(name: str, published: Path) -> None:
     with pytest.raises(ConfigError, match="A repo is named as user/name|is no name of a repo"):
@@ -249,9 +325,46 @@ def test_an_assistant_pushes_its_draft_and_nothing_of_a_request(hub: FakeHub, tm
     code = ASSISTANT.format(tests=str(Path(__file__).parent))
     assert in_fresh_process(hub, tmp_path, code, HF_TOKEN=TOKEN).strip().endswith("/me/draft")
     repo = hub.repos["model", "me/draft"]
+    assert not hub.public
     assert set(repo) == {"README.md", "config.json", "generation_config.json", "model.safetensors"}
     assert json.loads(repo["generation_config.json"])["num_assistant_tokens"] == 3
     assert "- requests served: 1" in repo["README.md"].decode()
+
+
+def test_a_trainer_pushes_to_a_private_repo_alone(here: FakeHub, tmp_path: Path) -> None:
+    from osd_hf import DistillConfig, distill
+
+    def settings(**more: Any) -> Any:
+        shape = {"max_steps": 1, "report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+        return DistillConfig(str(tmp_path / "out"), push_to_hub=True, hub_model_id="me/draft", **shape, **more)
+
+    assert settings().hub_private_repo is True
+    assert settings(hub_private_repo=None).hub_private_repo is True
+    assert settings(hub_private_repo=False).hub_private_repo is False
+    target, draft = models.pair()
+    here.repos["model", "me/draft"] = {"other.txt": b"stays"}
+    here.public.add(("model", "me/draft"))
+    rows = [{"prompt": [3, 4, 5], "completion": [6, 7]}] * 4
+    with pytest.raises(ConfigError, match="'me/draft' is open to everybody"):
+        distill(target=target, draft=draft, dataset=rows, tokenizer=models.tokenizer(), config=settings())
+    assert here.repos["model", "me/draft"] == {"other.txt": b"stays"}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "t5"])
+def test_a_token_stays_out_of_what_a_trainer_writes_and_pushes(architecture: str, tmp_path: Path) -> None:
+    from osd_hf import DistillConfig, distill
+
+    target, draft = models.pair(architecture)
+    config = DistillConfig(
+        str(tmp_path / "out"), max_steps=1, save_steps=1, save_strategy="steps", hub_token="hf_QZX", use_cpu=True,
+        report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+    rows = [{"prompt": [3, 4, 5], "completion": [6, 7]}] * 4
+    distill(target=target, draft=draft, dataset=rows, tokenizer=models.tokenizer(), config=config)
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert "training_args.bin" in {path.name for path in files}
+    assert [path.name for path in files if b"QZX" in path.read_bytes()] == []
+    assert config.hub_token == "hf_QZX"
 
 
 # --- a store, by its own call ---------------------------------------------------------------------------------------
@@ -273,12 +386,37 @@ def test_a_store_goes_up_by_its_own_call_as_a_data_set(hub: FakeHub, tmp_path: P
     said = in_fresh_process(hub, tmp_path, code, HF_TOKEN=TOKEN)
     assert said.strip().endswith("/datasets/me/corrections")
     repo = hub.repos["dataset", "me/corrections"]
+    assert not hub.public
     assert set(repo) == {"README.md", "data/requests.parquet"}
     (tmp_path / "README.md").write_bytes(repo["README.md"])
     card = DatasetCard.load(tmp_path / "README.md")
     assert card.data.license == "mit"
     assert "It holds the text of the requests" in card.text
     assert "sums" in card.text
+
+
+def test_a_store_does_not_go_to_a_public_data_set_unless_it_is_asked_for(here: FakeHub, tmp_path: Path) -> None:
+    target, draft = models.pair()
+    with CorrectionStore(tmp_path / "store") as store, capture_traces(target, store.append):
+        ids = models.prompt(6)
+        target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, max_new_tokens=8)
+    here.repos["dataset", "me/corrections"] = {}
+    here.public.add(("dataset", "me/corrections"))
+    with pytest.raises(ConfigError, match="is open to everybody.*The store stays as it is"):
+        push_store(CorrectionStore(tmp_path / "store"), "me/corrections", license="mit")
+    assert here.repos["dataset", "me/corrections"] == {}
+
+
+def test_an_assistant_pushes_to_a_private_repo(here: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    uploaded: list[Any] = []
+    monkeypatch.setattr("huggingface_hub.HfApi.upload_folder", lambda self, **kwargs: uploaded.append(kwargs))
+    target, draft = models.pair()
+    with OnlineAssistant(target, draft, config=OnlineConfig(num_assistant_tokens=3)) as assistant:
+        assistant.push_to_hub("me/draft")
+        assert not here.public
+        assistant.push_to_hub("me/open", private=False)
+        assert here.public == {("model", "me/open")}
+    assert [kwargs["repo_id"] for kwargs in uploaded] == ["me/draft", "me/open"]
 
 
 def test_an_empty_store_is_not_published() -> None:

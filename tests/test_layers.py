@@ -16,6 +16,7 @@ LAYERS = {
     # words
     "records": 0,
     "errors": 0,
+    "masking": 0,
     "provenance": 0,
     "outputs": 0,
     "forks": 0,
@@ -54,6 +55,7 @@ LAYERS = {
     "request_log": 3,
     "following": 3,
     "loading": 3,
+    "visibility": 3,
     # who learns, when, and how it goes on later
     "snapshots": 4,
     "optimizers": 4,

@@ -100,3 +100,35 @@ def test_export_writes_the_folder_and_prints_the_command_that_serves_it(
     with torch.inference_mode():
         ours, theirs = (models.double(model)(ids).logits for model in (exported, source))
         torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize(("flags", "private"), [([], None), (["--private"], True), (["--public"], False)])
+def test_the_push_is_private_unless_it_is_asked_to_be_public(
+    learned: Path,
+    flags: list[str],
+    private: bool | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked: list[bool | None] = []
+
+    def push_folder(folder: Path, repo_id: str, **kwargs: object) -> str:
+        asked.append(kwargs["private"])  # type: ignore[arg-type]
+        return "https://hub/me/draft"
+
+    def check_visibility(repo_id: str, token: str, private: bool | None, **kwargs: object) -> None:
+        asked.append(private)
+
+    monkeypatch.setenv("HF_TOKEN", "hf_fake")
+    monkeypatch.setattr("osd_hf.push_command.push_folder", push_folder)
+    monkeypatch.setattr("osd_hf.push_command.check_visibility", check_visibility)
+    sizes = ["--requests", "2", "--timed-requests", "0", "--max-new-tokens", "4", "--k", "2"]
+    assert main(["push", "me/draft", "--draft", str(learned), *sizes, *flags]) == 0
+    assert asked == [private, private]  # before the work, and at its end
+    assert "pushed to https://hub/me/draft" in capsys.readouterr().out
+
+
+def test_a_push_is_public_or_private(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["push", "me/draft", "--draft", "d", "--private", "--public"])
+    assert "not allowed with" in capsys.readouterr().err
