@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import Any
 
-import torch
 from transformers import AutoTokenizer, GenerationMixin
 
 from osd_hf.config import OnlineConfig
@@ -18,14 +16,12 @@ from osd_hf.errors import (
 )
 
 __all__ = [
-    "check_criteria",
     "check_drafted_by_us",
     "check_draft",
     "check_generation",
     "check_inputs",
     "check_k",
     "check_pair",
-    "check_processors",
     "check_tokenizers",
     "common_tokenizer",
     "find_tokenizer",
@@ -48,15 +44,6 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("use_cache", (None, True), "assisted generation needs the key-value cache"),
 )
 _STATIC_CACHES = ("static", "hybrid", "sliding_window", "offloaded_static", "paged")
-
-# Processors of transformers that remember earlier calls: draft and target would share one memory.
-_STATEFUL = frozenset({
-    "AlternatingCodebooksLogitsProcessor", "BarkEosPrioritizerLogitsProcessor",
-    "ClassifierFreeGuidanceLogitsProcessor", "DiaClassifierFreeGuidanceLogitsProcessor",
-    "DiaEOSChannelFilterLogitsProcessor", "DiaEOSDelayPatternLogitsProcessor",
-    "SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor",
-    "WhisperNoSpeechDetection",
-})  # fmt: skip
 
 
 def check_generation(*sources: Any, assistant_tokenizer: Any = None) -> None:
@@ -152,75 +139,6 @@ def check_inputs(inputs: Any, kwargs: dict[str, Any]) -> None:
                 f"`{name}` holds {shape[0]} prompts: assisted generation serves one at a time. Call `generate` once "
                 "per prompt."
             )
-
-
-def check_processors(processors: Any, input_ids: torch.Tensor, vocab_size: int) -> None:
-    """
-    Refuse logits processors that remember earlier calls: target and draft share the instances, so drafted tokens that
-    were never emitted would change the target's output. Processors from outside transformers are tried out on a copy.
-
-    Raises:
-        UnsupportedGenerationError: names the processor.
-    """
-    for processor in processors or ():
-        name = type(processor).__name__
-        own = type(processor).__module__.startswith("transformers.")
-        if name in _STATEFUL or (not own and _remembers(processor, input_ids, vocab_size)):
-            raise UnsupportedGenerationError(
-                f"The logits processor {name} keeps state between calls, and assisted generation also calls it on "
-                "drafted tokens that are never emitted. Derive what it needs from `input_ids` instead."
-            )
-
-
-def check_criteria(criteria: Any, input_ids: torch.Tensor) -> None:
-    """
-    Refuse stopping criteria that remember earlier calls: they are also asked about drafted tokens, so that an answer
-    ends at the very token at which the target alone would end it. Criteria from outside transformers are tried out on
-    a copy.
-
-    Raises:
-        UnsupportedGenerationError: names the criterion.
-    """
-    for criterion in criteria or ():
-        if type(criterion).__module__.startswith("transformers."):
-            continue
-        name = getattr(criterion, "__name__", type(criterion).__name__)
-        try:
-            probe = copy.deepcopy(criterion)
-            probe(input_ids, None)
-            settled = _snapshot(probe)
-            probe(input_ids, None)
-        except Exception as error:
-            raise UnsupportedGenerationError(
-                f"The stopping criterion {name} cannot be asked about drafted tokens ({error!r}): it must be copyable "
-                "and decide from `input_ids` alone, `scores` being None."
-            ) from error
-        if settled != _snapshot(probe):
-            raise UnsupportedGenerationError(
-                f"The stopping criterion {name} keeps state between calls, and is also asked about drafted tokens "
-                "that are never emitted. Derive what it needs from `input_ids` instead."
-            )
-
-
-def _remembers(processor: Any, input_ids: torch.Tensor, vocab_size: int) -> bool:
-    longer = torch.cat([input_ids, input_ids[:, -1:]], dim=-1)
-    scores = torch.zeros(input_ids.shape[0], vocab_size, device=input_ids.device)
-    try:
-        probe = copy.deepcopy(processor)
-    except Exception:  # noqa: BLE001 - what cannot be copied cannot be tried out without touching the caller's object
-        return False
-    first = probe(input_ids, scores.clone())
-    probe(longer, scores.clone())
-    settled = _snapshot(probe)  # lazily built tables are there by now
-    again = probe(input_ids, scores.clone())
-    return not torch.equal(first, again) or settled != _snapshot(probe)
-
-
-def _snapshot(processor: Any) -> dict[str, str]:
-    return {
-        name: repr(value.tolist()) if isinstance(value, torch.Tensor) else repr(value)
-        for name, value in getattr(processor, "__dict__", {}).items()
-    }
 
 
 def check_draft(draft: Any) -> None:
