@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -142,6 +143,27 @@ class _RawRows(LogitsProcessor):
         return scores
 
 
+class _UntilInvalid(LogitsProcessor):
+    """Last in the list of a stock draft: where a row is of NaN, or allows no token, what is drawn is to be left out,
+    with all that follows."""
+
+    def __init__(self) -> None:
+        self.length: int | None = None  # of the sequence that the first such row would have gone on
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if math.isfinite(scores.amax()):
+            return scores
+        self.length = input_ids.shape[1] if self.length is None else self.length
+        return torch.zeros_like(scores)
+
+    def cut(self, ids: torch.Tensor, logits: torch.Tensor | None, start: int) -> tuple[torch.Tensor, Any]:
+        """The draft up to that row."""
+        end, self.length = self.length, None
+        if end is None or logits is None:
+            return ids, logits
+        return ids[:, :end], logits[:, : end - start] if end > start else None
+
+
 class _WatchedProcessors(LogitsProcessorList):
     """The list of a target that decodes alone: each row that it gets is a token's. A recorder inside the list would
     have its signature inspected at every token."""
@@ -264,10 +286,15 @@ class Request:
         max_length = config.max_length
         self.generator = generator
 
+        until_invalid = _UntilInvalid()
+        if is_stock:
+            generator.logits_processor.append(until_invalid)
+
         propose, adapt = generator.get_candidates, generator.update_candidate_strategy
 
         def get_candidates(input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
             candidate_ids, candidate_logits = propose(input_ids, **kwargs)
+            candidate_ids, candidate_logits = until_invalid.cut(candidate_ids, candidate_logits, input_ids.shape[1])
             if stop_at is not None:
                 end = _end_of(input_ids, candidate_ids, stop_at)
                 # The loop cuts what it emits at this length: nothing behind the token that meets the criterion. That

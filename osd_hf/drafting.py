@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -154,12 +155,14 @@ class LeanCandidateGenerator(CandidateGenerator):
                 logits = self.forward.feed(feed)
             if self.do_sample or processors:
                 logits = self._like_the_targets(logits, ids)
-            if not self.do_sample and not reads_confidence:
-                chosen = logits.argmax(-1, keepdim=True)
-            else:
+            highest, chosen = logits.max(-1, keepdim=True)
+            if not math.isfinite(highest):  # nothing can be drawn from NaN, nor where no token is allowed
+                self._is_typical = False
+                return drafted, rows
+            if self.do_sample or reads_confidence:
                 probs = logits.softmax(-1, dtype=torch.float32)
-                chosen = torch.multinomial(probs, 1) if self.do_sample else probs.argmax(-1, keepdim=True)
             if self.do_sample:
+                chosen = torch.multinomial(probs, 1)
                 rows.append(logits)
             token = int(chosen)
             drafted.append(chosen.to(ids.device))

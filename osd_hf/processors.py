@@ -128,13 +128,8 @@ def begin_processors(processors: LogitsProcessorList, input_ids: torch.Tensor, v
     """What one request is served with, once [`check_processors`] has refused what cannot be served."""
     check_processors(processors, input_ids, vocab_size)
 
-    def begun(processor: Any) -> Any:
-        if isinstance(processor, LogitsProcessorList):
-            return LogitsProcessorList(begun(p) for p in processor)
-        return processor.begin(input_ids.shape[1]) if type(processor) is ReplayedProcessor else processor
-
-    served: LogitsProcessorList = begun(processors)
-    return served
+    start = input_ids.shape[1]
+    return LogitsProcessorList(p.begin(start) if type(p) is ReplayedProcessor else p for p in processors)
 
 
 def check_callables(target: Any, prompt: torch.Tensor, kwargs: dict[str, Any]) -> None:
@@ -161,9 +156,7 @@ def check_processors(processors: Any, input_ids: torch.Tensor, vocab_size: int) 
         UnsupportedGenerationError: names the processor.
     """
     for processor in processors or ():
-        if isinstance(processor, LogitsProcessorList):
-            check_processors(processor, input_ids, vocab_size)
-        elif not _is_known(processor, "logits processor"):
+        if not _is_known(processor, "logits processor"):
             row = functools.partial(torch.zeros, input_ids.shape[0], vocab_size, device=input_ids.device)
             _try_out(processor, "logits processor", input_ids, row)
 
@@ -177,9 +170,7 @@ def check_criteria(criteria: Any, input_ids: torch.Tensor) -> None:
         UnsupportedGenerationError: names the criterion.
     """
     for criterion in criteria or ():
-        if isinstance(criterion, list):
-            check_criteria(criterion, input_ids)
-        elif not _is_known(criterion, "stopping criterion"):
+        if not _is_known(criterion, "stopping criterion"):
             _try_out(criterion, "stopping criterion", input_ids, lambda: None)
 
 

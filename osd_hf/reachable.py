@@ -32,7 +32,7 @@ from transformers import PreTrainedTokenizerBase
 __all__ = ["CannotLookThrough", "Snapshot", "look_through"]
 
 MAX_OBJECTS = 200_000
-MAX_CLONED = 1 << 16  # elements; of larger tensors torch's own counter of changes is read
+MAX_CLONED = 1 << 18  # elements; of larger tensors torch's own counter of changes is read, and they are not put back
 
 # Their functions and classes are not looked into: what they keep between calls is nobody's answer.
 _TRUSTED = sys.stdlib_module_names | {"numpy", "osd_hf", "tokenizers", "torch", "transformers"}
