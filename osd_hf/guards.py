@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from transformers import AutoTokenizer, GenerationMixin
+from transformers import AutoTokenizer, GenerationConfig, GenerationMixin
 
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import (
@@ -43,7 +43,28 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("force_words_ids", (None,), "constrained beams verify no draft"),
     ("use_cache", (None, True), "assisted generation needs the key-value cache"),
 )
-_STATIC_CACHES = ("static", "hybrid", "sliding_window", "offloaded_static", "paged")
+# Settings that are served, and those that do nothing to an assisted answer. A field in none of these lists, as a newer
+# transformers may bring, is refused where it is set: what it does is not known here.
+_SERVED = frozenset({
+    "assistant_confidence_threshold", "bad_words_ids", "begin_suppress_tokens", "bos_token_id",
+    "decoder_start_token_id", "do_sample", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty",
+    "eos_token_id", "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty", "forced_bos_token_id",
+    "forced_eos_token_id", "max_length", "max_new_tokens", "max_time", "min_length", "min_new_tokens", "min_p",
+    "no_repeat_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule", "output_attentions",
+    "output_hidden_states", "output_logits", "output_scores", "pad_token_id", "remove_invalid_values",
+    "renormalize_logits", "repetition_penalty", "return_dict_in_generate", "sequence_bias", "stop_strings",
+    "suppress_tokens", "temperature", "top_h", "top_k", "top_p", "typical_p", "watermarking_config",
+})  # fmt: skip
+_IRRELEVANT = frozenset({
+    "assistant_lookbehind", "cache_config", "cache_implementation", "compile_config", "continuous_batching_config",
+    "disable_compile", "diversity_penalty", "early_stopping", "is_assistant", "length_penalty", "low_memory",
+    "max_cache_len", "max_matching_ngram_size", "num_beam_groups", "prefill_chunk_size", "target_lookbehind",
+    "token_healing", "transformers_version",
+})  # fmt: skip
+_CROPPED_CACHES = (None, "dynamic", "dynamic_full", "offloaded")
+
+
+_KNOWN = _SERVED | _IRRELEVANT | {name for name, _, _ in _REFUSED}
 
 
 def check_generation(*sources: Any, assistant_tokenizer: Any = None) -> None:
@@ -71,8 +92,19 @@ def check_generation(*sources: Any, assistant_tokenizer: Any = None) -> None:
         value = setting(name)
         if not any(value is ok or value == ok for ok in harmless):
             raise UnsupportedGenerationError(f"`{name}={value!r}` cannot be used here: {reason}. Leave it out.")
+    defaults = GenerationConfig._get_default_generation_params()
+    for name, default in vars(GenerationConfig()).items():
+        if name in _KNOWN or name.startswith("_"):
+            continue
+        value = setting(name)
+        if value is not None and value not in (default, defaults.get(name)):
+            raise UnsupportedGenerationError(
+                f"`{name}={value!r}` cannot be used here: this version of osd_hf does not know the setting of a newer "
+                "transformers, so it cannot tell whether assisted answers would be the target's own. "
+                "Leave it out, or use a newer osd_hf."
+            )
     cache = setting("cache_implementation")
-    if cache in _STATIC_CACHES:
+    if cache not in _CROPPED_CACHES:
         raise UnsupportedGenerationError(
             f"`cache_implementation={cache!r}` cannot be used here: assisted generation needs a dynamic cache, which "
             "can be cropped. Leave it out."
