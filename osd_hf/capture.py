@@ -143,25 +143,17 @@ class _RawRows(LogitsProcessor):
         return scores
 
 
-class _UntilInvalid(LogitsProcessor):
-    """Last in the list of a stock draft: where a row is of NaN, or allows no token, what is drawn is to be left out,
-    with all that follows."""
+class _NoDistribution(Exception):
+    """The draft's row is of NaN, or allows no token."""
 
-    def __init__(self) -> None:
-        self.length: int | None = None  # of the sequence that the first such row would have gone on
+
+class _Distributions(LogitsProcessor):
+    """Last in the list of a stock draft: ends its `generate` where nothing can be drawn."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if math.isfinite(scores.amax()):
-            return scores
-        self.length = input_ids.shape[1] if self.length is None else self.length
-        return torch.zeros_like(scores)
-
-    def cut(self, ids: torch.Tensor, logits: torch.Tensor | None, start: int) -> tuple[torch.Tensor, Any]:
-        """The draft up to that row."""
-        end, self.length = self.length, None
-        if end is None or logits is None:
-            return ids, logits
-        return ids[:, :end], logits[:, : end - start] if end > start else None
+        if not math.isfinite(scores.amax()):
+            raise _NoDistribution
+        return scores
 
 
 class _WatchedProcessors(LogitsProcessorList):
@@ -286,15 +278,16 @@ class Request:
         max_length = config.max_length
         self.generator = generator
 
-        until_invalid = _UntilInvalid()
         if is_stock:
-            generator.logits_processor.append(until_invalid)
+            generator.logits_processor.append(_Distributions())
 
         propose, adapt = generator.get_candidates, generator.update_candidate_strategy
 
         def get_candidates(input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-            candidate_ids, candidate_logits = propose(input_ids, **kwargs)
-            candidate_ids, candidate_logits = until_invalid.cut(candidate_ids, candidate_logits, input_ids.shape[1])
+            try:
+                candidate_ids, candidate_logits = propose(input_ids, **kwargs)
+            except _NoDistribution:
+                candidate_ids, candidate_logits = input_ids, None
             if stop_at is not None:
                 end = _end_of(input_ids, candidate_ids, stop_at)
                 # The loop cuts what it emits at this length: nothing behind the token that meets the criterion. That

@@ -455,6 +455,6 @@ def test_rows_of_a_draft_that_are_no_distribution_end_the_draft_and_not_the_answ
         kwargs |= {"do_sample": True, "top_k": 0, "max_new_tokens": 60}
         answers.append(assistant.generate(ids, **kwargs)[0, 1:].tolist())
     assert transitions_fit(answers, target.by_token.detach().double().softmax(-1).numpy()) > 1e-3
-    assert (assistant.stats.drafted == 0) == (every == 1)
-    if every == 3:
-        assert assistant.stats.alpha > 0.9
+    if way == "lean":
+        assert (assistant.stats.drafted == 0) == (every == 1)
+        assert every == 1 or assistant.stats.alpha > 0.9
