@@ -270,7 +270,7 @@ REMEMBERING: dict[str, Callable[[], Any]] = {
                 Drawing, DrawingTensors, Iterating, Generating, LastToken, FirstCalls)
 }  # fmt: skip
 REMEMBERING |= {
-    "a function": lambda: functools.partial(lambda calls, ids, scores: calls.append(1) or scores.roll(len(calls)), []),
+    "a partial": lambda: functools.partial(lambda calls, ids, scores: calls.append(1) or scores.roll(len(calls)), []),
 }
 REMEMBERING_FUNCTIONS: dict[str, Callable[[], Any]] = {
     **{f.__name__: (lambda f=f: f) for f in (by_global_list, by_global_name, by_helper, in_default, in_own_attribute)},
