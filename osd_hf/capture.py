@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -19,7 +18,7 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from osd_hf.arguments import NO_WARPING, num_cached, request_settings
-from osd_hf.drafting import LeanCandidateGenerator, LeanDrafting
+from osd_hf.drafting import Distributions, LeanCandidateGenerator, LeanDrafting, NoDistribution
 from osd_hf.errors import UnsupportedModelError
 from osd_hf.pacing import Pace
 from osd_hf.records import DraftRound, Trace, ids_dtype, num_accepted
@@ -140,19 +139,6 @@ class _RawRows(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.rows.append(scores[0].clone())
-        return scores
-
-
-class _NoDistribution(Exception):
-    """The draft's row is of NaN, or allows no token."""
-
-
-class _Distributions(LogitsProcessor):
-    """Last in the list of a stock draft: ends its `generate` where nothing can be drawn."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if not math.isfinite(scores.amax()):
-            raise _NoDistribution
         return scores
 
 
@@ -279,14 +265,14 @@ class Request:
         self.generator = generator
 
         if is_stock:
-            generator.logits_processor.append(_Distributions())
+            generator.logits_processor.append(Distributions())
 
         propose, adapt = generator.get_candidates, generator.update_candidate_strategy
 
         def get_candidates(input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
             try:
                 candidate_ids, candidate_logits = propose(input_ids, **kwargs)
-            except _NoDistribution:
+            except NoDistribution:
                 candidate_ids, candidate_logits = input_ids, None
             if stop_at is not None:
                 end = _end_of(input_ids, candidate_ids, stop_at)

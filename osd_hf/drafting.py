@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from osd_hf.arguments import without_padding
@@ -21,7 +21,7 @@ from osd_hf.pacing import FixedPace, Pace, Pacer
 from osd_hf.records import num_accepted
 from osd_hf.wrappers import is_peft
 
-__all__ = ["LeanCandidateGenerator", "LeanDrafting"]
+__all__ = ["Distributions", "LeanCandidateGenerator", "LeanDrafting", "NoDistribution"]
 
 logger = logging.getLogger(__name__)
 
@@ -204,6 +204,19 @@ class LeanCandidateGenerator(CandidateGenerator):
         self._end_round()
         self.pace.ended()
         self.forward.close()
+
+
+class NoDistribution(Exception):
+    """The draft's row is of NaN, or allows no token."""
+
+
+class Distributions(LogitsProcessor):
+    """Last in the list of a stock draft: ends its `generate` where nothing can be drawn."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if not math.isfinite(scores.amax()):
+            raise NoDistribution
+        return scores
 
 
 class LeanDrafting:

@@ -29,10 +29,21 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from osd_hf.restoring import (
+    MAX_CLONED,
+    MISSING,
+    OF_CLASSES,
+    Held,
+    bind_again,
+    fill_again,
+    mend_plain,
+    set_class,
+    set_slot,
+)
+
 __all__ = ["CannotLookThrough", "Snapshot", "look_through"]
 
 MAX_OBJECTS = 200_000
-MAX_CLONED = 1 << 18  # elements; of larger tensors torch's own counter of changes is read, and they are not put back
 
 # Their functions and classes are not looked into: what they keep between calls is nobody's answer.
 _TRUSTED = sys.stdlib_module_names | {"numpy", "osd_hf", "tokenizers", "torch", "transformers"}
@@ -54,14 +65,6 @@ _BASES = (
     list, dict, set, tuple, frozenset, collections.deque, collections.OrderedDict, collections.defaultdict, int, str,
     float, bytes, object,
 )  # fmt: skip
-_OF_CLASSES = frozenset({
-    "__dict__", "__weakref__", "__doc__", "__module__", "__slots__", "__annotations__", "__abstractmethods__",
-    "__parameters__", "__orig_bases__", "__match_args__", "__dataclass_fields__", "__dataclass_params__", "_abc_impl",
-    "__static_attributes__", "__firstlineno__", "__qualname__",
-    # Not called while tokens are generated.
-    "__init__", "__new__", "__init_subclass__", "__repr__", "__reduce__", "__reduce_ex__", "__getstate__",
-    "__setstate__", "__copy__", "__deepcopy__",
-})  # fmt: skip
 _MANAGED_DICT = 1 << 4  # Py_TPFLAGS_MANAGED_DICT: the pointer lies outside of the object's own size
 _POINTER = tuple.__itemsize__
 
@@ -103,40 +106,6 @@ def look_through(*roots: Any) -> Snapshot:
         CannotLookThrough: says what was met, and where.
     """
     return _Walk().through(roots)
-
-
-class _Held:
-    """A tensor as it is now."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.version = None if tensor.is_inference() else tensor._version
-        small = self.version is None or tensor.numel() <= MAX_CLONED
-        self.bits = _bits(tensor).clone() if small else None
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Held):
-            return NotImplemented
-        a, b = self.tensor, other.tensor
-        if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
-            return False
-        if self.bits is not None and other.bits is not None:
-            return torch.equal(self.bits, other.bits)
-        if a is b:
-            return self.version == other.version
-        return (a._version, b._version) == (self.version, other.version) and torch.equal(_bits(a), _bits(b))
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def put_back(self) -> None:
-        if self.bits is not None and not torch.equal(self.bits, _bits(self.tensor)):
-            saved = self.bits.view(self.tensor.dtype).reshape(self.tensor.shape)
-            with torch.inference_mode(self.tensor.is_inference()), torch.no_grad():
-                self.tensor.copy_(saved)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 class _Walk:
@@ -193,7 +162,7 @@ class _Walk:
             with contextlib.suppress(ValueError):
                 written = marshal.dumps(thing, 2)
                 self.note(written)
-                return self.on_undo(functools.partial(_mend_plain, thing, written))
+                return self.on_undo(functools.partial(mend_plain, thing, written))
         for types_, visit in self.KINDS:
             if isinstance(thing, types_):
                 return visit(self, thing, path)
@@ -214,7 +183,7 @@ class _Walk:
         if str(scope.get("__name__", "")).split(".")[0] not in _TRUSTED:
             names = _globals_of(code)
             known = {name: scope[name] for name in names if name in scope}
-            self.on_undo(functools.partial(_bind_again, scope, known, names))
+            self.on_undo(functools.partial(bind_again, scope, known, names))
             self.then(path, *known.items())
         cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
         attributes = function.__dict__
@@ -276,7 +245,7 @@ class _Walk:
     def visit_dict(self, thing: Any, path: Path) -> None:
         items = dict(dict.items(thing))
         self.note(len(items))
-        self.on_undo(functools.partial(_fill_again, thing, items))
+        self.on_undo(functools.partial(fill_again, thing, items))
         for i, key in enumerate(items):
             if type(key) is not str:
                 self.then(path, (f"key {i}", key))
@@ -299,7 +268,7 @@ class _Walk:
     def visit_tensor(self, tensor: torch.Tensor, path: Path) -> None:
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
             raise self.opaque(tensor, path)
-        held = _Held(tensor)
+        held = Held(tensor)
         self.note(held)
         self.on_undo(held.put_back)
         attributes = getattr(tensor, "__dict__", None)
@@ -347,16 +316,16 @@ class _Walk:
             self.note(_base_of(thing).__repr__(thing))
         attributes = getattr(thing, "__dict__", None) if kind.__dictoffset__ else None
         if attributes:
-            self.on_undo(functools.partial(_fill_again, attributes, dict(attributes)))
+            self.on_undo(functools.partial(fill_again, attributes, dict(attributes)))
             self.note(len(attributes))
             self.then(path, *((f".{name}", value) for name, value in attributes.items()))
         elif attributes is not None:
             self.on_undo(attributes.clear)
             self.note(0)
         for name in slots:
-            value = getattr(thing, name, _MISSING)
-            self.on_undo(functools.partial(_set_slot, thing, name, value))
-            if value is not _MISSING:
+            value = getattr(thing, name, MISSING)
+            self.on_undo(functools.partial(set_slot, thing, name, value))
+            if value is not MISSING:
                 self.then(path, (f".{name}", value))
         self.todo.append((kind, path))
 
@@ -365,8 +334,8 @@ class _Walk:
             if _is_trusted(cls) or (cls is not kind and id(cls) in self.numbers):
                 continue
             self.numbers.setdefault(id(cls), len(self.numbers))
-            own = {name: value for name, value in vars(cls).items() if name not in _OF_CLASSES}
-            self.on_undo(functools.partial(_set_class, cls, own))
+            own = {name: value for name, value in vars(cls).items() if name not in OF_CLASSES}
+            self.on_undo(functools.partial(set_class, cls, own))
             self.then((path, cls.__name__), *((f".{name}", value) for name, value in own.items()))
 
     def opaque(self, thing: Any, path: Path) -> CannotLookThrough:
@@ -396,9 +365,6 @@ class _Walk:
         (dict, visit_dict),
         ((list, tuple, set, frozenset, collections.deque), visit_sequence),
     )
-
-
-_MISSING = object()
 
 
 def _is_tokenizer(kind: type) -> bool:
@@ -431,64 +397,3 @@ def _hides_state(kind: type, num_slots: int) -> bool:
     if kind.__weakrefoffset__ > 0 and not base.__weakrefoffset__:
         allowed += _POINTER
     return kind.__basicsize__ > allowed
-
-
-def _bind_again(scope: dict[str, Any], known: dict[str, Any], names: tuple[str, ...]) -> None:
-    for name in names:
-        if name in known:
-            if scope.get(name, _MISSING) is not known[name]:
-                scope[name] = known[name]
-        else:
-            scope.pop(name, None)
-
-
-def _fill_again(thing: Any, saved: dict[Any, Any]) -> None:
-    now = dict(dict.items(thing))
-    if len(now) != len(saved) or any(now.get(key, _MISSING) is not value for key, value in saved.items()):
-        thing.clear()
-        thing.update(saved)
-
-
-def _set_slot(thing: Any, name: str, value: Any) -> None:
-    if getattr(thing, name, _MISSING) is value:
-        return
-    if value is _MISSING:
-        object.__delattr__(thing, name)
-    else:
-        object.__setattr__(thing, name, value)
-
-
-def _set_class(cls: type, own: dict[str, Any]) -> None:
-    now = {name: value for name, value in vars(cls).items() if name not in _OF_CLASSES}
-    for name in now.keys() - own.keys():
-        type.__delattr__(cls, name)
-    for name, value in own.items():
-        if now.get(name, _MISSING) is not value:
-            type.__setattr__(cls, name, value)
-
-
-def _mend_plain(thing: Any, written: bytes) -> None:
-    with contextlib.suppress(ValueError):
-        if marshal.dumps(thing, 2) == written:
-            return
-    _mend(thing, marshal.loads(written))
-
-
-def _mend(now: Any, saved: Any) -> Any:
-    """Give a plain container its contents back, in place, as others may hold what lies in it."""
-    if type(now) is not type(saved) or not isinstance(now, _PLAIN):
-        return saved
-    if isinstance(now, set):
-        now.clear()
-        now.update(saved)
-    elif isinstance(now, list):
-        now[:] = [_mend(*pair) for pair in zip(now, saved, strict=False)] + saved[len(now) :]
-    elif isinstance(now, dict):
-        contents = {key: _mend(now.get(key), value) for key, value in saved.items()}
-        now.clear()
-        now.update(contents)
-    elif isinstance(now, tuple) and len(now) == len(saved):
-        for pair in zip(now, saved, strict=True):
-            _mend(*pair)
-        return now
-    return now if not isinstance(now, tuple | frozenset) else saved

@@ -38,6 +38,7 @@ LAYERS = {
     # touching transformers, the bundled pair, streams of prompts
     "wrappers": 1,
     "reachable": 1,
+    "restoring": 0,
     "arguments": 3,
     "capture": 3,
     "draft_forward": 3,
