@@ -152,17 +152,13 @@ class _Rounds(BaseStreamer):
 class _Stop(StoppingCriteria):
     """Ends an answer that its visitor has stopped."""
 
-    # Not in `__dict__`, where a stop that comes while the criterion is checked would pass for its memory.
-    __slots__ = ("_stop",)
+    is_stateless = True  # a stop that comes while the criterion is checked would pass for its memory
 
     def __init__(self, stop: threading.Event) -> None:
         self._stop = stop
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         return torch.full((input_ids.shape[0],), self._stop.is_set(), device=input_ids.device)
-
-    def __deepcopy__(self, memo: Any) -> _Stop:
-        return self  # the copy that is asked about drafted tokens heeds the same visitor
 
 
 class Service:

@@ -24,6 +24,7 @@ from osd_hf.gate import GateDecision
 from osd_hf.hook import capture_traces
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.origins import EmittedToken, emitted_tokens
+from osd_hf.processors import ReplayedProcessor
 from osd_hf.recording import record_traces
 from osd_hf.records import DraftRound, Trace
 from osd_hf.replay import replay
@@ -58,6 +59,7 @@ __all__ = [
     "ServerError",
     "OnlineAssistant",
     "OnlineConfig",
+    "ReplayedProcessor",
     "RoutedPrompt",
     "Router",
     "SimulationReport",

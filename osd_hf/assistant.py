@@ -26,6 +26,7 @@ from osd_hf.learner import Learner
 from osd_hf.loading import load_model
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.pacing import DraftingPlan
+from osd_hf.processors import check_callables
 from osd_hf.records import Trace
 from osd_hf.routing import RoutedPrompt, Router, as_router
 from osd_hf.session import load_session, save_session
@@ -157,9 +158,7 @@ class OnlineAssistant:
         )
         prompt = inputs if inputs is not None else generate_kwargs.get("input_ids")
         if prompt is not None and not prompt.is_floating_point():
-            vocab_size = unwrap(self.target).config.get_text_config().vocab_size
-            guards.check_processors(generate_kwargs.get("logits_processor"), prompt, vocab_size)
-            guards.check_criteria(generate_kwargs.get("stopping_criteria"), prompt)
+            check_callables(unwrap(self.target), prompt, generate_kwargs)
         if self.tokenizer is not None and generate_kwargs.get("stop_strings") is not None:
             generate_kwargs.setdefault("tokenizer", self.tokenizer)
         self._upkeep.raise_failure()

@@ -18,7 +18,7 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from osd_hf.arguments import NO_WARPING, num_cached, request_settings
-from osd_hf.drafting import LeanCandidateGenerator, LeanDrafting
+from osd_hf.drafting import Distributions, LeanCandidateGenerator, LeanDrafting, NoDistribution
 from osd_hf.errors import UnsupportedModelError
 from osd_hf.pacing import Pace
 from osd_hf.records import DraftRound, Trace, ids_dtype, num_accepted
@@ -275,10 +275,16 @@ class Request:
         max_length = config.max_length
         self.generator = generator
 
+        if is_stock:
+            generator.logits_processor.append(Distributions())
+
         propose, adapt = generator.get_candidates, generator.update_candidate_strategy
 
         def get_candidates(input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-            candidate_ids, candidate_logits = propose(input_ids, **kwargs)
+            try:
+                candidate_ids, candidate_logits = propose(input_ids, **kwargs)
+            except NoDistribution:
+                candidate_ids, candidate_logits = input_ids, None
             if stop_at is not None:
                 end = _end_of(input_ids, candidate_ids, stop_at)
                 # The loop cuts what it emits at this length: nothing behind the token that meets the criterion. That

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from osd_hf.arguments import without_padding
@@ -20,7 +21,7 @@ from osd_hf.pacing import FixedPace, Pace, Pacer
 from osd_hf.records import num_accepted
 from osd_hf.wrappers import is_peft
 
-__all__ = ["LeanCandidateGenerator", "LeanDrafting"]
+__all__ = ["Distributions", "LeanCandidateGenerator", "LeanDrafting", "NoDistribution"]
 
 logger = logging.getLogger(__name__)
 
@@ -154,12 +155,14 @@ class LeanCandidateGenerator(CandidateGenerator):
                 logits = self.forward.feed(feed)
             if self.do_sample or processors:
                 logits = self._like_the_targets(logits, ids)
-            if not self.do_sample and not reads_confidence:
-                chosen = logits.argmax(-1, keepdim=True)
-            else:
+            highest, chosen = logits.max(-1, keepdim=True)
+            if not math.isfinite(highest):  # nothing can be drawn from NaN, nor where no token is allowed
+                self._is_typical = False
+                return drafted, rows
+            if self.do_sample or reads_confidence:
                 probs = logits.softmax(-1, dtype=torch.float32)
-                chosen = torch.multinomial(probs, 1) if self.do_sample else probs.argmax(-1, keepdim=True)
             if self.do_sample:
+                chosen = torch.multinomial(probs, 1)
                 rows.append(logits)
             token = int(chosen)
             drafted.append(chosen.to(ids.device))
@@ -201,6 +204,19 @@ class LeanCandidateGenerator(CandidateGenerator):
         self._end_round()
         self.pace.ended()
         self.forward.close()
+
+
+class NoDistribution(Exception):
+    """The draft's row is of NaN, or allows no token."""
+
+
+class Distributions(LogitsProcessor):
+    """Last in the list of a stock draft: ends its `generate` where nothing can be drawn."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if not math.isfinite(scores.amax()):
+            raise NoDistribution
+        return scores
 
 
 class LeanDrafting:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import Any
 
-import torch
-from transformers import AutoTokenizer, GenerationMixin
+from transformers import AutoTokenizer, GenerationConfig, GenerationMixin
 
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import (
@@ -18,14 +16,12 @@ from osd_hf.errors import (
 )
 
 __all__ = [
-    "check_criteria",
     "check_drafted_by_us",
     "check_draft",
     "check_generation",
     "check_inputs",
     "check_k",
     "check_pair",
-    "check_processors",
     "check_tokenizers",
     "common_tokenizer",
     "find_tokenizer",
@@ -47,16 +43,28 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("force_words_ids", (None,), "constrained beams verify no draft"),
     ("use_cache", (None, True), "assisted generation needs the key-value cache"),
 )
-_STATIC_CACHES = ("static", "hybrid", "sliding_window", "offloaded_static", "paged")
-
-# Processors of transformers that remember earlier calls: draft and target would share one memory.
-_STATEFUL = frozenset({
-    "AlternatingCodebooksLogitsProcessor", "BarkEosPrioritizerLogitsProcessor",
-    "ClassifierFreeGuidanceLogitsProcessor", "DiaClassifierFreeGuidanceLogitsProcessor",
-    "DiaEOSChannelFilterLogitsProcessor", "DiaEOSDelayPatternLogitsProcessor",
-    "SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor",
-    "WhisperNoSpeechDetection",
+# Settings that are served, and those that do nothing to an assisted answer. A field in none of these lists, as a newer
+# transformers may bring, is refused where it is set: what it does is not known here.
+_SERVED = frozenset({
+    "assistant_confidence_threshold", "bad_words_ids", "begin_suppress_tokens", "bos_token_id",
+    "decoder_start_token_id", "do_sample", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty",
+    "eos_token_id", "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty", "forced_bos_token_id",
+    "forced_eos_token_id", "max_length", "max_new_tokens", "max_time", "min_length", "min_new_tokens", "min_p",
+    "no_repeat_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule", "output_attentions",
+    "output_hidden_states", "output_logits", "output_scores", "pad_token_id", "remove_invalid_values",
+    "renormalize_logits", "repetition_penalty", "return_dict_in_generate", "sequence_bias", "stop_strings",
+    "suppress_tokens", "temperature", "top_h", "top_k", "top_p", "typical_p", "watermarking_config",
 })  # fmt: skip
+_IRRELEVANT = frozenset({
+    "assistant_lookbehind", "cache_config", "cache_implementation", "compile_config", "continuous_batching_config",
+    "disable_compile", "diversity_penalty", "early_stopping", "is_assistant", "length_penalty", "low_memory",
+    "max_cache_len", "max_matching_ngram_size", "num_beam_groups", "prefill_chunk_size", "target_lookbehind",
+    "token_healing", "transformers_version",
+})  # fmt: skip
+_CROPPED_CACHES = (None, "dynamic", "dynamic_full", "offloaded")
+
+
+_KNOWN = _SERVED | _IRRELEVANT | {name for name, _, _ in _REFUSED}
 
 
 def check_generation(*sources: Any, assistant_tokenizer: Any = None) -> None:
@@ -84,8 +92,19 @@ def check_generation(*sources: Any, assistant_tokenizer: Any = None) -> None:
         value = setting(name)
         if not any(value is ok or value == ok for ok in harmless):
             raise UnsupportedGenerationError(f"`{name}={value!r}` cannot be used here: {reason}. Leave it out.")
+    defaults = GenerationConfig._get_default_generation_params()
+    for name, default in vars(GenerationConfig()).items():
+        if name in _KNOWN or name.startswith("_"):
+            continue
+        value = setting(name)
+        if value is not None and value not in (default, defaults.get(name)):
+            raise UnsupportedGenerationError(
+                f"`{name}={value!r}` cannot be used here: this version of osd_hf does not know the setting of a newer "
+                "transformers, so it cannot tell whether assisted answers would be the target's own. "
+                "Leave it out, or use a newer osd_hf."
+            )
     cache = setting("cache_implementation")
-    if cache in _STATIC_CACHES:
+    if cache not in _CROPPED_CACHES:
         raise UnsupportedGenerationError(
             f"`cache_implementation={cache!r}` cannot be used here: assisted generation needs a dynamic cache, which "
             "can be cropped. Leave it out."
@@ -152,75 +171,6 @@ def check_inputs(inputs: Any, kwargs: dict[str, Any]) -> None:
                 f"`{name}` holds {shape[0]} prompts: assisted generation serves one at a time. Call `generate` once "
                 "per prompt."
             )
-
-
-def check_processors(processors: Any, input_ids: torch.Tensor, vocab_size: int) -> None:
-    """
-    Refuse logits processors that remember earlier calls: target and draft share the instances, so drafted tokens that
-    were never emitted would change the target's output. Processors from outside transformers are tried out on a copy.
-
-    Raises:
-        UnsupportedGenerationError: names the processor.
-    """
-    for processor in processors or ():
-        name = type(processor).__name__
-        own = type(processor).__module__.startswith("transformers.")
-        if name in _STATEFUL or (not own and _remembers(processor, input_ids, vocab_size)):
-            raise UnsupportedGenerationError(
-                f"The logits processor {name} keeps state between calls, and assisted generation also calls it on "
-                "drafted tokens that are never emitted. Derive what it needs from `input_ids` instead."
-            )
-
-
-def check_criteria(criteria: Any, input_ids: torch.Tensor) -> None:
-    """
-    Refuse stopping criteria that remember earlier calls: they are also asked about drafted tokens, so that an answer
-    ends at the very token at which the target alone would end it. Criteria from outside transformers are tried out on
-    a copy.
-
-    Raises:
-        UnsupportedGenerationError: names the criterion.
-    """
-    for criterion in criteria or ():
-        if type(criterion).__module__.startswith("transformers."):
-            continue
-        name = getattr(criterion, "__name__", type(criterion).__name__)
-        try:
-            probe = copy.deepcopy(criterion)
-            probe(input_ids, None)
-            settled = _snapshot(probe)
-            probe(input_ids, None)
-        except Exception as error:
-            raise UnsupportedGenerationError(
-                f"The stopping criterion {name} cannot be asked about drafted tokens ({error!r}): it must be copyable "
-                "and decide from `input_ids` alone, `scores` being None."
-            ) from error
-        if settled != _snapshot(probe):
-            raise UnsupportedGenerationError(
-                f"The stopping criterion {name} keeps state between calls, and is also asked about drafted tokens "
-                "that are never emitted. Derive what it needs from `input_ids` instead."
-            )
-
-
-def _remembers(processor: Any, input_ids: torch.Tensor, vocab_size: int) -> bool:
-    longer = torch.cat([input_ids, input_ids[:, -1:]], dim=-1)
-    scores = torch.zeros(input_ids.shape[0], vocab_size, device=input_ids.device)
-    try:
-        probe = copy.deepcopy(processor)
-    except Exception:  # noqa: BLE001 - what cannot be copied cannot be tried out without touching the caller's object
-        return False
-    first = probe(input_ids, scores.clone())
-    probe(longer, scores.clone())
-    settled = _snapshot(probe)  # lazily built tables are there by now
-    again = probe(input_ids, scores.clone())
-    return not torch.equal(first, again) or settled != _snapshot(probe)
-
-
-def _snapshot(processor: Any) -> dict[str, str]:
-    return {
-        name: repr(value.tolist()) if isinstance(value, torch.Tensor) else repr(value)
-        for name, value in getattr(processor, "__dict__", {}).items()
-    }
 
 
 def check_draft(draft: Any) -> None:

@@ -19,7 +19,8 @@ from transformers import GenerationMixin
 from osd_hf.arguments import num_cached, prompt_ids
 from osd_hf.capture import Binding, Request, Sink
 from osd_hf.errors import CaptureError, ConfigError, UnsupportedModelError
-from osd_hf.guards import check_generation, check_processors
+from osd_hf.guards import check_generation
+from osd_hf.processors import begin_processors
 from osd_hf.wrappers import unwrap
 
 __all__ = ["bind", "capture_traces"]
@@ -145,7 +146,8 @@ def _listened_to(decode: Callable[..., Any]) -> Callable[..., Any]:
         if not bindings or input_ids.shape[0] != 1:  # batches are refused there
             return decode(self, input_ids, **kwargs)
         check_generation(kwargs["generation_config"], assistant_tokenizer=kwargs.get("assistant_tokenizer"))
-        check_processors(kwargs["logits_processor"], input_ids, self.config.get_text_config().vocab_size)
+        vocab_size = self.config.get_text_config().vocab_size
+        kwargs["logits_processor"] = begin_processors(kwargs["logits_processor"], input_ids, vocab_size)
         # The length at which the loop ends is moved round by round; the config is the caller's to see.
         kwargs["generation_config"] = copy.copy(kwargs["generation_config"])
         with contextlib.ExitStack() as stack:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from waiting import LONG
 
 from osd_hf import ConfigError, CorrectionStore, StateError, UnsupportedModelError, VocabularyMismatchError
-from osd_hf.guards import check_criteria
+from osd_hf.processors import check_criteria
 from osd_hf_app import service as service_module
 from osd_hf_app.answers import Answer, Batch, Settings
 from osd_hf_app.pair import Pair

@@ -19,7 +19,7 @@ from transformers.generation import candidate_generator, logits_process, stoppin
 from transformers.generation import utils as generation_utils
 from transformers.generation.candidate_generator import AssistedCandidateGenerator, CandidateGenerator
 
-from osd_hf import arguments, capture, guards
+from osd_hf import arguments, capture, processors
 from osd_hf.drafting import LeanCandidateGenerator
 
 
@@ -136,8 +136,8 @@ def test_settings_that_are_read_exist() -> None:
 
 
 def test_processors_that_are_refused_by_name_exist() -> None:
-    elsewhere = {"WhisperNoSpeechDetection"}
-    assert all(hasattr(logits_process, name) for name in guards._STATEFUL - elsewhere)
+    elsewhere = {"WhisperNoSpeechDetection", "ConfidenceCriteria"}
+    assert all(hasattr(logits_process, name) for name in processors.STATEFUL - elsewhere)
 
 
 def test_warpers_are_those_that_sampling_adds() -> None:

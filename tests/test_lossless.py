@@ -422,3 +422,39 @@ def test_a_draft_that_leaves_out_the_token_of_a_criterion_fails_the_sampled_chec
     target, draft = stopping_pair()
     assistant = assistant_of(target, draft, "lean", FROZEN)
     assert goodness_of_fit(stopped_answers(assistant, 2, 500), stopped_distribution(target, 2)) < 1e-6
+
+
+# --- drafts that break down -----------------------------------------------------------------------------------------
+
+
+def breaking_down(value: float, every: int) -> Any:
+    """A draft whose rows hold `value` at every so many positions."""
+    draft = models.bigram(0)
+
+    def spoil(module: Any, inputs: Any, outputs: Any) -> Any:
+        if outputs.past_key_values.get_seq_length() % every == 0:
+            outputs.logits[..., slice(None) if value < 0 else 3] = value
+        return outputs
+
+    draft.register_forward_hook(spoil)
+    return draft
+
+
+@lean_and_stock
+@pytest.mark.parametrize(("value", "every"), [(torch.nan, 1), (torch.nan, 3), (torch.inf, 3), (-torch.inf, 3)])
+def test_rows_of_a_draft_that_are_no_distribution_end_the_draft_and_not_the_answer(
+    value: float, every: int, way: str
+) -> None:
+    target = models.bigram(0)
+    assistant = assistant_of(target, breaking_down(value, every), way, FROZEN)
+    answers = []
+    for start in range(4):
+        ids = torch.tensor([[start, start]])
+        kwargs: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12}
+        assert torch.equal(assistant.generate(ids, **kwargs), target.generate(ids, **kwargs))
+        kwargs |= {"do_sample": True, "top_k": 0, "max_new_tokens": 60}
+        answers.append(assistant.generate(ids, **kwargs)[0, 1:].tolist())
+    assert transitions_fit(answers, target.by_token.detach().double().softmax(-1).numpy()) > 1e-3
+    if way == "lean":
+        assert (assistant.stats.drafted == 0) == (every == 1)
+        assert every == 1 or assistant.stats.alpha > 0.9

@@ -44,6 +44,8 @@ PUBLIC_NAMES = {
     # learning offline
     "distill",
     "DistillConfig",
+    # logits processors with a memory
+    "ReplayedProcessor",
     # putting a pair together
     "align_vocab",
     # errors

@@ -1,0 +1,134 @@
+"""Combinations of logits processors and settings, drawn at random: the target's own answer, or none."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import models
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from test_lossless import greedy_divergences
+from test_processors import REMEMBERING, REMEMBERING_FUNCTIONS, STATELESS, STATELESS_FUNCTIONS, opted_in
+from transformers import LogitsProcessor, LogitsProcessorList, WatermarkingConfig
+
+from osd_hf import OnlineAssistant, OnlineConfig, UnsupportedGenerationError
+
+TOKENS = st.integers(3, models.VOCAB - 1)
+TEMPERED = {
+    "temperature": st.floats(0.3, 2.0),
+    "top_k": st.integers(2, 20),
+    "top_p": st.floats(0.5, 0.99),
+    "min_p": st.floats(0.01, 0.2),
+    "typical_p": st.floats(0.3, 0.95),
+    "epsilon_cutoff": st.floats(0.001, 0.05),
+    "eta_cutoff": st.floats(0.001, 0.05),
+}
+SETTINGS: dict[str, st.SearchStrategy[Any]] = {
+    "repetition_penalty": st.floats(0.7, 2.0),
+    "no_repeat_ngram_size": st.integers(2, 4),
+    "bad_words_ids": st.lists(st.lists(TOKENS, min_size=1, max_size=2), min_size=1, max_size=3),
+    "min_length": st.integers(1, 20),
+    "min_new_tokens": st.integers(1, 12),
+    "forced_bos_token_id": TOKENS,
+    "forced_eos_token_id": st.just(2),
+    "suppress_tokens": st.lists(TOKENS, min_size=1, max_size=5),
+    "begin_suppress_tokens": st.lists(TOKENS, min_size=1, max_size=5),
+    "sequence_bias": st.lists(
+        st.tuples(TOKENS, st.floats(-9, 9)).map(lambda p: [[p[0]], p[1]]), min_size=1, max_size=4
+    ),
+    "exponential_decay_length_penalty": st.tuples(st.integers(1, 6), st.floats(1.0, 1.5)),
+    "watermarking_config": st.builds(WatermarkingConfig, bias=st.floats(0.5, 3.0), seeding_scheme=st.just("lefthash")),
+    "renormalize_logits": st.booleans(),
+    "remove_invalid_values": st.booleans(),
+    "eos_token_id": TOKENS,
+}
+
+
+@functools.cache
+def assistant_of(drafting: Any) -> OnlineAssistant:
+    config = OnlineConfig(drafting=drafting, update_interval=4, steps_per_update=1, learning_rate=3e-3, gate=False)
+    return OnlineAssistant(*models.pair(noise=0.1), config=config)
+
+
+FOREIGN: dict[str, Callable[[], Any]] = {**STATELESS, **REMEMBERING, "opted in": lambda: opted_in(True)}
+FUNCTIONS = {**STATELESS_FUNCTIONS, **REMEMBERING_FUNCTIONS}
+del FUNCTIONS["trie"]  # fails where a setting forbids all that it allows, for the target alone as well
+FORGETS = {*STATELESS, *STATELESS_FUNCTIONS, "opted in", None}
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[dict[str, Any], list[str], str | None]:
+    names = draw(st.lists(st.sampled_from(sorted(SETTINGS)), max_size=4, unique=True))
+    foreign = st.sampled_from([*STATELESS, *STATELESS, *STATELESS, *REMEMBERING, *["opted in"] * 6])
+    function = st.one_of(st.none(), st.none(), st.sampled_from(sorted(FUNCTIONS)))
+    chosen = {name: draw(SETTINGS[name]) for name in names}
+    if "exponential_decay_length_penalty" in chosen:
+        chosen.setdefault("eos_token_id", 2)  # without one it cannot be computed
+    return chosen, draw(st.lists(foreign, max_size=2, unique=True)), draw(function)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
+@given(requests(), st.sampled_from(["lean", "stock"]), st.integers(0, 4))
+def test_a_greedy_answer_is_the_targets_own_or_refused_before_any_work(drawn: Any, drafting: str, number: int) -> None:
+    chosen, foreign, function = drawn
+    assistant, ids = assistant_of(drafting), models.prompts(5)[number]
+    kwargs = {"max_new_tokens": 14, "logits_processor": [FOREIGN[name]() for name in foreign], **chosen}
+    if function is not None:
+        kwargs["prefix_allowed_tokens_fn"] = FUNCTIONS[function]()
+    forgets = {*foreign, function} <= FORGETS
+    with models.ForwardCounter(assistant.target, assistant.draft) as forwards:
+        try:
+            assistant.generate(ids, attention_mask=torch.ones_like(ids), **kwargs)
+        except UnsupportedGenerationError:
+            assert forwards.count == 0
+            assert not forgets
+            return
+    assert forgets
+    wrong, ties = greedy_divergences(assistant.target, assistant.generate, [(ids, kwargs)])
+    assert wrong == []
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
+@given(requests(), st.fixed_dictionaries({}, optional=TEMPERED), st.integers(0, 4))
+def test_sampled_tokens_are_verified_with_the_targets_own_rows(drawn: Any, tempered: Any, number: int) -> None:
+    chosen, foreign, _ = drawn
+    foreign = [name for name in foreign if name in FORGETS]
+    assistant, ids = assistant_of("lean"), models.prompts(5)[number]
+    target = assistant.target
+    kwargs = {"max_new_tokens": 8, "attention_mask": torch.ones_like(ids), "do_sample": True, **chosen, **tempered}
+    kwargs |= {"output_scores": True, "return_dict_in_generate": True}
+    torch.manual_seed(number)
+    output = assistant.generate(ids, logits_processor=[FOREIGN[name]() for name in foreign], **kwargs)
+    answer = output.sequences[0, ids.shape[1] :].tolist()
+    assert len(output.scores) == len(answer)
+
+    class Said(LogitsProcessor):  # type: ignore[misc]
+        """Makes the target alone say the same answer, and keeps the rows that it would have drawn from."""
+
+        rows: list[torch.Tensor] = []
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            self.rows.append(scores.clone())
+            said = torch.full_like(scores, -torch.inf)
+            said[:, answer[len(self.rows) - 1]] = 0.0
+            return said
+
+    class Alone(type(target)):  # type: ignore[misc]
+        def _get_logits_processor(self, *args: Any, **kwargs: Any) -> Any:
+            return LogitsProcessorList([*super()._get_logits_processor(*args, **kwargs), said])
+
+    said, cls = Said(), type(target)
+    said.rows = []
+    target.__class__ = Alone
+    try:
+        target.generate(ids, logits_processor=[FOREIGN[name]() for name in foreign], **kwargs)
+    finally:
+        target.__class__ = cls
+    for ours, alone in zip(output.scores, said.rows, strict=True):
+        p, q = ours.double().softmax(-1), alone.double().softmax(-1)
+        # A cut at a probability may fall otherwise for a token that lies on it to rounding.
+        if torch.equal(ours.isfinite(), alone.isfinite()):
+            assert float((p - q).abs().sum()) < 1e-3
+        else:
+            assert float(torch.cat([p[~alone.isfinite()], q[~ours.isfinite()]]).max()) < 0.2

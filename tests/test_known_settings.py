@@ -1,0 +1,150 @@
+"""All that the installed transformers lets `generate` be asked for is known here; what a newer one adds is noticed."""
+
+import inspect
+from types import ModuleType
+from typing import Any
+
+import models
+import pytest
+import torch
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, StoppingCriteria
+from transformers.generation import logits_process, stopping_criteria
+from transformers.generation.configuration_utils import GenerationMode
+
+from osd_hf import OnlineAssistant, UnsupportedGenerationError, capture_traces, guards, processors
+
+WHAT_TO_DO = (
+    "Read in transformers what it does to an answer, show that an assisted one is the target's own under it or refuse "
+    "it, and enter it in {where}."
+)
+BASES = {"LogitsProcessor", "StoppingCriteria"}
+TRIED_OUT = {"PrefixConstrainedLogitsProcessor"}  # as good as the function that it is given
+# Arguments of `generate` that are no fields of a config, and how each is dealt with.
+ARGUMENTS = {
+    "self", "inputs", "kwargs", "generation_config", "synced_gpus", "streamer",  # handed on
+    "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn",  # tried out
+    "assistant_model", "custom_generate",  # refused, or the assistant's own
+    "negative_prompt_ids", "negative_prompt_attention_mask",  # read with `guidance_scale` alone, which is refused
+}  # fmt: skip
+MODES = {
+    "CONTRASTIVE_SEARCH", "GREEDY_SEARCH", "SAMPLE", "ASSISTED_GENERATION", "DOLA_GENERATION", "BEAM_SEARCH",
+    "BEAM_SAMPLE", "CONSTRAINED_BEAM_SEARCH", "GROUP_BEAM_SEARCH",
+}  # fmt: skip
+
+
+def unknown(where: str, found: set[str], known: set[str] | frozenset[str]) -> list[str]:
+    return [f"{name}: {WHAT_TO_DO.format(where=where)}" for name in sorted(found - known)]
+
+
+def unknown_fields() -> list[str]:
+    fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    return unknown("_SERVED, _IRRELEVANT or _REFUSED of osd_hf/guards.py", fields, guards._KNOWN)
+
+
+def unknown_classes(*modules: ModuleType) -> list[str]:
+    found = {
+        name
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, LogitsProcessor | StoppingCriteria)
+    }
+    where = "STATELESS or STATEFUL of osd_hf/processors.py"
+    return unknown(where, found - BASES, processors.STATELESS | processors.STATEFUL | TRIED_OUT)
+
+
+def test_every_field_of_a_generation_config_is_known() -> None:
+    assert unknown_fields() == []
+    assert guards._SERVED.isdisjoint(guards._IRRELEVANT)
+    assert (guards._SERVED | guards._IRRELEVANT).isdisjoint(name for name, _, _ in guards._REFUSED)
+
+
+def test_every_logits_processor_and_stopping_criterion_is_known() -> None:
+    assert unknown_classes(logits_process, stopping_criteria) == []
+    assert processors.STATELESS.isdisjoint(processors.STATEFUL)
+
+
+def test_every_argument_and_mode_of_generate_is_known() -> None:
+    arguments = set(inspect.signature(GenerationMixin.generate).parameters)
+    assert unknown("ARGUMENTS of this test", arguments, ARGUMENTS) == []
+    assert unknown("MODES of this test", {mode.name for mode in GenerationMode}, MODES) == []
+
+
+def test_every_setting_that_a_trace_keeps_is_served() -> None:
+    from osd_hf.arguments import SAMPLING_FIELDS
+
+    assert set(SAMPLING_FIELDS) <= guards._SERVED
+
+
+# --- the next minor release, modelled -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def newer(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A field more, which has a default, and a class more."""
+    init, defaults = GenerationConfig.__init__, GenerationConfig._get_default_generation_params
+
+    def newer_init(self: Any, **kwargs: Any) -> None:
+        self.entropy_floor = kwargs.pop("entropy_floor", None)
+        init(self, **kwargs)
+
+    class EntropyFloorLogitsProcessor(LogitsProcessor):  # type: ignore[misc]
+        """Remembers how often it was asked."""
+
+        calls = 0
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return scores.roll(self.calls, -1)
+
+    EntropyFloorLogitsProcessor.__module__ = logits_process.__name__
+    monkeypatch.setattr(GenerationConfig, "__init__", newer_init)
+    monkeypatch.setattr(
+        GenerationConfig, "_get_default_generation_params", staticmethod(lambda: defaults() | {"entropy_floor": 0.0})
+    )
+    monkeypatch.setattr(logits_process, "EntropyFloorLogitsProcessor", EntropyFloorLogitsProcessor, raising=False)
+    return logits_process
+
+
+def test_a_newer_release_is_noticed(newer: ModuleType) -> None:
+    assert [line.split(":")[0] for line in unknown_fields()] == ["entropy_floor"]
+    assert [line.split(":")[0] for line in unknown_classes(newer)] == ["EntropyFloorLogitsProcessor"]
+    assert "enter it in STATELESS or STATEFUL" in unknown_classes(newer)[0]
+
+
+def test_a_setting_of_a_newer_release_is_refused_where_it_is_set(newer: ModuleType) -> None:
+    target, draft = models.pair()
+    assistant, ids = OnlineAssistant(target, draft), models.prompt()
+    kwargs = {"max_new_tokens": 4, "attention_mask": torch.ones_like(ids)}
+    with models.ForwardCounter(target, assistant.draft) as forwards:
+        for bad in ({"entropy_floor": 0.5}, {"generation_config": GenerationConfig(entropy_floor=0.5)}):
+            with pytest.raises(UnsupportedGenerationError, match="`entropy_floor=0.5`.*does not know the setting"):
+                assistant.generate(ids, **bad, **kwargs)
+            with capture_traces(target, print), pytest.raises(UnsupportedGenerationError, match="entropy_floor"):
+                target.generate(ids, assistant_model=draft, **bad, **kwargs)
+        assert forwards.count == 0
+    for good in ({}, {"entropy_floor": 0.0}, {"entropy_floor": None}):
+        assert assistant.generate(ids, **good, **kwargs).shape == (1, 10)
+
+
+def test_a_processor_of_a_newer_release_is_tried_out_like_a_foreign_one(newer: Any) -> None:
+    target, draft = models.pair()
+    with pytest.raises(UnsupportedGenerationError, match="EntropyFloorLogitsProcessor keeps state"):
+        OnlineAssistant(target, draft).generate(
+            models.prompt(), logits_processor=[newer.EntropyFloorLogitsProcessor()], max_new_tokens=4
+        )
+
+
+def test_what_a_config_carries_beside_its_fields_does_no_harm() -> None:
+    # As configs of the Hub do, for code of their own.
+    target, draft = models.pair()
+    target.generation_config.chat_format = "chatml"
+    assert OnlineAssistant(target, draft).generate(models.prompt(), max_new_tokens=4).shape == (1, 10)
+
+
+def test_caches_that_cannot_be_cropped_are_refused_and_unknown_ones_too() -> None:
+    target, draft = models.pair()
+    for cache in ("static", "quantized", "of_a_newer_release"):
+        with pytest.raises(UnsupportedGenerationError, match=f"cache_implementation='{cache}'"):
+            guards.check_generation({"cache_implementation": cache})
+    for cache in (None, "dynamic", "dynamic_full", "offloaded"):
+        guards.check_generation({"cache_implementation": cache})
