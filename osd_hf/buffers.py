@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 import numpy as np
 
@@ -67,6 +67,11 @@ class ReplayBuffer:
         while len(self) > self.capacity:  # of a larger buffer
             largest = max(self._kept.values(), key=len)
             largest.pop(int(self.rng.integers(len(largest))))
+
+    def discard(self, traces: Container[Trace]) -> None:
+        """Let go of requests that are among these."""
+        for kept in self._kept.values():
+            kept[:] = [trace for trace in kept if trace not in traces]
 
     def clear(self) -> None:
         """Forget everything."""

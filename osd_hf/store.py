@@ -22,6 +22,7 @@ from osd_hf.errors import ConfigError, DataError, StoreError
 from osd_hf.records import Trace
 from osd_hf.shards import Folder, read_table
 from osd_hf.tables import SCHEMA, table_to_traces, traces_to_table
+from osd_hf.trace_faults import misshapen
 
 if TYPE_CHECKING:
     import datasets
@@ -346,29 +347,8 @@ class CorrectionStore:
 
 def _check(trace: Trace) -> None:
     """One bad trace in the tail would spoil every flush, so it is refused before it gets there."""
-    count, kept = len(trace.completion_ids), trace.top_logits
-    ids = [trace.prompt_ids, trace.completion_ids, *(r.drafted_ids for r in trace.rounds)]
-    if trace.decoder_prompt_ids is not None:
-        ids.append(trace.decoder_prompt_ids)
-    if wrong := [f"{a.dtype} {a.shape}" for a in ids if a.dtype.kind not in "iu" or a.ndim != 1]:
-        raise DataError(f"a trace's token ids must be vectors of integers, got {', '.join(wrong)}")
-    probabilities = [a for r in trace.rounds for a in (r.p, r.q) if a is not None]
-    if wrong := [f"{a.dtype} {a.shape}" for a in probabilities if a.dtype != np.float32 or a.ndim != 1]:
-        raise DataError(f"a round's p and q must be vectors of float32, got {', '.join(wrong)}")
-    if kept.ndim != 2 or len(kept) != count or trace.top_ids.shape not in (kept.shape, (count, 0)):
-        raise DataError(
-            f"a trace of {count} emitted tokens needs as many rows of logits and ids, got {kept.shape} and "
-            f"{trace.top_ids.shape}"
-        )
-    if trace.tail_logprob.shape != (count,):
-        raise DataError(f"tail_logprob must have shape ({count},), got {trace.tail_logprob.shape}")
-    if kept.dtype != np.float16 or trace.tail_logprob.dtype != np.float32 or trace.top_ids.dtype.kind not in "iu":
-        raise DataError(
-            f"top_logits, tail_logprob and top_ids must be float16, float32 and integers, got {kept.dtype}, "
-            f"{trace.tail_logprob.dtype} and {trace.top_ids.dtype}"
-        )
-    if kept.size >= 1 << 31:
-        raise DataError(f"a trace can keep at most 2**31 - 1 logits, got {kept.size}: keep fewer per position")
+    if (wrong := misshapen(trace)) is not None:
+        raise DataError(wrong)
     if not math.isfinite(trace.created_at_seconds):
         raise DataError(f"created_at_seconds must be finite, got {trace.created_at_seconds}")
     try:
