@@ -210,7 +210,7 @@ def collect_log(
         StoreError: the store cannot be written; the lines since the last flush are read again the next time.
     """
     report = report or CollectionReport()
-    started, kept = time.perf_counter(), 0
+    started, kept, too_long = time.perf_counter(), 0, log.too_long
     try:
         for line in log.lines():
             traces = _traces_of(line, reader, domain, report) if line.strip() else []
@@ -225,6 +225,8 @@ def collect_log(
                 break
     finally:
         report.seconds += time.perf_counter() - started
+        for _ in range(log.too_long - too_long):
+            report.skip("a line is too long")
         store.flush()
         log.commit()
     return report
