@@ -751,7 +751,7 @@ def test_lines_come_once_however_the_log_grows(data: st.DataObject) -> None:
         patch.setattr(request_log, "LINE_BYTES", 8)
         log, place, found = Path(folder, "log"), Path(folder, "place"), []
         log.touch()
-        reader = LogReader(log, place)
+        reader = opened(log, place)
         for start, end in pairwise([0, *cuts, len(text)]):
             append(log, text[start:end])
             stop_after = data.draw(st.integers(0, 3))
@@ -763,10 +763,8 @@ def test_lines_come_once_however_the_log_grows(data: st.DataObject) -> None:
                     break
             reader.commit()
             if data.draw(st.booleans()):
-                reader.close()
-                reader = LogReader(log, place)
+                reader = opened(log, place)
         found += read(reader)
-        reader.close()
     assert found == [line for line in lines if len(line) <= 8]
 
 
