@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 MOST_KEYS = 4096  # traces remembered
 MOST_REASONS = 64  # counted apart; reasons come from strangers' data
-MOST_IN_A_ROW = 4  # traces set aside with none between them that could be learned from
+MOST_IN_A_ROW = 32  # traces set aside with none between them that could be learned from
 OF_MEMORY = ("out of memory", "not enough memory", "allocate memory", "memory allocation")
 TOLERANCE = 1e-2  # of logits in half precision that should be at most 0
 

@@ -126,10 +126,10 @@ def test_requests_that_fail_one_after_the_other_are_not_set_aside_for_ever(
     updater = Updater(models.pair()[1], replace(CONFIG, replay_fraction=0.0))
     with monkeypatch.context() as patch:  # all but the simplest
         patch.setattr(Updater, "_loss", fails_on(lambda batch: any(len(t) > 1 for t in batch), MemoryError))
-        for trace in traces[:MOST_IN_A_ROW]:
-            taught(updater, [trace])
+        for i in range(MOST_IN_A_ROW):
+            taught(updater, [replace(traces[0], created_at_seconds=100.0 + i)])
         with pytest.raises(MemoryError):
-            taught(updater, [traces[MOST_IN_A_ROW]])
+            taught(updater, [traces[4]])
         with pytest.raises(MemoryError):
             taught(updater, traces[5:8])
     assert sum(updater.set_aside.counts.values()) == MOST_IN_A_ROW
