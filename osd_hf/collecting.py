@@ -24,6 +24,7 @@ __all__ = ["CollectionReport", "collect", "collect_log"]
 
 MOST_FAILURES = 8  # requests in a row that may fail before it is for a reason of all
 STOP_SECONDS = 0.2  # within which a collection heeds who stops it
+MOST_REASONS = 256  # counted apart, as servers may say something else each time
 GRACE_SECONDS = 5.0  # for requests under way when a collection ends early
 
 
@@ -63,7 +64,10 @@ class CollectionReport:
 
     def skip(self, reason: str) -> None:
         """Count what is left out."""
-        self.skipped[self._reasons.setdefault(re.sub(r"[0-9a-f]*\d[0-9a-f]*", "#", reason), reason)] += 1
+        kind = re.sub(r"[0-9a-f]*\d[0-9a-f]*", "#", reason)
+        if kind not in self._reasons and len(self._reasons) >= MOST_REASONS:
+            kind = reason = "other reasons"
+        self.skipped[self._reasons.setdefault(kind, reason)] += 1
 
 
 def collect(

@@ -1076,3 +1076,11 @@ def test_the_torn_end_of_a_rotated_log_is_counted(log: Path, tmp_path: Path) -> 
     append(log, "three\n")
     assert read(reader) == []  # it may still be written to
     assert read(reader) == ["tw", "three"]
+
+
+def test_reasons_without_bound_are_counted_in_one() -> None:
+    report = CollectionReport()
+    for i in range(1000):
+        report.skip("".join(chr(ord("g") + int(digit)) for digit in str(i)))
+    assert len(report.skipped) <= 257
+    assert sum(report.skipped.values()) == 1000
