@@ -119,7 +119,7 @@ class ResponseReader:
             raise DataError("the response has other kinds of values than expected") from error
 
     def _when(self, created: Any) -> float:
-        """The server's time of an answer, or ours: by a time in milliseconds, or by zero, ages would be judged wrong."""
+        """The server's time of an answer, or ours: by milliseconds, or by zero, ages would be judged wrong."""
         now = self.clock()
         is_known = type(created) in (int, float) and now - PAST_SECONDS <= created <= now + FUTURE_SECONDS
         return float(created) if is_known else now
