@@ -16,8 +16,8 @@ MOST_DOMAINS = 1024  # with a sample of their own; labels may be anybody's
 class ReplayBuffer:
     """
     Requests learned from, a reservoir (Vitter's algorithm R) per domain: each keeps a uniform sample of all requests
-    that its domain has had, however long ago; domains beyond the first 1024 share one. When all of them together are over the capacity, the largest gives way,
-    so that a domain that went away is still there when it comes back.
+    that its domain has had, however long ago; domains beyond the first 1024 share one. When all of them together are
+    over the capacity, the largest gives way, so that a domain that went away is still there when it comes back.
 
     Args:
         capacity (`int`):
