@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 import numpy as np
 
@@ -10,12 +10,14 @@ from osd_hf.records import Trace
 
 __all__ = ["ReplayBuffer"]
 
+MOST_DOMAINS = 1024  # with a sample of their own; labels may be anybody's
+
 
 class ReplayBuffer:
     """
     Requests learned from, a reservoir (Vitter's algorithm R) per domain: each keeps a uniform sample of all requests
-    that its domain has had, however long ago. When all of them together are over the capacity, the largest gives way,
-    so that a domain that went away is still there when it comes back.
+    that its domain has had, however long ago; domains beyond the first 1024 share one. When all of them together are
+    over the capacity, the largest gives way, so that a domain that went away is still there when it comes back.
 
     Args:
         capacity (`int`):
@@ -32,8 +34,9 @@ class ReplayBuffer:
 
     def append(self, trace: Trace) -> None:
         """Take one request in; one of the largest domain may have to go for it, or it itself."""
-        kept = self._kept.setdefault(trace.domain, [])
-        self.seen[trace.domain] = self.seen.get(trace.domain, 0) + 1
+        domain = self._domain(trace)
+        kept = self._kept.setdefault(domain, [])
+        self.seen[domain] = self.seen.get(domain, 0) + 1
         if len(self) < self.capacity:
             kept.append(trace)
             return
@@ -43,9 +46,13 @@ class ReplayBuffer:
             kept.append(trace)
             largest.pop(int(self.rng.integers(len(largest))))
         else:
-            place = int(self.rng.integers(self.seen[trace.domain]))
+            place = int(self.rng.integers(self.seen[domain]))
             if place < len(kept):
                 kept[place] = trace
+
+    def _domain(self, trace: Trace) -> str | None:
+        """Whose sample a request belongs to: with labels beyond the most there may be, that of those without one."""
+        return trace.domain if trace.domain in self.seen or len(self.seen) < MOST_DOMAINS else None
 
     def extend(self, traces: Iterable[Trace]) -> None:
         """Take several in, in order."""
@@ -63,10 +70,15 @@ class ReplayBuffer:
         self.seen = {domain: int(count) for domain, count in seen}
         self._kept = {domain: [] for domain in self.seen}
         for trace in traces:
-            self._kept.setdefault(trace.domain, []).append(trace)
+            self._kept.setdefault(self._domain(trace), []).append(trace)
         while len(self) > self.capacity:  # of a larger buffer
             largest = max(self._kept.values(), key=len)
             largest.pop(int(self.rng.integers(len(largest))))
+
+    def discard(self, traces: Container[Trace]) -> None:
+        """Let go of requests that are among these."""
+        for kept in self._kept.values():
+            kept[:] = [trace for trace in kept if trace not in traces]
 
     def clear(self) -> None:
         """Forget everything."""

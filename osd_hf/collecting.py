@@ -25,6 +25,7 @@ __all__ = ["CollectionReport", "collect", "collect_log"]
 
 MOST_FAILURES = 8  # requests in a row that may fail before it is for a reason of all
 STOP_SECONDS = 0.2  # within which a collection heeds who stops it
+MOST_REASONS = 256  # counted apart, as servers may say something else each time
 GRACE_SECONDS = 5.0  # for requests under way when a collection ends early
 
 
@@ -65,7 +66,10 @@ class CollectionReport:
     def skip(self, reason: str) -> None:
         """Count what is left out."""
         reason = without_credentials(reason)
-        self.skipped[self._reasons.setdefault(re.sub(r"[0-9a-f]*\d[0-9a-f]*", "#", reason), reason)] += 1
+        kind = re.sub(r"[0-9a-f]*\d[0-9a-f]*", "#", reason)
+        if kind not in self._reasons and len(self._reasons) >= MOST_REASONS:
+            kind = reason = "other reasons"
+        self.skipped[self._reasons.setdefault(kind, reason)] += 1
 
 
 def collect(
@@ -212,7 +216,7 @@ def collect_log(
         StoreError: the store cannot be written; the lines since the last flush are read again the next time.
     """
     report = report or CollectionReport()
-    started, kept = time.perf_counter(), 0
+    started, kept, too_long = time.perf_counter(), 0, log.too_long
     try:
         for line in log.lines():
             traces = _traces_of(line, reader, domain, report) if line.strip() else []
@@ -227,6 +231,8 @@ def collect_log(
                 break
     finally:
         report.seconds += time.perf_counter() - started
+        for _ in range(log.too_long - too_long):
+            report.skip("a line is too long")
         store.flush()
         log.commit()
     return report

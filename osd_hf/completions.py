@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ __all__ = ["ResponseReader", "unwrapped"]
 
 ID_PREFIX = "token_id:"  # with which vLLM writes a token that is asked for as its id
 TOLERANCE = 1e-3  # of a row's sum, and of two log-probs that tie
+# A server's time is believed from ten years before ours to a minute after it: logs may be old, clocks differ a little.
+PAST_SECONDS, FUTURE_SECONDS = 10 * 365 * 86_400.0, 60.0
 # Settings of a request that make its tokens others than the target's own choice, with the values that change nothing;
 # those of vLLM, SGLang and llama.cpp.
 SHAPING: dict[str, tuple[Any, ...]] = {
@@ -71,11 +73,14 @@ class ResponseReader:
             Entries kept per position (K); a response must have as many.
         eos_token_ids (`Sequence[int]`, *optional*):
             That end an answer; what a response ends with is added to them.
+        clock (`Callable[[], float]`, *optional*, defaults to `time.time`):
+            Now, in Unix seconds: the time of a trace where the server's cannot be believed.
     """
 
     vocab_size: int
     num_logprobs: int
     eos_token_ids: Sequence[int] = ()
+    clock: Callable[[], float] = time.time
 
     def traces(
         self,
@@ -107,12 +112,17 @@ class ResponseReader:
             choices, created = response["choices"], response.get("created")
             if not choices:
                 raise DataError("the response has no choices")
-            when = float(created) if isinstance(created, int | float) and math.isfinite(created) else time.time()
-            return [self._trace(choice, response, request or {}, domain, when) for choice in choices]
+            return [self._trace(choice, response, request or {}, domain, self._when(created)) for choice in choices]
         except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
             if isinstance(error, DataError):
                 raise
             raise DataError("the response has other kinds of values than expected") from error
+
+    def _when(self, created: Any) -> float:
+        """The server's time of an answer, or ours: by milliseconds, or by zero, ages would be judged wrong."""
+        now = self.clock()
+        is_known = type(created) in (int, float) and now - PAST_SECONDS <= created <= now + FUTURE_SECONDS
+        return float(created) if is_known else now
 
     def _trace(
         self, choice: Any, response: Mapping[str, Any], request: Mapping[str, Any], domain: str | None, when: float
@@ -213,6 +223,8 @@ class ResponseReader:
         sampling["do_sample"] = True
         for name, processor, nothing in WARPERS:
             if (value := request.get(name)) is not None and value not in nothing:
+                if type(value) not in (int, float) or not math.isfinite(value):
+                    raise DataError(f"its {name} is no number")
                 sampling[name] = value
                 sampling["processors"].append(processor)
         return sampling

@@ -32,6 +32,8 @@ class ServingDraft:
             Whose weights it holds, and which.
         is_written (`bool`, defaults to `True`):
             Whether it holds them whole.
+        is_spoiled (`bool`, defaults to `False`):
+            Whether what is being written now is not to be trusted any more.
         leases (`int`, defaults to 0):
             Requests that use it now.
         used (`int`, defaults to 0):
@@ -43,6 +45,7 @@ class ServingDraft:
     domain: str | None = None
     version: int = 0
     is_written: bool = True
+    is_spoiled: bool = False
     leases: int = 0
     used: int = 0
 
@@ -62,7 +65,8 @@ def ready_to_serve(draft: Any, config: OnlineConfig) -> Any:
 
 class Copies:
     """
-    Copies of one base model, with the weights of different drafts and versions. Not locked: its owner is.
+    Copies of one base model, with the weights of different drafts and versions. Not locked: its owner is, for all but
+    [`~Copies.fill`], which takes long.
 
     Args:
         base (`PreTrainedModel`):
@@ -91,16 +95,38 @@ class Copies:
         """Whether a model is, or was, one of these."""
         return model in self._made
 
-    def ready(self, domain: str | None, version: int, snapshot: Snapshot) -> ServingDraft:
-        """One that holds these weights; written now where none does."""
+    def find(self, domain: str | None, version: int | None = None) -> ServingDraft | None:
+        """One that holds these weights, or any of the domain's; `None` where none does."""
         for serving in self.held:
-            if (serving.domain, serving.version) == (domain, version) and serving.is_written:
+            if serving.domain == domain and version in (None, serving.version) and serving.is_written:
                 return serving
+        return None
+
+    def reserve(self, domain: str | None, version: int) -> ServingDraft:
+        """One to be filled with these weights, leased to who fills it; its place counts from now on."""
         serving = self._free(domain)
-        serving.domain, serving.version, serving.is_written = domain, version, False
-        self._write(snapshot, serving.model)
-        serving.is_written = True
+        serving.domain, serving.version = domain, version
+        serving.is_written = serving.is_spoiled = False
+        serving.leases += 1
         return serving
+
+    def fill(self, serving: ServingDraft, snapshot: Snapshot) -> None:
+        """Copy and write what was reserved, outside of any lock. Behind it, by error too, comes
+        [`~Copies.filled`]."""
+        if serving.model is None:
+            model = self.another()
+            self._write(snapshot, model)
+            serving.drafting, serving.model = self._draft_with(model), model
+        else:
+            self._write(snapshot, serving.model)
+
+    def filled(self, serving: ServingDraft, *, is_whole: bool) -> None:
+        """It may serve now, unless it was spoiled meanwhile; what could not be made is let go."""
+        if serving.model is None:
+            self.held.remove(serving)
+            return
+        self._made.add(serving.model)
+        serving.is_written = is_whole and not serving.is_spoiled
 
     def _free(self, domain: str | None) -> ServingDraft:
         """One that nobody holds: of the same domain, or a new one, or the one that was not used for longest."""
@@ -110,9 +136,7 @@ class Copies:
             return same[0]
         if free and len(self.held) >= self._most():
             return min(free, key=lambda serving: serving.used)
-        model = self.another()
-        self._made.add(model)
-        self.held.append(ServingDraft(model, self._draft_with(model), domain, is_written=False))
+        self.held.append(ServingDraft(None, None, domain, is_written=False))
         return self.held[-1]
 
     def another(self) -> Any:
@@ -124,7 +148,7 @@ class Copies:
         """What these models hold is not to be trusted; they are written anew before they serve again."""
         for serving in self.held:
             if everything or serving.domain == domain:
-                serving.is_written = False
+                serving.is_written, serving.is_spoiled = False, True
 
     def trim(self, is_newest: Callable[[ServingDraft], bool]) -> None:
         """Let go what overlapping requests made, and what is over the limit."""

@@ -101,7 +101,8 @@ class CompiledDraft:
 
     def __init__(self, draft: Any) -> None:
         self.draft = draft
-        self._compiled: dict[int, _Compiled | None] = {}  # by size of cache; `None` where compiling failed
+        # By size of cache; `None` where compiling failed, and while it is under way.
+        self._compiled: dict[int, _Compiled | None] = {}
         self._made_for: tuple[Any, ...] = ()
         self._lock = threading.Lock()
         in_child(self, renewing(_lock=threading.Lock))
@@ -118,7 +119,8 @@ class CompiledDraft:
 
     @torch.inference_mode()
     def forward(self, tokens: int) -> DraftForward:
-        """The forward of one request that feeds at most `tokens` tokens."""
+        """The forward of one request that feeds at most `tokens` tokens. Where it has to be compiled first, this
+        request waits for it; others are drafted eagerly meanwhile."""
         draft = self.draft
         size = max(SMALLEST_STATIC_CACHE, 1 << (tokens - 1).bit_length())
         # Compiled code and caches have the dtype that they were made with.
@@ -127,9 +129,13 @@ class CompiledDraft:
         with self._lock:
             if self._made_for != (draft.dtype, draft.device):
                 self._compiled, self._made_for = {}, (draft.dtype, draft.device)
-            if size not in self._compiled:
-                self._compiled[size] = self._compile(size)
-            compiled = self._compiled[size]
+            made, is_new = self._compiled, size not in self._compiled
+            if is_new:
+                made[size] = None
+        if is_new:  # no lock is held meanwhile
+            made[size] = self._compile(size)
+        with self._lock:
+            compiled = made[size]
             if compiled is None:
                 return DraftForward(draft)
             cache = compiled.free.pop() if compiled.free else self._new_cache(size)

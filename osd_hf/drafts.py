@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Container, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from osd_hf.config import OnlineConfig
 from osd_hf.copies import Copies, ServingDraft, ready_to_serve
 from osd_hf.drafting import LeanDrafting
 from osd_hf.errors import ConfigError, StateError
-from osd_hf.forks import in_child, renewing
+from osd_hf.forks import in_child
 from osd_hf.pacing import Pacer
 from osd_hf.publishing import read_drafts, write_drafts
 from osd_hf.snapshots import Snapshot, adapter_state, is_finite, learning_context, write_snapshot
@@ -70,8 +70,8 @@ class DomainDrafts:
         self._source = base if per_domain or peft_config is not None else draft  # what learners start from
         self._template = make_template(self._source, peft_config, self.config.seed, per_domain=per_domain)
         self.pacer = Pacer()
-        self._lock = threading.RLock()
-        in_child(self, renewing(_lock=threading.RLock))
+        self._renew()
+        in_child(self, DomainDrafts._renew)
         self._clock = 0
         self._learned: dict[str | None, _Learned] = {}
         self._updaters: dict[str | None, Updater] = {}
@@ -91,6 +91,12 @@ class DomainDrafts:
         return LeanDrafting(model, k, compile_draft=compiled, pacer=self.pacer)
 
     # --- who serves -------------------------------------------------------------------------------------------------
+
+    def _renew(self) -> None:
+        """The locks; anew in a forked child, where nobody makes what others were making."""
+        self._lock = threading.RLock()  # held over no copy and no write of a model
+        self._made = threading.Condition(self._lock)
+        self._making: set[str | None] = set()  # drafts of which a version is being made ready
 
     def admit(self, domain: str | None) -> bool:
         """Whether a request of this domain teaches a draft: any where one is shared; otherwise one of a named domain,
@@ -127,22 +133,18 @@ class DomainDrafts:
 
     @contextlib.contextmanager
     def lease(self, domain: str | None = None) -> Iterator[ServingDraft]:
-        """The draft of a domain, in its newest version; its weights stay as they are inside the `with` block."""
-        with self._lock:
-            try:
-                serving = self._ready(self.key(domain))
-            except Exception:  # out of memory, for one: the answer must not suffer
-                logger.exception("The draft of %r cannot be made ready; another version serves.", domain)
-                serving = self._copies.base
-            serving.leases += 1
-            self._clock += 1
-            serving.used = self._clock
+        """The draft of a domain, in its newest version; its weights stay as they are inside the `with` block. Where it
+        has to be made ready first, only requests of the same draft wait for it."""
+        try:
+            serving = self._leased(domain)
+        except Exception:  # out of memory, for one: the answer must not suffer
+            logger.exception("The draft of %r cannot be made ready; another version serves.", domain)
+            with self._lock:
+                serving = self._used(self._copies.find(self.key(domain)) or self._copies.base)
         try:
             yield serving
         finally:
-            with self._lock:
-                serving.leases -= 1
-                self._trim()
+            self._release(serving)
 
     @property
     def base(self) -> Any:
@@ -151,8 +153,9 @@ class DomainDrafts:
 
     def model(self, domain: str | None = None) -> Any:
         """The model that requests of a domain are served with now, an ordinary transformers model."""
-        with self._lock:
-            return self._ready(self.key(domain)).model
+        serving = self._leased(domain)
+        self._release(serving)
+        return serving.model
 
     def owns(self, model: Any) -> bool:
         """Whether a model is one of those that serve."""
@@ -164,12 +167,61 @@ class DomainDrafts:
             learned = self._learned.get(self.key(domain))
             return 0 if learned is None else learned.version
 
-    def _ready(self, key: str | None) -> ServingDraft:
-        """A model that holds the newest version of a draft."""
-        learned = self._learned.get(key)
-        if learned is None or (self.per_domain and learned.version == 0):
-            return self._copies.base  # an adapter that has learned nothing changes nothing
-        return self._copies.ready(key, learned.version, learned.snapshot)
+    def _leased(self, domain: str | None) -> ServingDraft:
+        """A model that holds the newest version of a draft, leased; made ready now where none does."""
+        while True:
+            with self._lock:
+                key = self.key(domain)
+                learned = self._learned.get(key)
+                if learned is None or (self.per_domain and learned.version == 0):
+                    return self._used(self._copies.base)  # an adapter that has learned nothing changes nothing
+                found = self._copies.find(key, learned.version)
+                if found is not None:
+                    return self._used(found)
+                if key in self._making:
+                    self._made.wait()
+                    continue
+                serving = self._reserved(key, learned.version)
+            self._fill(serving, learned)
+            with self._lock:
+                if serving.is_written and self._learned.get(key) is learned:
+                    return serving
+            self._release(serving)
+
+    def _reserved(self, key: str | None, version: int) -> ServingDraft:
+        """A model to be filled with the weights of a version, leased; inside the lock. One thread at a time fills
+        those of one draft."""
+        serving = self._copies.reserve(key, version)
+        self._making.add(key)
+        return self._used(serving, leases=0)
+
+    def _fill(self, serving: ServingDraft, learned: _Learned, *, promoted: bool = False) -> None:
+        """Fill what was reserved, outside of the lock; where it is promoted, it serves from then on."""
+        key, is_whole = serving.domain, False
+        try:
+            self._copies.fill(serving, learned.snapshot)
+            is_whole = True
+        finally:
+            with self._lock:
+                self._copies.filled(serving, is_whole=is_whole)
+                if is_whole and promoted:
+                    before = self._learned[key]
+                    self._learned[key] = replace(learned, previous=(before.version, before.snapshot))
+                elif not is_whole:
+                    self._release(serving)
+                self._making.discard(key)
+                self._made.notify_all()
+
+    def _used(self, serving: ServingDraft, *, leases: int = 1) -> ServingDraft:
+        serving.leases += leases
+        self._clock += 1
+        serving.used = self._clock
+        return serving
+
+    def _release(self, serving: ServingDraft) -> None:
+        with self._lock:
+            serving.leases -= 1
+            self._trim()
 
     def _trim(self) -> None:
         self._copies.trim(lambda s: s.domain in self._learned and self._learned[s.domain].version == s.version)
@@ -217,12 +269,12 @@ class DomainDrafts:
             updater = Updater(source, self.config, accelerator)
         else:
             updater = Updater(self._source, self.config, accelerator)
+        if self.per_domain and self._template is None:  # the base is there, and stays
+            original = {name: p.detach() for name, p in self.base.named_parameters() if name in updater.averaged}
+        else:
+            original = self._cast(updater.snapshot())
         with self._lock:
             learned = self._learned.setdefault(domain, _Learned(0, {}))
-            if self.per_domain and self._template is None:  # the base is there, and stays
-                original = {name: p.detach() for name, p in self.base.named_parameters() if name in updater.averaged}
-            else:
-                original = self._cast(updater.snapshot())
             self._originals[domain] = original
             learned.snapshot = learned.snapshot or original
             self._updaters[domain] = updater
@@ -270,15 +322,14 @@ class DomainDrafts:
             return self._learned[domain].previous
 
     def promote(self, domain: str | None, version: int, snapshot: Snapshot) -> None:
-        """Let a version serve, from the next request on; those that are running keep theirs."""
+        """Let a version serve, from the next request on; those that are running keep theirs. It is made ready before
+        it is known, so that requests draft with the version before it meanwhile."""
         with self._lock:
-            before = self._learned[domain]
-            self._learned[domain] = _Learned(version, snapshot, (before.version, before.snapshot))
-            try:
-                self._changed(domain)
-            except BaseException:
-                self._learned[domain] = before
-                raise
+            self._made.wait_for(lambda: domain not in self._making)
+            serving = self._reserved(domain, version)
+        self._fill(serving, _Learned(version, snapshot), promoted=True)
+        self._release(serving)
+        self._draft_changed(domain)
 
     def original(self, domain: str | None) -> Snapshot:
         """Weights of version 0: nothing learned."""
@@ -294,13 +345,11 @@ class DomainDrafts:
                 snapshot = learned.previous[1]
             self._learned[domain] = _Learned(version, snapshot)
             self._copies.spoil(domain)  # it may have gone wrong by itself
-        self._changed(domain)
+        self._release(self._leased(domain))  # now, so that no request waits for it
+        self._draft_changed(domain)
         return self.serving_snapshot(domain)
 
-    def _changed(self, domain: str | None) -> None:
-        with self._lock:
-            self._ready(domain)  # now, so that no request waits for it
-            self._trim()
+    def _draft_changed(self, domain: str | None) -> None:
         self.pacer.draft_changed(domain if self.per_domain else ...)
 
     def tried(self, snapshot: Snapshot) -> Any:
@@ -311,8 +360,7 @@ class DomainDrafts:
         return self._scratch
 
     def _write(self, snapshot: Snapshot, model: Any) -> None:
-        with self._lock:
-            write_snapshot(snapshot, model, self._template)
+        write_snapshot(snapshot, model, self._template)
 
     # --- keeping ----------------------------------------------------------------------------------------------------
 
@@ -329,7 +377,7 @@ class DomainDrafts:
             raise ConfigError(f"The draft of {domain!r} is a full copy, it has no adapter. Save it as a model.")
         from peft import set_peft_model_state_dict
 
-        with self._lock, learning_context():
+        with learning_context():
             model = copy.deepcopy(self._template)
             set_peft_model_state_dict(model, learned.snapshot, adapter_name=str(model.active_adapter))
         return model
@@ -419,4 +467,5 @@ class DomainDrafts:
             }
             self._copies.spoil(everything=True)
         for domain in self.domains:
-            self._changed(domain)
+            self._release(self._leased(domain))
+            self._draft_changed(domain)

@@ -13,7 +13,7 @@ import pyarrow as pa
 from osd_hf.errors import StoreError
 from osd_hf.records import Trace
 from osd_hf.shards import list_shards, open_store, read_table
-from osd_hf.tables import table_to_traces
+from osd_hf.tables import readable_traces
 
 __all__ = ["StoreFollower"]
 
@@ -36,6 +36,8 @@ class StoreFollower:
     Attributes:
         is_waiting (`bool`):
             Whether a shard could not be read just now, and is tried again later.
+        left_out (`Counter[str]`):
+            Shards and requests that cannot be read, by reason.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -48,7 +50,8 @@ class StoreFollower:
         self._unread: list[tuple[int, str, str]] = []
         self._failed: Counter[str] = Counter()
         self.is_waiting = False
-        self._open: tuple[str, list[Trace]] = ("", [])
+        self.left_out: Counter[str] = Counter()
+        self._open: tuple[str, list[Trace | None]] = ("", [])
 
     def take(self, limit: int) -> list[Trace]:
         """
@@ -70,7 +73,11 @@ class StoreFollower:
             begin, first = self._taken.get(writer, (number, 0))
             first = first if begin == number else 0
             part = traces[first : first + limit - len(taken)]
-            taken += part
+            readable = [trace for trace in part if trace is not None]
+            taken += readable
+            if len(readable) < len(part):
+                self.left_out["that cannot be read"] += len(part) - len(readable)
+                logger.warning("Left out: %d requests of %s that cannot be read.", len(part) - len(readable), path)
             is_done = first + len(part) >= len(traces)
             self._taken[writer] = (number + 1, 0) if is_done else (number, first + len(part))
             if is_done:
@@ -102,19 +109,21 @@ class StoreFollower:
                     found.append((int(number[1]), writer, path))
         return found
 
-    def _load(self, path: str) -> list[Trace] | None:
-        """The requests of a shard; `None` where it should be tried again."""
+    def _load(self, path: str) -> list[Trace | None] | None:
+        """The requests of a shard, `None` for one that cannot be read; `None` where it should be tried again."""
         if self._open[0] == path:
             return self._open[1]
         try:
             table = read_table(path)
-            self._open = (path, [] if table is None else table_to_traces(table))
-        except (StoreError, ValueError, TypeError, pa.ArrowException) as error:
+            self._open = (path, [] if table is None else readable_traces(table))
+        except (StoreError, ValueError, TypeError, MemoryError, pa.ArrowException) as error:
             self._failed[path] += 1
             if self._failed[path] < ATTEMPTS:
                 self.is_waiting = True
                 return None
             logger.warning("Left out: %s.", error)
+            del self._failed[path]
+            self.left_out["of shards that cannot be read, counted by shard"] += 1
             self._open = (path, [])
         return self._open[1]
 

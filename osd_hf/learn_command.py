@@ -110,6 +110,8 @@ def learn_command(args: argparse.Namespace) -> int:
     )
     for reason, count in learner.skipped.most_common():
         print(f"left out {count} {reason}", file=out)
+    for reason, count in learner.set_aside.most_common():
+        print(f"set aside {count} {reason}", file=out)
     if not learner.is_pushed:
         print(f"osd-hf: error: the newest version is not pushed to {args.repo_id} yet", file=sys.stderr)
     write_json(args, report)
@@ -183,7 +185,8 @@ def _report(learner: StoreLearner) -> dict[str, Any]:
     sides, latest = _sides(learner), learner.versions.latest
     return {
         "provenance": provenance(), "config": learner.config.to_dict(), "requests": learner.requests,
-        "tokens": learner.tokens, "skipped": dict(learner.skipped), "learning_seconds": learner.learning_seconds,
+        "tokens": learner.tokens, "skipped": dict(learner.skipped), "set_aside": dict(learner.set_aside),
+        "learning_seconds": learner.learning_seconds,
         "versions": learner.published, "latest": None if latest is None else latest.name, "pushed": learner.is_pushed,
         **{f"alpha_{name}": [s.alpha for s in stats] for name, stats in sides.items()},
         **{f"alpha_{name}_last_fifth": _last_fifth(stats).alpha for name, stats in sides.items()},

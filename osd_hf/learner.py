@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -90,6 +90,11 @@ class Learner:
     def updater(self, domain: str | None) -> Updater:
         """What steps for a domain's draft."""
         return self.drafts.updater(domain, self.accelerator)
+
+    @property
+    def set_aside(self) -> Counter[str]:
+        """Requests that made learning fail and are not learned from any more, over all drafts, by reason."""
+        return sum((self.updater(domain).set_aside.counts.copy() for domain in self.drafts.learning), Counter())
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -226,7 +231,9 @@ class Learner:
             gate.dropped = 0
             updater.restart(self.drafts.serving_snapshot(domain))
         self._decided(decision)
-        return replace(report, version=self.drafts.serving_version(domain), decision=decision)
+        set_aside = dict(Counter(report.set_aside) + Counter(updater.set_aside.take_new()))
+        version = self.drafts.serving_version(domain)
+        return replace(report, version=version, decision=decision, set_aside=set_aside)
 
     def _serve(self, lesson: Lesson, version: int, snapshot: Snapshot) -> None:
         self.drafts.promote(lesson.domain, version, snapshot)
@@ -247,18 +254,35 @@ class Learner:
             return GateDecision("dropped", version, serving, domain, "its weights are not finite")
         if not self.config.gate:
             return GateDecision("promoted", version, version, domain, "there is no gate")
-        with self._lock:
-            held_back = list(lesson.gate.held_back)
+        held_back = self._accepted(lesson, lesson.gate.held_back)
         scores = lesson.serving_scores
         unknown = [t for t in held_back if t not in scores or scores[t][0] != serving]
         with self.drafts.lease(domain) as draft:
-            found = yield from self._scored(draft.model, unknown)
-        scores.update({t: (serving, s) for t, s in zip(unknown, found, strict=True)})
+            found = yield from self._scored(lesson, draft.model, unknown)
+        scores.update({t: (serving, s) for t, s in zip(unknown, found, strict=True) if s is not None})
         for gone in scores.keys() - set(held_back):
             del scores[gone]
-        before = [scores[t][1] for t in held_back]
-        after = yield from self._scored(self.drafts.tried(snapshot), held_back)
-        return lesson.gate.judge(version, serving, domain, held_back, before, after)
+        after = yield from self._scored(lesson, self.drafts.tried(snapshot), [t for t in held_back if t in scores])
+        held_back = [t for t in held_back if t in scores]
+        judged = [(t, scores[t][1], a) for t, a in zip(held_back, after, strict=True) if a is not None]
+        self._accepted(lesson, lesson.gate.held_back)
+        sides: Any = zip(*judged, strict=True) if judged else ((), (), ())
+        return lesson.gate.judge(version, serving, domain, *(list(side) for side in sides))
+
+    def _accepted(self, lesson: Lesson, traces: deque[Trace]) -> list[Trace]:
+        """The traces that can be learned from; the others are let go, wherever the lesson has them."""
+        updater = self.updater(lesson.domain)
+        with self._lock:
+            found = list(traces)
+        accepted = [trace for trace in found if updater.accepts(trace)]
+        if len(accepted) < len(found):
+            gate = lesson.gate
+            with self._lock:
+                for kept in (gate.held_back, gate.served, lesson.pending):
+                    for trace in [trace for trace in kept if trace in updater.set_aside]:
+                        kept.remove(trace)
+            updater.forget_set_aside()
+        return accepted
 
     def _watch(self, lesson: Lesson) -> Generator[None, None, None]:
         """Whether the version that serves is accepted as well, on what it has served, as the one before it and as the
@@ -267,21 +291,26 @@ class Learner:
         previous = self.drafts.previous(domain)
         if not self.config.gate or version == 0:
             return
+        served = self._accepted(lesson, lesson.gate.served)
         with self._lock:
-            served = [lesson.gate.served.popleft() for _ in range(len(lesson.gate.served))]
+            lesson.gate.served.clear()
         # A fixed number of drafted tokens makes what happened and what is replayed the same kind of figure.
         if isinstance(self.config.num_assistant_tokens, int) and not any(
             t.is_sampled or t.sampling.get("processors") or "num_assistant_tokens" in t.sampling for t in served
         ):
-            now = [AcceptanceStats.from_trace(t) for t in served]
+            now: list[AcceptanceStats | None] = [AcceptanceStats.from_trace(t) for t in served]
         else:
             with self.drafts.lease(domain) as draft:
-                now = yield from self._scored(draft.model, served)
-        as_it_was = yield from self._scored(self.drafts.tried(self.drafts.original(domain)), served)
+                now = yield from self._scored(lesson, draft.model, served)
+        as_it_was = yield from self._scored(lesson, self.drafts.tried(self.drafts.original(domain)), served)
         before = as_it_was
         if previous is not None and previous[0] != 0:
-            before = yield from self._scored(self.drafts.tried(previous[1]), served)
-        lesson.compared = [*lesson.compared, *zip(before, as_it_was, now, strict=True)][-WATCHED:]
+            before = yield from self._scored(lesson, self.drafts.tried(previous[1]), served)
+        compared = [
+            (b, o, n) for b, o, n in zip(before, as_it_was, now, strict=True) if b is not None and o is not None
+            and n is not None
+        ]  # fmt: skip
+        lesson.compared = [*lesson.compared, *compared][-WATCHED:]
         sides = [[row[side] for row in lesson.compared] for side in range(3)]
         decision = None
         if previous is not None:
@@ -296,13 +325,21 @@ class Learner:
             lesson.serving_scores.clear()
             self._decided(decision)
 
-    def _scored(self, draft: Any, traces: Sequence[Trace]) -> Generator[None, None, list[AcceptanceStats]]:
-        k = self.config.num_assistant_tokens
-        scores: list[AcceptanceStats] = []
+    def _scored(
+        self, lesson: Lesson, draft: Any, traces: Sequence[Trace]
+    ) -> Generator[None, None, list[AcceptanceStats | None]]:
+        """What a draft makes of each trace; `None` of one that cannot be replayed and was set aside."""
+        updater, k = self.updater(lesson.domain), self.config.num_assistant_tokens
+        scores: list[AcceptanceStats | None] = []
         for first in range(0, len(traces), self._scored_at_once):
             part = traces[first : first + self._scored_at_once]
-            scores += replay_each(draft, part, k if isinstance(k, int) else FALLBACK_K)
+            scores += yield from updater.set_aside.isolate(
+                lambda those: replay_each(draft, those, k if isinstance(k, int) else FALLBACK_K),
+                part, updater.readable,
+            )  # fmt: skip
             yield
+        if None in scores:
+            updater.forget_set_aside()
         return scores
 
     # --- keeping ----------------------------------------------------------------------------------------------------
@@ -328,6 +365,7 @@ class Learner:
                         "seen": [] if updater is None else list(updater.buffer.seen.items()),
                         "traces": traces,
                         "updater": None if updater is None else updater.state_dict(),
+                        "set_aside": None if updater is None else updater.set_aside.state_dict(),
                     }
                 )
         return states
@@ -353,9 +391,12 @@ class Learner:
         self.drafts.forget(before - {state["domain"] for state, _ in learners}, self.drafts.domains)
         for state, updater in learners:
             updater.load_state_dict(state["updater"])
-            updater.buffer.restore(state["traces"]["replayed"], state["seen"])
+            updater.set_aside.load_state_dict(state.get("set_aside"))
+            kept = {group: [t for t in traces if updater.accepts(t)] for group, traces in state["traces"].items()}
+            state["traces"] = kept
+            updater.buffer.restore(kept["replayed"], state["seen"])
             updater.new.clear()
-            updater.new.extend(state["traces"]["waiting"])
+            updater.new.extend(kept["waiting"])
         with self._lock:
             self.lessons = {state["domain"]: self._lesson(state) for state in states}
 

@@ -19,12 +19,14 @@ logger = logging.getLogger(__name__)
 
 HEAD_BYTES = 1024  # of a log, by which it is known again
 LOG_BYTES = 1 << 20  # read at once
+LINE_BYTES = 1 << 27  # of one line: an answer of a hundred thousand tokens with twenty log-probs each
 
 
 class LogReader:
     """
-    New whole lines of a growing log. A line without its end is left until it has one; a log that was rotated away is
-    read to its end before the new one is begun.
+    New whole lines of a growing log. A line without its end is left until it has one, and what has come of it is not
+    read again until then; one longer than 128 MiB is passed over, so that no line takes more memory than that. A log
+    that was rotated away is read to its end before the new one is begun.
 
     Args:
         path (`Path`):
@@ -39,12 +41,17 @@ class LogReader:
     Attributes:
         has_rest (`bool`):
             Whether there was a line without its end behind the last whole one.
+        too_long (`int`):
+            Lines passed over because they are too long.
     """
 
     def __init__(self, path: Path, place: Path | None = None) -> None:
         self.path, self.place = path, place
-        self.offset = self._end = 0
-        self.has_rest = False
+        self.has_rest, self.too_long = False, 0
+        # Of the line that comes next: where it starts and how far its end has been searched for; whether it is passed
+        # over, and whether there is something in it.
+        self.offset = self._end = self._start = self._searched = 0
+        self._is_inside = self._has_text = False
         self._head = b""
         self._was_seen_rotated = False
         self._lock: FileLock | None = None
@@ -83,7 +90,8 @@ class LogReader:
             return
         head = self._file.read(length)
         if hashlib.sha256(head).hexdigest() == digest and offset <= os.fstat(self._file.fileno()).st_size:
-            self.offset, self._head = offset, head
+            self._head = head
+            self._begin(offset, is_inside=kept.get("is_inside") is True)
         else:
             logger.warning(
                 "%s is another file than the one that was read before: it is read from its start, and what the other "
@@ -102,29 +110,65 @@ class LogReader:
         if self.has_rest:  # nobody writes its end any more
             self._file.seek(self.offset)
             self._end = self.offset
-            yield self._file.read()
+            yield self._file.read(self._searched - self.offset)
         try:
             file = self.path.open("rb")
         except OSError:  # gone again, or not to be read yet
             return
         self._file.close()
-        self._file, self.offset, self._head, self._was_seen_rotated = file, 0, b"", False
+        self._file, self._head, self._was_seen_rotated = file, b"", False
+        self._begin(0)
         yield from self._whole_lines()
 
     def _whole_lines(self) -> Iterator[bytes]:
+        size = os.fstat(self._file.fileno()).st_size
         self._file.seek(0)
-        if os.fstat(self._file.fileno()).st_size < self.offset or self._file.read(len(self._head)) != self._head:
-            self.offset = 0  # it was emptied in place, and may have grown since
-        self._file.seek(self.offset)
-        rest = b""
-        while block := self._file.read(LOG_BYTES):
-            *whole, rest = (rest + block).split(b"\n")
-            for line in whole:
-                self._end = self.offset + len(line) + 1
-                yield line
+        if size < self.offset or self._file.read(len(self._head)) != self._head:
+            self._begin(0)  # it was emptied in place, and may have grown since
+        elif self._start != self.offset or size < self._searched:
+            self._begin(self.offset, is_inside=self._is_inside)
+        while True:
+            self._file.seek(self._searched)
+            at = self._searched
+            *ended, rest = self._file.read(LOG_BYTES).split(b"\n")
+            for piece in ended:
+                line = self._line(at, piece)
+                at += len(piece) + 1
+                self._start = self._searched = self._end = at
+                self._is_inside = self._has_text = False
+                if line is not None:
+                    yield line
                 self.offset = self._end
-        self.has_rest = bool(rest.strip())
+            if not rest and not ended:
+                break
+            self._searched = at + len(rest)
+            self._has_text = self._has_text or bool(rest.strip())
+            if self._is_inside or self._is_too_long(self._searched):
+                self.offset = self._end = self._start = self._searched
+                self._is_inside = True
+        self.has_rest = self._has_text and not self._is_inside
         self._head = self._read_head()
+
+    def _begin(self, offset: int, *, is_inside: bool = False) -> None:
+        """Go on at a line's start, or inside a line that is passed over."""
+        self.offset = self._end = self._start = self._searched = offset
+        self._is_inside, self._has_text = is_inside, False
+
+    def _line(self, at: int, piece: bytes) -> bytes | None:
+        """The line that ends with this piece, which stands at a place of the file; `None` of one too long."""
+        if self._is_inside or self._is_too_long(at + len(piece)):
+            return None
+        if self._start == at:
+            return piece
+        self._file.seek(self._start)
+        return self._file.read(at - self._start) + piece
+
+    def _is_too_long(self, end: int) -> bool:
+        if end - self._start <= LINE_BYTES:
+            return False
+        self.too_long += 1
+        logger.warning("Left out: a line of %s longer than %d bytes.", self.path, LINE_BYTES)
+        return True
 
     def _is_rotated(self) -> bool:
         """Whether another file has the name now."""
@@ -153,7 +197,10 @@ class LogReader:
         if self.place is None:
             return
         head = self._read_head()
-        kept = {"head_bytes": len(head), "head_sha256": hashlib.sha256(head).hexdigest(), "offset": self.offset}
+        kept = {
+            "head_bytes": len(head), "head_sha256": hashlib.sha256(head).hexdigest(), "offset": self.offset,
+            "is_inside": self._is_inside and self.offset == self._start,
+        }  # fmt: skip
         with store_errors("write", self.place):
             write_whole(self.place, json.dumps(kept).encode())
 

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -20,8 +21,9 @@ from numpy.typing import NDArray
 
 from osd_hf.errors import ConfigError, DataError, StoreError
 from osd_hf.records import Trace
-from osd_hf.shards import Folder, read_table
+from osd_hf.shards import Folder, Shard, read_table
 from osd_hf.tables import SCHEMA, table_to_traces, traces_to_table
+from osd_hf.trace_faults import misshapen
 
 if TYPE_CHECKING:
     import datasets
@@ -31,6 +33,55 @@ __all__ = ["CorrectionStore", "table_to_traces", "traces_to_table"]
 logger = logging.getLogger(__name__)
 
 FLUSH_BYTES = 32 << 20
+HOLD_SECONDS = 3600.0  # for which a clock that leapt must go on before anything is deleted by it
+
+
+def _steady_seconds() -> float:
+    """Seconds that nobody sets, those in which the machine sleeps included where the system counts them."""
+    if hasattr(time, "CLOCK_BOOTTIME"):
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+    return time.monotonic()
+
+
+class _Calendar:
+    """
+    Now, as far as it may be deleted by. A wall clock may be set wrong for a while, and what was deleted by it does not
+    come back. So a leap of the wall clock against a steady one counts only when the wall clock has gone on from there
+    for a while; until then time goes on by the steady one.
+
+    Args:
+        clock (`Callable[[], float]`), steady (`Callable[[], float]`):
+            In seconds: the wall clock, and one that is never set.
+        most (`float`):
+            Seconds by which the two may differ.
+        hold (`float`):
+            Seconds for which a leap is not believed.
+    """
+
+    def __init__(self, clock: Callable[[], float], steady: Callable[[], float], most: float, hold: float) -> None:
+        self.clock, self.steady, self.most, self.hold = clock, steady, most, hold
+        self._ahead = clock() - steady()  # of the wall clock, as it is believed
+        self._leapt: tuple[float, float] | None = None  # how far it is ahead since a leap, and when that was seen
+
+    def doubt(self, last: float) -> None:
+        """The last that is known for certain is a time before now."""
+        self._leapt = (self._ahead, self.steady())
+        self._ahead = last - self.steady()
+        self.now()
+
+    def now(self) -> float:
+        at, wall = self.steady(), self.clock()
+        ahead = wall - at
+        if abs(ahead - self._ahead) > self.most:
+            if self._leapt is None or abs(ahead - self._leapt[0]) > self.most:
+                self._leapt = (ahead, at)
+                logger.warning(
+                    "The clock leapt by %.0f s; for %.0f s nothing is deleted by it.", ahead - self._ahead, self.hold
+                )
+            if at - self._leapt[1] < self.hold:
+                return min(wall, self._ahead + at)
+        self._ahead, self._leapt = ahead, None
+        return wall
 
 
 class _Snapshot:
@@ -84,11 +135,17 @@ class CorrectionStore:
             go; on disk, the oldest shards of any writer. Other processes' unflushed tails are not counted.
         max_age_seconds (`float`, *optional*):
             Traces created longer ago are not read, and each `append` or `flush` deletes them. A shard is deleted with
-            its oldest trace, and spans at most an eighth of this age.
+            its oldest trace, and spans at most an eighth of this age. A time that lies in the future is not believed:
+            that of the append, or of the shard's file, counts. Nor is a clock that leaps by more than an eighth of the
+            age, against a clock that nobody sets or against the newest shard: for an hour (or the age, if shorter) it
+            deletes nothing that would still be kept without the leap.
         flush_every (`int`, defaults to 256):
             Traces in a shard, at most.
         clock (`Callable[[], float]`, *optional*, defaults to `time.time`):
             Now, in Unix seconds.
+        steady (`Callable[[], float]`, *optional*):
+            Seconds of a clock that nobody sets, by which leaps are told; by default the system's where `clock` is, and
+            otherwise `clock`.
 
     Raises:
         [`ConfigError`]: a limit that is not positive.
@@ -103,6 +160,7 @@ class CorrectionStore:
         max_age_seconds: float | None = None,
         flush_every: int = 256,
         clock: Callable[[], float] = time.time,
+        steady: Callable[[], float] | None = None,
     ) -> None:
         limits = {"max_bytes": max_bytes, "max_age_seconds": max_age_seconds, "flush_every": flush_every}
         for name, value in limits.items():
@@ -113,6 +171,7 @@ class CorrectionStore:
         self.max_age_seconds = max_age_seconds
         self.flush_every = flush_every
         self.clock = clock
+        self.steady = steady or (_steady_seconds if clock is time.time else clock)
         self._open()
 
     def _open(self) -> None:
@@ -121,7 +180,19 @@ class CorrectionStore:
         self._tail_nbytes = 0
         self._closed = False
         self._folder = None if self.path is None else Folder(self.path)
+        self._calendar = self._begun_calendar()
         _live_stores.add(self)
+
+    def _begun_calendar(self) -> _Calendar:
+        age = math.inf if self.max_age_seconds is None else self.max_age_seconds
+        calendar = _Calendar(self.clock, self.steady, age / 8, min(HOLD_SECONDS, age))
+        if self._folder is not None and self.max_age_seconds is not None:
+            # What was written just now may have been written by the clock that is in doubt.
+            before = self.clock() - calendar.hold
+            written = [at for shard in self._folder.shards.values() if (at := _written_at(shard)) <= before]
+            if written and self.steady is not self.clock:
+                calendar.doubt(max(written))
+        return calendar
 
     def append(self, trace: Trace) -> None:
         """
@@ -133,6 +204,8 @@ class CorrectionStore:
                 written by a later flush.
         """
         _check(trace)
+        if self.max_age_seconds is not None and trace.created_at_seconds > self.clock() + self.max_age_seconds / 8:
+            trace = replace(trace, created_at_seconds=self.clock())
         with self._lock:
             if self._closed:
                 raise StoreError("the store is closed")
@@ -176,10 +249,14 @@ class CorrectionStore:
                 self._folder.write(self._tail)
                 self._tail, self._tail_nbytes = [], 0
             self._folder.refresh()
+            if self.max_age_seconds is not None:
+                now, cutoff = self.clock(), self._cutoff(self._calendar.now)
+                for shard in [s for s in self._folder.shards.values() if s.oldest > now and _written_at(s) < cutoff]:
+                    self._folder.delete(shard)
         self._enforce()
 
     def _enforce(self) -> None:
-        cutoff = self._cutoff()
+        cutoff = self._cutoff(self._calendar.now)
         expired = 0
         while expired < len(self._tail) and self._tail[expired].created_at_seconds < cutoff:
             expired += 1
@@ -207,8 +284,8 @@ class CorrectionStore:
         self._tail_nbytes -= sum(t.nbytes for t in self._tail[:count])
         del self._tail[:count]
 
-    def _cutoff(self) -> float:
-        return -math.inf if self.max_age_seconds is None else self.clock() - self.max_age_seconds
+    def _cutoff(self, now: Callable[[], float]) -> float:
+        return -math.inf if self.max_age_seconds is None else now() - self.max_age_seconds
 
     @property
     def nbytes(self) -> int:
@@ -228,7 +305,7 @@ class CorrectionStore:
                 self._folder.refresh()
             snapshot = _Snapshot(self._folder, self._tail)
         if self.max_age_seconds is not None:
-            snapshot.keep(snapshot.times >= self._cutoff())
+            snapshot.keep(snapshot.times >= self._cutoff(self.clock))
         return snapshot
 
     def __len__(self) -> int:
@@ -344,31 +421,18 @@ class CorrectionStore:
             self._folder.stop_writing()
 
 
+def _written_at(shard: Shard) -> float:
+    """When a shard's file was written; -inf where it is gone."""
+    try:
+        return os.stat(shard.path).st_mtime
+    except OSError:
+        return -math.inf
+
+
 def _check(trace: Trace) -> None:
     """One bad trace in the tail would spoil every flush, so it is refused before it gets there."""
-    count, kept = len(trace.completion_ids), trace.top_logits
-    ids = [trace.prompt_ids, trace.completion_ids, *(r.drafted_ids for r in trace.rounds)]
-    if trace.decoder_prompt_ids is not None:
-        ids.append(trace.decoder_prompt_ids)
-    if wrong := [f"{a.dtype} {a.shape}" for a in ids if a.dtype.kind not in "iu" or a.ndim != 1]:
-        raise DataError(f"a trace's token ids must be vectors of integers, got {', '.join(wrong)}")
-    probabilities = [a for r in trace.rounds for a in (r.p, r.q) if a is not None]
-    if wrong := [f"{a.dtype} {a.shape}" for a in probabilities if a.dtype != np.float32 or a.ndim != 1]:
-        raise DataError(f"a round's p and q must be vectors of float32, got {', '.join(wrong)}")
-    if kept.ndim != 2 or len(kept) != count or trace.top_ids.shape not in (kept.shape, (count, 0)):
-        raise DataError(
-            f"a trace of {count} emitted tokens needs as many rows of logits and ids, got {kept.shape} and "
-            f"{trace.top_ids.shape}"
-        )
-    if trace.tail_logprob.shape != (count,):
-        raise DataError(f"tail_logprob must have shape ({count},), got {trace.tail_logprob.shape}")
-    if kept.dtype != np.float16 or trace.tail_logprob.dtype != np.float32 or trace.top_ids.dtype.kind not in "iu":
-        raise DataError(
-            f"top_logits, tail_logprob and top_ids must be float16, float32 and integers, got {kept.dtype}, "
-            f"{trace.tail_logprob.dtype} and {trace.top_ids.dtype}"
-        )
-    if kept.size >= 1 << 31:
-        raise DataError(f"a trace can keep at most 2**31 - 1 logits, got {kept.size}: keep fewer per position")
+    if (wrong := misshapen(trace)) is not None:
+        raise DataError(wrong)
     if not math.isfinite(trace.created_at_seconds):
         raise DataError(f"created_at_seconds must be finite, got {trace.created_at_seconds}")
     try:

@@ -28,7 +28,7 @@ from osd_hf.replay import replay_each
 from osd_hf.session import has_session, load_session, save_session
 from osd_hf.simulate import serve_recorded
 from osd_hf.tracking import log_update
-from osd_hf.updater import UpdateReport
+from osd_hf.updater import UpdateReport, finish
 from osd_hf.versions import VersionFolder
 
 __all__ = ["StoreLearner"]
@@ -82,7 +82,7 @@ class StoreLearner:
         requests (`int`), tokens (`int`):
             Learned from, or judged by, since the session began.
         skipped (`Counter[str]`):
-            What was left out, by reason.
+            What was left out by this run as it does not fit this learner, by reason.
         learned (`deque[AcceptanceStats]`), frozen (`deque[AcceptanceStats]`):
             Of the newest requests of this run: what the version that served at the time, and the draft of the
             beginning, made of them.
@@ -141,6 +141,12 @@ class StoreLearner:
         return self._unpushed is None
 
     @property
+    def set_aside(self) -> Counter[str]:
+        """What cannot be read or learned from, since the session began, by reason; learning goes on without it, and
+        it does not come back."""
+        return self.learner.set_aside + self.follower.left_out
+
+    @property
     def learning_seconds(self) -> float:
         return self.learner.seconds
 
@@ -167,9 +173,18 @@ class StoreLearner:
                 tried again after half a minute.
         """
         taken = self.follower.take(min(limit or TAKEN_AT_ONCE, TAKEN_AT_ONCE))
-        traces = [trace for trace in taken if self._fits(trace)]
+        updater, before = self.learner.updater(None), self.set_aside
+        fitting = [trace for trace in taken if self._fits(trace) and updater.accepts(trace)]
         # Each request has one place in the order of learning, so that counting on is safe where writing fails below.
-        frozen = replay_each(self._draft, traces, self.k)
+        replayed = finish(
+            updater.set_aside.isolate(
+                lambda those: replay_each(self._draft, those, self.k), fitting, updater.readable
+            )
+        )  # fmt: skip
+        found = [(trace, stats) for trace, stats in zip(fitting, replayed, strict=True) if stats is not None]
+        traces, frozen = [trace for trace, _ in found], [stats for _, stats in found]
+        if self.set_aside != before:  # a restart is not to begin with what cannot be learned from
+            self._unsaved_updates = max(self._unsaved_updates, self.config.autosave_interval)
         number = 0
         for moment in serve_recorded(self.learner, traces, self.k):
             if isinstance(moment, UpdateReport):
@@ -309,6 +324,7 @@ class StoreLearner:
         facts = {
             "config": self.config.to_dict(), "requests": self.requests, "tokens": self.tokens,
             "taken": self.follower.state_dict(), "unpublished": waiting, "unpushed": self._unpushed is not None,
+            "left_out": dict(self.follower.left_out),
         }  # fmt: skip
         save_session(self._state, self.learner, facts)
         self._unsaved_updates = 0
@@ -317,6 +333,7 @@ class StoreLearner:
         facts, _ = load_session(state, self.learner)
         try:
             self.follower.load_state_dict(facts["taken"])
+            self.follower.left_out.update(facts.get("left_out", {}))
             self.requests, self.tokens = int(facts["requests"]), int(facts["tokens"])
             self._unpublished = None if facts["unpublished"] is None else GateDecision(**facts["unpublished"])
             self._unpushed = self.versions.latest if facts["unpushed"] and self.repo_id is not None else None

@@ -14,7 +14,15 @@ from numpy.typing import DTypeLike, NDArray
 from osd_hf.errors import StoreError
 from osd_hf.records import DraftRound, Trace, ids_dtype
 
-__all__ = ["SCHEMA", "DICTIONARY_COLUMNS", "SPLIT_COLUMNS", "split_by_bytes", "table_to_traces", "traces_to_table"]
+__all__ = [
+    "SCHEMA",
+    "DICTIONARY_COLUMNS",
+    "SPLIT_COLUMNS",
+    "readable_traces",
+    "split_by_bytes",
+    "table_to_traces",
+    "traces_to_table",
+]
 
 TABLE_BYTES = 1 << 30  # of array data in one record batch, whose list offsets are 32 bits wide
 
@@ -91,8 +99,17 @@ def table_to_traces(table: pa.Table) -> list[Trace]:
             A table with the columns of a store's shards, in any order.
 
     Raises:
-        [`StoreError`]: a column is missing or has another type.
+        [`StoreError`]: a column is missing or has another type, or a row holds no trace.
     """
+    traces = readable_traces(table)
+    whole = [trace for trace in traces if trace is not None]
+    if len(whole) < len(traces):
+        raise StoreError(f"the table holds {len(traces) - len(whole)} rows that are no traces, of {len(traces)}")
+    return whole
+
+
+def readable_traces(table: pa.Table) -> list[Trace | None]:
+    """As of [`table_to_traces`], with `None` for each row that holds no trace: they cost nothing but themselves."""
     if missing := [name for name in SCHEMA.names if name not in table.column_names]:
         raise StoreError(f"the table holds no traces: it lacks {', '.join(missing)}; it has {table.column_names}")
     try:
@@ -100,7 +117,23 @@ def table_to_traces(table: pa.Table) -> list[Trace]:
         table = table if table.schema.equals(SCHEMA) else table.cast(SCHEMA)
     except pa.ArrowException as error:
         raise StoreError(f"the table holds no traces: {error}") from error
-    return [trace for batch in table.to_batches() for trace in _batch_to_traces(batch)]
+    traces: list[Trace | None] = []
+    for batch in table.to_batches():
+        try:
+            traces += _batch_to_traces(batch)
+        except _ODD:
+            traces += [_row_to_trace(batch, i) for i in range(batch.num_rows)]
+    return traces
+
+
+_ODD = (StoreError, ValueError, TypeError, IndexError, OverflowError, RecursionError, pa.ArrowException)
+
+
+def _row_to_trace(batch: Any, row: int) -> Trace | None:
+    try:
+        return _batch_to_traces(batch.take(pa.array([row])))[0]  # alone: what is odd in others is not with it
+    except _ODD:
+        return None
 
 
 def split_by_bytes(traces: Sequence[Trace], limit: int) -> Iterator[Sequence[Trace]]:
@@ -258,7 +291,19 @@ def _batch_to_traces(batch: Any) -> list[Trace]:
         start, stop = lists[name].bounds(i)
         first, last = inner[name].offsets[start], inner[name].offsets[stop]
         width = (last - first) // (stop - start) if stop > start else 0
+        if inner[name].offsets[start : stop + 1] != [first + row * width for row in range(stop - start + 1)]:
+            raise ValueError(f"rows of {name} differ in length")
         return np.array(inner[name].values[first:last]).reshape(stop - start, width)
+
+    def sampling(i: int) -> dict[str, Any]:
+        settings = json.loads(plain["sampling"][i])
+        if not isinstance(settings, dict):
+            raise TypeError("sampling is no object")
+        return settings
+
+    for name in plain.keys() - {"domain"}:
+        if None in plain[name]:
+            raise TypeError(f"{name} is missing")
 
     def rounds(i: int) -> Iterator[DraftRound]:
         start, stop = lists["drafted_ids"].bounds(i)
@@ -282,7 +327,7 @@ def _batch_to_traces(batch: Any) -> list[Trace]:
             decoder_prompt_ids=lists["decoder_prompt_ids"].array_or_none(i),
             domain=plain["domain"][i],
             draft_version=plain["draft_version"][i],
-            sampling=json.loads(plain["sampling"][i]),
+            sampling=sampling(i),
             created_at_seconds=plain["created_at_seconds"][i],
         )
         for i in range(batch.num_rows)

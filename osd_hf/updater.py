@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import logging
 import time
+import traceback
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,6 +26,7 @@ from osd_hf.losses import divergence_loss
 from osd_hf.optimizers import optimizers, trainable_parameters
 from osd_hf.records import Trace
 from osd_hf.snapshots import Snapshot, adapter_state, learning_context, write_snapshot
+from osd_hf.trace_faults import Readable, SetAside
 from osd_hf.wrappers import is_peft
 
 __all__ = ["UpdateReport", "Updater", "finish"]
@@ -58,6 +60,8 @@ class UpdateReport:
             Whose draft; `None` where all share one.
         decision (`GateDecision`, *optional*):
             What became of the version that it made; `None` if there was nothing to learn from.
+        set_aside (`Mapping[str, int]`, *optional*):
+            Requests that made learning fail and are not learned from any more, by reason.
     """
 
     version: int
@@ -69,6 +73,7 @@ class UpdateReport:
     seconds: float
     domain: str | None = None
     decision: GateDecision | None = None
+    set_aside: Mapping[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Field by field, ready for JSON."""
@@ -92,6 +97,12 @@ class Updater:
 
     Raises:
         UnsupportedModelError: the draft has no parameter that could learn.
+
+    Attributes:
+        readable (`Readable`):
+            What the draft can learn from.
+        set_aside (`SetAside`):
+            Requests that it does not learn from any more.
     """
 
     def __init__(
@@ -111,6 +122,7 @@ class Updater:
         self.new: deque[Trace] = deque(maxlen=config.buffer_size)
         self.rng = np.random.default_rng(config.seed)
         self.buffer = ReplayBuffer(config.buffer_size, self.rng)
+        self.readable, self.set_aside = Readable.by(draft), SetAside()
         self._newest: list[Trace] = []  # of the update that is under way
         self.accelerator = accelerator or Accelerator(device_placement=False)
         self._shared = dict(AcceleratorState._shared_state)
@@ -124,10 +136,27 @@ class Updater:
         self.kept_steps = 0
 
     def observe(self, trace: Trace) -> None:
-        """Take in one request to learn from at the next update; raises StateError if its rows are of another width."""
-        if len(trace) and trace.num_kept:
+        """Take in one request to learn from at the next update, or set it aside where nothing can be learned from it;
+        raises StateError if its rows are of another width."""
+        if len(trace) and trace.num_kept and self.accepts(trace):
             self.check_traces([trace])
             self.new.append(trace)
+
+    def accepts(self, trace: Trace) -> bool:
+        """Whether a request can be learned from; one that cannot is set aside."""
+        if trace in self.set_aside:
+            return False
+        fault = self.readable.fault(trace)
+        if fault is not None:
+            self.set_aside.add(trace, fault)
+        return fault is None
+
+    def forget_set_aside(self) -> None:
+        """Let go of requests that were set aside meanwhile."""
+        self._newest[:] = [trace for trace in self._newest if trace not in self.set_aside]
+        for trace in [trace for trace in self.new if trace in self.set_aside]:
+            self.new.remove(trace)
+        self.buffer.discard(self.set_aside)
 
     def check_traces(self, traces: Sequence[Trace]) -> None:
         """Refuse traces that do not keep as many entries per row as those already there; raises StateError."""
@@ -168,7 +197,7 @@ class Updater:
         started = time.perf_counter()
         # Requests that end meanwhile, in other threads, are for the next update.
         self._newest = [self.new.popleft() for _ in range(len(self.new))]
-        newest = self._newest
+        newest, number = self._newest, len(self._newest)
         try:
             for _ in range(self.config.steps_per_update if steps is None else steps):
                 loss, count = yield from self._step(self._batch(newest))
@@ -180,8 +209,7 @@ class Updater:
                     losses.append(loss)
                     positions += count
         finally:
-            # A row that is not finite (an overflow in half precision) would go on spoiling steps.
-            self.buffer.extend(t for t in newest if not np.isnan(t.top_logits).any())
+            self.buffer.extend(newest)
             self._newest = []
         if losses:
             self.version += 1
@@ -195,8 +223,9 @@ class Updater:
             dropped_steps=dropped,
             loss=float(np.mean(losses)) if losses else None,
             positions=positions,
-            new_requests=len(newest),
+            new_requests=number,
             seconds=time.perf_counter() - started,
+            set_aside=self.set_aside.take_new(),
         )
 
     def waiting(self) -> list[Trace]:
@@ -287,15 +316,52 @@ class Updater:
         return chosen + self.buffer.sample(replayed)
 
     def _step(self, traces: Sequence[Trace]) -> Generator[None, None, tuple[float | None, int]]:
-        """One optimizer step; the loss (`None` if the step was dropped) and the number of positions."""
-        total = sum(int(_learned_mask(t, self.config.learn_from).sum()) for t in traces)
-        if total == 0:
-            return 0.0, 0
+        """One optimizer step; the loss (`None` if the step was dropped) and the number of positions. Requests that
+        make it fail are set aside, and it is taken without them."""
+        size = self.micro_batch
+        while (total := self._positions(traces)) > 0:
+            try:
+                value = yield from self._gradients(traces, total, size)
+            except Exception as error:  # noqa: BLE001 - whatever a model fails with
+                failure = error
+            else:
+                with self._at_work():
+                    for optimizer in self.optimizers:
+                        optimizer.step()
+                    self._average()
+                yield
+                return value, total
+            traceback.clear_frames(failure.__traceback__)  # they hold the memory that was too little
+            try:
+                sound = yield from self.set_aside.isolate(self._tried, traces, self.readable)
+            except FloatingPointError:  # of the weights, not of a request
+                sound = [True] * len(traces)
+            with self._at_work():
+                self._zero_grad()
+            size = min(size, len(traces)) // 2
+            if not all(sound):
+                traces = [trace for trace, is_sound in zip(traces, sound, strict=True) if is_sound]
+                self.forget_set_aside()
+                size = self.micro_batch
+            elif isinstance(failure, FloatingPointError):
+                return None, total
+            elif size == 0:
+                raise failure
+            else:  # each by itself can be learned from
+                self.micro_batch = size
+        return 0.0, 0
+
+    def _positions(self, traces: Sequence[Trace]) -> int:
+        return sum(int(_learned_mask(t, self.config.learn_from).sum()) for t in traces)
+
+    def _gradients(self, traces: Sequence[Trace], total: int, size: int) -> Generator[None, None, float]:
+        """Loss and clipped gradients of a batch of so many positions; raises FloatingPointError if they are not
+        finite."""
         with self._at_work():
             self._zero_grad()
         value = 0.0
         # Memory is bounded by micro-batches; weights make their gradients add up to those of the whole batch.
-        for indices in batches(traces, traces[0].vocab_size, min(self.micro_batch, len(traces))):
+        for indices in batches(traces, traces[0].vocab_size, min(size, len(traces))):
             started = time.perf_counter()
             with self._at_work():
                 loss, count = self._loss([traces[i] for i in indices])
@@ -307,13 +373,23 @@ class Updater:
         with self._at_work():
             norm = self.accelerator.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)
             if not (np.isfinite(value) and bool(torch.isfinite(norm))):
+                raise FloatingPointError("loss or gradient is not finite")
+        return value
+
+    def _tried(self, traces: Sequence[Trace]) -> list[bool]:
+        """Whether traces can be learned from: raises what a step on them would."""
+        with self._at_work():
+            for indices in batches(traces, traces[0].vocab_size, min(self.micro_batch, len(traces))):
                 self._zero_grad()
-                return None, total
-            for optimizer in self.optimizers:
-                optimizer.step()
-            self._average()
-        yield
-        return value, total
+                loss, _ = self._loss([traces[i] for i in indices])
+                self.accelerator.backward(loss)
+                found = [loss.detach(), *(p.grad for p in self.parameters.values() if p.grad is not None)]
+                # Scaled gradients overflow now and then, through no fault of a request.
+                checked = found if self.accelerator.scaler is None else found[:1]
+                if not all(bool(torch.isfinite(tensor).all()) for tensor in checked):
+                    raise FloatingPointError("loss or gradient is not finite")
+            self._zero_grad()
+        return [True] * len(traces)
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:

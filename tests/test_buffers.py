@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from osd_hf.buffers import ReplayBuffer
+from osd_hf.buffers import MOST_DOMAINS, ReplayBuffer
 from osd_hf.records import Trace
 
 CAPACITY = st.integers(1, 12)
@@ -144,3 +144,15 @@ def test_cleared_it_is_empty() -> None:
     held.extend(request("a") for _ in range(9))
     held.clear()
     assert (len(held), list(held), held.seen, held.sample(2)) == (0, [], {}, [])
+
+
+def test_labels_without_bound_take_no_room_without_bound() -> None:
+    held = buffer(8)
+    for i in range(MOST_DOMAINS + 500):
+        held.append(request(f"label {i}"))
+    assert len(held.seen) <= MOST_DOMAINS + 1
+    assert len(held._kept) <= MOST_DOMAINS + 1
+    assert (sum(held.seen.values()), len(held)) == (MOST_DOMAINS + 500, 8)
+    again = buffer(8)
+    again.restore(list(held), held.seen.items())
+    assert set(again) == set(held)

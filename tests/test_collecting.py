@@ -15,6 +15,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -725,6 +726,103 @@ def test_a_place_that_cannot_be_read_is_the_start(log: Path, tmp_path: Path, kep
     assert read(opened(log, tmp_path / "place")) == []
 
 
+class Counted:
+    """A file that counts what is read of it."""
+
+    def __init__(self, file: Any) -> None:
+        self.file, self.total, self.most = file, 0, 0
+
+    def read(self, *size: int) -> bytes:
+        found = self.file.read(*size)
+        self.total, self.most = self.total + len(found), max(self.most, len(found))
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+def test_a_line_that_grows_is_read_once_and_not_at_every_look(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_log, "LOG_BYTES", 64)
+    monkeypatch.setattr(request_log, "HEAD_BYTES", 1)
+    reader = opened(log)
+    reader._file = counted = Counted(reader._file)  # type: ignore[assignment]
+    for _ in range(200):
+        append(log, "a" * 10)
+        assert read(reader) == []
+        assert reader.has_rest
+    append(log, "\n")
+    assert read(reader) == ["a" * 2000]
+    assert counted.total < 2 * 2000 + 201  # each byte by its look, all again for the line, and a head a look
+
+
+def test_an_endless_line_takes_no_memory_and_is_passed_over(
+    log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(request_log, "LOG_BYTES", 16)
+    monkeypatch.setattr(request_log, "LINE_BYTES", 40)
+    monkeypatch.setattr(request_log, "HEAD_BYTES", 8)
+    append(log, "one\n" + "x" * 30)
+    reader = opened(log, tmp_path / "place")
+    reader._file = counted = Counted(reader._file)  # type: ignore[assignment]
+    assert read(reader) == ["one"]
+    for _ in range(30):
+        append(log, "x" * 20)
+        assert read(reader) == []
+    assert (reader.too_long, counted.most <= 40) == (1, True)
+    reader.commit()
+    append(log, "x" * 9 + "\ntwo\n")
+    again = opened(log, tmp_path / "place")
+    assert read(again) == ["two"]  # the rest of it is no line
+    append(log, "y" * 41 + "\n" + "z" * 40 + "\n")
+    assert read(again) == ["z" * 40]
+    assert again.too_long == 1
+    assert caplog.text.count("Left out: a line") == 2
+    os.truncate(log, 0)
+    append(log, "three\n")
+    assert read(again) == ["three"]
+
+
+def test_a_rotated_log_that_ends_in_an_endless_line_gives_way_to_the_new_one(
+    log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_log, "LINE_BYTES", 10)
+    append(log, "x" * 50)
+    reader = opened(log)
+    assert read(reader) == []
+    log.rename(log.with_suffix(".1"))
+    append(log, "one\n")
+    assert read(reader) + read(reader) == ["one"]
+    assert (reader.too_long, reader.has_rest) == (1, False)
+
+
+@given(st.data())
+def test_lines_come_once_however_the_log_grows(data: st.DataObject) -> None:
+    """Against lines split by hand: in pieces, with restarts and stops at any place."""
+    lines = data.draw(st.lists(st.text("ab ", max_size=12), max_size=8))
+    text = "".join(f"{line}\n" for line in lines)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(request_log, "LOG_BYTES", data.draw(st.integers(1, 9)))
+        patch.setattr(request_log, "LINE_BYTES", 8)
+        log, place, found = Path(folder, "log"), Path(folder, "place"), []
+        log.touch()
+        reader = opened(log, place)
+        for start, end in pairwise([0, *cuts, len(text)]):
+            append(log, text[start:end])
+            stop_after = data.draw(st.integers(0, 3))
+            for line in reader.lines():
+                found.append(line.decode())
+                reader.accept()
+                stop_after -= 1
+                if stop_after == 0:
+                    break
+            reader.commit()
+            if data.draw(st.booleans()):
+                reader = opened(log, place)
+        found += read(reader)
+    assert found == [line for line in lines if len(line) <= 8]
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="needs locks")
 def test_two_readers_do_not_share_a_place(log: Path, tmp_path: Path) -> None:
     first = opened(log, tmp_path / "place")
@@ -1166,3 +1264,11 @@ def test_the_torn_end_of_a_rotated_log_is_counted(log: Path, tmp_path: Path) -> 
     append(log, "three\n")
     assert read(reader) == []  # it may still be written to
     assert read(reader) == ["tw", "three"]
+
+
+def test_reasons_without_bound_are_counted_in_one() -> None:
+    report = CollectionReport()
+    for i in range(1000):
+        report.skip("".join(chr(ord("g") + int(digit)) for digit in str(i)))
+    assert len(report.skipped) <= 257
+    assert sum(report.skipped.values()) == 1000

@@ -190,9 +190,33 @@ def test_several_choices_are_several_traces(good: Any) -> None:
 def test_an_answer_without_a_date_has_the_date_of_reading(good: Any) -> None:
     asked, response = good
     response["created"] = None
-    before = READER.traces(good[1] | {"created": 7}, asked)[0].created_at_seconds
-    assert before == 7
+    before = READER.traces(good[1] | {"created": 1.6e9}, asked)[0].created_at_seconds
+    assert before == 1.6e9
     assert READER.traces(response, asked)[0].created_at_seconds > 1e9
+
+
+NOW = 1.7e9
+
+
+@pytest.mark.parametrize(
+    "created, believed",
+    [(NOW, True), (NOW - 86_400 * 400, True), (NOW + 30, True), (NOW + 86_400, False), (NOW * 1000, False),
+     (0, False), (7, False), (-NOW, False), (float("nan"), False), (float("inf"), False), (10**400, False),
+     (True, False), ("1700000000", False)],
+)  # fmt: skip
+def test_a_servers_time_far_from_ours_is_not_believed(good: Any, created: Any, believed: bool) -> None:
+    asked, response = good
+    reader = ResponseReader(models.VOCAB, KEPT, clock=lambda: NOW)
+    (trace,) = reader.traces({**response, "created": created}, asked)
+    assert trace.created_at_seconds == (created if believed else NOW)
+
+
+@pytest.mark.parametrize("value", ["hot", [1], {}, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p"])
+def test_settings_that_are_no_numbers_are_refused(good: Any, name: str, value: Any) -> None:
+    asked, response = good
+    with pytest.raises(DataError, match=f"its {name} is no number"):
+        READER.traces(response, {**asked, "temperature": 0.5, name: value})
 
 
 # --- what ends an answer --------------------------------------------------------------------------------------------

@@ -298,6 +298,31 @@ def test_requests_of_two_threads_do_not_meet(traced: None) -> None:
     assert assistant.stats.alpha == 1.0
 
 
+def test_requests_are_drafted_eagerly_while_another_one_compiles(
+    monkeypatch: pytest.MonkeyPatch, traced: None
+) -> None:
+    compiled, compile_it = CompiledDraft(models.build()), CompiledDraft._compile
+    reached, opened, found = threading.Event(), threading.Event(), []
+
+    def waiting(self: CompiledDraft, size: int) -> Any:
+        reached.set()
+        assert opened.wait(120)
+        return compile_it(self, size)
+
+    monkeypatch.setattr(CompiledDraft, "_compile", waiting)
+    first = threading.Thread(target=lambda: found.append(compiled.forward(40)), daemon=True)
+    first.start()
+    assert reached.wait(120)
+    second = threading.Thread(target=lambda: found.append(compiled.forward(40)), daemon=True)
+    second.start()
+    second.join(120)
+    assert [type(forward) for forward in found] == [DraftForward]
+    opened.set()
+    first.join(120)
+    assert [type(forward) for forward in found] == [DraftForward, StaticForward]
+    assert type(compiled.forward(40)) is StaticForward
+
+
 # --- where nothing can be compiled ----------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:Futu
 
 CONFIG = OnlineConfig(batch_size=4, steps_per_update=2, num_logprobs=8, learning_rate=1e-2)
 KINDS = ["adapters", "copies"]
+HANG = 120  # seconds, which nothing takes that does not hang
 
 
 def lora(targets: Any = "all-linear", r: int = 4) -> LoraConfig:
@@ -267,6 +268,129 @@ def test_what_cannot_be_made_ready_costs_no_answer(
             assert serving.version in (0, 1)
     with drafts.lease("a") as serving:
         assert serving.version == 1
+
+
+class Door:
+    """Holds up whoever comes to it, once, until it is opened."""
+
+    def __init__(self) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+        self.passed = 0
+
+    def __call__(self) -> None:
+        self.passed += 1
+        self.reached.set()
+        assert self.opened.wait(HANG)
+
+
+def in_thread(work: Any) -> tuple[threading.Thread, list[Any]]:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
+    thread.start()
+    return thread, found
+
+
+def ended(thread: threading.Thread) -> bool:
+    thread.join(HANG)
+    return not thread.is_alive()
+
+
+def leased(drafts: DomainDrafts, domain: str | None) -> tuple[int, Any]:
+    with drafts.lease(domain) as serving:
+        return serving.version, serving.model
+
+
+@pytest.mark.parametrize("held_up", ["another", "_write"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_making_one_draft_ready_holds_up_no_other_request(
+    kind: str, held_up: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts, door = made(kind), Door()
+    for seed, domain in enumerate("ab"):
+        promote(drafts, domain, seed)
+    copies = drafts._copies
+    copies.held[:] = [serving for serving in copies.held if serving.domain == "b"]  # a's was let go
+    do = getattr(copies, held_up)
+
+    def waiting(*args: Any) -> Any:
+        if threading.current_thread() in makers:
+            door()
+        return do(*args)
+
+    monkeypatch.setattr(copies, held_up, waiting)
+    makers: list[threading.Thread] = []
+    start = threading.Event()
+
+    def use() -> Any:
+        assert start.wait(HANG)
+        return leased(drafts, "a")
+
+    first, ours = in_thread(use)
+    second, theirs = in_thread(use)
+    makers += [first, second]
+    start.set()
+    assert door.reached.wait(HANG)
+
+    def others() -> Any:
+        assert leased(drafts, None)[1] is drafts.base
+        assert leased(drafts, "b")[0] == drafts.serving_version("b")
+        promote(drafts, "b", seed=5)
+        promote(drafts, "c", seed=6)
+        assert drafts.owns(drafts.base) and drafts.domains == ("a", "b", "c")
+        assert drafts.state_dict()["version"] == 4
+        return drafts.serving_version("a"), leased(drafts, "c")[0]
+
+    thread, found = in_thread(others)
+    assert ended(thread) and found == [(1, 4)]
+    assert first.is_alive() and second.is_alive()
+    door.opened.set()
+    assert ended(first) and ended(second)
+    assert ours == theirs and ours[0][0] == 1  # one was made, and both have it
+    assert door.passed == 1
+
+
+def test_requests_draft_with_the_version_before_while_the_next_is_made_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafts, door = made("copies"), Door()
+    first, _ = promote(drafts, "a", seed=1)
+    another = drafts._copies.another
+
+    def waiting() -> Any:
+        door()
+        return another()
+
+    with drafts.lease("a") as old:  # so that the next one needs a model of its own
+        held = weights(old.model)
+        monkeypatch.setattr(drafts._copies, "another", waiting)
+        learner, _ = in_thread(lambda: promote(drafts, "a", seed=2))
+        assert door.reached.wait(HANG)
+        request, found = in_thread(lambda: (leased(drafts, "a"), drafts.serving_version("a")))
+        assert ended(request) and found == [((first, old.model), first)]
+        door.opened.set()
+        assert ended(learner)
+        assert drafts.serving_version("a") == leased(drafts, "a")[0] == first + 1
+        assert same(weights(old.model), held)
+    assert drafts.num_serving == 1
+
+
+@pytest.mark.parametrize("broken", ["another", "_write", "_draft_with"])
+def test_a_copy_that_fails_leaves_nothing_and_the_next_request_makes_it(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts = made("copies")
+    promote(drafts, "a")
+    drafts._copies.held.clear()
+
+    def full(*_: Any) -> None:
+        raise MemoryError("no more")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(drafts._copies, broken, full)
+        assert leased(drafts, "a")[1] is drafts.base
+        with pytest.raises(MemoryError):
+            drafts.model("a")
+        assert (drafts._copies.held, drafts._making, drafts.base in drafts._copies._made) == ([], set(), True)
+    assert leased(drafts, "a")[0] == 1
+    assert drafts.num_serving == 1
 
 
 # --- limits ---------------------------------------------------------------------------------------------------------

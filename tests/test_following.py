@@ -233,6 +233,39 @@ def test_a_damaged_shard_is_left_out_and_said(
     assert numbers(found, "a-0") == [0, 1, 4, 5, 6]
     assert numbers(found, "b-0") == [0, 1]
     assert [record.message.startswith("Left out: ") for record in caplog.records] == [True]
+    assert len(follower.left_out) == 1
+
+
+def changed(shard: Path, row: int, column: str, value: Any) -> None:
+    table = pq.read_table(shard)
+    at, values = table.schema.get_field_index(column), table[column].to_pylist()
+    values[row] = value
+    pq.write_table(table.set_column(at, table.schema.field(at), pa.array(values, table.schema.field(at).type)), shard)
+
+
+@pytest.mark.parametrize(
+    "column, value",
+    [
+        ("vocab_size", None), ("created_at_seconds", None), ("sampling", "{torn"), ("sampling", "[1]"),
+        ("sampling", None), ("completion_ids", [1, None]), ("drafted_ids", [[1, None]]),
+        ("top_ids", [[1, 2, 3], [4]]), ("top_logits", [[None], [None]]),
+    ],
+)  # fmt: skip
+def test_a_damaged_request_is_left_out_and_counted_and_its_shard_is_read(
+    column: str, value: Any, writers: Writers, caplog: pytest.LogCaptureFixture
+) -> None:
+    writers.write("a-0", 4)
+    writers.write("a-0", 1)
+    shard = sorted(writers.folder("a-0").glob("*.parquet"))[0]
+    changed(shard, 2, column, value)
+    follower = follow(writers)
+    assert numbers(follower.take(3), "a-0") == [0, 1, 3]
+    again = follow(writers)
+    again.load_state_dict(follower.state_dict())
+    assert numbers(drained(again), "a-0") == [4]
+    assert follower.left_out == {"that cannot be read": 1}
+    assert again.left_out == {}
+    assert [record.message.startswith("Left out: 1 ") for record in caplog.records] == [True]
 
 
 def test_a_shard_that_can_be_read_a_moment_later_is_not_left_out(writers: Writers, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ LAYERS = {
     "cost": 1,
     "tally": 1,
     "estimates": 1,
+    "trace_faults": 1,
     "pacing": 1,
     "config": 1,
     # what is kept, and what any draft makes of it

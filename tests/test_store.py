@@ -438,6 +438,114 @@ def test_nothing_older_than_the_limit_is_left_on_disk(tmp_path: Path) -> None:
         assert len(store) >= min(time, 40 - 5)  # a shard spans an eighth of the age
 
 
+YEARS = 10 * 365 * 86400.0
+
+
+class Clocks:
+    """A wall clock that may be set, and one that nobody sets."""
+
+    def __init__(self, now: float) -> None:
+        self.wall = Clock(now)
+        self.steady = Clock(5.0)
+
+    def passes(self, seconds: float) -> None:
+        self.wall.now += seconds
+        self.steady.now += seconds
+
+    def store(self, path: Path | None, **settings: Any) -> CorrectionStore:
+        return CorrectionStore(path, max_age_seconds=80_000, clock=self.wall, steady=self.steady, **settings)
+
+
+def test_a_clock_that_leaps_deletes_nothing_until_it_has_gone_on_from_there(
+    path: Path | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    clocks = Clocks(1e9)
+    store, made = clocks.store(path, flush_every=1), []
+    for _ in range(5):
+        clocks.passes(100)
+        made.append(int(clocks.wall.now))
+        store.append(make_trace(clocks.wall.now))
+    clocks.wall.now += YEARS
+    store.append(make_trace(clocks.wall.now))
+    store.flush()
+    assert versions(store) == [int(clocks.wall.now)]  # those are too old by this clock, but they are there
+    clocks.wall.now -= YEARS
+    store.flush()
+    assert versions(store)[:5] == made
+    assert "The clock leapt" in caplog.text
+
+    clocks.wall.now += YEARS
+    clocks.passes(3599)
+    store.flush()
+    clocks.passes(3599)
+    store.flush()
+    clocks.wall.now -= YEARS
+    assert versions(store)[:5] == made
+    clocks.wall.now += YEARS
+    store.flush()
+    clocks.passes(3601)
+    store.flush()
+    clocks.wall.now -= YEARS
+    assert not set(versions(store)) & set(made)  # it has gone on from there for an hour
+
+
+def test_a_clock_set_back_deletes_nothing(path: Path | None) -> None:
+    clocks = Clocks(1e9)
+    store = clocks.store(path)
+    store.append(make_trace(clocks.wall.now))
+    for leap in (-YEARS, YEARS / 2, YEARS / 2):
+        clocks.wall.now += leap
+        store.flush()
+    assert len(store) == 1
+
+
+def test_time_that_passes_is_no_leap(path: Path | None) -> None:
+    clocks = Clocks(1e9)
+    store = clocks.store(path)
+    store.append(make_trace(clocks.wall.now))
+    clocks.passes(30 * 80_000)  # as a machine that slept
+    store.flush()
+    clocks.wall.now -= 30 * 80_000
+    assert len(store) == 0
+
+
+def test_a_store_opened_by_a_wrong_clock_keeps_what_it_holds(tmp_path: Path) -> None:
+    clocks = Clocks(1e9)
+    with clocks.store(tmp_path) as store:
+        store.append(make_trace(1e9))
+    for shard in shards(tmp_path):
+        os.utime(shard, (1e9, 1e9))
+    clocks.wall.now += YEARS
+    for _ in range(2):  # the first one's shard is no evidence for the second, as it has the same wrong time
+        with clocks.store(tmp_path) as store:
+            store.append(make_trace(clocks.wall.now))
+            store.flush()
+            newest = max(shards(tmp_path), key=lambda shard: shard.stat().st_mtime)
+            os.utime(newest, (clocks.wall.now, clocks.wall.now))
+    assert len(shards(tmp_path)) == 3
+    clocks.passes(3601)
+    with clocks.store(tmp_path) as store:  # it was no wrong clock
+        store.flush()
+        assert len(shards(tmp_path)) == 2
+
+
+def test_a_time_in_the_future_is_not_believed(tmp_path: Path) -> None:
+    clocks = Clocks(1e9)
+    store = clocks.store(tmp_path)
+    store.append(make_trace(1e9 + YEARS))
+    store.append(make_trace(1e9 + 60))  # clocks differ a little
+    assert [t.created_at_seconds for t in store] == [1e9, 1e9 + 60]
+    with CorrectionStore(tmp_path) as theirs:
+        theirs.append(make_trace(1e9 + YEARS))
+    for shard in shards(tmp_path):
+        os.utime(shard, (1e9, 1e9))
+    store.flush()
+    assert len(store) == 3
+    clocks.passes(80_100)
+    store.flush()
+    assert len(store) == 0
+
+
 def test_limits_must_be_positive() -> None:
     for limits in [{"max_bytes": 0}, {"max_age_seconds": -1.0}, {"flush_every": 0}]:
         with pytest.raises(ConfigError, match=f"{next(iter(limits))} must be positive"):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import models
+import numpy as np
 import pytest
 import torch
 from fake_engine import completion
@@ -33,6 +34,7 @@ from osd_hf import (
     replay,
     simulate,
 )
+from osd_hf import learner as learner_module
 from osd_hf import session as session_module
 from osd_hf import store_learning as module
 from osd_hf.cli import main
@@ -41,6 +43,7 @@ from osd_hf.following import StoreFollower
 from osd_hf.prompts import encode_turn
 from osd_hf.replay import replay_each
 from osd_hf.store_learning import StoreLearner
+from osd_hf.updater import Updater
 from osd_hf.versions import VersionFolder
 
 # Without the gate each update is a version.
@@ -233,6 +236,45 @@ def test_requests_that_do_not_fit_are_left_out_and_counted(
     }  # fmt: skip
     report = simulate(pair[1], [replace(t, domain=None) for t in traces[:6]], CONFIG)
     assert list(learner.learned) == list(report.stats)
+
+
+@pytest.mark.parametrize("number", [1, 20])
+def test_an_answer_too_long_for_memory_is_set_aside_and_does_not_come_back(
+    number: int, begin: Any, traces: list[Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fitting_in_memory(work: Any) -> Any:
+        def checked(of: Any, those: Any, *args: Any) -> Any:
+            if any(len(trace.prompt_ids) > 40 for trace in those):
+                raise RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 99999999 bytes")
+            return work(of, those, *args)
+
+        return checked
+
+    monkeypatch.setattr(module, "replay_each", fitting_in_memory(module.replay_each))
+    monkeypatch.setattr(learner_module, "replay_each", fitting_in_memory(learner_module.replay_each))
+    simulate_module = sys.modules[simulate.__module__]
+    monkeypatch.setattr(simulate_module, "redraft", fitting_in_memory(simulate_module.redraft))
+    monkeypatch.setattr(Updater, "_loss", fitting_in_memory(Updater._loss))
+    begun = traces[3].created_at_seconds
+    long = [
+        replace(traces[0], prompt_ids=np.full(50, 7, np.int32), created_at_seconds=begun + i / 99)
+        for i in range(number)
+    ]  # fmt: skip
+    path = written(tmp_path / "long", [*traces[:4], *long, *traces[4:]])
+    learner = begin(path=path, state=tmp_path / "state")
+    learn(learner)
+    assert learner.requests == len(traces)
+    assert learner.set_aside == {"that need more memory than there is": number}
+    held = learner.learner.lesson_states()[0]["traces"]
+    assert not [trace for those in held.values() for trace in those if len(trace.prompt_ids) > 40]
+
+    again = begin(path=path, state=tmp_path / "state", versions="drafts")  # killed, and started again
+    assert again.set_aside == learner.set_aside
+    learn(again)
+    assert again.set_aside == learner.set_aside  # none was met once more
+    again.follower.load_state_dict({})  # a store that is read from its start
+    learn(again)
+    assert again.set_aside == learner.set_aside
 
 
 def test_a_fixed_k_is_needed(begin: Any) -> None:

@@ -205,32 +205,41 @@ def test_a_perfect_draft_leaves_no_corrections() -> None:
     assert updater.version == 0
 
 
-def test_steps_that_are_not_finite_are_dropped_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_request_whose_rows_are_not_finite_is_set_aside_and_the_others_are_learned() -> None:
     target, draft = models.pair()
     traces = traffic(target, draft)
     poison = replace(traces[1], top_logits=np.full_like(traces[1].top_logits, np.nan))
-    updater = Updater(draft, replace(PLAIN, batch_size=8))
-    before = weights(updater)
+    updater, clean = Updater(draft, replace(PLAIN, batch_size=8)), Updater(draft, replace(PLAIN, batch_size=8))
     for trace in (*traces, poison):
         updater.observe(trace)
+    for trace in traces:
+        clean.observe(trace)
     report = updater.update()
-    assert (report.steps, report.dropped_steps, report.loss, report.version) == (0, 2, None, 0)
-    assert "not finite" in caplog.text
-    assert all(torch.equal(before[n], p) for n, p in weights(updater).items())
+    assert (report.steps, report.dropped_steps, report.version) == (2, 0, 1)
+    assert report.set_aside == {"with log-probs that are none": 1}
+    clean.update()
+    expected = weights(clean)
+    assert all(torch.equal(expected[n], p) for n, p in weights(updater).items())
     for trace in traces:
         updater.observe(trace)
-    assert updater.update().dropped_steps == 0
-    assert all(torch.isfinite(p).all() for p in weights(updater).values())
+    report = updater.update()
+    assert (report.dropped_steps, report.set_aside) == (0, {})
 
 
-def test_a_gradient_that_is_not_finite_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_are_not_finite_are_dropped_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     target, draft = models.pair()
     updater = Updater(draft, PLAIN)
     for trace in traffic(target, draft):
         updater.observe(trace)
-    next(iter(updater.parameters.values())).register_hook(lambda gradient: gradient * float("inf"))
+    before = weights(updater)
+    hook = next(iter(updater.parameters.values())).register_hook(lambda gradient: gradient * float("inf"))
     report = updater.update()
-    assert (report.steps, report.dropped_steps) == (0, 2)
+    assert (report.steps, report.dropped_steps, report.loss, report.version) == (0, 2, None, 0)
+    assert report.set_aside == {}  # it is no request's fault
+    assert "not finite" in caplog.text
+    assert all(torch.equal(before[n], p) for n, p in weights(updater).items())
+    hook.remove()
+    assert updater.update().dropped_steps == 0
     assert all(torch.isfinite(p).all() for p in weights(updater).values())
 
 

@@ -1,0 +1,295 @@
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import models
+import numpy as np
+import pytest
+import torch
+
+from osd_hf import DomainDrafts, OnlineConfig, Trace, capture_traces
+from osd_hf import learner as learner_module
+from osd_hf.learner import Learner
+from osd_hf.records import DraftRound
+from osd_hf.session import load_session, save_session
+from osd_hf.trace_faults import MOST_IN_A_ROW, MOST_KEYS, Readable, SetAside
+from osd_hf.updater import Updater, finish
+
+CONFIG = OnlineConfig(update_interval=8, steps_per_update=2, batch_size=8, num_logprobs=8, num_assistant_tokens=5)
+LONG = 40  # tokens of the answer that is too long
+
+
+@pytest.fixture(scope="module")
+def traces() -> list[Trace]:
+    target, draft = models.pair()
+    seen: list[Trace] = []
+    with capture_traces(target, seen.append, num_logprobs=8):
+        for i, ids in enumerate(models.prompts(9)):
+            kwargs = {"attention_mask": torch.ones_like(ids), "assistant_model": draft, "do_sample": False}
+            target.generate(ids, max_new_tokens=LONG if i == 8 else 8, **kwargs)
+    return [replace(trace, created_at_seconds=float(i)) for i, trace in enumerate(seen)]
+
+
+def fails_on(
+    is_bad: Callable[[Sequence[Trace]], bool], error: Callable[[], Exception] | None
+) -> Callable[[Updater, Sequence[Trace]], Any]:
+    """A loss that fails, or is not finite, for such batches."""
+    loss = Updater._loss
+
+    def spoiled(self: Updater, batch: Sequence[Trace]) -> Any:
+        if not is_bad(batch):
+            return loss(self, batch)
+        if error is not None:
+            raise error()
+        value, count = loss(self, batch)
+        return value * float("nan"), count
+
+    return spoiled
+
+
+def one_is_long(batch: Sequence[Trace]) -> bool:
+    return any(len(trace) == LONG for trace in batch)
+
+
+def taught(updater: Updater, traces: Sequence[Trace]) -> Any:
+    for trace in traces:
+        updater.observe(trace)
+    return updater.update()
+
+
+# --- steps ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["interval", "idle"])
+@pytest.mark.parametrize(
+    "error, reason",
+    [
+        (MemoryError, "that need more memory than there is"),
+        (lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), "more memory than there is"),
+        (lambda: RuntimeError("DefaultCPUAllocator: not enough memory: you tried to"), "more memory than there is"),
+        (lambda: RuntimeError("[enforce fail] can't allocate memory"), "more memory than there is"),
+        (lambda: IndexError("index out of range in self"), r"that cannot be learned from (IndexError)"),
+        (lambda: RuntimeError("the size of tensor a must match"), "that cannot be learned from (RuntimeError)"),
+        (None, "whose loss or gradient is not finite"),
+    ],
+)
+def test_a_request_that_makes_steps_fail_is_set_aside_and_the_others_are_learned(
+    strategy: Any, error: Any, reason: str, traces: list[Trace], monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    updater = Updater(models.pair()[1], replace(CONFIG, update_strategy=strategy))
+    monkeypatch.setattr(Updater, "_loss", fails_on(one_is_long, error))
+    updater.buffer.append(replace(traces[8]))  # it lies in the replay as well
+    report = taught(updater, traces)
+    assert (report.steps, report.dropped_steps) == (2, 0)
+    assert [(reason in name, count) for name, count in report.set_aside.items()] == [(True, 1)]
+    assert all(len(trace) < LONG for trace in [*updater.buffer, *updater.waiting()])
+    assert all(bool(torch.isfinite(p).all()) for p in updater.parameters.values())
+    said = [record for record in caplog.records if "Set aside" in record.getMessage()]
+    assert [record.levelno for record in said] == [logging.WARNING]
+    for _ in range(2):  # where it comes again, from a store or a session, it is known
+        report = taught(updater, [*traces[:4], replace(traces[8], draft_version=7)])
+        assert (report.steps, report.dropped_steps, report.set_aside) == (2, 0, {})
+
+
+def test_requests_too_large_together_are_learned_in_smaller_parts(
+    traces: list[Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = replace(CONFIG, optimizer="adamw", weight_average=0.0, steps_per_update=1)
+    whole, parts = Updater(models.pair()[1], plain), Updater(models.pair()[1], plain)
+    expected = taught(whole, traces[:8])
+    monkeypatch.setattr(Updater, "_loss", fails_on(lambda batch: len(batch) > 3, MemoryError))
+    report = taught(parts, traces[:8])
+    assert (report.steps, report.set_aside, parts.micro_batch) == (1, {}, 2)
+    assert report.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert len(parts.buffer) == 8
+
+
+def test_a_learner_that_fails_on_everything_sets_nothing_aside(
+    traces: list[Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updater = Updater(models.pair()[1], CONFIG)
+    with monkeypatch.context() as patch:
+        patch.setattr(Updater, "_loss", fails_on(lambda batch: True, lambda: RuntimeError("the driver is gone")))
+        for first in range(0, 8, 2):
+            with pytest.raises(RuntimeError, match="the driver is gone"):
+                taught(updater, traces[first : first + 2])
+    assert not updater.set_aside.counts
+    assert len(updater.buffer) == 8
+    assert updater.update().steps == 2
+
+
+def test_requests_that_fail_one_after_the_other_are_not_set_aside_for_ever(
+    traces: list[Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updater = Updater(models.pair()[1], replace(CONFIG, replay_fraction=0.0))
+    with monkeypatch.context() as patch:  # all but the simplest
+        patch.setattr(Updater, "_loss", fails_on(lambda batch: any(len(t) > 1 for t in batch), MemoryError))
+        for i in range(MOST_IN_A_ROW):
+            taught(updater, [replace(traces[0], created_at_seconds=100.0 + i)])
+        with pytest.raises(MemoryError):
+            taught(updater, [traces[4]])
+        with pytest.raises(MemoryError):
+            taught(updater, traces[5:8])
+    assert sum(updater.set_aside.counts.values()) == MOST_IN_A_ROW
+    assert taught(updater, traces[5:8]).steps == 2
+    assert updater.set_aside.take_new() == {}
+
+
+# --- the gate, and what is kept -------------------------------------------------------------------------------------
+
+
+def learner(**changes: Any) -> Learner:
+    config = replace(CONFIG, **changes)
+    return Learner(DomainDrafts(models.pair()[1], config, per_domain=False), config)
+
+
+def everything(taught: Learner) -> list[Trace]:
+    lesson, updater = taught.lessons[None], taught.updater(None)
+    return [*lesson.gate.held_back, *lesson.gate.served, *lesson.pending, *updater.waiting(), *updater.buffer]
+
+
+def test_a_request_that_cannot_be_replayed_leaves_the_gate(
+    traces: list[Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replay_each = learner_module.replay_each
+
+    def spoiled(draft: Any, those: Sequence[Trace], k: int) -> Any:
+        if one_is_long(those):
+            raise RuntimeError("DefaultCPUAllocator: not enough memory")
+        return replay_each(draft, those, k)
+
+    monkeypatch.setattr(learner_module, "replay_each", spoiled)
+    monkeypatch.setattr(Updater, "_loss", fails_on(one_is_long, MemoryError))
+    taught = learner(batch_size=128)
+    long = [replace(traces[8], created_at_seconds=100.0 + i) for i in range(6)]
+    for i in range(60):
+        taught.observe(None, replace(traces[i % 8], created_at_seconds=float(i)))
+    taught.lessons[None].gate.held_back.extend(long[:2])
+    taught.lessons[None].gate.served.extend([long[2], traces[0]])
+    taught.lessons[None].pending.extend(long[3:])
+    reports = [taught.update() for _ in range(3)]
+    assert all(report.steps for report in reports)
+    assert all(report.decision is not None for report in reports)
+    assert sum(reports[0].set_aside.values()) == 5  # the one that was served is looked at behind a promotion
+    assert not [trace for trace in everything(taught) if len(trace) == LONG]
+    assert taught.set_aside == {"that need more memory than there is": sum(taught.set_aside.values())}
+
+
+def test_what_was_set_aside_does_not_come_back_from_a_session(
+    traces: list[Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Updater, "_loss", fails_on(one_is_long, MemoryError))
+    first = learner(gate=False)
+    save_session(tmp_path / "early", first, {})
+    for trace in traces:
+        first.observe(None, trace)
+    states = first.lesson_states()
+    first.update()
+    assert sum(first.set_aside.values()) == 1
+    save_session(tmp_path / "late", first, {})
+
+    second = learner(gate=False)
+    load_session(tmp_path / "late", second)
+    assert second.set_aside == first.set_aside
+    assert not [trace for trace in everything(second) if len(trace) == LONG]
+    second.observe(None, replace(traces[8]))  # out of a store
+    for trace in traces[:4]:
+        second.observe(None, trace)
+    report = second.update()
+    assert (report.steps, report.set_aside) == (2, {})
+
+    # A session of before: what is known by now stays out.
+    second.load_states(second.drafts.state_dict(), [{**states[0], "set_aside": None}])
+    assert not [trace for trace in everything(second) if len(trace) == LONG]
+
+
+# --- odd traces -----------------------------------------------------------------------------------------------------
+
+
+def changed(trace: Trace, name: str) -> Trace:
+    far, nan = np.array([models.VOCAB], np.int32), np.full_like(trace.tail_logprob, np.nan)
+    odd: dict[str, Any] = {
+        "prompt": {"prompt_ids": np.concatenate([trace.prompt_ids, far])},
+        "negative": {"prompt_ids": np.concatenate([trace.prompt_ids, -far])},
+        "answer": {"completion_ids": np.full_like(trace.completion_ids, models.VOCAB)},
+        "rows": {"top_ids": trace.top_ids + models.VOCAB},
+        "twice": {"top_ids": np.zeros_like(trace.top_ids)},
+        "short": {"tail_logprob": trace.tail_logprob[1:]},
+        "nan": {"top_logits": np.full_like(trace.top_logits, np.nan)},
+        "nothing": {"top_logits": np.full_like(trace.top_logits, -np.inf)},
+        "above": {"top_logits": np.full_like(trace.top_logits, 3.0)},
+        "tail": {"tail_logprob": nan},
+        "mass": {"tail_logprob": np.ones_like(nan)},
+        "vocabulary": {"vocab_size": models.VOCAB * 2},
+        "length": {"prompt_ids": np.ones(300, np.int32)},
+        "rounds": {"rounds": (DraftRound(np.ones(2, np.int32), 1, len(trace) + 1),)},
+        "accepted": {"rounds": (DraftRound(np.ones(2, np.int32), 9, len(trace)),)},
+    }
+    return replace(trace, **odd[name])
+
+
+@pytest.mark.parametrize(
+    "name, reason",
+    [
+        *((name, "with token ids outside of the vocabulary") for name in ("prompt", "negative", "answer", "rows")),
+        ("twice", "whose rows name a token twice"),
+        ("short", "whose arrays do not fit together"),
+        *((name, "with log-probs that are none") for name in ("nan", "nothing", "above", "tail", "mass")),
+        ("vocabulary", "of a vocabulary of 128, not 64"),
+        ("length", "longer than the draft's 256 positions"),
+        *((name, "whose rounds do not add up") for name in ("rounds", "accepted")),
+    ],
+)
+def test_an_odd_request_is_set_aside_by_reason_and_learning_goes_on(
+    name: str, reason: str, traces: list[Trace]
+) -> None:
+    taught = learner()
+    for trace in [*traces[:8], *[replace(changed(traces[0], name), created_at_seconds=50.0 + i) for i in range(4)]]:
+        taught.observe(None, trace)
+    report = taught.update()
+    assert (report.steps, report.dropped_steps) == (2, 0)
+    assert set(taught.set_aside) == {reason}
+    assert set(everything(taught)) <= set(traces)
+    assert report.to_dict()["set_aside"] == dict(taught.set_aside)
+
+
+@pytest.mark.parametrize("architecture", models.ARCHITECTURES)
+@pytest.mark.parametrize("num_logprobs", [8, None])
+def test_nothing_is_wrong_with_what_was_captured(architecture: str, num_logprobs: Any) -> None:
+    target, draft = models.pair(architecture)
+    seen: list[Trace] = []
+    with capture_traces(target, seen.append, num_logprobs=num_logprobs):
+        for ids in models.prompts(2):
+            target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, max_new_tokens=6)
+    readable = Readable.by(draft)
+    assert [readable.fault(trace) for trace in seen] == [None, None]
+    assert readable.fault(readable.simplest(seen[0])) is None
+    updater = Updater(draft, replace(CONFIG, num_logprobs=num_logprobs))
+    assert updater._tried([readable.simplest(seen[0])]) == [True]
+
+
+def test_what_is_remembered_is_bounded(traces: list[Trace]) -> None:
+    aside = SetAside()
+    for i in range(MOST_KEYS + 10):
+        aside.add(replace(traces[0], created_at_seconds=float(i)), f"of kind {i}")
+    state = aside.state_dict()
+    assert len(state["keys"]) == MOST_KEYS
+    assert len(state["counts"]) < 100
+    assert sum(state["counts"].values()) == MOST_KEYS + 10
+    assert replace(traces[0], created_at_seconds=0.0) not in aside
+    assert replace(traces[0], created_at_seconds=float(MOST_KEYS)) in aside
+
+
+def test_an_error_in_the_middle_is_no_ones_fault_once_it_has_passed(traces: list[Trace]) -> None:
+    aside, failures = SetAside(), [RuntimeError("once")]
+
+    def work(those: Sequence[Trace]) -> list[int]:
+        if failures:
+            raise failures.pop()
+        return [len(trace) for trace in those]
+
+    found = finish(aside.isolate(work, traces, Readable.by(models.pair()[1])))
+    assert found == [len(trace) for trace in traces]
+    assert not aside.counts
