@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "agg")
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -33,8 +34,10 @@ LONG_FILES = "browser serving recipes hub simulate lossless faults offline repla
 
 
 @pytest.hookimpl(optionalhook=True)  # without pytest-xdist nobody asks
-def pytest_xdist_auto_num_workers() -> int:
+def pytest_xdist_auto_num_workers() -> int | None:
     """How many processes `-n auto` means: one a core that this process may run on."""
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None  # pytest-xdist reads it
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, MOST_WORKERS)
 
@@ -51,6 +54,15 @@ def seed() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """What a test sets for the whole process ends with it: the app takes all cores for a pair that is not bundled."""
+    before = torch.get_num_threads()
+    yield
+    if torch.get_num_threads() != before:
+        torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
