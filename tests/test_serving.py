@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig, session
 from osd_hf.cli import main
+from osd_hf.disk import lock_file
 from osd_hf.prompts import Prompt, encode_prompts, encode_turn
 from osd_hf.serving import Served, report_on, serve
 
@@ -357,3 +359,15 @@ def test_a_run_that_was_killed_while_it_saved_first_begins_anew(
     assert "Nothing was saved" in caplog.text
     assert_same_run(folder, straight)
     assert len(list((folder / "state").glob("state-*"))) == 1
+
+
+def test_two_processes_do_not_serve_into_one_folder(pair, prompts, straight, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(straight, folder)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    lock = lock_file(folder / ".run.lock", wait=True)  # as of another process
+    assert main(arguments(pair, prompts, folder, "--resume")) == 2
+    assert "Another process serves into" in capsys.readouterr().err
+    lock.close()
+    changed = {path for path in before if path.read_bytes() != before[path]}
+    assert changed <= {folder / "settings.json"}
