@@ -123,13 +123,14 @@ class FileLock:
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
-        self._is_open = True
+        self._is_open, self._owner = True, os.getpid()
         in_child(self, FileLock._leave_to_parent)
 
     def close(self) -> None:
         """Let it go; a second time does nothing."""
-        if self._is_open and sys.platform != "win32":
-            with contextlib.suppress(OSError):  # also where a child that forked a moment ago has the file open still
+        # A child that forked a moment ago may have the file open still; what it does must not end its parent's lock.
+        if self._is_open and sys.platform != "win32" and os.getpid() == self._owner:
+            with contextlib.suppress(OSError):
                 fcntl.flock(self.descriptor, fcntl.LOCK_UN)
         self._leave_to_parent()
 

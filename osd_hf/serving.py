@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from osd_hf.assistant import OnlineAssistant
-from osd_hf.disk import open_privately, write_whole
+from osd_hf.disk import open_privately, sync_folder, wait_for_lock, write_whole
 from osd_hf.errors import ConfigError, LearnerError, StateError
 from osd_hf.hook import capture_traces
 from osd_hf.loading import first_line
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 SETTINGS = "settings.json"
 JOURNAL = "journal.jsonl"
 STATE = "state"
+LOCK = ".run.lock"
 UNFINISHED = re.compile(r"\.(settings|journal)-[0-9a-f]{8}\.tmp")  # of a run that was killed while it began
 SAVE_SECONDS = 60.0
 _COUNTS = ("drafted", "examined", "accepted", "emitted", "target_forwards", "accepted_length_histogram")
@@ -181,70 +183,91 @@ def serve(
         `list[Served]`: one per prompt.
 
     Raises:
+        ConfigError: another process serves into the folder.
         StateError: the journal or the session cannot be read.
         LearnerError: learning failed; the session saved last stands.
     """
-    state, journal = folder / STATE, folder / JOURNAL
-    served = _resumed(assistant, state, journal) if learn else _from_journal(journal)
-    for request in served:
-        on_request(request)
-    config = assistant.config
-    interval, k = config.update_interval, config.num_assistant_tokens
-    assert isinstance(k, int)
-    # Replay of a greedy answer needs no more than its tokens.
-    width = config.num_logprobs if generate_kwargs.get("do_sample") else 1
-    traces: list[Trace] = []
-    saved_at = clock()
-    with (
-        open(journal, "a", opener=open_privately) as file,
-        capture_traces(assistant.target, traces.append, num_logprobs=width),
-    ):
-        for position in range(len(served), len(prompts.prompts)):
-            prompt, ids = prompts.prompts[position]
-            version = assistant.version
-            input_ids = torch.tensor([ids], device=assistant.target.device)
-            torch.manual_seed(config.seed * 1_000_003 + position)
-            started = time.perf_counter()
-            output = assistant.generate(
-                input_ids,
-                attention_mask=torch.ones_like(input_ids),
-                domain=prompt.domain,
-                learn=learn,
-                **generate_kwargs,
-            )
-            answer = output[0].tolist()  # waits for the device
-            seconds = time.perf_counter() - started
-            trace = traces.pop()
-            text = None
-            if keep_text:
-                start = 0 if assistant.target.config.is_encoder_decoder else len(ids)
-                text = (prompt.text, assistant.tokenizer.decode(answer[start:], skip_special_tokens=True))
-            updates, since_update = divmod(position + 1, interval)
-            due = learn and since_update == 0
-            request = Served(
-                index=prompt.index,
-                domain=prompt.domain,
-                learned=AcceptanceStats.from_trace(trace),
-                frozen=replay(frozen, [trace], k),
-                seconds=seconds,
-                draft_version=version,
-                update=_updated(assistant, position + 1) if due else None,
-                text=text,
-            )
-            served.append(request)
-            file.write(request.to_line() + "\n")
-            file.flush()
-            by_count = save_every is not None and due and updates % save_every == 0
-            by_time = save_every is None and clock() - saved_at >= SAVE_SECONDS
-            if learn and (by_count or by_time or position + 1 == len(prompts.prompts)):
-                # Neither the journal nor the store is ever behind the session.
-                os.fsync(file.fileno())
-                if assistant.store is not None:
-                    assistant.store.flush()
-                assistant.save_state(state)
-                saved_at = clock()
+    with _alone(folder):
+        state, journal = folder / STATE, folder / JOURNAL
+        served = _resumed(assistant, state, journal) if learn else _from_journal(journal)
+        for request in served:
             on_request(request)
-    return served
+        config = assistant.config
+        interval, k = config.update_interval, config.num_assistant_tokens
+        assert isinstance(k, int)
+        # Replay of a greedy answer needs no more than its tokens.
+        width = config.num_logprobs if generate_kwargs.get("do_sample") else 1
+        traces: list[Trace] = []
+        saved_at = clock()
+        with (
+            open(journal, "a", opener=open_privately) as file,
+            capture_traces(assistant.target, traces.append, num_logprobs=width),
+        ):
+            for position in range(len(served), len(prompts.prompts)):
+                prompt, ids = prompts.prompts[position]
+                version = assistant.version
+                input_ids = torch.tensor([ids], device=assistant.target.device)
+                torch.manual_seed(config.seed * 1_000_003 + position)
+                started = time.perf_counter()
+                output = assistant.generate(
+                    input_ids,
+                    attention_mask=torch.ones_like(input_ids),
+                    domain=prompt.domain,
+                    learn=learn,
+                    **generate_kwargs,
+                )
+                answer = output[0].tolist()  # waits for the device
+                seconds = time.perf_counter() - started
+                trace = traces.pop()
+                text = None
+                if keep_text:
+                    start = 0 if assistant.target.config.is_encoder_decoder else len(ids)
+                    text = (prompt.text, assistant.tokenizer.decode(answer[start:], skip_special_tokens=True))
+                updates, since_update = divmod(position + 1, interval)
+                due = learn and since_update == 0
+                request = Served(
+                    index=prompt.index,
+                    domain=prompt.domain,
+                    learned=AcceptanceStats.from_trace(trace),
+                    frozen=replay(frozen, [trace], k),
+                    seconds=seconds,
+                    draft_version=version,
+                    update=_updated(assistant, position + 1) if due else None,
+                    text=text,
+                )
+                served.append(request)
+                file.write(request.to_line() + "\n")
+                file.flush()
+                by_count = save_every is not None and due and updates % save_every == 0
+                by_time = save_every is None and clock() - saved_at >= SAVE_SECONDS
+                if learn and (by_count or by_time or position + 1 == len(prompts.prompts)):
+                    # Neither the journal nor the store is ever behind the session.
+                    os.fsync(file.fileno())
+                    sync_folder(folder)
+                    if assistant.store is not None:
+                        assistant.store.flush()
+                    assistant.save_state(state)
+                    saved_at = clock()
+                on_request(request)
+        return served
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """No other process serves into the folder inside; raises ConfigError where one does."""
+    try:
+        lock = wait_for_lock(folder / LOCK, 0.0)
+    except TimeoutError as error:
+        raise ConfigError(
+            f"Another process serves into {folder}. Stop it, or choose another output folder."
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"The output folder {folder} cannot be written: {error}.") from error
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.close()
 
 
 def _updated(assistant: OnlineAssistant, requests: int) -> dict[str, Any]:

@@ -253,6 +253,8 @@ class Folder:
                 stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
                 own = self.path / f"{stamp}-{os.getpid()}-{secrets.token_hex(4)}"
                 own.mkdir(0o700)
+                with contextlib.suppress(OSError):
+                    sync_folder(self.path)
                 self.lock = lock_file(own / LOCK_NAME, wait=True)
                 if (own / LOCK_NAME).exists() or self.lock is None:
                     self.own = own

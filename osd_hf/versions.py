@@ -99,7 +99,8 @@ class VersionFolder:
             (unfinished / FACTS).write_text(json_text({"version": number, **facts}, indent=1) + "\n")
             sync_tree(unfinished)
             os.replace(unfinished, self._folder(number))
-            sync_folder(self.path)
+            with contextlib.suppress(OSError):  # before the pointer names it; what is amiss is told below
+                sync_folder(self.path)
             try:
                 self._point(number)
             except BaseException:
@@ -110,7 +111,7 @@ class VersionFolder:
             raise StateError(f"Version {number} cannot be written to {self.path}: {error}.") from error
         finally:
             _remove(unfinished)
-        for old in self._numbers()[: -self.keep]:
+        for old in filter(self._is_ours, self._numbers()[: -self.keep]):
             with contextlib.suppress(OSError):  # by its name nobody finds half of it
                 os.replace(self._folder(old), gone := self._unfinished(old))
                 _remove(gone)
@@ -152,9 +153,10 @@ class VersionFolder:
 
     def _numbers(self) -> list[int]:
         names = (VERSION.fullmatch(entry.name) for entry in self.path.iterdir())
-        return sorted(int(name[1]) for name in names if name is not None and self._is_ours(int(name[1])))
+        return sorted(int(name[1]) for name in names if name is not None and (self.path / name[0] / FACTS).is_file())
 
     def _is_ours(self, number: int) -> bool:
+        """Whether a version was published here, and is not somebody's folder by such a name."""
         try:
             return bool(json.loads((self._folder(number) / FACTS).read_text())["version"] == number)
         except (OSError, ValueError, KeyError, TypeError):

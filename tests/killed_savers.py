@@ -124,7 +124,7 @@ def at_random(folder: Path, saves: int) -> dict[str, Any]:
         reader.start()
         said = {begin: b"" for _, begin in children}
         wanted = moments.randrange(2, 12)
-        end_at = time.monotonic() + 60
+        end_at = time.monotonic() + 300
         while sum(text.count(b"\n") for text in said.values()) < wanted and time.monotonic() < end_at:
             for begin in select.select(list(said), [], [], 1)[0]:
                 said[begin] += os.read(begin, 1 << 16)

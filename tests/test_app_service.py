@@ -621,6 +621,32 @@ def test_a_saved_session_goes_on_and_its_drafts_load(service: Service, pair: Pai
         Service(pair, state=tmp_path / "nothing", config=MANUAL)
 
 
+def test_saving_deletes_drafts_of_an_earlier_save_and_nothing_else(service: Service, tmp_path: Path) -> None:
+    room = service.shared
+
+    def learn(domain: str) -> None:
+        ids = torch.tensor([[3, 4, 5]])
+        room.assistant.generate(ids, attention_mask=torch.ones_like(ids), domain=domain, max_new_tokens=8)
+        room.assistant.update(1, domain=domain)
+
+    for name in ("sql", "a/b", "a?b", ".."):
+        learn(name)
+    drafts = tmp_path / "demo" / "drafts"
+    (drafts / "mine").mkdir(parents=True)
+    (drafts / "mine" / "model.txt").write_text("mine")
+    (drafts / "notes.txt").write_text("mine")
+    written = room.save(tmp_path / "demo")
+    assert written[1:] == [drafts / name for name in ("sql", "a_b", "a_b_", "_")]  # a folder for each
+    assert all((path / "model.safetensors").is_file() for path in written[1:])
+    room.reset()
+    assert room.save(tmp_path / "demo") == [tmp_path / "demo" / "session"]
+    assert {path.name for path in drafts.iterdir()} == {"mine", "notes.txt"}
+    learn("mine")
+    with pytest.raises(ConfigError, match="no draft that was saved here"):
+        room.save(tmp_path / "demo")
+    assert [path.name for path in (drafts / "mine").iterdir()] == ["model.txt"]
+
+
 # --- other models ---------------------------------------------------------------------------------------------------
 
 

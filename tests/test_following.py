@@ -635,3 +635,28 @@ def test_a_version_that_is_pointed_at_stays_where_syncing_fails(
         versions.publish(writing("one"), {"text": "one"})
     assert latest(versions.path) == "one"
     versions.close()
+
+
+def test_what_is_not_a_version_of_ours_stays_and_is_never_pointed_at(tmp_path: Path) -> None:
+    path = tmp_path / "drafts"
+    mine = ["v000001/notes.txt", "v20240101/model.txt", ".cache.tmp/a", ".mine.tmp", "v-best/a", "latest-good/a"]
+    for name in mine:
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text(name)
+    for number in range(2):
+        versions = VersionFolder(path, keep=2)
+        for _ in range(3):
+            versions.publish(writing("ours"), {"text": "ours"})
+        assert versions.number == versions._pointed == 3 * number + 4  # beside the other one of the first number
+        assert len(published(path)) == 2 + 4
+        versions.close()
+    assert [(path / name).read_text() for name in mine] == mine
+
+
+def test_a_latest_that_is_no_pointer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("mine")
+    with pytest.raises(ConfigError, match="no pointer to a version"):
+        VersionFolder(tmp_path)
+    assert (tmp_path / "latest").read_text() == "mine"
+    (tmp_path / "latest").unlink()
+    VersionFolder(tmp_path).close()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import distilled_weights
@@ -43,6 +44,7 @@ from osd_hf.loading import prompt_room
 from osd_hf.losses import DIVERGENCES
 from osd_hf.offline import DistillConfig, distill
 from osd_hf.offline_eval import HeldOut
+from osd_hf.offline_models import last_checkpoint
 from osd_hf.offline_sampling import SAMPLE_SOURCES, Sampler, unanswered
 
 peft_warns = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
@@ -899,3 +901,11 @@ def test_what_is_missing_or_does_not_fit_is_refused(tmp_path: Any, pair: Any) ->
         run(pair, tmp_path, [unanswered(recorded(target, 1)[0])])
     with pytest.raises(DataError, match="no request with a token"):
         run(pair, tmp_path, CorrectionStore())
+
+
+def test_a_copy_of_a_checkpoint_by_another_name_is_not_gone_on_from(tmp_path: Path) -> None:
+    for name in ("checkpoint-3", "checkpoint-best", "checkpoint-12-copy"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "trainer_state.json").write_text("{}")
+    config = SimpleNamespace(output_dir=str(tmp_path), resume_from_checkpoint=True)
+    assert last_checkpoint(config) == str(tmp_path / "checkpoint-3")

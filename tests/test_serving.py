@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +15,9 @@ from safetensors.torch import load_file
 from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig
+from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig, session
 from osd_hf.cli import main
+from osd_hf.disk import lock_file
 from osd_hf.prompts import Prompt, encode_prompts, encode_turn
 from osd_hf.serving import Served, report_on, serve
 
@@ -330,3 +332,44 @@ def test_a_report_of_nothing_examined_is_json():
     stats = AcceptanceStats.from_counts(drafted=0, examined=0, accepted=0, emitted=1, target_forwards=1)
     report = report_on([Served(0, None, stats, stats, 0.1, 0)], window=8)
     assert json.loads(json.dumps(report, allow_nan=False))["overall"]["gain"] is None
+
+
+def test_a_run_that_was_killed_while_it_saved_first_begins_anew(
+    pair, prompts, straight, tmp_path, monkeypatch, caplog
+):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / ".settings-0123abcd.tmp").write_text("{")  # of a run that was killed even before
+    whole = session.write_whole
+
+    class Killed(BaseException):
+        pass
+
+    def killed(path, data):
+        if path.name == "CURRENT":
+            raise Killed
+        whole(path, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "write_whole", killed)
+        patch.setattr(session.shutil, "rmtree", lambda *_, **__: None)  # who is killed removes nothing
+        with pytest.raises(Killed):
+            main(arguments(pair, prompts, folder, *OFTEN))
+    assert len(list((folder / "state").glob("state-*"))) >= 1
+    assert (folder / "journal.jsonl").read_text()
+    assert main(arguments(pair, prompts, folder, *OFTEN, "--resume")) == 0
+    assert "Nothing was saved" in caplog.text
+    assert_same_run(folder, straight)
+    assert len(list((folder / "state").glob("state-*"))) == 1
+
+
+def test_two_processes_do_not_serve_into_one_folder(pair, prompts, straight, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(straight, folder)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    lock = lock_file(folder / ".run.lock", wait=True)  # as of another process
+    assert main(arguments(pair, prompts, folder, "--resume")) == 2
+    assert "Another process serves into" in capsys.readouterr().err
+    lock.close()
+    changed = {path for path in before if path.read_bytes() != before[path]}
+    assert changed <= {folder / "settings.json"}

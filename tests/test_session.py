@@ -249,7 +249,7 @@ def test_requests_of_another_width_are_refused_before_anything_changes(
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked children")
-@pytest.mark.parametrize("arguments", [("0", "4"), ("12",)], ids=["at operations in turn", "two at random moments"])
+@pytest.mark.parametrize("arguments", [("0", "4"), ("8",)], ids=["at operations in turn", "two at random moments"])
 def test_savers_that_are_killed_leave_the_old_state_or_the_new_one_and_what_is_the_users(
     arguments: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -262,7 +262,7 @@ def test_savers_that_are_killed_leave_the_old_state_or_the_new_one_and_what_is_t
         assert found["failures"] == found["stale"] == []
         assert found["own"]
         assert found["last"]
-        assert (found["states_left"], found["saves"] >= 12, found["kills"] > 0) == (1, True, True)
+        assert (found["states_left"], found["saves"] >= 8, found["kills"] > 0) == (1, True, True)
         return
     outcomes = {(k["first"], k["there"]) for k in found["kills"]}
     assert outcomes == {(True, None), (True, 2), (False, 1), (False, 2)}  # before and after the pointer moved
@@ -288,13 +288,13 @@ def test_a_second_saver_waits_for_the_first(
         if not savers:
             savers.append(threading.Thread(target=save_session, args=(tmp_path, other, {"version": 2})))
             savers[0].start()
-            assert waits.wait(60)
+            assert waits.wait(300)
         write(path, data)
 
     monkeypatch.setattr(module, "write_whole", overtaken)
     monkeypatch.setattr(module, "wait_for_lock", waiting)
     save_session(tmp_path, one, {"version": 1})
-    savers[0].join(60)
+    savers[0].join(300)
     assert load_session(tmp_path, learner(traces, 0))[0]["version"] == 2
     assert len(list(tmp_path.glob("state-*"))) == 1
 

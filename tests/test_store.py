@@ -977,3 +977,22 @@ def test_files_that_are_no_shards_are_ignored(tmp_path: Path) -> None:
     (shards(tmp_path)[0].parent / ".hidden.parquet").write_text("torn")
     (tmp_path / "notes.txt").write_text("mine")
     assert versions(CorrectionStore(tmp_path)) == [0]
+
+
+@posix
+def test_only_what_writers_of_stores_made_is_deleted(tmp_path: Path) -> None:
+    with CorrectionStore(tmp_path, flush_every=1) as store:
+        store.append(make_trace(0))
+    (shard,) = shards(tmp_path)
+    mine = [tmp_path / "backup" / "best.parquet", shard.with_name("copy.parquet"), shard.with_name(".notes.tmp")]
+    mine += [tmp_path / "backup" / ".lock", tmp_path / "backup" / ".draft.tmp"]
+    for path in mine:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(shard.read_bytes())
+    with CorrectionStore(tmp_path, flush_every=1, max_bytes=1 << 20, max_age_seconds=50, clock=lambda: 100) as store:
+        store.append(make_trace(99))
+        assert versions(store) == [99]  # what is too old is not read, whoever put it there
+    small = CorrectionStore(tmp_path, max_bytes=1)
+    small.flush()
+    assert shards(tmp_path) == sorted(path for path in mine if path.suffix == ".parquet")
+    assert all(path.exists() for path in mine)
