@@ -6,8 +6,8 @@ VENV ?= .venv
 
 BIN := $(VENV)/bin
 LOWEST := $(VENV)-lowest
-# Where a library that moves is met: the contracts first.
-CORE := contract offline_contract guards hook lossless draft_forward losses updater session store completions app_view
+# Where a library that moves is met: the contracts first, the app's endpoints last.
+CORE := contract offline_contract guards hook lossless losses updater session store completions app_view
 # -qq: silent unless it fails.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
@@ -36,7 +36,8 @@ test: $(VENV)/.installed-test
 	@$(BIN)/python -m pytest
 
 test-lowest: $(LOWEST)/.installed
-	@$(LOWEST)/bin/python -m pytest $(CORE:%=tests/test_%.py)
+	@$(LOWEST)/bin/python -m pytest $(CORE:%=tests/test_%.py) \
+		tests/test_browser.py::test_a_program_chats_and_reads_the_statistics
 
 newest: $(VENV)/.installed
 	@$(BIN)/python .ci/newest.py
@@ -75,13 +76,14 @@ $(VENV)/.installed-dev: $(VENV)/.installed-torch pyproject.toml
 	@touch $(VENV)/.installed $(VENV)/.installed-app $(VENV)/.installed-test $@
 
 # The lowest versions lie before the tested ones, which serve for the rest (torch above all): pip takes what is already
-# there where it fits, and installs the others beside it.
+# there where it fits, and installs the others beside it. No warning of conflicts: py3langid, an extra that is left out
+# here, wants a newer numpy than the others.
 $(LOWEST)/.installed: $(VENV)/.installed-test constraints-lowest.txt
 	@echo "installing the lowest versions into $(LOWEST)"
 	@$(BIN)/python -m venv --clear $(LOWEST)
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		>"$$($(LOWEST)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tested.pth"
 	@awk -F== '!($$1 in seen) { seen[$$1]; print }' constraints-lowest.txt constraints.txt >$(LOWEST)/constraints.txt
-	@$(LOWEST)/bin/python -m pip --disable-pip-version-check install -qq --no-warn-conflicts --constraint $(LOWEST)/constraints.txt \
-		--editable '.[distill,app]' pytest hypothesis scipy
+	@$(LOWEST)/bin/python -m pip --disable-pip-version-check install -qq --no-warn-conflicts \
+		--constraint $(LOWEST)/constraints.txt --editable '.[distill,app]' pytest hypothesis scipy
 	@touch $@
