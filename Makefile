@@ -5,10 +5,13 @@ PYTHON ?= python3
 VENV ?= .venv
 
 BIN := $(VENV)/bin
+LOWEST := $(VENV)-lowest
+# Where a library that moves is met: the contracts first, the app's endpoints last.
+CORE := contract offline_contract guards hook lossless losses updater session store completions app_view
 # -qq: silent unless it fails.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
-.PHONY: help quickstart bench app test check
+.PHONY: help quickstart bench app test test-lowest newest check
 .DELETE_ON_ERROR:
 
 help:
@@ -16,6 +19,8 @@ help:
 	@echo "make bench        target alone, stock and lean drafting side by side on the bundled pair"
 	@echo "make app          chat in the browser, and watch the draft learn"
 	@echo "make test         the tests"
+	@echo "make test-lowest  their core, on the lowest versions that pyproject.toml allows"
+	@echo "make newest       whether the package index has newer versions than the tested ones"
 	@echo "make check        ruff and mypy"
 
 quickstart: $(VENV)/.installed
@@ -30,6 +35,13 @@ app: $(VENV)/.installed-app
 # One process a core (tests/conftest.py), each test file in one of them, the long files first.
 test: $(VENV)/.installed-test
 	@$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+
+test-lowest: $(LOWEST)/.installed
+	@$(LOWEST)/bin/python -m pytest $(CORE:%=tests/test_%.py) \
+		tests/test_browser.py::test_a_program_chats_and_reads_the_statistics
+
+newest: $(VENV)/.installed
+	@$(BIN)/python .ci/newest.py
 
 check: $(VENV)/.installed-dev
 	@$(BIN)/ruff check .
@@ -63,3 +75,16 @@ $(VENV)/.installed-dev: $(VENV)/.installed-torch pyproject.toml
 	@echo "installing osd-hf[dev] into $(VENV)"
 	@$(PIP) --editable '.[dev]'
 	@touch $(VENV)/.installed $(VENV)/.installed-app $(VENV)/.installed-test $@
+
+# The lowest versions lie before the tested ones, which serve for the rest (torch above all): pip takes what is already
+# there where it fits, and installs the others beside it. No warning of conflicts: py3langid, an extra that is left out
+# here, wants a newer numpy than the others.
+$(LOWEST)/.installed: $(VENV)/.installed-test constraints-lowest.txt
+	@echo "installing the lowest versions into $(LOWEST)"
+	@$(BIN)/python -m venv --clear $(LOWEST)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		>"$$($(LOWEST)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tested.pth"
+	@awk -F== '!($$1 in seen) { seen[$$1]; print }' constraints-lowest.txt constraints.txt >$(LOWEST)/constraints.txt
+	@$(LOWEST)/bin/python -m pip --disable-pip-version-check install -qq --no-warn-conflicts \
+		--constraint $(LOWEST)/constraints.txt --editable '.[distill,app]' pytest hypothesis scipy
+	@touch $@

@@ -1,16 +1,25 @@
 """What is called of transformers without being public there: fails first when something moves."""
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import models
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from huggingface_hub.errors import HFValidationError, HTTPError
+from huggingface_hub.utils._validators import validate_repo_id
+from peft import PEFT_TYPE_TO_TUNER_MAPPING, LoraConfig, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
 from transformers import (
     DynamicCache,
     EncoderDecoderCache,
     GenerationConfig,
     GenerationMixin,
+    MambaForCausalLM,
     PreTrainedModel,
     StaticCache,
     StoppingCriteriaList,
@@ -306,7 +315,8 @@ def test_caches_of_encoder_decoders_take_tokens_back() -> None:
     cache = EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
     cache.activate_past_recording()
     for part, length in ((cache.self_attention_cache, 5), (cache.cross_attention_cache, 7)):
-        part.update(torch.zeros(1, 4, length, 8), torch.zeros(1, 4, length, 8), 0)
+        for index in range(len(part.layers)):
+            part.update(torch.zeros(1, 4, length, 8), torch.zeros(1, 4, length, 8), index)
     cache.crop(-2)
     assert cache.get_seq_length() == 3
     assert cache.cross_attention_cache.get_seq_length() == 7
@@ -334,3 +344,85 @@ def test_a_static_cache_is_set_back_by_its_length() -> None:
 def test_the_compiler_takes_a_filter_of_guards() -> None:
     assert "options" in parameters(torch.compile)
     assert callable(torch.compiler.skip_all_guards_unsafe)
+
+
+# --- what is read of models and of other libraries without being public there ---------------------------------------
+
+
+def test_models_say_whether_their_state_can_be_taken_back() -> None:
+    # Read with a default: renamed, all models would pass for ones that can.
+    assert PreTrainedModel._is_stateful is False
+    assert MambaForCausalLM._is_stateful is True
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # the compiler itself
+def test_a_model_knows_its_compiled_self_and_its_adapters() -> None:
+    # Each read with a default, too.
+    model = models.build()
+    assert torch.compile(model)._orig_mod is model
+    assert model._hf_peft_config_loaded is False
+    model.add_adapter(LoraConfig(target_modules=["q_proj"], r=2))
+    assert model._hf_peft_config_loaded is True
+    assert isinstance(model.all_tied_weights_keys, dict)  # emptied where a head is untied
+
+
+def test_models_are_built_from_a_configuration_in_a_dtype() -> None:
+    model = models.build()
+    assert type(model)._from_config(model.config, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings:UserWarning")  # of some versions, tied or not
+def test_adapters_are_told_by_their_layers() -> None:
+    config = LoraConfig(target_modules=["embed_tokens"], modules_to_save=["lm_head"], r=2)
+    inner = get_peft_model(models.build(tie_word_embeddings=False), config).get_base_model()
+    assert isinstance(inner.get_input_embeddings(), BaseTunerLayer)
+    assert isinstance(inner.get_output_embeddings(), ModulesToSaveWrapper)
+    assert hasattr(PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type], "merge_and_unload")
+
+
+@pytest.fixture
+def no_accelerator() -> Iterator[None]:
+    shared = AcceleratorState._shared_state
+    kept = dict(shared)
+    shared.clear()
+    yield
+    shared.clear()
+    shared.update(kept)
+
+
+def test_what_accelerators_share_is_one_dictionary(no_accelerator: None) -> None:
+    # Which the learner puts back where somebody has emptied it.
+    accelerator = Accelerator(cpu=True)
+    shared = AcceleratorState._shared_state
+    assert vars(accelerator.state) is shared
+    kept = dict(shared)
+    AcceleratorState._reset_state()
+    assert AcceleratorState._shared_state is shared
+    assert shared == {}
+    shared.update(kept)
+    assert Accelerator(cpu=True).device == accelerator.device
+
+
+def test_what_preparing_a_model_sets_on_it_is_known(no_accelerator: None) -> None:
+    model = models.build()
+    before = set(vars(model))
+    prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model, evaluation_mode=True)
+    assert prepared is model
+    # The last is set by some versions only.
+    known = {"forward", "_original_forward", "_is_accelerate_prepared"}
+    assert {"forward", "_original_forward"} <= set(vars(model)) - before <= known
+
+
+def test_names_of_repos_are_checked_without_a_request() -> None:
+    validate_repo_id("me/draft")
+    with pytest.raises(HFValidationError):
+        validate_repo_id("me/dr aft")
+    assert issubclass(HTTPError, Exception)
+    assert not issubclass(HTTPError, OSError)  # so it is caught by name
+
+
+def test_lists_of_tensors_are_averaged_in_place() -> None:
+    mean, new = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 6.0])
+    torch._foreach_lerp_([mean], [new], 0.5)
+    assert mean.tolist() == [2.0, 4.0]

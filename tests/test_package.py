@@ -117,6 +117,24 @@ def test_constraints_pin_every_dependency():
     assert all(re.fullmatch(r"[a-z0-9-]+==[\w.]+", line) for line in lines if line and not line.startswith("#"))
 
 
+def release(version):
+    return [int(part) for part in re.sub(r"(\.0)+$", "", version).split(".")]
+
+
+def test_the_lowest_versions_are_those_that_the_tests_run_on():
+    pins = {}
+    for name in ("constraints.txt", "constraints-lowest.txt"):
+        lines = (ROOT / name).read_text().splitlines()
+        pins |= dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    extras = PROJECT["optional-dependencies"]
+    bounds = {}
+    for requirement in [*PROJECT["dependencies"], *extras["distill"], *extras["language"], *extras["app"]]:
+        name, lowest = re.match(r"([\w-]+)>=([\d.]+)", requirement).groups()
+        bounds[name] = release(lowest)
+    assert bounds.pop("torch") <= release(pins["torch"])  # CONTRIBUTING.md says how its lowest was tested
+    assert {name: release(pins[name]) for name in bounds} == bounds
+
+
 def test_the_changelog_knows_the_version():
     assert f"## [{PROJECT['version']}]" in (ROOT / "CHANGELOG.md").read_text()
     try:
