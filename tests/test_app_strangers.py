@@ -1,4 +1,4 @@
-"""The app as strangers reach it: who is one, what comes in, what is kept for them, and all of it under a hostile load."""
+"""The app as strangers reach it: who is one, what comes in, what is kept for them, and all of it under a load."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import asyncio
 import json
 import logging
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from typing import Any
 import gradio as gr
 import httpx
 import pytest
+from app_server import app_server
 from gradio import queueing, routes
 from saved_pair import save_pair
 
@@ -27,8 +27,9 @@ from osd_hf_app import launch as launch_module
 from osd_hf_app import service as service_module
 from osd_hf_app.console import FAILURES, bound_console
 from osd_hf_app.door import API, CALLS, MAX_BODY_BYTES, Door, is_loopback
-from osd_hf_app.launch import exposure, forget_variables, served_page
+from osd_hf_app.launch import exposure, forget_variables
 from osd_hf_app.mail import MAX_EVENTS, MAX_UNREAD, MAX_UNREAD_OF_ONE, UNREAD_SECONDS, bound_queue
+from osd_hf_app.page import build
 from osd_hf_app.pair import Pair
 from osd_hf_app.service import Service
 
@@ -64,7 +65,7 @@ def parsed(*flags: str) -> argparse.Namespace:
     return parser.parse_args(flags)
 
 
-class Launched(Exception):  # noqa: N818
+class Launched(Exception):
     """Instead of serving."""
 
 
@@ -137,7 +138,9 @@ def test_variables_of_gradio_that_the_app_does_not_know_are_forgotten() -> None:
 # --- the door -------------------------------------------------------------------------------------------------------
 
 
-def opened(door: Door, path: str, method: str = "GET", body: Any = b"", visitor: str = "192.0.2.1", **headers: str) -> int:  # fmt: skip
+def opened(
+    door: Door, path: str, method: str = "GET", body: Any = b"", *, visitor: str = "192.0.2.1", **headers: str
+) -> int:
     """The status of an answer; 200 is that of what stands after the door."""
 
     async def call() -> int:
@@ -336,59 +339,58 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(str(folder / "target"), str(folder / "draft"))
 
 
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
+def test_a_public_page_refuses_all_that_is_the_owners_to_whoever_calls_it(tmp_path: Path) -> None:
+    with app_server(tmp_path, "--public") as address, httpx.Client(base_url=address, timeout=60) as client:
+        config = client.get("/config").json()
+        events = {d["api_name"]: d["id"] for d in config["dependencies"]}
+        hidden = [c for c in config["components"] if c["props"].get("elem_id") in ("keep", "models")]
+        assert [c["props"]["visible"] for c in hidden] == [False, False]
+        for name, data in (
+            ("reset_draft", [None]), ("keep", [None, "demo"]), ("publish", [None, "sql", "a/b", ""]),
+            ("load_pair", ["", ""]),
+        ):  # fmt: skip
+            body = {"data": data, "fn_index": events[name], "session_hash": name}
+            assert client.post(f"{API}run/predict", json=body).status_code == 404  # by the queue alone
+            assert client.post(JOIN, json=body).status_code == 200
+            told = client.get(f"{API}queue/data", params={"session_hash": name}).text
+            assert "This is not for visitors of a public app." in told
+        assert client.post(f"{API}upload", files={"files": ("a", b"x")}).status_code == 404
+        assert client.post(JOIN, content=b"x" * (MAX_BODY_BYTES + 1)).status_code == 413
+        # What stands for a visitor is the address, not what they call themselves.
+        asked = {"data": ["What is 3 + 4?", "math", 8], "session_hash": "mine"}
+        assert client.post(f"{API}call/chat", json=asked).status_code == 200
+        assert "process_completed" in client.get(f"{API}queue/data", params={"session_hash": "mine"}).text
+    assert list(tmp_path.iterdir()) == []
 
 
-@pytest.fixture
-def public(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Service, httpx.Client]]:
+def test_an_answer_stops_when_the_program_that_asked_for_it_has_gone(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(service_module, "SAMPLES", 20)
     service = Service(pair, config={"update_strategy": "manual"}, is_public=True)
-    page = served_page(service, "127.0.0.1", free_port(), output_dir=tmp_path)
-    with httpx.Client(base_url=page.local_url, timeout=60) as client:
-        yield service, client
-    page.close()
-    service.close()
+    answers, ask = [], service.ask
 
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        answers.append((args[0], ask(*args, **kwargs)))
+        return answers[-1][1]
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
-def test_a_public_page_refuses_all_that_is_the_owners_to_whoever_calls_it(
-    public: tuple[Service, httpx.Client], tmp_path: Path
-) -> None:
-    service, client = public
-    config = client.get("/config").json()
-    shared, pair = service.shared, service.pair
-    events = {d["api_name"]: d["id"] for d in config["dependencies"]}
-    hidden = [c for c in config["components"] if c["props"].get("elem_id") in ("keep", "models")]
-    assert [c["props"]["visible"] for c in hidden] == [False, False]
-    for name, data in (
-        ("reset_draft", [None]), ("keep", [None, "demo"]), ("publish", [None, "sql", "a/b", ""]),
-        ("load_pair", ["", ""]),
-    ):  # fmt: skip
-        body = {"data": data, "fn_index": events[name], "session_hash": name}
-        assert client.post(f"{API}run/predict", json=body).status_code == 404  # by the queue alone
-        assert client.post(JOIN, json=body).status_code == 200
-        told = client.get(f"{API}queue/data", params={"session_hash": name}).text
-        assert "This is not for visitors of a public app." in told
-    assert list(tmp_path.iterdir()) == []
-    assert (service.shared, service.pair) == (shared, pair)
-    assert client.post(f"{API}upload", files={"files": ("a", b"x")}).status_code == 404
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
-def test_an_answer_stops_when_the_program_that_asked_for_it_has_gone(public: tuple[Service, httpx.Client]) -> None:
-    service, client = public
-    told, asked = [], service.ask
-    service.ask = lambda *args, **kwargs: told.append(asked(*args, **kwargs)) or told[-1]  # type: ignore[method-assign, func-returns-value]
-    with service.turns.turn():
-        body = {"data": ["one", "sql", 100], "session_hash": "mine"}
-        assert client.post(f"{API}call/chat", json=body).status_code == 200
-        with client.stream("GET", f"{API}queue/data", params={"session_hash": "mine"}) as stream:
-            next(line for line in stream.iter_lines() if "process_generating" in line)
-        assert told[0].stop.wait(60)
-    assert told[0].text == ""
+    monkeypatch.setattr(service, "ask", asked)
+    page = build(service)
+    try:
+        chat = next(fn.fn for fn in page.fns.values() if fn.api_name == "chat")
+        request = SimpleNamespace(client=SimpleNamespace(host="192.0.2.1"), session_hash="mine")
+        with service.turns.turn():
+            told = chat("one", "sql", 100, request=request)
+            assert next(told)["text"] == ""
+            told.close()  # as gradio does when nobody reads any more
+            session, answer = answers[0]
+            session.wait_for_end(60)
+            assert answer.stopped
+            assert len(service.turns) == 1
+        assert answer.text == ""
+    finally:
+        page.close()
+        service.close()
 
 
 def test_the_load_script_finds_no_leak(tmp_path: Path) -> None:
