@@ -95,8 +95,8 @@ class Door:
         netloc = headers.get("host", "").lower()
         if not (self._is_public or self._has_login) and not is_loopback(_name(netloc)):
             return 403, (
-                f"This app serves its own machine alone, and was called {netloc[:100]!r}. Open it as localhost; to let "
-                "others in, start it with --public, or with --login."
+                f"This app serves its own machine alone, and was called {netloc[:100]!r}. Open it as localhost; to "
+                "let others in, start it with --public, or with --login."
             )
         is_read = scope["method"] in ("GET", "HEAD", "OPTIONS")
         if not (self._is_public or is_read):

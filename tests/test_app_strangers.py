@@ -33,7 +33,6 @@ from osd_hf_app.page import build
 from osd_hf_app.pair import Pair
 from osd_hf_app.service import Service
 
-
 # --- who is a stranger ----------------------------------------------------------------------------------------------
 
 
