@@ -92,17 +92,17 @@ class Door:
 
     def _refused(self, scope: Scope, headers: dict[str, str]) -> tuple[int, str] | None:
         """Why it is not for us, if it is not."""
-        host = urlsplit("//" + headers.get("host", ""))
-        if not (self._is_public or self._has_login) and not is_loopback(_name(host)):
+        netloc = headers.get("host", "").lower()
+        if not (self._is_public or self._has_login) and not is_loopback(_name(netloc)):
             return 403, (
-                f"This app serves its own machine alone, and was called {_name(host)!r}. Open it as localhost; to let "
-                "others in, start it with --public, or with --login."
+                f"This app serves its own machine alone, and was called {netloc[:100]!r}. Open it as localhost; to "
+                "let others in, start it with --public, or with --login."
             )
         is_read = scope["method"] in ("GET", "HEAD", "OPTIONS")
         if not (self._is_public or is_read):
             origin = headers.get("origin")
-            ours = {host.netloc.lower(), headers.get("x-forwarded-host", host.netloc).lower()}
-            if origin is not None and urlsplit(origin).netloc.lower() not in ours:
+            ours = {netloc, headers.get("x-forwarded-host", netloc).lower()}
+            if origin is not None and origin.lower().partition("://")[2] not in ours:
                 return 403, "A page of another site has no access to this app."
             if origin is None and headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
                 return 403, "A page of another site has no access to this app."
@@ -159,9 +159,10 @@ async def _body(receive: Receive) -> bytes | None:
             return b"".join(parts)
 
 
-def _name(host: Any) -> str:
+def _name(netloc: str) -> str:
+    """A host without its port."""
     try:
-        return host.hostname or ""
+        return urlsplit("//" + netloc).hostname or ""
     except ValueError:
         return ""
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import gradio as gr
 
-from osd_hf_app.visitors import visitor_at
+from osd_hf_app.visitors import is_fair, visitor_at
 
 __all__ = ["bound_queue"]
 
@@ -38,9 +38,6 @@ def bound_queue(page: gr.Blocks, clock: Callable[[], float] = time.monotonic) ->
     touched: dict[str, float] = {}  # by the name of a page's session
     whose: dict[str, str] = {}
 
-    def is_fair(held: Counter[str], visitor: str, capacity: int) -> bool:
-        return held[visitor] < capacity - held.total()
-
     def sweep() -> None:
         for name in list(touched):
             is_awaited = any(i in queue.event_ids_to_events for i in queue.pending_event_ids_session.get(name, ()))
@@ -51,16 +48,16 @@ def bound_queue(page: gr.Blocks, clock: Callable[[], float] = time.monotonic) ->
 
     def is_read(visitor: str) -> bool:
         """Whether a visitor takes what is sent, or leaves no more than a share unread."""
-        unread: Counter[str] = Counter()
+        unread: Counter[str | None] = Counter()
         for name, owner in whose.items():
             messages = queue.pending_messages_per_session.get(name)
             unread[owner] += 0 if messages is None else messages.qsize()
-        return not unread[visitor] or is_fair(unread, visitor, MAX_UNREAD)
+        return is_fair(unread, visitor, MAX_UNREAD)
 
     async def pushed(body: Any, request: Any, username: str | None) -> Any:
         sweep()
         visitor = visitor_at(request.client.host if request.client else None)
-        events: Counter[str] = Counter()
+        events: Counter[str | None] = Counter()
         for event in list(queue.event_ids_to_events.values()):
             events[visitor_at(event.request.client.host if event.request.client else None)] += 1
         if not is_fair(events, visitor, MAX_EVENTS) or not is_read(visitor):

@@ -258,8 +258,9 @@ class Service:
 
     def _make_room(self, visitor: str | None) -> list[Session]:
         """
-        Chats that went so that one more can come. A stranger may have as many as there are places left, and makes
-        room with chats of their own first, empty ones before others; then goes what others have not used of late.
+        Chats that went so that one more can come. A stranger may have as many as there are places left, and makes room
+        with chats of their own first; else whoever has most makes room, if they have more than one more. Empty ones go
+        before others.
         """
         held = sum(session.visitor == visitor for session in self.sessions.values())
         free = MAX_SESSIONS - len(self.sessions)
@@ -269,10 +270,13 @@ class Service:
         if visitor is None:
             going = idle[: 1 - free]
         else:
-            own = [session for session in idle if session.visitor == visitor]
-            long_ago = time.monotonic() - ACTIVE_SECONDS
-            found = own or [session for session in idle if session.used < long_ago]
-            going = sorted(found, key=lambda session: bool(session.entries))[:1]
+            going = [session for session in idle if session.visitor == visitor]
+            if not going and free <= 0:
+                chats = Counter(session.visitor for session in self.sessions.values())
+                most = max((session.visitor for session in idle), key=lambda other: chats[other], default=visitor)
+                long_ago = time.monotonic() - ACTIVE_SECONDS
+                going = [s for s in idle if s.used < long_ago or (s.visitor == most and chats[most] > held + 1)]
+            going = sorted(going, key=lambda session: bool(session.entries))[:1]
             if not going and free <= 0:
                 raise ConfigError(FULL)
         for session in going:
@@ -451,7 +455,7 @@ class Service:
     def _begin(
         self, session: Session, job: Answer | Batch, work: Callable[[], None], wants_private: bool | None
     ) -> None:
-        if len(self.turns) >= MAX_WAITING:
+        if session.visitor is None and len(self.turns) >= MAX_WAITING:
             raise ConfigError("Too many visitors are waiting for an answer. Try again in a moment.")
         with self._lock:
             self._check_free(session)

@@ -13,6 +13,7 @@ __all__ = ["CSS", "LEGEND", "corrections", "domain_table", "learner_state", "tra
 
 MOST_CORRECTIONS = 8
 SHOWN = 20  # newest entries of a chat
+SHOWN_CHARACTERS = 400_000  # of their HTML, the newest entry apart: it is sent again and again
 STOP = ' tabindex="0" role="note"'
 
 BUNDLED = (
@@ -93,7 +94,10 @@ def transcript(session: Session) -> str:
     """The newest entries of the chat, for a screen reader as a log."""
     shown = session.entries[-SHOWN:]
     newest = len(shown) - 1
-    entries = "".join(_drawn(entry, is_newest=i == newest) for i, entry in enumerate(shown))
+    drawn = [_drawn(entry, is_newest=i == newest) for i, entry in enumerate(shown)]
+    while len(drawn) > 1 and sum(map(len, drawn)) > SHOWN_CHARACTERS:
+        del drawn[0]
+    entries = "".join(drawn)
     notice = f'<div class="osd-error" role="alert">{escape(session.notice)}</div>' if session.notice else ""
     hint = "" if session.entries else (
         '<div class="osd-hint">Ask something, or let twenty prompts through. A small draft guesses what the target '

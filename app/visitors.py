@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-__all__ = ["Rate", "Shares", "visitor_at"]
+__all__ = ["Rate", "Shares", "is_fair", "visitor_at"]
 
 
 def visitor_at(host: str | None) -> str:
@@ -27,12 +27,22 @@ def visitor_at(host: str | None) -> str:
     return str(address)
 
 
+def is_fair(held: Counter[str | None], visitor: str | None, capacity: int) -> bool:
+    """
+    Whether a visitor may hold one more: as many as are still free, and the first one until twice all places are taken.
+
+    One who takes all there are to be had leaves half of them; where all come from one address, as through a proxy,
+    that half is theirs. `None` is somebody who is trusted, and bound by the capacity alone.
+    """
+    total = held.total()
+    if visitor is None or held[visitor]:
+        return total < capacity if visitor is None else held[visitor] < capacity - total
+    return total < 2 * capacity
+
+
 class Shares:
     """
-    Places of which each visitor may hold as many as are still free.
-
-    One who takes all there are to be had leaves half to the others, two leave a third, and so on; where all come
-    from one address, as through a proxy, there is still half of everything for them.
+    Places that visitors share.
 
     Args:
         capacity (`int`):
@@ -44,15 +54,10 @@ class Shares:
         self.held: Counter[str | None] = Counter()
         self._lock = threading.Lock()
 
-    def is_open_to(self, visitor: str | None) -> bool:
-        """Whether there is a place; `None` is somebody who is trusted, and bound by the capacity alone."""
-        free = self.capacity - self.held.total()
-        return free > 0 if visitor is None else self.held[visitor] < free
-
     def take(self, visitor: str | None) -> bool:
-        """Take a place, if there is one."""
+        """Take a place, if there is one for this visitor."""
         with self._lock:
-            if not self.is_open_to(visitor):
+            if not is_fair(self.held, visitor, self.capacity):
                 return False
             self.held[visitor] += 1
             return True
@@ -67,11 +72,12 @@ class Shares:
 
 class Rate:
     """
-    Shares of what may happen in a span of time.
+    How often something may happen in a span of time: by any visitor what is left of all if as many come as in the span
+    before, and one more.
 
     Args:
         capacity (`int`):
-            How often, by all visitors.
+            How often, by all visitors; twice as often where many come at once.
         seconds (`float`):
             The span.
         clock (`Callable[[], float]`, *optional*):
@@ -82,12 +88,19 @@ class Rate:
         self.capacity, self.seconds = capacity, seconds
         self._clock = clock
         self._began = clock()
-        self._shares = Shares(capacity)
+        self._taken: Counter[str | None] = Counter()
+        self._visitors = 1
         self._lock = threading.Lock()
 
     def take(self, visitor: str | None) -> bool:
         """Whether it may happen once more now."""
         with self._lock:
-            if self._clock() - self._began >= self.seconds:
-                self._began, self._shares = self._clock(), Shares(self.capacity)
-            return self._shares.take(visitor)
+            now = self._clock()
+            if now - self._began >= self.seconds:
+                self._visitors = max(1, len(self._taken)) if now - self._began < 2 * self.seconds else 1
+                self._began, self._taken = now, Counter()
+            share = self.capacity if visitor is None else max(1, self.capacity // (self._visitors + 1))
+            if self._taken[visitor] >= share or self._taken.total() >= 2 * self.capacity:
+                return False
+            self._taken[visitor] += 1
+            return True

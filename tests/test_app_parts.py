@@ -27,7 +27,8 @@ from osd_hf_app.domains import OTHER, classifier
 from osd_hf_app.pieces import INCOMPLETE, Pieces, text_of
 from osd_hf_app.room import Record
 from osd_hf_app.service import SAMPLES
-from osd_hf_app.turns import Turns
+from osd_hf_app.turns import MAX_VISITORS, Turns
+from osd_hf_app.visitors import Rate, Shares, visitor_at
 
 PATIENCE = LONG
 
@@ -369,3 +370,157 @@ def test_those_who_wait_are_told_how_many_are_before_them() -> None:
 def test_a_version_that_is_rolled_back_is_no_new_one() -> None:
     records = [record(i, version=version) for i, version in enumerate((3, 3, 4, 2, 2, 5), 1)]
     assert curves(records, "x").count("osd-promoted") == 2  # 4 and 5; what served when counting began was there
+
+
+# --- visitors -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("host", "visitor"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("testclient", "unknown"),
+        ("", "unknown"),
+        (None, "unknown"),
+    ],
+)
+def test_a_visitor_is_an_address_or_a_network_of_them(host: str | None, visitor: str) -> None:
+    assert visitor_at(host) == visitor
+
+
+@given(st.integers(1, 60), st.lists(st.sampled_from("abcdef"), max_size=200))
+def test_nobody_holds_more_than_is_left_and_newcomers_find_a_place(capacity: int, takers: list[str]) -> None:
+    shares = Shares(capacity)
+    for taker in takers:
+        held, free = shares.held[taker], capacity - shares.held.total()
+        assert shares.take(taker) == (held < free or (not held and free > -capacity))
+    assert all(held <= capacity // 2 + 1 for held in shares.held.values())
+    assert shares.held.total() <= 2 * capacity
+    total = shares.held.total()
+    assert shares.take("somebody new") == (total < 2 * capacity)
+    for taker, held in list(shares.held.items()):
+        for _ in range(held):
+            shares.give(taker)
+    assert not shares.held
+
+
+def test_those_who_are_trusted_are_bound_by_the_capacity_alone() -> None:
+    shares = Shares(3)
+    assert [shares.take(None) for _ in range(4)] == [True, True, True, False]
+
+
+def test_a_rate_leaves_to_each_what_they_need_however_many_hurry() -> None:
+    now = [0.0]
+    rate = Rate(12, 2.0, clock=lambda: now[0])
+    assert [sum(rate.take(name) for _ in range(20)) for name in "abcdefgh"] == [6, 6, 6, 6, 0, 0, 0, 0]
+    now[0] = 2.0
+    # As many as four came: a share for each, and one for somebody new.
+    assert [sum(rate.take(name) for _ in range(20)) for name in "abcde"] == [2] * 5
+    now[0] = 9.0
+    assert sum(rate.take("a") for _ in range(20)) == 6
+    assert sum(rate.take(None) for _ in range(20)) == 12
+
+
+class Visits:
+    """Threads in a line whose clock is moved by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.turns = Turns(clock=lambda: self.now)
+        self.line = self.turns._line = Line()  # type: ignore[assignment]
+        self.order: list[str] = []
+        self.threads: list[threading.Thread] = []
+
+    def queue(self, visitor: str | None, name: str, seconds: float = 0.0, rounds: int = 1, **settings: Any) -> None:
+        """Let somebody queue, and wait until they have; each of their rounds takes so many seconds."""
+
+        def visit() -> None:
+            with self.turns.turn(visitor=visitor, **settings) as turn:
+                for _ in range(rounds if turn is not None else 0):
+                    self.order.append(name)
+                    self.now += seconds
+                    turn.give_way()
+
+        self.threads.append(threading.Thread(target=visit))
+        self.threads[-1].start()
+        assert self.line.queued.acquire(timeout=PATIENCE)
+
+    def join(self) -> list[str]:
+        for thread in self.threads:
+            thread.join(PATIENCE)
+        return self.order
+
+
+def test_one_visitor_who_queues_often_comes_after_another_who_queues_once() -> None:
+    visits = Visits()
+    with visits.turns.turn():
+        assert visits.line.queued.acquire(timeout=PATIENCE)
+        for i in range(4):
+            visits.queue("many", f"many {i}", seconds=1.0)
+        visits.queue("one", "one", seconds=1.0)
+    assert visits.join() == ["many 0", "one", "many 1", "many 2", "many 3"]
+
+
+def test_a_long_answer_gives_way_in_its_middle_and_goes_on() -> None:
+    visits = Visits()
+    with visits.turns.turn():
+        assert visits.line.queued.acquire(timeout=PATIENCE)
+        visits.queue("long", "long", seconds=1.0, rounds=3)
+        visits.queue("short", "short", seconds=0.1)
+        visits.queue("long", "next", seconds=0.1)
+    assert visits.join() == ["long", "short", "long", "long", "next"]
+
+
+def test_no_more_answers_begin_than_there_is_memory_for() -> None:
+    visits = Visits()
+    visits.turns.max_begun = 1
+    with visits.turns.turn():
+        assert visits.line.queued.acquire(timeout=PATIENCE)
+        visits.queue("long", "long", seconds=1.0, rounds=3)
+        visits.queue("short", "short")
+    assert visits.join() == ["long", "long", "long", "short"]
+
+
+def test_what_must_be_alone_waits_for_those_who_have_begun_and_for_no_later_ones() -> None:
+    visits = Visits()
+    with visits.turns.turn():
+        assert visits.line.queued.acquire(timeout=PATIENCE)
+        visits.queue("a", "a", seconds=1.0, rounds=2)
+        visits.queue("b", "b", seconds=2.0, rounds=2)
+        visits.queue(None, "alone", alone=True)
+        visits.queue("c", "c")
+    assert visits.join() == ["a", "b", "a", "b", "alone", "c"]
+
+
+def test_a_new_address_is_no_better_than_whoever_used_least() -> None:
+    visits = Visits()
+    visits.queue("old", "old", seconds=1.0)
+    visits.join()
+    with visits.turns.turn():
+        assert visits.line.queued.acquire(timeout=PATIENCE)
+        visits.queue("old", "old again")
+        visits.queue("new", "new")
+    assert visits.join() == ["old", "old again", "new"]
+
+
+def test_one_who_has_gone_leaves_the_line() -> None:
+    visits, gone = Visits(), threading.Event()
+    with visits.turns.turn():
+        assert visits.line.queued.acquire(timeout=PATIENCE)
+        visits.queue("a", "a", is_gone=gone.is_set)
+        gone.set()
+        visits.threads[0].join(PATIENCE)
+        assert len(visits.turns) == 1
+    assert visits.join() == []
+
+
+def test_the_accounts_of_many_visitors_are_bounded() -> None:
+    now = [0.0]
+    turns = Turns(clock=lambda: now[0])
+    for i in range(3 * MAX_VISITORS):
+        with turns.turn(visitor=str(i)):
+            now[0] += 0.1
+    assert len(turns._used) <= MAX_VISITORS + 1

@@ -22,6 +22,7 @@ from osd_hf_app import service as service_module
 from osd_hf_app.answers import Answer, Batch, Settings
 from osd_hf_app.pair import Pair
 from osd_hf_app.pieces import Pieces
+from osd_hf_app.room import Room
 from osd_hf_app.service import MAX_CHARACTERS, Service, Session, _Stop
 
 PATIENCE = LONG
@@ -797,3 +798,268 @@ def test_a_push_is_of_a_draft_that_has_learned_and_says_where_it_is(
     assert service.shared.push("sql", " me/draft ", " t ") == "https://hub/me/draft"
     assert service.shared.push("sql", "me/draft", "") == "https://hub/me/draft"
     assert calls == [(("me/draft",), {"domain": "sql", "token": token}) for token in ("t", None)]
+
+
+# --- strangers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def public(pair: Pair) -> Iterator[Service]:
+    made = Service(pair, config=MANUAL, is_public=True)
+    yield made
+    made.close()
+
+
+def test_what_waited_for_a_private_draft_teaches_no_other_when_models_are_exchanged(
+    service: Service, tmp_path: Path
+) -> None:
+    other = save_pair(tmp_path / "other", vocab_size=320)
+    session, begun = service.session(None), service.session(None)
+    service.go_private(session, True)
+    room = session.room
+    loading = threading.Thread(target=service.load, args=(str(other / "target"), str(other / "draft")))
+    line = service.turns._line
+    with service.turns.turn():
+        loading.start()
+        while not any(place.is_alone for place in list(line)):
+            assert loading.is_alive()
+        answer = service.ask(session, "a secret", SHORT, wants_private=True)
+        batch = service.send(begun, "sql", 1, Settings(max_new_tokens=4))
+    loading.join(PATIENCE)
+    ended(session)
+    ended(begun)
+    assert not session.is_private
+    assert session.room is service.shared is not room
+    assert answer.error is None
+    assert [token.text for token in answer.tokens] == texts(service.pair, targets_own(service.pair, "a secret"))
+    assert session.notice is not None
+    assert "no draft learns from it" in session.notice
+    learned = service.shared.assistant._learner.lessons
+    assert {domain: len(lesson.pending) for domain, lesson in learned.items()} == {"sql": len(batch.answers)} or (
+        sum(len(lesson.pending) for lesson in learned.values()) == len(batch.answers)
+    )
+    assert room.count == 0
+    assert not any(len(lesson.pending) for lesson in room.assistant._learner.lessons.values())
+
+
+def test_a_private_draft_of_models_that_went_meanwhile_does_not_serve(
+    service: Service, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, made = service.session(None), []
+
+    def late(*args: Any, **kwargs: Any) -> Room:
+        room = Room(*args, **kwargs)
+        if not made:
+            made.append(room)
+            service.load(str(folder / "target"), str(folder / "draft"))
+        return room
+
+    monkeypatch.setattr(service_module, "Room", late)
+    with pytest.raises(ConfigError, match="Another pair was loaded meanwhile"):
+        service.go_private(session, True)
+    assert not session.is_private
+    assert session.room is service.shared
+    assert not service.private
+
+
+def test_many_who_want_drafts_of_their_own_at_once_get_no_more_copies_than_there_are_places(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "MAX_PRIVATE", 2)
+    copies, most, go_on = [0], [0], threading.Event()
+    lock, under_way = threading.Lock(), threading.Semaphore(0)
+
+    class Counted(Room):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            with lock:
+                copies[0] += 1
+                most[0] = max(most[0], copies[0])
+            under_way.release()
+            assert go_on.wait(PATIENCE)
+            super().__init__(*args, **kwargs)
+
+        def close(self) -> None:
+            super().close()
+            with lock:
+                copies[0] -= 1
+
+    monkeypatch.setattr(service_module, "Room", Counted)
+    refused = []
+
+    def toggle(session: Session) -> None:
+        try:
+            service.go_private(session, True)
+        except ConfigError as error:
+            refused.append(str(error))
+
+    one = service.session(None)
+    first = [threading.Thread(target=toggle, args=(session,)) for session in (one, service.session(None))]
+    for thread in first:
+        thread.start()
+        assert under_way.acquire(timeout=PATIENCE)
+    toggle(one)  # a second click meanwhile
+    for _ in range(50):
+        toggle(service.session(None))
+    assert len(refused) == 51
+    with pytest.raises(ConfigError, match="still being made"):
+        service.ask(one, "one", SHORT)
+    go_on.set()
+    for thread in first:
+        thread.join(PATIENCE)
+    assert most == [2]
+    assert len(service.private) == 2
+    service.go_private(service.session(None), True)  # one makes room before the new one is made
+    assert most == [2]
+
+
+def test_a_stranger_takes_no_draft_from_another_and_makes_few(
+    public: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = public.session(None, "192.0.2.1")
+    public.go_private(own, True)
+    for _ in range(3):
+        public.go_private(public.session(None, "192.0.2.2"), True)
+    assert own.is_private
+    assert len(public.private) == 3  # theirs made room for their next
+    with pytest.raises(ConfigError, match="made just now"):
+        for _ in range(9):
+            session = public.session(None, "192.0.2.2")
+            public.go_private(session, True)
+            public.go_private(session, False)
+    assert own.is_private
+
+
+def test_invented_names_evict_no_chat_of_another_visitor(public: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "MAX_SESSIONS", 12)
+    own = public.session(None, "192.0.2.1")
+    answer = asked(public, own, "one")
+    empty = public.session(None, "192.0.2.1")
+    for address in ("192.0.2.2", "192.0.2.3"):
+        for i in range(40):
+            public.session(f"program {address}-{i}", address)
+            public.session(f"{i:022}", address)
+    assert len(public.sessions) <= 12
+    assert public.session(own.id, "192.0.2.1") is own
+    assert public.session(empty.id, "192.0.2.1") is empty
+    assert own.entries == [answer]
+    newcomer = public.session(None, "192.0.2.4")
+    assert public.session(newcomer.id, "192.0.2.4") is newcomer
+
+
+def test_of_ones_own_chats_empty_ones_go_first(public: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "MAX_SESSIONS", 4)
+    first = public.session(None, "192.0.2.1")
+    asked(public, first, "one")
+    for _ in range(5):
+        public.session(None, "192.0.2.1")
+    assert public.sessions.get(first.id) is first
+
+
+def test_where_all_chats_are_in_use_one_more_is_refused_until_some_are_old(
+    public: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "MAX_SESSIONS", 2)
+    sessions = [public.session(None, f"192.0.2.{i}") for i in range(2)]
+    with pytest.raises(ConfigError, match="Too many visitors are here"):
+        public.session(None, "192.0.2.9")
+    sessions[0].used -= service_module.ACTIVE_SECONDS + 1
+    public.session(None, "192.0.2.9")
+    assert sessions[0].id not in public.sessions
+    assert sessions[1].id in public.sessions
+
+
+def test_one_visitor_cannot_hold_all_places(public: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    with public.turns.turn():
+        taken = []
+        with pytest.raises(ConfigError, match="from your address are waiting"):
+            for _ in range(service_module.MAX_WAITING):
+                guest = public.guest("192.0.2.1")
+                taken.append((guest, public.ask(guest, "one", SHORT)))
+        assert len(taken) == service_module.MAX_WAITING // 2
+        other = public.guest("192.0.2.2")
+        answer = public.ask(other, "two", SHORT)
+        for _, theirs in taken:
+            theirs.stop.set()
+    ended(other)
+    assert answer.error is None
+    assert answer.tokens
+    for guest, _ in taken:
+        ended(guest)
+
+
+def test_what_a_stranger_has_left_is_stopped_in_the_line_and_in_its_middle(
+    public: Service, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "AWAY_SECONDS", -1.0)
+    waiting, running, back = (public.session(None, f"192.0.2.{i}") for i in range(3))
+    long = Settings("sql", max_new_tokens=100)
+    with public.turns.turn():
+        queued = public.ask(waiting, "one", long)
+        ended(waiting)
+        assert queued.stopped
+        assert len(public.turns) == 1
+    with running.watched():
+        left = threading.Event()
+        told(running, lambda: running.watchers and len(running.entries[0].text) > 8 and left.set())  # type: ignore[union-attr]
+        answer = public.ask(running, "one", long)
+        assert left.wait(PATIENCE)
+    ended(running)
+    assert answer.stopped
+    with back.watched():
+        assert not asked(public, back, "one").stopped
+    assert not asked(service, service.session(None), "one").stopped  # an owner may leave
+
+
+def test_strangers_get_shorter_answers(public: Service, service: Service) -> None:
+    session = public.session(None, "192.0.2.1")
+    with pytest.raises(ConfigError, match="`max_new_tokens` is at most 192, got 200"):
+        public.ask(session, "one", Settings(max_new_tokens=200))
+    batch = public.send(session, "sql", 1, Settings(max_new_tokens=200))
+    ended(session)
+    assert batch.answers[0].settings.max_new_tokens == 192
+    assert asked(service, service.session(None), "one", Settings(max_new_tokens=200)).error is None
+
+
+def test_a_huge_prompt_is_refused_before_it_is_looked_through(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def looked(*args: Any) -> str:
+        raise AssertionError("every character was looked at")
+
+    monkeypatch.setattr(service_module.unicodedata, "category", looked)
+    with pytest.raises(ConfigError, match="10,000,000 characters, at most"):
+        service.ask(service.session(None), "x" * 10_000_000, SHORT)
+
+
+def test_texts_of_all_chats_are_bounded_and_those_of_whoever_has_most_go(
+    public: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modest = public.session(None, "192.0.2.1")
+    kept = asked(public, modest, "one", Settings("sql", max_new_tokens=2))
+    monkeypatch.setattr(service_module, "MAX_KEPT_BYTES", 4 * kept.kept_bytes)
+    for _ in range(6):
+        asked(public, public.session(None, "192.0.2.2"), "two", Settings("sql", max_new_tokens=2))
+    assert modest.entries == [kept]
+    assert sum(entry.kept_bytes for s in public.sessions.values() for entry in s.entries) <= 4 * kept.kept_bytes
+
+
+def test_an_answer_that_gives_way_is_the_targets_own(public: Service, pair: Pair) -> None:
+    hog, modest = public.session(None, "192.0.2.1"), public.session(None, "192.0.2.2")
+    settings = Settings("sql", max_new_tokens=40, check=True)
+    asked(public, hog, "one", settings)
+    beside: list[Answer] = []
+
+    def press() -> None:
+        if hog.job is not None and hog.job.tokens and not beside:  # type: ignore[union-attr]
+            beside.append(public.ask(modest, "two", settings))
+
+    told(hog, press)
+    public.turns._used.clear()
+    public.turns._used["192.0.2.1"] = (1000.0, public.turns._clock())
+    public.turns._used["192.0.2.2"] = (0.0, public.turns._clock())
+    first = asked(public, hog, "three", settings)
+    ended(modest)
+    assert first.is_identical is beside[0].is_identical is True
+    assert [t.text for t in first.tokens] == texts(pair, targets_own(pair, "three", settings))
+    assert [t.text for t in beside[0].tokens] == texts(pair, targets_own(pair, "two", settings))
+    assert public.shared.assistant._learner.is_paused is False

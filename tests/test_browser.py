@@ -351,3 +351,24 @@ def test_a_program_chats_and_reads_the_statistics(address: str) -> None:
         client.predict("", api_name="/chat")
     with pytest.raises(AppError, match="`k` must be"):
         client.predict("What is 3 + 4?", k="many", api_name="/chat")
+
+
+# --- strangers ------------------------------------------------------------------------------------------------------
+
+
+def test_a_public_page_serves_visitors_and_shows_no_owners_controls(
+    visitor: BrowserContext, other_visitor: BrowserContext, tmp_path: Path
+) -> None:
+    with app_server(tmp_path, "--public") as address:
+        page, other = opened(visitor, address), opened(other_visitor, address)
+        for shown, text in ((page, "What is 3 + 4?"), (other, "What is 5 + 6?")):
+            ask(shown, text)
+        page.reload()
+        expect(page.locator("#chat .osd-you")).to_have_text("What is 3 + 4?", timeout=PATIENCE)
+        assert "5 + 6" not in page.content()
+        for hidden in ("#keep", "#models"):
+            assert page.locator(hidden).count() == 0 or not page.locator(hidden).is_visible()
+        page.locator("#settings button").first.click()
+        page.locator("#private input").check()
+        expect(page.locator("#state")).to_contain_text("your own", timeout=PATIENCE)
+        assert page.errors == []  # type: ignore[attr-defined]

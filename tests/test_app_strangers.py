@@ -1,0 +1,413 @@
+"""The app as strangers reach it: who is one, what comes in, what is kept for them, and all of it under a load."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gradio as gr
+import httpx
+import pytest
+from app_server import app_server
+from gradio import queueing, routes
+from saved_pair import save_pair
+
+from osd_hf import ConfigError
+from osd_hf.app_command import add_app, app_command
+from osd_hf_app import launch as launch_module
+from osd_hf_app import service as service_module
+from osd_hf_app.console import FAILURES, bound_console
+from osd_hf_app.door import API, CALLS, MAX_BODY_BYTES, Door, is_loopback
+from osd_hf_app.launch import exposure, forget_variables
+from osd_hf_app.mail import MAX_EVENTS, MAX_UNREAD, MAX_UNREAD_OF_ONE, UNREAD_SECONDS, bound_queue
+from osd_hf_app.page import build
+from osd_hf_app.pair import Pair
+from osd_hf_app.service import Service
+
+# --- who is a stranger ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1", "[::1]"])
+def test_this_machine_is_no_stranger(host: str) -> None:
+    assert exposure(host, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("host", "environment", "share", "why"),
+    [
+        ("0.0.0.0", {}, False, "0.0.0.0 is open to others"),
+        ("::", {}, False, ":: is open"),
+        ("192.0.2.1", {}, False, "192.0.2.1 is open"),
+        ("no-such-name.invalid", {}, False, "no-such-name.invalid is open"),
+        ("127.0.0.1", {}, True, "--share"),
+        ("127.0.0.1", {"SPACE_ID": "a/b"}, False, "a Space"),
+        ("127.0.0.1", {"GRADIO_ROOT_PATH": "/app"}, False, "a proxy"),
+    ],
+)
+def test_whatever_lets_others_in_makes_the_page_public(
+    host: str, environment: dict[str, str], share: bool, why: str
+) -> None:
+    assert why in (exposure(host, environment, share=share) or "")
+
+
+def parsed(*flags: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_app(parser)
+    return parser.parse_args(flags)
+
+
+class Launched(Exception):
+    """Instead of serving."""
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the app would be served with."""
+    found: dict[str, Any] = {}
+
+    def serve(service: Any, host: str, port: int | None, **settings: Any) -> None:
+        found.update(settings, host=host, is_public=service.is_public)
+        raise Launched
+
+    def made(pair: Any, **settings: Any) -> Any:
+        return SimpleNamespace(is_public=settings["is_public"], close=lambda: None)
+
+    for name, value in (("served_page", serve), ("Service", made), ("Pair", lambda *_, **__: None),
+                        ("bound_console", lambda: None)):  # fmt: skip
+        monkeypatch.setattr(launch_module, name, value)
+    for name in ("GRADIO_SERVER_NAME", "GRADIO_ROOT_PATH", "SPACE_ID", "OSD_HF_APP_PASSWORD"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GRADIO_RUN_HISTORY", "True")
+    return found
+
+
+def test_a_variable_that_opens_the_address_opens_no_owners_page(
+    launched: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GRADIO_SERVER_NAME", "0.0.0.0")
+    monkeypatch.setenv("GRADIO_SHARE", "true")
+    monkeypatch.setenv("GRADIO_ALLOWED_PATHS", "/")
+    with pytest.raises(Launched):
+        launch_module.launch(parsed())
+    assert (launched["host"], launched["is_public"], launched["share"]) == ("0.0.0.0", True, False)
+    told = capsys.readouterr().out
+    assert "strangers may come (the address 0.0.0.0 is open to others): nobody loads models, saves, pushes" in told
+    assert "ignored: GRADIO_ALLOWED_PATHS, GRADIO_RUN_HISTORY, GRADIO_SHARE" in told
+
+
+def test_owners_controls_at_an_open_address_need_a_password(
+    launched: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(Launched):
+        launch_module.launch(parsed("--host", "0.0.0.0", "--login"))
+    assert launched["is_public"] is False
+    user, password = launched["login"]
+    assert len(password) >= 16
+    assert f"log in as {user} with the password {password}" in capsys.readouterr().out
+    monkeypatch.setenv("OSD_HF_APP_PASSWORD", "swordfish")
+    with pytest.raises(Launched):
+        launch_module.launch(parsed("--login"))
+    assert launched["login"][1] == "swordfish"
+    assert "swordfish" not in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="Give one of them"):
+        app_command(parsed("--login", "--public"))
+
+
+def test_at_home_all_is_as_it_was(launched: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(Launched):
+        launch_module.launch(parsed())
+    assert (launched["host"], launched["is_public"], launched["login"]) == ("127.0.0.1", False, None)
+    assert "strangers" not in capsys.readouterr().out
+
+
+def test_variables_of_gradio_that_the_app_does_not_know_are_forgotten() -> None:
+    environment = {"GRADIO_SERVER_PORT": "1", "GRADIO_VIBE_MODE": "1", "GRADIO_NEW": "1", "HOME": "/"}
+    assert forget_variables(environment) == ["GRADIO_NEW", "GRADIO_VIBE_MODE"]
+    assert environment == {"GRADIO_SERVER_PORT": "1", "GRADIO_RUN_HISTORY": "False", "HOME": "/"}
+
+
+# --- the door -------------------------------------------------------------------------------------------------------
+
+
+def opened(
+    door: Door, path: str, method: str = "GET", body: Any = b"", *, visitor: str = "192.0.2.1", **headers: str
+) -> int:
+    """The status of an answer; 200 is that of what stands after the door."""
+
+    async def call() -> int:
+        transport = httpx.ASGITransport(app=door, client=(visitor, 1))  # type: ignore[arg-type]
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost:7860") as client:
+            return (await client.request(method, path, content=body, headers=sent)).status_code
+
+    return asyncio.run(call())
+
+
+async def welcome(scope: Any, receive: Any, send: Any) -> None:
+    if scope["method"] == "POST":
+        message = await receive()
+        assert message["type"] == "http.request"
+        assert not message["more_body"]
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+JOIN = API + "queue/join"
+
+
+@pytest.mark.parametrize("host", ["localhost:7860", "127.0.0.1:7860", "[::1]:7860", "LOCALHOST"])
+def test_a_page_of_this_machine_comes_in(host: str) -> None:
+    door = Door(welcome, is_public=False)
+    assert opened(door, "/", host=host) == 200
+    assert opened(door, JOIN, "POST", b"{}", host=host, origin=f"http://{host}") == 200
+    assert opened(door, JOIN, "POST", b"{}", host=host) == 200  # a program
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:7860", "localhost.evil.example", "10.0.0.1", "", "[::"]
+)
+def test_a_name_that_was_bent_to_this_machine_does_not(host: str) -> None:
+    assert opened(Door(welcome, is_public=False), "/config", host=host) == 403
+
+
+@pytest.mark.parametrize("has_login", [False, True])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"origin": "http://evil.example"},
+        {"origin": "null"},
+        {"origin": "http://localhost:3000"},
+        {"sec_fetch_site": "cross-site"},
+    ],
+)
+def test_a_page_of_another_site_does_not(has_login: bool, headers: dict[str, str]) -> None:
+    door = Door(welcome, is_public=False, has_login=has_login)
+    assert opened(door, JOIN, "POST", b"{}", **headers) == 403
+
+
+def test_who_logs_in_may_use_any_name() -> None:
+    door = Door(welcome, is_public=False, has_login=True)
+    named = {"host": "app.example", "origin": "https://app.example"}
+    assert opened(door, "/login", "POST", b"{}", **named) == 200
+    behind = {"host": "10.0.0.1:7860", "origin": "https://app.example", "x_forwarded_host": "app.example"}
+    assert opened(door, "/login", "POST", b"{}", **behind) == 200
+    assert opened(Door(welcome, is_public=True), "/login", "POST", b"{}") == 404
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "upload"), ("GET", "file=/etc/passwd"), ("GET", "file/etc/passwd"), ("GET", "proxy=http://a/b"),
+        ("POST", "component_server"), ("POST", "process_recording"), ("POST", "vibe-edit/"), ("GET", "runs"),
+        ("POST", "run-history/connect"), ("GET", "upload_progress"), ("POST", "stream/x"), ("GET", "deep_link"),
+        ("GET", "dev/reload"), ("GET", "profiling/traces"), ("POST", "new-in-gradio-7"), ("DELETE", "queue/join"),
+        ("GET", "../monitoring"), ("GET", "../login"), ("POST", ".."),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("is_public", [False, True])
+def test_what_the_page_does_not_need_is_closed(method: str, path: str, is_public: bool) -> None:
+    wanted = 200 if (method, path) == ("DELETE", "queue/join") else 404  # gradio knows no such method
+    assert opened(Door(welcome, is_public=is_public), API + path, method) == wanted
+
+
+@pytest.mark.parametrize("is_public", [False, True])
+def test_a_body_is_bounded_whether_its_length_is_told_or_not(is_public: bool) -> None:
+    door = Door(welcome, is_public=is_public)
+
+    async def parts() -> Any:
+        for _ in range(MAX_BODY_BYTES // 1000 + 1):
+            yield b"x" * 1000
+
+    assert opened(door, JOIN, "POST", b"x" * MAX_BODY_BYTES) == 200
+    assert opened(door, JOIN, "POST", b"x" * (MAX_BODY_BYTES + 1)) == 413
+    assert opened(door, JOIN, "POST", parts()) == 413
+
+
+def test_one_address_that_hurries_leaves_others_their_share() -> None:
+    door = Door(welcome, is_public=True)
+    statuses = [opened(door, JOIN, "POST", b"{}", visitor="192.0.2.1") for _ in range(CALLS[0] // 2 + 5)]
+    assert statuses.count(200) >= CALLS[0] // 2
+    door._calls._began = float("inf")  # the span does not end
+    assert opened(door, JOIN, "POST", b"{}", visitor="192.0.2.2") == 200
+    assert not door._open.held
+
+
+@pytest.mark.parametrize("name", ["localhost", "127.9.9.9", "::1"])
+def test_names_of_this_machine(name: str) -> None:
+    assert is_loopback(name)
+    assert not is_loopback(name + ".example")
+
+
+# --- the queue of gradio --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def page() -> Iterator[gr.Blocks]:
+    async def build() -> gr.Blocks:  # in a thread without a loop gradio makes some, and leaves them open
+        with gr.Blocks(analytics_enabled=False) as made:
+            gr.Button().click(lambda: None, None, None)
+        return made.queue()
+
+    made = asyncio.run(build())
+    yield made
+    made.close()
+
+
+def joined(page: gr.Blocks, name: str, visitor: str) -> Any:
+    request = SimpleNamespace(client=SimpleNamespace(host=visitor))
+    body = SimpleNamespace(fn_index=0, session_hash=name, event_id=None, data=[], batched=False)
+    push = page._queue.push(body=body, request=request, username=None)  # type: ignore[arg-type]
+    return asyncio.run(push)
+
+
+def test_a_visitors_events_are_bounded(page: gr.Blocks) -> None:
+    bound_queue(page)
+    told = [joined(page, "mine", "192.0.2.1") for _ in range(MAX_EVENTS)]
+    assert [success for success, _, _ in told].count(True) == MAX_EVENTS // 2
+    assert told[-1][2] == "queue_full"
+    assert joined(page, "other", "192.0.2.2")[0]
+
+
+def test_what_nobody_reads_is_bounded_and_thrown_away(page: gr.Blocks) -> None:
+    now = [0.0]
+    bound_queue(page, clock=lambda: now[0])
+    queue = page._queue
+    for i in range(3000):
+        success, event_id, _ = joined(page, f"page {i}", "192.0.2.1")
+        if not success:
+            break
+        event = queue.event_ids_to_events.pop(event_id)
+        queue.event_queue_per_concurrency_id[event.concurrency_id].queue.clear()
+        for _ in range(2 * MAX_UNREAD_OF_ONE):
+            queue.send_message(event, queueing.ProcessStartsMessage())
+        assert not event.alive  # as one whose page has gone
+    assert not success
+    kept = sum(messages.qsize() for messages in queue.pending_messages_per_session.values())
+    assert kept <= MAX_UNREAD
+    assert joined(page, "reads", "192.0.2.2")[0]
+    now[0] = UNREAD_SECONDS + 1
+    assert joined(page, "reads", "192.0.2.1")[0]
+    assert set(queue.pending_messages_per_session) == set(queue.pending_event_ids_session) == {"reads"}
+
+
+def test_a_page_that_reads_is_told_all(page: gr.Blocks) -> None:
+    bound_queue(page)
+    event = page._queue.event_ids_to_events[joined(page, "mine", "192.0.2.1")[1]]
+    messages = page._queue.pending_messages_per_session["mine"]
+    while not messages.empty():
+        messages.get_nowait()
+    for _ in range(10 * MAX_UNREAD_OF_ONE):
+        page._queue.send_message(event, queueing.ProcessStartsMessage())
+        messages.get_nowait()
+    assert event.alive
+
+
+def test_no_more_failures_are_printed_than_a_few(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for module in (queueing, routes):
+        monkeypatch.setattr(module, "traceback", module.traceback)
+    loggers = [
+        logging.getLogger(name) for name in ("uvicorn.error", "asyncio", "osd_hf_app.service", "osd_hf_app.page")
+    ]
+    filters = [list(logger.filters) for logger in loggers]
+    try:
+        bound_console()
+        for _ in range(3 * FAILURES[0]):
+            try:
+                raise KeyError("x")
+            except KeyError:
+                queueing.traceback.print_exc()
+            loggers[2].error("failed")
+    finally:
+        for logger, before in zip(loggers, filters, strict=True):
+            logger.filters = before
+    assert capsys.readouterr().err.count("KeyError: ") + caplog.text.count("failed") == FAILURES[0]
+
+
+# --- all of it ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder = save_pair(tmp_path_factory.mktemp("pair"))
+    return Pair(str(folder / "target"), str(folder / "draft"))
+
+
+def test_a_public_page_refuses_all_that_is_the_owners_to_whoever_calls_it(tmp_path: Path) -> None:
+    with app_server(tmp_path, "--public") as address, httpx.Client(base_url=address, timeout=60) as client:
+        config = client.get("/config").json()
+        events = {d["api_name"]: d["id"] for d in config["dependencies"]}
+        hidden = [c for c in config["components"] if c["props"].get("elem_id") in ("keep", "models")]
+        assert [c["props"]["visible"] for c in hidden] == [False, False]
+        for name, data in (
+            ("reset_draft", [None]), ("keep", [None, "demo"]), ("publish", [None, "sql", "a/b", ""]),
+            ("load_pair", ["", ""]),
+        ):  # fmt: skip
+            body = {"data": data, "fn_index": events[name], "session_hash": name}
+            assert client.post(f"{API}run/predict", json=body).status_code == 404  # by the queue alone
+            assert client.post(JOIN, json=body).status_code == 200
+            told = client.get(f"{API}queue/data", params={"session_hash": name}).text
+            assert "This is not for visitors of a public app." in told
+        assert client.post(f"{API}upload", files={"files": ("a", b"x")}).status_code == 404
+        assert client.post(JOIN, content=b"x" * (MAX_BODY_BYTES + 1)).status_code == 413
+        # What stands for a visitor is the address, not what they call themselves.
+        asked = {"data": ["What is 3 + 4?", "math", 8], "session_hash": "mine"}
+        assert client.post(f"{API}call/chat", json=asked).status_code == 200
+        assert "process_completed" in client.get(f"{API}queue/data", params={"session_hash": "mine"}).text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_answer_stops_when_the_program_that_asked_for_it_has_gone(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "SAMPLES", 20)
+    service = Service(pair, config={"update_strategy": "manual"}, is_public=True)
+    answers, ask = [], service.ask
+
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        answers.append((args[0], ask(*args, **kwargs)))
+        return answers[-1][1]
+
+    monkeypatch.setattr(service, "ask", asked)
+
+    async def built() -> gr.Blocks:
+        return build(service)
+
+    page = asyncio.run(built())
+    try:
+        chat = next(fn.fn for fn in page.fns.values() if fn.api_name == "chat")
+        request = SimpleNamespace(client=SimpleNamespace(host="192.0.2.1"), session_hash="mine")
+        with service.turns.turn():
+            told = chat("one", "sql", 100, request=request)
+            assert next(told)["text"] == ""
+            told.close()  # as gradio does when nobody reads any more
+            session, answer = answers[0]
+            session.wait_for_end(60)
+            assert answer.stopped
+            assert len(service.turns) == 1
+        assert answer.text == ""
+    finally:
+        page.close()
+        service.close()
+
+
+def test_the_load_script_finds_no_leak(tmp_path: Path) -> None:
+    recipe = Path(__file__).parent.parent / "recipes" / "app_strangers.py"
+    command = [sys.executable, str(recipe), "--seconds", "4", "--clients", "4", "--rest", "0.1"]
+    environment = {**os.environ, "OSD_HF_RESULTS": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = json.loads((tmp_path / "app_strangers.json").read_text())
+    assert report["marks_of_others_received"] == 0
+    assert report["app_survived"]
+    assert report["first_token_seconds"]["beside"]["answers"] > 0
