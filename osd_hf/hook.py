@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import logging
 import os
 import threading
 from collections import Counter
@@ -17,13 +18,15 @@ import torch
 from transformers import GenerationMixin
 
 from osd_hf.arguments import num_cached, prompt_ids
-from osd_hf.capture import Binding, Request, Sink
+from osd_hf.capture import ASSISTED_ONLY, Binding, Request, Sink
 from osd_hf.errors import CaptureError, ConfigError, UnsupportedModelError
 from osd_hf.guards import check_generation
-from osd_hf.processors import begin_processors
+from osd_hf.processors import TriedOut, begin_processors, check_criteria, check_processors
 from osd_hf.wrappers import unwrap
 
 __all__ = ["bind", "capture_traces"]
+
+logger = logging.getLogger(__name__)
 
 _bindings: ContextVar[tuple[Binding, ...]] = ContextVar("osd_hf_bindings", default=())
 
@@ -146,8 +149,13 @@ def _listened_to(decode: Callable[..., Any]) -> Callable[..., Any]:
         if not bindings or input_ids.shape[0] != 1:  # batches are refused there
             return decode(self, input_ids, **kwargs)
         check_generation(kwargs["generation_config"], assistant_tokenizer=kwargs.get("assistant_tokenizer"))
-        vocab_size = self.config.get_text_config().vocab_size
-        kwargs["logits_processor"] = begin_processors(kwargs["logits_processor"], input_ids, vocab_size)
+        given, vocab_size = kwargs["logits_processor"], int(self.config.get_text_config().vocab_size)
+        tried = check_processors(given, input_ids, vocab_size)
+        if any(binding.exact_stops for binding in bindings):
+            tried += check_criteria(kwargs.get("stopping_criteria"), input_ids, vocab_size)
+        kwargs["logits_processor"] = begin_processors(given, input_ids)
+        cache = kwargs.get("past_key_values")
+        cached_tokens = 0 if cache is None else cache.get_seq_length()
         # The length at which the loop ends is moved round by round; the config is the caller's to see.
         kwargs["generation_config"] = copy.copy(kwargs["generation_config"])
         with contextlib.ExitStack() as stack:
@@ -166,10 +174,33 @@ def _listened_to(decode: Callable[..., Any]) -> Callable[..., Any]:
                     output = decode(_Watched(self, request), input_ids, **kwargs)
             finally:
                 request.close()
+            if any(one.has_remembered() for one in tried):
+                kwargs["logits_processor"] = begin_processors(given, input_ids)
+                return _answered_alone(self, input_ids, kwargs, tried, cached_tokens)
         request.finish()
         return output
 
     return _assisted_decoding
+
+
+def _answered_alone(
+    self: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], tried: list[TriedOut], cached_tokens: int
+) -> Any:
+    """The answer of the target alone, where a processor or a criterion that seemed to forget has not: what it was
+    asked about drafted tokens may have changed the answer. All is as it was before the request."""
+    refusal = next(one for one in tried if one.has_remembered()).refusal()
+    for one in tried:
+        one.before.put_back()
+    if kwargs.get("streamer") is not None:  # what has been shown cannot be taken back
+        raise refusal
+    cache = kwargs.get("past_key_values")
+    if cache is not None:
+        try:
+            cache.crop(cached_tokens - cache.get_seq_length())
+        except Exception as error:
+            raise refusal from error
+    logger.warning("%s The target has answered alone, and nothing is learned from it.", refusal)
+    return self._sample(input_ids, **{name: value for name, value in kwargs.items() if name not in ASSISTED_ONLY})
 
 
 class _Watched:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+import marshal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, PrefixConstrainedLogitsProcessor
 
 from osd_hf.errors import UnsupportedGenerationError
-from osd_hf.reachable import CannotLookThrough, look_through
+from osd_hf.reachable import CannotLookThrough, Snapshot, look_through
 
 __all__ = [
     "STATEFUL",
     "STATELESS",
     "ReplayedProcessor",
+    "TriedOut",
     "begin_processors",
     "check_callables",
     "check_criteria",
@@ -46,6 +49,9 @@ STATEFUL = frozenset({
 })  # fmt: skip
 # Those that are as good as what they are given; classes in neither list, of a newer transformers too, are tried out.
 _TRIED_OUT = frozenset({"PrefixConstrainedLogitsProcessor"})
+
+MOST_NAMED = 32  # tokens tried out because they are named
+MOST_WRITTEN = 4096  # bytes of a container that is searched for them
 
 _ADVICE = {
     "logits processor": "Derive what it needs from `input_ids` instead; or let `osd_hf.ReplayedProcessor` make it, "
@@ -124,10 +130,31 @@ def _common(a: torch.Tensor, b: torch.Tensor) -> int:
     return length if bool(same.all()) else int(same.int().argmin())
 
 
-def begin_processors(processors: LogitsProcessorList, input_ids: torch.Tensor, vocab_size: int) -> LogitsProcessorList:
-    """What one request is served with, once [`check_processors`] has refused what cannot be served."""
-    check_processors(processors, input_ids, vocab_size)
+@dataclass(frozen=True)
+class TriedOut:
+    """A processor or criterion that seemed to forget when it was tried out, as it was before and after its first
+    call. One that remembers only certain tokens is found out by [`~TriedOut.has_remembered`]."""
 
+    thing: Any
+    kind: str
+    before: Snapshot
+    settled: Snapshot
+
+    def has_remembered(self) -> bool:
+        """Whether the calls of a request have changed more than its first call does."""
+        try:
+            now = look_through(self.thing)
+        except CannotLookThrough:
+            return True
+        return now != self.before and now != self.settled
+
+    def refusal(self) -> UnsupportedGenerationError:
+        """That it remembers, as an error."""
+        return _remembers(self.thing, self.kind)
+
+
+def begin_processors(processors: LogitsProcessorList, input_ids: torch.Tensor) -> LogitsProcessorList:
+    """What one request is served with, once [`check_processors`] has refused what cannot be served."""
     start = input_ids.shape[1]
     return LogitsProcessorList(p.begin(start) if type(p) is ReplayedProcessor else p for p in processors)
 
@@ -142,36 +169,47 @@ def check_callables(target: Any, prompt: torch.Tensor, kwargs: dict[str, Any]) -
     processors = list(kwargs.get("logits_processor") or ())
     if kwargs.get("prefix_allowed_tokens_fn") is not None:
         processors.append(PrefixConstrainedLogitsProcessor(kwargs["prefix_allowed_tokens_fn"], 1))
-    check_processors(processors, prompt, target.config.get_text_config().vocab_size)
-    check_criteria(kwargs.get("stopping_criteria"), prompt)
+    vocab_size = int(target.config.get_text_config().vocab_size)
+    check_processors(processors, prompt, vocab_size)
+    check_criteria(kwargs.get("stopping_criteria"), prompt, vocab_size)
 
 
-def check_processors(processors: Any, input_ids: torch.Tensor, vocab_size: int) -> None:
+def check_processors(processors: Any, input_ids: torch.Tensor, vocab_size: int) -> list[TriedOut]:
     """
     Refuse logits processors that remember earlier calls, or may: target and draft share the instances, so drafted
     tokens that were never emitted would change the target's output. What is not known to forget is tried out on
     made-up continuations of the prompt, and left as it was.
 
+    Returns:
+        `list[TriedOut]`: those that were tried out, to be looked at again after the request.
+
     Raises:
         UnsupportedGenerationError: names the processor.
     """
-    for processor in processors or ():
-        if not _is_known(processor, "logits processor"):
-            row = functools.partial(torch.zeros, input_ids.shape[0], vocab_size, device=input_ids.device)
-            _try_out(processor, "logits processor", input_ids, row)
+    row = functools.partial(torch.zeros, input_ids.shape[0], vocab_size, device=input_ids.device)
+    return [
+        _try_out(processor, "logits processor", input_ids, row, vocab_size)
+        for processor in processors or ()
+        if not _is_known(processor, "logits processor")
+    ]
 
 
-def check_criteria(criteria: Any, input_ids: torch.Tensor) -> None:
+def check_criteria(criteria: Any, input_ids: torch.Tensor, vocab_size: int) -> list[TriedOut]:
     """
     Refuse stopping criteria that remember earlier calls, or may: they are also asked about drafted tokens, so that an
     answer ends at the very token at which the target alone would end it. They are tried out as logits processors are.
 
+    Returns:
+        `list[TriedOut]`: those that were tried out, to be looked at again after the request.
+
     Raises:
         UnsupportedGenerationError: names the criterion.
     """
-    for criterion in criteria or ():
-        if not _is_known(criterion, "stopping criterion"):
-            _try_out(criterion, "stopping criterion", input_ids, lambda: None)
+    return [
+        _try_out(criterion, "stopping criterion", input_ids, lambda: None, vocab_size)
+        for criterion in criteria or ()
+        if not _is_known(criterion, "stopping criterion")
+    ]
 
 
 def _is_known(thing: Any, kind: str) -> bool:
@@ -205,7 +243,9 @@ def _remembers(thing: Any, kind: str) -> UnsupportedGenerationError:
 
 
 @torch.no_grad()
-def _try_out(thing: Any, kind: str, input_ids: torch.Tensor, scores: Callable[[], torch.Tensor | None]) -> None:
+def _try_out(
+    thing: Any, kind: str, input_ids: torch.Tensor, scores: Callable[[], torch.Tensor | None], vocab_size: int
+) -> TriedOut:
     def ask(ids: torch.Tensor) -> Any:
         answer = thing(ids, scores())
         return answer.clone() if isinstance(answer, torch.Tensor) else answer
@@ -215,6 +255,9 @@ def _try_out(thing: Any, kind: str, input_ids: torch.Tensor, scores: Callable[[]
         try:
             first = ask(input_ids)
             settled = look_through(thing)  # what is built when it is first asked for is there by now
+            for token in _named_tokens(settled, vocab_size):
+                with contextlib.suppress(Exception):  # no answer goes on like that
+                    ask(torch.cat([input_ids, input_ids.new_full((input_ids.shape[0], 1), token)], dim=-1))
             same = _answers_alike(ask, input_ids, first) and look_through(thing) == settled
         finally:
             before.put_back()
@@ -232,6 +275,27 @@ def _try_out(thing: Any, kind: str, input_ids: torch.Tensor, scores: Callable[[]
         ) from error
     if not same:
         raise _remembers(thing, kind)
+    return TriedOut(thing, kind, before, settled)
+
+
+def _named_tokens(snapshot: Snapshot, vocab_size: int) -> list[int]:
+    """Numbers that code and attributes name and that may be tokens: what waits for one, such as the end of a thought,
+    shows its memory only there."""
+
+    def numbers(fact: Any) -> Iterator[int]:
+        if type(fact) is int and 0 <= fact < vocab_size:
+            yield fact
+        elif type(fact) is bytes and len(fact) <= MOST_WRITTEN:  # a plain container, written down
+            with contextlib.suppress(ValueError, EOFError, TypeError):
+                yield from numbers(marshal.loads(fact))
+        elif isinstance(fact, list | tuple | set | frozenset):
+            for item in fact:
+                yield from numbers(item)
+        elif isinstance(fact, dict):
+            yield from numbers([*fact, *fact.values()])
+
+    found = dict.fromkeys(number for fact in snapshot.trail for number in numbers(fact))
+    return sorted(found, reverse=True)[:MOST_NAMED]  # special tokens have large numbers, lengths have small ones
 
 
 def _answers_alike(ask: Callable[[torch.Tensor], Any], input_ids: torch.Tensor, first: Any) -> bool:

@@ -174,7 +174,7 @@ class _Walk:
         path = (path, f"{function.__qualname__}()")
         defaults, keyword_defaults = function.__defaults__, function.__kwdefaults__
         code, scope = function.__code__, function.__globals__
-        self.note(id(code))
+        self.note(id(code), *(number for number in code.co_consts if type(number) is int))
 
         def undo() -> None:
             function.__defaults__, function.__kwdefaults__, function.__code__ = defaults, keyword_defaults, code

@@ -232,7 +232,7 @@ def test_a_stop_at_any_moment_is_no_error() -> None:
                 self.set()  # by the visitor, while the criterion is being looked at
             return super().is_set()
 
-    check_criteria([_Stop(Pressed())], torch.ones(1, 3, dtype=torch.long))
+    check_criteria([_Stop(Pressed())], torch.ones(1, 3, dtype=torch.long), 8)
 
 
 def test_earlier_turns_are_remembered_where_asked(

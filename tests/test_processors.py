@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    DynamicCache,
     LogitsProcessor,
     PrefixConstrainedLogitsProcessor,
     StoppingCriteria,
@@ -451,6 +452,106 @@ def test_what_says_that_it_forgets_is_believed(pair: tuple[Any, Any]) -> None:
     assert answer(assistant.generate, prefix_allowed_tokens_fn=allowed) == alone
 
 
+class AfterToken(LogitsProcessor):  # type: ignore[misc]
+    """Changes its mind for good where it sees a token that it waits for, as what bounds a chain of thought does."""
+
+    def __init__(self, waits_for: Any) -> None:
+        self.waits_for = waits_for
+        self.has_seen = False
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        last = int(input_ids[0, -1])
+        self.has_seen |= last in self.waits_for if isinstance(self.waits_for, list) else last == self.waits_for
+        pushed = scores.clone()
+        pushed[:, 7] += 30.0 * self.has_seen
+        return pushed
+
+
+class AfterConstant(AfterToken):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.has_seen |= bool(input_ids[0, -1] == 41)
+        return scores
+
+
+@pytest.mark.parametrize("thing", [AfterToken(43), AfterToken([3, 44]), AfterConstant(None)])
+def test_a_memory_that_waits_for_a_token_is_refused_before_any_work(thing: Any, pair: tuple[Any, Any]) -> None:
+    target, draft = pair
+    assistant = OnlineAssistant(target, draft, config=FROZEN)
+    with models.ForwardCounter(target, assistant.draft) as forwards:
+        with pytest.raises(UnsupportedGenerationError, match="keeps state"):
+            answer(assistant.generate, logits_processor=[thing])
+        assert forwards.count == 0
+    assert not thing.has_seen
+
+
+class Late(Pushing):
+    """Remembers from the sixth token of an answer on, further than anything is tried out."""
+
+    def __init__(self, prompt: int) -> None:
+        self.prompt = prompt
+        self.calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += input_ids.shape[1] > self.prompt + 5
+        pushed = scores.clone()
+        if self.calls:
+            pushed[:, 3 + self.calls % 5] += 30.0
+        return pushed
+
+
+class LateStop(Late):
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+        self.calls += input_ids.shape[1] > self.prompt + 5
+        return torch.tensor([self.calls > 7])
+
+
+@pytest.mark.parametrize("kind", ["processor", "criterion"])
+@pytest.mark.parametrize("has_cache", [False, True])
+def test_a_memory_that_shows_late_costs_time_and_no_token(
+    kind: str, has_cache: bool, pair: tuple[Any, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    target, draft = pair
+    assistant = OnlineAssistant(target, draft, config=FROZEN)
+
+    def asked(generate: Callable[..., Any]) -> tuple[list[int], Any, int]:
+        late: Late
+        if kind == "processor":
+            late = Late(IDS.shape[1])
+            given = {"logits_processor": [late]}
+        else:
+            late = LateStop(IDS.shape[1])
+            given = {"stopping_criteria": StoppingCriteriaList([late])}
+        cache = None
+        if has_cache:
+            cache = DynamicCache(config=target.config)
+            target(IDS[:, :-3], past_key_values=cache, use_cache=True)
+        tokens = answer(generate, past_key_values=cache, **given)
+        return tokens, None if cache is None else cache.get_seq_length(), late.calls
+
+    alone = asked(target.generate)
+    assert asked(assistant.generate) == alone
+    assert "has answered alone" in caplog.text
+    assert assistant.stats.num_requests == 0
+
+
+def test_what_was_shown_of_an_answer_that_cannot_be_vouched_for_is_not_passed_off_as_one(
+    pair: tuple[Any, Any],
+) -> None:
+    class Streamer:
+        def put(self, value: torch.Tensor) -> None:
+            pass
+
+        def end(self) -> None:
+            pass
+
+    target, draft = pair
+    late = Late(IDS.shape[1])
+    assistant = OnlineAssistant(target, draft, config=FROZEN)
+    with pytest.raises(UnsupportedGenerationError, match="Late keeps state"):
+        answer(assistant.generate, logits_processor=[late], streamer=Streamer())
+    assert late.calls == 0
+
+
 @pytest.mark.parametrize("name", ["Nested", "Slots", "InLists", "OfClass"])
 def test_criteria_that_remember_are_refused(name: str) -> None:
     inner = REMEMBERING[name]()
@@ -460,7 +561,7 @@ def test_criteria_that_remember_are_refused(name: str) -> None:
             return torch.tensor([inner.count() > 100])
 
     with pytest.raises(UnsupportedGenerationError, match="stopping criterion Stopping keeps state"):
-        check_criteria(StoppingCriteriaList([Stopping()]), IDS)
+        check_criteria(StoppingCriteriaList([Stopping()]), IDS, models.VOCAB)
 
 
 def test_criteria_that_hold_what_cannot_be_looked_through_are_refused_unless_they_say_so() -> None:
@@ -473,9 +574,9 @@ def test_criteria_that_hold_what_cannot_be_looked_through_are_refused_unless_the
 
     criterion: Any = Pressed()
     with pytest.raises(UnsupportedGenerationError, match=r"Pressed may keep state.*lock.*is_stateless"):
-        check_criteria([criterion], IDS)
+        check_criteria([criterion], IDS, models.VOCAB)
     criterion.is_stateless = True
-    check_criteria([criterion], IDS)
+    check_criteria([criterion], IDS, models.VOCAB)
 
 
 # --- the opt-in -----------------------------------------------------------------------------------------------------
