@@ -21,7 +21,7 @@ from osd_hf.arguments import num_cached, prompt_ids
 from osd_hf.capture import ASSISTED_ONLY, Binding, Request, Sink
 from osd_hf.errors import CaptureError, ConfigError, UnsupportedModelError
 from osd_hf.guards import check_generation
-from osd_hf.processors import TriedOut, begin_processors, check_criteria, check_processors
+from osd_hf.processors import begin_processors, check_criteria, check_processors, forgets
 from osd_hf.wrappers import unwrap
 
 __all__ = ["bind", "capture_traces"]
@@ -167,16 +167,24 @@ def _listened_to(decode: Callable[..., Any]) -> Callable[..., Any]:
                 if lease.model is not None:
                     kwargs["assistant_model"] = lease.model
             request = Request(self, input_ids, kwargs, bindings, leases, prompts)
+            refusal: Exception | None = None
             try:
                 if request.pace is not None and request.pace.is_plain():
                     output = request.decode_plainly(self._sample, kwargs)
                 else:
                     output = decode(_Watched(self, request), input_ids, **kwargs)
+            except Exception as error:
+                if all(map(forgets, given)):
+                    raise
+                refusal = error  # it may not bear drafted tokens that the target would never emit
             finally:
                 request.close()
-            if any(one.has_remembered() for one in tried):
+            refusal = refusal or next((one.refusal() for one in tried if one.has_remembered()), None)
+            if refusal is not None:
+                for one in tried:
+                    one.before.put_back()
                 kwargs["logits_processor"] = begin_processors(given, input_ids)
-                return _answered_alone(self, input_ids, kwargs, tried, cached_tokens)
+                return _answered_alone(self, input_ids, kwargs, cached_tokens, refusal)
         request.finish()
         return output
 
@@ -184,13 +192,10 @@ def _listened_to(decode: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _answered_alone(
-    self: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], tried: list[TriedOut], cached_tokens: int
+    self: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], cached_tokens: int, refusal: Exception
 ) -> Any:
-    """The answer of the target alone, where a processor or a criterion that seemed to forget has not: what it was
-    asked about drafted tokens may have changed the answer. All is as it was before the request."""
-    refusal = next(one for one in tried if one.has_remembered()).refusal()
-    for one in tried:
-        one.before.put_back()
+    """The answer of the target alone, where what a processor or a criterion was asked about drafted tokens may have
+    changed the answer, or ended it."""
     if kwargs.get("streamer") is not None:  # what has been shown cannot be taken back
         raise refusal
     cache = kwargs.get("past_key_values")
@@ -199,7 +204,7 @@ def _answered_alone(
             cache.crop(cached_tokens - cache.get_seq_length())
         except Exception as error:
             raise refusal from error
-    logger.warning("%s The target has answered alone, and nothing is learned from it.", refusal)
+    logger.warning("%s The target answers alone, and nothing is learned from that.", refusal)
     return self._sample(input_ids, **{name: value for name, value in kwargs.items() if name not in ASSISTED_ONLY})
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "check_callables",
     "check_criteria",
     "check_processors",
+    "forgets",
 ]
 
 # Classes of transformers whose calls depend on nothing but their arguments: those that `generate` makes from settings.
@@ -217,10 +218,14 @@ def _is_known(thing: Any, kind: str) -> bool:
     cls = type(thing)
     if cls is ReplayedProcessor or any(getattr(x, "is_stateless", None) is True for x in (thing, _function_of(thing))):
         return True
-    own = cls.__module__.split(".")[0] == "transformers"
-    if own and cls.__name__ in STATEFUL:
+    if cls.__module__.split(".")[0] == "transformers" and cls.__name__ in STATEFUL:
         raise _remembers(thing, kind)
-    return own and cls.__name__ in STATELESS
+    return forgets(thing)
+
+
+def forgets(thing: Any) -> bool:
+    """Whether it is one of transformers' own that depend on nothing but their arguments."""
+    return type(thing).__module__.split(".")[0] == "transformers" and type(thing).__name__ in STATELESS
 
 
 def _function_of(processor: Any) -> Any:

@@ -530,8 +530,26 @@ def test_a_memory_that_shows_late_costs_time_and_no_token(
 
     alone = asked(target.generate)
     assert asked(assistant.generate) == alone
-    assert "has answered alone" in caplog.text
+    assert "answers alone" in caplog.text
     assert assistant.stats.num_requests == 0
+
+
+def test_a_processor_that_does_not_bear_a_drafted_token_costs_no_answer(
+    pair: tuple[Any, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    target, draft = pair
+    assistant = OnlineAssistant(target, draft, config=FROZEN)
+    alone = answer(target.generate)
+
+    def allowed(batch: int, ids: torch.Tensor) -> list[int]:  # one answer, and no way on from anything else
+        emitted = ids[IDS.shape[1] :].tolist()
+        return list(range(models.VOCAB)) if emitted == alone[: len(emitted)] else []
+
+    assert answer(target.generate, prefix_allowed_tokens_fn=allowed) == alone
+    assert answer(assistant.generate, prefix_allowed_tokens_fn=allowed) == alone
+    assert "answers alone" in caplog.text
+    with pytest.raises(ValueError, match="empty"):  # as the target alone
+        answer(assistant.generate, prefix_allowed_tokens_fn=lambda batch, ids: [] if len(ids) > 9 else [5, 6])
 
 
 def test_what_was_shown_of_an_answer_that_cannot_be_vouched_for_is_not_passed_off_as_one(
