@@ -1,5 +1,4 @@
-"""Files that outlast a crash and that only their owner reads, and locks between processes: one place for all that is
-written."""
+"""Writing: files that outlast a crash and that only their owner reads, and locks between processes."""
 
 from __future__ import annotations
 

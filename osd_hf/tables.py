@@ -101,29 +101,33 @@ def table_to_traces(table: pa.Table) -> list[Trace]:
     Raises:
         [`StoreError`]: a column is missing or has another type, or a row holds no trace.
     """
-    traces = readable_traces(table)
-    whole = [trace for trace in traces if trace is not None]
-    if len(whole) < len(traces):
-        raise StoreError(f"the table holds {len(traces) - len(whole)} rows that are no traces, of {len(traces)}")
-    return whole
+    try:
+        return [trace for batch in _columns_of_traces(table).to_batches() for trace in _batch_to_traces(batch)]
+    except StoreError:
+        raise
+    except _ODD as error:
+        raise StoreError(f"the table holds no traces: {error}") from error
 
 
 def readable_traces(table: pa.Table) -> list[Trace | None]:
     """As of [`table_to_traces`], with `None` for each row that holds no trace: they cost nothing but themselves."""
-    if missing := [name for name in SCHEMA.names if name not in table.column_names]:
-        raise StoreError(f"the table holds no traces: it lacks {', '.join(missing)}; it has {table.column_names}")
-    try:
-        table = table.select(SCHEMA.names)
-        table = table if table.schema.equals(SCHEMA) else table.cast(SCHEMA)
-    except pa.ArrowException as error:
-        raise StoreError(f"the table holds no traces: {error}") from error
     traces: list[Trace | None] = []
-    for batch in table.to_batches():
+    for batch in _columns_of_traces(table).to_batches():
         try:
             traces += _batch_to_traces(batch)
         except _ODD:
             traces += [_row_to_trace(batch, i) for i in range(batch.num_rows)]
     return traces
+
+
+def _columns_of_traces(table: pa.Table) -> pa.Table:
+    if missing := [name for name in SCHEMA.names if name not in table.column_names]:
+        raise StoreError(f"the table holds no traces: it lacks {', '.join(missing)}; it has {table.column_names}")
+    try:
+        table = table.select(SCHEMA.names)
+        return table if table.schema.equals(SCHEMA) else table.cast(SCHEMA)
+    except pa.ArrowException as error:
+        raise StoreError(f"the table holds no traces: {error}") from error
 
 
 _ODD = (StoreError, ValueError, TypeError, IndexError, OverflowError, RecursionError, pa.ArrowException)
