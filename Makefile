@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 LOWEST := $(VENV)-lowest
 # Where a library that moves is met: the contracts first, the app's endpoints last.
 CORE := contract offline_contract guards hook lossless losses updater session store completions app_view
+# One process a core (tests/conftest.py), each test file in one of them, the long files first.
+SPREAD := -n auto --dist loadfile --no-loadscope-reorder
 # -qq: silent unless it fails.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
@@ -32,12 +34,11 @@ bench: $(VENV)/.installed
 app: $(VENV)/.installed-app
 	@$(BIN)/osd-hf app
 
-# One process a core (tests/conftest.py), each test file in one of them, the long files first.
 test: $(VENV)/.installed-test
-	@$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest $(SPREAD)
 
 test-lowest: $(LOWEST)/.installed
-	@$(LOWEST)/bin/python -m pytest $(CORE:%=tests/test_%.py) \
+	@$(LOWEST)/bin/python -m pytest $(SPREAD) $(CORE:%=tests/test_%.py) \
 		tests/test_browser.py::test_a_program_chats_and_reads_the_statistics
 
 newest: $(VENV)/.installed

@@ -54,7 +54,7 @@ CSS = """
 .osd-bar {height: .6rem; border-radius: 4px; background: var(--border-color-primary); overflow: hidden;
   margin: .3rem 0}
 .osd-bar > div {height: 100%; background: var(--color-accent)}
-.osd-state {min-height: 6.6rem; font-size: .92rem; color: var(--body-text-color)}
+.osd-state {min-height: 8.2rem; font-size: .92rem; color: var(--body-text-color)}
 .osd-state b {font-weight: 600}
 .osd-dot {display: inline-block; width: .7rem; height: .7rem; border-radius: 50%; margin-right: .4rem;
   background: #888}
