@@ -26,7 +26,7 @@ from osd_hf.learner import Learner
 from osd_hf.loading import load_model
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.pacing import DraftingPlan
-from osd_hf.processors import check_callables
+from osd_hf.processors import TriedOut, check_callables
 from osd_hf.records import Trace
 from osd_hf.routing import RoutedPrompt, Router, as_router
 from osd_hf.session import load_session, save_session
@@ -156,13 +156,14 @@ class OnlineAssistant:
             unwrap(self.target).generation_config,
             assistant_tokenizer=generate_kwargs.get("assistant_tokenizer"),
         )
+        tried: list[TriedOut] = []
         prompt = inputs if inputs is not None else generate_kwargs.get("input_ids")
         if prompt is not None and not prompt.is_floating_point():
-            check_callables(unwrap(self.target), prompt, generate_kwargs)
+            tried = check_callables(unwrap(self.target), prompt, generate_kwargs)
         if self.tokenizer is not None and generate_kwargs.get("stop_strings") is not None:
             generate_kwargs.setdefault("tokenizer", self.tokenizer)
         self._upkeep.raise_failure()
-        bound = self._bound(domain=domain, learn=learn, k=num_assistant_tokens, exact_stops=True)
+        bound = self._bound(domain=domain, learn=learn, k=num_assistant_tokens, exact_stops=True, tried=tried)
         with self._upkeep.traffic.request(), bound:
             return self.target.generate(inputs, assistant_model=self._drafts.base, **generate_kwargs)
 
@@ -182,7 +183,13 @@ class OnlineAssistant:
             yield self
 
     def _bound(
-        self, *, domain: str | None, learn: bool, exact_stops: bool, k: int | str | None = None
+        self,
+        *,
+        domain: str | None,
+        learn: bool,
+        exact_stops: bool,
+        k: int | str | None = None,
+        tried: Sequence[TriedOut] = (),
     ) -> contextlib.AbstractContextManager[Binding]:
         binding = Binding(
             functools.partial(self._observe, learn=learn),
@@ -191,6 +198,7 @@ class OnlineAssistant:
             serving=functools.partial(self._request, domain, learn),
             exact_stops=exact_stops,
             num_assistant_tokens=k,
+            tried=tried,
         )
         return bind(self.target, binding)
 

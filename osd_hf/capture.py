@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ from osd_hf.arguments import NO_WARPING, num_cached, request_settings
 from osd_hf.drafting import Distributions, LeanCandidateGenerator, LeanDrafting, NoDistribution
 from osd_hf.errors import UnsupportedModelError
 from osd_hf.pacing import Pace
+from osd_hf.processors import TriedOut
 from osd_hf.records import DraftRound, Trace, ids_dtype, num_accepted
 from osd_hf.wrappers import unwrap
 
@@ -89,6 +90,7 @@ class Binding:
     serving: Callable[[Any, Any], AbstractContextManager[Lease]] | None = None
     exact_stops: bool = False
     num_assistant_tokens: int | str | None = None
+    tried: Sequence[TriedOut] = ()  # processors of the request to come that have been tried out already
     failure: BaseException | None = field(default=None, init=False)
     target: Any = field(default=None, init=False)  # whose requests it listens to now
 

@@ -8,6 +8,7 @@ import functools
 import logging
 import os
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -19,9 +20,9 @@ from transformers import GenerationMixin
 
 from osd_hf.arguments import num_cached, prompt_ids
 from osd_hf.capture import ASSISTED_ONLY, Binding, Request, Sink
-from osd_hf.errors import CaptureError, ConfigError, UnsupportedModelError
+from osd_hf.errors import CaptureError, ConfigError, OSDError, UnsupportedModelError
 from osd_hf.guards import check_generation
-from osd_hf.processors import begin_processors, check_criteria, check_processors, forgets
+from osd_hf.processors import begin_processors, check_processors, forgets
 from osd_hf.wrappers import unwrap
 
 __all__ = ["bind", "capture_traces"]
@@ -108,8 +109,8 @@ if hasattr(os, "register_at_fork"):
 
 
 def _enter(cls: type) -> list[type]:
-    """Listen where the loop of a class is defined; returns where. Those that a model's own loop may call, or that it
-    may come to run, are among them: a request is met once, as what it calls is not the model but what watches it."""
+    """Listen where the loop of a class is defined; returns those classes. A model's own loop may call that of a parent
+    class: it does so on the stand-in of its request, which nobody listens to, so each request is captured once."""
     owners = [c for c in cls.__mro__ if _LOOP in vars(c)]
     with _lock:
         for owner in owners:
@@ -150,9 +151,7 @@ def _listened_to(decode: Callable[..., Any]) -> Callable[..., Any]:
             return decode(self, input_ids, **kwargs)
         check_generation(kwargs["generation_config"], assistant_tokenizer=kwargs.get("assistant_tokenizer"))
         given, vocab_size = kwargs["logits_processor"], int(self.config.get_text_config().vocab_size)
-        tried = check_processors(given, input_ids, vocab_size)
-        if any(binding.exact_stops for binding in bindings):
-            tried += check_criteria(kwargs.get("stopping_criteria"), input_ids, vocab_size)
+        tried = check_processors(given, input_ids, vocab_size, [one for b in bindings for one in b.tried])
         kwargs["logits_processor"] = begin_processors(given, input_ids)
         cache = kwargs.get("past_key_values")
         cached_tokens = 0 if cache is None else cache.get_seq_length()
@@ -174,9 +173,12 @@ def _listened_to(decode: Callable[..., Any]) -> Callable[..., Any]:
                 else:
                     output = decode(_Watched(self, request), input_ids, **kwargs)
             except Exception as error:
-                if all(map(forgets, given)):
+                if isinstance(error, OSDError | MemoryError | torch.OutOfMemoryError) or all(
+                    map(forgets, (*given, *kwargs["stopping_criteria"]))
+                ):
                     raise
-                refusal = error  # it may not bear drafted tokens that the target would never emit
+                refusal = error  # one of them may not bear drafted tokens that the target would never emit
+                traceback.clear_frames(error.__traceback__)  # the caches of what was tried
             finally:
                 request.close()
             refusal = refusal or next((one.refusal() for one in tried if one.has_remembered()), None)
@@ -195,15 +197,18 @@ def _answered_alone(
     self: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], cached_tokens: int, refusal: Exception
 ) -> Any:
     """The answer of the target alone, where what a processor or a criterion was asked about drafted tokens may have
-    changed the answer, or ended it."""
-    if kwargs.get("streamer") is not None:  # what has been shown cannot be taken back
-        raise refusal
+    changed the answer, or ended it; raises the refusal where that cannot be had."""
     cache = kwargs.get("past_key_values")
+    # What has been shown cannot be taken back. Sampled answers that were drawn anew only where they met with this
+    # would have another distribution. A sliding window has forgotten what came before it.
+    if (
+        kwargs.get("streamer") is not None
+        or kwargs["generation_config"].do_sample
+        or (cached_tokens and any(getattr(cache, "is_sliding", ())))
+    ):
+        raise refusal
     if cache is not None:
-        try:
-            cache.crop(cached_tokens - cache.get_seq_length())
-        except Exception as error:
-            raise refusal from error
+        cache.crop(cached_tokens - cache.get_seq_length())
     logger.warning("%s The target answers alone, and nothing is learned from that.", refusal)
     return self._sample(input_ids, **{name: value for name, value in kwargs.items() if name not in ASSISTED_ONLY})
 

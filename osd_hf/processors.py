@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import marshal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,7 @@ _ADVICE = {
     "which serves a processor with a memory exactly",
     "stopping criterion": "Derive what it needs from `input_ids` instead",
 }
+_VOUCH = "or, where its calls depend on their arguments alone, say so by an attribute `is_stateless = True` on it"
 
 
 class ReplayedProcessor(LogitsProcessor):
@@ -133,13 +134,17 @@ def _common(a: torch.Tensor, b: torch.Tensor) -> int:
 
 @dataclass(frozen=True)
 class TriedOut:
-    """A processor or criterion that seemed to forget when it was tried out, as it was before and after its first
-    call. One that remembers only certain tokens is found out by [`~TriedOut.has_remembered`]."""
+    """A processor that seemed to forget when it was tried out, as it was before and after its first call. One that
+    remembers only certain tokens is found out after the request, by [`~TriedOut.has_remembered`]."""
 
     thing: Any
-    kind: str
     before: Snapshot
     settled: Snapshot
+
+    def is_of(self, processor: Any) -> bool:
+        """Whether it was this one, or its function, that was tried out."""
+        ours, theirs = _function_of(self.thing), _function_of(processor)
+        return self.thing is processor or (ours is not None and ours is theirs)
 
     def has_remembered(self) -> bool:
         """Whether the calls of a request have changed more than its first call does."""
@@ -151,7 +156,7 @@ class TriedOut:
 
     def refusal(self) -> UnsupportedGenerationError:
         """That it remembers, as an error."""
-        return _remembers(self.thing, self.kind)
+        return _remembers(self.thing, "logits processor")
 
 
 def begin_processors(processors: LogitsProcessorList, input_ids: torch.Tensor) -> LogitsProcessorList:
@@ -160,26 +165,39 @@ def begin_processors(processors: LogitsProcessorList, input_ids: torch.Tensor) -
     return LogitsProcessorList(p.begin(start) if type(p) is ReplayedProcessor else p for p in processors)
 
 
-def check_callables(target: Any, prompt: torch.Tensor, kwargs: dict[str, Any]) -> None:
+def check_callables(target: Any, prompt: torch.Tensor, kwargs: dict[str, Any]) -> list[TriedOut]:
     """[`check_processors`] and [`check_criteria`] of what `generate` was called with, before it does anything."""
-    if target.config.is_encoder_decoder:  # they are asked about the answer
-        start = target.generation_config.decoder_start_token_id
-        start = target.generation_config.bos_token_id if start is None else start
-        begun = kwargs.get("decoder_input_ids")
-        prompt = begun if begun is not None else prompt.new_full((1, 1), 0 if start is None else int(start))
     processors = list(kwargs.get("logits_processor") or ())
     if kwargs.get("prefix_allowed_tokens_fn") is not None:
         processors.append(PrefixConstrainedLogitsProcessor(kwargs["prefix_allowed_tokens_fn"], 1))
+    criteria = list(kwargs.get("stopping_criteria") or ())
+    if not processors and not criteria:
+        return []
+    if target.config.is_encoder_decoder:  # they are asked about the answer
+        begun = kwargs.get("decoder_input_ids")
+        prompt = begun if begun is not None else prompt.new_full((1, 1), _decoder_start(target, kwargs))
     vocab_size = int(target.config.get_text_config().vocab_size)
-    check_processors(processors, prompt, vocab_size)
-    check_criteria(kwargs.get("stopping_criteria"), prompt, vocab_size)
+    check_criteria(criteria, prompt, vocab_size)
+    return check_processors(processors, prompt, vocab_size)
 
 
-def check_processors(processors: Any, input_ids: torch.Tensor, vocab_size: int) -> list[TriedOut]:
+def _decoder_start(target: Any, kwargs: dict[str, Any]) -> int:
+    """The token that answers of an encoder-decoder begin with."""
+    configs = [c for c in (kwargs.get("generation_config"), target.generation_config) if c is not None]
+    for name in ("decoder_start_token_id", "bos_token_id"):
+        for value in (kwargs.get(name), *(getattr(config, name, None) for config in configs)):
+            if value is not None:
+                return int(value if isinstance(value, int) else torch.as_tensor(value).reshape(-1)[0])
+    return 0
+
+
+def check_processors(
+    processors: Any, input_ids: torch.Tensor, vocab_size: int, tried: Iterable[TriedOut] = ()
+) -> list[TriedOut]:
     """
     Refuse logits processors that remember earlier calls, or may: target and draft share the instances, so drafted
     tokens that were never emitted would change the target's output. What is not known to forget is tried out on
-    made-up continuations of the prompt, and left as it was.
+    made-up continuations of the prompt, and left as it was; what was `tried` for this request already is not again.
 
     Returns:
         `list[TriedOut]`: those that were tried out, to be looked at again after the request.
@@ -189,28 +207,25 @@ def check_processors(processors: Any, input_ids: torch.Tensor, vocab_size: int) 
     """
     row = functools.partial(torch.zeros, input_ids.shape[0], vocab_size, device=input_ids.device)
     return [
-        _try_out(processor, "logits processor", input_ids, row, vocab_size)
+        next((one for one in tried if one.is_of(processor)), None)
+        or TriedOut(processor, *_try_out(processor, "logits processor", input_ids, row, vocab_size))
         for processor in processors or ()
         if not _is_known(processor, "logits processor")
     ]
 
 
-def check_criteria(criteria: Any, input_ids: torch.Tensor, vocab_size: int) -> list[TriedOut]:
+def check_criteria(criteria: Any, input_ids: torch.Tensor, vocab_size: int) -> None:
     """
     Refuse stopping criteria that remember earlier calls, or may: they are also asked about drafted tokens, so that an
-    answer ends at the very token at which the target alone would end it. They are tried out as logits processors are.
-
-    Returns:
-        `list[TriedOut]`: those that were tried out, to be looked at again after the request.
+    answer ends at the very token at which the target alone would end it. They are tried out as logits processors are,
+    but not looked at again after the request: what has changed then may well be a flag by which the caller ended it.
 
     Raises:
         UnsupportedGenerationError: names the criterion.
     """
-    return [
-        _try_out(criterion, "stopping criterion", input_ids, lambda: None, vocab_size)
-        for criterion in criteria or ()
-        if not _is_known(criterion, "stopping criterion")
-    ]
+    for criterion in criteria or ():
+        if not _is_known(criterion, "stopping criterion"):
+            _try_out(criterion, "stopping criterion", input_ids, lambda: None, vocab_size)
 
 
 def _is_known(thing: Any, kind: str) -> bool:
@@ -243,14 +258,14 @@ def _name(thing: Any) -> str:
 def _remembers(thing: Any, kind: str) -> UnsupportedGenerationError:
     return UnsupportedGenerationError(
         f"The {kind} {_name(thing)} keeps state between calls, and assisted generation also calls it on drafted "
-        f"tokens that are never emitted. {_ADVICE[kind]}."
+        f"tokens that are never emitted. {_ADVICE[kind]}; {_VOUCH}."
     )
 
 
 @torch.no_grad()
 def _try_out(
     thing: Any, kind: str, input_ids: torch.Tensor, scores: Callable[[], torch.Tensor | None], vocab_size: int
-) -> TriedOut:
+) -> tuple[Snapshot, Snapshot]:
     def ask(ids: torch.Tensor) -> Any:
         answer = thing(ids, scores())
         return answer.clone() if isinstance(answer, torch.Tensor) else answer
@@ -265,13 +280,13 @@ def _try_out(
                     ask(torch.cat([input_ids, input_ids.new_full((input_ids.shape[0], 1), token)], dim=-1))
             same = _answers_alike(ask, input_ids, first) and look_through(thing) == settled
         finally:
-            before.put_back()
+            if not _is_as(thing, before):
+                before.put_back()
     except CannotLookThrough as error:
         raise UnsupportedGenerationError(
             f"The {kind} {_name(thing)} may keep state between calls: it reaches {error}, which cannot be looked "
             "through, and assisted generation also calls it on drafted tokens that are never emitted. "
-            f"{_ADVICE[kind]}; or, where its calls depend on their arguments alone, say so by an attribute "
-            "`is_stateless = True` on it."
+            f"{_ADVICE[kind]}; {_VOUCH}."
         ) from None
     except Exception as error:
         raise UnsupportedGenerationError(
@@ -280,7 +295,15 @@ def _try_out(
         ) from error
     if not same:
         raise _remembers(thing, kind)
-    return TriedOut(thing, kind, before, settled)
+    return before, settled
+
+
+def _is_as(thing: Any, snapshot: Snapshot) -> bool:
+    """Whether nothing has to be put back: other threads may be using what is shared."""
+    try:
+        return look_through(thing) == snapshot
+    except CannotLookThrough:
+        return False
 
 
 def _named_tokens(snapshot: Snapshot, vocab_size: int) -> list[int]:

@@ -13,6 +13,7 @@ import fractions
 import functools
 import logging
 import marshal
+import operator
 import pathlib
 import random
 import re
@@ -22,7 +23,7 @@ import typing
 import uuid
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -57,9 +58,12 @@ _VALUES = (
 _NAMED = (
     types.ModuleType, types.CodeType, types.WrapperDescriptorType, types.MethodDescriptorType,
     types.ClassMethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType, types.UnionType,
-    types.GenericAlias, typing.TypeVar, enum.Enum, logging.Logger, PreTrainedTokenizerBase,
+    types.GenericAlias, typing.TypeVar, enum.Enum, logging.Logger, PreTrainedTokenizerBase, np.ufunc,
+    type(np.where),
 )  # fmt: skip
+_GETTERS = (operator.itemgetter, operator.attrgetter, operator.methodcaller)
 _PLAIN = (list, dict, set, tuple, frozenset)
+_MARSHALED = (int, str, float, bool, type(None), bytes, complex)
 # What Python classes may be built on, with nothing hidden beside their attributes; the nearest one counts.
 _BASES = (
     list, dict, set, tuple, frozenset, collections.deque, collections.OrderedDict, collections.defaultdict, int, str,
@@ -161,8 +165,9 @@ class _Walk:
             # Data of plain types alone is written down at once, the largest tables too.
             with contextlib.suppress(ValueError):
                 written = marshal.dumps(thing, 2)
-                self.note(written)
-                return self.on_undo(functools.partial(mend_plain, thing, written))
+                if _is_plain(thing):
+                    self.note(written)
+                    return self.on_undo(functools.partial(mend_plain, thing, written))
         for types_, visit in self.KINDS:
             if isinstance(thing, types_):
                 return visit(self, thing, path)
@@ -185,11 +190,30 @@ class _Walk:
             known = {name: scope[name] for name in names if name in scope}
             self.on_undo(functools.partial(bind_again, scope, known, names))
             self.then(path, *known.items())
+            self.visit_modules(code, known, path)
         cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
         attributes = function.__dict__
         self.then(path, ("defaults", defaults), ("keyword defaults", keyword_defaults), *cells)
         if attributes:
             self.then(path, ("attributes", attributes))
+
+    def visit_modules(self, code: types.CodeType, known: dict[str, Any], path: Path) -> None:
+        """What a function may reach through modules: `state.calls`, imported outside of it or inside."""
+        codes = list(_codes(code))
+        names = tuple(dict.fromkeys(name for part in codes for name in part.co_names))
+        imported = [name for part in codes for name in _imported(part)]
+        todo = [m for m in (*known.values(), *map(sys.modules.get, imported)) if isinstance(m, types.ModuleType)]
+        seen: set[str] = set()
+        while todo:
+            module = todo.pop()
+            if module.__name__ in seen or module.__name__.split(".")[0] in _TRUSTED:
+                continue
+            seen.add(module.__name__)
+            scope = vars(module)
+            found = {name: scope[name] for name in names if name in scope}
+            todo += [value for value in found.values() if isinstance(value, types.ModuleType)]
+            self.on_undo(functools.partial(bind_again, scope, found, tuple(found)))
+            self.then((path, module.__name__), *((f".{name}", value) for name, value in found.items()))
 
     def visit_cell(self, cell: types.CellType, path: Path) -> None:
         try:
@@ -217,6 +241,9 @@ class _Walk:
     def visit_partial(self, partial: functools.partial[Any], path: Path) -> None:
         parts = (("func", partial.func), ("args", partial.args), ("keywords", partial.keywords))
         self.then(path, *parts, ("__dict__", partial.__dict__))
+
+    def visit_getter(self, getter: Any, path: Path) -> None:
+        self.then(path, ("arguments", getter.__reduce__()[1]))
 
     def visit_wrapper(self, wrapper: Any, path: Path) -> None:
         inner = wrapper.fget if isinstance(wrapper, property) else getattr(wrapper, "__func__", None)
@@ -352,6 +379,7 @@ class _Walk:
         (types.MethodType, visit_method),
         ((types.BuiltinFunctionType, types.MethodWrapperType), visit_builtin),
         (functools.partial, visit_partial),
+        (_GETTERS, visit_getter),
         (
             (staticmethod, classmethod, property, functools.cached_property, functools._lru_cache_wrapper),
             visit_wrapper,
@@ -373,6 +401,36 @@ def _is_tokenizer(kind: type) -> bool:
 
 def _is_trusted(kind: type) -> bool:
     return str(kind.__module__).split(".")[0] in _TRUSTED
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+@functools.lru_cache(1024)
+def _imported(code: types.CodeType) -> tuple[str, ...]:
+    """Modules that a function imports itself, and those that they lie in."""
+    paths = [str(step.argval).split(".") for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME"]
+    return tuple(".".join(parts[:end]) for parts in paths for end in range(1, len(parts) + 1))
+
+
+def _is_plain(thing: Any) -> bool:
+    """Whether marshal brings it back as it was: arrays, for one, it takes for bytes. Nothing in it contains itself, or
+    it could not have been written."""
+    todo = [thing]
+    while todo:
+        one = todo.pop()
+        kind = type(one)
+        if kind is dict:
+            todo += [*one, *one.values()]
+        elif kind in _PLAIN:
+            todo += one
+        elif kind not in _MARSHALED:
+            return False
+    return True
 
 
 @functools.lru_cache(1024)

@@ -79,9 +79,15 @@ def bind_again(scope: dict[str, Any], known: dict[str, Any], names: tuple[str, .
 
 def fill_again(thing: Any, saved: dict[Any, Any]) -> None:
     now = dict(dict.items(thing))
-    if len(now) != len(saved) or any(now.get(key, MISSING) is not value for key, value in saved.items()):
+    if [key for key in now if key in saved] != list(saved):
         thing.clear()
         thing.update(saved)
+        return
+    for key in now.keys() - saved.keys():  # one by one: another thread may be reading the others
+        del thing[key]
+    for key, value in saved.items():
+        if now[key] is not value:
+            thing[key] = value
 
 
 def set_slot(thing: Any, name: str, value: Any) -> None:

@@ -3,7 +3,9 @@
 import functools
 import itertools
 import logging
+import operator
 import random
+import sys
 import threading
 import types
 from collections.abc import Callable
@@ -22,7 +24,14 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from osd_hf import OnlineAssistant, OnlineConfig, ReplayedProcessor, UnsupportedGenerationError, capture_traces
+from osd_hf import (
+    OnlineAssistant,
+    OnlineConfig,
+    ReplayedProcessor,
+    UnsupportedGenerationError,
+    capture_traces,
+    processors,
+)
 from osd_hf.processors import check_criteria, check_processors
 from osd_hf.reachable import look_through
 
@@ -499,33 +508,20 @@ class Late(Pushing):
         return pushed
 
 
-class LateStop(Late):
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
-        self.calls += input_ids.shape[1] > self.prompt + 5
-        return torch.tensor([self.calls > 7])
-
-
-@pytest.mark.parametrize("kind", ["processor", "criterion"])
 @pytest.mark.parametrize("has_cache", [False, True])
 def test_a_memory_that_shows_late_costs_time_and_no_token(
-    kind: str, has_cache: bool, pair: tuple[Any, Any], caplog: pytest.LogCaptureFixture
+    has_cache: bool, pair: tuple[Any, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     target, draft = pair
     assistant = OnlineAssistant(target, draft, config=FROZEN)
 
     def asked(generate: Callable[..., Any]) -> tuple[list[int], Any, int]:
-        late: Late
-        if kind == "processor":
-            late = Late(IDS.shape[1])
-            given = {"logits_processor": [late]}
-        else:
-            late = LateStop(IDS.shape[1])
-            given = {"stopping_criteria": StoppingCriteriaList([late])}
+        late = Late(IDS.shape[1])
         cache = None
         if has_cache:
             cache = DynamicCache(config=target.config)
             target(IDS[:, :-3], past_key_values=cache, use_cache=True)
-        tokens = answer(generate, past_key_values=cache, **given)
+        tokens = answer(generate, past_key_values=cache, logits_processor=[late])
         return tokens, None if cache is None else cache.get_seq_length(), late.calls
 
     alone = asked(target.generate)
@@ -550,6 +546,113 @@ def test_a_processor_that_does_not_bear_a_drafted_token_costs_no_answer(
     assert "answers alone" in caplog.text
     with pytest.raises(ValueError, match="empty"):  # as the target alone
         answer(assistant.generate, prefix_allowed_tokens_fn=lambda batch, ids: [] if len(ids) > 9 else [5, 6])
+
+
+class Stop(StoppingCriteria):  # type: ignore[misc]
+    """Ends an answer where somebody else says so."""
+
+    def __init__(self) -> None:
+        self.is_stopped = False
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full((input_ids.shape[0],), self.is_stopped)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_answer_that_its_caller_ends_has_ended(streams: bool, pair: tuple[Any, Any]) -> None:
+    target, draft = pair
+    assistant = OnlineAssistant(target, draft, config=FROZEN)
+    stop, seen = Stop(), []
+
+    class Streamer:
+        def put(self, value: torch.Tensor) -> None:
+            seen.append(value)
+            stop.is_stopped = len(seen) > 2  # the prompt, and two rounds
+
+        def end(self) -> None:
+            pass
+
+    class Ending(LogitsProcessor):  # type: ignore[misc]
+        is_stateless = True
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            stop.is_stopped |= input_ids.shape[1] > IDS.shape[1] + 6
+            return scores
+
+    how: dict[str, Any] = {"streamer": Streamer()} if streams else {"logits_processor": [Ending()]}
+    told = answer(assistant.generate, max_new_tokens=48, stopping_criteria=StoppingCriteriaList([stop]), **how)
+    assert stop.is_stopped
+    assert 0 < len(told) < 48
+    assert told == answer(target.generate, max_new_tokens=48)[: len(told)]
+
+
+def test_a_sampled_answer_that_cannot_be_vouched_for_is_refused(pair: tuple[Any, Any]) -> None:
+    target, draft = pair
+    assistant = OnlineAssistant(target, draft, config=FROZEN)
+    with pytest.raises(UnsupportedGenerationError, match="Late keeps state"):
+        answer(assistant.generate, logits_processor=[Late(IDS.shape[1])], do_sample=True)
+
+
+def test_what_was_tried_out_is_put_back_as_it_was(pair: tuple[Any, Any]) -> None:
+    class Building(LogitsProcessor):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.tables: dict[str, Any] = {"a": np.arange(2), "b": bytearray(b"xy"), "c": [np.float32(1)]}
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            self.tables.setdefault("d", np.ones(3))
+            return scores
+
+    thing = Building()
+    before = dict(thing.tables)
+    check_processors([thing], IDS, models.VOCAB)
+    assert thing.tables.keys() == before.keys()
+    assert all(thing.tables[name] is value for name, value in before.items())
+    target, draft = pair
+    assistant = OnlineAssistant(target, draft, config=FROZEN)
+    assert answer(assistant.generate, logits_processor=[thing]) == answer(target.generate)
+
+
+@pytest.mark.parametrize("imports", ["outside", "inside"])
+def test_what_a_module_keeps_is_looked_through(imports: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = types.ModuleType("counting_module")
+    module.calls = [0]
+    monkeypatch.setitem(sys.modules, "counting_module", module)
+    source = "def allowed(batch, ids):\n    counting_module.calls[0] += 1\n    return [3, 4, 5]\n"
+    line = "import counting_module\n"
+    if imports == "inside":
+        source = source.replace("    counting_module.calls", f"    {line}    counting_module.calls")
+    scope: dict[str, Any] = {"__name__": "a_users_module"}
+    exec((line if imports == "outside" else "") + source, scope)
+    with pytest.raises(UnsupportedGenerationError, match="keeps state"):
+        check_processors([PrefixConstrainedLogitsProcessor(scope["allowed"], 1)], IDS, models.VOCAB)
+    assert module.calls == [0]
+
+
+def test_functions_of_numpy_and_getters_are_no_memory() -> None:
+    first, where = operator.itemgetter(0), np.where
+
+    def allowed(batch: int, ids: torch.Tensor) -> list[int]:
+        return [int(np.exp(0.0)) + 2, int(where(True, 4, 5)), first([5])]
+
+    check_processors([PrefixConstrainedLogitsProcessor(allowed, 1)], IDS, models.VOCAB)
+
+
+def test_a_request_tries_out_once(pair: tuple[Any, Any]) -> None:
+    def allowed(batch: int, ids: torch.Tensor) -> list[int]:
+        return [3, 4, 5]
+
+    class Counted(LogitsProcessor):  # type: ignore[misc]
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            return scores
+
+    target, draft = pair
+    assistant = OnlineAssistant(target, draft, config=FROZEN)
+    tried = []
+    with pytest.MonkeyPatch.context() as patch:
+        real = processors._try_out
+        patch.setattr(processors, "_try_out", lambda *args: tried.append(args[0]) or real(*args))
+        answer(assistant.generate, logits_processor=[Counted()], prefix_allowed_tokens_fn=allowed)
+    assert len(tried) == 2
 
 
 def test_what_was_shown_of_an_answer_that_cannot_be_vouched_for_is_not_passed_off_as_one(
