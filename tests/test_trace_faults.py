@@ -341,7 +341,9 @@ def test_a_request_may_come_between_the_parts_of_a_trial(traces: list[Trace]) ->
     assert parts == 4
 
 
-def test_what_arrives_while_a_version_is_watched_is_watched_next(traces: list[Trace]) -> None:
+def test_what_arrives_while_a_version_is_watched_is_watched_next(
+    traces: list[Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
     taught = learner(update_strategy="idle")
     for i in range(60):
         taught.observe(None, replace(traces[i % 8], created_at_seconds=float(i)))
@@ -350,10 +352,15 @@ def test_what_arrives_while_a_version_is_watched_is_watched_next(traces: list[Tr
     assert version > 0
     served = [replace(traces[i], draft_version=version, created_at_seconds=100.0 + i) for i in range(8)]
     lesson.gate.served.extend(served[:4])
-    watching = taught._watch(lesson)
-    next(watching)
-    lesson.gate.served.append(served[4])
-    finish(watching)
+    fault, arriving = Readable.fault, served[4:5]
+
+    def meanwhile(self: Readable, trace: Trace) -> str | None:
+        lesson.gate.served.extend(arriving)
+        arriving.clear()
+        return fault(self, trace)
+
+    monkeypatch.setattr(Readable, "fault", meanwhile)
+    finish(taught._watch(lesson))
     assert list(lesson.gate.served) == served[4:5]
     assert len(lesson.compared) == 4
 
