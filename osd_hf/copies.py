@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from osd_hf.config import OnlineConfig
@@ -111,8 +111,8 @@ class Copies:
         return serving
 
     def fill(self, serving: ServingDraft, snapshot: Snapshot) -> None:
-        """Copy and write what was reserved, outside of any lock. Behind it, by error too, comes
-        [`~Copies.filled`]."""
+        """Copy and write what was reserved, outside of any lock. [`~Copies.filled`] is called after it, also
+        after an error."""
         if serving.model is None:
             model = self.another()
             self._write(snapshot, model)
@@ -138,6 +138,16 @@ class Copies:
             return min(free, key=lambda serving: serving.used)
         self.held.append(ServingDraft(None, None, domain, is_written=False))
         return self.held[-1]
+
+    def forget_leases(self) -> None:
+        """Nobody uses these models any more, and nobody fills what was reserved. Who holds one nevertheless gives the
+        old entry back, which no longer counts."""
+        before, self.base = self.base, replace(self.base, leases=0)
+        self.held = [
+            self.base if serving is before else replace(serving, leases=0)
+            for serving in self.held
+            if serving.model is not None
+        ]
 
     def another(self) -> Any:
         """A copy of the base, not held here."""

@@ -23,6 +23,24 @@ logger = logging.getLogger(__name__)
 SMALLEST_STATIC_CACHE, LARGEST_STATIC_CACHE = 256, 8192
 
 
+class _Compiling:
+    """The threads that compile now. A child forked meanwhile would wait for ever for the compiler's own lock, which
+    such a thread holds: there nothing is compiled any more."""
+
+    def __init__(self) -> None:
+        self.threads: set[int] = set()
+        self.is_lost = False
+        in_child(self, _Compiling._renew)
+
+    def _renew(self) -> None:
+        ours = {threading.get_ident()}
+        self.is_lost = self.is_lost or not self.threads <= ours
+        self.threads &= ours
+
+
+_compiling = _Compiling()
+
+
 class DraftForward:
     """
     One request's draft: its cache, and the forwards over it.
@@ -105,7 +123,7 @@ class CompiledDraft:
         self._compiled: dict[int, _Compiled | None] = {}
         self._made_for: tuple[Any, ...] = ()
         self._lock = threading.Lock()
-        in_child(self, renewing(_lock=threading.Lock))
+        in_child(self, renewing(_lock=threading.Lock, _compiled=dict))  # what was under way never ends in a child
         config = draft.config.get_text_config(decoder=True)
         kind = "an encoder-decoder" if draft.config.is_encoder_decoder else None
         if any(layer.is_sliding for layer in StaticCache(config=config, max_cache_len=8).layers):
@@ -150,6 +168,9 @@ class CompiledDraft:
         if size > LARGEST_STATIC_CACHE:
             self._tell(f"up to {size} tokens were asked for, and static caches end at {LARGEST_STATIC_CACHE}")
             return None
+        if _compiling.is_lost:
+            self._tell("this process was forked while a thread of its parent was compiling")
+            return None
         # Weights are no constants to be folded in. On CUDA the kernels of a small draft take less time than launching
         # them: they are captured as one graph.
         options: dict[str, Any] = {"freezing": False}
@@ -166,6 +187,7 @@ class CompiledDraft:
         own = types.FunctionType(step.__code__.replace(), globals(), closure=step.__closure__)
         started = time.perf_counter()
         logger.info("Compiling the draft's forward for up to %d tokens, which takes some seconds.", size)
+        _compiling.threads.add(threading.get_ident())
         try:
             compiled = torch.compile(own, fullgraph=True, dynamic=False, options=options)
             cache = self._new_cache(size)
@@ -177,6 +199,8 @@ class CompiledDraft:
             cause = getattr(error, "inner_exception", error)  # what the compiler itself said
             self._tell(f"compiling failed with {type(cause).__name__}: {first_line(cause)}")
             return None
+        finally:
+            _compiling.threads.discard(threading.get_ident())
         logger.info("Compiled the draft's forward in %.1f s.", time.perf_counter() - started)
         return _Compiled(compiled, [cache])
 
@@ -188,6 +212,9 @@ class _Compiled:
     step: Any
     free: list[Any]
     running: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        in_child(self, renewing(running=threading.Lock))  # for the request that the forking thread is in
 
 
 class StaticForward(DraftForward):

@@ -71,7 +71,6 @@ class DomainDrafts:
         self._template = make_template(self._source, peft_config, self.config.seed, per_domain=per_domain)
         self.pacer = Pacer()
         self._renew()
-        in_child(self, DomainDrafts._renew)
         self._clock = 0
         self._learned: dict[str | None, _Learned] = {}
         self._updaters: dict[str | None, Updater] = {}
@@ -83,6 +82,7 @@ class DomainDrafts:
         self._scratch: Any = None
         self._refused: set[str | None] = set()
         self.version = 0
+        in_child(self, DomainDrafts._begin_in_child)
 
     def _drafting(self, model: Any) -> LeanDrafting | None:
         if self.config.drafting != "lean":
@@ -93,10 +93,15 @@ class DomainDrafts:
     # --- who serves -------------------------------------------------------------------------------------------------
 
     def _renew(self) -> None:
-        """The locks; anew in a forked child, where nobody makes what others were making."""
+        """The locks, and what is being made."""
         self._lock = threading.RLock()  # held over no copy and no write of a model
         self._made = threading.Condition(self._lock)
         self._making: set[str | None] = set()  # drafts of which a version is being made ready
+
+    def _begin_in_child(self) -> None:
+        """In a forked child nobody makes what others were making, and nobody uses what others were using."""
+        self._renew()
+        self._copies.forget_leases()
 
     def admit(self, domain: str | None) -> bool:
         """Whether a request of this domain teaches a draft: any where one is shared; otherwise one of a named domain,
@@ -323,7 +328,8 @@ class DomainDrafts:
 
     def promote(self, domain: str | None, version: int, snapshot: Snapshot) -> None:
         """Let a version serve, from the next request on; those that are running keep theirs. It is made ready before
-        it is known, so that requests draft with the version before it meanwhile."""
+        it is known. Requests draft with the version before it meanwhile where one holds that model; otherwise the new
+        weights are written into it, without a copy, and requests of this draft wait until they are."""
         with self._lock:
             self._made.wait_for(lambda: domain not in self._making)
             serving = self._reserved(domain, version)

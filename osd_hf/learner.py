@@ -45,6 +45,7 @@ class Lesson:
     # itself made of those that it has served.
     serving_scores: dict[Trace, tuple[int, AcceptanceStats]] = field(default_factory=dict)
     compared: list[tuple[AcceptanceStats, AcceptanceStats, AcceptanceStats]] = field(default_factory=list)
+    looked_at: set[Trace] = field(default_factory=set)  # held-back requests: what is at fault in them is known
 
 
 class Learner:
@@ -206,10 +207,12 @@ class Learner:
             lesson = self.lessons.setdefault(domain, Lesson(domain))
             lesson.requests_waiting = 0  # what fails is tried again after an interval, not at every request
         updater = self.updater(domain)
-        with self._lock:
-            pending = [lesson.pending.popleft() for _ in range(len(lesson.pending))]
-        for trace in pending:
-            updater.observe(trace)
+        for _ in range(len(lesson.pending)):  # those that arrive meanwhile are for the next update
+            with self._lock:
+                trace = lesson.pending.popleft() if lesson.pending else None
+            if trace is not None:
+                updater.observe(trace)
+                yield
         yield from self._watch(lesson)
         report = yield from updater.micro_steps(steps)
         report = replace(report, domain=domain, version=self.drafts.serving_version(domain))
@@ -237,8 +240,15 @@ class Learner:
 
     def _serve(self, lesson: Lesson, version: int, snapshot: Snapshot) -> None:
         self.drafts.promote(lesson.domain, version, snapshot)
+        self._begin_watching(lesson, version)
+
+    def _begin_watching(self, lesson: Lesson, version: int) -> None:
+        """Another version serves: only what it has served itself, since a moment ago, says something about it."""
+        served = lesson.gate.served
         with self._lock:
-            lesson.gate.served.clear()
+            kept = [trace for trace in served if trace.draft_version == version]
+            served.clear()
+            served.extend(kept)
         lesson.compared.clear()
         lesson.serving_scores.clear()
 
@@ -254,7 +264,7 @@ class Learner:
             return GateDecision("dropped", version, serving, domain, "its weights are not finite")
         if not self.config.gate:
             return GateDecision("promoted", version, version, domain, "there is no gate")
-        held_back = self._accepted(lesson, lesson.gate.held_back)
+        held_back = yield from self._accepted(lesson, lesson.gate.held_back)
         scores = lesson.serving_scores
         unknown = [t for t in held_back if t not in scores or scores[t][0] != serving]
         with self.drafts.lease(domain) as draft:
@@ -265,18 +275,25 @@ class Learner:
         after = yield from self._scored(lesson, self.drafts.tried(snapshot), [t for t in held_back if t in scores])
         held_back = [t for t in held_back if t in scores]
         judged = [(t, scores[t][1], a) for t, a in zip(held_back, after, strict=True) if a is not None]
-        self._accepted(lesson, lesson.gate.held_back)
+        yield from self._accepted(lesson, lesson.gate.held_back)
         sides: Any = zip(*judged, strict=True) if judged else ((), (), ())
         return lesson.gate.judge(version, serving, domain, *(list(side) for side in sides))
 
-    def _accepted(self, lesson: Lesson, traces: deque[Trace]) -> list[Trace]:
-        """The traces that can be learned from; the others are let go, wherever the lesson has them."""
-        updater = self.updater(lesson.domain)
+    def _accepted(self, lesson: Lesson, traces: Sequence[Trace]) -> Generator[None, None, list[Trace]]:
+        """The traces that can be learned from; the others are let go, wherever the lesson has them. Yields after each
+        that is looked at for the first time: all of its rows are read then, and they never change."""
+        updater, gate = self.updater(lesson.domain), lesson.gate
         with self._lock:
             found = list(traces)
-        accepted = [trace for trace in found if updater.accepts(trace)]
+        for trace in found:
+            if trace not in lesson.looked_at:
+                updater.accepts(trace)
+                lesson.looked_at.add(trace)
+                yield
+        with self._lock:
+            lesson.looked_at.intersection_update(gate.held_back)
+        accepted = [trace for trace in found if trace not in updater.set_aside]
         if len(accepted) < len(found):
-            gate = lesson.gate
             with self._lock:
                 for kept in (gate.held_back, gate.served, lesson.pending):
                     for trace in [trace for trace in kept if trace in updater.set_aside]:
@@ -291,9 +308,10 @@ class Learner:
         previous = self.drafts.previous(domain)
         if not self.config.gate or version == 0:
             return
-        served = self._accepted(lesson, lesson.gate.served)
-        with self._lock:
+        with self._lock:  # what arrives from now on is for the next time
+            served = list(lesson.gate.served)
             lesson.gate.served.clear()
+        served = yield from self._accepted(lesson, served)
         # A fixed number of drafted tokens makes what happened and what is replayed the same kind of figure.
         if isinstance(self.config.num_assistant_tokens, int) and not any(
             t.is_sampled or t.sampling.get("processors") or "num_assistant_tokens" in t.sampling for t in served
@@ -321,8 +339,7 @@ class Learner:
             decision = to_original
         if decision is not None:
             self.updater(domain).restart(self.drafts.roll_back(domain, decision.serving))
-            lesson.compared.clear()
-            lesson.serving_scores.clear()
+            self._begin_watching(lesson, decision.serving)
             self._decided(decision)
 
     def _scored(

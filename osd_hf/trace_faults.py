@@ -18,6 +18,7 @@ __all__ = ["Readable", "SetAside", "misshapen"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Parts = Generator[None, None, T]  # of work that others may come between
 
 MOST_KEYS = 4096  # traces remembered
 MOST_REASONS = 64  # counted apart; reasons come from strangers' data
@@ -146,6 +147,13 @@ def _reason(error: Exception) -> str:
     return f"that cannot be learned from ({type(error).__name__})"
 
 
+def _attempt(
+    work: Callable[[Sequence[Trace]], Sequence[T] | Parts[Sequence[T]]], traces: Sequence[Trace]
+) -> Parts[Sequence[T]]:
+    found = work(traces)
+    return (yield from found) if isinstance(found, Generator) else found
+
+
 class SetAside:
     """
     Traces that one draft does not learn from any more, because they make learning fail: remembered, as far as there
@@ -186,15 +194,18 @@ class SetAside:
         return dict(new)
 
     def isolate(
-        self, work: Callable[[Sequence[Trace]], Sequence[T]], traces: Sequence[Trace], readable: Readable
+        self,
+        work: Callable[[Sequence[Trace]], Sequence[T] | Parts[Sequence[T]]],
+        traces: Sequence[Trace],
+        readable: Readable,
     ) -> Generator[None, None, list[T | None]]:
         """
         Do work on traces; where it fails, on halves and then on single ones, so that those at fault are found and set
-        aside. Yields between two attempts.
+        aside. Yields between two attempts, and where the work does.
 
         Args:
-            work (`Callable[[Sequence[Trace]], Sequence[T]]`):
-                One outcome per trace, each independent of the others.
+            work (`Callable[[Sequence[Trace]], Sequence[T] | Generator]`):
+                One outcome per trace, each independent of the others; at once, or in parts.
             traces (`Sequence[Trace]`):
                 What it is done on.
             readable (`Readable`):
@@ -210,7 +221,7 @@ class SetAside:
         if not traces:
             return []
         try:
-            found = list(work(traces))
+            found = yield from _attempt(work, traces)
         except Exception as error:  # noqa: BLE001 - whatever a model fails with
             failure = error
         else:
@@ -218,7 +229,7 @@ class SetAside:
             return list(found)
         traceback.clear_frames(failure.__traceback__)  # they hold the memory that was too little
         try:
-            work([readable.simplest(traces[0])])
+            yield from _attempt(work, [readable.simplest(traces[0])])
         except Exception:  # noqa: BLE001
             raise failure from None
         yield
@@ -235,7 +246,10 @@ class SetAside:
         return [None if isinstance(o, Exception) else o for o in outcomes]
 
     def _halved(
-        self, work: Callable[[Sequence[Trace]], Sequence[T]], traces: Sequence[Trace], failure: Exception
+        self,
+        work: Callable[[Sequence[Trace]], Sequence[T] | Parts[Sequence[T]]],
+        traces: Sequence[Trace],
+        failure: Exception,
     ) -> Generator[None, None, list[T | Exception]]:
         """The outcome of each, where all together have failed; or what it failed with by itself."""
         if len(traces) == 1:
@@ -244,7 +258,7 @@ class SetAside:
         outcomes: list[T | Exception] = []
         for part in (traces[:middle], traces[middle:]):
             try:
-                outcomes += work(part)
+                outcomes += yield from _attempt(work, part)
             except Exception as error:  # noqa: BLE001
                 again = error
             else:

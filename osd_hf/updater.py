@@ -376,10 +376,10 @@ class Updater:
                 raise FloatingPointError("loss or gradient is not finite")
         return value
 
-    def _tried(self, traces: Sequence[Trace]) -> list[bool]:
-        """Whether traces can be learned from: raises what a step on them would."""
-        with self._at_work():
-            for indices in batches(traces, traces[0].vocab_size, min(self.micro_batch, len(traces))):
+    def _tried(self, traces: Sequence[Trace]) -> Generator[None, None, list[bool]]:
+        """Whether traces can be learned from: raises what a step on them would. Yields after each micro-batch."""
+        for indices in batches(traces, traces[0].vocab_size, min(self.micro_batch, len(traces))):
+            with self._at_work():
                 self._zero_grad()
                 loss, _ = self._loss([traces[i] for i in indices])
                 self.accelerator.backward(loss)
@@ -388,7 +388,8 @@ class Updater:
                 checked = found if self.accelerator.scaler is None else found[:1]
                 if not all(bool(torch.isfinite(tensor).all()) for tensor in checked):
                     raise FloatingPointError("loss or gradient is not finite")
-            self._zero_grad()
+                self._zero_grad()
+            yield
         return [True] * len(traces)
 
     @contextmanager

@@ -8,9 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import models
 import pytest
+import torch
 
+from osd_hf import DomainDrafts, OnlineConfig
 from osd_hf.disk import lock_file
+from osd_hf.draft_forward import CompiledDraft, DraftForward, StaticForward
 from osd_hf.forks import in_child, renewing
 from osd_hf.schedule import DutyCycle, IdleWorker, Traffic
 
@@ -147,6 +151,101 @@ def test_a_child_that_closes_before_it_knows_of_the_fork_leaves_the_lock(tmp_pat
     lock.close()
     assert lock_file(tmp_path / "lock", wait=False) is None
     os.close(other)
+
+
+def compiled_draft(monkeypatch: pytest.MonkeyPatch) -> CompiledDraft:
+    """By a compiler that leaves the step as it is."""
+    monkeypatch.setattr(torch, "compile", lambda step, **_: step)
+    return CompiledDraft(models.build(num_hidden_layers=1))
+
+
+def test_a_child_drafts_with_what_a_thread_of_its_parent_was_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = compiled_draft(monkeypatch)
+    under_way = compiled.forward(4)
+    assert isinstance(under_way, StaticForward)
+    ids = torch.zeros(1, 1, dtype=torch.long)
+    with torch.inference_mode():
+        under_way.feed(ids)
+    done = held_elsewhere(under_way._compiled.running)
+
+    @torch.inference_mode()
+    def draft() -> None:
+        under_way.feed(ids)
+        again = compiled.forward(4)
+        assert isinstance(again, StaticForward)
+        again.feed(ids)
+        again.feed(ids)
+
+    assert in_a_fork(draft) == 0
+    done.set()
+
+
+def test_a_child_compiles_nothing_where_a_thread_of_its_parent_held_the_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled, compiler, reached, done = compiled_draft(monkeypatch), threading.Lock(), threading.Event(), []
+
+    def compile_slowly(step: Any, **_: Any) -> Any:
+        with compiler:
+            reached.set()
+            done.append(threading.Event())
+            done[-1].wait(LONG)
+        return step
+
+    monkeypatch.setattr(torch, "compile", compile_slowly)
+    thread = threading.Thread(target=lambda: compiled.forward(4), daemon=True)
+    thread.start()
+    assert reached.wait(LONG)
+
+    def draft() -> None:
+        for drafts in (compiled, CompiledDraft(compiled.draft)):
+            for tokens in (4, 300):
+                assert type(drafts.forward(tokens)) is DraftForward
+
+    assert in_a_fork(draft) == 0
+    done[0].set()
+    thread.join(LONG)
+    assert type(compiled.forward(4)) is StaticForward
+
+
+def test_a_child_uses_again_what_threads_of_its_parent_were_using() -> None:
+    drafts = DomainDrafts(models.build(num_hidden_layers=1), OnlineConfig(max_draft_bytes=1))
+    for domain in "ab":
+        assert drafts.admit(domain)
+        drafts.updater(domain)
+        drafts.promote(domain, *drafts.candidate(domain))
+    copies, done = drafts._copies, [held_elsewhere(drafts.lease(domain)) for domain in "ab"]
+    with drafts._lock:
+        copies.reserve("a", 9)  # and a thread that fills it
+    assert drafts.num_serving == 3
+
+    def serve() -> None:
+        for domain in "abab":
+            with drafts.lease(domain) as serving:
+                assert serving.domain == domain
+        assert drafts.num_serving == 1
+        assert [serving.leases for serving in [copies.base, *copies.held]] == [0, 0]
+
+    assert in_a_fork(serve) == 0
+    with drafts.lease("a") as ours:
+        child = os.fork()
+        if child == 0:
+            os._exit(int(any(serving.leases for serving in copies.held)))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert ours.leases == 1  # the other thread's
+    for event in done:
+        event.set()
+
+
+def test_a_lease_that_the_forking_thread_holds_ends_in_the_child() -> None:
+    drafts = DomainDrafts(models.build(num_hidden_layers=1), OnlineConfig(), per_domain=False)
+    with drafts.lease():
+        child = os.fork()
+    if child == 0:
+        held = drafts._copies.held
+        os._exit(0 if [serving.leases for serving in held] == [0] and held == [drafts._copies.base] else 3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert drafts._copies.base.leases == 0
 
 
 # Torch's own threads do not live on in a fork, so that what forks has one: a process of its own.

@@ -267,7 +267,7 @@ def test_nothing_is_wrong_with_what_was_captured(architecture: str, num_logprobs
     assert [readable.fault(trace) for trace in seen] == [None, None]
     assert readable.fault(readable.simplest(seen[0])) is None
     updater = Updater(draft, replace(CONFIG, num_logprobs=num_logprobs))
-    assert updater._tried([readable.simplest(seen[0])]) == [True]
+    assert finish(updater._tried([readable.simplest(seen[0])])) == [True]
 
 
 def test_what_is_remembered_is_bounded(traces: list[Trace]) -> None:
@@ -293,3 +293,91 @@ def test_an_error_in_the_middle_is_no_ones_fault_once_it_has_passed(traces: list
     found = finish(aside.isolate(work, traces, Readable.by(models.pair()[1])))
     assert found == [len(trace) for trace in traces]
     assert not aside.counts
+
+
+# --- what an arriving request waits for -----------------------------------------------------------------------------
+
+
+def test_rows_are_read_once_and_others_may_come_between(traces: list[Trace], monkeypatch: pytest.MonkeyPatch) -> None:
+    fault, read = Readable.fault, list[Trace]()
+
+    def counted(self: Readable, trace: Trace) -> str | None:
+        read.append(trace)
+        return fault(self, trace)
+
+    monkeypatch.setattr(Readable, "fault", counted)
+    taught = learner(update_strategy="idle", update_interval=30)
+    for i in range(60):
+        taught.observe(None, replace(traces[i % 8], created_at_seconds=float(i)))
+    held_back = list(taught.lessons[None].gate.held_back)
+    at_once, before = 0, 0
+    while taught.has_work():
+        taught.step()
+        at_once, before = max(at_once, len(read) - before), len(read)
+    assert at_once == 1
+    assert [read.count(trace) for trace in held_back] == [1] * len(held_back) != []
+    read.clear()
+    taught.update(steps=1)
+    assert not read
+    assert taught.lessons[None].looked_at == set(held_back)
+
+
+def test_an_odd_request_that_was_held_back_leaves_the_gate(traces: list[Trace]) -> None:
+    taught = learner()
+    for i in range(32):
+        taught.observe(None, replace(traces[i % 8], created_at_seconds=float(i)))
+    odd = replace(changed(traces[0], "nan"), created_at_seconds=100.0)
+    taught.lessons[None].gate.held_back.append(odd)
+    report = taught.update()
+    assert dict(report.set_aside) == {"with log-probs that are none": 1}
+    assert odd not in everything(taught) and odd not in taught.lessons[None].looked_at
+
+
+def test_a_request_may_come_between_the_parts_of_a_trial(traces: list[Trace]) -> None:
+    updater = Updater(models.pair()[1], replace(CONFIG, update_strategy="idle"))
+    trial, parts = updater.set_aside.isolate(updater._tried, traces[:4], updater.readable), 0
+    for _ in trial:
+        parts += 1
+    assert parts == 4
+
+
+def test_what_arrives_while_a_version_is_watched_is_watched_next(
+    traces: list[Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taught = learner(update_strategy="idle")
+    for i in range(60):
+        taught.observe(None, replace(traces[i % 8], created_at_seconds=float(i)))
+    taught.update()
+    version, lesson = taught.drafts.serving_version(None), taught.lessons[None]
+    assert version > 0
+    served = [replace(traces[i], draft_version=version, created_at_seconds=100.0 + i) for i in range(8)]
+    lesson.gate.served.extend(served[:4])
+    fault, arriving = Readable.fault, served[4:5]
+
+    def meanwhile(self: Readable, trace: Trace) -> str | None:
+        lesson.gate.served.extend(arriving)
+        arriving.clear()
+        return fault(self, trace)
+
+    monkeypatch.setattr(Readable, "fault", meanwhile)
+    finish(taught._watch(lesson))
+    assert list(lesson.gate.served) == served[4:5]
+    assert len(lesson.compared) == 4
+
+
+def test_what_a_new_version_served_before_the_learner_went_on_is_watched(
+    traces: list[Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taught, promote = learner(), DomainDrafts.promote
+    for i in range(60):
+        taught.observe(None, replace(traces[i % 8], created_at_seconds=float(i)))
+    served: list[Trace] = []
+
+    def at_once(self: DomainDrafts, domain: str | None, version: int, snapshot: Any) -> None:
+        promote(self, domain, version, snapshot)
+        served.append(replace(traces[0], draft_version=version, created_at_seconds=100.0))
+        taught.observe(domain, served[0])
+
+    monkeypatch.setattr(DomainDrafts, "promote", at_once)
+    taught.update()
+    assert served and list(taught.lessons[None].gate.served) == served
