@@ -29,7 +29,7 @@ from osd_hf.pacing import DraftingPlan
 from osd_hf.processors import TriedOut, check_callables
 from osd_hf.records import Trace
 from osd_hf.routing import RoutedPrompt, Router, as_router
-from osd_hf.session import load_session, save_session
+from osd_hf.session import FolderBusyError, load_session, save_session
 from osd_hf.store import CorrectionStore
 from osd_hf.tally import Tally
 from osd_hf.tracking import log_update, make_accelerator
@@ -40,6 +40,8 @@ from osd_hf.wrappers import uncompiled, unwrap
 __all__ = ["OnlineAssistant"]
 
 logger = logging.getLogger(__name__)
+
+AUTOSAVE_PATIENCE_SECONDS = 5.0  # with another process that saves to the folder: learning waits meanwhile
 
 
 class OnlineAssistant:
@@ -109,7 +111,7 @@ class OnlineAssistant:
         self._is_closed = False
         self._autosave = None if autosave is None else Path(autosave)
         # Threads hold no reference to the assistant: one that nobody uses any more takes them along.
-        self._upkeep = Upkeep(self._learner, self._track, None if autosave is None else self._save)
+        self._upkeep = Upkeep(self._learner, self._track, None if autosave is None else self._save_beside)
         weakref.finalize(self, self._upkeep.stop)
         in_child(self, OnlineAssistant._leave_folder_to_parent)
 
@@ -387,6 +389,9 @@ class OnlineAssistant:
         Raises:
             StateError: the folder cannot be written.
         """
+        self._save_to(Path(directory))
+
+    def _save_to(self, directory: Path, patience_seconds: float | None = None) -> None:
         with self._upkeep.alone():
             facts = {
                 **self._tally.state(),
@@ -394,11 +399,14 @@ class OnlineAssistant:
                 "decisions": [decision.to_dict() for decision in self._learner.decisions],
             }
             router = None if self.router is None else self.router.state_dict()
-            save_session(Path(directory), self._learner, facts, router)
+            save_session(directory, self._learner, facts, router, patience_seconds=patience_seconds)
 
-    def _save(self) -> None:
+    def _save_beside(self) -> None:
         assert self._autosave is not None
-        self.save_state(self._autosave)
+        try:
+            self._save_to(self._autosave, AUTOSAVE_PATIENCE_SECONDS)
+        except FolderBusyError as error:
+            logger.warning("%s Nothing is lost: the next autosave tries again.", error)
 
     def load_state(self, directory: str | os.PathLike[str]) -> None:
         """
@@ -421,7 +429,7 @@ class OnlineAssistant:
         self._upkeep.stop()
         try:
             if self._autosave is not None:
-                self._save()
+                self.save_state(self._autosave)
         finally:
             if self.store is not None:
                 self.store.flush()

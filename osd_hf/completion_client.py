@@ -13,7 +13,7 @@ import httpx2
 
 from osd_hf.errors import ConfigError, ServerError
 from osd_hf.loading import first_line
-from osd_hf.masking import without_credentials
+from osd_hf.masking import shown_address, without_credentials
 
 __all__ = ["CompletionClient", "RequestRefusedError", "environment_key", "parse_address"]
 
@@ -63,9 +63,9 @@ class CompletionClient:
         patience_seconds: float = 30.0,
     ) -> None:
         address, user, password = parse_address(url)
-        self._shown = without_credentials(url.rstrip("/").removesuffix("/v1") + "/v1")
         # The library's own log and errors tell the address: user and password travel beside it.
         self.url = str(address).rstrip("/").removesuffix("/v1") + "/v1"
+        self._shown = self.url.replace("//", "//***@", 1) if user or password else self.url
         self.patience_seconds = patience_seconds
         self._closed = threading.Event()
         key = (api_key or "").strip()
@@ -188,7 +188,7 @@ def parse_address(url: str) -> tuple[httpx2.URL, str, str]:
     An address without user and password, and these; raises ServerError where it is none, or has a query, which
     libraries and servers write into their logs.
     """
-    shown = without_credentials(url) if "//" in url else f"***@{url.rpartition('@')[2]}" if "@" in url else url
+    shown = shown_address(url)
     try:
         address = httpx2.URL(url)
         text = url.partition("//")[2].partition("/")[0]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import os
 import secrets
 import stat
@@ -33,6 +35,10 @@ __all__ = [
 ]
 
 LOOK_SECONDS = 0.02  # between two looks at a lock that another process holds
+QUIET_SECONDS = 1.0  # of waiting for a lock before the log says so
+NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # what file systems say that sync no folders
+
+logger = logging.getLogger(__name__)
 
 
 def make_private_folder(folder: Path) -> None:
@@ -84,12 +90,18 @@ def write_whole(path: Path, data: Any, *, private: bool = True) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Let what was made, renamed or deleted in a folder outlast a loss of power."""
+    """Let what was made, renamed or deleted in a folder outlast a loss of power, where its system can promise that."""
     if sys.platform == "win32":
         return
-    folder = os.open(path, os.O_RDONLY)
+    try:
+        folder = os.open(path, os.O_RDONLY)
+    except PermissionError:  # a folder that may be entered, or written, and not read
+        return
     try:
         os.fsync(folder)
+    except OSError as error:
+        if error.errno not in NO_SYNC:
+            raise
     finally:
         os.close(folder)
 
@@ -179,7 +191,7 @@ def wait_for_lock(
 ) -> FileLock | None:
     """
     A lock by that file, made where it is missing, as soon as nobody else holds it; `None` where the system has no such
-    locks.
+    locks. What takes longer than a moment is logged.
 
     Raises:
         TimeoutError: somebody held it all the time. A process that is dead holds none; one that is stopped does.
@@ -187,15 +199,19 @@ def wait_for_lock(
     """
     if sys.platform == "win32":
         return None
-    descriptor, until = os.open(path, os.O_RDWR | os.O_CREAT, 0o600), clock() + seconds
+    descriptor, begun, is_told = os.open(path, os.O_RDWR | os.O_CREAT, 0o600), clock(), False
     try:
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return FileLock(descriptor)
             except BlockingIOError:
-                if clock() > until:
+                waited = clock() - begun
+                if waited > seconds:
                     raise TimeoutError(f"another process holds {path}") from None
+                if waited > QUIET_SECONDS and not is_told:
+                    is_told = True
+                    logger.warning("Waiting for another process that holds %s, up to %.0f s.", path, seconds)
             rest(LOOK_SECONDS)
     except TimeoutError:
         os.close(descriptor)

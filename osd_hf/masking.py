@@ -6,23 +6,24 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["shown_settings", "without_credentials", "without_secrets"]
+__all__ = ["shown_address", "shown_settings", "without_credentials", "without_secrets"]
 
 # An address goes on to the next space: passwords hold quotes, commas and brackets.
 _ADDRESS = re.compile(r"//(\S*)")
 _WHOLE_ADDRESS = re.compile(r"//(.*)", re.DOTALL)
 # Headers, settings by name, and keys that are known by their looks.
-_HEADER = re.compile(r"(?i)(\b(?:proxy-)?authorization\b['\"]?\s*[:=]\s*['\"]?)(?:(?:bearer|basic)\s+)?[^\s'\",]+")
+_HEADER = re.compile(r"(?i)(\b(?:proxy-)?authorization\b['\"]?\s*[:=]\s*['\"]?)(?:[a-z][\w-]*\s+)?[^\s'\",]+")
 _BEARER = re.compile(r"(?i)\b(bearer\s+)[^\s'\",]{8,}")
 _SETTING = re.compile(
-    r"(?i)((?<![a-z])(?:api|access|auth|hub|secret|client)[_-]?(?:key|token|secret)['\"]?\s*=\s*"
-    r"|(?<![a-z])(?:password|passwd|secret)['\"]?\s*=\s*)[^\s,;&)]+"
+    r"(?i)((?<![a-z])(?:(?:api|access|auth|hub|secret|client)[_-]?(?:key|token|secret)|password|passwd|secret)"
+    r"['\"]?\s*[:=]\s*)(?:'(?:\\.|[^'\\])+'|\"(?:\\.|[^\"\\])+\"|[^\s,;&)])[^\s,;&)]*"
 )
 _KEY = re.compile(
     r"(?<![A-Za-z0-9_])(?:(?:hf|api_org|gh[opsur]|github_pat|glpat)[_-]\w{16,}|sk-[\w-]{16,}|AKIA[A-Z0-9]{16})"
 )
 _SECRET_NAME = re.compile(r"(?i)-{0,2}(?:[\w.-]*[_.-])?(?:token|key|apikey|secret|password|passwd)")
-_ADDRESS_NAME = re.compile(r"(?i)--(?:[\w-]*-)?url")
+_ADDRESS_NAME = re.compile(r"(?i)-{0,2}(?:[\w-]*[_-])?url")
+_SCHEME = re.compile(r"(?i)(?:[a-z][a-z0-9+.-]*:)?//")
 
 
 def without_credentials(text: str) -> str:
@@ -68,14 +69,21 @@ def shown_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings as a report shows them: `***` for tokens and keys."""
     return {
         name: "***" if _SECRET_NAME.fullmatch(name) and isinstance(value, str)
-        else without_credentials(value) if isinstance(value, str) else value
+        else _shown(value, name) if isinstance(value, str) else value
         for name, value in settings.items()
     }  # fmt: skip
 
 
-def _shown(value: str, option: str) -> str:
-    if _ADDRESS_NAME.fullmatch(option) and "//" not in value and "@" in value:  # its scheme was forgotten
-        return f"***@{value.rpartition('@')[2]}"
+def shown_address(text: str) -> str:
+    """A text that is one address and nothing else, as others may read it; its scheme may have been forgotten."""
+    if _SCHEME.match(text):
+        return _shown(text)
+    return _shown(f"//{text}").removeprefix("//")
+
+
+def _shown(value: str, name: str = "") -> str:
+    if _ADDRESS_NAME.fullmatch(name):
+        return shown_address(value)
     return _without_keys(_WHOLE_ADDRESS.sub(_masked, value))  # spaces included, as a password may hold one
 
 

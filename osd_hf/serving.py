@@ -25,7 +25,7 @@ from osd_hf.outputs import json_text, make_folder
 from osd_hf.prompts import EncodedPrompts
 from osd_hf.records import Trace
 from osd_hf.replay import replay
-from osd_hf.session import has_session
+from osd_hf.session import check_pointer, has_session
 
 __all__ = ["Served", "check_folder", "open_folder", "report_on", "serve"]
 
@@ -298,6 +298,7 @@ def _from_journal(journal: Path) -> list[Served]:
 
 def _resumed(assistant: OnlineAssistant, state: Path, journal: Path) -> list[Served]:
     """Bring the assistant to the saved session, cut the journal down to it, and return the requests up to there."""
+    check_pointer(state)
     if not has_session(state):
         if journal.exists():
             logger.warning("Nothing was saved in %s before that run ended; it begins anew.", state)

@@ -30,7 +30,7 @@ from osd_hf.errors import StateError
 from osd_hf.learner import Learner
 from osd_hf.store import table_to_traces, traces_to_table
 
-__all__ = ["has_session", "load_session", "save_session"]
+__all__ = ["FolderBusyError", "check_pointer", "has_session", "load_session", "save_session"]
 
 FORMAT = 2
 POINTER = "CURRENT"
@@ -41,8 +41,17 @@ PATIENCE_SECONDS = 300.0  # with another process that saves to the same folder
 ATTEMPTS = 5  # at reading while others save, before they have to wait
 
 
+class FolderBusyError(StateError):
+    """Another process was saving there all the time."""
+
+
 def save_session(
-    directory: Path, learner: Learner, facts: dict[str, Any], router: dict[str, Any] | None = None
+    directory: Path,
+    learner: Learner,
+    facts: dict[str, Any],
+    router: dict[str, Any] | None = None,
+    *,
+    patience_seconds: float | None = None,
 ) -> None:
     """
     Write a learner and what else belongs to its session. A folder of its own is written first, then a pointer to it
@@ -59,8 +68,11 @@ def save_session(
             Ready for JSON.
         router (`dict[str, Any]`, *optional*):
             State of a router, of plain values and tensors.
+        patience_seconds (`float`, *optional*):
+            With another process that saves there; some minutes by default.
 
     Raises:
+        FolderBusyError: another process was saving there all the time.
         StateError: the folder cannot be written; an earlier state in it stays whole.
     """
     name = f"state-{uuid.uuid4().hex}"
@@ -68,7 +80,7 @@ def save_session(
     with contextlib.ExitStack() as stack:
         try:
             make_private_folder(directory)
-            unfinished = stack.enter_context(_saving(directory))
+            unfinished = stack.enter_context(_saving(directory, patience_seconds))
             try:
                 old = unfinished.begin(name)
                 _write(folder, learner, facts, router)
@@ -80,10 +92,11 @@ def save_session(
                         shutil.rmtree(folder, ignore_errors=True)
                 raise
         except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
-            raise StateError(
+            is_busy = isinstance(error, TimeoutError)
+            raise (FolderBusyError if is_busy else StateError)(
                 f"The session cannot be saved to {directory}: {error}. Free or choose another folder."
             ) from error
-        unfinished.delete(old)
+        unfinished.end(old)
 
 
 def _write(folder: Path, learner: Learner, facts: dict[str, Any], router: dict[str, Any] | None) -> None:
@@ -92,7 +105,7 @@ def _write(folder: Path, learner: Learner, facts: dict[str, Any], router: dict[s
     lessons = []
     for number, lesson in enumerate(learner.lesson_states()):
         groups = lesson.pop("traces")
-        # They lie behind one another; their numbers tell them apart.
+        # They lie one after another; their numbers tell them apart.
         lesson["counts"] = {group: len(traces) for group, traces in groups.items()}
         table = traces_to_table([trace for traces in groups.values() for trace in traces])
         with new_private_file(folder / f"requests-{number:03d}.parquet") as file:
@@ -140,15 +153,22 @@ class _Unfinished:
                 file.unlink(missing_ok=True)
         return old
 
+    def end(self, old: str | None) -> None:
+        """The new state stands, so that its name is no longer that of an unfinished one."""
+        self.delete(old)
+        if self.lock is not None and (old is None or not (self.directory / old).exists()):
+            with contextlib.suppress(OSError):
+                os.ftruncate(self.lock.descriptor, 0)
+
     def delete(self, name: str | None) -> None:
         if name is not None and STATE.fullmatch(name):
             shutil.rmtree(self.directory / name, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _saving(directory: Path) -> Iterator[_Unfinished]:
+def _saving(directory: Path, patience_seconds: float | None = None) -> Iterator[_Unfinished]:
     """Nobody else saves there inside; raises OSError where somebody does not come to an end."""
-    lock = wait_for_lock(directory / LOCK, PATIENCE_SECONDS)
+    lock = wait_for_lock(directory / LOCK, PATIENCE_SECONDS if patience_seconds is None else patience_seconds)
     try:
         yield _Unfinished(directory, lock)
     finally:
@@ -159,7 +179,7 @@ def _saving(directory: Path) -> Iterator[_Unfinished]:
 def _pointed(directory: Path) -> str | None:
     """Name of the state that stands; `None` where there is none."""
     try:
-        return (directory / POINTER).read_text().strip()
+        return (directory / POINTER).read_text(errors="replace").strip()
     except FileNotFoundError:
         return None
 
@@ -167,6 +187,26 @@ def _pointed(directory: Path) -> str | None:
 def has_session(directory: Path) -> bool:
     """Whether a state was saved there to its end."""
     return (directory / POINTER).is_file()
+
+
+def check_pointer(directory: Path) -> None:
+    """Raises StateError where a state was saved to its end and nothing points to it: its pointer was lost, as with a
+    copy that left it out. One that a killed process was about to point to for the first time is none."""
+    if has_session(directory):
+        return
+    try:
+        begun = (directory / LOCK).read_text(errors="replace").split()
+    except OSError:
+        begun = []
+    # A second name is that of a state that stood.
+    unfinished = begun[0] if len(begun) == 1 else None
+    states = [path.parent for path in directory.glob("state-*/session.json") if path.parent.name != unfinished]
+    if states:
+        newest = max(states, key=lambda state: state.stat().st_mtime).name
+        raise StateError(
+            f"The session in {directory} has lost its pointer. Write the name of a state, such as {newest}, to "
+            f"{directory / POINTER} to go on from it, or move {directory} away to begin anew."
+        )
 
 
 def load_session(

@@ -137,8 +137,10 @@ class CorrectionStore:
             Traces created longer ago are not read, and each `append` or `flush` deletes them. A shard is deleted with
             its oldest trace, and spans at most an eighth of this age. A time that lies in the future is not believed:
             that of the append, or of the shard's file, counts. Nor is a clock that leaps by more than an eighth of the
-            age, against a clock that nobody sets or against the newest shard: for an hour (or the age, if shorter) it
-            deletes nothing that would still be kept without the leap.
+            age, against a clock that nobody sets or, on opening, against the newest shard: for an hour (or the age,
+            if shorter) it deletes nothing that would still be kept without the leap. A pause that long looks like a
+            leap: a process that ends sooner than an hour after opening deletes by the newest shard's time, until the
+            next opening.
         flush_every (`int`, defaults to 256):
             Traces in a shard, at most.
         clock (`Callable[[], float]`, *optional*, defaults to `time.time`):

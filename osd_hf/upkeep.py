@@ -87,7 +87,7 @@ class Upkeep:
         # While another thread learns, this one's answer does not wait for it; the update stays due.
         if self.learner.due():
             with self._turn() as is_mine:
-                # One: others' requests may make more due meanwhile, behind their answers.
+                # One: others' requests may make more due meanwhile, after their answers.
                 lesson = self.learner.due() if is_mine else None
                 if lesson is not None:
                     self._report(self.learner.update(lesson.domain))

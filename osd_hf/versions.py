@@ -69,9 +69,10 @@ class VersionFolder:
             if UNFINISHED.fullmatch(entry.name):
                 _remove(entry)
         # A publisher that was killed before the pointer followed; one that somebody set back stays.
-        if self.number and self._pointed in (0, self.number - 1):
+        *_, before, newest = (0, 0, *self._numbers())
+        if newest and self._pointed in (0, before):
             with contextlib.suppress(OSError):
-                self._point(self.number)
+                self._point(newest)
 
     def publish(self, write: Callable[[Path], object], facts: dict[str, Any]) -> Path:
         """

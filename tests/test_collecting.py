@@ -1194,7 +1194,8 @@ def test_what_is_for_this_machine_goes_through_no_proxy(address: str, monkeypatc
     [
         "http://me:QZX/QZX@127.0.0.1:1", "http://me:QZX#QZX@127.0.0.1:1", "http://me:QZX?QZX@127.0.0.1:1",
         "http://127.0.0.1:1/v1?api_key=QZX", "http://127.0.0.1:1/v1#QZX", "me:QZX@127.0.0.1:1", "ftp://me:QZX@127.0.0.1",
-        "http:me:QZX@127.0.0.1", "http://QZX/x@127.0.0.1:1/v1",
+        "http:me:QZX@127.0.0.1", "http://QZX/x@127.0.0.1:1/v1", "http://me:my QZX@127.0.0.1:x", "host:80?key=QZX",
+        "host:80#QZX", "host?key=QZX&next=http://other",
     ],
 )  # fmt: skip
 def test_an_address_that_cannot_be_taken_is_refused_without_its_secrets(anywhere: Answering, address: str) -> None:
@@ -1203,6 +1204,12 @@ def test_an_address_that_cannot_be_taken_is_refused_without_its_secrets(anywhere
     shown = "".join(traceback.format_exception(failed.value))
     assert "QZX" not in shown.replace(repr(address), "")  # the line of this test
     assert anywhere.sent == []
+
+
+def test_a_password_with_a_space_is_not_shown() -> None:
+    with pytest.raises(ConfigError, match=r"//\*\*\*@a\.example/v1") as failed:
+        CompletionClient("http://me:my QZX@a.example/v1/", "tiny")
+    assert "QZX" not in str(failed.value)
 
 
 def test_a_key_beside_a_password_is_refused(anywhere: Answering) -> None:

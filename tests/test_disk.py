@@ -1,3 +1,4 @@
+import errno
 import json
 import logging
 import os
@@ -214,11 +215,42 @@ def test_a_file_is_on_the_disk_before_its_name_and_the_name_before_what_follows(
         make_private_folder(tmp_path / "a")
 
 
+@posix
+def test_a_folder_that_cannot_be_opened_or_synced_is_written_to_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_file, sync, refusals = os.open, os.fsync, [errno.EINVAL, errno.ENOTSUP, errno.EBADF]
+
+    def refused(path: Any, flags: int, *more: int, **named: Any) -> int:
+        if Path(path).is_dir():  # it may be entered and written, and not be read
+            raise PermissionError(errno.EACCES, "denied")
+        return open_file(path, flags, *more, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refused)
+        make_private_folder(tmp_path / "a" / "b")
+        write_whole(tmp_path / "a" / "b" / "c", b"1")
+
+    def failing(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(code, "not here")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    for code in refusals:
+        write_whole(tmp_path / f"{code}", b"1")
+    for code in (errno.EIO, errno.ENOSPC):
+        with pytest.raises(OSError, match="not here"):
+            write_whole(tmp_path / f"{code}", b"1")
+
+
 # --- locks ----------------------------------------------------------------------------------------------------------
 
 
 @posix
-def test_a_lock_is_waited_for_until_patience_ends(tmp_path: Path) -> None:
+def test_a_lock_is_waited_for_until_patience_ends_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     held, now = wait_for_lock(tmp_path / "lock", 1.0), [0.0]
     assert isinstance(held, FileLock)
 
@@ -226,8 +258,13 @@ def test_a_lock_is_waited_for_until_patience_ends(tmp_path: Path) -> None:
         now[0] += seconds
 
     with pytest.raises(TimeoutError, match="another process holds"):
-        wait_for_lock(tmp_path / "lock", 1.0, clock=lambda: now[0], rest=rest)
-    assert now[0] > 1
+        wait_for_lock(tmp_path / "lock", 5.0, clock=lambda: now[0], rest=rest)
+    assert now[0] > 5
+
+    assert caplog.text.count("Waiting for another process") == 1
+    with pytest.raises(TimeoutError):
+        wait_for_lock(tmp_path / "lock", 0.0, rest=rest)
+    assert caplog.text.count("Waiting for another process") == 1
 
     def let_go(seconds: float) -> None:
         held.close()

@@ -18,7 +18,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from waiting import LONG
 
 from osd_hf import CorrectionStore, LearnerError, OnlineAssistant, OnlineConfig, StateError, shards
+from osd_hf import assistant as assistant_module
 from osd_hf import session as session_module
+from osd_hf.disk import lock_file
 from osd_hf.updater import Updater
 
 # Without the gate each update is a version.
@@ -143,6 +145,30 @@ def test_a_disk_that_is_full_while_saving_costs_no_answer(
     held.load_state(tmp_path)
     assert (held.version, held.stats.num_requests) == (3, 9)
     assert len(list(tmp_path.glob("state-*"))) == 1
+
+
+def test_an_autosave_that_another_process_holds_up_is_left_to_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    target, draft = models.pair()
+    alone = answers(target.generate, range(9))
+    assistant = OnlineAssistant(target, draft, config=replace(CONFIG, autosave_interval=1), autosave=tmp_path)
+    monkeypatch.setattr(assistant_module, "AUTOSAVE_PATIENCE_SECONDS", 0.0)
+    held = lock_file(tmp_path / session_module.LOCK, wait=True)
+    assert held is not None
+    found = answers(assistant.generate, range(3))
+    assert assistant._upkeep.saving is not None
+    assistant._upkeep.saving.join(LONG)  # long before the patience of a save that was asked for ends
+    found += answers(assistant.generate, range(3, 6))
+    assistant._upkeep.saving.join(LONG)
+    assert "the next autosave tries again" in caplog.text
+    assert not session_module.has_session(tmp_path)
+    held.close()
+    found += answers(assistant.generate, range(6, 9))
+    assistant._upkeep.saving.join(LONG)
+    assert found == alone
+    assert session_module.has_session(tmp_path)
+    assistant.close()
 
 
 def test_a_disk_that_is_full_at_the_close_is_told_and_the_log_is_kept(

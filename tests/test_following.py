@@ -653,6 +653,19 @@ def test_what_is_not_a_version_of_ours_stays_and_is_never_pointed_at(tmp_path: P
     assert [(path / name).read_text() for name in mine] == mine
 
 
+def test_a_pointer_follows_past_the_number_of_somebody_elses_folder(tmp_path: Path) -> None:
+    versions = VersionFolder(tmp_path)
+    first = versions.publish(writing("one"), {"text": "one"})
+    (tmp_path / "v000002").mkdir()
+    third = versions.publish(writing("three"), {"text": "three"})
+    assert third.name == "v000003"
+    versions.close()
+    (tmp_path / LATEST).unlink()
+    (tmp_path / LATEST).symlink_to(first.name)  # as if it was killed before the pointer followed
+    VersionFolder(tmp_path).close()
+    assert latest(tmp_path) == "three"
+
+
 def test_a_latest_that_is_no_pointer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("mine")
     with pytest.raises(ConfigError, match="no pointer to a version"):

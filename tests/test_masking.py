@@ -76,6 +76,12 @@ def test_no_part_of_a_secret_is_left_in_a_command(address: str, argument: str) -
         ("osd_hf_quickstart_folder_with_a_long_name", "osd_hf_quickstart_folder_with_a_long_name"),
         ("task-abcdefghijklmnopqrstuvwxyz", "task-abcdefghijklmnopqrstuvwxyz"),
         ("api_key='abc', k=5", "api_key=***, k=5"),
+        ("{'api_key': 'my key', 'k': 5}", "{'api_key': ***, 'k': 5}"),
+        ('{"password": "a\\" b"}', '{"password": ***'),
+        ("password: abc is wrong", "password: *** is wrong"),
+        ("x-api-key: abc", "x-api-key: ***"),
+        ("Authorization: Token abc was refused", "Authorization: *** was refused"),
+        ("{'Authorization': 'ApiKey abc', 'k': 5}", "{'Authorization': '***', 'k': 5}"),
         ("max_new_tokens=96 and num_assistant_tokens=5", "max_new_tokens=96 and num_assistant_tokens=5"),
     ],
 )  # fmt: skip
@@ -88,6 +94,11 @@ def test_what_is_masked_and_what_is_not(text: str, masked: str) -> None:
     [
         ["--url", "me:QZX@host:8000"],
         ["--url=me:QZX@host:8000"],
+        ["--url", "host:8000?key=QZX"],
+        ["--url=host:8000#QZX"],
+        ["--url", "me:p?QZX@host"],
+        ["--url", "host?key=QZX&next=http://other"],
+        ["--base_url=me:my QZX@host"],
         ["--hub-token", "QZX"],
         ["--hub_token=QZX"],
         ["--password", "QZX"],
@@ -149,6 +160,7 @@ def test_a_command_reports_to_nobody_how_it_is_used(monkeypatch: pytest.MonkeyPa
 
 
 def test_settings_are_shown_without_tokens() -> None:
+    assert MARK not in str(shown_settings({"url": "http://me:my QZX@host", "server_url": "host?key=QZX"}))
     settings = {"hub_token": "QZX", "hub_token_id": None, "prompts": "https://me:QZX@host/x?QZX", "max_new_tokens": 5}
     assert shown_settings(settings) == {
         "hub_token": "***", "hub_token_id": None, "prompts": "https://***@host/x?***", "max_new_tokens": 5,

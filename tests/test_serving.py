@@ -363,6 +363,22 @@ def test_a_run_that_was_killed_while_it_saved_first_begins_anew(
     assert len(list((folder / "state").glob("state-*"))) == 1
 
 
+def test_a_session_that_lost_its_pointer_is_not_thrown_away(pair, prompts, straight, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(straight, folder)
+    pointer = folder / "state" / "CURRENT"
+    name, journal = pointer.read_text(), (folder / "journal.jsonl").read_text()
+    pointer.unlink()
+    assert main(arguments(pair, prompts, folder, *OFTEN, "--resume")) == 2
+    said = capsys.readouterr().err
+    assert name in said
+    assert "CURRENT" in said
+    assert (folder / "journal.jsonl").read_text() == journal
+    pointer.write_text(name)  # as the error says
+    assert main(arguments(pair, prompts, folder, *OFTEN, "--resume")) == 0
+    assert_same_run(folder, straight)
+
+
 def test_two_processes_do_not_serve_into_one_folder(pair, prompts, straight, tmp_path, capsys):
     folder = tmp_path / "run"
     shutil.copytree(straight, folder)

@@ -299,6 +299,18 @@ def test_a_second_saver_waits_for_the_first(
     assert len(list(tmp_path.glob("state-*"))) == 1
 
 
+def test_a_pointer_that_is_no_text_is_refused_by_name_and_replaced_by_the_next_save(
+    tmp_path: Path, traces: list[Trace]
+) -> None:
+    save_session(tmp_path, learner(traces, 1), {"version": 1})
+    (tmp_path / module.POINTER).write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(StateError, match="cannot be read"):
+        load_session(tmp_path, learner(traces, 0))
+    save_session(tmp_path, learner(traces, 2), {"version": 2})
+    assert load_session(tmp_path, learner(traces, 0))[0]["version"] == 2
+    assert len(list(tmp_path.glob("state-*"))) == 2  # somebody may restore the other one
+
+
 def test_a_saver_that_never_ends_is_told(tmp_path: Path, traces: list[Trace], monkeypatch: pytest.MonkeyPatch) -> None:
     save_session(tmp_path, learner(traces, 1), {"version": 1})
     monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.0)

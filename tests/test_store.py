@@ -529,6 +529,24 @@ def test_a_store_opened_by_a_wrong_clock_keeps_what_it_holds(tmp_path: Path) -> 
         assert len(shards(tmp_path)) == 2
 
 
+def test_runs_shorter_than_the_doubt_delete_by_the_time_of_the_last_run(tmp_path: Path) -> None:
+    week, clocks = 7 * 86400, Clocks(1e9)
+    for run in range(4):
+        with clocks.store(tmp_path) as store:
+            store.append(make_trace(clocks.wall.now))
+            clocks.passes(600)
+            store.flush()
+            assert len(store) == 1  # what is too old is not read, whether it is there or not
+        newest = max(shards(tmp_path), key=lambda shard: shard.stat().st_mtime)
+        os.utime(newest, (clocks.wall.now, clocks.wall.now))
+        assert len(shards(tmp_path)) == min(run + 1, 2)
+        clocks.passes(week)
+    with clocks.store(tmp_path) as store:
+        clocks.passes(3601)
+        store.flush()
+    assert not shards(tmp_path)
+
+
 def test_a_time_in_the_future_is_not_believed(tmp_path: Path) -> None:
     clocks = Clocks(1e9)
     store = clocks.store(tmp_path)
