@@ -25,7 +25,7 @@ from osd_hf.metrics import AcceptanceStats
 from osd_hf.provenance import provenance
 from osd_hf.records import Trace
 from osd_hf.replay import replay_each
-from osd_hf.session import has_session, load_session, save_session
+from osd_hf.session import check_pointer, has_session, load_session, save_session
 from osd_hf.simulate import serve_recorded
 from osd_hf.tracking import log_update
 from osd_hf.updater import UpdateReport, finish
@@ -132,8 +132,10 @@ class StoreLearner:
         self._unsaved_updates = 0
         self._retry_at = -float("inf")
         self._since_update: list[AcceptanceStats] = []
-        if state is not None and has_session(state):
-            self._resume(state)
+        if state is not None:
+            check_pointer(state)
+            if has_session(state):
+                self._resume(state)
 
     @property
     def is_pushed(self) -> bool:
