@@ -99,13 +99,8 @@ class Door:
                 "let others in, start it with --public, or with --login."
             )
         is_read = scope["method"] in ("GET", "HEAD", "OPTIONS")
-        if not (self._is_public or is_read):
-            origin = headers.get("origin")
-            ours = {netloc, headers.get("x-forwarded-host", netloc).lower()}
-            if origin is not None and origin.lower().partition("://")[2] not in ours:
-                return 403, "A page of another site has no access to this app."
-            if origin is None and headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-                return 403, "A page of another site has no access to this app."
+        if not (self._is_public or _is_of_no_other_site(scope, headers, netloc)):
+            return 403, "A page of another site has no access to this app."
         if not self._is_known(scope["path"], is_read):
             return 404, "There is nothing at this address."
         length = headers.get("content-length", "0")
@@ -157,6 +152,23 @@ async def _body(receive: Receive) -> bytes | None:
             return None
         if not message.get("more_body", False):
             return b"".join(parts)
+
+
+def _is_of_no_other_site(scope: Scope, headers: dict[str, str], netloc: str) -> bool:
+    """
+    Whether no page of another site has sent this. Reads count as well: gradio lets any page read what it is answered,
+    the key of whoever is logged in included.
+    """
+    if scope["method"] == "OPTIONS":  # asked by pages of other sites alone; refused, they cannot set a header
+        return False
+    site = headers.get("sec-fetch-site")
+    if site is not None:  # no page can set it, and it holds whatever a proxy has made of the host
+        is_link = scope["method"] == "GET" and headers.get("sec-fetch-mode") == "navigate"
+        return site in ("none", "same-origin") or (is_link and scope["path"].strip("/") in PAGES)
+    origin = headers.get("origin")  # older browsers, and names that are neither https nor of this machine
+    return origin is None or origin.lower().partition("://")[2] in {
+        netloc, headers.get("x-forwarded-host", netloc).lower()
+    }  # fmt: skip
 
 
 def _name(netloc: str) -> str:

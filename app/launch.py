@@ -11,6 +11,7 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 import gradio as gr
+from fastapi import FastAPI
 from starlette.middleware import Middleware
 
 from osd_hf import ConfigError
@@ -30,6 +31,7 @@ PAGE_STATES = 500  # pages of which gradio remembers something; what is forgotte
 SWITCH_SECONDS = 0.001  # after which threads make way for each other: a model's many small steps each wait for it
 USER = "owner"
 PASSWORD = "OSD_HF_APP_PASSWORD"
+TRUSTED = "FORWARDED_ALLOW_IPS"  # of uvicorn, read at the launch: proxies whose word on addresses is taken
 # Of gradio's variables those that are heeded; the others could open what the app keeps closed.
 HEEDED = {
     "GRADIO_SERVER_NAME", "GRADIO_SERVER_PORT", "GRADIO_NUM_PORTS", "GRADIO_ROOT_PATH", "GRADIO_TEMP_DIR",
@@ -71,7 +73,7 @@ def exposure(host: str, environment: Mapping[str, str], *, share: bool = False) 
 
 
 def forget_variables(environment: MutableMapping[str, str]) -> list[str]:
-    """Remove the variables by which gradio would open more than the app does; gives their names."""
+    """Remove the variables by which gradio would open more than the app does; returns their names."""
     found = sorted(name for name in environment if name.startswith("GRADIO_") and name not in HEEDED)
     for name in found:
         del environment[name]
@@ -104,13 +106,14 @@ def served_page(service: Service, host: str, port: int | None, *, output_dir: Pa
     page.queue(default_concurrency_limit=None, max_size=WAITING, api_open=False)
     if service.is_public:
         bound_queue(page)
-    door = Middleware(Door, is_public=service.is_public, has_login=login is not None)  # type: ignore[arg-type]
+    door: Middleware = Middleware(Door, is_public=service.is_public, has_login=login is not None)  # type: ignore[arg-type]
     page.launch(
         server_name=host, server_port=port, share=share, auth=login, css=CSS, theme=theme(), ssr_mode=False,
         prevent_thread_lock=True, quiet=True, show_error=True, max_threads=THREADS, mcp_server=False, pwa=False,
         enable_monitoring=False, state_session_capacity=PAGE_STATES, max_file_size=1, allowed_paths=[],
         footer_links=["api", "settings"], app_kwargs={"middleware": [door]},
     )  # fmt: skip
+    _put_first(page.app, door)
     bound = [s.getsockname()[0] for server in page.server.servers for s in server.sockets]
     if not service.is_public and login is None and not all(is_loopback(str(address)) for address in bound):
         page.close()
@@ -118,6 +121,13 @@ def served_page(service: Service, host: str, port: int | None, *, output_dir: Pa
             f"The page is open to others at {', '.join(bound)}. Serve it with --public, with --login, or on 127.0.0.1."
         )
     return page
+
+
+def _put_first(app: FastAPI, door: Middleware) -> None:
+    """Have a middleware stand before those of gradio, of which one allows other sites what they ask for by itself."""
+    app.user_middleware.remove(door)
+    app.user_middleware.insert(0, door)
+    app.middleware_stack = app.build_middleware_stack()
 
 
 def launch(args: argparse.Namespace) -> int:
@@ -145,6 +155,10 @@ def launch(args: argparse.Namespace) -> int:
     service = Service(pair, state=state, threads=args.threads, is_public=is_public, **settings)
     if is_public:
         bound_console()
+        if not (args.share or os.environ.get("SPACE_ID")):
+            # By itself uvicorn believes whatever comes from this machine, and what merely forwards connections here
+            # passes on the addresses that strangers invent.
+            os.environ.setdefault(TRUSTED, "")
         print(
             f"strangers may come ({why or '--public'}): nobody loads models, saves, pushes or resets here. For these, "
             "use 127.0.0.1, or --login",

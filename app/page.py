@@ -287,7 +287,9 @@ def build(service: Service, *, output_dir: Path = Path("osd_hf_app")) -> gr.Bloc
             refuse_strangers()
             if not re.fullmatch(r"[\w.-]{1,64}", name) or name.strip(".") == "":
                 return f"A folder's name has letters, digits, `.`, `_` and `-`, got {name!r}."
-            return said("Not saved", lambda: "Saved: " + _listed(of(request, session_id).room.save(output_dir / name)))
+            return said(
+                "Not all saved", lambda: "Saved: " + _listed(of(request, session_id).room.save(output_dir / name))
+            )
 
         def publish(request: gr.Request, session_id: str, which: str, repo: str, token: str) -> Iterator[str]:
             refuse_strangers()

@@ -17,6 +17,7 @@ from osd_hf.vocab import of_one_size
 __all__ = ["Pair", "use_threads"]
 
 MAX_TURNS = 8  # of the chat that the model sees at most, where it sees any
+MAX_SAMPLES = 4096  # prompts of a domain that are made, in some seconds and megabytes; then they come again
 
 
 class Pair:
@@ -96,13 +97,15 @@ class Pair:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def samples(self, domain: str, count: int) -> list[str]:
-        """The next prompts of a domain, none of them twice."""
+        """The next prompts of a domain, none of them again before there have been `MAX_SAMPLES`."""
         with self._lock:
-            begin = self._asked[domain]
-            self._asked[domain] = end = begin + count
-            if end > len(self._samples[domain]):  # made anew, twice as many: more begin with the same ones
-                self._samples[domain] = [example.prompt for example in bundled_prompts(domain, 2 * end)]
-            return self._samples[domain][begin:end]
+            made, begin = self._samples[domain], self._asked[domain]
+            end = begin + count
+            if len(made) < min(end, MAX_SAMPLES):  # made anew, twice as many: more begin with the same ones
+                made = [example.prompt for example in bundled_prompts(domain, min(2 * end, MAX_SAMPLES))]
+                self._samples[domain] = made
+            self._asked[domain] = end % MAX_SAMPLES
+            return [made[i % MAX_SAMPLES] for i in range(begin, end)]
 
 
 def use_threads(pair: Pair, threads: int | None) -> None:

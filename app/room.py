@@ -17,7 +17,8 @@ from osd_hf_app.pair import Pair
 __all__ = ["Record", "Room", "compared", "pooled"]
 
 SHARED = "shared"
-SAVED = ".osd_hf_app_saved"  # in a folder that a save made, and a later one may delete
+SAVED = ".osd_hf_app_saved"  # in a folder that a save made: names of its files, which a later one may delete
+MAKING = ".osd_hf_app_making"  # where a save puts together what it then moves to its place
 KEPT = 5000  # newest requests that curves are drawn of
 
 
@@ -136,12 +137,14 @@ class Room:
 
     def save(self, folder: Path) -> list[Path]:
         """
-        Save the session, and each learned draft as an ordinary model folder; returns what was written. Drafts of an
-        earlier save go, what else lies there stays.
+        Save the session, and each learned draft as an ordinary model folder; returns what was written. The files of
+        drafts of an earlier save go, what else lies there stays.
 
         Raises:
-            ConfigError: a folder that a draft should get holds something else; nothing is written.
+            ConfigError: a folder that a draft should get holds something else; the session is saved, and no draft is.
         """
+        session = folder / "session"
+        self.assistant.save_state(session)
         places: dict[Path, str | None] = {}
         for name, domain in self.learned.items():
             place = folder / "drafts" / (re.sub(r"[^\w.-]", "_", name).lstrip(".") or "_")
@@ -149,17 +152,18 @@ class Room:
                 place = place.with_name(f"{place.name}_")
             if place.exists() and not (place / SAVED).exists():
                 raise ConfigError(
-                    f"{place} is no draft that was saved here. Move it away, or save under another name."
+                    f"The session is saved as {session}, the drafts are not: {place} is no draft that was saved here. "
+                    "Move it away, or save under another name."
                 )
             places[place] = domain
-        self.assistant.save_state(folder / "session")
+        making = folder / "drafts" / MAKING
+        shutil.rmtree(making, ignore_errors=True)  # what a kill has left
         for saved in list((folder / "drafts").glob(f"*/{SAVED}")):
-            shutil.rmtree(saved.parent, ignore_errors=True)
+            _forget(saved.parent)
         for place, domain in places.items():
-            place.mkdir(parents=True)
-            (place / SAVED).touch()  # first: what a kill leaves is known, too
-            self.assistant.save_pretrained(place, domain=domain)
-        return [folder / "session", *places]
+            self.assistant.save_pretrained(making, domain=domain)
+            _move(making, place)
+        return [session, *places]
 
     def push(self, domain: str, repo_id: str, token: str | None) -> str:
         """Push the draft that serves a domain as an ordinary model repo; gives its address. Raises ConfigError or
@@ -174,6 +178,33 @@ class Room:
     def close(self) -> None:
         """End learning."""
         close_quietly(self.assistant)
+
+
+def _move(made: Path, place: Path) -> None:
+    """Move the files of a folder to where others may be, and note which ones have come."""
+    names = sorted(str(path.relative_to(made)) for path in made.rglob("*") if path.is_file())
+    place.mkdir(parents=True, exist_ok=True)
+    (place / SAVED).write_text("\n".join(names), encoding="utf-8")  # first: what a kill leaves is known, too
+    for name in names:
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (made / name).replace(place / name)
+    shutil.rmtree(made)
+
+
+def _forget(place: Path) -> None:
+    """Delete the files that a save has put into a folder, and the folder where there are no others."""
+    names = [Path(line) for line in (place / SAVED).read_text(encoding="utf-8").splitlines()]
+    for name in names:
+        if name.is_absolute() or ".." in name.parts:  # nothing that a save writes
+            continue
+        (place / name).unlink(missing_ok=True)
+        for inner in name.parents[:-1]:
+            with contextlib.suppress(OSError):  # other files are there
+                (place / inner).rmdir()
+    if [path.name for path in place.iterdir()] == [SAVED]:
+        shutil.rmtree(place)
+    else:  # known as a place for drafts for all that
+        (place / SAVED).write_text("", encoding="utf-8")
 
 
 def close_quietly(assistant: OnlineAssistant) -> None:

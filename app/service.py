@@ -287,18 +287,19 @@ class Service:
         """Count what a chat holds, and let go of the oldest of whoever holds most, where all hold too much."""
         with self._lock:
             session.kept_bytes = sum(entry.kept_bytes for entry in session.entries)
-            while (total := sum(s.kept_bytes for s in self.sessions.values())) > MAX_KEPT_BYTES:
-                by_visitor: Counter[str | None] = Counter()
-                for other in self.sessions.values():
-                    by_visitor[other.visitor] += other.kept_bytes
-                most = by_visitor.most_common(1)[0][0]
-                oldest = next(s for s in self.sessions.values() if s.visitor == most and s.kept_bytes)
-                done = [entry for entry in oldest.entries if entry.is_done]
+            by_visitor: Counter[str | None] = Counter()
+            for other in self.sessions.values():
+                by_visitor[other.visitor] += other.kept_bytes
+            left = [other for other in self.sessions.values() if other.kept_bytes]  # each has its turn once
+            while left and by_visitor.total() > MAX_KEPT_BYTES:
+                oldest = max(left, key=lambda other: by_visitor[other.visitor])  # the first one of whoever has most
+                left.remove(oldest)
+                before, count = oldest.kept_bytes, len(oldest.entries)
                 oldest.entries = [entry for entry in oldest.entries if not entry.is_done]
                 oldest.kept_bytes = sum(entry.kept_bytes for entry in oldest.entries)
-                if not done or sum(s.kept_bytes for s in self.sessions.values()) >= total:
-                    return
-                oldest.touch()
+                by_visitor[oldest.visitor] += oldest.kept_bytes - before
+                if len(oldest.entries) < count:
+                    oldest.touch()
 
     def go_private(self, session: Session, is_private: bool) -> None:
         """
@@ -376,6 +377,7 @@ class Service:
         with self._lock:
             self._check_free(session)
             session.entries = []
+            session.kept_bytes = 0
             session.corrections = Counter()
             session.notice = None
         session.touch()

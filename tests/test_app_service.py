@@ -17,12 +17,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from waiting import LONG
 
 from osd_hf import ConfigError, CorrectionStore, StateError, UnsupportedModelError, VocabularyMismatchError
+from osd_hf.bundled import bundled_prompts
 from osd_hf.processors import check_criteria
+from osd_hf_app import pair as pair_module
 from osd_hf_app import service as service_module
 from osd_hf_app.answers import Answer, Batch, Settings
 from osd_hf_app.pair import Pair
 from osd_hf_app.pieces import Pieces
-from osd_hf_app.room import Room
+from osd_hf_app.room import SAVED, Room
 from osd_hf_app.service import MAX_CHARACTERS, Service, Session, _Stop
 
 PATIENCE = LONG
@@ -648,6 +650,48 @@ def test_saving_deletes_drafts_of_an_earlier_save_and_nothing_else(service: Serv
     assert [path.name for path in (drafts / "mine").iterdir()] == ["model.txt"]
 
 
+def test_a_session_is_saved_where_a_folder_is_in_the_way_of_a_draft(service: Service, tmp_path: Path) -> None:
+    asked(service, service.session(None), "one", Settings("sql", max_new_tokens=8))
+    service.shared.assistant.update(1, domain="sql")
+    (tmp_path / "demo" / "drafts" / "sql").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="The session is saved as .*session, the drafts are not: .*sql is no draft"):
+        service.shared.save(tmp_path / "demo")
+    again = Service(service.pair, state=tmp_path / "demo" / "session", config=MANUAL)
+    again.close()
+    assert again.shared.assistant.drafts.domains == ("sql",)
+    assert list((tmp_path / "demo" / "drafts" / "sql").iterdir()) == []
+
+
+def test_saving_leaves_a_file_of_ones_own_in_a_drafts_folder(service: Service, tmp_path: Path) -> None:
+    room = service.shared
+
+    def learn() -> None:
+        asked(service, service.session(None), "one", Settings("sql", max_new_tokens=8))
+        room.assistant.update(1, domain="sql")
+
+    learn()
+    draft = room.save(tmp_path / "demo")[1]
+    (draft / "notes.txt").write_text("mine")
+    (draft / "inner").mkdir()
+    (draft / "inner" / "notes.txt").write_text("mine")
+    outside = tmp_path / "demo" / "drafts" / "outside.txt"
+    outside.write_text("mine")
+    with (draft / SAVED).open("a") as marker:  # not what a save has written
+        marker.write(f"\n../outside.txt\n{outside}")
+    made = {path.name for path in draft.iterdir()}
+    assert room.save(tmp_path / "demo")[1] == draft
+    assert {path.name for path in draft.iterdir()} == made
+    room.reset()
+    room.save(tmp_path / "demo")
+    assert {path.name for path in draft.iterdir()} == {"notes.txt", "inner", SAVED}
+    learn()
+    assert room.save(tmp_path / "demo")[1] == draft  # still a place for drafts
+    assert AutoModelForCausalLM.from_pretrained(draft).num_parameters() > 0
+    found = [draft / "notes.txt", draft / "inner" / "notes.txt", outside]
+    assert [path.read_text() for path in found] == ["mine"] * 3
+    assert {path.name for path in draft.parent.iterdir()} == {"sql", "outside.txt"}
+
+
 # --- other models ---------------------------------------------------------------------------------------------------
 
 
@@ -1041,6 +1085,46 @@ def test_texts_of_all_chats_are_bounded_and_those_of_whoever_has_most_go(
         asked(public, public.session(None, "192.0.2.2"), "two", Settings("sql", max_new_tokens=2))
     assert modest.entries == [kept]
     assert sum(entry.kept_bytes for s in public.sessions.values() for entry in s.entries) <= 4 * kept.kept_bytes
+
+
+def test_a_chat_that_was_cleared_weighs_nothing(public: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    cleared = public.session(None, "192.0.2.1")
+    kept = asked(public, cleared, "one", Settings("sql", max_new_tokens=2))
+    public.clear(cleared)
+    assert cleared.kept_bytes == 0
+    monkeypatch.setattr(service_module, "MAX_KEPT_BYTES", kept.kept_bytes)
+    other = public.session(None, "192.0.2.1")
+    assert other.entries == [asked(public, other, "one", Settings("sql", max_new_tokens=2))]
+
+
+def test_a_chat_that_is_being_answered_keeps_no_other_from_making_room(
+    public: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy, done, last = (public.session(None, f"192.0.2.{number}") for number in (1, 2, 3))
+    busy.entries, done.entries = [Answer("x" * 9000, SHORT)], [Answer("y" * 100, SHORT, is_done=True)]
+    busy.kept_bytes, done.kept_bytes = busy.entries[0].kept_bytes, done.entries[0].kept_bytes
+    monkeypatch.setattr(service_module, "MAX_KEPT_BYTES", 1)
+    asked(public, last, "one", Settings("sql", max_new_tokens=2))  # ends, though there is more than may be
+    assert (len(busy.entries), done.entries, last.entries) == (1, [], [])
+
+
+def test_suggested_prompts_come_again_rather_than_growing_without_bound(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pair_module, "MAX_SAMPLES", 8)
+    monkeypatch.setattr(pair, "_samples", {"sql": []})
+    monkeypatch.setattr(pair, "_asked", {"sql": 0})
+    asked_for: list[int] = []
+
+    def counted(domain: str, count: int) -> list[Any]:
+        asked_for.append(count)
+        return bundled_prompts(domain, count)
+
+    monkeypatch.setattr(pair_module, "bundled_prompts", counted)
+    found = [prompt for _ in range(9) for prompt in pair.samples("sql", 3)]
+    assert found == 3 * found[:8] + found[:3]
+    assert len(set(found)) == 8
+    assert asked_for == [6, 8]
 
 
 def test_an_answer_that_gives_way_is_the_targets_own(public: Service, pair: Pair) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import gradio as gr
 import httpx
 import pytest
+import uvicorn
 from app_server import app_server
 from gradio import queueing, routes
 from saved_pair import save_pair
@@ -135,6 +136,36 @@ def test_variables_of_gradio_that_the_app_does_not_know_are_forgotten() -> None:
     assert environment == {"GRADIO_SERVER_PORT": "1", "GRADIO_RUN_HISTORY": "False", "HOME": "/"}
 
 
+def test_a_stranger_cannot_invent_an_address_unless_a_proxy_is_named(
+    launched: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seen(*flags: str, **environment: str) -> str:
+        """The address of one who comes from this machine and says that it is another."""
+        found: list[str] = []
+
+        async def note(scope: Any, receive: Any, send: Any) -> None:
+            found.append(scope["client"][0])
+
+        with monkeypatch.context() as patch:
+            patch.setenv("FORWARDED_ALLOW_IPS", "")  # undone at the end
+            patch.delenv("FORWARDED_ALLOW_IPS")
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            with pytest.raises(Launched):
+                launch_module.launch(parsed(*flags))
+            config = uvicorn.Config(note)  # as gradio makes one
+        config.load()
+        scope: Any = {"type": "http", "client": ("127.0.0.1", 1), "headers": [(b"x-forwarded-for", b"192.0.2.7")]}
+        asyncio.run(config.loaded_app(scope, None, None))  # type: ignore[arg-type]
+        return found[0]
+
+    assert seen("--public") == "127.0.0.1"
+    assert seen(GRADIO_ROOT_PATH="/app") == "127.0.0.1"
+    assert seen("--public", FORWARDED_ALLOW_IPS="127.0.0.1") == "192.0.2.7"
+    assert seen("--share") == "192.0.2.7"
+    assert seen(SPACE_ID="a/b") == "192.0.2.7"
+
+
 # --- the door -------------------------------------------------------------------------------------------------------
 
 
@@ -200,7 +231,30 @@ def test_who_logs_in_may_use_any_name() -> None:
     assert opened(door, "/login", "POST", b"{}", **named) == 200
     behind = {"host": "10.0.0.1:7860", "origin": "https://app.example", "x_forwarded_host": "app.example"}
     assert opened(door, "/login", "POST", b"{}", **behind) == 200
+    # A browser says so itself, whatever a proxy has made of the host.
+    rewritten = {"host": "10.0.0.1:7860", "origin": "https://app.example", "sec_fetch_site": "same-origin"}
+    assert opened(door, "/login", "POST", b"{}", **rewritten) == 200
     assert opened(Door(welcome, is_public=True), "/login", "POST", b"{}") == 404
+
+
+def test_no_page_of_another_site_passes_for_ours_by_a_header_that_it_sets() -> None:
+    door = Door(welcome, is_public=False, has_login=True)
+    invented = {"host": "app.example", "origin": "https://evil.example", "x_forwarded_host": "evil.example"}
+    for site in ("cross-site", "same-site"):
+        assert opened(door, API + "call/chat", "POST", b"{}", **invented, sec_fetch_site=site) == 403
+    for path in ("/", API + "call/chat", API + "queue/join"):  # without leave no header comes
+        assert opened(door, path, "OPTIONS", host="app.example", origin="https://evil.example") == 403
+    assert opened(Door(welcome, is_public=True), API + "call/chat", "OPTIONS", origin="https://a.example") == 200
+
+
+def test_a_page_of_another_site_reads_nothing_and_may_link_here() -> None:
+    door = Door(welcome, is_public=False, has_login=True)
+    for path in (API + "token", "/config", "/"):
+        assert opened(door, path, host="app.example", origin="https://evil.example") == 403
+        assert opened(door, path, host="app.example", sec_fetch_site="cross-site", sec_fetch_mode="cors") == 403
+    link = {"host": "app.example", "sec_fetch_site": "cross-site", "sec_fetch_mode": "navigate"}
+    assert opened(door, "/", **link) == 200
+    assert opened(door, "/logout", **link) == 403
 
 
 @pytest.mark.parametrize(
@@ -365,6 +419,28 @@ def test_a_public_page_refuses_all_that_is_the_owners_to_whoever_calls_it(tmp_pa
         assert client.post(f"{API}call/chat", json=asked).status_code == 200
         assert "process_completed" in client.get(f"{API}queue/data", params={"session_hash": "mine"}).text
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_page_of_another_site_is_not_answered_for_who_is_logged_in(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("OSD_HF_APP_PASSWORD", "swordfish")
+    with (
+        app_server(tmp_path, "--login") as address,
+        httpx.Client(base_url=address, headers={"host": "app.example"}, timeout=60) as client,
+    ):
+        named = {"username": "owner", "password": "swordfish"}
+        assert client.post("/login", data=named).status_code == 200
+        evil = {"origin": "https://evil.example", "x-forwarded-host": "evil.example"}
+        wanted = {"access-control-request-method": "POST", "access-control-request-headers": "x-forwarded-host"}
+        for response in (
+            client.options(f"{API}call/chat", headers={**evil, **wanted}),
+            client.get(f"{API}token", headers={"origin": "https://evil.example"}),
+            client.post(f"{API}call/chat", headers={**evil, "sec-fetch-site": "cross-site"}, json={"data": []}),
+        ):
+            assert response.status_code == 403
+            assert "access-control-allow-origin" not in response.headers
+        assert client.get("/config", headers={"sec-fetch-site": "same-origin"}).status_code == 200
 
 
 def test_an_answer_stops_when_the_program_that_asked_for_it_has_gone(
