@@ -313,6 +313,7 @@ def case(folder, strategy, is_learning):
     if is_learning:
         client.join()
     same = test_faults.answers(assistant.generate, range(6)) == alone
+    assert assistant.wait_until_idle(LONG)
     assistant.close()
     print(json.dumps({"same": same, "learned": assistant.version > 0}), flush=True)
 
