@@ -32,7 +32,7 @@ SWITCH_SECONDS = 0.001  # after which threads make way for each other: a model's
 USER = "owner"
 PASSWORD = "OSD_HF_APP_PASSWORD"
 TRUSTED = "FORWARDED_ALLOW_IPS"  # of uvicorn, read at the launch: proxies whose word on addresses is taken
-# Of gradio's variables those that are heeded; the others could open what the app keeps closed.
+# Gradio's variables that are heeded; the others could open what the app keeps closed.
 HEEDED = {
     "GRADIO_SERVER_NAME", "GRADIO_SERVER_PORT", "GRADIO_NUM_PORTS", "GRADIO_ROOT_PATH", "GRADIO_TEMP_DIR",
     "GRADIO_ANALYTICS_ENABLED", "GRADIO_IS_E2E_TEST",

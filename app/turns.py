@@ -135,7 +135,7 @@ class Turns:
         place.has_turn.set()
 
     def _best(self, places: list[_Place]) -> _Place | None:
-        """Of these, who is next, if one of them may be."""
+        """Who is next of these, if one of them may be; `None` otherwise."""
         begun = [place for place in self._line if place.has_begun]
         for i, place in enumerate(places):
             if place.is_alone:  # whoever comes later waits, so that those who have begun come to an end

@@ -48,8 +48,7 @@ STATEFUL = frozenset({
     "WhisperNoSpeechDetection",
     "ConfidenceCriteria",
 })  # fmt: skip
-# Those that are as good as what they are given; classes in neither list, of a newer transformers too, are tried out.
-_TRIED_OUT = frozenset({"PrefixConstrainedLogitsProcessor"})
+# Classes in neither list are tried out: those of a newer transformers, and what is as good as its function.
 
 MOST_NAMED = 32  # tokens tried out because they are named
 MOST_WRITTEN = 4096  # bytes of a container that is searched for them
