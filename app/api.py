@@ -14,7 +14,8 @@ from osd_hf_app.visitors import visitor_at
 
 __all__ = ["add_api"]
 
-FRAME_SECONDS = 0.1
+FRAME_SECONDS = 0.3  # between two pictures of an answer that grows
+LOOK_SECONDS = 1.0  # after which a program is sent to again, which tells whether it is still there
 
 
 def add_api(service: Service, automatic: str) -> None:
@@ -45,11 +46,9 @@ def add_api(service: Service, automatic: str) -> None:
         except OSDError as error:
             raise gr.Error(str(error), print_exception=False) from error
         try:
-            with session.watched():
-                while not answer.is_done:
-                    revision = session.revision
+            for _ in session.frames(FRAME_SECONDS, LOOK_SECONDS):
+                if not answer.is_done:
                     yield _told(answer)
-                    session.wait(revision, FRAME_SECONDS)
         finally:
             answer.stop.set()  # the program has gone, if it is not done
         if answer.error:

@@ -17,7 +17,7 @@ from starlette.middleware import Middleware
 from osd_hf import ConfigError
 from osd_hf_app.console import bound_console
 from osd_hf_app.door import Door, is_loopback
-from osd_hf_app.mail import bound_queue
+from osd_hf_app.mail import bound_queue, bound_states
 from osd_hf_app.page import build
 from osd_hf_app.pair import Pair
 from osd_hf_app.service import Service
@@ -113,6 +113,7 @@ def served_page(service: Service, host: str, port: int | None, *, output_dir: Pa
         enable_monitoring=False, state_session_capacity=PAGE_STATES, max_file_size=1, allowed_paths=[],
         footer_links=["api", "settings"], app_kwargs={"middleware": [door]},
     )  # fmt: skip
+    bound_states(page)
     _put_first(page.app, door)
     bound = [s.getsockname()[0] for server in page.server.servers for s in server.sockets]
     if not service.is_public and login is None and not all(is_loopback(str(address)) for address in bound):

@@ -1,18 +1,20 @@
-"""Bounds for the queue of gradio, which keeps all that pages are to be told until they ask for it; the one place that
-knows its insides."""
+"""Bounds for what gradio keeps: all that pages are to be told until they ask for it, and the state of each page; the
+one place that knows its insides."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import gradio as gr
+from gradio.state_holder import SessionState, StateHolder
 
 from osd_hf_app.visitors import is_fair, visitor_at
 
-__all__ = ["bound_queue"]
+__all__ = ["bound_queue", "bound_states"]
 
 MAX_EVENTS = 150  # of strangers at once: those that wait, and those that are being worked on
 MAX_UNREAD = 512  # messages to strangers
@@ -81,3 +83,39 @@ def bound_queue(page: gr.Blocks, clock: Callable[[], float] = time.monotonic) ->
     queue.push, queue.send_message = pushed, sent  # type: ignore[method-assign]
     queue.compute_analytics_summary = lambda records: {}  # type: ignore[method-assign]
     queue.ANALYTICS_MAX_EVENTS = 1
+
+
+class _State(SessionState):
+    """What gradio remembers of a page, without the copy of all components and what they show: that is for links to a
+    page as it was, which the app does not offer."""
+
+    def __init__(self, blocks: Any) -> None:
+        super().__init__(SimpleNamespace(default_config=blocks.default_config, blocks=()))
+
+    def _update_config(self, key: int) -> None:
+        pass
+
+    def _update_value_in_config(self, key: int, value: Any) -> None:
+        pass
+
+
+class _States(StateHolder):
+    """The states of pages, made where anything is asked in a name, which costs nothing to invent."""
+
+    def __getitem__(self, session_id: str) -> SessionState:
+        if session_id not in self.session_data:
+            self.session_data[session_id] = _State(self.blocks)
+        return super().__getitem__(session_id)
+
+
+def bound_states(page: gr.Blocks) -> None:
+    """
+    Keep the state of a page small, and its making quick.
+
+    Args:
+        page (`gr.Blocks`):
+            Launched.
+    """
+    states = _States()
+    states.set_blocks(page)
+    page.app.state_holder = states

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import gradio as gr
 from osd_hf import OSDError
 from osd_hf.bundled import DOMAINS
 from osd_hf_app import view
-from osd_hf_app.answers import MAX_NEW_TOKENS, Answer, Batch, Settings, parsed_k
+from osd_hf_app.answers import MAX_NEW_TOKENS, Answer, Settings, parsed_k
 from osd_hf_app.api import add_api
 from osd_hf_app.curves import WINDOW
 from osd_hf_app.curves import curves as drawn
@@ -46,16 +45,8 @@ make the answer faster, wrong ones are replaced: what you read is always the tar
 
 def watch(session: Session) -> Iterator[str]:
     """The chat, again and again, until nothing more is being answered."""
-    with session.watched():
-        while True:
-            began, revision, is_busy = time.monotonic(), session.revision, session.job is not None
-            has_tokens = isinstance(session.job, Batch) or bool(session.job and session.job.tokens)
-            yield view.transcript(session)
-            if not is_busy:
-                return
-            session.wait(revision, timeout=LOOK_SECONDS)
-            if has_tokens:  # the first ones are shown at once
-                session.wait_for_end(FRAME_SECONDS - (time.monotonic() - began))
+    for _ in session.frames(FRAME_SECONDS, LOOK_SECONDS):
+        yield view.transcript(session)
 
 
 def build(service: Service, *, output_dir: Path = Path("osd_hf_app")) -> gr.Blocks:

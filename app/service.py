@@ -93,21 +93,37 @@ class Session:
     def __post_init__(self) -> None:
         lock = threading.Lock()
         self.changed = threading.Condition(lock)
-        self._ended = threading.Condition(lock)  # to wait for the end is not to wake in every round
+        self._urgent = threading.Condition(lock)  # who waits for what is urgent does not wake in every round
+        self._shown_at_once = 0
 
-    def touch(self) -> None:
-        """Tell those who watch that something is new."""
+    def touch(self, *, is_first: bool = False) -> None:
+        """Tell those who watch that something is new; first tokens, and the end, are shown at once."""
         with self.changed:
             self.revision += 1
             self.changed.notify_all()
-            if self.job is None:
-                self._ended.notify_all()
+            if is_first or self.job is None:
+                self._shown_at_once += 1
+                self._urgent.notify_all()
 
-    def wait(self, revision: int, timeout: float) -> int:
-        """Wait for something newer than a revision; gives the newest."""
+    def frames(self, seconds: float, look_seconds: float) -> Iterator[None]:
+        """
+        The moments at which to show what has come of what is being answered: at once, then when something is new but
+        no more often than in so many seconds, or when nothing was for as long as to look whether the page is still
+        there; the last one when all is done. Whoever goes on with them counts as watching.
+        """
+        with self.watched():
+            while True:
+                began, revision, urgent = time.monotonic(), self.revision, self._shown_at_once
+                is_busy = self.job is not None
+                yield
+                if not is_busy:
+                    return
+                self._wait(revision, urgent, began + seconds - time.monotonic(), look_seconds)
+
+    def _wait(self, revision: int, urgent: int, seconds: float, look_seconds: float) -> None:
         with self.changed:
-            self.changed.wait_for(lambda: self.revision != revision, timeout)
-            return self.revision
+            self._urgent.wait_for(lambda: self._shown_at_once != urgent, max(seconds, 0.0))
+            self.changed.wait_for(lambda: self.revision != revision, look_seconds)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -128,8 +144,8 @@ class Session:
 
     def wait_for_end(self, timeout: float) -> None:
         """Wait until nothing more is being answered, at most so many seconds."""
-        with self._ended:
-            self._ended.wait_for(lambda: self.job is None, max(timeout, 0.0))
+        with self._urgent:
+            self._urgent.wait_for(lambda: self.job is None, max(timeout, 0.0))
 
 
 class _Rounds(BaseStreamer):
@@ -574,13 +590,14 @@ class Service:
             pieces = Pieces(room.pair.tokenizer)
 
             def take(round_ids: list[int], pieces: Pieces = pieces) -> None:
-                if answer.first_token_seconds is None:
+                is_first = answer.first_token_seconds is None
+                if is_first:
                     answer.first_token_seconds = time.perf_counter() - started
                 shown = len(pieces.texts)
                 pieces.push(round_ids)
                 kinds = ["accepted"] * (len(round_ids) - 1) + ["target"]
                 answer.tokens += [ShownToken(*t) for t in zip(pieces.texts[shown:], kinds, strict=True)]
-                session.touch()
+                session.touch(is_first=is_first)
                 pace()
 
             try:

@@ -1,4 +1,4 @@
-"""Who uses the models: one at a time, and first of all who used them least of late."""
+"""Who uses the models: one at a time, in equal shares for all who wait, and first of all who comes back to them."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import contextlib
 import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from osd_hf_app.visitors import is_fair
+
 __all__ = ["Turn", "Turns"]
 
-MEMORY_SECONDS = 30.0  # within which use is forgotten, to a third
-MARGIN_SECONDS = 0.15  # of use by which one who runs gives way to one who waits
+MARGIN_SECONDS = 0.03  # of work by which one who runs gives way to one who waits
+PAUSE_SECONDS = 0.03  # of work that one who has had less than a share of it is ahead by on coming back, at most
 MAX_BEGUN = 3  # answers at once that have begun: each holds its caches
 LOOK_SECONDS = 0.25  # between two looks whether one who waits is still there
-MAX_VISITORS = 256  # whose use is remembered
+MAX_VISITORS = 256  # whose work is remembered
 
 
 @dataclass(eq=False)
@@ -26,31 +28,35 @@ class _Place:
     is_alone: bool
     has_turn: threading.Event = field(default_factory=threading.Event)
     has_begun: bool = False
+    since: float = 0.0  # work of its thread when it was counted last
     told: int | None = None
 
 
 class Turns:
     """
-    A line in which a visitor who used the models a lot lets others pass, in the middle of an answer too. Among equals,
-    and those of whom nobody keeps an account (`None`), it is first come, first served.
+    A line in which visitors have equal shares of the models, in the middle of an answer too: whoever had least work
+    done goes first. Work that is done while nobody else waits counts against nobody. Among equals, and those of whom
+    nobody keeps an account (`None`), it is first come, first served.
+
+    It is start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996).
 
     Args:
-        clock (`Callable[[], float]`, *optional*):
-            Seconds that only grow.
+        work (`Callable[[], float]`, *optional*):
+            Seconds that the thread that calls has worked: nobody pays for the time that others take from them.
 
     Attributes:
         max_begun (`int`):
-            So many answers may have begun at once.
+            So many answers may have begun at once, of which each visitor has a share (`is_fair`).
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, work: Callable[[], float] = time.thread_time) -> None:
         self.max_begun = MAX_BEGUN
-        self._clock = clock
+        self._work = work
         self._lock = threading.Lock()
         self._line: deque[_Place] = deque()  # in the order of arrival, whoever has the turn among them
         self._running: _Place | None = None
-        self._since = clock()
-        self._used: dict[str, tuple[float, float]] = {}  # seconds, and when they were counted
+        self._least = 0.0  # work that has been done for each of those who wait
+        self._done: dict[str, float] = {}  # work, of those who wait or are not long gone
 
     def __len__(self) -> int:
         """Those who wait, and those who have begun."""
@@ -81,10 +87,11 @@ class Turns:
         """
         place = _Place(visitor, moved, alone)
         with self._lock:
-            if visitor is not None and visitor not in self._used:
-                # Whoever is new comes before those who used more, and not before whoever used least: addresses are
-                # cheap.
-                self._used[visitor] = (min(map(self._use, self._used), default=0.0), self._clock())
+            if visitor is not None:
+                # Whoever is new comes before those who have more done, and not before whoever has least: addresses
+                # are cheap.
+                done = self._done.get(visitor, self._least)
+                self._done[visitor] = max(done, self._least - PAUSE_SECONDS)
             self._line.append(place)
             self._go_on()
         while not place.has_turn.wait(None if is_gone is None else LOOK_SECONDS):
@@ -100,26 +107,28 @@ class Turns:
             yield None
             return
         try:
+            place.since = self._work()
             yield Turn(self, place)
         finally:
             with self._lock:
-                self._count()
+                self._count(place)
                 self._line.remove(place)
+                self._advance()
                 self._running = None
                 self._go_on()
 
     def _give_way(self, place: _Place) -> None:
         with self._lock:
-            if len(self._line) == 1:
-                return
-            self._count()
+            self._count(place)
+            self._advance()
             best = self._best([other for other in self._line if other is not place])
-            if best is None or self._use(best.visitor) + MARGIN_SECONDS >= self._use(place.visitor):
+            if best is None or self._of(best) + MARGIN_SECONDS >= self._of(place):
                 return
             place.has_turn.clear()
             self._let(best)
             self._tell()
         place.has_turn.wait()
+        place.since = self._work()
 
     def _go_on(self) -> None:
         """Let the next one in, if nobody is, and tell all how many are before them."""
@@ -130,7 +139,7 @@ class Turns:
         self._tell()
 
     def _let(self, place: _Place) -> None:
-        self._running, self._since = place, self._clock()
+        self._running = place
         place.has_begun = True
         place.has_turn.set()
 
@@ -141,34 +150,43 @@ class Turns:
             if place.is_alone:  # whoever comes later waits, so that those who have begun come to an end
                 places = places[: i + 1] + [other for other in places[i + 1 :] if other.has_begun]
                 break
-        if len(begun) >= self.max_begun:
-            places = [place for place in places if place.has_begun]
+        held = Counter(place.visitor for place in begun)
+        places = [
+            place
+            for place in places
+            if place.has_begun or (len(begun) < self.max_begun and is_fair(held, place.visitor, self.max_begun))
+        ]
         others = [place for place in places if not place.is_alone]
         if others:
-            return min(others, key=lambda place: self._use(place.visitor))
+            return min(others, key=self._of)
         return next((place for place in places if all(other is place for other in begun)), None)
 
     def _tell(self) -> None:
         waiting = [place for place in self._line if place is not self._running]
-        waiting.sort(key=lambda place: self._use(place.visitor))
+        waiting.sort(key=self._of)
         for before, place in enumerate(waiting if self._running is None else [self._running, *waiting]):
             if place.told != before:
                 place.told = before
                 place.moved(before)
 
-    def _use(self, visitor: str | None) -> float:
-        """Seconds of late."""
-        seconds, when = self._used.get(visitor, (0.0, 0.0)) if visitor is not None else (0.0, 0.0)
-        return seconds * math.exp((when - self._clock()) / MEMORY_SECONDS) if seconds else 0.0
+    def _of(self, place: _Place) -> float:
+        """Work that has been done for the visitor."""
+        return -math.inf if place.visitor is None else self._done[place.visitor]
 
-    def _count(self) -> None:
-        """Put the time since the last count on the account of the one whose turn it is."""
-        now, place = self._clock(), self._running
-        if place is not None and place.visitor is not None:
-            self._used[place.visitor] = (self._use(place.visitor) + now - self._since, now)
-            if len(self._used) > MAX_VISITORS:
-                self._used.pop(min(self._used, key=self._use))
-        self._since = now
+    def _count(self, place: _Place) -> None:
+        """Add what the thread that calls, whose turn it is, has worked since the last count."""
+        work = self._work()
+        if place.visitor is not None:
+            self._done[place.visitor] += work - place.since
+        place.since = work
+
+    def _advance(self) -> None:
+        """Bring the least forward; who is behind it by a pause and more is as good as new."""
+        waiting = {place.visitor for place in self._line if place.visitor is not None}
+        all_done = max(self._done.values(), default=0.0)
+        self._least = max(self._least, min((self._done[visitor] for visitor in waiting), default=all_done))
+        if len(self._done) > max(MAX_VISITORS, len(waiting)):
+            self._done.pop(min(self._done.keys() - waiting, key=self._done.__getitem__))
 
 
 class Turn:

@@ -77,13 +77,16 @@ def save_session(
     """
     name = f"state-{uuid.uuid4().hex}"
     folder = directory / name
+    # Read at once, as the facts were: requests go on while another process is waited for.
+    lessons = learner.lesson_states()
+    weights = {"drafts": learner.drafts.state_dict(), "router": router}
     with contextlib.ExitStack() as stack:
         try:
             make_private_folder(directory)
             unfinished = stack.enter_context(_saving(directory, patience_seconds))
             try:
                 old = unfinished.begin(name)
-                _write(folder, learner, facts, router)
+                _write(folder, lessons, weights, facts)
                 sync_folder(directory)
                 write_whole(directory / POINTER, name.encode())
             except BaseException:
@@ -99,11 +102,10 @@ def save_session(
         unfinished.end(old)
 
 
-def _write(folder: Path, learner: Learner, facts: dict[str, Any], router: dict[str, Any] | None) -> None:
+def _write(folder: Path, lessons: list[dict[str, Any]], weights: dict[str, Any], facts: dict[str, Any]) -> None:
     """All of a state, on the disk for good."""
     os.mkdir(folder, 0o700)
-    lessons = []
-    for number, lesson in enumerate(learner.lesson_states()):
+    for number, lesson in enumerate(lessons):
         groups = lesson.pop("traces")
         # They lie one after another; their numbers tell them apart.
         lesson["counts"] = {group: len(traces) for group, traces in groups.items()}
@@ -112,9 +114,8 @@ def _write(folder: Path, learner: Learner, facts: dict[str, Any], router: dict[s
             pq.write_table(table, file)
         with new_private_file(folder / f"learner-{number:03d}.pt") as file:
             torch.save(lesson.pop("updater"), file)
-        lessons.append(lesson)
     with new_private_file(folder / "drafts.pt") as file:
-        torch.save({"drafts": learner.drafts.state_dict(), "router": router}, file)
+        torch.save(weights, file)
     session = {"format": FORMAT, "lessons": lessons, "facts": facts}
     with new_private_file(folder / "session.json") as file:
         file.write(json.dumps(session).encode())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ from osd_hf_app.domains import OTHER, classifier
 from osd_hf_app.pieces import INCOMPLETE, Pieces, text_of
 from osd_hf_app.room import Record
 from osd_hf_app.service import SAMPLES
-from osd_hf_app.turns import MAX_VISITORS, Turns
+from osd_hf_app.turns import MAX_VISITORS, Turns, _Place
 from osd_hf_app.visitors import Rate, Shares, visitor_at
 
 PATIENCE = LONG
@@ -429,7 +430,7 @@ class Visits:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.turns = Turns(clock=lambda: self.now)
+        self.turns = Turns(work=lambda: self.now)
         self.line = self.turns._line = Line()  # type: ignore[assignment]
         self.order: list[str] = []
         self.threads: list[threading.Thread] = []
@@ -506,6 +507,76 @@ def test_a_new_address_is_no_better_than_whoever_used_least() -> None:
     assert visits.join() == ["old", "old again", "new"]
 
 
+def test_work_done_while_nobody_waited_counts_against_nobody() -> None:
+    visits = Visits()
+    for visitor in ("late", "modest"):
+        visits.queue(visitor, "before")
+        visits.join()
+    visits.queue("modest", "alone", seconds=100.0)
+    visits.join()
+    visits.order.clear()
+    with visits.turns.turn():
+        assert visits.line.queued.acquire(timeout=PATIENCE)
+        visits.queue("late", "late", seconds=1.0, rounds=3)
+        visits.queue("modest", "modest", seconds=1.0)
+    assert visits.join() == ["late", "modest", "late", "late"]
+
+
+def test_one_who_comes_back_goes_before_those_who_have_worked_meanwhile() -> None:
+    visits = Visits()
+    visits.queue("modest", "before")
+    visits.join()
+    arrived = threading.Event()
+
+    def visit(name: str) -> None:
+        with visits.turns.turn(visitor=name) as turn:
+            for i in range(3):
+                visits.order.append(name)
+                visits.now += 1.0
+                if len(visits.order) == 5:
+                    visits.queue("modest", "modest")
+                turn.give_way()
+
+    visits.order.clear()
+    with visits.turns.turn():
+        assert visits.line.queued.acquire(timeout=PATIENCE)
+        for name in "ab":
+            visits.threads.append(threading.Thread(target=visit, args=(name,)))
+            visits.threads[-1].start()
+            assert visits.line.queued.acquire(timeout=PATIENCE)
+    visits.join()
+    assert visits.order == ["a", "b", "a", "b", "a", "modest", "b"]
+
+
+def test_only_the_work_of_ones_own_thread_is_counted() -> None:
+    turns = Turns()
+
+    def work() -> None:
+        while time.thread_time() < 0.1:
+            pass
+
+    with turns.turn(visitor="a"):
+        burner = threading.Thread(target=work)
+        burner.start()
+        burner.join(PATIENCE)
+    assert turns._done["a"] < 0.1
+
+
+def test_a_visitor_may_begin_so_many_answers_that_others_can_begin_as_well() -> None:
+    visits, held = Visits(), []
+    visits.turns.max_begun = 4
+    with visits.turns.turn():
+        assert visits.line.queued.acquire(timeout=PATIENCE)
+        for _ in range(6):
+            place = _Place("hog", lambda before: None, False)
+            place.has_begun = visits.turns._best([place]) is place
+            visits.turns._line.append(place)  # type: ignore[arg-type]
+            held.append(place.has_begun)
+        assert held == [True, True, False, False, False, False]
+        other = _Place("other", lambda before: None, False)
+        assert visits.turns._best([other]) is other
+
+
 def test_one_who_has_gone_leaves_the_line() -> None:
     visits, gone = Visits(), threading.Event()
     with visits.turns.turn():
@@ -519,8 +590,8 @@ def test_one_who_has_gone_leaves_the_line() -> None:
 
 def test_the_accounts_of_many_visitors_are_bounded() -> None:
     now = [0.0]
-    turns = Turns(clock=lambda: now[0])
+    turns = Turns(work=lambda: now[0])
     for i in range(3 * MAX_VISITORS):
         with turns.turn(visitor=str(i)):
             now[0] += 0.1
-    assert len(turns._used) <= MAX_VISITORS + 1
+    assert len(turns._done) <= MAX_VISITORS + 1

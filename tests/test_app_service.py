@@ -76,9 +76,9 @@ def told(session: Session, react: Callable[[], None]) -> None:
     """Let something happen in the thread that answers, whenever the chat has news."""
     touch = session.touch
 
-    def touched() -> None:
+    def touched(**news: bool) -> None:
         react()
-        touch()
+        touch(**news)
 
     session.touch = touched  # type: ignore[method-assign]
 
@@ -1138,9 +1138,7 @@ def test_an_answer_that_gives_way_is_the_targets_own(public: Service, pair: Pair
             beside.append(public.ask(modest, "two", settings))
 
     told(hog, press)
-    public.turns._used.clear()
-    public.turns._used["192.0.2.1"] = (1000.0, public.turns._clock())
-    public.turns._used["192.0.2.2"] = (0.0, public.turns._clock())
+    public.turns._done |= {"192.0.2.1": 1000.0, "192.0.2.2": 0.0}
     first = asked(public, hog, "three", settings)
     ended(modest)
     assert first.is_identical is beside[0].is_identical is True

@@ -28,8 +28,8 @@ from osd_hf_app import launch as launch_module
 from osd_hf_app import service as service_module
 from osd_hf_app.console import FAILURES, bound_console
 from osd_hf_app.door import API, CALLS, MAX_BODY_BYTES, Door, is_loopback
-from osd_hf_app.launch import exposure, forget_variables
-from osd_hf_app.mail import MAX_EVENTS, MAX_UNREAD, MAX_UNREAD_OF_ONE, UNREAD_SECONDS, bound_queue
+from osd_hf_app.launch import exposure, forget_variables, served_page
+from osd_hf_app.mail import MAX_EVENTS, MAX_UNREAD, MAX_UNREAD_OF_ONE, UNREAD_SECONDS, _States, bound_queue
 from osd_hf_app.page import build
 from osd_hf_app.pair import Pair
 from osd_hf_app.service import Service
@@ -363,6 +363,30 @@ def test_a_page_that_reads_is_told_all(page: gr.Blocks) -> None:
         page._queue.send_message(event, queueing.ProcessStartsMessage())
         messages.get_nowait()
     assert event.alive
+
+
+def test_the_state_of_a_page_holds_no_copy_of_it(page: gr.Blocks) -> None:
+    state = _States()
+    state.set_blocks(page)
+    one = state["one"]
+    one._update_value_in_config(next(iter(page.blocks)), "shown " * 10_000)
+    assert one.config_values == {}
+    assert one.blocks_config.fns == page.default_config.fns
+    assert state["one"] is one
+    state.capacity = 2
+    assert [state[name] for name in ("two", "three")][1] is state["three"]
+    assert set(state.session_data) == {"two", "three"}
+
+
+def test_a_page_that_is_served_has_small_states(
+    page: gr.Blocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_module, "build", lambda service, output_dir: page)
+    monkeypatch.setenv("GRADIO_ANALYTICS_ENABLED", "False")
+    service: Any = SimpleNamespace(is_public=True)
+    served = served_page(service, "127.0.0.1", None, output_dir=tmp_path)
+    assert isinstance(served.app.state_holder, _States)
+    assert served.state_holder is served.app.state_holder
 
 
 def test_no_more_failures_are_printed_than_a_few(

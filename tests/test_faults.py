@@ -224,7 +224,8 @@ def test_a_session_killed_at_any_moment_goes_on(tmp_path: Path) -> None:
         assert state["serving"] in [0, *state["promoted"]]
         assert state["serving"] <= state["version"] == max(state["decided"], default=0)
         assert state["kept"] == state["observed"]  # no request is lost
-        assert abs(state["observed"] - state["requests"]) <= 1  # a request may end while it is saved
+        # Counted before the learner is read, and requests go on meanwhile: one may be counted and not yet taken in.
+        assert state["requests"] <= state["observed"] + 1
         assert state["requests"] >= least  # a later state is never lost
         least = state["requests"]
         for request in answered:
