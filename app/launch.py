@@ -15,11 +15,11 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 
 from osd_hf import ConfigError
-from osd_hf_app.console import bound_console
 from osd_hf_app.door import Door, is_loopback
 from osd_hf_app.mail import bound_queue, bound_states
 from osd_hf_app.page import build
 from osd_hf_app.pair import Pair
+from osd_hf_app.process import bound_console, bound_heap
 from osd_hf_app.service import Service
 from osd_hf_app.view import CSS
 
@@ -147,6 +147,8 @@ def launch(args: argparse.Namespace) -> int:
     why = exposure(host, os.environ, share=args.share)
     is_public = (args.public or why is not None) and not args.login
     login = (USER, os.environ.get(PASSWORD) or secrets.token_urlsafe(12)) if args.login else None
+    if is_public:
+        bound_heap()
     ignored = forget_variables(os.environ)
     if ignored:
         print(f"ignored: {', '.join(ignored)} (see osd-hf app --help for flags)", flush=True)

@@ -526,11 +526,10 @@ def test_one_who_comes_back_goes_before_those_who_have_worked_meanwhile() -> Non
     visits = Visits()
     visits.queue("modest", "before")
     visits.join()
-    arrived = threading.Event()
 
     def visit(name: str) -> None:
         with visits.turns.turn(visitor=name) as turn:
-            for i in range(3):
+            for _ in range(3):
                 visits.order.append(name)
                 visits.now += 1.0
                 if len(visits.order) == 5:
@@ -545,7 +544,7 @@ def test_one_who_comes_back_goes_before_those_who_have_worked_meanwhile() -> Non
             visits.threads[-1].start()
             assert visits.line.queued.acquire(timeout=PATIENCE)
     visits.join()
-    assert visits.order == ["a", "b", "a", "b", "a", "modest", "b"]
+    assert visits.order == ["a", "b", "b", "a", "a", "modest", "b"]
 
 
 def test_only_the_work_of_ones_own_thread_is_counted() -> None:
@@ -565,6 +564,7 @@ def test_only_the_work_of_ones_own_thread_is_counted() -> None:
 def test_a_visitor_may_begin_so_many_answers_that_others_can_begin_as_well() -> None:
     visits, held = Visits(), []
     visits.turns.max_begun = 4
+    visits.turns._done = {"hog": 0.0, "other": 0.0}
     with visits.turns.turn():
         assert visits.line.queued.acquire(timeout=PATIENCE)
         for _ in range(6):

@@ -7,6 +7,7 @@ import asyncio
 import json
 import logging
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,17 +22,18 @@ import uvicorn
 from app_server import app_server
 from gradio import queueing, routes
 from saved_pair import save_pair
+from waiting import LONG
 
 from osd_hf import ConfigError
 from osd_hf.app_command import add_app, app_command
 from osd_hf_app import launch as launch_module
 from osd_hf_app import service as service_module
-from osd_hf_app.console import FAILURES, bound_console
 from osd_hf_app.door import API, CALLS, MAX_BODY_BYTES, Door, is_loopback
 from osd_hf_app.launch import exposure, forget_variables, served_page
 from osd_hf_app.mail import MAX_EVENTS, MAX_UNREAD, MAX_UNREAD_OF_ONE, UNREAD_SECONDS, _States, bound_queue
 from osd_hf_app.page import build
 from osd_hf_app.pair import Pair
+from osd_hf_app.process import FAILURES, bound_console
 from osd_hf_app.service import Service
 
 # --- who is a stranger ----------------------------------------------------------------------------------------------
@@ -85,6 +87,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     for name, value in (("served_page", serve), ("Service", made), ("Pair", lambda *_, **__: None),
                         ("bound_console", lambda: None)):  # fmt: skip
         monkeypatch.setattr(launch_module, name, value)
+    monkeypatch.setattr(launch_module, "bound_heap", lambda: found.update(has_bounded_heap=True))
     for name in ("GRADIO_SERVER_NAME", "GRADIO_ROOT_PATH", "SPACE_ID", "OSD_HF_APP_PASSWORD"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("GRADIO_RUN_HISTORY", "True")
@@ -100,6 +103,7 @@ def test_a_variable_that_opens_the_address_opens_no_owners_page(
     with pytest.raises(Launched):
         launch_module.launch(parsed())
     assert (launched["host"], launched["is_public"], launched["share"]) == ("0.0.0.0", True, False)
+    assert launched["has_bounded_heap"]
     told = capsys.readouterr().out
     assert "strangers may come (the address 0.0.0.0 is open to others): nobody loads models, saves, pushes" in told
     assert "ignored: GRADIO_ALLOWED_PATHS, GRADIO_RUN_HISTORY, GRADIO_SHARE" in told
@@ -382,11 +386,47 @@ def test_a_page_that_is_served_has_small_states(
     page: gr.Blocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch_module, "build", lambda service, output_dir: page)
-    monkeypatch.setenv("GRADIO_ANALYTICS_ENABLED", "False")
-    service: Any = SimpleNamespace(is_public=True)
-    served = served_page(service, "127.0.0.1", None, output_dir=tmp_path)
+
+    def launch(**settings: Any) -> None:
+        door = settings["app_kwargs"]["middleware"]
+        page.app = SimpleNamespace(user_middleware=door, build_middleware_stack=lambda: None)  # type: ignore[assignment]
+        page.server = SimpleNamespace(servers=[])  # type: ignore[assignment]
+
+    monkeypatch.setattr(page, "launch", launch)
+
+    async def serve() -> gr.Blocks:
+        service: Any = SimpleNamespace(is_public=True)
+        return served_page(service, "127.0.0.1", None, output_dir=tmp_path)
+
+    served = asyncio.run(serve())
     assert isinstance(served.app.state_holder, _States)
     assert served.state_holder is served.app.state_holder
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are those of glibc")
+def test_large_blocks_do_not_stay_in_the_heap() -> None:
+    # In a process of its own: what is set stays set.
+    script = """
+import ctypes
+from osd_hf_app.process import MAPPED_BYTES, bound_heap
+class Info(ctypes.Structure):
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    _fields_ = [(name, ctypes.c_size_t) for name in names]
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype, libc.malloc.restype, libc.free.argtypes = Info, ctypes.c_void_p, [ctypes.c_void_p]
+def mapped():
+    before = libc.mallinfo2().hblks
+    blocks = [libc.malloc(2 * MAPPED_BYTES) for _ in range(8)]  # more than what is free at the heap's end
+    during = libc.mallinfo2().hblks
+    for block in blocks:
+        libc.free(block)
+    return during > before
+for _ in range(2):
+    libc.free(libc.malloc(4 * MAPPED_BYTES))
+print(mapped(), bound_heap(), mapped())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=LONG)
+    assert done.stdout.split() == ["False", "True", "True"], done.stderr
 
 
 def test_no_more_failures_are_printed_than_a_few(
