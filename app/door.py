@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from osd_hf_app.mail import FULL
 from osd_hf_app.visitors import Rate, Shares, visitor_at
 
 __all__ = ["Door", "is_loopback"]
@@ -57,10 +58,21 @@ class Door:
         has_login (`bool`, *optional*, defaults to `False`):
             Whether all have to log in. Without it, and unless strangers come, only names of this machine for itself
             are answered to: under another one a page of elsewhere would pass for ours.
+        has_room (`Callable[[str], bool]`, *optional*):
+            Whether the queue would take one more event of a visitor: one that it would not is refused before anything
+            is made of it.
     """
 
-    def __init__(self, app: Callable[..., Awaitable[None]], *, is_public: bool, has_login: bool = False) -> None:
+    def __init__(
+        self,
+        app: Callable[..., Awaitable[None]],
+        *,
+        is_public: bool,
+        has_login: bool = False,
+        has_room: Callable[[str], bool] | None = None,
+    ) -> None:
         self._app = app
+        self._has_room = has_room
         self._is_public, self._has_login = is_public, has_login
         self._open = Shares(OPEN)
         self._calls, self._files = Rate(*CALLS), Rate(*FILES)
@@ -86,7 +98,10 @@ class Door:
             await _answer(send, 429, "Too many requests from your address. Try again in a few seconds.")
             return
         try:
-            await self._let_in(scope, headers, receive, send)
+            if self._has_room is not None and _is_event(scope) and not self._has_room(visitor):
+                await _answer(send, 503, FULL)
+            else:
+                await self._let_in(scope, headers, receive, send)
         finally:
             self._open.give(visitor)
 
@@ -139,6 +154,12 @@ class Door:
         await self._app(scope, again, send)
 
 
+def _is_event(scope: Scope) -> bool:
+    """Whether it is something that the queue would have to take."""
+    parts = scope["path"].removeprefix(API).strip("/").split("/")
+    return scope["method"] == "POST" and (parts[:2] == ["queue", "join"] or parts[0] == "call")
+
+
 async def _body(receive: Receive) -> bytes | None:
     """All of it; `None` where it is too much."""
     parts, size = [], 0
@@ -184,7 +205,7 @@ async def _answer(send: Send, status: int, text: str) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status in (408, 413):
         headers.append((b"connection", b"close"))  # what is still on its way is not waited for
-    if status == 429:
+    if status in (429, 503):
         headers.append((b"retry-after", b"2"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

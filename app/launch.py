@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
+from typing import Any
 
 import gradio as gr
 from fastapi import FastAPI
@@ -104,9 +105,13 @@ def served_page(service: Service, host: str, port: int | None, *, output_dir: Pa
     page = build(service, output_dir=output_dir)
     # Answers wait for their turn in the service, which says so; whoever watches one only takes a thread.
     page.queue(default_concurrency_limit=None, max_size=WAITING, api_open=False)
-    if service.is_public:
-        bound_queue(page)
-    door: Middleware = Middleware(Door, is_public=service.is_public, has_login=login is not None)  # type: ignore[arg-type]
+    bounds: dict[str, Any] = {"has_room": bound_queue(page)} if service.is_public else {}
+    door: Middleware = Middleware(
+        Door,  # type: ignore[arg-type]
+        is_public=service.is_public,
+        has_login=login is not None,
+        **bounds,
+    )
     page.launch(
         server_name=host, server_port=port, share=share, auth=login, css=CSS, theme=theme(), ssr_mode=False,
         prevent_thread_lock=True, quiet=True, show_error=True, max_threads=THREADS, mcp_server=False, pwa=False,

@@ -14,7 +14,7 @@ from gradio.state_holder import SessionState, StateHolder
 
 from osd_hf_app.visitors import is_fair, visitor_at
 
-__all__ = ["bound_queue", "bound_states"]
+__all__ = ["FULL", "bound_queue", "bound_states"]
 
 MAX_EVENTS = 150  # of strangers at once: those that wait, and those that are being worked on
 MAX_UNREAD = 512  # messages to strangers
@@ -24,7 +24,7 @@ UNREAD_SECONDS = 45.0  # after which what nobody asked for is thrown away
 FULL = "Too many requests at the moment. Try again in a few seconds."
 
 
-def bound_queue(page: gr.Blocks, clock: Callable[[], float] = time.monotonic) -> None:
+def bound_queue(page: gr.Blocks, clock: Callable[[], float] = time.monotonic) -> Callable[[str], bool]:
     """
     Let a page's queue hold no more than its share for any visitor, and nothing for long that nobody reads. Its
     statistics, of which it makes a table after each event, are switched off: nobody sees them.
@@ -34,6 +34,9 @@ def bound_queue(page: gr.Blocks, clock: Callable[[], float] = time.monotonic) ->
             With its queue made, not launched.
         clock (`Callable[[], float]`, *optional*):
             Seconds that only grow.
+
+    Returns:
+        `Callable[[str], bool]`: whether one more event of a visitor would be taken.
     """
     queue = page._queue
     push, send_message = queue.push, queue.send_message
@@ -56,13 +59,16 @@ def bound_queue(page: gr.Blocks, clock: Callable[[], float] = time.monotonic) ->
             unread[owner] += 0 if messages is None else messages.qsize()
         return is_fair(unread, visitor, MAX_UNREAD)
 
-    async def pushed(body: Any, request: Any, username: str | None) -> Any:
+    def has_room(visitor: str) -> bool:
         sweep()
-        visitor = visitor_at(request.client.host if request.client else None)
         events: Counter[str | None] = Counter()
         for event in list(queue.event_ids_to_events.values()):
             events[visitor_at(event.request.client.host if event.request.client else None)] += 1
-        if not is_fair(events, visitor, MAX_EVENTS) or not is_read(visitor):
+        return is_fair(events, visitor, MAX_EVENTS) and is_read(visitor)
+
+    async def pushed(body: Any, request: Any, username: str | None) -> Any:
+        visitor = visitor_at(request.client.host if request.client else None)
+        if not has_room(visitor):
             return False, FULL, "queue_full"
         told = await push(body=body, request=request, username=username)
         if told[0]:
@@ -83,6 +89,7 @@ def bound_queue(page: gr.Blocks, clock: Callable[[], float] = time.monotonic) ->
     queue.push, queue.send_message = pushed, sent  # type: ignore[method-assign]
     queue.compute_analytics_summary = lambda records: {}  # type: ignore[method-assign]
     queue.ANALYTICS_MAX_EVENTS = 1
+    return has_room
 
 
 class _State(SessionState):

@@ -149,6 +149,30 @@ def test_an_answer_grows_while_it_is_made(service: Service) -> None:
     assert lengths[-1] == len(answer.tokens)
 
 
+def test_first_tokens_and_the_end_are_shown_at_once_and_what_is_between_now_and_then(service: Service) -> None:
+    session, shown, drawn = service.guest(), [], threading.Semaphore(0)
+    session.job = Answer("one", Settings())
+
+    def watch() -> None:
+        for _ in session.frames(10 * PATIENCE, 10 * PATIENCE):
+            shown.append(session.revision)
+            drawn.release()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    assert drawn.acquire(timeout=PATIENCE)
+    for _ in range(3):
+        session.touch()
+    session.touch(is_first=True)
+    assert drawn.acquire(timeout=PATIENCE)
+    for _ in range(3):
+        session.touch()
+    session.job = None
+    session.touch()
+    thread.join(PATIENCE)
+    assert shown == [0, 4, 8]
+
+
 def test_a_checked_answer_is_compared_with_the_target_alone(service: Service) -> None:
     session = service.session(None)
     checked = asked(service, session, "one", Settings(domain="sql", max_new_tokens=16, check=True))

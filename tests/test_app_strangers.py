@@ -199,6 +199,25 @@ async def welcome(scope: Any, receive: Any, send: Any) -> None:
 JOIN = API + "queue/join"
 
 
+def test_an_event_that_the_queue_would_not_take_is_refused_at_the_door() -> None:
+    asked = []
+
+    def has_room(visitor: str) -> bool:
+        asked.append(visitor)
+        return visitor != "192.0.2.1"
+
+    door = Door(welcome, is_public=True, has_room=has_room)
+    for path in (JOIN, API + "call/chat"):
+        assert opened(door, path, "POST", b"{}") == 503
+        assert opened(door, path, "POST", b"{}", visitor="192.0.2.2") == 200
+    assert len(asked) == 4
+    for path in (API + "run/predict", API + "cancel"):
+        assert opened(door, path, "POST", b"{}") == 200
+    assert opened(door, API + "queue/data") == opened(door, API + "call/chat/an-event") == 200
+    assert len(asked) == 4
+    assert door._open.held.total() == 0
+
+
 @pytest.mark.parametrize("host", ["localhost:7860", "127.0.0.1:7860", "[::1]:7860", "LOCALHOST"])
 def test_a_page_of_this_machine_comes_in(host: str) -> None:
     door = Door(welcome, is_public=False)
@@ -328,8 +347,11 @@ def joined(page: gr.Blocks, name: str, visitor: str) -> Any:
 
 
 def test_a_visitors_events_are_bounded(page: gr.Blocks) -> None:
-    bound_queue(page)
+    has_room = bound_queue(page)
+    assert has_room("192.0.2.1")
     told = [joined(page, "mine", "192.0.2.1") for _ in range(MAX_EVENTS)]
+    assert not has_room("192.0.2.1")
+    assert has_room("192.0.2.2")
     assert [success for success, _, _ in told].count(True) == MAX_EVENTS // 2
     assert told[-1][2] == "queue_full"
     assert joined(page, "other", "192.0.2.2")[0]
@@ -389,6 +411,7 @@ def test_a_page_that_is_served_has_small_states(
 
     def launch(**settings: Any) -> None:
         door = settings["app_kwargs"]["middleware"]
+        assert door[0].kwargs["has_room"]("192.0.2.1")
         page.app = SimpleNamespace(user_middleware=door, build_middleware_stack=lambda: None)  # type: ignore[assignment]
         page.server = SimpleNamespace(servers=[])  # type: ignore[assignment]
 
