@@ -47,8 +47,9 @@ def add_api(service: Service, automatic: str) -> None:
             raise gr.Error(str(error), print_exception=False) from error
         try:
             for _ in session.frames(FRAME_SECONDS, LOOK_SECONDS):
-                if not answer.is_done:
-                    yield _told(answer)
+                if answer.is_done:  # the chat may be at the next one
+                    break
+                yield _told(answer)
         finally:
             answer.stop.set()  # the program has gone, if it is not done
         if answer.error:

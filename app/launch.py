@@ -152,7 +152,7 @@ def launch(args: argparse.Namespace) -> int:
     why = exposure(host, os.environ, share=args.share)
     is_public = (args.public or why is not None) and not args.login
     login = (USER, os.environ.get(PASSWORD) or secrets.token_urlsafe(12)) if args.login else None
-    if is_public:
+    if is_public and not args.target:  # larger models have blocks that are mapped by themselves
         bound_heap()
     ignored = forget_variables(os.environ)
     if ignored:

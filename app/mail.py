@@ -21,6 +21,7 @@ MAX_UNREAD = 512  # messages to strangers
 FEW = 4  # messages that may be unread without more ado
 MAX_UNREAD_OF_ONE = 64  # messages to one page; one that reads has hardly any
 UNREAD_SECONDS = 45.0  # after which what nobody asked for is thrown away
+MAX_NAME = 64  # characters of a page's name for itself
 FULL = "Too many requests at the moment. Try again in a few seconds."
 
 
@@ -68,7 +69,7 @@ def bound_queue(page: gr.Blocks, clock: Callable[[], float] = time.monotonic) ->
 
     async def pushed(body: Any, request: Any, username: str | None) -> Any:
         visitor = visitor_at(request.client.host if request.client else None)
-        if not has_room(visitor):
+        if len(body.session_hash or "") > MAX_NAME or not has_room(visitor):
             return False, FULL, "queue_full"
         told = await push(body=body, request=request, username=username)
         if told[0]:
@@ -99,6 +100,10 @@ class _State(SessionState):
     def __init__(self, blocks: Any) -> None:
         super().__init__(SimpleNamespace(default_config=blocks.default_config, blocks=()))
 
+    def __setitem__(self, key: int, value: Any) -> None:
+        super().__setitem__(key, value)
+        self.config_values.clear()
+
     def _update_config(self, key: int) -> None:
         pass
 
@@ -107,9 +112,11 @@ class _State(SessionState):
 
 
 class _States(StateHolder):
-    """The states of pages, made where anything is asked in a name, which costs nothing to invent."""
+    """The states of pages, made where anything is asked in a name, which costs nothing to invent and is kept."""
 
     def __getitem__(self, session_id: str) -> SessionState:
+        if len(session_id) > MAX_NAME:
+            return _State(self.blocks)
         if session_id not in self.session_data:
             self.session_data[session_id] = _State(self.blocks)
         return super().__getitem__(session_id)

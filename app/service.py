@@ -113,8 +113,9 @@ class Session:
         """
         with self.watched():
             while True:
-                began, revision, urgent = time.monotonic(), self.revision, self._shown_at_once
-                is_busy = self.job is not None
+                began = time.monotonic()
+                with self.changed:
+                    revision, urgent, is_busy = self.revision, self._shown_at_once, self.job is not None
                 yield
                 if not is_busy:
                     return
@@ -141,11 +142,6 @@ class Session:
     def is_left(self) -> bool:
         """Whether a stranger has gone who had asked for something."""
         return self.visitor is not None and not self.watchers and time.monotonic() - self.left > AWAY_SECONDS
-
-    def wait_for_end(self, timeout: float) -> None:
-        """Wait until nothing more is being answered, at most so many seconds."""
-        with self._urgent:
-            self._urgent.wait_for(lambda: self.job is None, max(timeout, 0.0))
 
 
 class _Rounds(BaseStreamer):

@@ -42,7 +42,8 @@ class Turns:
 
     Args:
         work (`Callable[[], float]`, *optional*):
-            Seconds that the thread that calls has worked: nobody pays for the time that others take from them.
+            Seconds that the thread that calls has worked: nobody pays for the time that others take from them. On a
+            device that the thread sleeps for, that is less than the device has worked.
 
     Attributes:
         max_begun (`int`):
@@ -181,10 +182,12 @@ class Turns:
         place.since = work
 
     def _advance(self) -> None:
-        """Bring the least forward; who is behind it by a pause and more is as good as new."""
+        """Bring the least forward. Those who may not begin yet do not hold it back: else whoever came anew, again and
+        again, would be before those who have begun."""
         waiting = {place.visitor for place in self._line if place.visitor is not None}
+        begun = {place.visitor for place in self._line if place.has_begun and place.visitor is not None}
         all_done = max(self._done.values(), default=0.0)
-        self._least = max(self._least, min((self._done[visitor] for visitor in waiting), default=all_done))
+        self._least = max(self._least, min((self._done[visitor] for visitor in begun or waiting), default=all_done))
         if len(self._done) > max(MAX_VISITORS, len(waiting)):
             self._done.pop(min(self._done.keys() - waiting, key=self._done.__getitem__))
 

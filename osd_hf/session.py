@@ -77,11 +77,11 @@ def save_session(
     """
     name = f"state-{uuid.uuid4().hex}"
     folder = directory / name
-    # Read at once, as the facts were: requests go on while another process is waited for.
-    lessons = learner.lesson_states()
-    weights = {"drafts": learner.drafts.state_dict(), "router": router}
     with contextlib.ExitStack() as stack:
         try:
+            # Read at once, as the facts were: requests go on while another process is waited for.
+            lessons = learner.lesson_states()
+            weights = {"drafts": learner.drafts.state_dict(), "router": router}
             make_private_folder(directory)
             unfinished = stack.enter_context(_saving(directory, patience_seconds))
             try:

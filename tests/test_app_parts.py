@@ -577,6 +577,24 @@ def test_a_visitor_may_begin_so_many_answers_that_others_can_begin_as_well() -> 
         assert visits.turns._best([other]) is other
 
 
+def test_those_who_may_not_begin_yet_do_not_hold_back_those_who_have_begun() -> None:
+    visits, least = Visits(), []
+    visits.turns.max_begun = 1
+
+    def come() -> None:
+        with visits.turns.turn(visitor="new"):
+            least.append(visits.turns._least)
+
+    with visits.turns.turn():
+        assert visits.line.queued.acquire(timeout=PATIENCE)
+        visits.queue("long", "long", seconds=1.0, rounds=3)
+        visits.threads.append(threading.Thread(target=come))
+        visits.threads[-1].start()
+        assert visits.line.queued.acquire(timeout=PATIENCE)
+    assert visits.join() == ["long", "long", "long"]
+    assert least == [3.0]  # whoever comes now is not before those who have had as much
+
+
 def test_one_who_has_gone_leaves_the_line() -> None:
     visits, gone = Visits(), threading.Event()
     with visits.turns.turn():

@@ -1156,15 +1156,26 @@ def test_an_answer_that_gives_way_is_the_targets_own(public: Service, pair: Pair
     settings = Settings("sql", max_new_tokens=40, check=True)
     asked(public, hog, "one", settings)
     beside: list[Answer] = []
+    waits = threading.Event()
+    has_begun_beside: list[bool] = []
 
     def press() -> None:
         if hog.job is not None and hog.job.tokens and not beside:  # type: ignore[union-attr]
             beside.append(public.ask(modest, "two", settings))
+            assert waits.wait(PATIENCE)
+
+    def see() -> None:
+        if modest.job is not None and modest.job.waiting:  # type: ignore[union-attr]
+            waits.set()
+        if modest.job is not None and modest.job.tokens and not has_begun_beside:  # type: ignore[union-attr]
+            has_begun_beside.append(hog.job is not None)
 
     told(hog, press)
+    told(modest, see)
     public.turns._done |= {"192.0.2.1": 1000.0, "192.0.2.2": 0.0}
     first = asked(public, hog, "three", settings)
     ended(modest)
+    assert has_begun_beside == [True]
     assert first.is_identical is beside[0].is_identical is True
     assert [t.text for t in first.tokens] == texts(pair, targets_own(pair, "three", settings))
     assert [t.text for t in beside[0].tokens] == texts(pair, targets_own(pair, "two", settings))
