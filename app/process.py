@@ -15,7 +15,7 @@ from osd_hf_app.visitors import Rate
 __all__ = ["bound_console", "bound_heap"]
 
 FAILURES = (30, 60.0)  # told in so many seconds
-# Of glibc's `mallopt`, as malloc.h has them.
+# Parameters of glibc's `mallopt`, as malloc.h numbers them.
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
 MAPPED_BYTES = 2**20
 ARENAS = 2
