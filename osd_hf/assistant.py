@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -108,15 +109,18 @@ class OnlineAssistant:
         self._accelerator = make_accelerator(report_to, self.config)
         self._learner = Learner(self._drafts, self.config, self._accelerator)
         self._tally = Tally()
+        # Held while a request is counted and taken in, and while both are read to be saved.
+        self._taking_in = threading.Lock()
         self._is_closed = False
         self._autosave = None if autosave is None else Path(autosave)
         # Threads hold no reference to the assistant: one that nobody uses any more takes them along.
         self._upkeep = Upkeep(self._learner, self._track, None if autosave is None else self._save_beside)
         weakref.finalize(self, self._upkeep.stop)
-        in_child(self, OnlineAssistant._leave_folder_to_parent)
+        in_child(self, OnlineAssistant._begin_in_child)
 
-    def _leave_folder_to_parent(self) -> None:
-        self._autosave = None
+    def _begin_in_child(self) -> None:
+        self._taking_in = threading.Lock()
+        self._autosave = None  # the folder stays with the parent
 
     # --- serving ----------------------------------------------------------------------------------------------------
 
@@ -227,16 +231,17 @@ class OnlineAssistant:
     def _observe(self, trace: Trace, *, learn: bool) -> None:
         if self._is_closed:  # a request that outlives it is answered, and that is all
             return
-        self._tally.add(trace.domain, AcceptanceStats.from_trace(trace))
-        if not learn:
-            return
         try:
             try:
-                if self.store is not None:
+                if learn and self.store is not None:
                     self.store.append(trace)
             finally:  # a log that is full does not end learning
-                self._learner.observe(trace.domain, trace)
-                self._upkeep.served()
+                with self._taking_in:
+                    self._tally.add(trace.domain, AcceptanceStats.from_trace(trace))
+                    if learn:
+                        self._learner.observe(trace.domain, trace)
+                if learn:
+                    self._upkeep.served()
         except Exception as error:
             logger.exception("Learning failed; the answer is delivered, the error is raised by the next call.")
             self._upkeep.failed(error)
@@ -393,13 +398,15 @@ class OnlineAssistant:
 
     def _save_to(self, directory: Path, patience_seconds: float | None = None) -> None:
         with self._upkeep.alone():
+            with self._taking_in:  # requests go on: each is in both or in neither
+                counts, lessons = self._tally.state(), self._learner.lesson_states()
             facts = {
-                **self._tally.state(),
+                **counts,
                 "config": self.config.to_dict(),
                 "decisions": [decision.to_dict() for decision in self._learner.decisions],
             }
             router = None if self.router is None else self.router.state_dict()
-            save_session(directory, self._learner, facts, router, patience_seconds=patience_seconds)
+            save_session(directory, self._learner, facts, router, lessons=lessons, patience_seconds=patience_seconds)
 
     def _save_beside(self) -> None:
         assert self._autosave is not None

@@ -116,7 +116,7 @@ class _Request:
 
 
 class _Notes(BaseStreamer):
-    """Of one answer: what was delivered and when, what the target was fed; if asked, the times of forwards."""
+    """Notes what one answer delivered and when, what the target was fed and, if asked, when each forward ran."""
 
     def __init__(self, clock: Clock = time.perf_counter) -> None:
         self.clock = clock

@@ -30,7 +30,7 @@ from osd_hf.store import CorrectionStore
 
 __all__ = ["add_distill", "distill_command"]
 
-# Of the fields of `DistillConfig`, those that have flags; a YAML file sets all of them.
+# The fields of `DistillConfig` that have flags; a YAML file sets all of them.
 TRAINING = {
     "sample_source": "whose tokens are learned on: teacher, student, mix_request, mix_token",
     "divergence": "loss between target and draft: forward_kl, reverse_kl, jsd, ...",

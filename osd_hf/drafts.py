@@ -237,7 +237,7 @@ class DomainDrafts:
 
     @property
     def bytes_per_draft(self) -> int:
-        """Of one model that serves."""
+        """Size of one model that serves."""
         tensors = [*self.base.parameters(), *self.base.buffers()]
         return sum(t.numel() * t.element_size() for t in tensors)
 
@@ -440,7 +440,7 @@ class DomainDrafts:
             ours = adapter_state(self._template, str(self._template.active_adapter))
         else:
             ours = {name: p for name, p in self.base.named_parameters() if p.is_floating_point()}
-        # Of adapters that transformers has added, only they learn, inside a model that is whole.
+        # Where transformers has added adapters, they alone learn, inside a model that is whole.
         is_part = self._template is None and getattr(self.base, "_hf_peft_config_loaded", False)
         theirs = {name: tuple(t.shape) for name, t in snapshot.items()}
         fitting = {name: tuple(t.shape) for name, t in ours.items()}

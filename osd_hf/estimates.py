@@ -18,7 +18,7 @@ MOST_OF_A_REQUEST = 16  # examined tokens of it that count
 
 
 class Average:
-    """Of recent values: of those more than `memory` ago little is left."""
+    """Mean of recent values; one that is more than `memory` values old hardly counts."""
 
     def __init__(self, mean: float = 0.0, weight: float = 0.0, memory: int = MEMORY) -> None:
         self.mean = mean
@@ -37,7 +37,7 @@ class Average:
 
 
 class Line:
-    """Of recent values over k; it does not fall."""
+    """Straight line through recent values over k; its slope is never negative."""
 
     def __init__(self) -> None:
         self.weight = self._k = self._kk = self._y = self._ky = 0.0
@@ -119,7 +119,7 @@ class Acceptance:
         self.emitted, self.drafted = Average(), Average()  # of rounds that drafted
 
     def chances(self, confidence: float, alpha: float) -> tuple[float, float]:
-        """Of a token of this confidence to be accepted, and of the one behind it once it is, where `alpha` is."""
+        """Probabilities that a token of this confidence is accepted, and that the next one is once it was."""
         i = bisect_left(EDGES, confidence)
         behind = self._next_by_confidence[i]
         # Little was seen behind some tokens: as far, the next one is taken for any.

@@ -51,6 +51,7 @@ def save_session(
     facts: dict[str, Any],
     router: dict[str, Any] | None = None,
     *,
+    lessons: list[dict[str, Any]] | None = None,
     patience_seconds: float | None = None,
 ) -> None:
     """
@@ -68,6 +69,9 @@ def save_session(
             Ready for JSON.
         router (`dict[str, Any]`, *optional*):
             State of a router, of plain values and tensors.
+        lessons (`list[dict[str, Any]]`, *optional*):
+            The learner's [`~Learner.lesson_states`], where they were read at one moment with the facts; by default
+            they are read here.
         patience_seconds (`float`, *optional*):
             With another process that saves there; some minutes by default.
 
@@ -79,8 +83,8 @@ def save_session(
     folder = directory / name
     with contextlib.ExitStack() as stack:
         try:
-            # Read at once, as the facts were: requests go on while another process is waited for.
-            lessons = learner.lesson_states()
+            # Before another process is waited for, as requests go on meanwhile.
+            lessons = learner.lesson_states() if lessons is None else lessons
             weights = {"drafts": learner.drafts.state_dict(), "router": router}
             make_private_folder(directory)
             unfinished = stack.enter_context(_saving(directory, patience_seconds))

@@ -250,7 +250,7 @@ def test_a_lease_that_the_forking_thread_holds_ends_in_the_child() -> None:
 
 # Torch's own threads do not live on in a fork, so that what forks has one: a process of its own.
 CHILDREN = """
-import faulthandler, json, os, sys, threading, traceback
+import faulthandler, json, os, signal, sys, threading, traceback
 from dataclasses import replace
 from pathlib import Path
 import models
@@ -268,6 +268,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 def child(assistant, config, folder):
+    signal.alarm(2 * LONG)  # the parent's timer does not run here
     Updater._average = average
     version = assistant.version
     said = {"same": test_faults.answers(assistant.generate, range(6)) == alone}
@@ -291,6 +292,11 @@ def case(folder, strategy, is_learning):
         done.wait(2 * LONG)
         average(self)
 
+    def hold():
+        with assistant._taking_in:
+            reached.set()
+            done.wait(2 * LONG)
+
     if is_learning:  # another thread is in the middle of a step, with what locks that takes
         Updater._average = stopped
         client = threading.Thread(target=lambda: test_faults.answers(assistant.generate, range(3)))
@@ -299,6 +305,9 @@ def case(folder, strategy, is_learning):
     else:
         test_faults.answers(assistant.generate, range(3))
         assistant._upkeep.saving.join()
+        client = threading.Thread(target=hold)  # another thread is about to count a request
+        client.start()
+        assert reached.wait(LONG)
     pid = os.fork()
     if pid == 0:
         try:
@@ -310,8 +319,7 @@ def case(folder, strategy, is_learning):
     os.waitpid(pid, 0)
     Updater._average = average
     done.set()
-    if is_learning:
-        client.join()
+    client.join()
     same = test_faults.answers(assistant.generate, range(6)) == alone
     assert assistant.wait_until_idle(LONG)
     assistant.close()
