@@ -23,7 +23,7 @@ help:
 	@echo "make test         the tests"
 	@echo "make test-lowest  their core, on the lowest versions that pyproject.toml allows"
 	@echo "make newest       whether the package index has newer versions than the tested ones"
-	@echo "make check        ruff and mypy"
+	@echo "make check        ruff, mypy and the contracts of imports"
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/osd-hf quickstart
@@ -48,6 +48,7 @@ check: $(VENV)/.installed-dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/lint-imports
 
 # torch goes first and pinned by itself, so that a local build of the version is taken before a resolver looks further.
 $(VENV)/.installed-torch: constraints.txt

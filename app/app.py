@@ -2,7 +2,7 @@
 
 import sys
 
-from osd_hf.cli import main
+from osd_hf.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["app", *sys.argv[1:]]))

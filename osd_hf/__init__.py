@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 from osd_hf.assistant import OnlineAssistant
+from osd_hf.capture.hook import capture_traces, record_traces
+from osd_hf.capture.processors import ReplayedProcessor
 from osd_hf.config import OnlineConfig
-from osd_hf.cost import best_k, expected_block_efficiency, expected_speedup
-from osd_hf.drafts import DomainDrafts
 from osd_hf.errors import (
     CaptureError,
     ConfigError,
@@ -20,22 +20,19 @@ from osd_hf.errors import (
     UnsupportedModelError,
     VocabularyMismatchError,
 )
-from osd_hf.gate import GateDecision
-from osd_hf.hook import capture_traces
-from osd_hf.metrics import AcceptanceStats
-from osd_hf.origins import EmittedToken, emitted_tokens
-from osd_hf.processors import ReplayedProcessor
-from osd_hf.recording import record_traces
-from osd_hf.records import DraftRound, Trace
-from osd_hf.replay import replay
+from osd_hf.learning.drafts import DomainDrafts
+from osd_hf.learning.gate import GateDecision
+from osd_hf.learning.updater import UpdateReport
+from osd_hf.metrics import AcceptanceStats, best_k, expected_block_efficiency, expected_speedup
+from osd_hf.pair import align_vocab
+from osd_hf.replay import EmittedToken, emitted_tokens, replay
 from osd_hf.routing import CallableRouter, LabelRouter, LanguageRouter, RoutedPrompt, Router, TopicRouter
 from osd_hf.simulate import SimulationReport, simulate
-from osd_hf.store import CorrectionStore
-from osd_hf.updater import UpdateReport
-from osd_hf.vocab import align_vocab
+from osd_hf.store.store import CorrectionStore
+from osd_hf.trace import DraftRound, Trace
 
 if TYPE_CHECKING:
-    from osd_hf.offline import DistillConfig, distill
+    from osd_hf.distillation.trainer import DistillConfig, distill
 
 __version__ = "0.1.0"
 
@@ -87,7 +84,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in ("DistillConfig", "distill"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from osd_hf import offline  # imports trl, which takes seconds and is an extra
+    from osd_hf.distillation import trainer as offline
 
     return getattr(offline, name)
 

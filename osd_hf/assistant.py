@@ -13,30 +13,28 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from osd_hf import guards
-from osd_hf.capture import Binding, Lease
+from osd_hf.capture import guards
+from osd_hf.capture.hook import bind
+from osd_hf.capture.processors import TriedOut, check_callables
+from osd_hf.capture.request import Binding, Lease
 from osd_hf.config import OnlineConfig
-from osd_hf.drafting import LeanDrafting
-from osd_hf.drafts import DomainDrafts
+from osd_hf.drafting.generator import LeanDrafting
+from osd_hf.drafting.pacing import DraftingPlan
 from osd_hf.errors import LearnerError
-from osd_hf.forks import in_child
-from osd_hf.gate import GateDecision
-from osd_hf.hook import bind
-from osd_hf.hub import facts_of, push_folder, save_draft
-from osd_hf.learner import Learner
-from osd_hf.loading import load_model
-from osd_hf.metrics import AcceptanceStats
-from osd_hf.pacing import DraftingPlan
-from osd_hf.processors import TriedOut, check_callables
-from osd_hf.records import Trace
+from osd_hf.hub.push import facts_of, push_folder, save_draft
+from osd_hf.learning.drafts import DomainDrafts
+from osd_hf.learning.gate import GateDecision
+from osd_hf.learning.learner import Learner
+from osd_hf.learning.session import FolderBusyError, load_session, save_session
+from osd_hf.learning.tracking import log_update, make_accelerator
+from osd_hf.learning.updater import Updater, UpdateReport
+from osd_hf.learning.upkeep import Upkeep
+from osd_hf.metrics import AcceptanceStats, Tally
+from osd_hf.pair import load_model, uncompiled, unwrap
 from osd_hf.routing import RoutedPrompt, Router, as_router
-from osd_hf.session import FolderBusyError, load_session, save_session
-from osd_hf.store import CorrectionStore
-from osd_hf.tally import Tally
-from osd_hf.tracking import log_update, make_accelerator
-from osd_hf.updater import Updater, UpdateReport
-from osd_hf.upkeep import Upkeep
-from osd_hf.wrappers import uncompiled, unwrap
+from osd_hf.store.store import CorrectionStore
+from osd_hf.trace import Trace
+from osd_hf.utils.disk import in_child
 
 __all__ = ["OnlineAssistant"]
 
@@ -376,9 +374,9 @@ class OnlineAssistant:
             self.tokenizer.save_pretrained(save_directory)
 
     def push_to_hub(self, repo_id: str, *, domain: str | None = None, **kwargs: Any) -> str:
-        """Push a draft, adapters merged, with the tokenizer and a model card without figures; arguments as of
-        `osd_hf.hub.push_folder`: a new repo is private, unless `private=False`. `osd-hf push` measures a draft for its
-        card."""
+        """Push a draft, adapters merged, with the tokenizer and a model card without figures. Takes the arguments of
+        `osd_hf.hub.push.push_folder`; a new repo is private unless `private=False`. `osd-hf push` measures a draft for
+        its card."""
         training = {"requests served": self.stats.num_requests, "version": self._drafts.serving_version(domain)}
         facts = facts_of(self.target, self._drafts.base, () if domain is None else (domain,), training)
         with tempfile.TemporaryDirectory() as folder, self._drafts.lease(domain) as draft:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import operator
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,9 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from osd_hf.errors import ConfigError
-from osd_hf.records import DraftRound, Trace
+from osd_hf.trace import DraftRound, Trace
+from osd_hf.utils.disk import in_child, renewing
 
-__all__ = ["AcceptanceStats", "alpha_gain_interval"]
+__all__ = [
+    "AcceptanceStats",
+    "Tally",
+    "alpha_gain_interval",
+    "best_k",
+    "expected_block_efficiency",
+    "expected_speedup",
+]
 
 NUM_RESAMPLES = 2000
 
@@ -231,3 +241,114 @@ def _interval(numerator: NDArray[Any], denominator: NDArray[Any]) -> tuple[float
         return math.nan, math.nan
     low, high = np.quantile(numerator[defined] / denominator[defined], [0.025, 0.975])
     return float(low), float(high)
+
+
+class Tally:
+    """Acceptance of the requests served, by the domain of the request; may be used from several threads."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self._by_domain: dict[str | None, AcceptanceStats] = {}
+        self._recent = AcceptanceStats()
+        self._lock = threading.Lock()
+        in_child(self, renewing(_lock=threading.Lock))
+
+    def add(self, domain: str | None, stats: AcceptanceStats) -> None:
+        """Count one request."""
+        with self._lock:
+            self.requests += 1
+            self._by_domain[domain] = self._by_domain.get(domain, AcceptanceStats()) + stats
+            self._recent = self._recent + stats
+
+    def by_domain(self) -> dict[str | None, AcceptanceStats]:
+        """Since the last reset."""
+        with self._lock:
+            return dict(self._by_domain)
+
+    def total(self) -> AcceptanceStats:
+        """Of all domains, since the last reset."""
+        return sum(self.by_domain().values(), AcceptanceStats())
+
+    def take_recent(self) -> tuple[int, AcceptanceStats]:
+        """The number of all requests, and the stats of those since the last call."""
+        with self._lock:
+            recent, self._recent = self._recent, AcceptanceStats()
+            return self.requests, recent
+
+    def reset(self) -> None:
+        """Count stats from zero again; the number of requests goes on."""
+        with self._lock:
+            self._by_domain.clear()
+            self._recent = AcceptanceStats()
+
+    def state(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        with self._lock:
+            requests, stats = self.requests, dict(self._by_domain)
+        return {"requests": requests, "stats": [[domain, s.to_dict(derived=False)] for domain, s in stats.items()]}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a state."""
+        with self._lock:
+            self.requests = int(state["requests"])
+            self._by_domain = {domain: AcceptanceStats.from_dict(stats) for domain, stats in state["stats"]}
+            self._recent = AcceptanceStats()
+
+
+def expected_block_efficiency(alpha: float, k: int) -> float:
+    """
+    Tokens that a round emits on average, `1 + alpha + ... + alpha^k = (1 - alpha^(k + 1)) / (1 - alpha)`
+    (equation 1 of arXiv 2211.17192); `k + 1` for `alpha = 1`.
+
+    Args:
+        alpha (`float`): Acceptance rate of a drafted token, from 0 to 1, taken as independent of the others.
+        k (`int`): Drafted tokens a round; 0 is plain decoding.
+
+    Raises:
+        ConfigError: an argument is outside its range.
+    """
+    if not 0 <= alpha <= 1:
+        raise ConfigError(f"alpha must be between 0 and 1, got {alpha}")
+    if operator.index(k) < 0:
+        raise ConfigError(f"k must be at least 0, got {k}")
+    # The closed form loses its digits as alpha approaches 1; k is small.
+    return math.fsum(alpha**i for i in range(k + 1))
+
+
+def expected_speedup(alpha: float, k: int, c: float) -> float:
+    """
+    How many times sooner the tokens come than from the target alone, `block efficiency / (c k + 1)`
+    (theorem 3.8 of arXiv 2211.17192).
+
+    Args:
+        alpha (`float`): Acceptance rate of a drafted token, from 0 to 1.
+        k (`int`): Drafted tokens a round; 0 is plain decoding, speed-up 1.
+        c (`float`): Time of one forward of the draft over that of the target, at least 0.
+
+    Raises:
+        ConfigError: an argument is outside its range.
+    """
+    if not 0 <= c < math.inf:
+        raise ConfigError(f"c must be finite and at least 0, got {c}")
+    return expected_block_efficiency(alpha, k) / (c * k + 1)
+
+
+def best_k(alpha: float, c: float, max_k: int = 32) -> int:
+    """
+    The number of drafted tokens a round with the largest expected speed-up; of equal ones the smallest.
+
+    Args:
+        alpha (`float`): Acceptance rate of a drafted token, from 0 to 1.
+        c (`float`): Time of one forward of the draft over that of the target, at least 0.
+        max_k (`int`, *optional*, defaults to 32):
+            Largest answer; a draft that is always right or costs nothing has no finite optimum.
+
+    Returns:
+        `int`: from 0 (do not speculate) to `max_k`.
+
+    Raises:
+        ConfigError: an argument is outside its range.
+    """
+    if operator.index(max_k) < 0:
+        raise ConfigError(f"max_k must be at least 0, got {max_k}")
+    return max(range(max_k + 1), key=lambda k: expected_speedup(alpha, k, c))

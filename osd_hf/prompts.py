@@ -14,7 +14,7 @@ from typing import Any
 from pyarrow import parquet
 
 from osd_hf.errors import ConfigError, DataError
-from osd_hf.loading import first_line
+from osd_hf.pair import first_line
 
 __all__ = [
     "EncodedPrompts",

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from osd_hf.config import OnlineConfig
-from osd_hf.drafts import DomainDrafts
 from osd_hf.errors import ConfigError, DataError
-from osd_hf.gate import GateDecision
-from osd_hf.learner import Learner
+from osd_hf.learning.drafts import DomainDrafts
+from osd_hf.learning.gate import GateDecision
+from osd_hf.learning.learner import Learner
+from osd_hf.learning.updater import UpdateReport
 from osd_hf.metrics import AcceptanceStats
-from osd_hf.records import Trace
 from osd_hf.replay import redraft, replay_each
 from osd_hf.routing import RoutedPrompt, Router, as_router
-from osd_hf.updater import UpdateReport
+from osd_hf.trace import Trace
 
 __all__ = ["SimulationReport", "serve_recorded", "simulate"]
 

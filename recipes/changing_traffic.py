@@ -25,8 +25,8 @@ from streams import pooled
 from tqdm import tqdm
 
 from osd_hf import AcceptanceStats, OnlineConfig, simulate
+from osd_hf.bench.display import rolling_alpha
 from osd_hf.metrics import alpha_gain_interval
-from osd_hf.plots import rolling_alpha
 from osd_hf.replay import replay_each
 
 matplotlib.use("Agg")

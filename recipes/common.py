@@ -26,9 +26,9 @@ from osd_hf import (
     UpdateReport,
     record_traces,
 )
-from osd_hf.learner import Learner
-from osd_hf.plots import rolling_alpha
-from osd_hf.provenance import provenance
+from osd_hf.bench.display import rolling_alpha
+from osd_hf.learning.learner import Learner
+from osd_hf.utils.report import provenance
 
 # Data set -> template of the user's turn, over the columns that it has on the Hub.
 TEMPLATES = {

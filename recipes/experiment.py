@@ -20,10 +20,10 @@ from datasets import load_dataset
 from tqdm import tqdm
 
 from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig, record_traces, replay
-from osd_hf.loading import load_model, load_tokenizer, prompt_room
+from osd_hf.distillation.loss import SAMPLE_SOURCES
 from osd_hf.losses import DIVERGENCES
 from osd_hf.metrics import alpha_gain_interval
-from osd_hf.offline_sampling import SAMPLE_SOURCES
+from osd_hf.pair import load_model, load_tokenizer, prompt_room
 from osd_hf.prompts import Prompt, encode_prompts
 from osd_hf.replay import replay_each
 

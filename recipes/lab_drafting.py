@@ -29,10 +29,10 @@ from transformers.generation import utils as generation_utils
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from osd_hf import OnlineAssistant, OnlineConfig, replay, simulate
-from osd_hf.benchmark import System, benchmark
+from osd_hf.bench.benchmark import System, benchmark
 from osd_hf.bundled import DOMAINS, bundled_prompts, load_bundled
 from osd_hf.prompts import encode_turn
-from osd_hf.provenance import provenance
+from osd_hf.utils.report import provenance
 
 PARTS = ("equal", "learned", "pace", "useless", "loop")
 

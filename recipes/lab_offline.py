@@ -35,8 +35,8 @@ from common import MAX_NEW_TOKENS, RESULTS, TEMPLATES, load_pair, recorded, writ
 from tqdm import tqdm
 
 from osd_hf import AcceptanceStats, DistillConfig, OnlineConfig, distill, replay, simulate
+from osd_hf.distillation.loss import SAMPLE_SOURCES
 from osd_hf.metrics import alpha_gain_interval
-from osd_hf.offline_sampling import SAMPLE_SOURCES
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

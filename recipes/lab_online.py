@@ -26,9 +26,9 @@ from common import MAX_NEW_TOKENS, TEMPLATES, last_share, load_pair, prompts, re
 from tqdm import tqdm
 
 from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig, Trace, replay, simulate
+from osd_hf.learning.updater import Updater
 from osd_hf.metrics import alpha_gain_interval
 from osd_hf.replay import redraft, replay_each
-from osd_hf.updater import Updater
 
 PAPER_RATES = (1e-4, 3e-4, 1e-3)
 K = 5

@@ -34,9 +34,9 @@ from common import RESULTS, last_share, load_pair, recorded, write_report
 from tqdm import tqdm
 
 from osd_hf import AcceptanceStats, OnlineConfig, Trace, simulate
-from osd_hf.plots import rolling_alpha
-from osd_hf.provenance import provenance
+from osd_hf.bench.display import rolling_alpha
 from osd_hf.replay import replay_each
+from osd_hf.utils.report import provenance
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -59,8 +59,8 @@ from osd_hf import (
     replay,
     simulate,
 )
+from osd_hf.bench.display import rolling_alpha, rolling_window
 from osd_hf.metrics import alpha_gain_interval
-from osd_hf.plots import rolling_alpha, rolling_window
 from osd_hf.replay import replay_each
 
 matplotlib.use("Agg")

@@ -21,8 +21,8 @@ from common import MAX_NEW_TOKENS, TEMPLATES, load_pair, prompts
 
 from osd_hf import Trace
 from osd_hf.losses import DIVERGENCES, divergence_loss
-from osd_hf.provenance import provenance
-from osd_hf.records import ids_dtype
+from osd_hf.trace import ids_dtype
+from osd_hf.utils.report import provenance
 
 KEPT = (8, 16, 64)
 VOCABULARIES = (4_096, 151_936)

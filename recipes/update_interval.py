@@ -30,9 +30,9 @@ from common import RESULTS, last_share, load_pair, processor_timed, recorded, ro
 from tqdm import tqdm
 
 from osd_hf import AcceptanceStats, OnlineConfig, Trace, simulate
+from osd_hf.learning.updater import Updater
 from osd_hf.metrics import alpha_gain_interval
 from osd_hf.replay import replay_each
-from osd_hf.updater import Updater
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -39,7 +39,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from osd_hf import CorrectionStore, Trace, replay
-from osd_hf.versions import LATEST, latest_version
+from osd_hf.engine.versions import LATEST, latest_version
 
 K = 5
 NUM_LOGPROBS = 64
@@ -135,7 +135,7 @@ def serving(args: argparse.Namespace, draft: Path, log: Path) -> Iterator[tuple[
 
 def osd_hf(*arguments: Any) -> list[str]:
     """A command of this package."""
-    return [sys.executable, "-m", "osd_hf.cli", *map(str, arguments)]
+    return [sys.executable, "-m", "osd_hf.cli.main", *map(str, arguments)]
 
 
 def collected(args: argparse.Namespace, engine: Engine, prompts: Path, store: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import models
 import numpy as np
 import torch
 
-from osd_hf.offline import DistillConfig, distill
+from osd_hf.distillation.trainer import DistillConfig, distill
 
 VOCAB, BATCH, TOKENS = 150_000, 8, 512
 

@@ -8,7 +8,7 @@ from typing import Any
 import models
 import torch
 
-from osd_hf.offline import DistillConfig, distill
+from osd_hf.distillation.trainer import DistillConfig, distill
 
 
 def distilled(architecture: str, source: str, batch_size: int, folder: str) -> Any:

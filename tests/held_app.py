@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from osd_hf.cli import main
+from osd_hf.cli.main import main
 from osd_hf_app.answers import Batch
 from osd_hf_app.service import Service
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from osd_hf.errors import StateError
-from osd_hf.session import has_session, load_session, save_session
+from osd_hf.learning.session import has_session, load_session, save_session
 
 # What a user may have in the folder of a session.
 OWN = ("state-best/weights.pt", "state-0/notes.txt", "drafts/mine.txt", ".CURRENT-notes", "CURRENT.bak", "state-abc")

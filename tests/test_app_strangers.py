@@ -25,7 +25,7 @@ from saved_pair import save_pair
 from waiting import LONG
 
 from osd_hf import ConfigError
-from osd_hf.app_command import add_app, app_command
+from osd_hf.cli.main import add_app, app_command
 from osd_hf_app import launch as launch_module
 from osd_hf_app import service as service_module
 from osd_hf_app.door import API, CALLS, MAX_BODY_BYTES, Door, is_loopback

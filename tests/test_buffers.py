@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from osd_hf.buffers import MOST_DOMAINS, ReplayBuffer
-from osd_hf.records import Trace
+from osd_hf.learning.buffer import MOST_DOMAINS, ReplayBuffer
+from osd_hf.trace import Trace
 
 CAPACITY = st.integers(1, 12)
 DOMAINS = st.lists(st.integers(0, 4), max_size=120)

@@ -12,9 +12,9 @@ from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from osd_hf import CorrectionStore, LearnerError, OnlineConfig, expected_speedup, record_traces, replay
-from osd_hf.cli import _parser, main
-from osd_hf.outputs import json_text
+from osd_hf.cli.main import _parser, main
 from osd_hf.prompts import encode_turn
+from osd_hf.utils.report import json_text
 
 LEARNING = [  # without the gate each update is a version
     "--update-interval", "4", "--steps-per-update", "2", "--batch-size", "4", "--learning-rate", "3e-3", "--no-gate",
@@ -175,15 +175,13 @@ def test_a_failed_and_an_interrupted_run_have_their_own_exit_codes(monkeypatch, 
     def fail(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr("osd_hf.commands.bundled.load_bundled", fail)
+    monkeypatch.setattr("osd_hf.cli.run.bundled.load_bundled", fail)
     assert main(["run", "--bundled", "--output-dir", "never-made"]) == code
     assert capsys.readouterr().err.startswith("osd-hf: ")
 
 
 def test_what_the_system_refuses_is_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(
-        "osd_hf.commands.bundled.load_bundled", lambda: (_ for _ in ()).throw(OSError(28, "disk full"))
-    )
+    monkeypatch.setattr("osd_hf.cli.run.bundled.load_bundled", lambda: (_ for _ in ()).throw(OSError(28, "disk full")))
     assert main(["run", "--bundled", "--output-dir", "never-made"]) == 1
     assert capsys.readouterr().err == "osd-hf: error: [Errno 28] disk full\n"
 

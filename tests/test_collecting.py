@@ -30,25 +30,16 @@ from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from waiting import LONG
 
-from osd_hf import (
-    ConfigError,
-    CorrectionStore,
-    DataError,
-    ServerError,
-    StoreError,
-    Trace,
-    collect_command,
-    record_traces,
-    request_log,
-    shards,
-)
-from osd_hf import completion_client as module
-from osd_hf.cli import main
-from osd_hf.collecting import CollectionReport, collect, collect_log
-from osd_hf.completion_client import CompletionClient
-from osd_hf.completions import ResponseReader
+from osd_hf import ConfigError, CorrectionStore, DataError, ServerError, StoreError, Trace, record_traces
+from osd_hf.cli import collect as collect_command
+from osd_hf.cli.main import main
+from osd_hf.engine import collect as module
+from osd_hf.engine import log as request_log
+from osd_hf.engine.collect import CollectionReport, CompletionClient, collect, collect_log
+from osd_hf.engine.log import LogReader
+from osd_hf.engine.responses import ResponseReader
 from osd_hf.prompts import Prompt, encode_turn
-from osd_hf.request_log import LogReader
+from osd_hf.store import folder as shards
 
 KEPT, LENGTH, VOCAB = 8, 6, 300
 READER = ResponseReader(VOCAB, KEPT)
@@ -1101,13 +1092,13 @@ def test_an_interrupted_collection_says_what_is_left(
     def stopped_behind_the_first(*args: Any, **kwargs: Any) -> CollectionReport:
         return real(*args, **{**kwargs, "stop": stop, "on_request": lambda _: stop.set(), "concurrency": 1})
 
-    monkeypatch.setattr("osd_hf.collect_command.collect", stopped_behind_the_first)
+    monkeypatch.setattr("osd_hf.cli.collect.collect", stopped_behind_the_first)
     flags = ["--url", engine.address, "--prompts", rows, "--column", "question"]
     assert run(*flags) == 130
     kept = len(CorrectionStore(tmp_path / "store"))
     assert 1 <= kept < len(QUESTIONS)
     assert f"--resume, {len(QUESTIONS) - kept} prompts are left" in capsys.readouterr().err
-    monkeypatch.setattr("osd_hf.collect_command.collect", real)
+    monkeypatch.setattr("osd_hf.cli.collect.collect", real)
     assert run(*flags, "--resume") == 0
     assert len(CorrectionStore(tmp_path / "store")) == len(QUESTIONS)
 

@@ -18,9 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from osd_hf import CorrectionStore, DataError, Trace, record_traces, replay
-from osd_hf.completions import ResponseReader, unwrapped
-from osd_hf.forcing import process_rows
-from osd_hf.replay import replay_each
+from osd_hf.engine.responses import ResponseReader, unwrapped
+from osd_hf.replay import process_rows, replay_each
 
 KEPT = 8
 READER = ResponseReader(models.VOCAB, KEPT)

@@ -28,8 +28,10 @@ from transformers.generation import candidate_generator, logits_process, stoppin
 from transformers.generation import utils as generation_utils
 from transformers.generation.candidate_generator import AssistedCandidateGenerator, CandidateGenerator
 
-from osd_hf import arguments, capture, processors
-from osd_hf.drafting import LeanCandidateGenerator
+from osd_hf import pair as arguments
+from osd_hf.capture import processors
+from osd_hf.capture import request as capture
+from osd_hf.drafting.generator import LeanCandidateGenerator
 
 
 def parameters(function: Any) -> set[str]:

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from osd_hf import CorrectionStore, OnlineAssistant, OnlineConfig, Trace, capture_traces
-from osd_hf import disk as module
-from osd_hf.disk import FileLock, make_private_folder, new_private_file, wait_for_lock, write_whole
-from osd_hf.evaluation import EvaluationSet
+from osd_hf.cli.journal import open_folder, serve
+from osd_hf.engine.log import LogReader
+from osd_hf.engine.versions import VersionFolder
+from osd_hf.hub.cards import EvaluationSet
 from osd_hf.prompts import Prompt, encode_prompts
-from osd_hf.request_log import LogReader
-from osd_hf.serving import open_folder, serve
-from osd_hf.versions import VersionFolder
+from osd_hf.utils import disk as module
+from osd_hf.utils.disk import FileLock, make_private_folder, new_private_file, wait_for_lock, write_whole
 
 posix = pytest.mark.skipif(os.name != "posix", reason="needs modes and locks of POSIX")
 CONFIG = OnlineConfig(

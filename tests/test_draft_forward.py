@@ -16,7 +16,7 @@ from transformers import StaticCache
 from waiting import LONG
 
 from osd_hf import OnlineAssistant, OnlineConfig
-from osd_hf.draft_forward import SMALLEST_STATIC_CACHE, CompiledDraft, DraftForward, StaticForward
+from osd_hf.drafting.forward import SMALLEST_STATIC_CACHE, CompiledDraft, DraftForward, StaticForward
 
 COMPILABLE = ("llama", "gpt2")
 
@@ -426,7 +426,7 @@ def test_another_dtype_is_compiled_anew_and_autocast_runs_eagerly(traced: None) 
 def test_a_cache_beyond_the_largest_is_left_to_the_eager_forward(
     traced: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("osd_hf.draft_forward.LARGEST_STATIC_CACHE", SMALLEST_STATIC_CACHE)
+    monkeypatch.setattr("osd_hf.drafting.forward.LARGEST_STATIC_CACHE", SMALLEST_STATIC_CACHE)
     compiled = CompiledDraft(models.build())
     assert type(compiled.forward(SMALLEST_STATIC_CACHE + 1)) is DraftForward
     assert "static caches end at" in caplog.text

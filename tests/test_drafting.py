@@ -12,12 +12,12 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaL
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 from osd_hf import OnlineAssistant, OnlineConfig, capture_traces, replay
-from osd_hf.draft_forward import DraftForward
-from osd_hf.drafting import LeanCandidateGenerator
+from osd_hf.drafting.forward import DraftForward
+from osd_hf.drafting.generator import LeanCandidateGenerator
+from osd_hf.drafting.pacing import AutoPace, FixedPace
 from osd_hf.errors import ConfigError, UnsupportedGenerationError
 from osd_hf.metrics import AcceptanceStats
-from osd_hf.pacing import AutoPace, FixedPace
-from osd_hf.records import Trace
+from osd_hf.trace import Trace
 
 
 def assistant_of(target: Any, draft: Any, **settings: Any) -> OnlineAssistant:

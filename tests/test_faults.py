@@ -17,11 +17,12 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from waiting import LONG
 
-from osd_hf import CorrectionStore, LearnerError, OnlineAssistant, OnlineConfig, StateError, shards
+from osd_hf import CorrectionStore, LearnerError, OnlineAssistant, OnlineConfig, StateError
 from osd_hf import assistant as assistant_module
-from osd_hf import session as session_module
-from osd_hf.disk import lock_file
-from osd_hf.updater import Updater
+from osd_hf.learning import session as session_module
+from osd_hf.learning.updater import Updater
+from osd_hf.store import folder as shards
+from osd_hf.utils.disk import lock_file
 
 # Without the gate each update is a version.
 CONFIG = OnlineConfig(

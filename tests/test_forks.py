@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from osd_hf import DomainDrafts, OnlineConfig
-from osd_hf.disk import lock_file
-from osd_hf.draft_forward import CompiledDraft, DraftForward, StaticForward
-from osd_hf.forks import in_child, renewing
-from osd_hf.schedule import DutyCycle, IdleWorker, Traffic
+from osd_hf.drafting.forward import CompiledDraft, DraftForward, StaticForward
+from osd_hf.learning.schedule import DutyCycle, IdleWorker, Traffic
+from osd_hf.utils.disk import in_child, lock_file, renewing
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs forks"),
@@ -256,7 +255,7 @@ from pathlib import Path
 import models
 import test_faults
 from osd_hf import OnlineAssistant
-from osd_hf.updater import Updater
+from osd_hf.learning.updater import Updater
 
 LONG = 250
 faulthandler.dump_traceback_later(2 * LONG, exit=True)

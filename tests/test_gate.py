@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from osd_hf import gate as module
-from osd_hf.gate import HELD_BACK, HOLD_BACK_EVERY, LEAST_HELD_BACK, LEAST_SERVED, WATCHED, Gate, paired_gain
+from osd_hf.learning import gate as module
+from osd_hf.learning.gate import HELD_BACK, HOLD_BACK_EVERY, LEAST_HELD_BACK, LEAST_SERVED, WATCHED, Gate, paired_gain
 from osd_hf.metrics import AcceptanceStats
-from osd_hf.records import Trace
+from osd_hf.trace import Trace
 
 
 def request(domain: str | None = None) -> Trace:

@@ -30,13 +30,13 @@ from osd_hf import (
     UnsupportedGenerationError,
     UnsupportedModelError,
     capture_traces,
-    hook,
 )
-from osd_hf.capture import Request, compress_rows
+from osd_hf.capture import hook
+from osd_hf.capture.request import Request, compress_rows
+from osd_hf.drafting.pacing import AutoPace
 from osd_hf.metrics import AcceptanceStats
-from osd_hf.pacing import AutoPace
-from osd_hf.records import Trace
-from osd_hf.wrappers import unwrap
+from osd_hf.pair import unwrap
+from osd_hf.trace import Trace
 
 LOOP = "_assisted_decoding"  # what is listened to
 

@@ -20,13 +20,11 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from osd_hf import ConfigError, CorrectionStore, HubError, OnlineAssistant, OnlineConfig, capture_traces
+from osd_hf.bench.benchmark import evaluate
 from osd_hf.bundled import bundled_prompts, load_bundled
-from osd_hf.cards import DraftFacts, draft_card
-from osd_hf.cli import main
-from osd_hf.engines import export_to_vllm
-from osd_hf.evaluate import evaluate
-from osd_hf.evaluation import EvaluationSet
-from osd_hf.hub import hub_id, push_folder, push_store, save_draft
+from osd_hf.cli.main import main
+from osd_hf.hub.cards import DraftFacts, EvaluationSet, draft_card
+from osd_hf.hub.push import export_to_vllm, hub_id, push_folder, push_store, save_draft
 from osd_hf.prompts import Prompt, encode_turn
 
 FACTS = DraftFacts(
@@ -81,7 +79,7 @@ def in_fresh_process(hub: FakeHub, folder: Path, code: str, **environment: str) 
 PUSH = """
 import sys
 from osd_hf.errors import OSDError
-from osd_hf.hub import push_folder
+from osd_hf.hub.push import push_folder
 try:
     print(push_folder({folder!r}, "me/draft", exist_ok={exist_ok}))
 except OSDError as error:
@@ -374,7 +372,7 @@ def test_a_token_stays_out_of_what_a_trainer_writes_and_pushes(architecture: str
 
 STORE = """
 from osd_hf import CorrectionStore
-from osd_hf.hub import push_store
+from osd_hf.hub.push import push_store
 print(push_store(CorrectionStore({folder!r}), "me/corrections", license="mit", target="somebody/target"))
 """
 
@@ -452,7 +450,8 @@ def test_an_exported_draft_has_the_targets_vocabulary_and_the_drafts_logits(tmp_
 
 
 def test_an_export_that_went_wrong_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from osd_hf import StateError, engines
+    from osd_hf import StateError
+    from osd_hf.hub import push as engines
 
     other = models.build("llama", seed=3)
     monkeypatch.setattr(engines, "load_model", lambda *args, **kwargs: other)

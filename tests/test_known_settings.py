@@ -11,7 +11,8 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, Sto
 from transformers.generation import logits_process, stopping_criteria
 from transformers.generation.configuration_utils import GenerationMode
 
-from osd_hf import OnlineAssistant, UnsupportedGenerationError, capture_traces, guards, processors
+from osd_hf import OnlineAssistant, UnsupportedGenerationError, capture_traces
+from osd_hf.capture import guards, processors
 
 WHAT_TO_DO = (
     "Read in transformers what it does to an answer, show that an assisted one is the target's own under it or refuse "
@@ -38,7 +39,7 @@ def unknown(where: str, found: set[str], known: set[str] | frozenset[str]) -> li
 
 def unknown_fields() -> list[str]:
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
-    return unknown("_SERVED, _IRRELEVANT or _REFUSED of osd_hf/guards.py", fields, guards._KNOWN)
+    return unknown("_SERVED, _IRRELEVANT or _REFUSED of osd_hf/capture/guards.py", fields, guards._KNOWN)
 
 
 def unknown_classes(*modules: ModuleType) -> list[str]:
@@ -48,7 +49,7 @@ def unknown_classes(*modules: ModuleType) -> list[str]:
         for name, value in vars(module).items()
         if isinstance(value, type) and issubclass(value, LogitsProcessor | StoppingCriteria)
     }
-    where = "STATELESS or STATEFUL of osd_hf/processors.py"
+    where = "STATELESS or STATEFUL of osd_hf/capture/processors.py"
     return unknown(where, found - BASES, processors.STATELESS | processors.STATEFUL | TRIED_OUT)
 
 
@@ -70,7 +71,7 @@ def test_every_argument_and_mode_of_generate_is_known() -> None:
 
 
 def test_every_setting_that_a_trace_keeps_is_served() -> None:
-    from osd_hf.arguments import SAMPLING_FIELDS
+    from osd_hf.pair import SAMPLING_FIELDS
 
     assert set(SAMPLING_FIELDS) <= guards._SERVED
 

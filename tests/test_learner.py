@@ -11,10 +11,10 @@ import torch
 
 from osd_hf import DomainDrafts, OnlineAssistant, OnlineConfig, Trace, capture_traces
 from osd_hf import replay as replayed
-from osd_hf.gate import HOLD_BACK_EVERY, Gate, GateDecision
-from osd_hf.learner import Learner
+from osd_hf.learning.gate import HOLD_BACK_EVERY, Gate, GateDecision
+from osd_hf.learning.learner import Learner
+from osd_hf.learning.updater import Updater, finish
 from osd_hf.simulate import simulate
-from osd_hf.updater import Updater, finish
 
 CONFIG = OnlineConfig(update_interval=4, steps_per_update=3, batch_size=8, num_logprobs=8, learning_rate=3e-3)
 NOISE = 0.2  # of the draft: there is something to learn

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from osd_hf import ConfigError, OSDError
-from osd_hf.cards import DraftFacts, draft_card
-from osd_hf.cli import main
-from osd_hf.loading import first_line
-from osd_hf.masking import shown_settings, without_secrets
-from osd_hf.provenance import provenance, without_credentials
+from osd_hf.cli.main import main
+from osd_hf.errors import shown_settings, without_secrets
+from osd_hf.hub.cards import DraftFacts, draft_card
+from osd_hf.pair import first_line
+from osd_hf.utils.report import provenance, without_credentials
 
 MARK = "QZX"  # stands in every part of a secret, so that no part of one can be overlooked
 ODD = st.text(alphabet="@:/%?#&=;,'\"\\[]{}+~!$*0aü", max_size=3)
@@ -121,7 +121,7 @@ def test_what_a_command_fails_of_shows_no_secret(monkeypatch: pytest.MonkeyPatch
     def failing(_: argparse.Namespace) -> int:
         raise OSError("http://me:QZX@host:8000/v1?token=QZX is away")
 
-    monkeypatch.setattr("osd_hf.cli.app_command", failing)
+    monkeypatch.setattr("osd_hf.cli.main.app_command", failing)
     assert main(["app"]) == 1
     said = capsys.readouterr().err
     assert "http://***" in said
@@ -142,7 +142,7 @@ def test_an_error_keeps_what_is_no_text(caplog: pytest.LogCaptureFixture) -> Non
 def test_a_command_reports_to_nobody_how_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless the environment says so."""
     constants = huggingface_hub.constants
-    monkeypatch.setattr("osd_hf.cli.app_command", lambda _: 0)
+    monkeypatch.setattr("osd_hf.cli.main.app_command", lambda _: 0)
     for name in ("HF_HUB_DISABLE_TELEMETRY", "GRADIO_ANALYTICS_ENABLED"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)

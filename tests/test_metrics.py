@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from osd_hf.errors import ConfigError
 from osd_hf.metrics import AcceptanceStats, alpha_gain_interval
-from osd_hf.records import DraftRound, Trace
+from osd_hf.trace import DraftRound, Trace
 
 repeatable = settings(deadline=None, derandomize=True, max_examples=50)
 

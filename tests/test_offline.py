@@ -33,19 +33,18 @@ from osd_hf import (
     UnsupportedModelError,
     VocabularyMismatchError,
     capture_traces,
-    guards,
-    offline_data,
-    offline_loss,
     record_traces,
     replay,
 )
-from osd_hf.forcing import completion_logits
-from osd_hf.loading import prompt_room
+from osd_hf.capture import guards
+from osd_hf.distillation import data as offline_data
+from osd_hf.distillation import loss as offline_loss
+from osd_hf.distillation.data import HeldOut
+from osd_hf.distillation.loss import SAMPLE_SOURCES, Sampler, unanswered
+from osd_hf.distillation.trainer import DistillConfig, distill, last_checkpoint
 from osd_hf.losses import DIVERGENCES
-from osd_hf.offline import DistillConfig, distill
-from osd_hf.offline_eval import HeldOut
-from osd_hf.offline_models import last_checkpoint
-from osd_hf.offline_sampling import SAMPLE_SOURCES, Sampler, unanswered
+from osd_hf.pair import prompt_room
+from osd_hf.replay import completion_logits
 
 peft_warns = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
 
@@ -83,7 +82,9 @@ def weights(model: Any) -> torch.Tensor:
 def in_double(monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft in double precision is trained in it, not in single precision, so that equal runs are equal to the last
     digits on every machine."""
-    monkeypatch.setattr("osd_hf.offline.learner_of", lambda draft, peft_config: copy.deepcopy(draft).eval())
+    monkeypatch.setattr(
+        "osd_hf.distillation.trainer.learner_of", lambda draft, peft_config: copy.deepcopy(draft).eval()
+    )
 
 
 def losses(result: Any) -> list[float]:

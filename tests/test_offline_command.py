@@ -21,8 +21,8 @@ from osd_hf import (
     record_traces,
     replay,
 )
-from osd_hf.cli import main
-from osd_hf.distill_command import add_distill, distill_command
+from osd_hf.cli.distill import add_distill, distill_command
+from osd_hf.cli.main import main
 from osd_hf.prompts import encode_turn
 
 SMALL = ["--max-steps", "2", "--per-device-train-batch-size", "2", "--max-new-tokens", "5", "--save-strategy", "no"]

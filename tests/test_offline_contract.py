@@ -16,7 +16,7 @@ from trl import SFTConfig, SFTTrainer
 from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl.models.utils import unwrap_model_for_generation
 
-from osd_hf import offline
+from osd_hf.distillation import trainer as offline
 
 
 def parameters(function: Any) -> list[str]:

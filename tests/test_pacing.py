@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from osd_hf.cost import expected_block_efficiency
-from osd_hf.estimates import Acceptance, Costs
-from osd_hf.pacing import MOST_DOMAINS, DraftingPlan, FixedPace, Pace, Pacer
+from osd_hf.drafting.pacing import MOST_DOMAINS, Acceptance, Costs, DraftingPlan, FixedPace, Pace, Pacer
+from osd_hf.metrics import expected_block_efficiency
 
 TARGET = 1.0  # seconds of a forward
 PER_TOKEN = 0.02  # seconds that one more token in it takes

@@ -24,16 +24,10 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from osd_hf import (
-    OnlineAssistant,
-    OnlineConfig,
-    ReplayedProcessor,
-    UnsupportedGenerationError,
-    capture_traces,
-    processors,
-)
-from osd_hf.processors import check_criteria, check_processors
-from osd_hf.reachable import look_through
+from osd_hf import OnlineAssistant, OnlineConfig, ReplayedProcessor, UnsupportedGenerationError, capture_traces
+from osd_hf.capture import processors
+from osd_hf.capture.processors import check_criteria, check_processors
+from osd_hf.capture.reachable import look_through
 
 IDS = models.prompt()
 FROZEN = OnlineConfig(update_strategy="manual")

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from osd_hf import provenance as module
-from osd_hf.provenance import provenance
+from osd_hf.utils import report as module
+from osd_hf.utils.report import provenance
 
 
 def test_is_ready_for_json_and_carries_the_extra_entries() -> None:

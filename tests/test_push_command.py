@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from osd_hf.bundled import load_bundled
-from osd_hf.cli import main
+from osd_hf.cli.main import main
 
 
 @pytest.fixture(scope="module")
@@ -120,8 +120,8 @@ def test_the_push_is_private_unless_it_is_asked_to_be_public(
         asked.append(private)
 
     monkeypatch.setenv("HF_TOKEN", "hf_fake")
-    monkeypatch.setattr("osd_hf.push_command.push_folder", push_folder)
-    monkeypatch.setattr("osd_hf.push_command.check_visibility", check_visibility)
+    monkeypatch.setattr("osd_hf.cli.push.push_folder", push_folder)
+    monkeypatch.setattr("osd_hf.cli.push.check_visibility", check_visibility)
     sizes = ["--requests", "2", "--timed-requests", "0", "--max-new-tokens", "4", "--k", "2"]
     assert main(["push", "me/draft", "--draft", str(learned), *sizes, *flags]) == 0
     assert asked == [private, private]  # before the work, and at its end

@@ -11,11 +11,11 @@ from saved_pair import save_pair
 from transformers import AutoModelForCausalLM
 
 from osd_hf import AcceptanceStats
+from osd_hf.bench.controlled import answer_greedily, compare_outputs, median_ratio
+from osd_hf.bench.display import plot_alpha, rolling_alpha
+from osd_hf.bench.quickstart import QuickstartSizes, learned_and_later
 from osd_hf.bundled import DOMAINS
-from osd_hf.cli import main
-from osd_hf.plots import plot_alpha, rolling_alpha
-from osd_hf.quickstart import QuickstartSizes, learned_and_later
-from osd_hf.timing import answer_greedily, compare_outputs, median_ratio
+from osd_hf.cli.main import main
 
 SIZES = {
     "learn_requests": 4, "later_requests": 3, "timed_requests": 2, "max_new_tokens": 8, "ceiling_epochs": 2,
@@ -80,7 +80,7 @@ def test_it_is_overwritten_and_the_table_is_narrow(finished, pair, capsys):
 
 
 def test_a_differing_output_exits_with_1(pair, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("osd_hf.benchmark.compare_outputs", lambda *args: "differing")
+    monkeypatch.setattr("osd_hf.bench.benchmark.compare_outputs", lambda *args: "differing")
     assert main(arguments(pair, tmp_path / "out", later_requests=2, timed_requests=1)) == 1
     assert "8 DIFFER" in capsys.readouterr().out
 

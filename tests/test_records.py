@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from osd_hf import DraftRound, Trace
-from osd_hf.records import ids_dtype
+from osd_hf.trace import ids_dtype
 
 
 def drafted(number: int) -> Any:

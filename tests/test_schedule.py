@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import LONG
 
-from osd_hf.schedule import DutyCycle, IdleWorker, Traffic
+from osd_hf.learning.schedule import DutyCycle, IdleWorker, Traffic
 
 
 class Clock:

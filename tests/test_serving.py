@@ -15,11 +15,12 @@ from safetensors.torch import load_file
 from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig, session
-from osd_hf.cli import main
-from osd_hf.disk import lock_file
+from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig
+from osd_hf.cli.journal import Served, report_on, serve
+from osd_hf.cli.main import main
+from osd_hf.learning import session
 from osd_hf.prompts import Prompt, encode_prompts, encode_turn
-from osd_hf.serving import Served, report_on, serve
+from osd_hf.utils.disk import lock_file
 
 REQUESTS = 22
 LEARNING = [  # without the gate each update is a version
@@ -144,7 +145,7 @@ def test_kept_answers_are_the_targets_own(pair, prompts, tmp_path):
 KILLED = """
 import os, signal, sys
 from osd_hf import OnlineAssistant
-from osd_hf.cli import main
+from osd_hf.cli.main import main
 generate, calls = OnlineAssistant.generate, []
 def killed(self, *args, **kwargs):
     calls.append(1)

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from osd_hf import OnlineConfig, StateError, Trace, capture_traces
-from osd_hf import session as module
-from osd_hf.disk import lock_file
-from osd_hf.drafts import DomainDrafts
-from osd_hf.learner import Learner
-from osd_hf.session import load_session, save_session
-from osd_hf.updater import Updater
+from osd_hf.learning import session as module
+from osd_hf.learning.drafts import DomainDrafts
+from osd_hf.learning.learner import Learner
+from osd_hf.learning.session import load_session, save_session
+from osd_hf.learning.updater import Updater
+from osd_hf.utils.disk import lock_file
 
 CONFIG = OnlineConfig(batch_size=4, steps_per_update=1, num_logprobs=8, buffer_size=5, gate=False)
 

@@ -25,12 +25,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from waiting import LONG
 
-from osd_hf import shards as folder_module
-from osd_hf import store as module
-from osd_hf import tables
 from osd_hf.errors import ConfigError, DataError, StoreError
-from osd_hf.records import DraftRound, Trace, ids_dtype
-from osd_hf.store import CorrectionStore, table_to_traces, traces_to_table
+from osd_hf.store import arrow as tables
+from osd_hf.store import folder as folder_module
+from osd_hf.store import store as module
+from osd_hf.store.store import CorrectionStore, table_to_traces, traces_to_table
+from osd_hf.trace import DraftRound, Trace, ids_dtype
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals, forks or locks")
 
@@ -630,9 +630,9 @@ import numpy as np
 package = types.ModuleType("osd_hf")
 package.__path__ = [sys.argv[2]]
 sys.modules["osd_hf"] = package
-from osd_hf import store as module
-from osd_hf.records import DraftRound, Trace
-from osd_hf.store import CorrectionStore
+from osd_hf.store import store as module
+from osd_hf.trace import DraftRound, Trace
+from osd_hf.store.store import CorrectionStore
 path = Path(sys.argv[1])
 """
 

@@ -29,22 +29,22 @@ from osd_hf import (
     OnlineConfig,
     StateError,
     Trace,
-    learn_command,
     record_traces,
     replay,
     simulate,
 )
-from osd_hf import learner as learner_module
-from osd_hf import session as session_module
-from osd_hf import store_learning as module
-from osd_hf.cli import main
-from osd_hf.completions import ResponseReader
-from osd_hf.following import StoreFollower
+from osd_hf.cli import learn as learn_command
+from osd_hf.cli.main import main
+from osd_hf.engine import learn as module
+from osd_hf.engine.learn import StoreLearner
+from osd_hf.engine.log import StoreFollower
+from osd_hf.engine.responses import ResponseReader
+from osd_hf.engine.versions import VersionFolder
+from osd_hf.learning import learner as learner_module
+from osd_hf.learning import session as session_module
+from osd_hf.learning.updater import Updater
 from osd_hf.prompts import encode_turn
 from osd_hf.replay import replay_each
-from osd_hf.store_learning import StoreLearner
-from osd_hf.updater import Updater
-from osd_hf.versions import VersionFolder
 
 # Without the gate each update is a version.
 CONFIG = OnlineConfig(
@@ -695,8 +695,8 @@ def test_folders_may_be_named_from_here_or_home(
 # Told to stop by a real signal, sent as soon as everything that is there is learned.
 STOPPED = """
 import os, signal, sys
-from osd_hf import learn_command
-from osd_hf.cli import main
+from osd_hf.cli import learn as learn_command
+from osd_hf.cli.main import main
 
 class Learner(learn_command.StoreLearner):
     def step(self, *args, **kwargs):

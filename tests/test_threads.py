@@ -20,7 +20,7 @@ import torch
 from transformers import GenerationMixin
 
 from osd_hf import OnlineAssistant, OnlineConfig, capture_traces
-from osd_hf.records import Trace
+from osd_hf.trace import Trace
 
 LONG = 120  # seconds; only ends a test that hangs
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from osd_hf import ConfigError, OnlineConfig, StateError, Trace, capture_traces
-from osd_hf.updater import Updater, _learned_mask
+from osd_hf.learning.updater import Updater, _learned_mask
 
 CONFIG = OnlineConfig(batch_size=4, steps_per_update=2, learning_rate=1e-3, num_logprobs=16)
 PLAIN = replace(CONFIG, optimizer="adamw", weight_average=0.0, replay_fraction=0.0)
@@ -91,7 +91,7 @@ def test_micro_batches_add_up_to_one_batch(
         return {n: p.grad.clone() for n, p in updater.parameters.items() if p.grad is not None}, report.loss
 
     whole, whole_loss = gradients()
-    monkeypatch.setattr("osd_hf.forcing.MAX_LOGITS", 1)  # one trace a forward
+    monkeypatch.setattr("osd_hf.replay.MAX_LOGITS", 1)  # one trace a forward
     parts, parts_loss = gradients()
     assert parts_loss == pytest.approx(whole_loss, rel=1e-10)
     assert whole.keys() == parts.keys()

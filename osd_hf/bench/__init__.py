@@ -1,0 +1,1 @@
+"""Measuring: systems side by side, before and after."""

@@ -1,0 +1,353 @@
+"""Logits processors and stopping criteria: which may be asked about drafted tokens, and how the others are served."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import marshal
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, PrefixConstrainedLogitsProcessor
+
+from osd_hf.capture.reachable import CannotLookThrough, Snapshot, look_through
+from osd_hf.errors import UnsupportedGenerationError
+
+__all__ = [
+    "ReplayedProcessor",
+    "STATEFUL",
+    "STATELESS",
+    "TriedOut",
+    "begin_processors",
+    "check_callables",
+    "check_criteria",
+    "check_processors",
+    "forgets",
+]
+
+# Classes of transformers whose calls depend on nothing but their arguments: those that `generate` makes from settings.
+STATELESS = frozenset({
+    "EncoderNoRepeatNGramLogitsProcessor", "EncoderRepetitionPenaltyLogitsProcessor", "EpsilonLogitsWarper",
+    "EtaLogitsWarper", "ExponentialDecayLengthPenalty", "ForcedBOSTokenLogitsProcessor",
+    "ForcedEOSTokenLogitsProcessor", "InfNanRemoveLogitsProcessor", "LogitNormalization", "MinLengthLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor", "MinPLogitsWarper", "NoBadWordsLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "SequenceBiasLogitsProcessor",
+    "SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor", "TemperatureLogitsWarper",
+    "TopHLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper", "WatermarkLogitsProcessor",
+    "WhisperTimeStampLogitsProcessor",
+    "EosTokenCriteria", "MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria",
+})  # fmt: skip
+# Those that remember earlier calls, or need more than the row and the tokens: draft and target would share one memory.
+STATEFUL = frozenset({
+    "AlternatingCodebooksLogitsProcessor", "BarkEosPrioritizerLogitsProcessor",
+    "ClassifierFreeGuidanceLogitsProcessor", "DiaClassifierFreeGuidanceLogitsProcessor",
+    "DiaEOSChannelFilterLogitsProcessor", "DiaEOSDelayPatternLogitsProcessor",
+    "SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+    "WhisperNoSpeechDetection",
+    "ConfidenceCriteria",
+})  # fmt: skip
+# Classes in neither list are tried out: those of a newer transformers, and what is as good as its function.
+
+MOST_NAMED = 32  # tokens tried out because they are named
+MOST_WRITTEN = 4096  # bytes of a container that is searched for them
+
+_ADVICE = {
+    "logits processor": "Derive what it needs from `input_ids` instead; or let `osd_hf.ReplayedProcessor` make it, "
+    "which serves a processor with a memory exactly",
+    "stopping criterion": "Derive what it needs from `input_ids` instead",
+}
+_VOUCH = "or, where its calls depend on their arguments alone, say so by an attribute `is_stateless = True` on it"
+
+
+class ReplayedProcessor(LogitsProcessor):
+    """
+    Serves a logits processor that remembers the tokens it has seen, such as the matcher of a grammar: before each call
+    it is brought to where the sequence stands. Draft and target ask it in turns, also about tokens that are rejected
+    later. Every request begins with a fresh one.
+
+    ```python
+    grammar = ReplayedProcessor(lambda: xgrammar.contrib.hf.LogitsProcessor(compiled))
+    assistant.generate(**inputs, logits_processor=[grammar])
+    ```
+
+    What the processor remembers must follow from the tokens alone: calls that are repeated get another row of scores.
+
+    Args:
+        make (`Callable[[], LogitsProcessor]`):
+            Makes a processor as it is when an answer begins: its first call is about the prompt, each later one about
+            a token more.
+        take_back (`Callable[[LogitsProcessor, int], object]`, *optional*):
+            Makes a processor forget as many of its last calls, the very first excepted. Without it another one is made
+            and called again for each token of the answer so far, which takes the longer the longer the answer.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Callable[..., torch.Tensor]],
+        take_back: Callable[[Any, int], object] | None = None,
+    ) -> None:
+        self.make = make
+        self.take_back = take_back
+        self._starts_at: int | None = None  # tokens of the prompt, where a request says so
+        self._processor: Callable[..., torch.Tensor] | None = None
+        self._first = 0  # tokens at the first call of the processor
+        self._seen = torch.zeros(1, 0, dtype=torch.long)  # what its last call was about
+
+    def begin(self, prompt_tokens: int) -> ReplayedProcessor:
+        """The same for one request, which nothing outside of it shares."""
+        own = ReplayedProcessor(self.make, self.take_back)
+        own._starts_at = prompt_tokens
+        return own
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        length, seen = input_ids.shape[1], self._seen
+        common = _common(input_ids, seen)
+        first = self._first if self._starts_at is None else min(self._starts_at, length)
+        if self._starts_at is None and (common < first or length > seen.shape[1] + 1):
+            first = length  # outside of an assisted request: another prompt
+        known = min(common, length - 1)  # calls about more than these tokens are to be forgotten
+        processor, self._processor = self._processor, None  # after an error its state is anybody's guess
+        excess = seen.shape[1] - known
+        if processor is not None and first == self._first and known >= first and (not excess or self.take_back):
+            if excess and self.take_back is not None:
+                self.take_back(processor, excess)
+        else:
+            processor, known = self.make(), first - 1
+        for end in range(known + 1, length):
+            processor(input_ids[:, :end], scores.clone())
+        processed = processor(input_ids, scores)
+        self._processor, self._first, self._seen = processor, first, input_ids.clone()
+        return processed
+
+
+def _common(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Number of tokens with which both begin."""
+    length = min(a.shape[1], b.shape[1])
+    if length == 0 or a.shape[0] != b.shape[0]:
+        return 0
+    same = (a[:, :length] == b[:, :length].to(a.device)).all(0)
+    return length if bool(same.all()) else int(same.int().argmin())
+
+
+@dataclass(frozen=True)
+class TriedOut:
+    """A processor that seemed to forget when it was tried out, as it was before and after its first call. One that
+    remembers only certain tokens is found out after the request, by [`~TriedOut.has_remembered`]."""
+
+    thing: Any
+    before: Snapshot
+    settled: Snapshot
+
+    def is_of(self, processor: Any) -> bool:
+        """Whether it was this one, or its function, that was tried out."""
+        ours, theirs = _function_of(self.thing), _function_of(processor)
+        return self.thing is processor or (ours is not None and ours is theirs)
+
+    def has_remembered(self) -> bool:
+        """Whether the calls of a request have changed more than its first call does."""
+        try:
+            now = look_through(self.thing)
+        except CannotLookThrough:
+            return True
+        return now != self.before and now != self.settled
+
+    def refusal(self) -> UnsupportedGenerationError:
+        """That it remembers, as an error."""
+        return _remembers(self.thing, "logits processor")
+
+
+def begin_processors(processors: LogitsProcessorList, input_ids: torch.Tensor) -> LogitsProcessorList:
+    """What one request is served with, once [`check_processors`] has refused what cannot be served."""
+    start = input_ids.shape[1]
+    return LogitsProcessorList(p.begin(start) if type(p) is ReplayedProcessor else p for p in processors)
+
+
+def check_callables(target: Any, prompt: torch.Tensor, kwargs: dict[str, Any]) -> list[TriedOut]:
+    """[`check_processors`] and [`check_criteria`] of what `generate` was called with, before it does anything."""
+    processors = list(kwargs.get("logits_processor") or ())
+    if kwargs.get("prefix_allowed_tokens_fn") is not None:
+        processors.append(PrefixConstrainedLogitsProcessor(kwargs["prefix_allowed_tokens_fn"], 1))
+    criteria = list(kwargs.get("stopping_criteria") or ())
+    if not processors and not criteria:
+        return []
+    if target.config.is_encoder_decoder:  # they are asked about the answer
+        begun = kwargs.get("decoder_input_ids")
+        prompt = begun if begun is not None else prompt.new_full((1, 1), _decoder_start(target, kwargs))
+    vocab_size = int(target.config.get_text_config().vocab_size)
+    check_criteria(criteria, prompt, vocab_size)
+    return check_processors(processors, prompt, vocab_size)
+
+
+def _decoder_start(target: Any, kwargs: dict[str, Any]) -> int:
+    """The token that answers of an encoder-decoder begin with."""
+    configs = [c for c in (kwargs.get("generation_config"), target.generation_config) if c is not None]
+    for name in ("decoder_start_token_id", "bos_token_id"):
+        for value in (kwargs.get(name), *(getattr(config, name, None) for config in configs)):
+            if value is not None:
+                return int(value if isinstance(value, int) else torch.as_tensor(value).reshape(-1)[0])
+    return 0
+
+
+def check_processors(
+    processors: Any, input_ids: torch.Tensor, vocab_size: int, tried: Iterable[TriedOut] = ()
+) -> list[TriedOut]:
+    """
+    Refuse logits processors that remember earlier calls, or may: target and draft share the instances, so drafted
+    tokens that were never emitted would change the target's output. What is not known to forget is tried out on
+    made-up continuations of the prompt, and left as it was; what was `tried` for this request already is not again.
+
+    Returns:
+        `list[TriedOut]`: those that were tried out, to be looked at again after the request.
+
+    Raises:
+        UnsupportedGenerationError: names the processor.
+    """
+    row = functools.partial(torch.zeros, input_ids.shape[0], vocab_size, device=input_ids.device)
+    return [
+        next((one for one in tried if one.is_of(processor)), None)
+        or TriedOut(processor, *_try_out(processor, "logits processor", input_ids, row, vocab_size))
+        for processor in processors or ()
+        if not _is_known(processor, "logits processor")
+    ]
+
+
+def check_criteria(criteria: Any, input_ids: torch.Tensor, vocab_size: int) -> None:
+    """
+    Refuse stopping criteria that remember earlier calls, or may: they are also asked about drafted tokens, so that an
+    answer ends at the very token at which the target alone would end it. They are tried out as logits processors are,
+    but not looked at again after the request: what has changed then may well be a flag by which the caller ended it.
+
+    Raises:
+        UnsupportedGenerationError: names the criterion.
+    """
+    for criterion in criteria or ():
+        if not _is_known(criterion, "stopping criterion"):
+            _try_out(criterion, "stopping criterion", input_ids, lambda: None, vocab_size)
+
+
+def _is_known(thing: Any, kind: str) -> bool:
+    """Whether nothing of it has to be tried out; raises where it is known to remember."""
+    cls = type(thing)
+    if cls is ReplayedProcessor or any(getattr(x, "is_stateless", None) is True for x in (thing, _function_of(thing))):
+        return True
+    if cls.__module__.split(".")[0] == "transformers" and cls.__name__ in STATEFUL:
+        raise _remembers(thing, kind)
+    return forgets(thing)
+
+
+def forgets(thing: Any) -> bool:
+    """Whether it is one of transformers' own that depend on nothing but their arguments."""
+    return type(thing).__module__.split(".")[0] == "transformers" and type(thing).__name__ in STATELESS
+
+
+def _function_of(processor: Any) -> Any:
+    is_prefix = type(processor).__name__ == "PrefixConstrainedLogitsProcessor"
+    return getattr(processor, "_prefix_allowed_tokens_fn", None) if is_prefix else None
+
+
+def _name(thing: Any) -> str:
+    function = _function_of(thing)
+    if function is not None:
+        return f"of `prefix_allowed_tokens_fn={_name(function)}`"
+    return str(getattr(thing, "__name__", type(thing).__name__))
+
+
+def _remembers(thing: Any, kind: str) -> UnsupportedGenerationError:
+    return UnsupportedGenerationError(
+        f"The {kind} {_name(thing)} keeps state between calls, and assisted generation also calls it on drafted "
+        f"tokens that are never emitted. {_ADVICE[kind]}; {_VOUCH}."
+    )
+
+
+@torch.no_grad()
+def _try_out(
+    thing: Any, kind: str, input_ids: torch.Tensor, scores: Callable[[], torch.Tensor | None], vocab_size: int
+) -> tuple[Snapshot, Snapshot]:
+    def ask(ids: torch.Tensor) -> Any:
+        answer = thing(ids, scores())
+        return answer.clone() if isinstance(answer, torch.Tensor) else answer
+
+    try:
+        before = look_through(thing)
+        try:
+            first = ask(input_ids)
+            settled = look_through(thing)  # what is built when it is first asked for is there by now
+            for token in _named_tokens(settled, vocab_size):
+                with contextlib.suppress(Exception):  # no answer goes on like that
+                    ask(torch.cat([input_ids, input_ids.new_full((input_ids.shape[0], 1), token)], dim=-1))
+            same = _answers_alike(ask, input_ids, first) and look_through(thing) == settled
+        finally:
+            if not _is_as(thing, before):
+                before.put_back()
+    except CannotLookThrough as error:
+        raise UnsupportedGenerationError(
+            f"The {kind} {_name(thing)} may keep state between calls: it reaches {error}, which cannot be looked "
+            "through, and assisted generation also calls it on drafted tokens that are never emitted. "
+            f"{_ADVICE[kind]}; {_VOUCH}."
+        ) from None
+    except Exception as error:
+        raise UnsupportedGenerationError(
+            f"The {kind} {_name(thing)} cannot be asked about drafted tokens ({error!r}): it must decide from "
+            f"`input_ids` {'and `scores` alone' if kind == 'logits processor' else 'alone, `scores` being None'}."
+        ) from error
+    if not same:
+        raise _remembers(thing, kind)
+    return before, settled
+
+
+def _is_as(thing: Any, snapshot: Snapshot) -> bool:
+    """Whether nothing has to be put back: other threads may be using what is shared."""
+    try:
+        return look_through(thing) == snapshot
+    except CannotLookThrough:
+        return False
+
+
+def _named_tokens(snapshot: Snapshot, vocab_size: int) -> list[int]:
+    """Numbers that code and attributes name and that may be tokens: what waits for one, such as the end of a thought,
+    shows its memory only there."""
+
+    def numbers(fact: Any) -> Iterator[int]:
+        if type(fact) is int and 0 <= fact < vocab_size:
+            yield fact
+        elif type(fact) is bytes and len(fact) <= MOST_WRITTEN:  # a plain container, written down
+            with contextlib.suppress(ValueError, EOFError, TypeError):
+                yield from numbers(marshal.loads(fact))
+        elif isinstance(fact, list | tuple | set | frozenset):
+            for item in fact:
+                yield from numbers(item)
+        elif isinstance(fact, dict):
+            yield from numbers([*fact, *fact.values()])
+
+    found = dict.fromkeys(number for fact in snapshot.trail for number in numbers(fact))
+    return sorted(found, reverse=True)[:MOST_NAMED]  # special tokens have large numbers, lengths have small ones
+
+
+def _answers_alike(ask: Callable[[torch.Tensor], Any], input_ids: torch.Tensor, first: Any) -> bool:
+    """Whether questions that are asked again, after others, get the same answers."""
+    asked = [(input_ids, first)]
+    for parent in (0, 0, -1):
+        ids, answer = asked[parent]
+        token = _likely_token(answer, ids, len(asked))
+        if token is None:
+            continue
+        longer = torch.cat([ids, token.to(ids).expand(ids.shape[0], 1)], dim=-1)
+        with contextlib.suppress(Exception):  # no answer goes on like that
+            asked.append((longer, ask(longer)))
+    return all(_equal(answer, ask(ids)) for ids, answer in reversed(asked))
+
+
+def _likely_token(answer: Any, ids: torch.Tensor, number: int) -> torch.Tensor | None:
+    """A token that the answer of a processor allows; of a criterion's answer, one of the prompt."""
+    if not isinstance(answer, torch.Tensor) or not answer.is_floating_point():
+        return ids[0, -(number % ids.shape[1])] if ids.shape[1] else None
+    allowed = answer[0].isfinite().nonzero()[:, 0]
+    return allowed[number * 7919 % len(allowed)] if len(allowed) else None
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return bool(a == b)
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())

@@ -1,0 +1,1 @@
+"""Offline distillation, on the trainers of trl and transformers."""

@@ -1,0 +1,1 @@
+"""How the draft guesses: candidates, forwards, and how many."""

@@ -1,0 +1,271 @@
+"""Answers of an OpenAI-compatible server as traces: token ids and log-probs of a JSON body, checked."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from osd_hf.errors import DataError
+from osd_hf.trace import Trace, ids_dtype
+
+__all__ = ["ResponseReader", "unwrapped"]
+
+ID_PREFIX = "token_id:"  # with which vLLM writes a token that is asked for as its id
+TOLERANCE = 1e-3  # of a row's sum, and of two log-probs that tie
+# A server's time is believed from ten years before ours to a minute after it: logs may be old, clocks differ a little.
+PAST_SECONDS, FUTURE_SECONDS = 10 * 365 * 86_400.0, 60.0
+# Settings of a request that make its tokens others than the target's own choice, with the values that change nothing;
+# those of vLLM, SGLang and llama.cpp.
+SHAPING: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,), "repeat_penalty": (1,),
+    "length_penalty": (1,), "logit_bias": ({}, []), "bad_words": ([],), "allowed_token_ids": ([],), "min_tokens": (0,),
+    "ignore_eos": (False,), "use_beam_search": (False,), "logits_processors": ([],), "thinking_token_budget": (),
+    "structured_outputs": (), "response_format": ({"type": "text"},), "guided_json": (), "guided_regex": (),
+    "guided_choice": (), "guided_grammar": (), "grammar": ("",), "json_schema": ({},), "regex": (), "ebnf": (),
+    "tool_choice": ("none", "auto"), "echo": (False,), "logprob_token_ids": ([],),
+}  # fmt: skip
+# Names of transformers, in the order in which it applies them, and values that change nothing.
+WARPERS = (
+    ("temperature", "TemperatureLogitsWarper", (1,)),
+    ("top_k", "TopKLogitsWarper", (0, -1)),
+    ("top_p", "TopPLogitsWarper", (1,)),
+    ("min_p", "MinPLogitsWarper", (0,)),
+)
+
+Row = list[tuple[int, float]]  # token ids with their log-probs
+
+
+def unwrapped(line: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, Mapping[str, Any]]:
+    """
+    Request, where it is there, and response of a line of a log: a response by itself, one beside its request under
+    the names `request` and `response`, or a line of an OpenAI batch output file, which wraps it in `body`.
+
+    Raises:
+        DataError: there is no response, or it tells of an error.
+    """
+    request, response = line.get("request"), line.get("response", line)
+    if isinstance(response, Mapping) and "body" in response:
+        status = response.get("status_code", 200)
+        if status != 200:
+            raise DataError(f"the server answered with status {status}")
+        response = response["body"]
+    if isinstance(request, Mapping) and "body" in request:
+        request = request["body"]
+    if not isinstance(response, Mapping) or not isinstance(response.get("choices"), list):
+        raise DataError("there is no response with `choices`")
+    return request if isinstance(request, Mapping) else None, response
+
+
+@dataclass(frozen=True)
+class ResponseReader:
+    """
+    Turns responses of `/v1/completions` or `/v1/chat/completions` into traces.
+
+    Args:
+        vocab_size (`int`):
+            Width of the target's logits.
+        num_logprobs (`int`):
+            Entries kept per position (K); a response must have as many.
+        eos_token_ids (`Sequence[int]`, *optional*):
+            That end an answer; what a response ends with is added to them.
+        clock (`Callable[[], float]`, *optional*, defaults to `time.time`):
+            Now, in Unix seconds: the time of a trace where the server's cannot be believed.
+    """
+
+    vocab_size: int
+    num_logprobs: int
+    eos_token_ids: Sequence[int] = ()
+    clock: Callable[[], float] = time.time
+
+    def traces(
+        self,
+        response: Mapping[str, Any],
+        request: Mapping[str, Any] | None = None,
+        *,
+        domain: str | None = None,
+    ) -> list[Trace]:
+        """
+        One trace per choice, without rounds.
+
+        Args:
+            response (`Mapping[str, Any]`):
+                Body of the answer, with token ids and log-probs: vLLM gives them for `logprobs=K`,
+                `return_token_ids=true` and `return_tokens_as_token_ids=true`; llama.cpp names ids by itself.
+            request (`Mapping[str, Any]`, *optional*):
+                Body of what was asked; without it, an answer of most probable tokens alone is taken for a greedy one.
+            domain (`str`, *optional*):
+                Label.
+
+        Raises:
+            DataError: something needed is missing or makes no sense; says what, and how to ask for it.
+        """
+        asked = {name: value for name, value in (request or {}).items() if value is not None}
+        shaped = [name for name, nothing in SHAPING.items() if name in asked and asked[name] not in nothing]
+        if shaped:
+            raise DataError(f"its tokens were shaped by {', '.join(shaped)}, not by the target alone")
+        try:
+            choices, created = response["choices"], response.get("created")
+            if not choices:
+                raise DataError("the response has no choices")
+            return [self._trace(choice, response, request or {}, domain, self._when(created)) for choice in choices]
+        except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError("the response has other kinds of values than expected") from error
+
+    def _when(self, created: Any) -> float:
+        """The server's time of an answer, or ours: by milliseconds, or by zero, ages would be judged wrong."""
+        now = self.clock()
+        is_known = type(created) in (int, float) and now - PAST_SECONDS <= created <= now + FUTURE_SECONDS
+        return float(created) if is_known else now
+
+    def _trace(
+        self, choice: Any, response: Mapping[str, Any], request: Mapping[str, Any], domain: str | None, when: float
+    ) -> Trace:
+        if not isinstance(choice, Mapping):
+            raise DataError("a choice is no object")
+        if choice.get("finish_reason") is None or "delta" in choice:
+            raise DataError("it is a piece of a stream, or was cut off; log whole responses")
+        prompt = self._ids(_prompt_ids(choice, response, request), "prompt")
+        emitted, rows = self._rows(choice)
+        completion = self._ids(choice.get("token_ids") or emitted, "completion")
+        if completion.tolist() != emitted:
+            raise DataError("the token ids are others than those of the log-probs")
+        if not rows:
+            raise DataError("the answer is empty")
+        ordered = [_ordered(row, token) for row, token in zip(rows, completion.tolist(), strict=True)]
+        is_greedy = all(
+            dict(row).get(token, -math.inf) >= row[0][1] - TOLERANCE
+            for row, token in zip(ordered, completion.tolist(), strict=True)
+        )
+        if request.get("temperature") == 0 and not is_greedy:
+            raise DataError(
+                "a greedy answer has tokens that are not the most probable ones; the server reshapes its rows (vLLM: "
+                "serve with --generation-config vllm --logprobs-mode raw_logprobs)"
+            )
+        return Trace(
+            prompt_ids=prompt,
+            completion_ids=completion,
+            rounds=(),
+            **self._kept(ordered),
+            vocab_size=self.vocab_size,
+            domain=domain,
+            sampling=self._sampling(choice, request, completion, is_greedy),
+            created_at_seconds=when,
+        )
+
+    def _ids(self, values: Any, what: str) -> Any:
+        if not isinstance(values, list) or not all(type(v) is int for v in values):
+            raise DataError(f"the {what} is no list of token ids")
+        if outside := [v for v in values if not 0 <= v < self.vocab_size]:
+            raise DataError(f"the {what} has the id {outside[0]}, the target's vocabulary ends at {self.vocab_size}")
+        return np.array(values, np.int32)
+
+    def _rows(self, choice: Mapping[str, Any]) -> tuple[list[int], list[Row]]:
+        """Emitted ids as the log-probs name them, and the rows."""
+        found = choice.get("logprobs")
+        if not isinstance(found, Mapping):
+            raise DataError(f"there are no log-probs; ask for `logprobs={self.num_logprobs}`")
+        entries = list(_entries(found))
+        rows = []
+        for token, logprob, top in entries:
+            row = dict(top)
+            if len(row) < self.num_logprobs:
+                raise DataError(
+                    f"a position has {len(row)} log-probs, {self.num_logprobs} are kept; ask for more, or keep fewer"
+                )
+            row.setdefault(token, logprob)  # a sampled token may lie below the top ones
+            if not all(math.isfinite(v) and v <= TOLERANCE for v in row.values()):
+                raise DataError("a position has log-probs that are none")
+            rows.append(list(row.items()))
+        return [token for token, _, _ in entries], rows
+
+    def _kept(self, rows: list[Row]) -> dict[str, Any]:
+        top = [row[: self.num_logprobs] for row in rows]
+        ids = np.array([[token for token, _ in row] for row in top], np.int64)
+        logprobs = np.array([[value for _, value in row] for row in top], np.float64)
+        if ids.min() < 0 or ids.max() >= self.vocab_size:
+            wrong = ids.min() if ids.min() < 0 else ids.max()
+            raise DataError(f"the log-probs name the id {wrong}, the vocabulary ends at {self.vocab_size}")
+        mass = np.exp(logprobs).sum(axis=1)
+        if (mass > 1 + TOLERANCE).any():
+            raise DataError("the log-probs of a position add up to more than one")
+        relative = np.maximum(logprobs - logprobs[:, :1], np.finfo(np.float16).min).astype(np.float16)
+        dtype = ids_dtype(self.vocab_size)
+        if self.num_logprobs >= self.vocab_size:  # whole rows, in the order of the vocabulary
+            order = ids.argsort(axis=1)
+            nothing = np.full(len(ids), -np.inf, np.float32)
+            return {
+                "top_logits": np.take_along_axis(relative, order, axis=1), "top_ids": np.zeros((len(ids), 0), dtype),
+                "tail_logprob": nothing,
+            }  # fmt: skip
+        with np.errstate(divide="ignore"):
+            tail = np.log(np.maximum(1 - mass, 0))
+        return {"top_logits": relative, "top_ids": ids.astype(dtype), "tail_logprob": tail.astype(np.float32)}
+
+    def _sampling(
+        self, choice: Mapping[str, Any], request: Mapping[str, Any], completion: Any, is_greedy: bool
+    ) -> dict[str, Any]:
+        eos = set(self.eos_token_ids)
+        if choice.get("finish_reason") == "stop" and choice.get("stop_reason") is None and not request.get("stop"):
+            eos.add(int(completion[-1]))
+        sampling: dict[str, Any] = {"processors": [], "eos_token_id": sorted(eos) or None}
+        bound = request.get("max_completion_tokens") or request.get("max_tokens")
+        if bound is not None:
+            sampling["max_new_tokens"] = int(bound)
+        if request.get("temperature") == 0 or (not request and is_greedy):
+            return sampling
+        sampling["do_sample"] = True
+        for name, processor, nothing in WARPERS:
+            if (value := request.get(name)) is not None and value not in nothing:
+                if type(value) not in (int, float) or not math.isfinite(value):
+                    raise DataError(f"its {name} is no number")
+                sampling[name] = value
+                sampling["processors"].append(processor)
+        return sampling
+
+
+def _ordered(row: Row, token: int) -> Row:
+    """The most probable first; of two that tie, the one that was emitted, as it was for the target."""
+    return sorted(row, key=lambda entry: (-entry[1], entry[0] != token))
+
+
+def _prompt_ids(choice: Mapping[str, Any], response: Mapping[str, Any], request: Mapping[str, Any]) -> list[int]:
+    asked = None if request.get("truncate_prompt_tokens") else request.get("prompt")
+    for found in (choice.get("prompt_token_ids"), response.get("prompt_token_ids"), asked):
+        if isinstance(found, list) and found and all(type(v) is int for v in found):
+            return found
+    raise DataError("there are no token ids of the prompt; ask with `return_token_ids=true`")
+
+
+def _entries(logprobs: Mapping[str, Any]) -> Iterator[tuple[int, float, list[tuple[int, float]]]]:
+    """Each position's emitted id, its log-prob, and the most probable ids with theirs."""
+    content = logprobs.get("content")
+    if isinstance(content, list):  # as chats have it
+        for entry in content:
+            top = [(_id(e), float(e["logprob"])) for e in entry.get("top_logprobs") or []]
+            yield _id(entry), float(entry["logprob"]), top
+        return
+    tokens, values, tops = (logprobs.get(name) for name in ("tokens", "token_logprobs", "top_logprobs"))
+    if not (isinstance(tokens, list) and isinstance(values, list) and isinstance(tops, list)):
+        raise DataError("there are no log-probs of the most probable tokens")
+    if not len(tokens) == len(values) == len(tops):
+        raise DataError("tokens and log-probs differ in number")
+    for token, value, top in zip(tokens, values, tops, strict=True):
+        if value is None or top is None:
+            raise DataError("a position has no log-probs")
+        yield _id({"token": token}), float(value), [(_id({"token": t}), float(v)) for t, v in top.items()]
+
+
+def _id(entry: Mapping[str, Any]) -> int:
+    if type(entry.get("id")) is int:
+        return int(entry["id"])
+    token = entry.get("token")
+    if isinstance(token, str) and token.startswith(ID_PREFIX):
+        return int(token.removeprefix(ID_PREFIX))
+    raise DataError("the log-probs name tokens by their text; ask with `return_tokens_as_token_ids=true`")

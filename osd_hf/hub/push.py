@@ -1,0 +1,375 @@
+"""Drafts for serving engines: a folder with the target's vocabulary, checked after writing, and how to serve it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import HfApi, get_token
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalTokenNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
+from huggingface_hub.errors import HTTPError as NetworkError  # type: ignore[attr-defined]  # httpx's
+from huggingface_hub.utils._validators import validate_repo_id
+
+from osd_hf.errors import ConfigError, HubError, StateError
+from osd_hf.hub.cards import EVALUATION, DraftFacts, Evaluation, draft_card, store_card
+from osd_hf.pair import align_vocab, first_line, is_peft, load_model, merged
+from osd_hf.store.store import CorrectionStore
+from osd_hf.utils.report import make_folder
+
+__all__ = [
+    "TokenStaysHere",
+    "check_push",
+    "check_visibility",
+    "check_written",
+    "export_to_vllm",
+    "facts_of",
+    "hub_id",
+    "push_folder",
+    "push_store",
+    "refuse_public",
+    "save_draft",
+]
+
+
+def refuse_public(api: HfApi, repo_id: str, *, repo_type: str = "model", kept: str = "") -> None:
+    """Raises ConfigError for a repo that is not known to be private, and what the Hub raises where it cannot be
+    asked."""
+    if api.repo_info(repo_id, repo_type=repo_type).private is not True:
+        text = (
+            f"{repo_id!r} is open to everybody, and a draft may have learned answers by heart. Make it private or "
+            f"take another name; to push there all the same, say so: `private=False` (--public). {kept}"
+        )
+        raise ConfigError(text.strip())
+
+
+def check_visibility(repo_id: str, token: str | None, private: bool | None) -> None:
+    """Raises ConfigError for a model repo that is there and open to everybody, unless `private=False`. One that is not
+    there, and a Hub that cannot be asked, are left to the push."""
+    if private is False:
+        return
+    with contextlib.suppress(HfHubHTTPError, NetworkError, OSError, RuntimeError):
+        refuse_public(HfApi(token=token), repo_id)
+
+
+class TokenStaysHere:
+    """Mixed in front of training arguments, which trainers write beside the weights and push with them."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "hub_token": None}
+
+
+def save_draft(
+    directory: str | os.PathLike[str],
+    draft: Any,
+    tokenizer: Any = None,
+    *,
+    num_assistant_tokens: int | None = None,
+    repo_id: str | None = None,
+    facts: DraftFacts | None = None,
+    evaluation: Evaluation | None = None,
+) -> None:
+    """
+    Write a draft as the repo that it is to be: weights, tokenizer, a generation config for fixed drafting, the
+    evaluation with its prompts, and the model card.
+
+    Args:
+        directory (`str` or `Path`):
+            Made where it is missing.
+        draft (`PreTrainedModel` or `PeftModel`):
+            Merged weights as an ordinary model; a `PeftModel` as its adapter alone. Left as it is.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*):
+            The target's.
+        num_assistant_tokens (`int`, *optional*):
+            k of the generation config; that of the evaluation by default, otherwise what the draft has.
+        repo_id (`str`, *optional*):
+            What the snippets of the card load; the folder by default.
+        facts (`DraftFacts`, *optional*):
+            For the card.
+        evaluation (`Evaluation`, *optional*):
+            What was measured.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    folder = Path(directory)
+    make_folder(folder)
+    k = num_assistant_tokens or (evaluation.num_assistant_tokens if evaluation is not None else None)
+    is_adapter = is_peft(draft)
+    with _drafting(draft, k):
+        draft.save_pretrained(folder)
+        if is_adapter:  # which transformers reads beside an adapter, too
+            draft.generation_config.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    if evaluation is not None:
+        evaluation.write(folder / EVALUATION)
+    card = draft_card(repo_id or str(directory), facts or DraftFacts(is_adapter=is_adapter), evaluation)
+    card.save(folder / "README.md")
+
+
+@contextlib.contextmanager
+def _drafting(draft: Any, k: int | None) -> Iterator[None]:
+    """The draft's generation config drafts k tokens a round inside."""
+    config = draft.generation_config
+    wanted = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
+    if k is not None:
+        wanted["num_assistant_tokens"] = k
+    before = {name: getattr(config, name, None) for name in wanted}
+    for name, value in wanted.items():
+        setattr(config, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
+
+
+def push_folder(
+    folder: str | os.PathLike[str],
+    repo_id: str,
+    *,
+    token: str | None = None,
+    private: bool | None = None,
+    repo_type: str = "model",
+    exist_ok: bool = True,
+    commit_message: str = "Upload a draft learned with osd_hf",
+    kept: str | None = None,
+) -> str:
+    """
+    Make a repo, where there is none, and commit a folder to it. The folder stays as it is, whatever happens.
+
+    Args:
+        folder (`str` or `Path`):
+            Of [`save_draft`], for one.
+        repo_id (`str`):
+            As `user/name`.
+        token (`str`, *optional*):
+            With the right to write; the login of this machine by default.
+        private (`bool`, *optional*):
+            A new repo is private, and one that is there and open to everybody is refused, unless this is `False`: a
+            draft may have learned answers by heart. The visibility of a repo that is there is never changed.
+        repo_type (`str`, *optional*, defaults to `"model"`):
+            Or `"dataset"`.
+        exist_ok (`bool`, *optional*, defaults to `True`):
+            Whether the repo may be there already.
+        commit_message (`str`, *optional*):
+            First line of the commit.
+        kept (`str`, *optional*):
+            What an error says is still there; by default that the local copy is.
+
+    Returns:
+        `str`: address of the repo.
+
+    Raises:
+        ConfigError: a name that is none, no token, offline, a public repo that was not asked for.
+        HubError: the Hub refused, or could not be reached to the end.
+    """
+    kept = kept or f"The local copy stays in {folder}."
+    token = check_push(repo_id, token, kept)
+    api = HfApi(token=token)
+    try:
+        url = api.create_repo(repo_id, private=private is not False, repo_type=repo_type, exist_ok=exist_ok)
+        if private is not False:  # which the Hub does not look at where there is one already
+            refuse_public(api, repo_id, repo_type=repo_type, kept=kept)
+        api.upload_folder(
+            repo_id=repo_id, folder_path=Path(folder), repo_type=repo_type, commit_message=commit_message
+        )
+    except ConfigError:
+        raise
+    except OfflineModeIsEnabled as error:
+        raise ConfigError(f"HF_HUB_OFFLINE is set: nothing can be pushed. Unset it and push again. {kept}") from error
+    except LocalTokenNotFoundError as error:
+        raise ConfigError(f"There is no token to push with. Pass one, or run `hf auth login` first. {kept}") from error
+    except HfHubHTTPError as error:
+        raise HubError(f"{_refusal(error, repo_id)} {kept}") from error
+    except (NetworkError, OSError, RuntimeError, ValueError) as error:  # no network, and one that drops
+        raise HubError(
+            f"{repo_id!r} could not be reached to the end: {first_line(error)}. Push again, it goes on where it can. "
+            f"{kept}"
+        ) from error
+    return str(url)
+
+
+def check_push(repo_id: str, token: str | None = None, kept: str = "") -> str:
+    """The token to push to a repo with; raises ConfigError for a name that is none, or where there is no token."""
+    if "/" not in repo_id:
+        raise ConfigError(f"A repo is named as user/name, got {repo_id!r}.")
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise ConfigError(f"{repo_id!r} is no name of a repo: {first_line(error)}.") from error
+    token = token or get_token()
+    if not token:
+        text = f"There is no token to push with. Pass one, or run `hf auth login` first. {kept}"
+        raise ConfigError(text.strip())
+    return token
+
+
+def _refusal(error: HfHubHTTPError, repo_id: str) -> str:
+    status = getattr(error.response, "status_code", None)
+    if status == 409:
+        return f"There is a repo {repo_id!r} already. Choose another name, or allow an existing one."
+    if status == 401:
+        return "The Hub does not know this token. Log in again, or pass another one."
+    if status == 403:
+        return f"This token may not write to {repo_id!r}. Take one with the right to write there."
+    if status == 404 or isinstance(error, RepositoryNotFoundError):
+        return f"There is no place for {repo_id!r}: the user or organization is unknown, or hidden from this token."
+    return f"The Hub refused {repo_id!r} with status {status}: {first_line(error)}."
+
+
+def push_store(
+    store: CorrectionStore,
+    repo_id: str,
+    *,
+    license: str,
+    target: str | None = None,
+    token: str | None = None,
+    private: bool | None = True,
+) -> str:
+    """
+    Publish a store of corrections as a data set with a card of its own. **It holds the text of its requests**; nothing
+    else of this package publishes any.
+
+    Args:
+        store (`CorrectionStore`):
+            With at least one request.
+        repo_id (`str`):
+            As `user/name`.
+        license (`str`):
+            Of the data, as the Hub names licenses.
+        target (`str`, *optional*):
+            Hub id of the model whose answers these are.
+        token (`str`, *optional*):
+            As of [`push_folder`].
+        private (`bool`, *optional*, defaults to `True`):
+            As of [`push_folder`].
+
+    Returns:
+        `str`: address of the data set.
+
+    Raises:
+        ConfigError, HubError: as of [`push_folder`]; the store has no requests.
+    """
+    domains = sorted({trace.domain for trace in store if trace.domain is not None})
+    if not len(store):
+        raise ConfigError("The store has no requests; there is nothing to publish.")
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "data").mkdir()
+        store.to_dataset().to_parquet(Path(folder) / "data" / "requests.parquet")
+        card = store_card(repo_id, target=target, requests=len(store), domains=domains, license=license)
+        card.save(Path(folder) / "README.md")
+        message = "Upload corrections captured with osd_hf"
+        return push_folder(
+            folder,
+            repo_id,
+            token=token,
+            private=private,
+            repo_type="dataset",
+            commit_message=message,
+            kept="The store stays as it is.",
+        )
+
+
+def hub_id(name: str | None) -> str | None:
+    """A model's name where it is one of the Hub; `None` for a folder of this machine, which nobody else knows."""
+    if not name or Path(name).exists() or name.count("/") != 1:
+        return None
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return None
+    return name
+
+
+def facts_of(
+    target: Any, base: Any, domains: Sequence[str] = (), training: Mapping[str, Any] | None = None
+) -> DraftFacts:
+    """What the models themselves say of a draft: ids and revision, where they came from the Hub."""
+    config = target.config
+    return DraftFacts(
+        target=hub_id(config.name_or_path), target_revision=getattr(config, "_commit_hash", None),
+        base_model=hub_id(base.config.name_or_path), domains=tuple(domains), training=dict(training or {}),
+    )  # fmt: skip
+
+
+TOLERANCE, HALF_TOLERANCE = 1e-4, 5e-2  # of log-probs; half precisions round in other places
+
+
+def export_to_vllm(
+    directory: str | os.PathLike[str],
+    draft: Any,
+    target: Any,
+    tokenizer: Any,
+    *,
+    num_assistant_tokens: int = 5,
+    target_name: str | None = None,
+) -> list[str]:
+    """
+    Write a draft as vLLM's `draft_model` method takes it: merged weights, the target's vocabulary size and tokenizer.
+    SGLang takes the same folder; llama.cpp converts it.
+
+    Args:
+        directory (`str` or `Path`):
+            New or empty.
+        draft (`PreTrainedModel` or `PeftModel`), target (`PreTrainedModel`):
+            Decoder-only; left as they are.
+        tokenizer (`PreTrainedTokenizerBase`):
+            Of both.
+        num_assistant_tokens (`int`, *optional*, defaults to 5):
+            k.
+        target_name (`str`, *optional*):
+            How the command names the target; where it came from by default.
+
+    Returns:
+        `list[str]`: the command that serves the pair.
+
+    Raises:
+        ConfigError: a folder that is not empty or cannot be written, a k below 1, an encoder-decoder.
+        VocabularyMismatchError: the vocabularies differ in more than padding.
+        StateError: what was written does not load, or has other logits than the draft.
+    """
+    folder = Path(directory)
+    if num_assistant_tokens < 1:
+        raise ConfigError(f"`num_assistant_tokens` must be at least 1, got {num_assistant_tokens}.")
+    if draft.config.is_encoder_decoder:
+        raise ConfigError("vLLM drafts with decoder-only models, got an encoder-decoder. Serve it with transformers.")
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} is not empty. Choose another folder.")
+    make_folder(folder)
+    draft = merged(draft)
+    exported = align_vocab(draft, target, tokenizer)
+    save_draft(folder, exported, tokenizer, num_assistant_tokens=num_assistant_tokens, repo_id=folder.name)
+    check_written(folder, exported, draft)
+    config = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": num_assistant_tokens}
+    name = target_name or target.config.name_or_path
+    return ["vllm", "serve", name, "--speculative-config", json.dumps(config)]
+
+
+@torch.inference_mode()
+def check_written(folder: Path, exported: Any, draft: Any) -> None:
+    """What lies in the folder is what was exported, and says what the draft says."""
+    again = load_model(str(folder), dtype="auto", device=str(exported.device))
+    rows = min(int(m.config.get_text_config().vocab_size) for m in (exported, draft))
+    size = min(32, int(getattr(exported.config.get_text_config(), "max_position_embeddings", 32)))
+    ids = torch.randint(rows, (1, size), generator=torch.Generator().manual_seed(0)).to(exported.device)
+    wanted, found = (m.eval()(ids).logits.float()[..., :rows].log_softmax(-1) for m in (draft, again))
+    error = float((wanted - found).abs().max())
+    tolerance = TOLERANCE if again.dtype == torch.float32 else HALF_TOLERANCE
+    if not error <= tolerance:
+        raise StateError(
+            f"What was written to {folder} differs from the draft by {error:.2g} in log-probabilities (at most "
+            f"{tolerance:g} is expected). Do not serve it; export again, in float32."
+        )

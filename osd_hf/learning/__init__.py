@@ -1,0 +1,1 @@
+"""Who learns, when, and which weights serve."""

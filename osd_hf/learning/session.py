@@ -1,0 +1,281 @@
+"""A learner on disk: everything that lets a session go on where it stood, written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import pickle
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from osd_hf.errors import StateError
+from osd_hf.learning.learner import Learner
+from osd_hf.store.store import table_to_traces, traces_to_table
+from osd_hf.utils.disk import (
+    FileLock,
+    make_private_folder,
+    new_private_file,
+    sync_folder,
+    wait_for_lock,
+    write_whole,
+)
+
+__all__ = ["FolderBusyError", "check_pointer", "has_session", "load_session", "save_session"]
+
+FORMAT = 2
+POINTER = "CURRENT"
+LOCK = ".CURRENT.lock"
+STATE = re.compile(r"state-[0-9a-f]{12,32}")
+UNFINISHED_POINTER = re.compile(r"\.CURRENT-[0-9a-f]{8}\.tmp")
+PATIENCE_SECONDS = 300.0  # with another process that saves to the same folder
+ATTEMPTS = 5  # at reading while others save, before they have to wait
+
+
+class FolderBusyError(StateError):
+    """Another process was saving there all the time."""
+
+
+def save_session(
+    directory: Path,
+    learner: Learner,
+    facts: dict[str, Any],
+    router: dict[str, Any] | None = None,
+    *,
+    lessons: list[dict[str, Any]] | None = None,
+    patience_seconds: float | None = None,
+) -> None:
+    """
+    Write a learner and what else belongs to its session. A folder of its own is written first, then a pointer to it
+    is replaced, so that a kill or a loss of power at any moment leaves the old state or the new one. Processes that
+    save to one folder do so in turn, and the last one stays. What is written is its owner's alone to read, and nothing
+    that this function did not write is deleted.
+
+    Args:
+        directory (`Path`):
+            Made where it is missing.
+        learner (`Learner`):
+            Not at work.
+        facts (`dict[str, Any]`):
+            Ready for JSON.
+        router (`dict[str, Any]`, *optional*):
+            State of a router, of plain values and tensors.
+        lessons (`list[dict[str, Any]]`, *optional*):
+            The learner's [`~Learner.lesson_states`], where they were read at one moment with the facts; by default
+            they are read here.
+        patience_seconds (`float`, *optional*):
+            With another process that saves there; some minutes by default.
+
+    Raises:
+        FolderBusyError: another process was saving there all the time.
+        StateError: the folder cannot be written; an earlier state in it stays whole.
+    """
+    name = f"state-{uuid.uuid4().hex}"
+    folder = directory / name
+    with contextlib.ExitStack() as stack:
+        try:
+            # Before another process is waited for, as requests go on meanwhile.
+            lessons = learner.lesson_states() if lessons is None else lessons
+            weights = {"drafts": learner.drafts.state_dict(), "router": router}
+            make_private_folder(directory)
+            unfinished = stack.enter_context(_saving(directory, patience_seconds))
+            try:
+                old = unfinished.begin(name)
+                _write(folder, lessons, weights, facts)
+                sync_folder(directory)
+                write_whole(directory / POINTER, name.encode())
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    if _pointed(directory) != name:  # otherwise it broke after the pointer was moved
+                        shutil.rmtree(folder, ignore_errors=True)
+                raise
+        except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
+            is_busy = isinstance(error, TimeoutError)
+            raise (FolderBusyError if is_busy else StateError)(
+                f"The session cannot be saved to {directory}: {error}. Free or choose another folder."
+            ) from error
+        unfinished.end(old)
+
+
+def _write(folder: Path, lessons: list[dict[str, Any]], weights: dict[str, Any], facts: dict[str, Any]) -> None:
+    """All of a state, on the disk for good."""
+    os.mkdir(folder, 0o700)
+    for number, lesson in enumerate(lessons):
+        groups = lesson.pop("traces")
+        # They lie one after another; their numbers tell them apart.
+        lesson["counts"] = {group: len(traces) for group, traces in groups.items()}
+        table = traces_to_table([trace for traces in groups.values() for trace in traces])
+        with new_private_file(folder / f"requests-{number:03d}.parquet") as file:
+            pq.write_table(table, file)
+        with new_private_file(folder / f"learner-{number:03d}.pt") as file:
+            torch.save(lesson.pop("updater"), file)
+    with new_private_file(folder / "drafts.pt") as file:
+        torch.save(weights, file)
+    session = {"format": FORMAT, "lessons": lessons, "facts": facts}
+    with new_private_file(folder / "session.json") as file:
+        file.write(json.dumps(session).encode())
+    sync_folder(folder)
+
+
+class _Unfinished:
+    """
+    The states in a folder that its pointer does not name: what is to be deleted. Their names are noted in the lock
+    file before they are made or replaced, so that what a killed process leaves is known to be ours, and nothing else
+    in the folder is ever deleted.
+
+    Args:
+        directory (`Path`):
+            Of the session.
+        lock (`FileLock`, *optional*):
+            Held; without one only the state that was replaced is deleted, and what others leave stays.
+    """
+
+    def __init__(self, directory: Path, lock: FileLock | None) -> None:
+        self.directory, self.lock = directory, lock
+
+    def begin(self, name: str) -> str | None:
+        """Clear up after those who were killed, and note that a new state comes in place of the one whose name is
+        returned."""
+        old = _pointed(self.directory)
+        if self.lock is None:
+            return old
+        for left in os.pread(self.lock.descriptor, 1 << 12, 0).decode(errors="replace").split():
+            if left != old:
+                self.delete(left)
+        os.ftruncate(self.lock.descriptor, 0)
+        os.pwrite(self.lock.descriptor, f"{name} {old or ''}".encode(), 0)
+        for file in self.directory.iterdir():
+            if UNFINISHED_POINTER.fullmatch(file.name):
+                file.unlink(missing_ok=True)
+        return old
+
+    def end(self, old: str | None) -> None:
+        """The new state stands, so that its name is no longer that of an unfinished one."""
+        self.delete(old)
+        if self.lock is not None and (old is None or not (self.directory / old).exists()):
+            with contextlib.suppress(OSError):
+                os.ftruncate(self.lock.descriptor, 0)
+
+    def delete(self, name: str | None) -> None:
+        if name is not None and STATE.fullmatch(name):
+            shutil.rmtree(self.directory / name, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _saving(directory: Path, patience_seconds: float | None = None) -> Iterator[_Unfinished]:
+    """Nobody else saves there inside; raises OSError where somebody does not come to an end."""
+    lock = wait_for_lock(directory / LOCK, PATIENCE_SECONDS if patience_seconds is None else patience_seconds)
+    try:
+        yield _Unfinished(directory, lock)
+    finally:
+        if lock is not None:
+            lock.close()
+
+
+def _pointed(directory: Path) -> str | None:
+    """Name of the state that stands; `None` where there is none."""
+    try:
+        return (directory / POINTER).read_text(errors="replace").strip()
+    except FileNotFoundError:
+        return None
+
+
+def has_session(directory: Path) -> bool:
+    """Whether a state was saved there to its end."""
+    return (directory / POINTER).is_file()
+
+
+def check_pointer(directory: Path) -> None:
+    """Raises StateError where a state was saved to its end and nothing points to it: its pointer was lost, as with a
+    copy that left it out. One that a killed process was about to point to for the first time is none."""
+    if has_session(directory):
+        return
+    try:
+        begun = (directory / LOCK).read_text(errors="replace").split()
+    except OSError:
+        begun = []
+    # A second name is that of a state that stood.
+    unfinished = begun[0] if len(begun) == 1 else None
+    states = [path.parent for path in directory.glob("state-*/session.json") if path.parent.name != unfinished]
+    if states:
+        newest = max(states, key=lambda state: state.stat().st_mtime).name
+        raise StateError(
+            f"The session in {directory} has lost its pointer. Write the name of a state, such as {newest}, to "
+            f"{directory / POINTER} to go on from it, or move {directory} away to begin anew."
+        )
+
+
+def load_session(
+    directory: Path, learner: Learner, router: Any = None
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """
+    Bring a learner, and a router where there is one, to a saved state; both or neither.
+
+    Returns:
+        `tuple[dict[str, Any], dict[str, Any] | None]`: the facts that were saved with it, and the router's state.
+
+    Raises:
+        StateError: nothing readable there, or the state of another draft.
+    """
+    if not has_session(directory):
+        raise StateError(f"There is no saved session in {directory}. Save one with `save_state` first.")
+    try:
+        session, drafts = _read(directory)
+        lessons = session["lessons"]
+        before = None if router is None or drafts["router"] is None else router.state_dict()
+        if before is not None:
+            router.load_state_dict(drafts["router"])
+        try:
+            learner.load_states(drafts["drafts"], lessons)
+        except BaseException:
+            if before is not None:
+                router.load_state_dict(before)
+            raise
+        return session["facts"], drafts["router"]
+    except (OSError, EOFError, ValueError, KeyError, IndexError, TypeError, RuntimeError, pickle.UnpicklingError,
+            pa.ArrowException) as error:  # fmt: skip
+        if isinstance(error, StateError):
+            raise
+        raise StateError(f"The session in {directory} cannot be read: {error}. Restore it from a copy.") from error
+
+
+def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What was saved last. A process that saves meanwhile deletes the state that is being read: then it is the next
+    one's turn; a reader that is slower than all savers makes them wait."""
+    with contextlib.ExitStack() as stack:
+        for attempt in itertools.count():
+            name = (directory / POINTER).read_text().strip()
+            try:
+                return _read_state(directory, directory / name)
+            except Exception:
+                if (directory / POINTER).read_text().strip() == name:
+                    raise
+            if attempt == ATTEMPTS:
+                with contextlib.suppress(OSError):  # a folder that may only be read
+                    stack.enter_context(_saving(directory))
+        raise AssertionError
+
+
+def _read_state(directory: Path, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    session: dict[str, Any] = json.loads((folder / "session.json").read_text())
+    if session["format"] != FORMAT:
+        raise StateError(
+            f"The session in {directory} has format {session['format']}, this version reads {FORMAT}. Read it "
+            "with the version that wrote it."
+        )
+    for number, lesson in enumerate(session["lessons"]):
+        traces = table_to_traces(pq.read_table(folder / f"requests-{number:03d}.parquet"))
+        lesson["traces"] = {
+            group: [traces.pop(0) for _ in range(count)] for group, count in lesson.pop("counts").items()
+        }
+        lesson["updater"] = torch.load(folder / f"learner-{number:03d}.pt", weights_only=True)
+    return session, torch.load(folder / "drafts.pt", weights_only=True)

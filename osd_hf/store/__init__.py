@@ -1,0 +1,1 @@
+"""What is kept of requests, in memory and on disk."""

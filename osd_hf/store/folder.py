@@ -1,0 +1,335 @@
+"""The folder of a store on disk: one subfolder of Parquet shards per writer, written whole, read by anybody."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import re
+import secrets
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from osd_hf.errors import StoreError
+from osd_hf.store.arrow import (
+    DICTIONARY_COLUMNS,
+    SCHEMA,
+    SPLIT_COLUMNS,
+    split_by_bytes,
+    table_to_traces,
+    traces_to_table,
+)
+from osd_hf.trace import Trace
+from osd_hf.utils.disk import (
+    FileLock,
+    hold_lock,
+    is_open_to_others,
+    lock_file,
+    make_private_folder,
+    sync_folder,
+    write_whole,
+)
+
+__all__ = [
+    "Folder",
+    "Shard",
+    "hold_lock",
+    "list_shards",
+    "lock_file",
+    "open_store",
+    "read_from",
+    "read_table",
+    "store_errors",
+    "sync_folder",
+    "write_whole",
+]
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# A leading dot hides the marker, the locks and the unfinished files from `datasets.load_dataset`.
+MARKER_NAME = ".osd_hf_store.json"
+MARKER = {"format": "osd_hf correction store", "version": 1}
+LOCK_NAME = ".lock"
+WRITER = re.compile(r"\d{8}T\d{6}-\d+-[0-9a-f]{8}")  # names that nobody else gives: only what has them is deleted
+SHARD = re.compile(r"shard-\d{6,}\.parquet")
+UNFINISHED = re.compile(r"\.shard-\d{6,}-[0-9a-f]+\.tmp")
+GROUP_BYTES = 1 << 20  # of array data in one row group, the unit that `sample` reads and caches
+CACHE_BYTES = 64 << 20
+
+
+@contextlib.contextmanager
+def store_errors(action: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"cannot {action} {path}: {error.strerror or error}") from error
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shard:
+    """What is kept in memory of a finished shard, in the order of its rows."""
+
+    path: str
+    nbytes: int
+    times: NDArray[np.float64]
+    domains: list[str | None]
+    group_starts: NDArray[np.int64]
+    oldest: float
+
+    @classmethod
+    def of(
+        cls, path: str, nbytes: int, times: NDArray[np.float64], domains: list[str | None], group_sizes: list[int]
+    ) -> Self:
+        starts = np.cumsum([0, *group_sizes[:-1]])
+        return cls(path, nbytes, times, domains, starts, float(times.min(initial=math.inf)))
+
+    def __len__(self) -> int:
+        return len(self.times)
+
+
+def list_shards(store: Path) -> list[str]:
+    """Paths of the finished shards of all writers, sorted by writer and number."""
+    paths: list[str] = []
+    with store_errors("list the store", store):
+        for writer in sorted(entry.path for entry in os.scandir(store) if entry.is_dir()):
+            with contextlib.suppress(FileNotFoundError):  # swept by another writer
+                names = sorted(n for n in os.listdir(writer) if n.endswith(".parquet") and not n.startswith("."))
+                paths += [os.path.join(writer, name) for name in names]
+    return paths
+
+
+def read_from(path: str, extract: Callable[[Any], T]) -> T | None:
+    """What `extract` takes from a shard's file, or `None` where it was deleted since the store was listed."""
+    try:
+        with open(path, "rb") as raw, pq.ParquetFile(raw, page_checksum_verification=True) as file:
+            if missing := [name for name in SCHEMA.names if name not in file.schema_arrow.names]:
+                raise StoreError(f"{path} is no shard of this store: it lacks {', '.join(missing)}")
+            return extract(file)
+    except FileNotFoundError:
+        return None
+    except (OSError, pa.ArrowException) as error:
+        raise StoreError(
+            f"the shard {path} cannot be read: {error}. Move it out of the store to go on without it"
+        ) from error
+
+
+def open_store(path: Path) -> None:
+    """Make a folder a store where it is new, and refuse one that is none; raises StoreError."""
+    with store_errors("open the store", path):
+        _check_marker(path)
+
+
+def _check_marker(path: Path) -> None:
+    marker = path / MARKER_NAME
+    if path.exists() and not path.is_dir():
+        raise StoreError(f"{path} is a file; a store is a folder: give the path of a new or empty one")
+    make_private_folder(path)
+    if not marker.exists():
+        found = sorted(p.name for p in path.iterdir() if not p.name.startswith(MARKER_NAME[:-5]))
+        if found and not marker.exists():  # asked again: another process may have begun the store meanwhile
+            shown = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+            raise StoreError(
+                f"{path} is no store of this package: it holds {shown} and no {MARKER_NAME}. Give the path "
+                "of a new or empty folder, or of an existing store"
+            )
+        if not found:
+            write_whole(marker, json.dumps(MARKER).encode())
+    try:
+        content = json.loads(marker.read_bytes())
+    except ValueError as error:
+        raise StoreError(
+            f"{marker} cannot be read: {error}. If the folder is a store, restore the file as {json.dumps(MARKER)}"
+        ) from error
+    if not isinstance(content, dict) or content.get("format") != MARKER["format"]:
+        raise StoreError(f"{marker} is not the marker of a store: it holds {str(content)[:80]}")
+    if content.get("version") != MARKER["version"]:
+        raise StoreError(
+            f"the store in {path} has version {content.get('version')}, this package reads version "
+            f"{MARKER['version']}: use the osd_hf that wrote it, or a newer one, or another folder"
+        )
+
+
+def read_table(path: str) -> Any:
+    """All of a shard, or `None` where it was deleted since the store was listed."""
+    return read_from(path, lambda file: file.read(SCHEMA.names, use_threads=False).cast(SCHEMA))
+
+
+def _is_written_here(shard: Shard) -> bool:
+    folder, name = os.path.split(shard.path)
+    return bool(SHARD.fullmatch(name) and WRITER.fullmatch(os.path.basename(folder)))
+
+
+class Folder:
+    """Shards of all writers of one store. Not thread-safe but for `read`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.shards: dict[str, Shard] = {}  # sorted by writer and number
+        self.own: Path | None = None
+        self.own_count = 0
+        self.written_nbytes = 0
+        self.lock: FileLock | None = None
+        self.forget_cache()
+        open_store(path)
+        self.marker_nbytes = (path / MARKER_NAME).stat().st_size
+        self.refresh()
+        self._warn_of_readers()
+
+    def _warn_of_readers(self) -> None:
+        """Say once of a store that it holds what other users of this machine can read: made by an earlier version,
+        or opened on purpose."""
+        folders = {os.path.dirname(path) for path in self.shards}
+        with contextlib.suppress(OSError):
+            if is_open_to_others(self.path) and any(is_open_to_others(Path(folder)) for folder in folders):
+                logger.warning(
+                    "Other users of this machine may read the requests in %s. If they should not: chmod -R go= %s",
+                    self.path, self.path,
+                )  # fmt: skip
+
+    def forget_cache(self) -> None:
+        self.cache: OrderedDict[tuple[str, int], list[Trace]] = OrderedDict()
+        self.cache_nbytes = 0
+        self.cache_lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        return self.marker_nbytes + self.shards_nbytes
+
+    def refresh(self) -> None:
+        """Learn which shards the other writers added and deleted."""
+        found = ((path, self.shards.get(path) or self._index(path)) for path in list_shards(self.path))
+        self.shards = {path: shard for path, shard in found if shard is not None}
+        self._tally()
+
+    def _tally(self) -> None:
+        self.shards_nbytes = sum(shard.nbytes for shard in self.shards.values() if _is_written_here(shard))
+        self.oldest = min((shard.oldest for shard in self.shards.values()), default=math.inf)
+
+    def _index(self, path: str) -> Shard | None:
+        def extract(file: Any) -> Shard:
+            columns = file.read(["created_at_seconds", "domain"], use_threads=False)
+            times = np.array(columns["created_at_seconds"].to_pylist(), np.float64)
+            domains = [domain and sys.intern(domain) for domain in columns["domain"].to_pylist()]
+            group_sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+            return Shard.of(path, os.path.getsize(path), times, domains, group_sizes)
+
+        return read_from(path, extract)
+
+    def read(self, shard: Shard, row: int) -> Trace | None:
+        """One trace, or `None` where its shard was deleted meanwhile."""
+        group = int(np.searchsorted(shard.group_starts, row, side="right")) - 1
+        key = (shard.path, group)
+        with self.cache_lock:
+            traces = self.cache.get(key)
+            if traces is not None:
+                self.cache.move_to_end(key)
+        if traces is None:
+            traces = read_from(shard.path, lambda f: table_to_traces(f.read_row_group(group, use_threads=False)))
+            if traces is None:
+                return None
+            with self.cache_lock:
+                if key not in self.cache:
+                    self.cache[key] = traces
+                    self.cache_nbytes += sum(t.nbytes for t in traces)
+                while self.cache_nbytes > CACHE_BYTES and len(self.cache) > 1:
+                    _, dropped = self.cache.popitem(last=False)
+                    self.cache_nbytes -= sum(t.nbytes for t in dropped)
+        return traces[row - int(shard.group_starts[group])]
+
+    def start_writing(self) -> None:
+        """Make this process its own folder, and tidy up behind writers that died."""
+        if self.own is not None:
+            return
+        with store_errors("write to the store", self.path):
+            self._sweep()
+            while self.own is None:
+                stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+                own = self.path / f"{stamp}-{os.getpid()}-{secrets.token_hex(4)}"
+                own.mkdir(0o700)
+                with contextlib.suppress(OSError):
+                    sync_folder(self.path)
+                self.lock = lock_file(own / LOCK_NAME, wait=True)
+                if (own / LOCK_NAME).exists() or self.lock is None:
+                    self.own = own
+                else:  # another writer's sweep came between the folder and its lock
+                    self.stop_writing()
+
+    def write(self, traces: Sequence[Trace]) -> None:
+        self.start_writing()
+        assert self.own is not None
+        sink = pa.BufferOutputStream()
+        sizes = []
+        with pq.ParquetWriter(
+            sink,
+            SCHEMA,
+            compression="zstd",
+            use_dictionary=DICTIONARY_COLUMNS,
+            use_byte_stream_split=SPLIT_COLUMNS,
+            write_statistics=False,
+            write_page_checksum=True,
+        ) as writer:
+            for group in split_by_bytes(traces, GROUP_BYTES):
+                writer.write_table(traces_to_table(group), row_group_size=len(group))
+                sizes.append(len(group))
+        data = sink.getvalue()
+        path = self.own / f"shard-{self.own_count + 1:06d}.parquet"
+        with store_errors("write", path):
+            write_whole(path, data)
+        self.own_count += 1
+        self.written_nbytes += data.size
+        times = np.array([t.created_at_seconds for t in traces], np.float64)
+        domains = [t.domain for t in traces]
+        self.shards[str(path)] = Shard.of(str(path), data.size, times, domains, sizes)
+        self._tally()
+
+    def delete(self, shard: Shard) -> None:
+        """Delete a shard that a writer of stores has made; what somebody else has put there is theirs."""
+        if not _is_written_here(shard):
+            return
+        path = Path(shard.path)
+        with store_errors("delete", path):
+            path.unlink(missing_ok=True)
+        self.shards.pop(shard.path, None)
+        self._tally()
+
+    def stop_writing(self) -> None:
+        if self.lock is not None:
+            self.lock.close()
+        self.own = self.lock = None
+        self.own_count = 0
+
+    def _sweep(self) -> None:
+        """
+        Delete the unfinished files of dead writers, and their folders where no shard is left. A live writer holds
+        its lock.
+        """
+        for writer in [p for p in self.path.iterdir() if p.is_dir() and WRITER.fullmatch(p.name)]:
+            try:
+                lock = lock_file(writer / LOCK_NAME, wait=False)
+                if lock is None:
+                    continue
+                try:
+                    for file in writer.iterdir():
+                        if UNFINISHED.fullmatch(file.name):
+                            file.unlink()
+                    if {p.name for p in writer.iterdir()} == {LOCK_NAME}:
+                        (writer / LOCK_NAME).unlink()
+                        writer.rmdir()
+                finally:
+                    lock.close()
+            except OSError as error:  # it may belong to another user; being untidy harms nobody
+                logger.debug("did not tidy up %s: %s", writer, error)

@@ -1,0 +1,1 @@
+"""Files, masks of secrets, reports, pictures."""

@@ -1,0 +1,143 @@
+"""Says where a result came from: command, commit, versions, machine."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from osd_hf.errors import ConfigError, without_credentials, without_secrets
+
+__all__ = ["json_text", "make_folder", "provenance", "without_credentials"]
+
+
+def make_folder(folder: Path) -> None:
+    """Make an output folder where it is missing; raises ConfigError where nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        is_writable = os.access(folder, os.W_OK | os.X_OK)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"The output folder {folder} cannot be made: {error}.") from error
+    if not is_writable:
+        raise ConfigError(f"The output folder {folder} cannot be written to.")
+
+
+def json_text(data: Any, indent: int | None = None) -> str:
+    """As of `json.dumps`, with `null` in place of what JSON has no number for: NaN and infinities."""
+    return json.dumps(_finite(data), indent=indent, allow_nan=False)
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+PACKAGES = ("torch", "transformers", "osd_hf")
+# Paths inside an argument, such as `a=/x/y,/z`; neither the path of a URL nor the slash of `owner/name`.
+_PATH = re.compile(r"(?<![\w.:/\\-])(?:file://|~\w*|\.\.)?/[^\s,;:='\"]+")
+
+
+def provenance(**extra: Any) -> dict[str, Any]:
+    """
+    What a result file needs so that someone else can make it again. Ready for JSON, light (no torch is imported), and
+    silent about secrets and the machine's folders: tokens, keys, and what lets others in by an address are left out,
+    and paths are cut to what lies below the working directory, or to their last part.
+
+    Args:
+        extra:
+            Entries to add, such as `seed` or `device`. Values that JSON does not know are written as strings.
+
+    Returns:
+        `dict[str, Any]`: `command`, `commit` (`None` outside a git checkout of the package; ends in `-dirty` where
+        its Python files differ, new ones included), `date` (UTC, ISO 8601), `python`, one version per package
+        (`None` where it is not installed), `processor`, `cpu_count`, and the extra entries.
+    """
+    return {
+        "command": _command(sys.argv, Path.cwd()),
+        "commit": _commit(Path(__file__).resolve().parent),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        **{name: _version(name) for name in PACKAGES},
+        "processor": _processor(),
+        "cpu_count": os.cpu_count(),
+        **{name: _plain(value) for name, value in extra.items()},
+    }
+
+
+def _command(argv: Sequence[str], folder: Path) -> str:
+    program, *arguments = argv or [""]
+    return shlex.join([Path(program).name, *(_without_folders(a, folder) for a in without_secrets(arguments))])
+
+
+def _without_folders(argument: str, folder: Path) -> str:
+    option, equals, value = argument.partition("=")
+    if not equals:
+        option, value = "", argument
+    is_one_path = not re.search(r"[,;]|://", value)
+    if is_one_path and (Path(value).is_absolute() or value.startswith("~") or ".." in Path(value).parts):
+        return option + equals + _cut(value, folder)
+    return _PATH.sub(lambda match: _cut(match[0].removeprefix("file://"), folder), argument)
+
+
+def _cut(path: str, folder: Path) -> str:
+    whole = Path(os.path.normpath(folder / os.path.expanduser(path)))
+    return str(whole.relative_to(folder)) if whole.is_relative_to(folder) else whole.name
+
+
+def _commit(folder: Path) -> str | None:
+    """The commit of the checkout that `folder` is tracked in; an environment inside some checkout is not its code."""
+    if not _git(folder, "ls-files", "."):
+        return None
+    commit = _git(folder, "rev-parse", "--short", "HEAD")
+    return f"{commit}-dirty" if commit and _git(folder, "status", "--porcelain", ":(top)*.py") else commit
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        result = subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, "") or platform.processor() or platform.machine()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist") and not isinstance(value, type):  # numpy and torch
+        return _plain(value.tolist())
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    return without_credentials(str(value))
