@@ -129,6 +129,7 @@ class OnlineAssistant:
         domain: str | None = None,
         learn: bool = True,
         num_assistant_tokens: int | str | None = None,
+        on_trace: Callable[[Trace], object] | None = None,
         **generate_kwargs: Any,
     ) -> Any:
         """
@@ -143,6 +144,9 @@ class OnlineAssistant:
                 With `False` nothing of the request is kept or learned from; its acceptance is still counted.
             num_assistant_tokens (`int` or `"auto"`, *optional*):
                 Of this request, in place of the configuration's; needs lean drafting.
+            on_trace (`Callable[[Trace], object]`, *optional*):
+                Called with the request's trace once the answer is there, also with `learn=False`; not called where
+                nothing could be captured, such as a prompt of embeddings.
             generate_kwargs (`Any`):
                 As of `target.generate`.
 
@@ -167,9 +171,16 @@ class OnlineAssistant:
         if self.tokenizer is not None and generate_kwargs.get("stop_strings") is not None:
             generate_kwargs.setdefault("tokenizer", self.tokenizer)
         self._upkeep.raise_failure()
-        bound = self._bound(domain=domain, learn=learn, k=num_assistant_tokens, exact_stops=True, tried=tried)
+        seen: list[Trace] | None = None if on_trace is None else []
+        bound = self._bound(
+            domain=domain, learn=learn, k=num_assistant_tokens, exact_stops=True, tried=tried, seen=seen
+        )
         with self._upkeep.traffic.request(), bound:
-            return self.target.generate(inputs, assistant_model=self._drafts.base, **generate_kwargs)
+            output = self.target.generate(inputs, assistant_model=self._drafts.base, **generate_kwargs)
+        if on_trace is not None:
+            for trace in seen or ():
+                on_trace(trace)
+        return output
 
     @contextlib.contextmanager
     def attached(self, *, domain: str | None = None, learn: bool = True) -> Iterator[OnlineAssistant]:
@@ -194,11 +205,12 @@ class OnlineAssistant:
         exact_stops: bool,
         k: int | str | None = None,
         tried: Sequence[TriedOut] = (),
+        seen: list[Trace] | None = None,
     ) -> contextlib.AbstractContextManager[Binding]:
         binding = Binding(
-            functools.partial(self._observe, learn=learn),
+            functools.partial(self._observe, learn=learn, seen=seen),
             owner=self,
-            num_logprobs=self.config.num_logprobs if learn else 0,
+            num_logprobs=self.config.num_logprobs if learn or seen is not None else 0,
             serving=functools.partial(self._request, domain, learn),
             exact_stops=exact_stops,
             num_assistant_tokens=k,
@@ -226,7 +238,9 @@ class OnlineAssistant:
             self._upkeep.failed(error)
             return None
 
-    def _observe(self, trace: Trace, *, learn: bool) -> None:
+    def _observe(self, trace: Trace, *, learn: bool, seen: list[Trace] | None) -> None:
+        if seen is not None:
+            seen.append(trace)
         if self._is_closed:  # a request that outlives it is answered, and that is all
             return
         try:

@@ -1,10 +1,10 @@
-"""Giving a draft the target's vocabulary size, where the two differ in padding only."""
+"""A target, a draft and their tokenizer: how they are loaded and unwrapped, and whether they fit together."""
 
 from __future__ import annotations
 
 import copy
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import (
@@ -17,10 +17,12 @@ from transformers import (
     LogitsProcessorList,
 )
 
+from osd_hf.bundled import load_bundled
 from osd_hf.errors import ConfigError, UnsupportedModelError, VocabularyMismatchError, without_credentials
 
 __all__ = [
     "NO_WARPING",
+    "Pair",
     "align_vocab",
     "check_draft",
     "check_pair",
@@ -33,6 +35,7 @@ __all__ = [
     "load_config",
     "load_eos_ids",
     "load_model",
+    "load_pair",
     "load_tokenizer",
     "merged",
     "num_cached",
@@ -126,6 +129,51 @@ def load_model(source: str, *, dtype: str = "auto", device: str | None = None) -
     except (OSError, ValueError, ImportError) as error:
         raise UnsupportedModelError(f"The model {source!r} cannot be loaded: {first_line(error)}.") from error
     return placed(model, device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+
+
+class Pair(NamedTuple):
+    """
+    Models that serve together.
+
+    Args:
+        target (`PreTrainedModel`):
+            The model that answers.
+        draft (`PreTrainedModel`):
+            The smaller model that drafts, with the target's vocabulary size.
+        tokenizer (`PreTrainedTokenizerBase`):
+            The tokenizer of both.
+    """
+
+    target: Any
+    draft: Any
+    tokenizer: Any
+
+
+def load_pair(
+    target: str | None = None, draft: str | None = None, *, dtype: str = "auto", device: str | None = None
+) -> Pair:
+    """
+    The models of these names, or the bundled pair (fp32, on the CPU unless a device is named) where neither is given.
+
+    Args:
+        target (`str`, *optional*), draft (`str`, *optional*):
+            Hub ids or folders; both or neither.
+        dtype (`str`, *optional*, defaults to `"auto"`), device (`str`, *optional*):
+            As for [`load_model`].
+
+    Raises:
+        ConfigError: one of the two is missing, or there is no such device.
+        UnsupportedModelError: a model or the tokenizer cannot be loaded.
+        VocabularyMismatchError: the vocabularies differ in more than padding.
+    """
+    if (target is None) != (draft is None):
+        raise ConfigError("A pair is two models: name both a target and a draft, or neither for the bundled pair.")
+    if target is None or draft is None:
+        bundled = Pair(*load_bundled())
+        return Pair(placed(bundled.target, device or "cpu"), placed(bundled.draft, device or "cpu"), bundled.tokenizer)
+    tokenizer = load_tokenizer(target)
+    loaded = load_model(target, dtype=dtype, device=device)
+    return Pair(loaded, of_one_size(load_model(draft, dtype=dtype, device=device), loaded), tokenizer)
 
 
 def load_eos_ids(source: str) -> tuple[int, ...]:
