@@ -30,7 +30,7 @@ from osd_hf.learning.tracking import log_update, make_accelerator
 from osd_hf.learning.updater import Updater, UpdateReport
 from osd_hf.learning.upkeep import Upkeep
 from osd_hf.metrics import AcceptanceStats, Tally
-from osd_hf.pair import load_model, uncompiled, unwrap
+from osd_hf.pair import check_pair, common_tokenizer, load_model, uncompiled, unwrap
 from osd_hf.routing import RoutedPrompt, Router, as_router
 from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace
@@ -98,8 +98,8 @@ class OnlineAssistant:
         named = (str, os.PathLike)
         self.target = load_model(os.fspath(target)) if isinstance(target, named) else target
         source = load_model(os.fspath(draft)) if isinstance(draft, named) else uncompiled(draft)
-        guards.check_pair(unwrap(self.target), unwrap(source))
-        self.tokenizer = guards.common_tokenizer(tokenizer, unwrap(self.target), unwrap(source))
+        check_pair(unwrap(self.target), unwrap(source))
+        self.tokenizer = common_tokenizer(tokenizer, unwrap(self.target), unwrap(source))
         self.router = as_router(router)
         per_domain = self.router is not None
         self._drafts = DomainDrafts(source, self.config, peft_config=peft_config, per_domain=per_domain)
