@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import models
@@ -14,7 +15,8 @@ import torch
 
 from osd_hf import DomainDrafts, OnlineConfig
 from osd_hf.drafting.forward import CompiledDraft, DraftForward, StaticForward
-from osd_hf.learning.schedule import DutyCycle, IdleWorker, Traffic
+from osd_hf.learning.learner import DutyCycle
+from osd_hf.upkeep import IdleWorker, Traffic
 from osd_hf.utils.disk import in_child, lock_file, renewing
 
 pytestmark = [
@@ -84,6 +86,12 @@ def test_a_block_that_the_forking_thread_is_in_ends_as_it_began() -> None:
     assert not owner.lock.locked()
 
 
+def upkeep(traffic: Traffic, has_work: Callable[[], bool], step: Callable[[], object]) -> Any:
+    return SimpleNamespace(
+        traffic=traffic, has_work=has_work, step=step, failed=lambda _: None, duty_cycle=DutyCycle(1.0)
+    )
+
+
 def test_a_request_of_a_child_waits_for_no_step_of_its_parent() -> None:
     traffic = Traffic()
     stepping, done = threading.Event(), threading.Event()
@@ -92,7 +100,7 @@ def test_a_request_of_a_child_waits_for_no_step_of_its_parent() -> None:
         stepping.set()
         done.wait(LONG)
 
-    worker = IdleWorker(traffic, lambda: not done.is_set(), step, lambda _: None, DutyCycle(1.0))
+    worker = IdleWorker(upkeep(traffic, lambda: not done.is_set(), step))
     worker.start()
     assert stepping.wait(LONG)
 
@@ -111,7 +119,7 @@ def test_a_child_counts_no_requests_of_its_parents_other_threads() -> None:
 
     def learn() -> None:
         assert traffic.requests == 0
-        worker = IdleWorker(traffic, lambda: not stepped.is_set(), stepped.set, lambda _: None, DutyCycle(1.0))
+        worker = IdleWorker(upkeep(traffic, lambda: not stepped.is_set(), stepped.set))
         worker.start()
         assert stepped.wait(LONG)
 
@@ -292,7 +300,7 @@ def case(folder, strategy, is_learning):
         average(self)
 
     def hold():
-        with assistant._taking_in:
+        with assistant._upkeep._taking_in:
             reached.set()
             done.wait(2 * LONG)
 

@@ -2,6 +2,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import LONG
 
-from osd_hf.learning.schedule import DutyCycle, IdleWorker, Traffic
+from osd_hf.learning.learner import DutyCycle
+from osd_hf.upkeep import IdleWorker, Traffic
 
 
 class Clock:
@@ -70,8 +72,8 @@ def test_all_of_the_time_needs_no_rest() -> None:
 class Steps:
     """Work that a test holds up: each step says that it has begun, and ends when it may."""
 
-    def __init__(self, traffic: Traffic) -> None:
-        self.traffic = traffic
+    def __init__(self, traffic: Traffic, duty_cycle: DutyCycle) -> None:
+        self.traffic, self.duty_cycle = traffic, duty_cycle
         self.left = 0
         self.done = 0
         self.overlapped = 0
@@ -80,6 +82,7 @@ class Steps:
         self.running = 0
         self.errors: list[Exception] = []
         self.raises: Exception | None = None
+        self.failed = self.errors.append
 
     def has_work(self) -> bool:
         return self.left > 0
@@ -112,10 +115,10 @@ class Steps:
 @contextmanager
 def working(duty: DutyCycle | None = None, *, free: bool = False) -> Iterator[tuple[Steps, IdleWorker]]:
     traffic = Traffic()
-    steps = Steps(traffic)
+    steps = Steps(traffic, duty or DutyCycle(1.0))
     if free:
         steps.may_end.release(10_000)
-    worker = IdleWorker(traffic, steps.has_work, steps.step, steps.errors.append, duty or DutyCycle(1.0))
+    worker = IdleWorker(steps)  # type: ignore[arg-type]
     worker.start()
     try:
         yield steps, worker
@@ -288,7 +291,10 @@ def test_stopping_from_inside_a_step_does_not_wait_for_itself() -> None:
         worker.stop()
         stopped.set()
 
-    worker = IdleWorker(traffic, lambda: bool(left), step, lambda _: None, DutyCycle(1.0))
+    upkeep: Any = SimpleNamespace(
+        traffic=traffic, has_work=lambda: bool(left), step=step, failed=lambda _: None, duty_cycle=DutyCycle(1.0)
+    )
+    worker = IdleWorker(upkeep)
     worker.start()
     assert stopped.wait(LONG)
     worker._thread.join(LONG)
@@ -323,7 +329,10 @@ def test_between_steps_the_worker_rests() -> None:
         if not left:
             done.set()
 
-    worker = IdleWorker(traffic, lambda: bool(left), step, lambda _: None, Duty(0.25, clock))
+    upkeep: Any = SimpleNamespace(
+        traffic=traffic, has_work=lambda: bool(left), step=step, failed=lambda _: None, duty_cycle=Duty(0.25, clock)
+    )
+    worker = IdleWorker(upkeep)
     worker.start()
     assert done.wait(LONG)
     worker.stop()
