@@ -23,7 +23,7 @@ from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace
 from osd_hf.utils.disk import in_child
 
-__all__ = ["IdleWorker", "Traffic", "Upkeep"]
+__all__ = ["Traffic", "Upkeep"]
 
 logger = logging.getLogger(__name__)
 
@@ -69,69 +69,11 @@ class Traffic:
                 self.changed.notify_all()
 
 
-class IdleWorker:
-    """
-    A thread that learns while no request is running.
-
-    Args:
-        upkeep (`Upkeep`):
-            Its `has_work()` is asked while no request runs; quick, and never raises. Its `step()` is one micro-step.
-            What that raises goes to its `failed(error)`, and the thread goes on.
-    """
-
-    def __init__(self, upkeep: Upkeep) -> None:
-        self.upkeep, self.traffic = upkeep, upkeep.traffic
-        self._stopped = False
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Begin, where the thread is not there yet: at first, or in a forked child, which has none."""
-        with self.traffic.changed:
-            if not self._stopped and (self._thread is None or not self._thread.is_alive()):
-                self._thread = threading.Thread(target=self._run, name="osd_hf-learner", daemon=True)
-                self._thread.start()
-
-    def stop(self) -> None:
-        """End the thread, after the micro-step under way."""
-        with self.traffic.changed:
-            self._stopped = True
-            self.traffic.changed.notify_all()
-        if self._thread is not None and threading.current_thread() is not self._thread:
-            self._thread.join()
-
-    @property
-    def is_alive(self) -> bool:
-        return self._thread is not None and self._thread.is_alive() and not self._stopped
-
-    def _run(self) -> None:
-        traffic, duty_cycle = self.traffic, self.upkeep.duty_cycle
-        while True:
-            with traffic.changed:
-                while not self._stopped and (
-                    traffic.requests or duty_cycle.rest_seconds() > 0 or not self.upkeep.has_work()
-                ):
-                    rest = duty_cycle.rest_seconds()
-                    traffic.changed.wait(rest if rest > 0 else None)
-                if self._stopped:
-                    return
-                traffic.is_stepping = True
-            started = time.perf_counter()
-            try:
-                self.upkeep.step()
-            except Exception as error:
-                logger.exception("Learning failed between requests; the error is raised by the next call.")
-                self.upkeep.failed(error)
-            finally:
-                duty_cycle.worked(time.perf_counter() - started)
-                with traffic.changed:
-                    traffic.is_stepping = False
-                    traffic.changed.notify_all()
-
-
 class Upkeep:
     """
-    Serves the requests of an assistant, counts them, and lets its learner learn from them, after answers or between
-    requests, one thread at a time. What goes wrong there is kept until the next call.
+    Serves the requests of an assistant, counts them, and lets its learner learn from them, one thread at a time: after
+    answers or, with the strategy `"idle"`, in a thread that steps while no request is running. What goes wrong there
+    is kept in `failure` until the next call.
 
     A forked child serves, and learns by itself from its own requests, from where its parent stood; its idle thread
     begins with its first request. It saves nothing by itself: the folder stays with the parent.
@@ -139,40 +81,26 @@ class Upkeep:
     Args:
         learner (`Learner`):
             Its configuration says when it learns.
-        router (`Router`, *optional*):
-            Says which domain a request without a label belongs to.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*):
-            For routers that read text.
+        router (`Router`, *optional*), tokenizer (`PreTrainedTokenizerBase`, *optional*):
+            Say which domain a request without a label belongs to.
         autosave (`Path`, *optional*):
             Folder that the session is saved to after every `autosave_interval` updates, by a thread of its own.
-
-    Attributes:
-        tally (`Tally`):
-            Acceptance of the requests served.
-        failure (`Exception`, *optional*):
-            What the next call raises.
-        saving (`threading.Thread`, *optional*):
-            The last autosave.
     """
 
     def __init__(
         self, learner: Learner, router: Router | None = None, tokenizer: Any = None, autosave: Path | None = None
     ) -> None:
-        self.learner, self.drafts, self.duty_cycle = learner, learner.drafts, learner.duty_cycle
-        self.config = learner.config
+        self.learner, self.drafts, self.config = learner, learner.drafts, learner.config
         self.router, self.tokenizer, self.autosave = router, tokenizer, autosave
         self.traffic, self.tally = Traffic(), Tally()
         self.failure: Exception | None = None
-        self.saving: threading.Thread | None = None
-        self.is_closed = False
-        self._unsaved = 0
-        self._is_torn = False
+        self.saving: threading.Thread | None = None  # the last autosave
+        self.is_closed = self._is_stopped = self._is_torn = False
+        self._unsaved = 0  # updates
+        self._idle: threading.Thread | None = None
         self._renew_locks()
-        self._worker: IdleWorker | None = None
-        if self.config.update_strategy == "idle":
-            self._worker = IdleWorker(self)
-            self._worker.start()
         in_child(self, Upkeep._begin_in_child)
+        self._wake()
 
     def _renew_locks(self) -> None:
         self._learning = threading.Lock()  # held by who learns or saves
@@ -256,8 +184,8 @@ class Upkeep:
     # --- learning ---------------------------------------------------------------------------------------------------
 
     def _learn(self) -> None:
-        """Learn after an answer where that is due and nobody else does; an idle thread learns by itself."""
-        if self._worker is not None:
+        """Learn after an answer where that is due and nobody else does; the idle thread learns by itself."""
+        if self.config.update_strategy == "idle":
             self._wake()  # a request inside `attached` has ended before it is taken in
         # While another thread learns, this one's answer does not wait for it; the update stays due.
         elif self.learner.due():
@@ -280,17 +208,6 @@ class Upkeep:
             if self.drafts.per_domain and key is None:
                 raise LearnerError("No domain has a draft that could learn yet. Serve requests of one first.")
             return self._report(self.learner.update(key, steps))
-
-    def has_work(self) -> bool:
-        """Whether the idle thread has a micro-step to take."""
-        return self.learner.has_work() and not self._learning.locked()
-
-    def step(self) -> None:
-        """A micro-step of the idle thread; none while another thread learns or saves."""
-        with self._turn() as is_mine:
-            report = self.learner.step() if is_mine else None
-            if report is not None:
-                self._report(report)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -331,29 +248,62 @@ class Upkeep:
         self.learner.resume()
         self._wake()
 
+    # --- learning between requests ----------------------------------------------------------------------------------
+
     def wait_until_idle(self, timeout: float | None) -> bool:
-        """Wait until the idle thread has nothing to do; returns whether it has not."""
-        worker = self._worker
-        if worker is None:
-            return True
-        worker.start()
+        """Wait until the idle thread, where there is one, has nothing to do; returns whether it has not."""
+        self._wake()
         with self.traffic.changed:
-            return self.traffic.changed.wait_for(
-                lambda: not worker.is_alive or not (self.traffic.is_stepping or self.learner.has_work()), timeout
+            return self._idle is None or self.traffic.changed.wait_for(
+                lambda: self._is_stopped or not (self.traffic.is_stepping or self.learner.has_work()), timeout
             )
 
     def stop(self) -> None:
-        """End the idle thread, and wait for a save under way."""
-        if self._worker is not None:
-            self._worker.stop()
-        if self.saving is not None and self.saving is not threading.current_thread():
-            self.saving.join()
+        """End the idle thread after the micro-step under way, and wait for a save under way."""
+        with self.traffic.changed:
+            self._is_stopped = True
+            self.traffic.changed.notify_all()
+        for thread in (self._idle, self.saving):
+            if thread is not None and thread is not threading.current_thread():
+                thread.join()
 
     def _wake(self) -> None:
-        if self._worker is not None:
-            self._worker.start()
+        """Let the idle thread look for work. It begins where it is not there yet: at first, or in a forked child."""
         with self.traffic.changed:
+            is_there = self._idle is not None and self._idle.is_alive()
+            if self.config.update_strategy == "idle" and not (self._is_stopped or is_there):
+                self._idle = threading.Thread(target=self._learn_between, name="osd_hf-learner", daemon=True)
+                self._idle.start()
             self.traffic.changed.notify_all()
+
+    def _learn_between(self) -> None:
+        traffic, duty_cycle = self.traffic, self.learner.duty_cycle
+        while True:
+            with traffic.changed:
+                while not self._is_stopped and (traffic.requests or not self._may_step()):
+                    rest = duty_cycle.rest_seconds()
+                    traffic.changed.wait(rest if rest > 0 else None)
+                if self._is_stopped:
+                    return
+                traffic.is_stepping = True
+            started = time.perf_counter()
+            try:
+                with self._turn() as is_mine:
+                    report = self.learner.step() if is_mine else None
+                    if report is not None:
+                        self._report(report)
+            except Exception as error:
+                logger.exception("Learning failed between requests; the error is raised by the next call.")
+                self.failed(error)
+            finally:
+                duty_cycle.worked(time.perf_counter() - started)
+                with traffic.changed:
+                    traffic.is_stepping = False
+                    traffic.changed.notify_all()
+
+    def _may_step(self) -> bool:
+        is_resting = self.learner.duty_cycle.rest_seconds() > 0
+        return not is_resting and self.learner.has_work() and not self._learning.locked()
 
     # --- keeping ----------------------------------------------------------------------------------------------------
 

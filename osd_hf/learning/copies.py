@@ -6,7 +6,7 @@ import copy
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from osd_hf.config import OnlineConfig
 from osd_hf.drafting.generator import LeanDrafting
@@ -14,9 +14,17 @@ from osd_hf.drafting.pacing import Pacer
 from osd_hf.learning.weights import Snapshot, learning_context, write_snapshot
 from osd_hf.pair import merged
 
-__all__ = ["FALLBACK_K", "Copies", "ServingDraft", "ready_to_serve"]
+__all__ = ["FALLBACK_K", "Copies", "ServingDraft", "Version", "ready_to_serve"]
 
 FALLBACK_K = 5  # where the number of drafted tokens is not fixed, and one is needed
+
+
+class Version(NamedTuple):
+    """A version of a draft: its number, 0 for the draft as it was, and its weights. Equal numbers are no proof: a
+    rollback or a session may bring other weights of the same one."""
+
+    number: int
+    weights: Snapshot
 
 
 @dataclass(eq=False)
@@ -26,15 +34,13 @@ class ServingDraft:
 
     Args:
         model (`PreTrainedModel`):
-            With adapters merged.
+            With adapters merged; `None` before it is filled for the first time.
         drafting (`LeanDrafting`, *optional*):
             What makes its candidates; `None`: transformers' own generator.
-        domain (`str`, *optional*), version (`int`):
-            Whose weights it holds, and which.
-        is_written (`bool`, defaults to `True`):
-            Whether it holds them whole.
-        is_spoiled (`bool`, defaults to `False`):
-            Whether what is being written now is not to be trusted any more.
+        domain (`str`, *optional*):
+            Whose weights it holds.
+        holds (`Version`, *optional*):
+            Which weights; `None` while they are written.
         leases (`int`, defaults to 0):
             Requests that use it now.
         used (`int`, defaults to 0):
@@ -44,33 +50,22 @@ class ServingDraft:
     model: Any
     drafting: LeanDrafting | None
     domain: str | None = None
-    version: int = 0
-    is_written: bool = True
-    is_spoiled: bool = False
+    holds: Version | None = None
     leases: int = 0
     used: int = 0
+
+    @property
+    def version(self) -> int:
+        """Number of the version that it holds."""
+        return 0 if self.holds is None else self.holds.number
 
 
 class Copies:
     """
-    Copies of one base model, with the weights of different drafts and versions. Not locked: its owner is, for all but
-    [`~Copies.fill`], which takes long.
-
-    Args:
-        base (`PreTrainedModel`):
-            What is copied.
-        template (`PeftModel`, *optional*):
-            Where weights are an adapter's: a model with that adapter, unmerged.
-        config (`OnlineConfig`):
-            How to draft, and how many bytes may be held; requests at once may need more for a while.
-        pacer (`Pacer`):
-            What all drafts' lengths are decided by.
-
-    Attributes:
-        held (`list[ServingDraft]`):
-            Those that hold the weights of a draft, or are being filled with them.
-        making (`set[str | None]`):
-            Domains of which one is being filled.
+    Copies of one base model (`base`, which serves as well), each `held` for a domain, within `max_draft_bytes`;
+    requests at once may need more for a while. `making` are the domains of which one is being filled. Not locked: its
+    owner is, for all but [`~Copies.fill`], which takes long. Where weights are an adapter's, `template` is a
+    `PeftModel` with that adapter, unmerged.
     """
 
     def __init__(self, base: Any, template: Any, config: OnlineConfig, pacer: Pacer) -> None:
@@ -78,56 +73,54 @@ class Copies:
         self.base = ServingDraft(base, self._draft_with(base))
         self.held: list[ServingDraft] = []
         self.making: set[str | None] = set()
-        self._made: weakref.WeakSet[Any] = weakref.WeakSet([base])
+        self.made: weakref.WeakSet[Any] = weakref.WeakSet([base])  # all models that serve, or did
         self._clock = 0
+
+    def hold_base(self, version: Version) -> None:
+        """The base serves with the version that all domains share."""
+        self.base.holds = version
+        self.held.append(self.base)
 
     @property
     def bytes_each(self) -> int:
         tensors = [*self.base.model.parameters(), *self.base.model.buffers()]
         return sum(t.numel() * t.element_size() for t in tensors)
 
-    def made(self, model: Any) -> bool:
-        """Whether a model is, or was, one of these."""
-        return model in self._made
+    def _most(self) -> float:
+        limit = self.config.max_draft_bytes
+        return float("inf") if limit is None else max(limit // self.bytes_each, 1)
 
-    def find(self, domain: str | None, version: int | None = None) -> ServingDraft | None:
-        """One that holds these weights, or any of the domain's; `None` where none does."""
-        for serving in self.held:
-            if serving.domain == domain and version in (None, serving.version) and serving.is_written:
-                return serving
-        return None
+    def find(self, domain: str | None, version: Version | None = None) -> ServingDraft | None:
+        """One that holds this version of a domain's draft, or any; `None` where none does."""
+        whole = (serving for serving in self.held if serving.domain == domain and serving.holds is not None)
+        return next((serving for serving in whole if version is None or serving.holds is version), None)
 
     def use(self, serving: ServingDraft) -> ServingDraft:
-        """Lease one; it is released by [`~Copies.release`]."""
-        serving.leases += 1
+        """Lease one."""
         self._clock += 1
-        serving.used = self._clock
+        serving.leases, serving.used = serving.leases + 1, self._clock
         return serving
 
-    def release(self, serving: ServingDraft, newest: Mapping[str | None, int]) -> None:
-        """End a lease, and let go what overlapping requests made and what is over the limit; `newest` are the versions
-        that serve."""
+    def release(self, serving: ServingDraft, newest: Mapping[str | None, Version]) -> None:
+        """End a lease; let go what overlapping requests made and does not serve any more, and what is over the
+        limit."""
         serving.leases -= 1
         for held in sorted(self.held, key=lambda s: s.used):
             is_doubled = sum(s.domain == held.domain for s in self.held) > 1
-            is_old = not (held.is_written and newest.get(held.domain) == held.version)
+            is_old = held.holds is None or held.holds is not newest.get(held.domain)
             if held.leases == 0 and ((is_doubled and is_old) or len(self.held) > self._most()):
                 self.held.remove(held)
 
-    def reserve(self, domain: str | None, version: int) -> ServingDraft:
-        """One to be filled with these weights, leased to who fills it; its place counts from now on. One thread at a
-        time fills those of one draft."""
+    def reserve(self, domain: str | None) -> ServingDraft:
+        """One to be filled for a domain, leased to who fills it: one of its own that nobody uses, a new one or, over
+        the limit, the one not used for longest. Its place counts from now on."""
         free = [serving for serving in self.held if serving.leases == 0]
-        same = [serving for serving in free if serving.domain == domain]
-        if same:
-            serving = same[0]
-        elif free and len(self.held) >= self._most():
-            serving = min(free, key=lambda s: s.used)
-        else:
-            serving = ServingDraft(None, None)
-            self.held.append(serving)
-        serving.domain, serving.version = domain, version
-        serving.is_written = serving.is_spoiled = False
+        own = [serving for serving in free if serving.domain == domain]
+        if not own and not (free and len(self.held) >= self._most()):
+            own = [ServingDraft(None, None)]
+            self.held += own
+        serving = own[0] if own else min(free, key=lambda s: s.used)
+        serving.domain, serving.holds = domain, None
         self.making.add(domain)
         return self.use(serving)
 
@@ -141,30 +134,20 @@ class Copies:
         else:
             self._write(snapshot, serving.model)
 
-    def filled(self, serving: ServingDraft, *, is_whole: bool) -> None:
-        """It may serve now, unless it was spoiled meanwhile; what could not be made is let go."""
+    def filled(self, serving: ServingDraft, version: Version | None) -> None:
+        """It holds this version now, or none after an error; what could not be made is let go."""
         self.making.discard(serving.domain)
         if serving.model is None:
             self.held.remove(serving)
-            return
-        self._made.add(serving.model)
-        serving.is_written = is_whole and not serving.is_spoiled
-
-    def spoil(self, *domains: str | None) -> None:
-        """What the models of these domains hold is not to be trusted; they are written anew before they serve."""
-        for serving in self.held:
-            if serving.domain in domains:
-                serving.is_written, serving.is_spoiled = False, True
+        else:
+            self.made.add(serving.model)
+            serving.holds = version
 
     def forget_leases(self) -> None:
         """Nobody uses these models any more, and nobody fills what was reserved. Who holds one nevertheless gives the
         old entry back, which no longer counts."""
         before, self.base = self.base, replace(self.base, leases=0)
-        self.held = [
-            self.base if serving is before else replace(serving, leases=0)
-            for serving in self.held
-            if serving.model is not None
-        ]
+        self.held = [self.base if s is before else replace(s, leases=0) for s in self.held if s.model is not None]
         self.making = set()
 
     def another(self) -> Any:
@@ -180,10 +163,6 @@ class Copies:
             return None
         k, compiled = self.config.num_assistant_tokens, self.config.compile_draft
         return LeanDrafting(model, k, compile_draft=compiled, pacer=self.pacer)
-
-    def _most(self) -> float:
-        limit = self.config.max_draft_bytes
-        return float("inf") if limit is None else max(limit // self.bytes_each, 1)
 
 
 def ready_to_serve(draft: Any, config: OnlineConfig) -> Any:

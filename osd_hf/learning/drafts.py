@@ -11,7 +11,7 @@ import threading
 from collections.abc import Collection, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from accelerate import Accelerator
 from safetensors import SafetensorError
@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from osd_hf.config import OnlineConfig
 from osd_hf.drafting.pacing import Pacer
 from osd_hf.errors import ConfigError, StateError
-from osd_hf.learning.copies import Copies, ServingDraft, ready_to_serve
+from osd_hf.learning.copies import Copies, ServingDraft, Version, ready_to_serve
 from osd_hf.learning.lesson import Lesson
 from osd_hf.learning.updater import Updater
 from osd_hf.learning.weights import (
@@ -41,15 +41,7 @@ __all__ = ["DomainDrafts"]
 
 logger = logging.getLogger(__name__)
 
-MOST_REFUSED = 1024  # domains remembered as such
 INDEX = "drafts.json"
-
-
-class Version(NamedTuple):
-    """A version of a draft: its number, 0 for the draft as it was, and its weights."""
-
-    number: int
-    weights: Snapshot
 
 
 @dataclass(eq=False)
@@ -57,7 +49,7 @@ class _Draft:
     """One draft that learns: its requests, its learner, and its versions. Without weights until it begins to learn."""
 
     lesson: Lesson
-    serving: Version = Version(0, {})
+    serving: Version = field(default_factory=lambda: Version(0, {}))
     previous: Version | None = None
     original: Snapshot = field(default_factory=dict)  # weights of version 0
     updater: Updater | None = None
@@ -96,11 +88,11 @@ class DomainDrafts:
         self.pacer = Pacer()
         self.version = 0
         self._drafts: dict[str | None, _Draft] = {}
-        self._refused: set[str | None] = set()
+        self._has_refused = False
         self._copies = Copies(base, self._template, self.config, self.pacer)
         if not per_domain:
             self._drafts[None] = _Draft(Lesson(None, self.config))
-            self._copies.held.append(self._copies.base)
+            self._copies.hold_base(self._drafts[None].serving)
         self._master: Any = None  # of all domains' adapters
         self._scratch: Any = None
         self._renew_locks()
@@ -123,19 +115,15 @@ class DomainDrafts:
         if not self.per_domain or domain is None:
             return not self.per_domain
         with self._lock:
-            if domain in self._drafts or domain in self._refused:
-                return domain in self._drafts
-            if len(self._drafts) < self.config.max_drafts:
+            if domain not in self._drafts and len(self._drafts) < self.config.max_drafts:
                 self._drafts[domain] = _Draft(Lesson(domain, self.config))
-                return True
-            if not self._refused:
+            if domain not in self._drafts and not self._has_refused:
+                self._has_refused = True
                 logger.warning(
                     "There are %d drafts of domains already (`max_drafts`): %r and further domains are served by "
                     "the base draft.", len(self._drafts), domain,
                 )  # fmt: skip
-            if len(self._refused) < MOST_REFUSED:
-                self._refused.add(domain)
-            return False
+            return domain in self._drafts
 
     @property
     def domains(self) -> tuple[str | None, ...]:
@@ -205,7 +193,7 @@ class DomainDrafts:
 
     def owns(self, model: Any) -> bool:
         """Whether a model is one of those that serve."""
-        return self._copies.made(model)
+        return model in self._copies.made
 
     @property
     def bytes_per_draft(self) -> int:
@@ -226,30 +214,30 @@ class DomainDrafts:
                 if draft is None or (self.per_domain and draft.serving.number == 0):
                     return self._copies.use(self._copies.base)  # what has learned nothing changes nothing
                 version = draft.serving
-                found = self._copies.find(key, version.number)
+                found = self._copies.find(key, version)
                 if found is not None:
                     return self._copies.use(found)
                 if key in self._copies.making:
                     self._made.wait()
                     continue
-                serving = self._copies.reserve(key, version.number)
+                serving = self._copies.reserve(key)
             self._fill(serving, version)
             with self._lock:
                 draft = self._drafts.get(key)
-                if serving.is_written and draft is not None and draft.serving is version:
+                if draft is not None and draft.serving is version:
                     return serving
             self._release(serving)
 
     def _fill(self, serving: ServingDraft, version: Version, *, promoted: bool = False) -> None:
         """Fill what was reserved, outside of the lock; where it is promoted, it serves from then on."""
-        is_whole = False
+        written = None
         try:
             self._copies.fill(serving, version.weights)
-            is_whole = True
+            written = version
         finally:
             with self._lock:
-                self._copies.filled(serving, is_whole=is_whole)
-                if not is_whole:
+                self._copies.filled(serving, written)
+                if written is None:
                     self._release(serving)
                 elif promoted:
                     draft = self._drafts[serving.domain]
@@ -258,7 +246,7 @@ class DomainDrafts:
 
     def _release(self, serving: ServingDraft) -> None:
         with self._lock:
-            self._copies.release(serving, {domain: draft.serving.number for domain, draft in self._drafts.items()})
+            self._copies.release(serving, {domain: draft.serving for domain, draft in self._drafts.items()})
 
     def promote(self, domain: str | None, version: int, snapshot: Snapshot) -> None:
         """Let a version serve, from the next request on; those that are running keep theirs. It is made ready before
@@ -266,7 +254,7 @@ class DomainDrafts:
         weights are written into it, without a copy, and requests of this draft wait until they are."""
         with self._lock:
             self._made.wait_for(lambda: domain not in self._copies.making)
-            serving = self._copies.reserve(domain, version)
+            serving = self._copies.reserve(domain)
         self._fill(serving, Version(version, snapshot), promoted=True)
         self._release(serving)
         self._draft_changed(domain)
@@ -275,10 +263,11 @@ class DomainDrafts:
         """Let the version before, or 0, serve again; returns its weights."""
         with self._lock:
             draft = self._drafts[domain]
-            is_previous = draft.previous is not None and version == draft.previous.number
-            weights = draft.previous.weights if draft.previous is not None and is_previous else draft.original
+            weights = draft.original
+            if draft.previous is not None and version == draft.previous.number:
+                weights = draft.previous.weights
+            # Written anew: what serves may have gone wrong by itself.
             draft.serving, draft.previous = Version(version, weights), None
-            self._copies.spoil(domain)  # it may have gone wrong by itself
         self._release(self._leased(domain))  # now, so that no request waits for it
         self._draft_changed(domain)
         return self.serving_snapshot(domain)
@@ -304,7 +293,7 @@ class DomainDrafts:
             self._drafts[domain] = draft
             draft.updater, draft.original = updater, original
             if not draft.serving.weights:
-                draft.serving = Version(draft.serving.number, original)
+                draft.serving.weights.update(original)
         return updater
 
     def _new_updater(self, accelerator: Accelerator | None, lesson: Lesson) -> Updater:
@@ -423,7 +412,6 @@ class DomainDrafts:
             if self.admit(domain):
                 self.updater(domain).restart(weights)
                 self.version = max(self.version, number)
-                self._copies.spoil(domain)  # which may hold other weights of the same number
                 self.promote(domain, number, weights)
 
     def _check(self, domain: str | None, snapshot: Snapshot) -> None:
@@ -477,7 +465,6 @@ class DomainDrafts:
                 draft.serving = Version(int(saved["version"]), saved["snapshot"])
                 draft.previous = None if previous is None else Version(*previous)
                 self._drafts[domain] = draft
-            self._copies.spoil(*before, *self._drafts)
         for domain in self.domains:
             self._release(self._leased(domain))
             self._draft_changed(domain)

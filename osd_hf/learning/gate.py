@@ -91,21 +91,12 @@ def judge(
     after: Sequence[AcceptanceStats],
 ) -> GateDecision:
     """
-    Whether a version may serve.
+    Whether a version may serve in place of the one that does, by what each was replayed to make of the held-back
+    requests, `before` and `after`.
 
-    It may where its acceptance on the held-back requests does not fall, in all and in each label among them: in all,
-    the gain has to make up for half its own standard error; in a label with requests enough, a fall must not be beyond
-    two. As learning goes on meanwhile, what is kept back once costs little.
-
-    Args:
-        version (`int`), serving (`int`):
-            The version in question, and the one that serves.
-        domain (`str`, *optional*):
-            Whose draft.
-        held_back (`Sequence[Trace]`):
-            What both were replayed on.
-        before (`Sequence[AcceptanceStats]`), after (`Sequence[AcceptanceStats]`):
-            What the serving and the new version made of each.
+    It may where its acceptance does not fall, in all and in each label among the requests: in all, the gain has to
+    make up for half its own standard error; in a label with requests enough, a fall must not be beyond two. As
+    learning goes on meanwhile, what is kept back once costs little.
     """
     requests = len(held_back)
     if requests < LEAST_HELD_BACK:
@@ -140,17 +131,9 @@ def regressed(
     after: Sequence[AcceptanceStats],
 ) -> GateDecision | None:
     """
-    Whether what serves has to go; `None` where it may stay.
-
-    Args:
-        version (`int`), previous (`int`):
-            The version that serves, and the one that would serve in its place: the one before it, or 0, the draft as
-            it was.
-        domain (`str`, *optional*):
-            Whose draft.
-        before (`Sequence[AcceptanceStats]`), after (`Sequence[AcceptanceStats]`):
-            For each request served since the promotion: what the other version would have scored, by replay, and what
-            happened. The same requests on both sides, so that harder traffic is no fall.
+    Whether the version that serves has to go, for `previous` to serve in its place: the one before it, or 0, the draft
+    as it was; `None` where it may stay. The sides are what the other would have scored, by replay, on the requests
+    served since the promotion, and what happened: the same requests, so that harder traffic is no fall.
     """
     if len(after) < LEAST_SERVED:
         return None

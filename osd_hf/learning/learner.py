@@ -69,14 +69,6 @@ class Learner:
             Runs backward and step.
         clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`):
             In seconds, for the duty cycle.
-
-    Attributes:
-        decisions (`deque[GateDecision]`):
-            What became of the newest versions, oldest first.
-        is_paused (`bool`):
-            Whether no update begins or goes on.
-        seconds (`float`):
-            Time of work, over all updates.
     """
 
     def __init__(
@@ -91,9 +83,9 @@ class Learner:
         self.config = config
         self.accelerator = accelerator or Accelerator(device_placement=False)
         self.duty_cycle = DutyCycle(config.max_duty_cycle, clock)
-        self.decisions: deque[GateDecision] = deque(maxlen=MOST_DECISIONS)
+        self.decisions: deque[GateDecision] = deque(maxlen=MOST_DECISIONS)  # oldest first
         self.is_paused = False
-        self.seconds = 0.0
+        self.seconds = 0.0  # of work, over all updates
         self._work: tuple[str | None, Work] | None = None
         self._spent = 0.0
         self._scored_at_once = 1 if config.update_strategy == "idle" else 32
@@ -130,16 +122,13 @@ class Learner:
     def _due(self) -> Lesson | None:
         if self.is_paused or self.config.update_strategy == "manual":
             return None
-        fullest = self._fullest()
-        return fullest if fullest is not None and fullest.requests_waiting >= self.config.update_interval else None
-
-    def _fullest(self) -> Lesson | None:
-        return max(self.lessons.values(), key=lambda lesson: lesson.requests_waiting, default=None)
+        lesson = self.lessons.get(self.fullest())
+        return lesson if lesson is not None and lesson.requests_waiting >= self.config.update_interval else None
 
     def fullest(self) -> str | None:
-        """The domain whose draft has the most requests waiting; `None` where all share one, or none has any."""
-        fullest = self._fullest()
-        return None if fullest is None else fullest.domain
+        """The domain whose draft has the most requests waiting; `None` where all share one, or there is none."""
+        lessons = self.lessons
+        return max(lessons, key=lambda domain: lessons[domain].requests_waiting, default=None)
 
     def has_work(self) -> bool:
         """Whether there is a micro-step to take, now or after the rest that learning has to take."""

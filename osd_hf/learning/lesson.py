@@ -108,56 +108,35 @@ class ReplayBuffer:
 class Lesson:
     """
     All requests of one draft. Each is in one place: it is held back to judge versions by until a newer one takes its
-    place, then it waits to be learned from, then it may be replayed. Requests may arrive in any thread; one thread
-    learns.
+    place, then it is pending, then it has been learned from and may be replayed. Requests may arrive in any thread,
+    inside the `lock`; one thread learns.
 
     Args:
         domain (`str`, *optional*):
             Whose draft; `None` where all share one.
         config (`OnlineConfig`, *optional*):
             `buffer_size`, `gate` and `seed` are read.
-
-    Attributes:
-        lock (`threading.Lock`):
-            Held while requests change places.
-        pending (`deque[Trace]`):
-            To be learned from, oldest first; those that the update under way learns from are among them.
-        requests_waiting (`int`):
-            Requests that have arrived since an update began.
-        held_back (`deque[Trace]`):
-            The newest that no version has learned from, on which versions are tried.
-        served (`deque[Trace]`):
-            The newest that the version that serves has served since somebody looked.
-        buffer (`ReplayBuffer`):
-            Those learned from.
-        set_aside (`SetAside`):
-            Those that made learning fail.
-        looked_at (`set[Trace]`):
-            Held back or pending; what is at fault in them is known.
-        scores (`dict[Trace, tuple[int, AcceptanceStats]]`):
-            What the version of that number made of held-back requests.
-        compared (`deque[tuple[AcceptanceStats, AcceptanceStats, AcceptanceStats]]`):
-            What the version before, the draft as it was, and the version that serves made of requests served.
-        observed (`int`):
-            Requests that have arrived.
-        dropped (`int`):
-            Versions dropped in a row.
     """
 
     def __init__(self, domain: str | None = None, config: OnlineConfig | None = None) -> None:
-        self.config = config or OnlineConfig()
         self.domain = domain
-        self.requests_waiting = self.observed = self.dropped = 0
-        self.pending: deque[Trace] = deque(maxlen=self.config.buffer_size)  # updates may come by hand, or never
-        self.held_back: deque[Trace] = deque()
-        self.served: deque[Trace] = deque(maxlen=WATCHED)
-        self.buffer = ReplayBuffer(self.config.buffer_size, np.random.default_rng(self.config.seed))
-        self.set_aside = SetAside()
-        self.looked_at: set[Trace] = set()
-        self.scores: dict[Trace, tuple[int, AcceptanceStats]] = {}
-        self.compared: deque[tuple[AcceptanceStats, AcceptanceStats, AcceptanceStats]] = deque(maxlen=WATCHED)
+        self.config = config or OnlineConfig()
         self.lock = threading.Lock()
         in_child(self, renewing(lock=threading.Lock))
+        self.observed = 0  # requests
+        self.requests_waiting = 0  # that have arrived since an update began
+        # Oldest first; those that the update under way learns from are among them. Updates may never come.
+        self.pending: deque[Trace] = deque(maxlen=self.config.buffer_size)
+        self.buffer = ReplayBuffer(self.config.buffer_size, np.random.default_rng(self.config.seed))
+        self.set_aside = SetAside()
+        self.looked_at: set[Trace] = set()  # held back or pending; what is at fault in them is known
+        self.held_back: deque[Trace] = deque()
+        self.served: deque[Trace] = deque(maxlen=WATCHED)  # by the version that serves, since somebody looked
+        self.dropped = 0  # versions in a row
+        # What the version of that number makes of held-back requests; what the version before it, the draft as it was,
+        # and it itself made of those that it has served.
+        self.scores: dict[Trace, tuple[int, AcceptanceStats]] = {}
+        self.compared: deque[tuple[AcceptanceStats, AcceptanceStats, AcceptanceStats]] = deque(maxlen=WATCHED)
 
     def observe(self, trace: Trace, *, is_served: bool) -> None:
         """Take in a request, inside the lock; `is_served`: by the version that serves now."""

@@ -97,14 +97,6 @@ class Updater:
 
     Raises:
         UnsupportedModelError: the draft has no parameter that could learn.
-
-    Attributes:
-        buffer (`ReplayBuffer`), set_aside (`SetAside`):
-            The lesson's own.
-        readable (`Readable`):
-            What the draft can learn from.
-        micro_batch (`int`):
-            Most requests in one forward and backward.
     """
 
     def __init__(
@@ -121,8 +113,8 @@ class Updater:
         self.adapter = adapter
         self.lesson = lesson or Lesson(config=config)
         self.buffer, self.set_aside = self.lesson.buffer, self.lesson.set_aside
-        self.readable = Readable.by(draft)
-        # Between requests nobody knows yet how long one takes.
+        self.readable = Readable.by(draft)  # what the draft can learn from
+        # Requests in one forward and backward, at most; between requests nobody knows yet how long one takes.
         self.micro_batch = 1 if config.update_strategy == "idle" else config.batch_size
         self._backward_seconds: float | None = None  # of the last micro-batch
         self.accelerator = accelerator or Accelerator(device_placement=False)
@@ -170,19 +162,8 @@ class Updater:
     # --- updates ----------------------------------------------------------------------------------------------------
 
     def update(self, steps: int | None = None) -> UpdateReport:
-        """
-        Learn from the requests taken in since the last update, mixed with replayed ones.
-
-        Args:
-            steps (`int`, *optional*):
-                Optimizer steps, `config.steps_per_update` by default.
-
-        Returns:
-            `UpdateReport`
-
-        Raises:
-            ConfigError: `steps` below 1.
-        """
+        """Learn from the requests taken in since the last update, mixed with replayed ones, in so many optimizer
+        steps (`config.steps_per_update` by default); raises ConfigError if `steps` is below 1."""
         return finish(self.micro_steps(steps))
 
     def micro_steps(
