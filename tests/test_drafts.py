@@ -389,7 +389,7 @@ def test_a_copy_that_fails_leaves_nothing_and_the_next_request_makes_it(
         assert leased(drafts, "a")[1] is drafts.base
         with pytest.raises(MemoryError):
             drafts.model("a")
-        assert (drafts._copies.held, drafts._copies.making, drafts.base in drafts._copies._made) == ([], set(), True)
+        assert (drafts._copies.held, drafts._copies.making, drafts.base in drafts._copies.made) == ([], set(), True)
     assert leased(drafts, "a")[0] == 1
     assert drafts.num_serving == 1
 

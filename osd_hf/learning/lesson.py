@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 import zlib
@@ -163,13 +162,19 @@ class Lesson:
             self.requests_waiting = 0
             return list(self.pending)
 
+    def still_pending(self, traces: Sequence[Trace]) -> list[Trace]:
+        """Those that have not been let go meanwhile."""
+        with self.lock:
+            there = set(self.pending)
+        return [trace for trace in traces if trace in there]
+
     def end_update(self, learned: Sequence[Trace]) -> None:
-        """Requests that waited have been learned from."""
+        """Requests that were pending have been learned from."""
+        learned = self.still_pending(learned)
         with self.lock:
             for trace in learned:
-                with contextlib.suppress(ValueError):  # newer ones may have pushed it out
-                    self.pending.remove(trace)
-        self.buffer.extend(trace for trace in learned if trace not in self.set_aside)
+                self.pending.remove(trace)
+        self.buffer.extend(learned)
 
     def sound(self, traces: Sequence[Trace]) -> list[Trace]:
         """The traces without those set aside, which are let go wherever they are."""

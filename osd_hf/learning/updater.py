@@ -176,14 +176,13 @@ class Updater:
         """
         if steps is not None and steps < 1:
             raise ConfigError(f"`steps` must be at least 1, got {steps}.")
-        newest = self.lesson.sound(list(self.lesson.pending) if newest is None else newest)
+        newest = self.lesson.still_pending(list(self.lesson.pending) if newest is None else newest)
         losses: list[float] = []
         dropped = positions = 0
         started = time.perf_counter()
         try:
             for _ in range(self.config.steps_per_update if steps is None else steps):
-                fresh = [trace for trace in newest if trace not in self.set_aside]
-                loss, count = yield from self._step(self._batch(fresh))
+                loss, count = yield from self._step(self._batch(self.lesson.still_pending(newest)))
                 if count == 0:
                     continue
                 if loss is None:
