@@ -45,18 +45,18 @@ class OnlineAssistant:
         target (`PreTrainedModel` or `str` or `Path`):
             The model that answers; a `PeftModel` or a compiled model as well, or where to load one.
         draft (`PreTrainedModel` or `str` or `Path`):
-            A smaller model with the target's tokenizer; of a `PeftModel` only the adapter learns.
+            A smaller model with the target's tokenizer; if it is a `PeftModel`, only its adapter learns.
         tokenizer (`PreTrainedTokenizerBase`, *optional*):
-            The tokenizer of both, saved with the draft. By default the one found where the models came from.
+            The tokenizer of both models, saved with the draft. By default the one found where the models came from.
         config (`OnlineConfig`, *optional*):
             How to draft and learn.
         store (`CorrectionStore` or `str` or `Path`, *optional*):
             Where captured traces are logged, beside the learner's own buffer.
         router (`Router` or `Callable[[str], str | None]`, *optional*):
-            Gives each domain a draft of its own, and says which domain a prompt belongs to where the request has no
-            label: [`LabelRouter`], [`LanguageRouter`], [`TopicRouter`], or any function of the prompt's text. What it
-            does not know, and what is of no domain, is served by the base draft, which stays as it was. Without a
-            router all requests share one draft, and labels are only counted.
+            With a router each domain has a draft of its own. It says which domain a prompt belongs to if the request
+            has no label: [`LabelRouter`], [`LanguageRouter`], [`TopicRouter`], or any function of the prompt's text.
+            Requests of no known domain are served by the base draft, which stays as it was. Without a router all
+            requests share one draft, and labels are only counted.
         peft_config (`peft.PeftConfig`, *optional*):
             Learn adapters of this kind, such as `LoraConfig`, and serve them merged; by default whole drafts learn.
         autosave (`str` or `Path`, *optional*):
@@ -124,17 +124,17 @@ class OnlineAssistant:
             learn (`bool`, *optional*, defaults to `True`):
                 With `False` nothing of the request is kept or learned from; its acceptance is still counted.
             num_assistant_tokens (`int` or `"auto"`, *optional*):
-                Of this request, in place of the configuration's; needs lean drafting.
+                Tokens drafted per round for this request, in place of the configuration's; needs lean drafting.
             on_trace (`Callable[[Trace], object]`, *optional*):
                 Called with the request's trace once the answer is there, also with `learn=False`; not called where
                 nothing could be captured, such as a prompt of embeddings.
             generate_kwargs (`Any`):
-                As of `target.generate`.
+                Passed on to `target.generate`.
 
         Raises:
             UnsupportedGenerationError: what cannot be kept lossless; before any work is done.
             ConfigError: `num_assistant_tokens` cannot be had.
-            LearnerError: once, before any work is done, if learning had failed after an earlier answer.
+            LearnerError: once, before any work is done, if learning failed after an earlier answer.
         """
         guards.check_drafted_by_us(generate_kwargs)
         guards.check_k(self.config, num_assistant_tokens)
@@ -172,7 +172,7 @@ class OnlineAssistant:
 
         Args:
             domain (`str`, *optional*), learn (`bool`, *optional*, defaults to `True`):
-                As of [`~OnlineAssistant.generate`].
+                As for [`~OnlineAssistant.generate`].
         """
         with self._bound(domain, learn):
             yield self
@@ -187,7 +187,7 @@ class OnlineAssistant:
         tried: Sequence[TriedOut] = (),
         seen: list[Trace] | None = None,
     ) -> contextlib.AbstractContextManager[Binding]:
-        """Listens to the target; `is_begun`: to one request, which is ours."""
+        """Listen to the target's requests; `is_begun`: to the one that `generate` has begun."""
         binding = Binding(
             functools.partial(self._upkeep.take_in, learn=learn, store=self.store, seen=seen),
             owner=self,
@@ -219,11 +219,11 @@ class OnlineAssistant:
     def pause(self) -> None:
         """Begin no update, and take no further step of one under way, until [`~OnlineAssistant.resume`]; requests are
         still captured."""
-        self._upkeep.pause()
+        self._upkeep.pause(True)
 
     def resume(self) -> None:
-        """Learn again; what has come to be due meanwhile is done at the next occasion."""
-        self._upkeep.resume()
+        """Learn again; updates that have become due meanwhile are done at the next occasion."""
+        self._upkeep.pause(False)
 
     @property
     def is_learning(self) -> bool:
@@ -236,7 +236,7 @@ class OnlineAssistant:
         return self._learner.seconds
 
     def wait_until_idle(self, timeout: float | None = None) -> bool:
-        """Wait, with the strategy `"idle"`, until all that is due has been learned, at most `timeout` seconds; gives
+        """Wait, with the strategy `"idle"`, until all that is due has been learned, at most `timeout` seconds; returns
         whether it has."""
         return self._upkeep.wait_until_idle(timeout)
 

@@ -1,5 +1,4 @@
-"""Serving with learning beside it: who has the machine, what requests draft with, and when what they brought is
-learned and saved."""
+"""Serving with learning beside it: who has the machine, what requests draft with, when they are learned from."""
 
 from __future__ import annotations
 
@@ -53,8 +52,8 @@ class Traffic:
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
-        """Entered around a request, at its arrival: waits for the end of the micro-step under way, if there is one; no
-        other begins before the request has ended."""
+        """Entered around a request, at its arrival: waits for the micro-step under way; no other begins before the
+        request has ended."""
         with self.changed:
             self.requests += 1
             self._own.requests = self.own_requests + 1
@@ -78,13 +77,8 @@ class Upkeep:
     A forked child serves, and learns by itself from its own requests, from where its parent stood; its idle thread
     begins with its first request. It saves nothing by itself: the folder stays with the parent.
 
-    Args:
-        learner (`Learner`):
-            Its configuration says when it learns.
-        router (`Router`, *optional*), tokenizer (`PreTrainedTokenizerBase`, *optional*):
-            Say which domain a request without a label belongs to.
-        autosave (`Path`, *optional*):
-            Folder that the session is saved to after every `autosave_interval` updates, by a thread of its own.
+    A router, with the tokenizer, says which domain a request without a label belongs to. The session is saved to the
+    folder `autosave` after every `autosave_interval` updates, by a thread of its own.
     """
 
     def __init__(
@@ -238,14 +232,9 @@ class Upkeep:
             self.learner.start_over()
             self._is_torn = False
 
-    def pause(self) -> None:
-        """Begin no update, and take no further step of one under way."""
-        self.learner.pause()
-        self._wake()
-
-    def resume(self) -> None:
-        """Learn again."""
-        self.learner.resume()
+    def pause(self, is_paused: bool) -> None:
+        """Begin no update, and take no further step of one under way; with `False`: learn again."""
+        self.learner.pause(is_paused)
         self._wake()
 
     # --- learning between requests ----------------------------------------------------------------------------------

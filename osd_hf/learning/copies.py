@@ -29,30 +29,14 @@ class Version(NamedTuple):
 
 @dataclass(eq=False)
 class ServingDraft:
-    """
-    A model that drafts. Its weights change only while nobody holds it.
+    """A model that drafts. Its weights change only while nobody holds it."""
 
-    Args:
-        model (`PreTrainedModel`):
-            With adapters merged; `None` before it is filled for the first time.
-        drafting (`LeanDrafting`, *optional*):
-            What makes its candidates; `None`: transformers' own generator.
-        domain (`str`, *optional*):
-            Whose weights it holds.
-        holds (`Version`, *optional*):
-            Which weights; `None` while they are written.
-        leases (`int`, defaults to 0):
-            Requests that use it now.
-        used (`int`, defaults to 0):
-            When it was used last, in requests.
-    """
-
-    model: Any
-    drafting: LeanDrafting | None
-    domain: str | None = None
-    holds: Version | None = None
-    leases: int = 0
-    used: int = 0
+    model: Any  # with adapters merged; `None` before it is filled for the first time
+    drafting: LeanDrafting | None  # makes its candidates; `None`: transformers' own generator
+    domain: str | None = None  # whose weights it holds
+    holds: Version | None = None  # which weights; `None` while they are written
+    leases: int = 0  # requests that use it now
+    used: int = 0  # when it was used last, in requests
 
     @property
     def version(self) -> int:

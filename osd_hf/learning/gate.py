@@ -46,7 +46,7 @@ class GateDecision:
             Acceptance on them of the version that served, and of `version`; for a rollback, of the version before it,
             and of `version`.
         standard_error (`float`, *optional*):
-            Of their difference, paired by request.
+            The standard error of their difference, paired by request.
     """
 
     outcome: Literal["promoted", "kept back", "dropped", "rolled back"]

@@ -32,15 +32,8 @@ Work = Generator[None, None, UpdateReport]
 
 
 class DutyCycle:
-    """
-    Rest after work, so that learning takes no more than its share of the time.
-
-    Args:
-        share (`float`):
-            Above 0, at most 1: no rest.
-        clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`):
-            In seconds.
-    """
+    """Rests after work, to keep learning within its share of the time, above 0 and at most 1. The clock tells
+    seconds."""
 
     def __init__(self, share: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.share = share
@@ -62,9 +55,9 @@ class Learner:
 
     Args:
         drafts (`DomainDrafts`):
-            Those that serve and learn.
+            The drafts that serve and learn.
         config (`OnlineConfig`):
-            The rule.
+            How to learn.
         accelerator (`Accelerator`, *optional*):
             Runs backward and step.
         clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`):
@@ -134,13 +127,9 @@ class Learner:
         """Whether there is a micro-step to take, now or after the rest that learning has to take."""
         return not self.is_paused and (self._work is not None or self._due() is not None)
 
-    def pause(self) -> None:
-        """Begin no update, and take no further step of one under way."""
-        self.is_paused = True
-
-    def resume(self) -> None:
-        """Learn again."""
-        self.is_paused = False
+    def pause(self, is_paused: bool) -> None:
+        """Begin no update, and take no further step of one under way; with `False`: learn again."""
+        self.is_paused = is_paused
 
     # --- work -------------------------------------------------------------------------------------------------------
 

@@ -29,13 +29,8 @@ class ReplayBuffer:
     """
     Requests learned from, a reservoir (Vitter's algorithm R) per domain: each keeps a uniform sample of all requests
     that its domain has had, however long ago; domains beyond the first 1024 share one. When all of them together are
-    over the capacity, the largest gives way, so that a domain that went away is still there when it comes back.
-
-    Args:
-        capacity (`int`):
-            Most requests kept, over all domains.
-        rng (`np.random.Generator`):
-            Decides who gives way.
+    over the capacity, a random one of the largest is dropped: a domain that went away is still there when it comes
+    back.
     """
 
     def __init__(self, capacity: int, rng: np.random.Generator) -> None:
@@ -63,7 +58,7 @@ class ReplayBuffer:
                 kept[place] = trace
 
     def _domain(self, trace: Trace) -> str | None:
-        """Whose sample a request belongs to: with labels beyond the most there may be, that of those without one."""
+        """Whose sample a request belongs to; labels beyond the most share that of requests without one."""
         return trace.domain if trace.domain in self.seen or len(self.seen) < MOST_DOMAINS else None
 
     def extend(self, traces: Iterable[Trace]) -> None:
@@ -106,15 +101,9 @@ class ReplayBuffer:
 
 class Lesson:
     """
-    All requests of one draft. Each is in one place: it is held back to judge versions by until a newer one takes its
-    place, then it is pending, then it has been learned from and may be replayed. Requests may arrive in any thread,
-    inside the `lock`; one thread learns.
-
-    Args:
-        domain (`str`, *optional*):
-            Whose draft; `None` where all share one.
-        config (`OnlineConfig`, *optional*):
-            `buffer_size`, `gate` and `seed` are read.
+    All requests of one draft, that of a domain or (`None`) the shared one. Each is in one place: it is held back to
+    judge versions by until a newer one takes its place, then it is pending, then it has been learned from and may be
+    replayed. Requests may arrive in any thread, inside the `lock`; one thread learns.
     """
 
     def __init__(self, domain: str | None = None, config: OnlineConfig | None = None) -> None:

@@ -54,17 +54,12 @@ def save_session(
     to read, and nothing that this function did not write is deleted.
 
     Args:
-        directory (`Path`), learner (`Learner`):
-            The folder is made where it is missing.
-        facts (`dict[str, Any]`):
-            Ready for JSON.
-        router (`dict[str, Any]`, *optional*):
-            State of a router, of plain values and tensors.
+        facts (`dict[str, Any]`), router (`dict[str, Any]`, *optional*):
+            Facts ready for JSON, and the state of a router, of plain values and tensors.
         lessons (`list[dict[str, Any]]`, *optional*):
-            The learner's [`~Learner.lesson_states`], where they were read at one moment with the facts; by default
-            they are read here.
+            The learner's [`~Learner.lesson_states`], where they were read at one moment with the facts.
         patience_seconds (`float`, *optional*):
-            With another process that saves there; some minutes by default.
+            How long to wait for another process that saves there; some minutes by default.
 
     Raises:
         FolderBusyError: another process was saving there all the time.

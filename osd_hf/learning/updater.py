@@ -169,11 +169,9 @@ class Updater:
     def micro_steps(
         self, steps: int | None = None, newest: Sequence[Trace] | None = None
     ) -> Generator[None, None, UpdateReport]:
-        """
-        [`~Updater.update`] in parts: yields after the backward of each micro-batch and after each optimizer step, in
-        whatever mode the caller is; whoever stops in between leaves the weights of the last whole step. Learns from
-        `newest`, which are among the requests that wait; by default from all that do now.
-        """
+        """[`~Updater.update`] in parts: yields after the backward of each micro-batch and after each optimizer step,
+        in whatever mode the caller is; whoever stops in between leaves the weights of the last whole step. Learns from
+        `newest` of the pending requests, by default from all."""
         if steps is not None and steps < 1:
             raise ConfigError(f"`steps` must be at least 1, got {steps}.")
         newest = self.lesson.still_pending(list(self.lesson.pending) if newest is None else newest)
