@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import tempfile
 import weakref
@@ -14,7 +13,6 @@ from typing import Any
 from osd_hf.capture import guards
 from osd_hf.capture.hook import bind
 from osd_hf.capture.processors import TriedOut, check_callables
-from osd_hf.capture.request import Binding
 from osd_hf.config import OnlineConfig
 from osd_hf.drafting.generator import LeanDrafting
 from osd_hf.drafting.pacing import DraftingPlan
@@ -152,10 +150,10 @@ class OnlineAssistant:
         if self.tokenizer is not None and generate_kwargs.get("stop_strings") is not None:
             generate_kwargs.setdefault("tokenizer", self.tokenizer)
         seen: list[Trace] | None = None if on_trace is None else []
-        with (
-            self._upkeep.request(),
-            self._bound(domain, learn, k=num_assistant_tokens, is_begun=True, tried=tried, seen=seen),
-        ):
+        binding = self._upkeep.binding(
+            self, domain, learn, self.store, is_begun=True, k=num_assistant_tokens, tried=tried, seen=seen
+        )
+        with self._upkeep.request(), bind(self.target, binding):
             output = self.target.generate(inputs, assistant_model=self._drafts.base, **generate_kwargs)
         if on_trace is not None:
             for trace in seen or ():
@@ -174,30 +172,8 @@ class OnlineAssistant:
             domain (`str`, *optional*), learn (`bool`, *optional*, defaults to `True`):
                 As for [`~OnlineAssistant.generate`].
         """
-        with self._bound(domain, learn):
+        with bind(self.target, self._upkeep.binding(self, domain, learn, self.store)):
             yield self
-
-    def _bound(
-        self,
-        domain: str | None,
-        learn: bool,
-        *,
-        is_begun: bool = False,
-        k: int | str | None = None,
-        tried: Sequence[TriedOut] = (),
-        seen: list[Trace] | None = None,
-    ) -> contextlib.AbstractContextManager[Binding]:
-        """Listen to the target's requests; `is_begun`: to the one that `generate` has begun."""
-        binding = Binding(
-            functools.partial(self._upkeep.take_in, learn=learn, store=self.store, seen=seen),
-            owner=self,
-            num_logprobs=self.config.num_logprobs if learn or seen is not None else 0,
-            serving=functools.partial(self._upkeep.lease, domain, learn, is_begun),
-            exact_stops=is_begun,
-            num_assistant_tokens=k,
-            tried=tried,
-        )
-        return bind(self.target, binding)
 
     # --- learning ---------------------------------------------------------------------------------------------------
 

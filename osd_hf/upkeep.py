@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from osd_hf.capture.request import Lease
+from osd_hf.capture.processors import TriedOut
+from osd_hf.capture.request import Binding, Lease
 from osd_hf.errors import LearnerError
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.session import FolderBusyError, load_session, save_session
@@ -115,6 +117,30 @@ class Upkeep:
         self.raise_failure()
         with self.traffic.request():
             yield
+
+    def binding(
+        self,
+        owner: object,
+        domain: str | None,
+        learn: bool,
+        store: CorrectionStore | None,
+        *,
+        is_begun: bool = False,
+        k: int | str | None = None,
+        tried: Sequence[TriedOut] = (),
+        seen: list[Trace] | None = None,
+    ) -> Binding:
+        """Listens to requests of this label, of which `seen` gets the traces; `is_begun`: to the one in
+        [`~Upkeep.request`]."""
+        return Binding(
+            functools.partial(self.take_in, learn=learn, store=store, seen=seen),
+            owner=owner,
+            num_logprobs=self.config.num_logprobs if learn or seen is not None else 0,
+            serving=functools.partial(self.lease, domain, learn, is_begun),
+            exact_stops=is_begun,
+            num_assistant_tokens=k,
+            tried=tried,
+        )
 
     @contextlib.contextmanager
     def lease(

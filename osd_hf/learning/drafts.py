@@ -8,22 +8,22 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Collection, Container, Iterable, Iterator
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from accelerate import Accelerator
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from osd_hf.config import OnlineConfig
+from osd_hf.drafting.generator import LeanDrafting
 from osd_hf.drafting.pacing import Pacer
 from osd_hf.errors import ConfigError, StateError
-from osd_hf.learning.copies import Copies, ServingDraft, Version, ready_to_serve
 from osd_hf.learning.lesson import Lesson
 from osd_hf.learning.updater import Updater
 from osd_hf.learning.weights import (
+    INDEX,
     Snapshot,
     adapted,
     adapter_state,
@@ -31,17 +31,147 @@ from osd_hf.learning.weights import (
     learning_context,
     load_adapter,
     make_template,
+    read_drafts,
+    ready_to_serve,
     seeded,
     write_snapshot,
 )
 from osd_hf.utils.disk import in_child, write_whole
 from osd_hf.utils.report import make_folder
 
-__all__ = ["DomainDrafts"]
+__all__ = ["DomainDrafts", "ServingDraft"]
 
 logger = logging.getLogger(__name__)
 
-INDEX = "drafts.json"
+
+class Version(NamedTuple):
+    """A version of a draft: its number, 0 for the draft as it was, and its weights. Equal numbers are no proof: a
+    rollback or a session may bring other weights of the same one."""
+
+    number: int
+    weights: Snapshot
+
+
+@dataclass(eq=False)
+class ServingDraft:
+    """A model that drafts. Its weights change only while nobody holds it."""
+
+    model: Any  # with adapters merged; `None` before it is filled for the first time
+    drafting: LeanDrafting | None  # makes its candidates; `None`: transformers' own generator
+    domain: str | None = None  # whose weights it holds
+    holds: Version | None = None  # which weights; `None` while they are written
+    leases: int = 0  # requests that use it now
+    used: int = 0  # when it was used last, in requests
+
+    @property
+    def version(self) -> int:
+        """Number of the version that it holds."""
+        return 0 if self.holds is None else self.holds.number
+
+
+class Copies:
+    """
+    Copies of one base model (`base`, which serves as well), each `held` for a domain, within `max_draft_bytes`;
+    requests at once may need more for a while. `making` are the domains of which one is being filled. Not locked: its
+    owner is, for all but [`~Copies.fill`], which takes long. Where weights are an adapter's, `template` is a
+    `PeftModel` with that adapter, unmerged.
+    """
+
+    def __init__(self, base: Any, template: Any, config: OnlineConfig, pacer: Pacer) -> None:
+        self.template, self.config, self.pacer = template, config, pacer
+        self.base = ServingDraft(base, self._draft_with(base))
+        self.held: list[ServingDraft] = []
+        self.making: set[str | None] = set()
+        self.made: weakref.WeakSet[Any] = weakref.WeakSet([base])  # all models that serve, or did
+        self._clock = 0
+
+    def hold_base(self, version: Version) -> None:
+        """The base serves with the version that all domains share."""
+        self.base.holds = version
+        self.held.append(self.base)
+
+    @property
+    def bytes_each(self) -> int:
+        tensors = [*self.base.model.parameters(), *self.base.model.buffers()]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    def _most(self) -> float:
+        limit = self.config.max_draft_bytes
+        return float("inf") if limit is None else max(limit // self.bytes_each, 1)
+
+    def find(self, domain: str | None, version: Version | None = None) -> ServingDraft | None:
+        """One that holds this version of a domain's draft, or any; `None` where none does."""
+        whole = (serving for serving in self.held if serving.domain == domain and serving.holds is not None)
+        return next((serving for serving in whole if version is None or serving.holds is version), None)
+
+    def use(self, serving: ServingDraft) -> ServingDraft:
+        """Lease one."""
+        self._clock += 1
+        serving.leases, serving.used = serving.leases + 1, self._clock
+        return serving
+
+    def release(self, serving: ServingDraft, newest: Mapping[str | None, Version]) -> None:
+        """End a lease; let go what overlapping requests made and does not serve any more, and what is over the
+        limit."""
+        serving.leases -= 1
+        for held in sorted(self.held, key=lambda s: s.used):
+            is_doubled = sum(s.domain == held.domain for s in self.held) > 1
+            is_old = held.holds is None or held.holds is not newest.get(held.domain)
+            if held.leases == 0 and ((is_doubled and is_old) or len(self.held) > self._most()):
+                self.held.remove(held)
+
+    def reserve(self, domain: str | None) -> ServingDraft:
+        """One to be filled for a domain, leased to who fills it: one of its own that nobody uses, a new one or, over
+        the limit, the one not used for longest. Its place counts from now on."""
+        free = [serving for serving in self.held if serving.leases == 0]
+        own = [serving for serving in free if serving.domain == domain]
+        if not own and not (free and len(self.held) >= self._most()):
+            own = [ServingDraft(None, None)]
+            self.held += own
+        serving = own[0] if own else min(free, key=lambda s: s.used)
+        serving.domain, serving.holds = domain, None
+        self.making.add(domain)
+        return self.use(serving)
+
+    def fill(self, serving: ServingDraft, snapshot: Snapshot) -> None:
+        """Copy and write what was reserved, outside of any lock. [`~Copies.filled`] is called after it, also after an
+        error."""
+        if serving.model is None:
+            model = self.another()
+            self._write(snapshot, model)
+            serving.drafting, serving.model = self._draft_with(model), model
+        else:
+            self._write(snapshot, serving.model)
+
+    def filled(self, serving: ServingDraft, version: Version | None) -> None:
+        """It holds this version now, or none after an error; what could not be made is let go."""
+        self.making.discard(serving.domain)
+        if serving.model is None:
+            self.held.remove(serving)
+        else:
+            self.made.add(serving.model)
+            serving.holds = version
+
+    def forget_leases(self) -> None:
+        """Nobody uses these models any more, and nobody fills what was reserved. Who holds one nevertheless gives the
+        old entry back, which no longer counts."""
+        before, self.base = self.base, replace(self.base, leases=0)
+        self.held = [self.base if s is before else replace(s, leases=0) for s in self.held if s.model is not None]
+        self.making = set()
+
+    def another(self) -> Any:
+        """A copy of the base, not held here."""
+        with learning_context():
+            return copy.deepcopy(self.base.model)
+
+    def _write(self, snapshot: Snapshot, model: Any) -> None:
+        write_snapshot(snapshot, model, self.template)
+
+    def _draft_with(self, model: Any) -> LeanDrafting | None:
+        if self.config.drafting != "lean":
+            return None
+        k, compiled = self.config.num_assistant_tokens, self.config.compile_draft
+        return LeanDrafting(model, k, compile_draft=compiled, pacer=self.pacer)
 
 
 @dataclass(eq=False)
@@ -405,9 +535,9 @@ class DomainDrafts:
         """
         parameters = {name for name, p in self.base.named_parameters() if p.is_floating_point()}
         fixed = self.base.state_dict().keys() - parameters
-        loaded = _read_drafts(Path(directory), adapters=self._template is not None, without=fixed)
-        for domain, version in loaded.items():
-            self._check(domain, version.weights)
+        loaded = read_drafts(Path(directory), adapters=self._template is not None, without=fixed)
+        for domain, (_, weights) in loaded.items():
+            self._check(domain, weights)
         for domain, (number, weights) in loaded.items():
             if self.admit(domain):
                 self.updater(domain).restart(weights)
@@ -468,18 +598,3 @@ class DomainDrafts:
         for domain in self.domains:
             self._release(self._leased(domain))
             self._draft_changed(domain)
-
-
-def _read_drafts(directory: Path, *, adapters: bool, without: Collection[str]) -> dict[str | None, Version]:
-    """What was saved by domain, less the tensors named in `without`; raises StateError where nothing can be read."""
-    name = "adapter_model.safetensors" if adapters else "model.safetensors"
-    try:
-        index = json.loads((directory / INDEX).read_text())
-        loaded = {}
-        for folder, entry in index.items():
-            state = load_file(directory / folder / name)
-            kept = {tensor: state[tensor] for tensor in state if tensor not in without}
-            loaded[entry["domain"]] = Version(int(entry["version"]), kept)
-        return loaded
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        raise StateError(f"The drafts in {directory} cannot be read: {error}. Restore them from a copy.") from error

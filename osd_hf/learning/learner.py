@@ -13,12 +13,11 @@ from accelerate import Accelerator
 
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import StateError
-from osd_hf.learning.copies import FALLBACK_K
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.gate import DROPPED_IN_A_ROW, GateDecision, judge, regressed
 from osd_hf.learning.lesson import Lesson
 from osd_hf.learning.updater import Updater, UpdateReport, finish
-from osd_hf.learning.weights import Snapshot, is_finite
+from osd_hf.learning.weights import FALLBACK_K, Snapshot, is_finite
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.replay import replay_each
 from osd_hf.trace import Trace

@@ -1,19 +1,26 @@
-"""Learned weights by name, of a whole draft or of an adapter: copied, checked and written into models."""
+"""Learned weights by name, of a whole draft or of an adapter: copied, checked, read, and written into models."""
 
 from __future__ import annotations
 
 import copy
+import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
-from osd_hf.errors import ConfigError, UnsupportedModelError
-from osd_hf.pair import is_peft, ties_embeddings, untie
+from osd_hf.config import OnlineConfig
+from osd_hf.errors import ConfigError, StateError, UnsupportedModelError
+from osd_hf.pair import is_peft, merged, ties_embeddings, untie
 
 __all__ = [
+    "FALLBACK_K",
+    "INDEX",
     "Snapshot",
     "adapted",
     "adapter_state",
@@ -21,11 +28,15 @@ __all__ = [
     "learning_context",
     "load_adapter",
     "make_template",
+    "read_drafts",
+    "ready_to_serve",
     "seeded",
     "write_snapshot",
 ]
 
 Snapshot = dict[str, torch.Tensor]  # learned weights by name; of an adapter, by the names in its file
+FALLBACK_K = 5  # where the number of drafted tokens is not fixed, and one is needed
+INDEX = "drafts.json"
 
 
 @contextmanager
@@ -42,6 +53,19 @@ def seeded(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
         yield
+
+
+def ready_to_serve(draft: Any, config: OnlineConfig) -> Any:
+    """A copy of a draft, its adapter merged, that drafts as the configuration says."""
+    with learning_context():
+        served = merged(draft)
+        served = (copy.deepcopy(draft) if served is draft else served).eval()
+    k = config.num_assistant_tokens
+    if k is not None:
+        served.generation_config.num_assistant_tokens = FALLBACK_K if k == "auto" else k
+        served.generation_config.num_assistant_tokens_schedule = "constant"
+        served.generation_config.assistant_confidence_threshold = 0.0
+    return served
 
 
 def is_finite(snapshot: Snapshot) -> bool:
@@ -69,6 +93,24 @@ def write_snapshot(snapshot: Snapshot, draft: Any, template: Any = None) -> None
         served = dict(draft.named_parameters())
         for name, learned in snapshot.items():
             served[name].copy_(learned)
+
+
+def read_drafts(
+    directory: Path, *, adapters: bool, without: Collection[str]
+) -> dict[str | None, tuple[int, Snapshot]]:
+    """Version and weights of each domain's draft, as [`DomainDrafts.save_pretrained`] wrote them, less the tensors in
+    `without`; raises StateError where nothing can be read."""
+    name = "adapter_model.safetensors" if adapters else "model.safetensors"
+    try:
+        index = json.loads((directory / INDEX).read_text())
+        loaded = {}
+        for folder, entry in index.items():
+            state = load_file(directory / folder / name)
+            kept = {tensor: state[tensor] for tensor in state if tensor not in without}
+            loaded[entry["domain"]] = int(entry["version"]), kept
+        return loaded
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise StateError(f"The drafts in {directory} cannot be read: {error}. Restore them from a copy.") from error
 
 
 # --- adapters -------------------------------------------------------------------------------------------------------
