@@ -71,24 +71,21 @@ class ServingDraft:
 
 class Copies:
     """
-    Copies of one base model (`base`, which serves as well), each `held` for a domain, within `max_draft_bytes`;
-    requests at once may need more for a while. `making` are the domains of which one is being filled. Not locked: its
-    owner is, for all but [`~Copies.fill`], which takes long. Where weights are an adapter's, `template` is a
-    `PeftModel` with that adapter, unmerged.
+    Copies of one base model, each `held` for a domain, within `max_draft_bytes`; requests at once may need more for a
+    while. The base serves as well; where all domains share a draft, it holds the first version. `making` are the
+    domains of which one is being filled. Not locked: its owner is, for all but [`~Copies.fill`], which takes long.
+    Where weights are an adapter's, `template` is a `PeftModel` with that adapter, unmerged.
     """
 
-    def __init__(self, base: Any, template: Any, config: OnlineConfig, pacer: Pacer) -> None:
+    def __init__(
+        self, base: Any, template: Any, config: OnlineConfig, pacer: Pacer, shared: Version | None = None
+    ) -> None:
         self.template, self.config, self.pacer = template, config, pacer
-        self.base = ServingDraft(base, self._draft_with(base))
-        self.held: list[ServingDraft] = []
+        self.base = ServingDraft(base, self._draft_with(base), holds=shared)
+        self.held = [] if shared is None else [self.base]
         self.making: set[str | None] = set()
         self.made: weakref.WeakSet[Any] = weakref.WeakSet([base])  # all models that serve, or did
         self._clock = 0
-
-    def hold_base(self, version: Version) -> None:
-        """The base serves with the version that all domains share."""
-        self.base.holds = version
-        self.held.append(self.base)
 
     @property
     def bytes_each(self) -> int:
@@ -217,12 +214,10 @@ class DomainDrafts:
         self._template = make_template(self._source, peft_config, self.config.seed, per_domain=per_domain)
         self.pacer = Pacer()
         self.version = 0
-        self._drafts: dict[str | None, _Draft] = {}
+        self._drafts: dict[str | None, _Draft] = {} if per_domain else {None: _Draft(Lesson(None, self.config))}
         self._has_refused = False
-        self._copies = Copies(base, self._template, self.config, self.pacer)
-        if not per_domain:
-            self._drafts[None] = _Draft(Lesson(None, self.config))
-            self._copies.hold_base(self._drafts[None].serving)
+        shared = None if per_domain else self._drafts[None].serving
+        self._copies = Copies(base, self._template, self.config, self.pacer, shared)
         self._master: Any = None  # of all domains' adapters
         self._scratch: Any = None
         self._renew_locks()
