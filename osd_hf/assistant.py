@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
 import os
 import tempfile
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,31 +13,23 @@ from typing import Any
 from osd_hf.capture import guards
 from osd_hf.capture.hook import bind
 from osd_hf.capture.processors import TriedOut, check_callables
-from osd_hf.capture.request import Binding, Lease
 from osd_hf.config import OnlineConfig
 from osd_hf.drafting.generator import LeanDrafting
 from osd_hf.drafting.pacing import DraftingPlan
-from osd_hf.errors import LearnerError
 from osd_hf.hub.push import facts_of, push_folder, save_draft
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.learner import Learner
-from osd_hf.learning.session import FolderBusyError, load_session, save_session
-from osd_hf.learning.tracking import log_update, make_accelerator
-from osd_hf.learning.updater import Updater, UpdateReport
-from osd_hf.learning.upkeep import Upkeep
-from osd_hf.metrics import AcceptanceStats, Tally
+from osd_hf.learning.tracking import make_accelerator
+from osd_hf.learning.updater import UpdateReport
+from osd_hf.metrics import AcceptanceStats
 from osd_hf.pair import check_pair, common_tokenizer, load_model, uncompiled, unwrap
-from osd_hf.routing import RoutedPrompt, Router, as_router
+from osd_hf.routing import Router, as_router
 from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace
-from osd_hf.utils.disk import in_child
+from osd_hf.upkeep import Upkeep
 
 __all__ = ["OnlineAssistant"]
-
-logger = logging.getLogger(__name__)
-
-AUTOSAVE_PATIENCE_SECONDS = 5.0  # with another process that saves to the folder: learning waits meanwhile
 
 
 class OnlineAssistant:
@@ -54,18 +43,18 @@ class OnlineAssistant:
         target (`PreTrainedModel` or `str` or `Path`):
             The model that answers; a `PeftModel` or a compiled model as well, or where to load one.
         draft (`PreTrainedModel` or `str` or `Path`):
-            A smaller model with the target's tokenizer; of a `PeftModel` only the adapter learns.
+            A smaller model with the target's tokenizer; if it is a `PeftModel`, only its adapter learns.
         tokenizer (`PreTrainedTokenizerBase`, *optional*):
-            The tokenizer of both, saved with the draft. By default the one found where the models came from.
+            The tokenizer of both models, saved with the draft. By default the one found where the models came from.
         config (`OnlineConfig`, *optional*):
             How to draft and learn.
         store (`CorrectionStore` or `str` or `Path`, *optional*):
             Where captured traces are logged, beside the learner's own buffer.
         router (`Router` or `Callable[[str], str | None]`, *optional*):
-            Gives each domain a draft of its own, and says which domain a prompt belongs to where the request has no
-            label: [`LabelRouter`], [`LanguageRouter`], [`TopicRouter`], or any function of the prompt's text. What it
-            does not know, and what is of no domain, is served by the base draft, which stays as it was. Without a
-            router all requests share one draft, and labels are only counted.
+            With a router each domain has a draft of its own. It says which domain a prompt belongs to if the request
+            has no label: [`LabelRouter`], [`LanguageRouter`], [`TopicRouter`], or any function of the prompt's text.
+            Requests of no known domain are served by the base draft, which stays as it was. Without a router all
+            requests share one draft, and labels are only counted.
         peft_config (`peft.PeftConfig`, *optional*):
             Learn adapters of this kind, such as `LoraConfig`, and serve them merged; by default whole drafts learn.
         autosave (`str` or `Path`, *optional*):
@@ -104,21 +93,11 @@ class OnlineAssistant:
         per_domain = self.router is not None
         self._drafts = DomainDrafts(source, self.config, peft_config=peft_config, per_domain=per_domain)
         self.store = store if store is None or isinstance(store, CorrectionStore) else CorrectionStore(store)
-        self._accelerator = make_accelerator(report_to, self.config)
-        self._learner = Learner(self._drafts, self.config, self._accelerator)
-        self._tally = Tally()
-        # Held while a request is counted and taken in, and while both are read to be saved.
-        self._taking_in = threading.Lock()
-        self._is_closed = False
-        self._autosave = None if autosave is None else Path(autosave)
+        self._learner = Learner(self._drafts, self.config, make_accelerator(report_to, self.config))
+        folder = None if autosave is None else Path(autosave)
         # Threads hold no reference to the assistant: one that nobody uses any more takes them along.
-        self._upkeep = Upkeep(self._learner, self._track, None if autosave is None else self._save_beside)
+        self._upkeep = Upkeep(self._learner, self.router, self.tokenizer, folder)
         weakref.finalize(self, self._upkeep.stop)
-        in_child(self, OnlineAssistant._begin_in_child)
-
-    def _begin_in_child(self) -> None:
-        self._taking_in = threading.Lock()
-        self._autosave = None  # the folder stays with the parent
 
     # --- serving ----------------------------------------------------------------------------------------------------
 
@@ -143,17 +122,17 @@ class OnlineAssistant:
             learn (`bool`, *optional*, defaults to `True`):
                 With `False` nothing of the request is kept or learned from; its acceptance is still counted.
             num_assistant_tokens (`int` or `"auto"`, *optional*):
-                Of this request, in place of the configuration's; needs lean drafting.
+                Tokens drafted per round for this request, in place of the configuration's; needs lean drafting.
             on_trace (`Callable[[Trace], object]`, *optional*):
                 Called with the request's trace once the answer is there, also with `learn=False`; not called where
                 nothing could be captured, such as a prompt of embeddings.
             generate_kwargs (`Any`):
-                As of `target.generate`.
+                Passed on to `target.generate`.
 
         Raises:
             UnsupportedGenerationError: what cannot be kept lossless; before any work is done.
             ConfigError: `num_assistant_tokens` cannot be had.
-            LearnerError: once, before any work is done, if learning had failed after an earlier answer.
+            LearnerError: once, before any work is done, if learning failed after an earlier answer.
         """
         guards.check_drafted_by_us(generate_kwargs)
         guards.check_k(self.config, num_assistant_tokens)
@@ -170,12 +149,11 @@ class OnlineAssistant:
             tried = check_callables(unwrap(self.target), prompt, generate_kwargs)
         if self.tokenizer is not None and generate_kwargs.get("stop_strings") is not None:
             generate_kwargs.setdefault("tokenizer", self.tokenizer)
-        self._upkeep.raise_failure()
         seen: list[Trace] | None = None if on_trace is None else []
-        bound = self._bound(
-            domain=domain, learn=learn, k=num_assistant_tokens, exact_stops=True, tried=tried, seen=seen
+        binding = self._upkeep.binding(
+            self, domain, learn, self.store, is_begun=True, k=num_assistant_tokens, tried=tried, seen=seen
         )
-        with self._upkeep.traffic.request(), bound:
+        with self._upkeep.request(), bind(self.target, binding):
             output = self.target.generate(inputs, assistant_model=self._drafts.base, **generate_kwargs)
         if on_trace is not None:
             for trace in seen or ():
@@ -192,71 +170,10 @@ class OnlineAssistant:
 
         Args:
             domain (`str`, *optional*), learn (`bool`, *optional*, defaults to `True`):
-                As of [`~OnlineAssistant.generate`].
+                As for [`~OnlineAssistant.generate`].
         """
-        with self._bound(domain=domain, learn=learn, exact_stops=False):
+        with bind(self.target, self._upkeep.binding(self, domain, learn, self.store)):
             yield self
-
-    def _bound(
-        self,
-        *,
-        domain: str | None,
-        learn: bool,
-        exact_stops: bool,
-        k: int | str | None = None,
-        tried: Sequence[TriedOut] = (),
-        seen: list[Trace] | None = None,
-    ) -> contextlib.AbstractContextManager[Binding]:
-        binding = Binding(
-            functools.partial(self._observe, learn=learn, seen=seen),
-            owner=self,
-            num_logprobs=self.config.num_logprobs if learn or seen is not None else 0,
-            serving=functools.partial(self._request, domain, learn),
-            exact_stops=exact_stops,
-            num_assistant_tokens=k,
-            tried=tried,
-        )
-        return bind(self.target, binding)
-
-    @contextlib.contextmanager
-    def _request(self, domain: str | None, learn: bool, assistant_model: Any, prompt: Any) -> Iterator[Lease]:
-        with self._upkeep.serving():
-            if domain is None and self.router is not None and prompt is not None:
-                domain = self._routed(RoutedPrompt(prompt, self.tokenizer, learn=learn))
-            with self._drafts.lease(domain) as draft:
-                is_ours = self._drafts.owns(assistant_model)  # another one serves, and ours learns
-                model, drafting = (draft.model, draft.drafting) if is_ours else (None, None)
-                yield Lease(draft.version if is_ours else 0, domain, model, drafting)
-
-    def _routed(self, prompt: RoutedPrompt) -> str | None:
-        """The router's choice; a router that fails costs no answer."""
-        assert self.router is not None
-        try:
-            return self.router.route(prompt)
-        except Exception as error:
-            logger.exception("The router failed; the base draft serves, the error is raised by the next call.")
-            self._upkeep.failed(error)
-            return None
-
-    def _observe(self, trace: Trace, *, learn: bool, seen: list[Trace] | None) -> None:
-        if seen is not None:
-            seen.append(trace)
-        if self._is_closed:  # a request that outlives it is answered, and that is all
-            return
-        try:
-            try:
-                if learn and self.store is not None:
-                    self.store.append(trace)
-            finally:  # a log that is full does not end learning
-                with self._taking_in:
-                    self._tally.add(trace.domain, AcceptanceStats.from_trace(trace))
-                    if learn:
-                        self._learner.observe(trace.domain, trace)
-                if learn:
-                    self._upkeep.served()
-        except Exception as error:
-            logger.exception("Learning failed; the answer is delivered, the error is raised by the next call.")
-            self._upkeep.failed(error)
 
     # --- learning ---------------------------------------------------------------------------------------------------
 
@@ -273,21 +190,16 @@ class OnlineAssistant:
         Raises:
             LearnerError: called in the middle of a request of this thread; or no draft has anything to learn from.
         """
-        self._upkeep.check_outside()
-        with self._upkeep.alone():
-            key = self._learner.fullest() if domain is None else self._drafts.key(domain)
-            if self.router is not None and key is None:
-                raise LearnerError("No domain has a draft that could learn yet. Serve requests of one first.")
-            return self._upkeep.update(key, steps)
+        return self._upkeep.update(steps, domain)
 
     def pause(self) -> None:
         """Begin no update, and take no further step of one under way, until [`~OnlineAssistant.resume`]; requests are
         still captured."""
-        self._upkeep.pause()
+        self._upkeep.pause(True)
 
     def resume(self) -> None:
-        """Learn again; what has come to be due meanwhile is done at the next occasion."""
-        self._upkeep.resume()
+        """Learn again; updates that have become due meanwhile are done at the next occasion."""
+        self._upkeep.pause(False)
 
     @property
     def is_learning(self) -> bool:
@@ -300,12 +212,9 @@ class OnlineAssistant:
         return self._learner.seconds
 
     def wait_until_idle(self, timeout: float | None = None) -> bool:
-        """Wait, with the strategy `"idle"`, until all that is due has been learned, at most `timeout` seconds; gives
+        """Wait, with the strategy `"idle"`, until all that is due has been learned, at most `timeout` seconds; returns
         whether it has."""
         return self._upkeep.wait_until_idle(timeout)
-
-    def _track(self, report: UpdateReport) -> None:
-        log_update(self._accelerator, report, *self._tally.take_recent())
 
     # --- what can be read -------------------------------------------------------------------------------------------
 
@@ -351,22 +260,18 @@ class OnlineAssistant:
         return max(self._drafts.serving_version(domain) for domain in (None, *self._drafts.domains))
 
     @property
-    def _updater(self) -> Updater:
-        return self._learner.updater(None)
-
-    @property
     def stats(self) -> AcceptanceStats:
         """Acceptance over all requests since the last reset."""
-        return self._tally.total()
+        return self._upkeep.tally.total()
 
     @property
     def stats_by_domain(self) -> dict[str | None, AcceptanceStats]:
         """Acceptance by the label of the request."""
-        return self._tally.by_domain()
+        return self._upkeep.tally.by_domain()
 
     def reset_stats(self) -> None:
         """Count from zero again; nothing learned is lost."""
-        self._tally.reset()
+        self._upkeep.tally.reset()
 
     # --- keeping ----------------------------------------------------------------------------------------------------
 
@@ -406,26 +311,7 @@ class OnlineAssistant:
         Raises:
             StateError: the folder cannot be written.
         """
-        self._save_to(Path(directory))
-
-    def _save_to(self, directory: Path, patience_seconds: float | None = None) -> None:
-        with self._upkeep.alone():
-            with self._taking_in:  # requests go on: each is in both or in neither
-                counts, lessons = self._tally.state(), self._learner.lesson_states()
-            facts = {
-                **counts,
-                "config": self.config.to_dict(),
-                "decisions": [decision.to_dict() for decision in self._learner.decisions],
-            }
-            router = None if self.router is None else self.router.state_dict()
-            save_session(directory, self._learner, facts, router, lessons=lessons, patience_seconds=patience_seconds)
-
-    def _save_beside(self) -> None:
-        assert self._autosave is not None
-        try:
-            self._save_to(self._autosave, AUTOSAVE_PATIENCE_SECONDS)
-        except FolderBusyError as error:
-            logger.warning("%s Nothing is lost: the next autosave tries again.", error)
+        self._upkeep.save(Path(directory))
 
     def load_state(self, directory: str | os.PathLike[str]) -> None:
         """
@@ -434,25 +320,18 @@ class OnlineAssistant:
         Raises:
             StateError: nothing readable there, or the session of another draft; the assistant is as before.
         """
-        with self._upkeep.alone():
-            facts, _ = load_session(Path(directory), self._learner, self.router)
-            self._learner.decisions.clear()
-            self._learner.decisions.extend(GateDecision(**decision) for decision in facts["decisions"])
-            self._tally.load(facts)
+        self._upkeep.load(Path(directory))
 
     def close(self) -> None:
         """End the idle thread, save the session where it is saved by itself, flush the store, end tracking; raises
         LearnerError if learning had failed unnoticed. Requests are answered all the same, but neither counted nor
         learned from any more."""
-        self._is_closed = True
-        self._upkeep.stop()
         try:
-            if self._autosave is not None:
-                self.save_state(self._autosave)
+            self._upkeep.close()
         finally:
             if self.store is not None:
                 self.store.flush()
-            self._accelerator.end_training()
+            self._learner.accelerator.end_training()
         self._upkeep.raise_failure()
 
     def __enter__(self) -> OnlineAssistant:

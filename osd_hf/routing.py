@@ -8,6 +8,7 @@ import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -42,6 +43,7 @@ MAX_DEVIATIONS = 3.5  # of a prompt's distance to its centroid over what its top
 MAX_POSITION = 0.45  # of a prompt on the way from its centroid (0) to the second nearest (1)
 
 
+@dataclass(eq=False)
 class RoutedPrompt:
     """
     A prompt, as a router sees it.
@@ -55,10 +57,9 @@ class RoutedPrompt:
             With `False` a router keeps nothing of it.
     """
 
-    def __init__(self, ids: NDArray[np.integer[Any]], tokenizer: Any = None, *, learn: bool = True) -> None:
-        self.ids = ids
-        self.tokenizer = tokenizer
-        self.learn = learn
+    ids: NDArray[np.integer[Any]]
+    tokenizer: Any = None
+    learn: bool = field(default=True, kw_only=True)
 
     @cached_property
     def text(self) -> str:
@@ -66,7 +67,7 @@ class RoutedPrompt:
         return self.decode(self.ids)
 
     def decode(self, ids: NDArray[np.integer[Any]]) -> str:
-        """As `text`, of a part of the prompt."""
+        """`text` of a part of the prompt."""
         if self.tokenizer is None:
             raise ConfigError("This router reads the prompt's text: pass a tokenizer to the assistant.")
         return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True))
@@ -84,7 +85,7 @@ class Router(ABC):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave; raises StateError where it is the state of another kind of router."""
+        """Go on from a `state_dict`; raises StateError where it is that of another kind of router."""
         if state:
             raise StateError(f"A {type(self).__name__} learns nothing, got a state with {', '.join(map(str, state))}.")
 
@@ -97,7 +98,7 @@ class LabelRouter(Router):
 
 
 class CallableRouter(Router):
-    """Routes by a function of the prompt's text, which gives the name of a domain or `None`."""
+    """Routes by a function of the prompt's text, which returns the name of a domain or `None`."""
 
     def __init__(self, function: Callable[[str], str | None]) -> None:
         if not callable(function):
@@ -306,8 +307,8 @@ class TopicRouter(Router):
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave; raises StateError where it is the state of another kind of router, or of
-        another target, or has more topics than `max_topics`."""
+        """Go on from a `state_dict`; raises StateError if it is that of another kind of router or of another target,
+        or has more topics than `max_topics`."""
         if state.get("router") != "topics":
             raise StateError(f"Not the state of a TopicRouter: it has {', '.join(map(str, state)) or 'nothing'}.")
         mean = state["mean_embedding"].numpy()
@@ -317,9 +318,8 @@ class TopicRouter(Router):
         if len(state["names"]) > self.max_topics:
             raise StateError(f"{len(state['names'])} topics were saved, `max_topics` is {self.max_topics}.")
         with self._lock:
-            self._topics = []
-            for name, vectors, unchecked in zip(state["names"], state["vectors"], state["unchecked"], strict=True):
-                self._topics.append(_Topic(name, vectors.numpy().copy(), unchecked))
+            saved = zip(state["names"], state["vectors"], state["unchecked"], strict=True)
+            self._topics = [_Topic(name, vectors.numpy().copy(), unchecked) for name, vectors, unchecked in saved]
             self._strays, self._prefix = state["strays"].numpy().copy(), state["prefix"].numpy().copy()
             self._seen = state["seen"]
 

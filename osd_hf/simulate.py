@@ -27,7 +27,7 @@ class SimulationReport:
 
     Args:
         stats (`tuple[AcceptanceStats, ...]`):
-            Of each request, drafted by the version that would have served it.
+            Acceptance of each request, drafted by the version that would have served it.
         traces (`tuple[Trace, ...]`):
             The requests as a live run would have captured them, with the rounds of the version that served, its number
             and, with a router, the domain that it was routed to.
@@ -84,11 +84,11 @@ def simulate(
         config (`OnlineConfig`, *optional*):
             How to draft and learn.
         router (`Router` or `Callable[[str], str | None]`, *optional*), peft_config (`peft.PeftConfig`, *optional*):
-            Drafts per domain and adapters, as of [`OnlineAssistant`]; a trace's `domain` is its label.
+            Drafts per domain and adapters, as for [`OnlineAssistant`]; a trace's `domain` is its label.
         tokenizer (`PreTrainedTokenizerBase`, *optional*):
             For routers that read text.
         learner (`Learner`, *optional*):
-            Of an earlier report, to go on with; `draft`, `config` and `peft_config` are its own then.
+            The learner of an earlier report, to go on with; `draft`, `config` and `peft_config` are its own then.
         on_request (`Callable[[int, AcceptanceStats], object]`, *optional*):
             Called after each request with its number and stats; for a progress bar.
         on_update (`Callable[[int, UpdateReport], object]`, *optional*):
@@ -123,40 +123,33 @@ def simulate(
             t if t.domain is not None else replace(t, domain=routes.route(RoutedPrompt(t.prompt_ids, tokenizer)))
             for t in traces
         ]
-    stats: list[AcceptanceStats] = []
-    served: list[Trace] = []
+    served: list[tuple[Trace, AcceptanceStats]] = []
     updates: list[UpdateReport] = []
     for moment in serve_recorded(learner, traces, k):
         if isinstance(moment, UpdateReport):
             updates.append(moment)
             if on_update is not None:
-                on_update(len(stats), moment)
-            continue
-        served.append(moment[0])
-        stats.append(moment[1])
-        if on_request is not None:
-            on_request(len(stats) - 1, moment[1])
-    return SimulationReport(tuple(stats), tuple(served), tuple(updates), learner)
+                on_update(len(served), moment)
+        else:
+            served.append(moment)
+            if on_request is not None:
+                on_request(len(served) - 1, moment[1])
+    return SimulationReport(
+        tuple(stats for _, stats in served), tuple(trace for trace, _ in served), tuple(updates), learner
+    )
 
 
 def serve_recorded(
     learner: Learner, traces: Sequence[Trace], k: int
 ) -> Iterator[tuple[Trace, AcceptanceStats] | UpdateReport]:
     """
-    Let a learner serve recorded requests in their order, and learn in between, step by step.
-
-    Args:
-        learner (`Learner`):
-            With its drafts.
-        traces (`Sequence[Trace]`):
-            Greedy ones get the rounds of the draft that serves them; sampled ones stay as they are, as their rounds
-            cannot be known.
-        k (`int`):
-            Tokens drafted per round.
+    Let a learner serve recorded requests in their order, `k` tokens drafted per round, and learn in between. Greedy
+    requests get the rounds of the draft that serves them; sampled ones stay as they are, as their rounds cannot be
+    known.
 
     Yields:
-        Each request with its acceptance (of a sampled one the expected, see [`replay`]), and each update behind the
-        requests that made it due.
+        Each request with its acceptance (the expected one if it was sampled, see [`replay`]), and each update after
+        the requests that made it due.
     """
     start = 0
     while start < len(traces):

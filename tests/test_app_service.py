@@ -403,7 +403,7 @@ def test_a_failure_that_comes_to_light_late_shows_no_prompt_as_an_answer(
 
     def failing_late() -> None:
         calls.append(None)
-        if len(calls) == 2:  # the streamer has had the prompt by then
+        if len(calls) == 1:  # as another request's learning may have failed a moment ago
             upkeep.failed(RuntimeError("x"))
         raise_failure()
 
@@ -411,7 +411,7 @@ def test_a_failure_that_comes_to_light_late_shows_no_prompt_as_an_answer(
     session, shown = service.session(None), []
     told(session, lambda: shown.append(session.entries[0].text))  # type: ignore[union-attr]
     answer = asked(service, session, "one two")
-    assert len(calls) > 2
+    assert len(calls) > 1
     assert answer.error is None
     own = "".join(texts(pair, targets_own(pair, "one two")))
     assert all(own.startswith(text) for text in shown)

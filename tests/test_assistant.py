@@ -126,7 +126,7 @@ def test_a_request_that_is_not_to_be_learned_from_leaves_nothing() -> None:
     assistant = OnlineAssistant(target, draft, config=replace(FAST, update_interval=2), store=store)
     answers = serve(assistant, 4, learn=False)
     assert len(store) == 0
-    assert not assistant._updater.new
+    assert not assistant._learner.lessons[None].pending
     assert (assistant.version, assistant.stats.num_requests) == (0, 4)
     assert answers == serve(OnlineAssistant(target, draft, config=FAST), 4)
     with assistant.attached(learn=False):
@@ -265,8 +265,8 @@ def test_a_step_that_is_not_finite_costs_no_answer(monkeypatch: pytest.MonkeyPat
     target, draft = models.pair()
     answers = serve(OnlineAssistant(target, draft, config=MANUAL), 6)
     assistant = OnlineAssistant(target, draft, config=FAST)
-    loss = assistant._updater._loss
-    monkeypatch.setattr(assistant._updater, "_loss", lambda traces: (loss(traces)[0] * float("nan"), 1))
+    loss = assistant._learner.updater(None)._loss
+    monkeypatch.setattr(assistant._learner.updater(None), "_loss", lambda traces: (loss(traces)[0] * float("nan"), 1))
     reports, update = [], assistant._learner.update
     monkeypatch.setattr(assistant._learner, "update", lambda domain: reports.append(update(domain)) or reports[-1])
     assert serve(assistant, 6) == answers
@@ -281,7 +281,7 @@ def test_a_step_that_is_not_finite_costs_no_answer(monkeypatch: pytest.MonkeyPat
 def test_a_failing_learner_costs_no_answer_and_is_heard_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = models.pair()
     assistant = OnlineAssistant(target, draft, config=FAST)
-    monkeypatch.setattr(assistant._updater, "_step", lambda traces: 1 / 0)
+    monkeypatch.setattr(assistant._learner.updater(None), "_step", lambda traces: 1 / 0)
     answers = serve(assistant, 3)
     assert [len(a) for a in answers] == [8, 8, 8]
     with models.ForwardCounter(target, assistant.draft) as forwards:
@@ -400,7 +400,7 @@ def test_threads_serve_and_learn_together() -> None:
     # Nobody's answer waits for another's update, so that there may be fewer of them; what is left is for the next one.
     assert 1 <= assistant.version <= 5
     assistant.update()
-    assert len(assistant._updater.buffer) == 15
+    assert len(assistant._learner.updater(None).buffer) == 15
     assert {s.num_requests for s in assistant.stats_by_domain.values()} == {5}
 
 
@@ -512,13 +512,13 @@ def test_the_session_of_another_draft_leaves_the_assistant_as_it_was(tmp_path: P
     OnlineAssistant(models.build("gpt2"), models.build("gpt2"), config=FAST).save_state(tmp_path)
     assistant = OnlineAssistant(target, draft, config=FAST)
     serve(assistant, 4)
-    before, stats, waiting = weights(assistant.draft), assistant.stats, len(assistant._updater.new)
+    before, stats, waiting = weights(assistant.draft), assistant.stats, len(assistant._learner.lessons[None].pending)
     with pytest.raises(StateError, match="another draft"):
         assistant.load_state(tmp_path)
     with pytest.raises(StateError, match="no saved session"):
         assistant.load_state(tmp_path / "nowhere")
     assert same(weights(assistant.draft), before)
-    assert (assistant.version, assistant.stats, len(assistant._updater.new)) == (1, stats, waiting)
+    assert (assistant.version, assistant.stats, len(assistant._learner.lessons[None].pending)) == (1, stats, waiting)
     serve(assistant, 2)
     assert assistant.version == 2
 
@@ -592,7 +592,7 @@ def test_what_comes_to_be_due_during_a_save_is_learned_behind_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with OnlineAssistant(*models.pair(), config=IDLE) as assistant:
-        monkeypatch.setattr("osd_hf.assistant.save_session", lambda *_, **settings: serve(assistant, 3))
+        monkeypatch.setattr("osd_hf.upkeep.save_session", lambda *_, **settings: serve(assistant, 3))
         assistant.save_state(tmp_path)
         assert assistant.wait_until_idle(timeout=LONG)
         assert assistant.version == 1
@@ -663,7 +663,7 @@ def test_a_failing_learner_is_tried_again_after_an_interval_and_not_at_every_req
     config = replace(FAST, update_interval=2)
     if fails == "a step":
         assistant = OnlineAssistant(target, draft, config=config)
-        monkeypatch.setattr(assistant._updater, "micro_steps", lambda steps: 1 / 0)
+        monkeypatch.setattr(assistant._learner.updater(None), "micro_steps", lambda *_: 1 / 0)
     else:
         assistant = OnlineAssistant(target, draft, config=config, router=LabelRouter())
         monkeypatch.setattr(assistant.drafts, "updater", lambda *_: 1 / 0)

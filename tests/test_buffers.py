@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from osd_hf.learning.buffer import MOST_DOMAINS, ReplayBuffer
+from osd_hf.learning.lesson import MOST_DOMAINS, ReplayBuffer
 from osd_hf.trace import Trace
 
 CAPACITY = st.integers(1, 12)

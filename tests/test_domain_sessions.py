@@ -77,7 +77,7 @@ def everything(assistant: OnlineAssistant) -> dict[str, Any]:
 def test_a_session_with_domains_goes_on_as_if_it_had_not_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("osd_hf.learning.gate.HOLD_BACK_EVERY", 2)  # enough to judge by, sooner
+    monkeypatch.setattr("osd_hf.learning.lesson.HOLD_BACK_EVERY", 2)  # enough to judge by, sooner
     saved = {}
     with routed() as straight:
         for split in (4, 19, 32):

@@ -530,7 +530,7 @@ def test_a_lora_draft_is_served_merged_after_each_update(calls: Calls) -> None:
     for ids in models.prompts(6):
         output, _ = answered(assistant, ids)
         assert torch.equal(output, alone(target, ids))
-        master = copy.deepcopy(assistant._updater.master).merge_and_unload()
+        master = copy.deepcopy(assistant._learner.updater(None).master).merge_and_unload()
         served = dict(assistant.draft.named_parameters())
         assert served.keys() == dict(master.named_parameters()).keys()
         for name, parameter in master.named_parameters():

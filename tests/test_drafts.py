@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from osd_hf import DomainDrafts, OnlineConfig, StateError, Trace, UnsupportedModelError, capture_traces
 from osd_hf.errors import ConfigError
-from osd_hf.learning.updater import Snapshot
+from osd_hf.learning.drafts import Copies
+from osd_hf.learning.weights import Snapshot
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
 
@@ -215,13 +216,13 @@ def test_requests_of_many_threads_draft_with_whole_versions() -> None:
 
 
 def test_a_version_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafts, written, write = made("copies"), [], DomainDrafts._write
+    drafts, written, write = made("copies"), [], Copies._write
 
-    def counted(self: DomainDrafts, snapshot: Snapshot, model: Any) -> None:
+    def counted(self: Copies, snapshot: Snapshot, model: Any) -> None:
         written.append(model)
         write(self, snapshot, model)
 
-    monkeypatch.setattr(drafts._copies, "_write", counted.__get__(drafts))
+    monkeypatch.setattr(drafts._copies, "_write", counted.__get__(drafts._copies))
     promote(drafts, "a")
     for _ in range(3):
         with drafts.lease("a"):
@@ -388,7 +389,7 @@ def test_a_copy_that_fails_leaves_nothing_and_the_next_request_makes_it(
         assert leased(drafts, "a")[1] is drafts.base
         with pytest.raises(MemoryError):
             drafts.model("a")
-        assert (drafts._copies.held, drafts._making, drafts.base in drafts._copies._made) == ([], set(), True)
+        assert (drafts._copies.held, drafts._copies.making, drafts.base in drafts._copies.made) == ([], set(), True)
     assert leased(drafts, "a")[0] == 1
     assert drafts.num_serving == 1
 

@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from waiting import LONG
 
 from osd_hf import CorrectionStore, LearnerError, OnlineAssistant, OnlineConfig, StateError
-from osd_hf import assistant as assistant_module
+from osd_hf import upkeep as upkeep_module
 from osd_hf.learning import session as session_module
 from osd_hf.learning.updater import Updater
 from osd_hf.store import folder as shards
@@ -60,7 +60,7 @@ def full(*_: Any, **__: Any) -> None:
 # --- a learner that dies --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", ["_loss", "_average", "snapshot", "observe"])
+@pytest.mark.parametrize("part", ["_loss", "_average", "snapshot", "accepts"])
 def test_a_learner_that_dies_costs_no_answer(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = models.pair()
     alone = answers(target.generate, range(14))
@@ -154,7 +154,7 @@ def test_an_autosave_that_another_process_holds_up_is_left_to_the_next_one(
     target, draft = models.pair()
     alone = answers(target.generate, range(9))
     assistant = OnlineAssistant(target, draft, config=replace(CONFIG, autosave_interval=1), autosave=tmp_path)
-    monkeypatch.setattr(assistant_module, "AUTOSAVE_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(upkeep_module, "AUTOSAVE_PATIENCE_SECONDS", 0.0)
     held = lock_file(tmp_path / session_module.LOCK, wait=True)
     assert held is not None
     found = answers(assistant.generate, range(3))
@@ -229,8 +229,8 @@ def test_a_request_that_ends_while_a_session_is_read_is_in_all_of_it_or_in_none(
     moved_on = threading.Event()  # it has ended, or it waits
     with OnlineAssistant(target, draft, config=replace(CONFIG, update_strategy="manual", gate=True)) as assistant:
         ask(assistant.generate, 0)
-        monkeypatch.setattr(assistant, "_taking_in", Watched(moved_on))
-        count = assistant._tally.state
+        monkeypatch.setattr(assistant._upkeep, "_taking_in", Watched(moved_on))
+        count = assistant._upkeep.tally.state
 
         def end() -> None:
             ask(assistant.generate, 1)
@@ -245,7 +245,7 @@ def test_a_request_that_ends_while_a_session_is_read_is_in_all_of_it_or_in_none(
             return counts
 
         with monkeypatch.context() as patch:
-            patch.setattr(assistant._tally, "state", read)
+            patch.setattr(assistant._upkeep.tally, "state", read)
             assistant.save_state(tmp_path)
         request.join()
         assert assistant.stats.num_requests == 2
@@ -350,7 +350,7 @@ def test_learning_between_requests_only_and_answers_as_ever() -> None:
     target, draft = models.pair()
     alone = answers(target.generate, range(30), max_new_tokens=4)
     overlapped: list[str] = []
-    forwards, learns = [0], [0]
+    forwards, learns, inside = [0], [0], [0]
     loss, step = Updater._loss, Updater._average
 
     def began(module: Any, *_: Any) -> None:
@@ -367,8 +367,7 @@ def test_learning_between_requests_only_and_answers_as_ever() -> None:
         def watched(*args: Any) -> Any:
             learns[0] += 1
             try:
-                # One may arrive, and wait, while a step is under way; inside it counts twice.
-                if forwards[0] or assistant._upkeep.traffic.requests > 1:
+                if forwards[0] or inside[0]:
                     overlapped.append("learning began while a request ran")
                 return work(*args)
             finally:
@@ -376,8 +375,19 @@ def test_learning_between_requests_only_and_answers_as_ever() -> None:
 
         return watched
 
+    @contextmanager
+    def leased(*args: Any) -> Iterator[Any]:
+        with lease(*args) as found:
+            inside[0] += 1
+            try:
+                yield found
+            finally:
+                inside[0] -= 1
+
     found: list[list[int]] = []
     with pytest.MonkeyPatch.context() as patch, OnlineAssistant(target, draft, config=IDLE) as assistant:
+        lease = assistant._upkeep.lease
+        patch.setattr(assistant._upkeep, "lease", leased)
         patch.setattr(Updater, "_loss", learning(loss))
         patch.setattr(Updater, "_average", learning(step))
         handles = [register_module_forward_pre_hook(began), register_module_forward_hook(ended)]

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import models
@@ -14,7 +15,8 @@ import torch
 
 from osd_hf import DomainDrafts, OnlineConfig
 from osd_hf.drafting.forward import CompiledDraft, DraftForward, StaticForward
-from osd_hf.learning.schedule import DutyCycle, IdleWorker, Traffic
+from osd_hf.learning.learner import DutyCycle
+from osd_hf.upkeep import Upkeep
 from osd_hf.utils.disk import in_child, lock_file, renewing
 
 pytestmark = [
@@ -84,16 +86,27 @@ def test_a_block_that_the_forking_thread_is_in_ends_as_it_began() -> None:
     assert not owner.lock.locked()
 
 
+def idle(has_work: Callable[[], bool], step: Callable[[], None]) -> Upkeep:
+    """Takes steps between requests."""
+    learner: Any = SimpleNamespace(
+        has_work=has_work,
+        step=step,
+        duty_cycle=DutyCycle(1.0),
+        drafts=None,
+        config=OnlineConfig(update_strategy="idle"),
+    )
+    return Upkeep(learner)
+
+
 def test_a_request_of_a_child_waits_for_no_step_of_its_parent() -> None:
-    traffic = Traffic()
     stepping, done = threading.Event(), threading.Event()
 
     def step() -> None:
         stepping.set()
         done.wait(LONG)
 
-    worker = IdleWorker(traffic, lambda: not done.is_set(), step, lambda _: None, DutyCycle(1.0))
-    worker.start()
+    worker = idle(lambda: not done.is_set(), step)
+    traffic = worker.traffic
     assert stepping.wait(LONG)
 
     def ask() -> None:
@@ -106,17 +119,20 @@ def test_a_request_of_a_child_waits_for_no_step_of_its_parent() -> None:
 
 
 def test_a_child_counts_no_requests_of_its_parents_other_threads() -> None:
-    traffic, stepped = Traffic(), threading.Event()
+    may_step, stepped = threading.Event(), threading.Event()
+    worker = idle(lambda: may_step.is_set() and not stepped.is_set(), stepped.set)
+    traffic = worker.traffic
     done = held_elsewhere(traffic.request())
 
     def learn() -> None:
         assert traffic.requests == 0
-        worker = IdleWorker(traffic, lambda: not stepped.is_set(), stepped.set, lambda _: None, DutyCycle(1.0))
-        worker.start()
+        may_step.set()
+        worker._wake()
         assert stepped.wait(LONG)
 
     assert in_a_fork(learn) == 0
     done.set()
+    worker.stop()
 
 
 def test_a_lock_of_a_file_is_the_parents_alone(tmp_path: Path) -> None:
@@ -215,7 +231,7 @@ def test_a_child_uses_again_what_threads_of_its_parent_were_using() -> None:
         drafts.promote(domain, *drafts.candidate(domain))
     copies, done = drafts._copies, [held_elsewhere(drafts.lease(domain)) for domain in "ab"]
     with drafts._lock:
-        copies.reserve("a", 9)  # and a thread that fills it
+        copies.reserve("a")  # and a thread that fills it
     assert drafts.num_serving == 3
 
     def serve() -> None:
@@ -292,7 +308,7 @@ def case(folder, strategy, is_learning):
         average(self)
 
     def hold():
-        with assistant._taking_in:
+        with assistant._upkeep._taking_in:
             reached.set()
             done.wait(2 * LONG)
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from osd_hf.learning import gate as module
-from osd_hf.learning.gate import HELD_BACK, HOLD_BACK_EVERY, LEAST_HELD_BACK, LEAST_SERVED, WATCHED, Gate, paired_gain
+from osd_hf.learning.gate import LEAST_HELD_BACK, LEAST_SERVED, judge, paired_gain, regressed
+from osd_hf.learning.lesson import HELD_BACK, HOLD_BACK_EVERY, WATCHED, Lesson
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.trace import Trace
 
@@ -105,10 +106,10 @@ def test_where_nothing_was_examined_there_is_no_gain() -> None:
 
 
 def test_traffic_in_turns_is_held_back_from_every_domain() -> None:
-    gate = Gate()
+    lesson = Lesson()
     for i in range(4 * HOLD_BACK_EVERY * HELD_BACK):
-        gate.hold_back(request(domain="abcd"[i % 4]))
-    assert {trace.domain for trace in gate.held_back} == set("abcd")
+        lesson.hold_back(request(domain="abcd"[i % 4]))
+    assert {trace.domain for trace in lesson.held_back} == set("abcd")
 
 
 # --- requests held back ---------------------------------------------------------------------------------------------
@@ -116,12 +117,12 @@ def test_traffic_in_turns_is_held_back_from_every_domain() -> None:
 
 @given(st.integers(0, 300))
 def test_no_request_is_lost_or_learned_from_twice(number: int) -> None:
-    gate, requests = Gate(), [request() for _ in range(number)]
-    learned = [out for trace in requests if (out := gate.hold_back(trace)) is not None]
-    assert sorted(map(id, [*learned, *gate.held_back])) == sorted(map(id, requests))
-    whole = Gate()
+    lesson, requests = Lesson(), [request() for _ in range(number)]
+    learned = [out for trace in requests if (out := lesson.hold_back(trace)) is not None]
+    assert sorted(map(id, [*learned, *lesson.held_back])) == sorted(map(id, requests))
+    whole = Lesson()
     kept = [trace for trace in requests if whole.hold_back(trace) is not trace]
-    assert list(gate.held_back) == kept[-HELD_BACK:]  # the newest
+    assert list(lesson.held_back) == kept[-HELD_BACK:]  # the newest
     assert [trace for trace in learned if trace in set(kept)] == kept[:-HELD_BACK]
     for block in range(number // HOLD_BACK_EVERY):
         four = requests[block * HOLD_BACK_EVERY : (block + 1) * HOLD_BACK_EVERY]
@@ -135,7 +136,7 @@ def test_no_request_is_lost_or_learned_from_twice(number: int) -> None:
 
 def judged(before: Sequence[Any], after: Sequence[Any], labels: Sequence[str | None] | None = None) -> Any:
     held_back = [request(label) for label in (labels or [None] * len(before))]
-    return Gate().judge(7, 3, "d", held_back, each(before), each(after))
+    return judge(7, 3, "d", held_back, each(before), each(after))
 
 
 ALIKE = [(40, 20), (30, 18), (50, 20), (20, 12), (44, 22), (36, 12), (40, 30), (25, 10)]
@@ -201,7 +202,7 @@ def rolled_back_after(
     since = 0
     for seen in range(8, len(before) + 1, 8):
         start = max(since, seen - WATCHED)
-        if Gate().regressed(5, 4, None, before[start:seen], after[start:seen]) is not None:
+        if regressed(5, 4, None, before[start:seen], after[start:seen]) is not None:
             return seen
         if promoted_every is not None and seen % promoted_every == 0:
             since = seen
@@ -228,14 +229,13 @@ def test_a_real_fall_is_rolled_back_soon() -> None:
 def test_harder_traffic_is_no_fall() -> None:
     easy, _ = stream(np.random.default_rng(0), 24, likeness=1.0)
     hard = each([(s.examined, s.accepted // 2) for s in easy])
-    gate = Gate()
-    assert gate.regressed(5, 4, None, easy + hard, easy + hard) is None
-    assert gate.regressed(5, 4, None, easy, hard) is not None
+    assert regressed(5, 4, None, easy + hard, easy + hard) is None
+    assert regressed(5, 4, None, easy, hard) is not None
 
 
 def test_a_rollback_tells_what_it_rests_on() -> None:
     before, after = each(ALIKE * 3), each(moved(ALIKE * 3, [-6, -7]))
-    decision = Gate().regressed(5, 4, "d", before, after)
+    decision = regressed(5, 4, "d", before, after)
     assert decision is not None
     assert (decision.outcome, decision.version, decision.serving, decision.domain) == ("rolled back", 5, 4, "d")
     assert decision.requests == len(before)
@@ -246,19 +246,18 @@ def test_a_rollback_tells_what_it_rests_on() -> None:
 
 @pytest.mark.parametrize("number", range(LEAST_SERVED))
 def test_few_served_requests_roll_nothing_back(number: int) -> None:
-    assert Gate().regressed(5, 4, None, each([(9, 9)] * number), each([(9, 0)] * number)) is None
+    assert regressed(5, 4, None, each([(9, 9)] * number), each([(9, 0)] * number)) is None
 
 
 def test_a_better_version_or_none_at_all_is_left_alone() -> None:
-    gate = Gate()
-    assert gate.regressed(5, 4, None, each(ALIKE * 2), each(moved(ALIKE * 2, [5]))) is None
-    assert gate.regressed(5, 4, None, each([(0, 0)] * 20), each([(0, 0)] * 20)) is None
+    assert regressed(5, 4, None, each(ALIKE * 2), each(moved(ALIKE * 2, [5]))) is None
+    assert regressed(5, 4, None, each([(0, 0)] * 20), each([(0, 0)] * 20)) is None
 
 
 def test_the_evidence_is_bounded() -> None:
-    gate = Gate()
-    gate.served.extend(request() for _ in range(3 * WATCHED))
+    lesson = Lesson()
+    lesson.served.extend(request() for _ in range(3 * WATCHED))
     for _ in range(40 * HELD_BACK):
-        gate.hold_back(request())
-    assert (len(gate.served), len(gate.held_back)) == (WATCHED, HELD_BACK)
+        lesson.hold_back(request())
+    assert (len(lesson.served), len(lesson.held_back)) == (WATCHED, HELD_BACK)
     assert module.FELL < module.ROLL_BACK

@@ -11,8 +11,10 @@ import torch
 
 from osd_hf import DomainDrafts, OnlineAssistant, OnlineConfig, Trace, capture_traces
 from osd_hf import replay as replayed
-from osd_hf.learning.gate import HOLD_BACK_EVERY, Gate, GateDecision
+from osd_hf.learning import learner as module
+from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.learner import Learner
+from osd_hf.learning.lesson import HOLD_BACK_EVERY
 from osd_hf.learning.updater import Updater, finish
 from osd_hf.simulate import simulate
 
@@ -55,11 +57,7 @@ def weights_of(model: Any) -> dict[str, torch.Tensor]:
 def held(taught: Learner, domain: str | None = None) -> list[Trace]:
     """All requests that a draft has before it or behind it."""
     lesson = taught.lessons[domain]
-    there = [*lesson.gate.held_back, *lesson.pending]
-    if domain in taught.drafts.learning:
-        updater = taught.updater(domain)
-        there += [*updater.waiting(), *updater.buffer]
-    return there
+    return [*lesson.held_back, *lesson.pending, *lesson.buffer]
 
 
 # --- whose update, and when -----------------------------------------------------------------------------------------
@@ -73,7 +71,7 @@ def test_each_domain_counts_its_own_requests(recorded: list[Trace]) -> None:
     due = taught.due()
     assert due is not None and (due.domain, due.requests_waiting) == ("a", 3)
     report = taught.update("a")
-    assert (report.domain, report.new_requests) == ("a", 3 - len(taught.lessons["a"].gate.held_back))
+    assert (report.domain, report.new_requests) == ("a", 3 - len(taught.lessons["a"].held_back))
     assert taught.due() is None  # b has had two
     assert taught.lessons["b"].requests_waiting == 2
     taught.observe("b", recorded[0])
@@ -178,7 +176,7 @@ def test_steps_that_are_interrupted_learn_as_others(optimizer: Any, recorded: li
     assert parts > 6
     assert same(dict(straight.parameters), dict(interrupted.parameters))
     assert same(straight.snapshot(), interrupted.snapshot())
-    assert len(interrupted.new) == parts  # for the next update
+    assert len(interrupted.lesson.pending) == parts  # for the next update
 
 
 def test_an_update_step_by_step_is_the_same_as_at_once(recorded: list[Trace]) -> None:
@@ -313,13 +311,13 @@ def spoil_serving(taught: Learner, _: pytest.MonkeyPatch) -> None:
 
 
 def bypass(taught: Learner, patch: pytest.MonkeyPatch) -> None:
-    def let_through(self: Gate, version: int, serving: int, domain: Any, *_: Any) -> GateDecision:
+    def let_through(version: int, serving: int, domain: Any, *_: Any) -> GateDecision:
         return GateDecision("promoted", version, version, domain, "by a gate that sleeps", alpha_after=1.0)
 
     def bad(self: Updater) -> Any:
         return {name: torch.randn_like(w) for name, w in self.averaged.items()}
 
-    patch.setattr(Gate, "judge", let_through)
+    patch.setattr(module, "judge", let_through)
     patch.setattr(Updater, "snapshot", bad)
 
 

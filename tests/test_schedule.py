@@ -2,6 +2,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import LONG
 
-from osd_hf.learning.schedule import DutyCycle, IdleWorker, Traffic
+from osd_hf import OnlineConfig
+from osd_hf import upkeep as module
+from osd_hf.learning.learner import DutyCycle
+from osd_hf.upkeep import Traffic, Upkeep
 
 
 class Clock:
@@ -68,10 +72,14 @@ def test_all_of_the_time_needs_no_rest() -> None:
 
 
 class Steps:
-    """Work that a test holds up: each step says that it has begun, and ends when it may."""
+    """A learner that a test holds up: each step says that it has begun, and ends when it may."""
 
-    def __init__(self, traffic: Traffic) -> None:
-        self.traffic = traffic
+    traffic: Traffic
+    drafts = None
+    config = OnlineConfig(update_strategy="idle")
+
+    def __init__(self, duty_cycle: DutyCycle) -> None:
+        self.duty_cycle = duty_cycle
         self.left = 0
         self.done = 0
         self.overlapped = 0
@@ -109,14 +117,17 @@ class Steps:
                 self.running -= 1
 
 
+def stub(has_work: Callable[[], bool], step: Callable[[], None], duty_cycle: DutyCycle) -> Any:
+    return SimpleNamespace(has_work=has_work, step=step, duty_cycle=duty_cycle, drafts=None, config=Steps.config)
+
+
 @contextmanager
-def working(duty: DutyCycle | None = None, *, free: bool = False) -> Iterator[tuple[Steps, IdleWorker]]:
-    traffic = Traffic()
-    steps = Steps(traffic)
+def working(duty: DutyCycle | None = None, *, free: bool = False) -> Iterator[tuple[Steps, Upkeep]]:
+    steps = Steps(duty or DutyCycle(1.0))
     if free:
         steps.may_end.release(10_000)
-    worker = IdleWorker(traffic, steps.has_work, steps.step, steps.errors.append, duty or DutyCycle(1.0))
-    worker.start()
+    worker = Upkeep(steps)  # type: ignore[arg-type]
+    steps.traffic, worker.failed = worker.traffic, steps.errors.append  # type: ignore[method-assign]
     try:
         yield steps, worker
     finally:
@@ -146,6 +157,10 @@ def started(function: Callable[[], object]) -> threading.Thread:
 def ended(thread: threading.Thread) -> None:
     thread.join(LONG)
     assert not thread.is_alive()
+
+
+def alive(worker: Upkeep) -> bool:
+    return worker._idle is not None and worker._idle.is_alive()
 
 
 def all_done(steps: Steps, number: int) -> bool:
@@ -258,7 +273,7 @@ def test_a_failure_is_told_and_the_worker_goes_on(caplog: pytest.LogCaptureFixtu
             steps.give(2)
             assert all_done(steps, 2)
         assert [str(error) for error in steps.errors] == ["of the learner"]
-        assert worker.is_alive
+        assert alive(worker)
         assert "Learning failed" in caplog.text
 
 
@@ -268,11 +283,11 @@ def test_stopping_ends_the_thread_behind_the_step_under_way() -> None:
         assert steps.began.acquire(timeout=LONG)
         stopping = started(worker.stop)
         with steps.traffic.changed:
-            assert steps.traffic.changed.wait_for(lambda: worker._stopped, LONG)
+            assert steps.traffic.changed.wait_for(lambda: worker._is_stopped, LONG)
         assert stopping.is_alive()
         steps.may_end.release()
         ended(stopping)
-        assert not worker.is_alive
+        assert not alive(worker)
         assert (steps.done, steps.left) == (1, 4)
         worker.stop()  # again does nothing
     with steps.traffic.request():
@@ -280,22 +295,23 @@ def test_stopping_ends_the_thread_behind_the_step_under_way() -> None:
 
 
 def test_stopping_from_inside_a_step_does_not_wait_for_itself() -> None:
-    traffic, stopped = Traffic(), threading.Event()
-    left = [1]
+    stopped = threading.Event()
+    left: list[int] = []
 
     def step() -> None:
         left.pop()
         worker.stop()
         stopped.set()
 
-    worker = IdleWorker(traffic, lambda: bool(left), step, lambda _: None, DutyCycle(1.0))
-    worker.start()
+    worker = Upkeep(stub(lambda: bool(left), step, DutyCycle(1.0)))
+    left.append(1)
+    worker._wake()
     assert stopped.wait(LONG)
-    worker._thread.join(LONG)
-    assert not worker.is_alive
+    ended(worker._idle)
+    assert not alive(worker)
 
 
-def test_between_steps_the_worker_rests() -> None:
+def test_between_steps_the_worker_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, rests = Clock(), []
 
     class Waits(threading.Condition):
@@ -323,8 +339,8 @@ def test_between_steps_the_worker_rests() -> None:
         if not left:
             done.set()
 
-    worker = IdleWorker(traffic, lambda: bool(left), step, lambda _: None, Duty(0.25, clock))
-    worker.start()
+    monkeypatch.setattr(module, "Traffic", lambda: traffic)
+    worker = Upkeep(stub(lambda: bool(left), step, Duty(0.25, clock)))
     assert done.wait(LONG)
     worker.stop()
     assert times == pytest.approx([100, 104, 108, 112])

@@ -83,7 +83,7 @@ def test_a_request_that_makes_steps_fail_is_set_aside_and_the_others_are_learned
     report = taught(updater, traces)
     assert (report.steps, report.dropped_steps) == (2, 0)
     assert [(reason in name, count) for name, count in report.set_aside.items()] == [(True, 1)]
-    assert all(len(trace) < LONG for trace in [*updater.buffer, *updater.waiting()])
+    assert all(len(trace) < LONG for trace in [*updater.buffer, *updater.lesson.pending])
     assert all(bool(torch.isfinite(p).all()) for p in updater.parameters.values())
     said = [record for record in caplog.records if "Set aside" in record.getMessage()]
     assert [record.levelno for record in said] == [logging.WARNING]
@@ -145,8 +145,8 @@ def learner(**changes: Any) -> Learner:
 
 
 def everything(taught: Learner) -> list[Trace]:
-    lesson, updater = taught.lessons[None], taught.updater(None)
-    return [*lesson.gate.held_back, *lesson.gate.served, *lesson.pending, *updater.waiting(), *updater.buffer]
+    lesson = taught.lessons[None]
+    return [*lesson.held_back, *lesson.served, *lesson.pending, *lesson.buffer]
 
 
 def test_a_request_that_cannot_be_replayed_leaves_the_gate(
@@ -165,8 +165,8 @@ def test_a_request_that_cannot_be_replayed_leaves_the_gate(
     long = [replace(traces[8], created_at_seconds=100.0 + i) for i in range(6)]
     for i in range(60):
         taught.observe(None, replace(traces[i % 8], created_at_seconds=float(i)))
-    taught.lessons[None].gate.held_back.extend(long[:2])
-    taught.lessons[None].gate.served.extend([long[2], traces[0]])
+    taught.lessons[None].held_back.extend(long[:2])
+    taught.lessons[None].served.extend([long[2], traces[0]])
     taught.lessons[None].pending.extend(long[3:])
     reports = [taught.update() for _ in range(3)]
     assert all(report.steps for report in reports)
@@ -308,7 +308,7 @@ def test_rows_are_read_once_and_others_may_come_between(traces: list[Trace], mon
     taught = learner(update_strategy="idle", update_interval=30)
     for i in range(60):
         taught.observe(None, replace(traces[i % 8], created_at_seconds=float(i)))
-    held_back = list(taught.lessons[None].gate.held_back)
+    held_back = list(taught.lessons[None].held_back)
     at_once, before = 0, 0
     while taught.has_work():
         taught.step()
@@ -326,7 +326,7 @@ def test_an_odd_request_that_was_held_back_leaves_the_gate(traces: list[Trace]) 
     for i in range(32):
         taught.observe(None, replace(traces[i % 8], created_at_seconds=float(i)))
     odd = replace(changed(traces[0], "nan"), created_at_seconds=100.0)
-    taught.lessons[None].gate.held_back.append(odd)
+    taught.lessons[None].held_back.append(odd)
     report = taught.update()
     assert dict(report.set_aside) == {"with log-probs that are none": 1}
     assert odd not in everything(taught) and odd not in taught.lessons[None].looked_at
@@ -350,17 +350,17 @@ def test_what_arrives_while_a_version_is_watched_is_watched_next(
     version, lesson = taught.drafts.serving_version(None), taught.lessons[None]
     assert version > 0
     served = [replace(traces[i], draft_version=version, created_at_seconds=100.0 + i) for i in range(8)]
-    lesson.gate.served.extend(served[:4])
+    lesson.served.extend(served[:4])
     fault, arriving = Readable.fault, served[4:5]
 
     def meanwhile(self: Readable, trace: Trace) -> str | None:
-        lesson.gate.served.extend(arriving)
+        lesson.served.extend(arriving)
         arriving.clear()
         return fault(self, trace)
 
     monkeypatch.setattr(Readable, "fault", meanwhile)
     finish(taught._watch(lesson))
-    assert list(lesson.gate.served) == served[4:5]
+    assert list(lesson.served) == served[4:5]
     assert len(lesson.compared) == 4
 
 
@@ -379,4 +379,4 @@ def test_what_a_new_version_served_before_the_learner_went_on_is_watched(
 
     monkeypatch.setattr(DomainDrafts, "promote", at_once)
     taught.update()
-    assert served and list(taught.lessons[None].gate.served) == served
+    assert served and list(taught.lessons[None].served) == served

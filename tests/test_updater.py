@@ -1,4 +1,5 @@
 import copy
+import importlib
 from dataclasses import fields, replace
 from typing import Any
 
@@ -91,7 +92,7 @@ def test_micro_batches_add_up_to_one_batch(
         return {n: p.grad.clone() for n, p in updater.parameters.items() if p.grad is not None}, report.loss
 
     whole, whole_loss = gradients()
-    monkeypatch.setattr("osd_hf.replay.MAX_LOGITS", 1)  # one trace a forward
+    monkeypatch.setattr(importlib.import_module("osd_hf.replay"), "MAX_LOGITS", 1)  # one trace a forward
     parts, parts_loss = gradients()
     assert parts_loss == pytest.approx(whole_loss, rel=1e-10)
     assert whole.keys() == parts.keys()
@@ -248,7 +249,7 @@ def test_traces_without_rows_are_not_taken_in() -> None:
     updater = Updater(draft, CONFIG)
     trace = traffic(target, draft, 1)[0]
     updater.observe(replace(trace, top_logits=np.zeros((len(trace), 0), np.float16)))
-    assert not updater.new
+    assert not updater.lesson.pending
 
 
 # --- across updates -------------------------------------------------------------------------------------------------
@@ -297,7 +298,7 @@ def test_requests_learned_from_are_replayed_later() -> None:
     target, draft = models.pair()
     traces = traffic(target, draft)
     updater = learned(draft, traces[:3], replace(CONFIG, replay_fraction=0.5, buffer_size=2, steps_per_update=1))
-    assert not updater.new
+    assert not updater.lesson.pending
     assert list(updater.buffer) == traces[1:3]
     updater.observe(traces[3])
     report = updater.update()
@@ -348,7 +349,7 @@ def test_a_restart_is_a_fresh_beginning_and_holds_no_more_memory(optimizer: Any)
     fresh = Updater(draft, config)
     for one in (updater, fresh):
         one.buffer.clear()
-        one.rng.bit_generator.state = np.random.default_rng(1).bit_generator.state
+        one.buffer.rng.bit_generator.state = np.random.default_rng(1).bit_generator.state
         for trace in traces:
             one.observe(trace)
         one.update()
@@ -363,7 +364,7 @@ def test_rows_of_another_width_are_refused() -> None:
     for other, words in ((8, "8 and 16 entries"), (None, "all and 16 entries")):
         with pytest.raises(StateError, match=words):
             updater.observe(traffic(target, draft, 1, num_logprobs=other)[0])
-    assert len(updater.new) == 1
+    assert len(updater.lesson.pending) == 1
 
 
 def test_a_failed_update_does_not_hold_on_to_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,7 +376,7 @@ def test_a_failed_update_does_not_hold_on_to_its_requests(monkeypatch: pytest.Mo
         patch.setattr(updater, "_step", lambda traces: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             updater.update()
-    assert (len(updater.new), updater.version) == (0, 0)
+    assert (len(updater.lesson.pending), updater.version) == (0, 0)
     assert updater.update().steps == 2  # by replay
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import logging
 import os
 import threading
-from collections.abc import Container, Iterable, Iterator
+import weakref
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from accelerate import Accelerator
 
@@ -18,36 +20,166 @@ from osd_hf.config import OnlineConfig
 from osd_hf.drafting.generator import LeanDrafting
 from osd_hf.drafting.pacing import Pacer
 from osd_hf.errors import ConfigError, StateError
+from osd_hf.learning.lesson import Lesson
 from osd_hf.learning.updater import Updater
 from osd_hf.learning.weights import (
-    Copies,
-    ServingDraft,
+    INDEX,
     Snapshot,
     adapted,
     adapter_state,
     is_finite,
     learning_context,
+    load_adapter,
     make_template,
     read_drafts,
     ready_to_serve,
     seeded,
-    write_drafts,
     write_snapshot,
 )
-from osd_hf.utils.disk import in_child
+from osd_hf.utils.disk import in_child, write_whole
+from osd_hf.utils.report import make_folder
 
 __all__ = ["DomainDrafts", "ServingDraft"]
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class _Learned:
-    """Versions of one draft, as weights."""
+class Version(NamedTuple):
+    """A version of a draft: its number, 0 for the draft as it was, and its weights. Equal numbers are no proof: a
+    rollback or a session may bring other weights of the same one."""
 
-    version: int
-    snapshot: Snapshot = field(repr=False)
-    previous: tuple[int, Snapshot] | None = field(default=None, repr=False)
+    number: int
+    weights: Snapshot
+
+
+@dataclass(eq=False)
+class ServingDraft:
+    """A model that drafts. Its weights change only while nobody holds it."""
+
+    model: Any  # with adapters merged; `None` before it is filled for the first time
+    drafting: LeanDrafting | None  # makes its candidates; `None`: transformers' own generator
+    domain: str | None = None  # whose weights it holds
+    holds: Version | None = None  # which weights; `None` while they are written
+    leases: int = 0  # requests that use it now
+    used: int = 0  # when it was used last, in requests
+
+    @property
+    def version(self) -> int:
+        """Number of the version that it holds."""
+        return 0 if self.holds is None else self.holds.number
+
+
+class Copies:
+    """
+    Copies of one base model, each `held` for a domain, within `max_draft_bytes`; requests at once may need more for a
+    while. The base serves as well; where all domains share a draft, it holds the first version. `making` are the
+    domains of which one is being filled. Not locked: its owner is, for all but [`~Copies.fill`], which takes long.
+    Where weights are an adapter's, `template` is a `PeftModel` with that adapter, unmerged.
+    """
+
+    def __init__(
+        self, base: Any, template: Any, config: OnlineConfig, pacer: Pacer, shared: Version | None = None
+    ) -> None:
+        self.template, self.config, self.pacer = template, config, pacer
+        self.base = ServingDraft(base, self._draft_with(base), holds=shared)
+        self.held = [] if shared is None else [self.base]
+        self.making: set[str | None] = set()
+        self.made: weakref.WeakSet[Any] = weakref.WeakSet([base])  # all models that serve, or did
+        self._clock = 0
+
+    @property
+    def bytes_each(self) -> int:
+        tensors = [*self.base.model.parameters(), *self.base.model.buffers()]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    def _most(self) -> float:
+        limit = self.config.max_draft_bytes
+        return float("inf") if limit is None else max(limit // self.bytes_each, 1)
+
+    def find(self, domain: str | None, version: Version | None = None) -> ServingDraft | None:
+        """One that holds this version of a domain's draft, or any; `None` where none does."""
+        whole = (serving for serving in self.held if serving.domain == domain and serving.holds is not None)
+        return next((serving for serving in whole if version is None or serving.holds is version), None)
+
+    def use(self, serving: ServingDraft) -> ServingDraft:
+        """Lease one."""
+        self._clock += 1
+        serving.leases, serving.used = serving.leases + 1, self._clock
+        return serving
+
+    def release(self, serving: ServingDraft, newest: Mapping[str | None, Version]) -> None:
+        """End a lease; let go what overlapping requests made and does not serve any more, and what is over the
+        limit."""
+        serving.leases -= 1
+        for held in sorted(self.held, key=lambda s: s.used):
+            is_doubled = sum(s.domain == held.domain for s in self.held) > 1
+            is_old = held.holds is None or held.holds is not newest.get(held.domain)
+            if held.leases == 0 and ((is_doubled and is_old) or len(self.held) > self._most()):
+                self.held.remove(held)
+
+    def reserve(self, domain: str | None) -> ServingDraft:
+        """One to be filled for a domain, leased to who fills it: one of its own that nobody uses, a new one or, over
+        the limit, the one not used for longest. Its place counts from now on."""
+        free = [serving for serving in self.held if serving.leases == 0]
+        own = [serving for serving in free if serving.domain == domain]
+        if not own and not (free and len(self.held) >= self._most()):
+            own = [ServingDraft(None, None)]
+            self.held += own
+        serving = own[0] if own else min(free, key=lambda s: s.used)
+        serving.domain, serving.holds = domain, None
+        self.making.add(domain)
+        return self.use(serving)
+
+    def fill(self, serving: ServingDraft, snapshot: Snapshot) -> None:
+        """Copy and write what was reserved, outside of any lock. [`~Copies.filled`] is called after it, also after an
+        error."""
+        if serving.model is None:
+            model = self.another()
+            self._write(snapshot, model)
+            serving.drafting, serving.model = self._draft_with(model), model
+        else:
+            self._write(snapshot, serving.model)
+
+    def filled(self, serving: ServingDraft, version: Version | None) -> None:
+        """It holds this version now, or none after an error; what could not be made is let go."""
+        self.making.discard(serving.domain)
+        if serving.model is None:
+            self.held.remove(serving)
+        else:
+            self.made.add(serving.model)
+            serving.holds = version
+
+    def forget_leases(self) -> None:
+        """Nobody uses these models any more, and nobody fills what was reserved. Who holds one nevertheless gives the
+        old entry back, which no longer counts."""
+        before, self.base = self.base, replace(self.base, leases=0)
+        self.held = [self.base if s is before else replace(s, leases=0) for s in self.held if s.model is not None]
+        self.making = set()
+
+    def another(self) -> Any:
+        """A copy of the base, not held here."""
+        with learning_context():
+            return copy.deepcopy(self.base.model)
+
+    def _write(self, snapshot: Snapshot, model: Any) -> None:
+        write_snapshot(snapshot, model, self.template)
+
+    def _draft_with(self, model: Any) -> LeanDrafting | None:
+        if self.config.drafting != "lean":
+            return None
+        k, compiled = self.config.num_assistant_tokens, self.config.compile_draft
+        return LeanDrafting(model, k, compile_draft=compiled, pacer=self.pacer)
+
+
+@dataclass(eq=False)
+class _Draft:
+    """One draft that learns: its requests, its learner, and its versions. Without weights until it begins to learn."""
+
+    lesson: Lesson
+    serving: Version = field(default_factory=lambda: Version(0, {}))
+    previous: Version | None = None
+    original: Snapshot = field(default_factory=dict)  # weights of version 0
+    updater: Updater | None = None
 
 
 class DomainDrafts:
@@ -58,11 +190,11 @@ class DomainDrafts:
 
     Args:
         draft (`PreTrainedModel`):
-            The base; copied, not changed. Of a `PeftModel`, what its adapter makes of it.
+            The base; copied, not changed. A `PeftModel` serves with its adapter merged.
         config (`OnlineConfig`, *optional*):
             How to draft and learn; `max_drafts` and `max_draft_bytes` are the limits.
         peft_config (`peft.PeftConfig`, *optional*):
-            Of an adapter (`LoraConfig(r=16, target_modules="all-linear")`, for instance); without one every draft
+            Kind of adapter (`LoraConfig(r=16, target_modules="all-linear")`, for instance); without one every draft
             that learns is a full copy.
         per_domain (`bool`, *optional*, defaults to `True`):
             `False`: all domains share one draft, which learns.
@@ -81,71 +213,82 @@ class DomainDrafts:
         self._source = base if per_domain or peft_config is not None else draft  # what learners start from
         self._template = make_template(self._source, peft_config, self.config.seed, per_domain=per_domain)
         self.pacer = Pacer()
-        self._renew()
-        self._clock = 0
-        self._learned: dict[str | None, _Learned] = {}
-        self._updaters: dict[str | None, Updater] = {}
-        self._originals: dict[str | None, Snapshot] = {}
-        self._master: Any = None  # of all domains' adapters
-        self._copies = Copies(base, self._drafting, self._write, self._most)
-        if not per_domain:
-            self._copies.held.append(self._copies.base)
-        self._scratch: Any = None
-        self._refused: set[str | None] = set()
         self.version = 0
+        self._drafts: dict[str | None, _Draft] = {} if per_domain else {None: _Draft(Lesson(None, self.config))}
+        self._has_refused = False
+        shared = None if per_domain else self._drafts[None].serving
+        self._copies = Copies(base, self._template, self.config, self.pacer, shared)
+        self._master: Any = None  # of all domains' adapters
+        self._scratch: Any = None
+        self._renew_locks()
         in_child(self, DomainDrafts._begin_in_child)
 
-    def _drafting(self, model: Any) -> LeanDrafting | None:
-        if self.config.drafting != "lean":
-            return None
-        k, compiled = self.config.num_assistant_tokens, self.config.compile_draft
-        return LeanDrafting(model, k, compile_draft=compiled, pacer=self.pacer)
-
-    # --- who serves -------------------------------------------------------------------------------------------------
-
-    def _renew(self) -> None:
-        """The locks, and what is being made."""
+    def _renew_locks(self) -> None:
         self._lock = threading.RLock()  # held over no copy and no write of a model
         self._made = threading.Condition(self._lock)
-        self._making: set[str | None] = set()  # drafts of which a version is being made ready
 
     def _begin_in_child(self) -> None:
         """In a forked child nobody makes what others were making, and nobody uses what others were using."""
-        self._renew()
+        self._renew_locks()
         self._copies.forget_leases()
+
+    # --- which drafts there are -------------------------------------------------------------------------------------
 
     def admit(self, domain: str | None) -> bool:
         """Whether a request of this domain teaches a draft: any where one is shared; otherwise one of a named domain,
         which gets a draft as long as there is room for one more."""
-        if not self.per_domain:
-            return True
-        if domain is None:
-            return False
+        if not self.per_domain or domain is None:
+            return not self.per_domain
         with self._lock:
-            if domain in self._learned or domain in self._refused:
-                return domain in self._learned
-            if len(self._learned) >= self.config.max_drafts:
-                if not self._refused:
-                    logger.warning(
-                        "There are %d drafts of domains already (`max_drafts`): %r and further domains are served by "
-                        "the base draft.", len(self._learned), domain,
-                    )  # fmt: skip
-                if len(self._refused) < 1024:
-                    self._refused.add(domain)
-                return False
-            self._learned[domain] = _Learned(0, {})
-            return True
+            if domain not in self._drafts and len(self._drafts) < self.config.max_drafts:
+                self._drafts[domain] = _Draft(Lesson(domain, self.config))
+            if domain not in self._drafts and not self._has_refused:
+                self._has_refused = True
+                logger.warning(
+                    "There are %d drafts of domains already (`max_drafts`): %r and further domains are served by "
+                    "the base draft.", len(self._drafts), domain,
+                )  # fmt: skip
+            return domain in self._drafts
 
     @property
     def domains(self) -> tuple[str | None, ...]:
         """Those that have a draft, in order of appearance; `(None,)` where all share one."""
         with self._lock:
-            return tuple(self._learned) if self.per_domain else (None,)
+            return tuple(self._drafts) if self.per_domain else (None,)
+
+    @property
+    def lessons(self) -> dict[str | None, Lesson]:
+        """The requests of each draft, by domain."""
+        with self._lock:
+            return {domain: draft.lesson for domain, draft in self._drafts.items()}
 
     def key(self, domain: str | None) -> str | None:
         """The domain whose draft serves this one; `None` is the base draft or the shared one."""
         with self._lock:
-            return domain if self.per_domain and domain in self._learned else None
+            return domain if self.per_domain and domain in self._drafts else None
+
+    def serving_version(self, domain: str | None = None) -> int:
+        """Version of the draft of a domain; 0: nothing learned serves."""
+        with self._lock:
+            draft = self._drafts.get(self.key(domain))
+            return 0 if draft is None else draft.serving.number
+
+    def serving_snapshot(self, domain: str | None) -> Snapshot:
+        """Weights of the version that serves."""
+        with self._lock:
+            return self._drafts[domain].serving.weights
+
+    def previous(self, domain: str | None) -> tuple[int, Snapshot] | None:
+        """The version that served before the one that does now."""
+        with self._lock:
+            return self._drafts[domain].previous
+
+    def original(self, domain: str | None) -> Snapshot:
+        """Weights of version 0: nothing learned."""
+        with self._lock:
+            return self._drafts[domain].original
+
+    # --- who serves -------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def lease(self, domain: str | None = None) -> Iterator[ServingDraft]:
@@ -156,7 +299,7 @@ class DomainDrafts:
         except Exception:  # out of memory, for one: the answer must not suffer
             logger.exception("The draft of %r cannot be made ready; another version serves.", domain)
             with self._lock:
-                serving = self._used(self._copies.find(self.key(domain)) or self._copies.base)
+                serving = self._copies.use(self._copies.find(self.key(domain)) or self._copies.base)
         try:
             yield serving
         finally:
@@ -175,87 +318,87 @@ class DomainDrafts:
 
     def owns(self, model: Any) -> bool:
         """Whether a model is one of those that serve."""
-        return self._copies.made(model)
+        return model in self._copies.made
 
-    def serving_version(self, domain: str | None = None) -> int:
-        """Version of the draft of a domain; 0: nothing learned serves."""
-        with self._lock:
-            learned = self._learned.get(self.key(domain))
-            return 0 if learned is None else learned.version
+    @property
+    def bytes_per_draft(self) -> int:
+        """Size of one model that serves."""
+        return self._copies.bytes_each
+
+    @property
+    def num_serving(self) -> int:
+        """Models per domain held ready now."""
+        return len(self._copies.held)
 
     def _leased(self, domain: str | None) -> ServingDraft:
         """A model that holds the newest version of a draft, leased; made ready now where none does."""
         while True:
             with self._lock:
                 key = self.key(domain)
-                learned = self._learned.get(key)
-                if learned is None or (self.per_domain and learned.version == 0):
-                    return self._used(self._copies.base)  # an adapter that has learned nothing changes nothing
-                found = self._copies.find(key, learned.version)
+                draft = self._drafts.get(key)
+                if draft is None or (self.per_domain and draft.serving.number == 0):
+                    return self._copies.use(self._copies.base)  # what has learned nothing changes nothing
+                version = draft.serving
+                found = self._copies.find(key, version)
                 if found is not None:
-                    return self._used(found)
-                if key in self._making:
+                    return self._copies.use(found)
+                if key in self._copies.making:
                     self._made.wait()
                     continue
-                serving = self._reserved(key, learned.version)
-            self._fill(serving, learned)
+                serving = self._copies.reserve(key)
+            self._fill(serving, version)
             with self._lock:
-                if serving.is_written and self._learned.get(key) is learned:
+                draft = self._drafts.get(key)
+                if draft is not None and draft.serving is version:
                     return serving
             self._release(serving)
 
-    def _reserved(self, key: str | None, version: int) -> ServingDraft:
-        """A model to be filled with the weights of a version, leased; inside the lock. One thread at a time fills
-        those of one draft."""
-        serving = self._copies.reserve(key, version)
-        self._making.add(key)
-        return self._used(serving, leases=0)
-
-    def _fill(self, serving: ServingDraft, learned: _Learned, *, promoted: bool = False) -> None:
+    def _fill(self, serving: ServingDraft, version: Version, *, promoted: bool = False) -> None:
         """Fill what was reserved, outside of the lock; where it is promoted, it serves from then on."""
-        key, is_whole = serving.domain, False
+        written = None
         try:
-            self._copies.fill(serving, learned.snapshot)
-            is_whole = True
+            self._copies.fill(serving, version.weights)
+            written = version
         finally:
             with self._lock:
-                self._copies.filled(serving, is_whole=is_whole)
-                if is_whole and promoted:
-                    before = self._learned[key]
-                    self._learned[key] = replace(learned, previous=(before.version, before.snapshot))
-                elif not is_whole:
+                self._copies.filled(serving, written)
+                if written is None:
                     self._release(serving)
-                self._making.discard(key)
+                elif promoted:
+                    draft = self._drafts[serving.domain]
+                    draft.serving, draft.previous = version, draft.serving
                 self._made.notify_all()
-
-    def _used(self, serving: ServingDraft, *, leases: int = 1) -> ServingDraft:
-        serving.leases += leases
-        self._clock += 1
-        serving.used = self._clock
-        return serving
 
     def _release(self, serving: ServingDraft) -> None:
         with self._lock:
-            serving.leases -= 1
-            self._trim()
+            self._copies.release(serving, {domain: draft.serving for domain, draft in self._drafts.items()})
 
-    def _trim(self) -> None:
-        self._copies.trim(lambda s: s.domain in self._learned and self._learned[s.domain].version == s.version)
+    def promote(self, domain: str | None, version: int, snapshot: Snapshot) -> None:
+        """Let a version serve, from the next request on; those that are running keep theirs. It is made ready before
+        it is known. Requests draft with the version before it meanwhile where one holds that model; otherwise the new
+        weights are written into it, without a copy, and requests of this draft wait until they are."""
+        with self._lock:
+            self._made.wait_for(lambda: domain not in self._copies.making)
+            serving = self._copies.reserve(domain)
+        self._fill(serving, Version(version, snapshot), promoted=True)
+        self._release(serving)
+        self._draft_changed(domain)
 
-    def _most(self) -> float:
-        limit = self.config.max_draft_bytes
-        return float("inf") if limit is None else max(limit // self.bytes_per_draft, 1)
+    def roll_back(self, domain: str | None, version: int) -> Snapshot:
+        """Let the version before, or 0, serve again; returns its weights."""
+        with self._lock:
+            draft = self._drafts[domain]
+            weights = draft.original
+            if draft.previous is not None and version == draft.previous.number:
+                weights = draft.previous.weights
+            # Written anew: what serves may have gone wrong by itself.
+            draft.serving, draft.previous = Version(version, weights), None
+        self._release(self._leased(domain))  # now, so that no request waits for it
+        self._draft_changed(domain)
+        return self.serving_snapshot(domain)
 
-    @property
-    def bytes_per_draft(self) -> int:
-        """Size of one model that serves."""
-        tensors = [*self.base.parameters(), *self.base.buffers()]
-        return sum(t.numel() * t.element_size() for t in tensors)
-
-    @property
-    def num_serving(self) -> int:
-        """Models per domain held ready now."""
-        return len(self._copies.held)
+    def _draft_changed(self, domain: str | None) -> None:
+        self.pacer.draft_changed(domain if self.per_domain else ...)
 
     # --- who learns -------------------------------------------------------------------------------------------------
 
@@ -263,55 +406,56 @@ class DomainDrafts:
         """The learner of a domain's draft, made from the base at the first call. One thread at a time may learn, as
         adapters share their base."""
         with self._lock:
-            if domain in self._updaters:
-                return self._updaters[domain]
-        if self.per_domain and self.peft_config is not None:
-            number = 0 if self._master is None else len(self._master.peft_config)
-            adapter = (
-                f"domain_{number:05d}"  # module names take no dots, and peft may take one for the start of another
-            )
-            with learning_context():
-                if self._master is None:
-                    master = copy.deepcopy(self._source).float().eval()
-                    self._master = adapted(master, self.peft_config, adapter, self.config.seed)
-                else:
-                    with seeded(self.config.seed):
-                        self._master.add_adapter(adapter, copy.deepcopy(self.peft_config))
-                    self._master.eval()  # what it added trains
-            updater = Updater(self._master, self.config, accelerator, adapter=adapter)
-        elif self.peft_config is not None:
-            with learning_context():
-                source = adapted(copy.deepcopy(self._source), self.peft_config, "default", self.config.seed)
-            updater = Updater(source, self.config, accelerator)
-        else:
-            updater = Updater(self._source, self.config, accelerator)
+            draft = self._drafts.get(domain) or _Draft(Lesson(domain, self.config))
+            if draft.updater is not None:
+                return draft.updater
+        updater = self._new_updater(accelerator, draft.lesson)
         if self.per_domain and self._template is None:  # the base is there, and stays
             original = {name: p.detach() for name, p in self.base.named_parameters() if name in updater.averaged}
         else:
             original = self._cast(updater.snapshot())
         with self._lock:
-            learned = self._learned.setdefault(domain, _Learned(0, {}))
-            self._originals[domain] = original
-            learned.snapshot = learned.snapshot or original
-            self._updaters[domain] = updater
+            self._drafts[domain] = draft
+            draft.updater, draft.original = updater, original
+            if not draft.serving.weights:
+                draft.serving.weights.update(original)
         return updater
+
+    def _new_updater(self, accelerator: Accelerator | None, lesson: Lesson) -> Updater:
+        if self.peft_config is None:
+            return Updater(self._source, self.config, accelerator, lesson=lesson)
+        with learning_context():
+            if not self.per_domain:
+                source = adapted(copy.deepcopy(self._source), self.peft_config, "default", self.config.seed)
+                return Updater(source, self.config, accelerator, lesson=lesson)
+            number = 0 if self._master is None else len(self._master.peft_config)
+            # Module names take no dots, and peft may take one name for the start of another.
+            adapter = f"domain_{number:05d}"
+            if self._master is None:
+                master = copy.deepcopy(self._source).float().eval()
+                self._master = adapted(master, self.peft_config, adapter, self.config.seed)
+            else:
+                with seeded(self.config.seed):
+                    self._master.add_adapter(adapter, copy.deepcopy(self.peft_config))
+                self._master.eval()  # what it added trains
+        return Updater(self._master, self.config, accelerator, adapter=adapter, lesson=lesson)
 
     @property
     def learning(self) -> set[str | None]:
         """Domains whose drafts have begun to learn."""
         with self._lock:
-            return set(self._updaters)
+            return {domain for domain, draft in self._drafts.items() if draft.updater is not None}
 
     def forget(self, domains: Iterable[str | None], admitted: Container[str | None]) -> None:
         """Drop the learners of domains and, of those not admitted, the drafts of which nothing learned serves."""
         with self._lock:
             for domain in domains:
-                del self._updaters[domain], self._originals[domain]
-                learned = self._learned.get(domain)
-                if learned is not None and learned.version == 0:
-                    learned.snapshot = {}
+                draft = self._drafts[domain]
+                draft.updater, draft.original = None, {}
+                if draft.serving.number == 0:
+                    draft.serving = Version(0, {})
                     if domain not in admitted:
-                        del self._learned[domain]
+                        del self._drafts[domain]
 
     def _cast(self, snapshot: Snapshot) -> Snapshot:
         """Full weights in the dtype that they serve in; adapters stay in fp32, to be merged."""
@@ -322,62 +466,17 @@ class DomainDrafts:
 
     def candidate(self, domain: str | None) -> tuple[int, Snapshot]:
         """Number and weights of a version that does not serve yet: what the learner of a domain has come to."""
-        snapshot = self._cast(self._updaters[domain].snapshot())
+        snapshot = self._cast(self.updater(domain).snapshot())
         with self._lock:
             self.version += 1
             return self.version, snapshot
-
-    def serving_snapshot(self, domain: str | None) -> Snapshot:
-        """Weights of the version that serves."""
-        with self._lock:
-            return self._learned[domain].snapshot
-
-    def previous(self, domain: str | None) -> tuple[int, Snapshot] | None:
-        """The version that served before the one that does now."""
-        with self._lock:
-            return self._learned[domain].previous
-
-    def promote(self, domain: str | None, version: int, snapshot: Snapshot) -> None:
-        """Let a version serve, from the next request on; those that are running keep theirs. It is made ready before
-        it is known. Requests draft with the version before it meanwhile where one holds that model; otherwise the new
-        weights are written into it, without a copy, and requests of this draft wait until they are."""
-        with self._lock:
-            self._made.wait_for(lambda: domain not in self._making)
-            serving = self._reserved(domain, version)
-        self._fill(serving, _Learned(version, snapshot), promoted=True)
-        self._release(serving)
-        self._draft_changed(domain)
-
-    def original(self, domain: str | None) -> Snapshot:
-        """Weights of version 0: nothing learned."""
-        with self._lock:
-            return self._originals[domain]
-
-    def roll_back(self, domain: str | None, version: int) -> Snapshot:
-        """Let the version before, or 0, serve again; gives its weights."""
-        with self._lock:
-            learned = self._learned[domain]
-            snapshot = self._originals[domain]
-            if learned.previous is not None and version == learned.previous[0]:
-                snapshot = learned.previous[1]
-            self._learned[domain] = _Learned(version, snapshot)
-            self._copies.spoil(domain)  # it may have gone wrong by itself
-        self._release(self._leased(domain))  # now, so that no request waits for it
-        self._draft_changed(domain)
-        return self.serving_snapshot(domain)
-
-    def _draft_changed(self, domain: str | None) -> None:
-        self.pacer.draft_changed(domain if self.per_domain else ...)
 
     def tried(self, snapshot: Snapshot) -> Any:
         """A model with these weights that never serves: valid until the next call."""
         if self._scratch is None:
             self._scratch = self._copies.another()
-        self._write(snapshot, self._scratch)
+        write_snapshot(snapshot, self._scratch, self._template)
         return self._scratch
-
-    def _write(self, snapshot: Snapshot, model: Any) -> None:
-        write_snapshot(snapshot, model, self._template)
 
     # --- keeping ----------------------------------------------------------------------------------------------------
 
@@ -389,22 +488,15 @@ class DomainDrafts:
         Raises:
             ConfigError: no such domain, or drafts are full copies.
         """
-        learned = self._published(domain)
+        with self._lock:
+            weights = self._drafts[domain].serving.weights if domain in self._drafts else {}
+            known = ", ".join(map(repr, self._drafts)) or "none yet"
+        if not weights:
+            raise ConfigError(f"There is no draft of {domain!r} that has learned; there are: {known}.")
         if self._template is None:
             raise ConfigError(f"The draft of {domain!r} is a full copy, it has no adapter. Save it as a model.")
-        from peft import set_peft_model_state_dict
-
         with learning_context():
-            model = copy.deepcopy(self._template)
-            set_peft_model_state_dict(model, learned.snapshot, adapter_name=str(model.active_adapter))
-        return model
-
-    def _published(self, domain: str | None) -> _Learned:
-        with self._lock:
-            if domain not in self._learned or not self._learned[domain].snapshot:
-                known = ", ".join(map(repr, self._learned)) or "none yet"
-                raise ConfigError(f"There is no draft of {domain!r} that has learned; there are: {known}.")
-            return self._learned[domain]
+            return load_adapter(copy.deepcopy(self._template), weights)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str]) -> None:
         """
@@ -414,16 +506,20 @@ class DomainDrafts:
         Raises:
             ConfigError: the folder cannot be written.
         """
+        directory = Path(save_directory)
+        make_folder(directory)
         with self._lock:
-            learned = {domain: it.version for domain, it in self._learned.items() if it.snapshot}
-        write_drafts(Path(save_directory), learned, self._save)
-
-    def _save(self, domain: str | None, folder: Path) -> None:
-        if self._template is not None:
-            self.adapter(domain).save_pretrained(folder, save_embedding_layers=False)
-            return
-        with self.lease(domain) as serving:
-            serving.model.save_pretrained(folder)
+            learned = {domain: draft.serving.number for domain, draft in self._drafts.items() if draft.serving.weights}
+        index = {}
+        for number, (domain, version) in enumerate(learned.items()):
+            folder = f"draft-{number:03d}"
+            if self._template is not None:
+                self.adapter(domain).save_pretrained(directory / folder, save_embedding_layers=False)
+            else:
+                with self.lease(domain) as serving:
+                    serving.model.save_pretrained(directory / folder)
+            index[folder] = {"domain": domain, "version": version}
+        write_whole(directory / INDEX, (json.dumps(index, indent=1) + "\n").encode(), private=False)
 
     def load_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """
@@ -435,20 +531,19 @@ class DomainDrafts:
         parameters = {name for name, p in self.base.named_parameters() if p.is_floating_point()}
         fixed = self.base.state_dict().keys() - parameters
         loaded = read_drafts(Path(directory), adapters=self._template is not None, without=fixed)
-        for domain, (_, snapshot) in loaded.items():
-            self._check(domain, snapshot)
-        for domain, (version, snapshot) in loaded.items():
+        for domain, (_, weights) in loaded.items():
+            self._check(domain, weights)
+        for domain, (number, weights) in loaded.items():
             if self.admit(domain):
-                self.updater(domain).restart(snapshot)
-                self.version = max(self.version, version)
-                self._copies.spoil(domain)  # which may hold other weights of the same number
-                self.promote(domain, version, snapshot)
+                self.updater(domain).restart(weights)
+                self.version = max(self.version, number)
+                self.promote(domain, number, weights)
 
     def _check(self, domain: str | None, snapshot: Snapshot) -> None:
         if not is_finite(snapshot):
             raise StateError(f"The saved draft of {domain!r} has weights that are not finite. Save it anew.")
         if self._template is not None:
-            ours = adapter_state(self._template, str(self._template.active_adapter))
+            ours = adapter_state(self._template)
         else:
             ours = {name: p for name, p in self.base.named_parameters() if p.is_floating_point()}
         # Where transformers has added adapters, they alone learn, inside a model that is whole.
@@ -464,25 +559,37 @@ class DomainDrafts:
     def state_dict(self) -> dict[str, Any]:
         """Versions and weights that serve or served, by domain; learners are saved apart."""
         with self._lock:
+            drafts = list(self._drafts.items())
             return {
                 "version": self.version,
                 "drafts": [
-                    {"domain": domain, "version": it.version, "snapshot": dict(it.snapshot), "previous": it.previous}
-                    for domain, it in self._learned.items()
+                    {
+                        "domain": domain,
+                        "version": draft.serving.number,
+                        "snapshot": dict(draft.serving.weights),
+                        "previous": None if draft.previous is None else tuple(draft.previous),
+                    }
+                    for domain, draft in drafts
                 ],
             }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Serve what was saved; raises StateError where it belongs to another draft."""
+    def load_state_dict(self, state: dict[str, Any], learners: Container[str | None] | None = None) -> None:
+        """Serve what was saved; raises StateError, with nothing changed, where it belongs to another draft. Of the
+        learners those of these domains stay, with their requests; by default all."""
         for saved in state["drafts"]:
             if saved["snapshot"]:
                 self._check(saved["domain"], saved["snapshot"])
         with self._lock:
             self.version = int(state["version"])
-            self._learned = {
-                s["domain"]: _Learned(int(s["version"]), s["snapshot"], s["previous"]) for s in state["drafts"]
-            }
-            self._copies.spoil(everything=True)
+            before, self._drafts = self._drafts, {}
+            for saved in state["drafts"]:
+                domain, previous = saved["domain"], saved["previous"]
+                draft = before.get(domain)
+                if draft is None or (learners is not None and domain not in learners):
+                    draft = _Draft(Lesson(domain, self.config))
+                draft.serving = Version(int(saved["version"]), saved["snapshot"])
+                draft.previous = None if previous is None else Version(*previous)
+                self._drafts[domain] = draft
         for domain in self.domains:
             self._release(self._leased(domain))
             self._draft_changed(domain)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import zlib
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -14,14 +12,11 @@ import numpy as np
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.trace import Trace
 
-__all__ = ["Gate", "GateDecision", "paired_gain"]
+__all__ = ["GateDecision", "judge", "paired_gain", "regressed"]
 
-HOLD_BACK_EVERY = 4  # requests, of which one is held back
-HELD_BACK = 16  # newest held-back requests that a version is tried on
 LEAST_HELD_BACK = 4  # below this, no version is promoted
 DROPPED_IN_A_ROW = 8  # before learning starts again: the first steps on few requests often make a draft worse
 FELL = 3.0  # standard errors below zero from which a fall is one, not noise
-WATCHED = 64  # newest served requests that a promotion is judged by afterwards
 LEAST_SERVED = 8  # below this, no version is rolled back
 ROLL_BACK = 4.5  # standard errors, of many requests: it is asked again and again, and must not happen by chance
 
@@ -38,7 +33,7 @@ class GateDecision:
             goes on from what was not promoted; it starts again from what serves after a rollback, after weights that
             are not finite, and after eight versions in a row that were dropped.
         version (`int`):
-            That it was about.
+            The version that was decided about.
         serving (`int`):
             Version that serves from now on.
         domain (`str`, *optional*):
@@ -51,7 +46,7 @@ class GateDecision:
             Acceptance on them of the version that served, and of `version`; for a rollback, of the version before it,
             and of `version`.
         standard_error (`float`, *optional*):
-            Of their difference, paired by request.
+            The standard error of their difference, paired by request.
     """
 
     outcome: Literal["promoted", "kept back", "dropped", "rolled back"]
@@ -87,110 +82,70 @@ def paired_gain(before: Sequence[AcceptanceStats], after: Sequence[AcceptanceSta
     return gain, float(np.std(influence[1] - influence[0], ddof=1) / math.sqrt(n))
 
 
-class Gate:
+def judge(
+    version: int,
+    serving: int,
+    domain: str | None,
+    held_back: Sequence[Trace],
+    before: Sequence[AcceptanceStats],
+    after: Sequence[AcceptanceStats],
+) -> GateDecision:
     """
-    The evidence about one draft: requests that it did not learn from, and requests that it has served.
+    Whether a version may serve in place of the one that does, by what each was replayed to make of the held-back
+    requests, `before` and `after`.
 
-    A held-back request is learned from when a newer one has taken its place, so that none is lost.
+    It may where its acceptance does not fall, in all and in each label among the requests: in all, the gain has to
+    make up for half its own standard error; in a label with requests enough, a fall must not be beyond two. As
+    learning goes on meanwhile, what is kept back once costs little.
     """
+    requests = len(held_back)
+    if requests < LEAST_HELD_BACK:
+        reason = f"{requests} held-back requests are too few to judge by; {LEAST_HELD_BACK} are needed"
+        return GateDecision("kept back", version, serving, domain, reason, requests)
+    gain, error = paired_gain(before, after)
+    figures = _figures(before, after, error)
 
-    def __init__(self) -> None:
-        self.held_back: deque[Trace] = deque()
-        self.served: deque[Trace] = deque(maxlen=WATCHED)
-        self.observed = 0
-        self.dropped = 0  # in a row
+    def decide(outcome: Literal["promoted", "kept back", "dropped"], reason: str) -> GateDecision:
+        now = version if outcome == "promoted" else serving
+        return GateDecision(outcome, version, now, domain, reason, requests, *figures)
 
-    def hold_back(self, trace: Trace) -> Trace | None:
-        """Take in a request; gives back the one to learn from in its place: itself, an older one, or none yet."""
-        block, place = divmod(self.observed, HOLD_BACK_EVERY)
-        self.observed += 1
-        # One of each four, not always the same one: traffic may come in turns.
-        if place != zlib.crc32(block.to_bytes(8, "little")) % HOLD_BACK_EVERY:
-            return trace
-        self.held_back.append(trace)
-        return self.held_back.popleft() if len(self.held_back) > HELD_BACK else None
+    if math.isnan(gain):
+        return decide("kept back", "nothing was drafted for the held-back requests")
+    if gain + FELL * error < 0:
+        return decide("dropped", f"acceptance falls by {-gain:.3f}, more than {FELL:g} standard errors")
+    if gain < 0.5 * error:
+        return decide("kept back", f"a gain of {gain:+.3f} with a standard error of {error:.3f} is not enough")
+    for label in dict.fromkeys(trace.domain for trace in held_back):
+        those = [i for i, trace in enumerate(held_back) if trace.domain == label]
+        own, own_error = paired_gain([before[i] for i in those], [after[i] for i in those])
+        if len(those) >= LEAST_HELD_BACK and own + 2 * own_error < 0:
+            return decide("kept back", f"acceptance falls by {-own:.3f} for {label!r}")
+    return decide("promoted", f"acceptance changes by {gain:+.3f}, standard error {error:.3f}")
 
-    def judge(
-        self,
-        version: int,
-        serving: int,
-        domain: str | None,
-        held_back: Sequence[Trace],
-        before: Sequence[AcceptanceStats],
-        after: Sequence[AcceptanceStats],
-    ) -> GateDecision:
-        """
-        Whether a version may serve.
 
-        It may where its acceptance on the held-back requests does not fall, in all and in each label among them: in
-        all, the gain has to make up for half its own standard error; in a label with requests enough, a fall must not
-        be beyond two. As learning goes on meanwhile, what is kept back once costs little.
-
-        Args:
-            version (`int`), serving (`int`):
-                That may serve, and that does.
-            domain (`str`, *optional*):
-                Whose draft.
-            held_back (`Sequence[Trace]`):
-                What both were replayed on.
-            before (`Sequence[AcceptanceStats]`), after (`Sequence[AcceptanceStats]`):
-                Of each, by the serving and by the new version.
-        """
-        if len(held_back) < LEAST_HELD_BACK:
-            reason = f"{len(held_back)} held-back requests are too few to judge by; {LEAST_HELD_BACK} are needed"
-            return GateDecision("kept back", version, serving, domain, reason, len(held_back))
-        gain, error = paired_gain(before, after)
-        alphas = [sum(stats, AcceptanceStats()).alpha for stats in (before, after)]
-
-        def decide(outcome: Any, reason: str) -> GateDecision:
-            now = version if outcome == "promoted" else serving
-            return GateDecision(
-                outcome, version, now, domain, reason, len(held_back), _plain(alphas[0]), _plain(alphas[1]),
-                _plain(error),
-            )  # fmt: skip
-
-        if math.isnan(gain):
-            return decide("kept back", "nothing was drafted for the held-back requests")
-        if gain + FELL * error < 0:
-            return decide("dropped", f"acceptance falls by {-gain:.3f}, more than {FELL:g} standard errors")
-        if gain < 0.5 * error:
-            return decide("kept back", f"a gain of {gain:+.3f} with a standard error of {error:.3f} is not enough")
-        for label in dict.fromkeys(trace.domain for trace in held_back):
-            those = [i for i, trace in enumerate(held_back) if trace.domain == label]
-            own, own_error = paired_gain([before[i] for i in those], [after[i] for i in those])
-            if len(those) >= LEAST_HELD_BACK and own + 2 * own_error < 0:
-                return decide("kept back", f"acceptance falls by {-own:.3f} for {label!r}")
-        return decide("promoted", f"acceptance changes by {gain:+.3f}, standard error {error:.3f}")
-
-    def regressed(
-        self, version: int, previous: int, domain: str | None, before: Sequence[AcceptanceStats],
-        after: Sequence[AcceptanceStats],
-    ) -> GateDecision | None:  # fmt: skip
-        """
-        Whether what serves has to go.
-
-        Args:
-            version (`int`), previous (`int`):
-                That serves, and that would serve in its place: the one before it, or 0, the draft as it was.
-            domain (`str`, *optional*):
-                Whose draft.
-            before (`Sequence[AcceptanceStats]`), after (`Sequence[AcceptanceStats]`):
-                Of each request served since the promotion: what the other version would have scored, by replay, and
-                what happened. The same requests on both sides, so that harder traffic is no fall.
-        """
-        if len(after) < LEAST_SERVED:
-            return None
-        gain, error = paired_gain(before, after)
-        limit = _student(ROLL_BACK, len(after))
-        if math.isnan(gain) or gain + limit * error >= 0:
-            return None
-        alphas = [sum(stats, AcceptanceStats()).alpha for stats in (before, after)]
-        return GateDecision(
-            "rolled back", version, previous, domain,
-            f"served acceptance is {-gain:.3f} below that of version {previous}, more than {limit:.1f} standard "
-            "errors", len(after),
-            _plain(alphas[0]), _plain(alphas[1]), _plain(error),
-        )  # fmt: skip
+def regressed(
+    version: int,
+    previous: int,
+    domain: str | None,
+    before: Sequence[AcceptanceStats],
+    after: Sequence[AcceptanceStats],
+) -> GateDecision | None:
+    """
+    Whether the version that serves has to go, for `previous` to serve in its place: the one before it, or 0, the draft
+    as it was; `None` where it may stay. The sides are what the other would have scored, by replay, on the requests
+    served since the promotion, and what happened: the same requests, so that harder traffic is no fall.
+    """
+    if len(after) < LEAST_SERVED:
+        return None
+    gain, error = paired_gain(before, after)
+    limit = _student(ROLL_BACK, len(after))
+    if math.isnan(gain) or gain + limit * error >= 0:
+        return None
+    reason = (
+        f"served acceptance is {-gain:.3f} below that of version {previous}, more than {limit:.1f} standard errors"
+    )
+    figures = _figures(before, after, error)
+    return GateDecision("rolled back", version, previous, domain, reason, len(after), *figures)
 
 
 def _student(z: float, n: int) -> float:
@@ -201,5 +156,10 @@ def _student(z: float, n: int) -> float:
     return math.sqrt(freedom * math.expm1(scaled * scaled / freedom))
 
 
-def _plain(number: float) -> float | None:
-    return float(number) if math.isfinite(number) else None
+def _figures(
+    before: Sequence[AcceptanceStats], after: Sequence[AcceptanceStats], error: float
+) -> tuple[float | None, float | None, float | None]:
+    """Both sides' alphas and the error, `None` for what is no number."""
+    alphas = (sum(stats, AcceptanceStats()).alpha for stats in (before, after))
+    first, second, third = (float(x) if math.isfinite(x) else None for x in (*alphas, error))
+    return first, second, third

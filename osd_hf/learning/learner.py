@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from accelerate import Accelerator
@@ -15,16 +14,15 @@ from accelerate import Accelerator
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import StateError
 from osd_hf.learning.drafts import DomainDrafts
-from osd_hf.learning.gate import DROPPED_IN_A_ROW, WATCHED, Gate, GateDecision
-from osd_hf.learning.schedule import DutyCycle
+from osd_hf.learning.gate import DROPPED_IN_A_ROW, GateDecision, judge, regressed
+from osd_hf.learning.lesson import Lesson
 from osd_hf.learning.updater import Updater, UpdateReport, finish
 from osd_hf.learning.weights import FALLBACK_K, Snapshot, is_finite
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.replay import replay_each
 from osd_hf.trace import Trace
-from osd_hf.utils.disk import in_child, renewing
 
-__all__ = ["Learner", "Lesson"]
+__all__ = ["DutyCycle", "Learner"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,19 +30,22 @@ MOST_DECISIONS = 4096
 Work = Generator[None, None, UpdateReport]
 
 
-@dataclass
-class Lesson:
-    """What one draft has before it: requests not taken in yet, requests to be judged by, and how many are waiting."""
+class DutyCycle:
+    """Rests after work, to keep learning within its share of the time, above 0 and at most 1. The clock tells
+    seconds."""
 
-    domain: str | None
-    gate: Gate = field(default_factory=Gate)
-    pending: deque[Trace] = field(default_factory=deque)
-    requests_waiting: int = 0
-    # What the version that serves makes of held-back requests; what the one before it, the draft as it was, and it
-    # itself made of those that it has served.
-    serving_scores: dict[Trace, tuple[int, AcceptanceStats]] = field(default_factory=dict)
-    compared: list[tuple[AcceptanceStats, AcceptanceStats, AcceptanceStats]] = field(default_factory=list)
-    looked_at: set[Trace] = field(default_factory=set)  # held-back requests: what is at fault in them is known
+    def __init__(self, share: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.share = share
+        self.clock = clock
+        self._rests_until = -float("inf")
+
+    def worked(self, seconds: float) -> None:
+        """Work has just ended that took so long."""
+        self._rests_until = max(self._rests_until, self.clock()) + seconds * (1 / self.share - 1)
+
+    def rest_seconds(self) -> float:
+        """Until work may go on; 0 where it may now."""
+        return max(self._rests_until - self.clock(), 0.0)
 
 
 class Learner:
@@ -53,9 +54,9 @@ class Learner:
 
     Args:
         drafts (`DomainDrafts`):
-            That serve and learn.
+            The drafts that serve and learn.
         config (`OnlineConfig`):
-            The rule.
+            How to learn.
         accelerator (`Accelerator`, *optional*):
             Runs backward and step.
         clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`):
@@ -74,17 +75,13 @@ class Learner:
         self.config = config
         self.accelerator = accelerator or Accelerator(device_placement=False)
         self.duty_cycle = DutyCycle(config.max_duty_cycle, clock)
-        self.decisions: deque[GateDecision] = deque(maxlen=MOST_DECISIONS)
+        self.decisions: deque[GateDecision] = deque(maxlen=MOST_DECISIONS)  # oldest first
         self.is_paused = False
-        self.lessons: dict[str | None, Lesson] = {}
-        self._lock = threading.Lock()
-        in_child(self, renewing(_lock=threading.Lock))
+        self.seconds = 0.0  # of work, over all updates
         self._work: tuple[str | None, Work] | None = None
         self._spent = 0.0
-        self.seconds = 0.0  # of work, over all updates
         self._scored_at_once = 1 if config.update_strategy == "idle" else 32
         if not drafts.per_domain:
-            self.lessons[None] = Lesson(None)
             self.updater(None)
 
     def updater(self, domain: str | None) -> Updater:
@@ -92,27 +89,23 @@ class Learner:
         return self.drafts.updater(domain, self.accelerator)
 
     @property
+    def lessons(self) -> dict[str | None, Lesson]:
+        """The requests of each draft, by domain."""
+        return self.drafts.lessons
+
+    @property
     def set_aside(self) -> Counter[str]:
         """Requests that made learning fail and are not learned from any more, over all drafts, by reason."""
-        return sum((self.updater(domain).set_aside.counts.copy() for domain in self.drafts.learning), Counter())
+        return sum((lesson.set_aside.counts.copy() for lesson in self.lessons.values()), Counter())
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def observe(self, domain: str | None, trace: Trace) -> None:
         """Take in one served request of the draft of a domain."""
-        if not (len(trace) and trace.num_kept and self.drafts.admit(domain)):
-            return
-        key = self.drafts.key(domain)
-        with self._lock:
-            lesson = self.lessons.setdefault(key, Lesson(key))
-            lesson.requests_waiting += 1
-            to_learn = lesson.gate.hold_back(trace) if self.config.gate else trace
-            if to_learn is not None:
-                lesson.pending.append(to_learn)
-            if len(lesson.pending) > self.config.buffer_size:  # updates come by hand, or learning is paused
-                lesson.pending.popleft()
-            if self.config.gate and trace.draft_version == self.drafts.serving_version(key):
-                lesson.gate.served.append(trace)
+        if len(trace) and trace.num_kept and self.drafts.admit(domain):
+            lesson = self.lessons[self.drafts.key(domain)]
+            with lesson.lock:
+                lesson.observe(trace, is_served=trace.draft_version == self.drafts.serving_version(domain))
 
     def due(self) -> Lesson | None:
         """Whose update should begin now; `None` while learning rests, is paused, or waits for requests."""
@@ -121,19 +114,21 @@ class Learner:
     def _due(self) -> Lesson | None:
         if self.is_paused or self.config.update_strategy == "manual":
             return None
-        with self._lock:
-            most = max(self.lessons.values(), key=lambda lesson: lesson.requests_waiting, default=None)
-            return most if most is not None and most.requests_waiting >= self.config.update_interval else None
+        lesson = self.lessons.get(self.fullest())
+        return lesson if lesson is not None and lesson.requests_waiting >= self.config.update_interval else None
 
     def fullest(self) -> str | None:
-        """The domain whose draft has the most requests waiting; `None` where all share one, or none has any."""
-        with self._lock:
-            most = max(self.lessons.values(), key=lambda lesson: lesson.requests_waiting, default=None)
-            return None if most is None else most.domain
+        """The domain whose draft has the most requests waiting; `None` where all share one, or there is none."""
+        lessons = self.lessons
+        return max(lessons, key=lambda domain: lessons[domain].requests_waiting, default=None)
 
     def has_work(self) -> bool:
-        """Whether there is a micro-step to take, now or behind the rest that learning has to take."""
+        """Whether there is a micro-step to take, now or after the rest that learning has to take."""
         return not self.is_paused and (self._work is not None or self._due() is not None)
+
+    def pause(self, is_paused: bool) -> None:
+        """Begin no update, and take no further step of one under way; with `False`: learn again."""
+        self.is_paused = is_paused
 
     # --- work -------------------------------------------------------------------------------------------------------
 
@@ -158,12 +153,14 @@ class Learner:
         finally:
             self.seconds += time.perf_counter() - started
         self._spent += time.perf_counter() - started
-        self._pace(domain)
+        self.updater(domain).pace()
         return None
 
     def update(self, domain: str | None = None, steps: int | None = None) -> UpdateReport:
         """One update of a draft, at once; that of an update under way comes first."""
-        self.finish()
+        if self._work is not None:
+            (_, work), self._work = self._work, None
+            finish(work)
         started = time.perf_counter()
         try:
             report = finish(self._update(domain, steps))
@@ -171,12 +168,6 @@ class Learner:
         finally:
             self.seconds += time.perf_counter() - started
             self.duty_cycle.worked(time.perf_counter() - started)
-
-    def finish(self) -> None:
-        """End the update under way, if there is one."""
-        if self._work is not None:
-            (_, work), self._work = self._work, None
-            finish(work)
 
     def abandon(self) -> None:
         """Give the update under way up; what it was learning from stays."""
@@ -190,30 +181,14 @@ class Learner:
         for domain in self.drafts.learning:
             self.updater(domain).restart(self.drafts.serving_snapshot(domain))
 
-    def _pace(self, domain: str | None) -> None:
-        """Cut backward passes into parts that take about as long as an arriving request may wait."""
-        updater, limit = self.updater(domain), self.config.micro_step_seconds
-        seconds, updater.backward_seconds = updater.backward_seconds, None
-        if seconds is None:
-            return
-        if seconds > limit:
-            updater.micro_batch = max(updater.micro_batch // 2, 1)
-        elif seconds < limit / 3:
-            updater.micro_batch = min(updater.micro_batch + 1, self.config.batch_size)
-
     def _update(self, domain: str | None, steps: int | None) -> Work:
-        with self._lock:
-            lesson = self.lessons.setdefault(domain, Lesson(domain))
-            lesson.requests_waiting = 0  # what fails is tried again after an interval, not at every request
+        lesson = self.lessons[domain]
+        newest = lesson.begin_update()  # those that arrive meanwhile are for the next update
         updater = self.updater(domain)
-        for _ in range(len(lesson.pending)):  # those that arrive meanwhile are for the next update
-            with self._lock:
-                trace = lesson.pending.popleft() if lesson.pending else None
-            if trace is not None:
-                updater.observe(trace)
-                yield
+        newest = yield from updater.accepted(newest)
+        lesson.check_width(newest)
         yield from self._watch(lesson)
-        report = yield from updater.micro_steps(steps)
+        report = yield from updater.micro_steps(steps, newest)
         report = replace(report, domain=domain, version=self.drafts.serving_version(domain))
         if not report.steps and not report.dropped_steps:
             return report
@@ -222,34 +197,19 @@ class Learner:
             decision = yield from self._judge(lesson, version, snapshot)
         else:  # no version has come of it
             version, snapshot = self.drafts.version + 1, updater.snapshot()
-            serving = self.drafts.serving_version(domain)
             reason = f"none of {report.dropped_steps} steps had a finite loss and gradient"
-            decision = GateDecision("dropped", version, serving, domain, reason)
-        gate = lesson.gate
-        gate.dropped = gate.dropped + 1 if decision.outcome == "dropped" else 0
+            decision = GateDecision("dropped", version, report.version, domain, reason)
+        lesson.dropped = lesson.dropped + 1 if decision.outcome == "dropped" else 0
         if decision.outcome == "promoted":
-            self._serve(lesson, version, snapshot)
-        elif gate.dropped >= DROPPED_IN_A_ROW or not is_finite(snapshot):
-            gate.dropped = 0
+            self.drafts.promote(domain, version, snapshot)
+            lesson.begin_watching(version)
+        elif lesson.dropped >= DROPPED_IN_A_ROW or not is_finite(snapshot):
+            lesson.dropped = 0
             updater.restart(self.drafts.serving_snapshot(domain))
         self._decided(decision)
         set_aside = dict(Counter(report.set_aside) + Counter(updater.set_aside.take_new()))
         version = self.drafts.serving_version(domain)
         return replace(report, version=version, decision=decision, set_aside=set_aside)
-
-    def _serve(self, lesson: Lesson, version: int, snapshot: Snapshot) -> None:
-        self.drafts.promote(lesson.domain, version, snapshot)
-        self._begin_watching(lesson, version)
-
-    def _begin_watching(self, lesson: Lesson, version: int) -> None:
-        """Another version serves: only what it has served itself, since a moment ago, says something about it."""
-        served = lesson.gate.served
-        with self._lock:
-            kept = [trace for trace in served if trace.draft_version == version]
-            served.clear()
-            served.extend(kept)
-        lesson.compared.clear()
-        lesson.serving_scores.clear()
 
     def _decided(self, decision: GateDecision) -> None:
         self.decisions.append(decision)
@@ -258,47 +218,26 @@ class Learner:
         logger.log(level, "Draft version %d%s %s: %s.", decision.version, whose, decision.outcome, decision.reason)
 
     def _judge(self, lesson: Lesson, version: int, snapshot: Snapshot) -> Generator[None, None, GateDecision]:
-        serving, domain = self.drafts.serving_version(lesson.domain), lesson.domain
+        """Whether a version may serve, by what it and the one that serves make of the requests held back."""
+        domain, updater, scores = lesson.domain, self.updater(lesson.domain), lesson.scores
+        serving = self.drafts.serving_version(domain)
         if not is_finite(snapshot):
             return GateDecision("dropped", version, serving, domain, "its weights are not finite")
         if not self.config.gate:
             return GateDecision("promoted", version, version, domain, "there is no gate")
-        held_back = yield from self._accepted(lesson, lesson.gate.held_back)
-        scores = lesson.serving_scores
+        held_back = yield from updater.accepted(lesson.held_back)
         unknown = [t for t in held_back if t not in scores or scores[t][0] != serving]
         with self.drafts.lease(domain) as draft:
             found = yield from self._scored(lesson, draft.model, unknown)
         scores.update({t: (serving, s) for t, s in zip(unknown, found, strict=True) if s is not None})
         for gone in scores.keys() - set(held_back):
             del scores[gone]
-        after = yield from self._scored(lesson, self.drafts.tried(snapshot), [t for t in held_back if t in scores])
         held_back = [t for t in held_back if t in scores]
+        after = yield from self._scored(lesson, self.drafts.tried(snapshot), held_back)
         judged = [(t, scores[t][1], a) for t, a in zip(held_back, after, strict=True) if a is not None]
-        yield from self._accepted(lesson, lesson.gate.held_back)
-        sides: Any = zip(*judged, strict=True) if judged else ((), (), ())
-        return lesson.gate.judge(version, serving, domain, *(list(side) for side in sides))
-
-    def _accepted(self, lesson: Lesson, traces: Sequence[Trace]) -> Generator[None, None, list[Trace]]:
-        """The traces that can be learned from; the others are let go, wherever the lesson has them. Yields after each
-        that is looked at for the first time: all of its rows are read then, and they never change."""
-        updater, gate = self.updater(lesson.domain), lesson.gate
-        with self._lock:
-            found = list(traces)
-        for trace in found:
-            if trace not in lesson.looked_at:
-                updater.accepts(trace)
-                lesson.looked_at.add(trace)
-                yield
-        with self._lock:
-            lesson.looked_at.intersection_update(gate.held_back)
-        accepted = [trace for trace in found if trace not in updater.set_aside]
-        if len(accepted) < len(found):
-            with self._lock:
-                for kept in (gate.held_back, gate.served, lesson.pending):
-                    for trace in [trace for trace in kept if trace in updater.set_aside]:
-                        kept.remove(trace)
-            updater.forget_set_aside()
-        return accepted
+        yield from updater.accepted(lesson.held_back)
+        traces, before, now = (list(side) for side in zip(*judged, strict=True)) if judged else ([], [], [])
+        return judge(version, serving, domain, traces, before, now)
 
     def _watch(self, lesson: Lesson) -> Generator[None, None, None]:
         """Whether the version that serves is accepted as well, on what it has served, as the one before it and as the
@@ -307,10 +246,7 @@ class Learner:
         previous = self.drafts.previous(domain)
         if not self.config.gate or version == 0:
             return
-        with self._lock:  # what arrives from now on is for the next time
-            served = list(lesson.gate.served)
-            lesson.gate.served.clear()
-        served = yield from self._accepted(lesson, served)
+        served = yield from self.updater(domain).accepted(lesson.take_served())
         # A fixed number of drafted tokens makes what happened and what is replayed the same kind of figure.
         if isinstance(self.config.num_assistant_tokens, int) and not any(
             t.is_sampled or t.sampling.get("processors") or "num_assistant_tokens" in t.sampling for t in served
@@ -323,68 +259,49 @@ class Learner:
         before = as_it_was
         if previous is not None and previous[0] != 0:
             before = yield from self._scored(lesson, self.drafts.tried(previous[1]), served)
-        compared = [
-            (b, o, n) for b, o, n in zip(before, as_it_was, now, strict=True) if b is not None and o is not None
-            and n is not None
-        ]  # fmt: skip
-        lesson.compared = [*lesson.compared, *compared][-WATCHED:]
+        for b, o, n in zip(before, as_it_was, now, strict=True):
+            if b is not None and o is not None and n is not None:
+                lesson.compared.append((b, o, n))
         sides = [[row[side] for row in lesson.compared] for side in range(3)]
         decision = None
         if previous is not None:
-            decision = lesson.gate.regressed(version, previous[0], domain, sides[0], sides[2])
+            decision = regressed(version, previous[0], domain, sides[0], sides[2])
         # Traffic of another kind: what was learned is worse there than nothing.
-        to_original = lesson.gate.regressed(version, 0, domain, sides[1], sides[2])
-        if to_original is not None and (decision is None or _mean(sides[1]) > _mean(sides[0])):
+        to_original = regressed(version, 0, domain, sides[1], sides[2])
+        if to_original is not None and (decision is None or _alpha(sides[1]) > _alpha(sides[0])):
             decision = to_original
         if decision is not None:
             self.updater(domain).restart(self.drafts.roll_back(domain, decision.serving))
-            self._begin_watching(lesson, decision.serving)
+            lesson.begin_watching(decision.serving)
             self._decided(decision)
 
     def _scored(
         self, lesson: Lesson, draft: Any, traces: Sequence[Trace]
     ) -> Generator[None, None, list[AcceptanceStats | None]]:
-        """What a draft makes of each trace; `None` of one that cannot be replayed and was set aside."""
+        """What a draft makes of each trace; `None` for one that cannot be replayed and was set aside."""
         updater, k = self.updater(lesson.domain), self.config.num_assistant_tokens
         scores: list[AcceptanceStats | None] = []
         for first in range(0, len(traces), self._scored_at_once):
             part = traces[first : first + self._scored_at_once]
-            scores += yield from updater.set_aside.isolate(
+            scores += yield from lesson.set_aside.isolate(
                 lambda those: replay_each(draft, those, k if isinstance(k, int) else FALLBACK_K),
                 part, updater.readable,
             )  # fmt: skip
             yield
         if None in scores:
-            updater.forget_set_aside()
+            lesson.forget_set_aside()
         return scores
 
     # --- keeping ----------------------------------------------------------------------------------------------------
 
     def lesson_states(self) -> list[dict[str, Any]]:
-        """Of each draft that learns or is about to: its requests by what they are for, counts, and its learner's
-        state (`None` before its first update)."""
-        with self._lock:
-            lessons = list(self.lessons.values())
-        states = []
-        for lesson in lessons:
-            updater = self.updater(lesson.domain) if lesson.domain in self.drafts.learning else None
-            with self._lock:
-                traces = {"held_back": list(lesson.gate.held_back), "pending": list(lesson.pending)}
-                if updater is not None:
-                    traces |= {"waiting": updater.waiting(), "replayed": list(updater.buffer)}
-                states.append(
-                    {
-                        "domain": lesson.domain,
-                        "requests_waiting": lesson.requests_waiting,
-                        "observed": lesson.gate.observed,
-                        "dropped": lesson.gate.dropped,
-                        "seen": [] if updater is None else list(updater.buffer.seen.items()),
-                        "traces": traces,
-                        "updater": None if updater is None else updater.state_dict(),
-                        "set_aside": None if updater is None else updater.set_aside.state_dict(),
-                    }
-                )
-        return states
+        """The state of each draft that learns or is about to: its requests by what they are for, counts, and its
+        learner's state (`None` before its first update)."""
+        learning = self.drafts.learning
+        return [
+            {**lesson.state(), "updater": self.updater(domain).state_dict() if domain in learning else None}
+            for domain, lesson in self.lessons.items()
+        ]
 
     def load_states(self, drafts: dict[str, Any], states: Sequence[dict[str, Any]]) -> None:
         """Go on from what was saved; raises StateError, with nothing changed, where it belongs to another draft."""
@@ -394,27 +311,30 @@ class Learner:
         for trace in (t for state in states for traces in state["traces"].values() for t in traces):
             self._check_width(trace)
         before, admitted = self.drafts.learning, self.drafts.domains
-        learners = [(state, self.updater(state["domain"])) for state in states if state["updater"] is not None]
+        updaters = {s["domain"]: self.updater(s["domain"]) for s in states if s["updater"] is not None}
         try:
-            for state, updater in learners:
-                updater.check_state(state["updater"])
-                updater.check_traces([t for traces in state["traces"].values() for t in traces])
-            self.drafts.load_state_dict(drafts)
+            for state in states:
+                if (updater := updaters.get(state["domain"])) is not None:
+                    updater.check_state(state["updater"])
+                    updater.lesson.check_width([t for traces in state["traces"].values() for t in traces])
+            self.drafts.load_state_dict(drafts, updaters)
         except StateError:
             self.drafts.forget(self.drafts.learning - before, admitted)
             raise
         self.abandon()
-        self.drafts.forget(before - {state["domain"] for state, _ in learners}, self.drafts.domains)
-        for state, updater in learners:
-            updater.load_state_dict(state["updater"])
-            updater.set_aside.load_state_dict(state.get("set_aside"))
-            kept = {group: [t for t in traces if updater.accepts(t)] for group, traces in state["traces"].items()}
-            state["traces"] = kept
-            updater.buffer.restore(kept["replayed"], state["seen"])
-            updater.new.clear()
-            updater.new.extend(kept["waiting"])
-        with self._lock:
-            self.lessons = {state["domain"]: self._lesson(state) for state in states}
+        for state in states:
+            lesson, traces = self.lessons[state["domain"]], state["traces"]
+            if (updater := updaters.get(state["domain"])) is not None:
+                updater.load_state_dict(state["updater"])
+                lesson.set_aside.load_state_dict(state.get("set_aside"))
+                traces = {group: [t for t in those if updater.accepts(t)] for group, those in traces.items()}
+            lesson.load_state({**state, "traces": traces})
+
+    def load_decisions(self, saved: Iterable[dict[str, Any]]) -> None:
+        """Take decisions of a saved session for those of this one."""
+        decisions = [GateDecision(**decision) for decision in saved]
+        self.decisions.clear()
+        self.decisions.extend(decisions)
 
     def _check_width(self, trace: Trace) -> None:
         """Refuse a saved trace that those to come could not be learned from together with."""
@@ -426,15 +346,6 @@ class Learner:
                 f"assistant {coming or 'all'}. Set the `num_logprobs` that they were captured with."
             )
 
-    @staticmethod
-    def _lesson(state: dict[str, Any]) -> Lesson:
-        lesson = Lesson(state["domain"], requests_waiting=int(state["requests_waiting"]))
-        lesson.gate.observed = int(state["observed"])
-        lesson.gate.dropped = int(state["dropped"])
-        lesson.gate.held_back.extend(state["traces"]["held_back"])
-        lesson.pending.extend(state["traces"]["pending"])
-        return lesson
 
-
-def _mean(stats: Sequence[AcceptanceStats]) -> float:
+def _alpha(stats: Sequence[AcceptanceStats]) -> float:
     return sum(stats, AcceptanceStats()).alpha

@@ -21,14 +21,7 @@ import torch
 from osd_hf.errors import StateError
 from osd_hf.learning.learner import Learner
 from osd_hf.store.store import table_to_traces, traces_to_table
-from osd_hf.utils.disk import (
-    FileLock,
-    make_private_folder,
-    new_private_file,
-    sync_folder,
-    wait_for_lock,
-    write_whole,
-)
+from osd_hf.utils.disk import FileLock, make_private_folder, new_private_file, sync_folder, wait_for_lock, write_whole
 
 __all__ = ["FolderBusyError", "check_pointer", "has_session", "load_session", "save_session"]
 
@@ -55,25 +48,18 @@ def save_session(
     patience_seconds: float | None = None,
 ) -> None:
     """
-    Write a learner and what else belongs to its session. A folder of its own is written first, then a pointer to it
-    is replaced, so that a kill or a loss of power at any moment leaves the old state or the new one. Processes that
-    save to one folder do so in turn, and the last one stays. What is written is its owner's alone to read, and nothing
-    that this function did not write is deleted.
+    Write a learner that is not at work, and what else belongs to its session. A folder of its own is written first,
+    then a pointer to it is replaced, so that a kill or a loss of power at any moment leaves the old state or the new
+    one. Processes that save to one folder do so in turn, and the last one stays. What is written is its owner's alone
+    to read, and nothing that this function did not write is deleted.
 
     Args:
-        directory (`Path`):
-            Made where it is missing.
-        learner (`Learner`):
-            Not at work.
-        facts (`dict[str, Any]`):
-            Ready for JSON.
-        router (`dict[str, Any]`, *optional*):
-            State of a router, of plain values and tensors.
+        facts (`dict[str, Any]`), router (`dict[str, Any]`, *optional*):
+            Facts ready for JSON, and the state of a router, of plain values and tensors.
         lessons (`list[dict[str, Any]]`, *optional*):
-            The learner's [`~Learner.lesson_states`], where they were read at one moment with the facts; by default
-            they are read here.
+            The learner's [`~Learner.lesson_states`], where they were read at one moment with the facts.
         patience_seconds (`float`, *optional*):
-            With another process that saves there; some minutes by default.
+            How long to wait for another process that saves there; some minutes by default.
 
     Raises:
         FolderBusyError: another process was saving there all the time.
@@ -87,9 +73,11 @@ def save_session(
             lessons = learner.lesson_states() if lessons is None else lessons
             weights = {"drafts": learner.drafts.state_dict(), "router": router}
             make_private_folder(directory)
-            unfinished = stack.enter_context(_saving(directory, patience_seconds))
+            lock = stack.enter_context(_saving(directory, patience_seconds))
             try:
-                old = unfinished.begin(name)
+                old = _pointed(directory)
+                if lock is not None:
+                    _note_unfinished(directory, lock, name, old)
                 _write(folder, lessons, weights, facts)
                 sync_folder(directory)
                 write_whole(directory / POINTER, name.encode())
@@ -103,7 +91,10 @@ def save_session(
             raise (FolderBusyError if is_busy else StateError)(
                 f"The session cannot be saved to {directory}: {error}. Free or choose another folder."
             ) from error
-        unfinished.end(old)
+        _delete(directory, old)
+        if lock is not None and (old is None or not (directory / old).exists()):
+            with contextlib.suppress(OSError):  # the new state is no longer unfinished
+                os.ftruncate(lock.descriptor, 0)
 
 
 def _write(folder: Path, lessons: list[dict[str, Any]], weights: dict[str, Any], facts: dict[str, Any]) -> None:
@@ -126,59 +117,33 @@ def _write(folder: Path, lessons: list[dict[str, Any]], weights: dict[str, Any],
     sync_folder(folder)
 
 
-class _Unfinished:
-    """
-    The states in a folder that its pointer does not name: what is to be deleted. Their names are noted in the lock
-    file before they are made or replaced, so that what a killed process leaves is known to be ours, and nothing else
-    in the folder is ever deleted.
-
-    Args:
-        directory (`Path`):
-            Of the session.
-        lock (`FileLock`, *optional*):
-            Held; without one only the state that was replaced is deleted, and what others leave stays.
-    """
-
-    def __init__(self, directory: Path, lock: FileLock | None) -> None:
-        self.directory, self.lock = directory, lock
-
-    def begin(self, name: str) -> str | None:
-        """Clear up after those who were killed, and note that a new state comes in place of the one whose name is
-        returned."""
-        old = _pointed(self.directory)
-        if self.lock is None:
-            return old
-        for left in os.pread(self.lock.descriptor, 1 << 12, 0).decode(errors="replace").split():
-            if left != old:
-                self.delete(left)
-        os.ftruncate(self.lock.descriptor, 0)
-        os.pwrite(self.lock.descriptor, f"{name} {old or ''}".encode(), 0)
-        for file in self.directory.iterdir():
-            if UNFINISHED_POINTER.fullmatch(file.name):
-                file.unlink(missing_ok=True)
-        return old
-
-    def end(self, old: str | None) -> None:
-        """The new state stands, so that its name is no longer that of an unfinished one."""
-        self.delete(old)
-        if self.lock is not None and (old is None or not (self.directory / old).exists()):
-            with contextlib.suppress(OSError):
-                os.ftruncate(self.lock.descriptor, 0)
-
-    def delete(self, name: str | None) -> None:
-        if name is not None and STATE.fullmatch(name):
-            shutil.rmtree(self.directory / name, ignore_errors=True)
-
-
 @contextlib.contextmanager
-def _saving(directory: Path, patience_seconds: float | None = None) -> Iterator[_Unfinished]:
-    """Nobody else saves there inside; raises OSError where somebody does not come to an end."""
+def _saving(directory: Path, patience_seconds: float | None = None) -> Iterator[FileLock | None]:
+    """Nobody else saves there inside, where the system has locks; raises OSError where somebody does not end."""
     lock = wait_for_lock(directory / LOCK, PATIENCE_SECONDS if patience_seconds is None else patience_seconds)
     try:
-        yield _Unfinished(directory, lock)
+        yield lock
     finally:
         if lock is not None:
             lock.close()
+
+
+def _note_unfinished(directory: Path, lock: FileLock, name: str, old: str | None) -> None:
+    """Note in the lock file, before a state is made, that it will take the place of the old one; what a killed process
+    has noted so is deleted, and nothing else in the folder ever is."""
+    for left in os.pread(lock.descriptor, 1 << 12, 0).decode(errors="replace").split():
+        if left != old:
+            _delete(directory, left)
+    os.ftruncate(lock.descriptor, 0)
+    os.pwrite(lock.descriptor, f"{name} {old or ''}".encode(), 0)
+    for file in directory.iterdir():
+        if UNFINISHED_POINTER.fullmatch(file.name):
+            file.unlink(missing_ok=True)
+
+
+def _delete(directory: Path, name: str | None) -> None:
+    if name is not None and STATE.fullmatch(name):
+        shutil.rmtree(directory / name, ignore_errors=True)
 
 
 def _pointed(directory: Path) -> str | None:
@@ -230,12 +195,11 @@ def load_session(
         raise StateError(f"There is no saved session in {directory}. Save one with `save_state` first.")
     try:
         session, drafts = _read(directory)
-        lessons = session["lessons"]
         before = None if router is None or drafts["router"] is None else router.state_dict()
         if before is not None:
             router.load_state_dict(drafts["router"])
         try:
-            learner.load_states(drafts["drafts"], lessons)
+            learner.load_states(drafts["drafts"], session["lessons"])
         except BaseException:
             if before is not None:
                 router.load_state_dict(before)

@@ -39,19 +39,7 @@ def make_accelerator(report_to: str | Sequence[str] | None, config: OnlineConfig
 
 
 def log_update(accelerator: Accelerator, report: UpdateReport, requests: int, recent: AcceptanceStats) -> None:
-    """
-    Tell the log and the trackers of an update.
-
-    Args:
-        accelerator (`Accelerator`):
-            With the trackers.
-        report (`UpdateReport`):
-            Of the update.
-        requests (`int`):
-            Served so far.
-        recent (`AcceptanceStats`):
-            Of those since the last update.
-    """
+    """Tell the log and the trackers of an update, after so many requests, and of the acceptance since the last one."""
     values: dict[str, Any] = {
         "version": report.version,
         "dropped_steps": report.dropped_steps,

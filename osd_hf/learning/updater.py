@@ -1,4 +1,4 @@
-"""The learner: an fp32 master of the draft, one optimizer, and steps on stored target rows."""
+"""Steps on stored target rows: an fp32 master of a draft, its optimizer, and what one update did."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import copy
 import logging
 import time
 import traceback
-from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
@@ -19,53 +18,20 @@ from accelerate.state import AcceleratorState
 
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, StateError, UnsupportedModelError
-from osd_hf.learning.buffer import ReplayBuffer
 from osd_hf.learning.gate import GateDecision
-from osd_hf.learning.weights import Snapshot, adapter_state, learning_context, write_snapshot
+from osd_hf.learning.lesson import Lesson
+from osd_hf.learning.weights import Snapshot, adapter_state, learning_context, load_adapter, write_snapshot
 from osd_hf.losses import divergence_loss
 from osd_hf.pair import is_peft
 from osd_hf.replay import batches, completion_logits, completion_mask
-from osd_hf.trace import Readable, SetAside, Trace
+from osd_hf.trace import Readable, Trace
 
-__all__ = ["UpdateReport", "Updater", "finish", "optimizers", "trainable_parameters"]
-
-
-def trainable_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
-    """The parameters that learn, by name: the adapters of a model that has some, otherwise all; raises
-    UnsupportedModelError where there is none."""
-    # Adapters, of a `PeftModel` or added by transformers, have frozen the rest, and are saved without it.
-    if not is_peft(model) and not getattr(model, "_hf_peft_config_loaded", False):
-        for parameter in model.parameters():
-            parameter.requires_grad_(parameter.is_floating_point())
-    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not found:
-        raise UnsupportedModelError(
-            f"The draft ({type(model).__name__}) has no parameter that could learn. Load its adapter with "
-            "`is_trainable=True`, or use a draft in full or half precision."
-        )
-    return found
-
-
-def optimizers(
-    model: Any, parameters: dict[str, torch.nn.Parameter], config: OnlineConfig
-) -> list[torch.optim.Optimizer]:
-    """Muon (arXiv 2502.16982) is for matrices that map hidden states; embeddings and vectors go to AdamW."""
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    head = model.get_output_embeddings()
-    if head is not None:
-        embeddings.add(id(head.weight))
-    matrices = [p for p in parameters.values() if p.ndim == 2 and id(p) not in embeddings]
-    if config.optimizer == "adamw" or not matrices:
-        return [torch.optim.AdamW(parameters.values(), lr=config.learning_rate, weight_decay=0.0)]
-    hidden = {id(p) for p in matrices}
-    rest = [p for p in parameters.values() if id(p) not in hidden]
-    muon = torch.optim.Muon(matrices, lr=config.learning_rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
-    return [muon, *([torch.optim.AdamW(rest, lr=config.learning_rate, weight_decay=0.0)] if rest else [])]
-
+__all__ = ["UpdateReport", "Updater", "finish", "trainable_parameters"]
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+NOT_FINITE = "loss or gradient is not finite"
 
 
 @dataclass(frozen=True)
@@ -75,7 +41,7 @@ class UpdateReport:
 
     Args:
         version (`int`):
-            Of the draft that serves after the update; unchanged if no step was kept, or the gate let none through.
+            Version of the draft that serves afterwards; unchanged if no step was kept, or the gate let none through.
         steps (`int`):
             Optimizer steps kept.
         dropped_steps (`int`):
@@ -119,22 +85,18 @@ class Updater:
 
     Args:
         draft (`PreTrainedModel`):
-            Copied, not changed. Of one with adapters the trainable parameters learn, otherwise all.
+            Copied, not changed. Where it has adapters the trainable parameters learn, otherwise all.
         config (`OnlineConfig`):
             The rule.
         accelerator (`Accelerator`, *optional*):
             Runs backward and step; by default one that leaves the model on its device.
         adapter (`str`, *optional*):
             The draft is an fp32 `PeftModel` that several learners share, each an adapter of its own: not copied.
+        lesson (`Lesson`, *optional*):
+            The requests of this draft; by default it begins with none.
 
     Raises:
         UnsupportedModelError: the draft has no parameter that could learn.
-
-    Attributes:
-        readable (`Readable`):
-            What the draft can learn from.
-        set_aside (`SetAside`):
-            Requests that it does not learn from any more.
     """
 
     def __init__(
@@ -144,18 +106,17 @@ class Updater:
         accelerator: Accelerator | None = None,
         *,
         adapter: str | None = None,
+        lesson: Lesson | None = None,
     ) -> None:
         self.config = config
         self.version = 0
         self.adapter = adapter
-        # Requests in one forward and backward, at most; between requests nobody knows yet what one takes.
+        self.lesson = lesson or Lesson(config=config)
+        self.buffer, self.set_aside = self.lesson.buffer, self.lesson.set_aside
+        self.readable = Readable.by(draft)  # what the draft can learn from
+        # Requests in one forward and backward, at most; between requests nobody knows yet how long one takes.
         self.micro_batch = 1 if config.update_strategy == "idle" else config.batch_size
-        self.backward_seconds: float | None = None  # of the last micro-batch; whoever reads it clears it
-        self.new: deque[Trace] = deque(maxlen=config.buffer_size)
-        self.rng = np.random.default_rng(config.seed)
-        self.buffer = ReplayBuffer(config.buffer_size, self.rng)
-        self.readable, self.set_aside = Readable.by(draft), SetAside()
-        self._newest: list[Trace] = []  # of the update that is under way
+        self._backward_seconds: float | None = None  # of the last micro-batch
         self.accelerator = accelerator or Accelerator(device_placement=False)
         self._shared = dict(AcceleratorState._shared_state)
         with learning_context():
@@ -163,16 +124,19 @@ class Updater:
             self.master = copy.deepcopy(draft).float().eval() if adapter is None else draft
             self._activate()
             self.parameters = trainable_parameters(self.master)
-            self.optimizers = self._fresh_optimizers()
+            made = _optimizers(self.master, self.parameters, config)
+            self.optimizers = [self.accelerator.prepare_optimizer(optimizer) for optimizer in made]
             self.averaged = {name: p.detach().clone() for name, p in self.parameters.items()}
         self.kept_steps = 0
+
+    # --- requests ---------------------------------------------------------------------------------------------------
 
     def observe(self, trace: Trace) -> None:
         """Take in one request to learn from at the next update, or set it aside where nothing can be learned from it;
         raises StateError if its rows are of another width."""
         if len(trace) and trace.num_kept and self.accepts(trace):
-            self.check_traces([trace])
-            self.new.append(trace)
+            self.lesson.check_width([trace])
+            self.lesson.pending.append(trace)
 
     def accepts(self, trace: Trace) -> bool:
         """Whether a request can be learned from; one that cannot is set aside."""
@@ -183,56 +147,40 @@ class Updater:
             self.set_aside.add(trace, fault)
         return fault is None
 
-    def forget_set_aside(self) -> None:
-        """Let go of requests that were set aside meanwhile."""
-        self._newest[:] = [trace for trace in self._newest if trace not in self.set_aside]
-        for trace in [trace for trace in self.new if trace in self.set_aside]:
-            self.new.remove(trace)
-        self.buffer.discard(self.set_aside)
+    def accepted(self, traces: Iterable[Trace]) -> Generator[None, None, list[Trace]]:
+        """Those of the lesson's traces that can be learned from; the lesson lets the others go. Yields after each that
+        is looked at for the first time: all of its rows are read then, and they never change."""
+        with self.lesson.lock:
+            found = list(traces)
+        for trace in found:
+            if trace not in self.lesson.looked_at:
+                self.accepts(trace)
+                self.lesson.looked_at.add(trace)
+                yield
+        return self.lesson.sound(found)
 
-    def check_traces(self, traces: Sequence[Trace]) -> None:
-        """Refuse traces that do not keep as many entries per row as those already there; raises StateError."""
-        known = next(iter(self.new or self.buffer), None)
-        widths = {t.top_ids.shape[1] for t in traces if len(t) and t.num_kept}
-        widths |= set() if known is None else {known.top_ids.shape[1]}
-        if len(widths) > 1:
-            raise StateError(
-                f"Traces keep {' and '.join(str(w or 'all') for w in sorted(widths))} entries per position; a learner "
-                "takes one width. Use the `num_logprobs` that they were captured with."
-            )
+    # --- updates ----------------------------------------------------------------------------------------------------
 
     def update(self, steps: int | None = None) -> UpdateReport:
-        """
-        Learn from the requests taken in since the last update, mixed with replayed ones.
-
-        Args:
-            steps (`int`, *optional*):
-                Optimizer steps, `config.steps_per_update` by default.
-
-        Returns:
-            `UpdateReport`
-
-        Raises:
-            ConfigError: `steps` below 1.
-        """
+        """Learn from the requests taken in since the last update, mixed with replayed ones, in so many optimizer
+        steps (`config.steps_per_update` by default); raises ConfigError if `steps` is below 1."""
         return finish(self.micro_steps(steps))
 
-    def micro_steps(self, steps: int | None = None) -> Generator[None, None, UpdateReport]:
-        """
-        [`~Updater.update`] in parts: yields after the backward of each micro-batch and after each optimizer step, in
-        whatever mode the caller is; whoever stops in between leaves the weights of the last whole step.
-        """
+    def micro_steps(
+        self, steps: int | None = None, newest: Sequence[Trace] | None = None
+    ) -> Generator[None, None, UpdateReport]:
+        """[`~Updater.update`] in parts: yields after the backward of each micro-batch and after each optimizer step,
+        in whatever mode the caller is; whoever stops in between leaves the weights of the last whole step. Learns from
+        `newest` of the pending requests, by default from all."""
         if steps is not None and steps < 1:
             raise ConfigError(f"`steps` must be at least 1, got {steps}.")
+        newest = self.lesson.still_pending(list(self.lesson.pending) if newest is None else newest)
         losses: list[float] = []
         dropped = positions = 0
         started = time.perf_counter()
-        # Requests that end meanwhile, in other threads, are for the next update.
-        self._newest = [self.new.popleft() for _ in range(len(self.new))]
-        newest, number = self._newest, len(self._newest)
         try:
             for _ in range(self.config.steps_per_update if steps is None else steps):
-                loss, count = yield from self._step(self._batch(newest))
+                loss, count = yield from self._step(self._batch(self.lesson.still_pending(newest)))
                 if count == 0:
                     continue
                 if loss is None:
@@ -241,8 +189,7 @@ class Updater:
                     losses.append(loss)
                     positions += count
         finally:
-            self.buffer.extend(newest)
-            self._newest = []
+            self.lesson.end_update(newest)
         if losses:
             self.version += 1
         if dropped:
@@ -255,88 +202,20 @@ class Updater:
             dropped_steps=dropped,
             loss=float(np.mean(losses)) if losses else None,
             positions=positions,
-            new_requests=number,
+            new_requests=len(newest),
             seconds=time.perf_counter() - started,
             set_aside=self.set_aside.take_new(),
         )
 
-    def waiting(self) -> list[Trace]:
-        """Requests taken in that no update has ended with, oldest first."""
-        return [*self._newest, *self.new]
-
-    def snapshot(self) -> Snapshot:
-        """A copy of the learned (averaged) weights: an adapter's, in fp32, by the names of its file; otherwise of all
-        parameters that learn."""
-        with learning_context(), torch.no_grad():
-            if not is_peft(self.master):
-                return {name: learned.clone() for name, learned in self.averaged.items()}
-            with self._averaged_in_place():
-                state = adapter_state(self.master, self._adapter_name())
-                return {name: tensor.detach().float().clone() for name, tensor in state.items()}
-
-    def restart(self, snapshot: Snapshot) -> None:
-        """Go back to these weights, with an optimizer that knows nothing."""
-        with learning_context(), torch.no_grad(), self._state():
-            if is_peft(self.master):
-                from peft import set_peft_model_state_dict
-
-                set_peft_model_state_dict(self.master, snapshot, adapter_name=self._adapter_name())
-            else:
-                for name, parameter in self.parameters.items():
-                    parameter.copy_(snapshot[name])
-            for name, parameter in self.parameters.items():
-                self.averaged[name].copy_(parameter)
-            for optimizer in self.optimizers:  # not new ones: the accelerator would hold the old ones for ever
-                optimizer.state.clear()
-        self.kept_steps = 0
-
-    def copy_to(self, draft: Any) -> None:
-        """Cast the learned (averaged) weights into another copy of the draft, in place; adapters into the weights of
-        one that has them merged."""
-        self._activate()
-        write_snapshot(self.snapshot(), draft, self.master if is_peft(self.master) else None)
-
-    def _adapter_name(self) -> str:
-        return self.adapter or str(self.master.active_adapter)
-
-    def _portable(self, name: str) -> str:
-        """A parameter's name without that of our adapter, which another session may call otherwise."""
-        return ".".join(part for part in name.split(".") if part != self.adapter)
-
-    def _activate(self) -> None:
-        """Of several adapters, ours learns."""
-        if self.adapter is not None and self.master.active_adapters != [self.adapter]:
-            self.master.set_adapter(self.adapter)
-
-    def _fresh_optimizers(self) -> list[Any]:
-        made = optimizers(self.master, self.parameters, self.config)
-        return [self.accelerator.prepare_optimizer(optimizer) for optimizer in made]
-
-    @contextmanager
-    def _averaged_in_place(self) -> Iterator[None]:
-        """The averaged weights stand in the parameters for a while."""
-        stepped = {name: p.detach().clone() for name, p in self.parameters.items()}
-        for name, p in self.parameters.items():
-            p.copy_(self.averaged[name])
-        try:
-            yield
-        finally:
-            for name, p in self.parameters.items():
-                p.copy_(stepped[name])
-
-    @contextmanager
-    def _state(self) -> Iterator[None]:
-        """What all accelerators of a process share, put back for a while where `TrainingArguments` made meanwhile have
-        emptied it; for a while only, as their trainer would not start on a state of another precision."""
-        shared = AcceleratorState._shared_state
-        is_empty = not shared
-        if is_empty:
-            shared.update(self._shared)
-        try:
-            yield
-        finally:
-            if is_empty:
-                shared.clear()
+    def pace(self) -> None:
+        """Cut the backward passes to come into parts that take about as long as an arriving request may wait, by what
+        the last one took."""
+        seconds, self._backward_seconds = self._backward_seconds, None
+        limit = self.config.micro_step_seconds
+        if seconds is not None and seconds > limit:
+            self.micro_batch = max(self.micro_batch // 2, 1)
+        elif seconds is not None and seconds < limit / 3:
+            self.micro_batch = min(self.micro_batch + 1, self.config.batch_size)
 
     def _batch(self, newest: Sequence[Trace]) -> list[Trace]:
         """The newest requests and a uniform sample of the buffer, in the shares of the configuration."""
@@ -344,14 +223,14 @@ class Updater:
         fresh = min(len(newest), size - round(size * self.config.replay_fraction))
         replayed = min(len(self.buffer), size - fresh) if self.config.replay_fraction > 0 else 0
         fresh = min(len(newest), size - replayed)
-        chosen = [newest[i] for i in self.rng.permutation(len(newest))[:fresh]]
+        chosen = [newest[i] for i in self.buffer.rng.permutation(len(newest))[:fresh]]
         return chosen + self.buffer.sample(replayed)
 
     def _step(self, traces: Sequence[Trace]) -> Generator[None, None, tuple[float | None, int]]:
         """One optimizer step; the loss (`None` if the step was dropped) and the number of positions. Requests that
         make it fail are set aside, and it is taken without them."""
         size = self.micro_batch
-        while (total := self._positions(traces)) > 0:
+        while (total := sum(int(_learned_mask(t, self.config.learn_from).sum()) for t in traces)) > 0:
             try:
                 value = yield from self._gradients(traces, total, size)
             except Exception as error:  # noqa: BLE001 - whatever a model fails with
@@ -373,7 +252,7 @@ class Updater:
             size = min(size, len(traces)) // 2
             if not all(sound):
                 traces = [trace for trace, is_sound in zip(traces, sound, strict=True) if is_sound]
-                self.forget_set_aside()
+                self.lesson.forget_set_aside()
                 size = self.micro_batch
             elif isinstance(failure, FloatingPointError):
                 return None, total
@@ -383,12 +262,9 @@ class Updater:
                 self.micro_batch = size
         return 0.0, 0
 
-    def _positions(self, traces: Sequence[Trace]) -> int:
-        return sum(int(_learned_mask(t, self.config.learn_from).sum()) for t in traces)
-
     def _gradients(self, traces: Sequence[Trace], total: int, size: int) -> Generator[None, None, float]:
-        """Loss and clipped gradients of a batch of so many positions; raises FloatingPointError if they are not
-        finite."""
+        """Loss and clipped gradients of a batch with `total` positions, `size` requests at once; raises
+        FloatingPointError if they are not finite."""
         with self._at_work():
             self._zero_grad()
         value = 0.0
@@ -400,12 +276,12 @@ class Updater:
                 loss = loss * (count / total)
                 self.accelerator.backward(loss)
                 value += float(loss.detach())
-            self.backward_seconds = time.perf_counter() - started
+            self._backward_seconds = time.perf_counter() - started
             yield
         with self._at_work():
             norm = self.accelerator.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)
             if not (np.isfinite(value) and bool(torch.isfinite(norm))):
-                raise FloatingPointError("loss or gradient is not finite")
+                raise FloatingPointError(NOT_FINITE)
         return value
 
     def _tried(self, traces: Sequence[Trace]) -> Generator[None, None, list[bool]]:
@@ -419,21 +295,30 @@ class Updater:
                 # Scaled gradients overflow now and then, through no fault of a request.
                 checked = found if self.accelerator.scaler is None else found[:1]
                 if not all(bool(torch.isfinite(tensor).all()) for tensor in checked):
-                    raise FloatingPointError("loss or gradient is not finite")
+                    raise FloatingPointError(NOT_FINITE)
                 self._zero_grad()
             yield
         return [True] * len(traces)
 
-    @contextmanager
-    def _at_work(self) -> Iterator[None]:
-        """Entered around each part of a step, and left between them."""
-        with learning_context(), self._state():
-            self._activate()
-            yield
+    def _loss(self, traces: Sequence[Trace]) -> tuple[torch.Tensor, int]:
+        """Mean divergence over the positions learned from, and their number."""
+        with self.accelerator.autocast():
+            logits = completion_logits(self.master, traces)
+        device = logits.device
+        mask = np.concatenate([_learned_mask(t, self.config.learn_from) for t in traces])
+        learned = torch.from_numpy(mask).to(device)
 
-    def _zero_grad(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
+        def stacked(arrays: Sequence[Any], dtype: Any) -> torch.Tensor:
+            return torch.from_numpy(np.concatenate(arrays).astype(dtype)).to(device)[learned]
+
+        loss = divergence_loss(
+            logits[completion_mask(traces, device)][learned],
+            top_ids=None if traces[0].top_ids.shape[1] == 0 else stacked([t.top_ids for t in traces], np.int64),
+            top_logprobs=stacked([t.kept_logprobs() for t in traces], np.float32),
+            tail_logprob=stacked([t.tail_logprob for t in traces], np.float32),
+            divergence=self.config.divergence,
+        )
+        return loss, int(learned.sum())
 
     def _average(self) -> None:
         # The decay ramps up, so that the start is forgotten at once and not over 1 / (1 - decay) steps.
@@ -442,37 +327,88 @@ class Updater:
         with torch.no_grad():
             torch._foreach_lerp_(list(self.averaged.values()), list(self.parameters.values()), 1 - decay)
 
-    def _loss(self, traces: Sequence[Trace]) -> tuple[torch.Tensor, int]:
-        with self.accelerator.autocast():
-            logits = completion_logits(self.master, traces)
-        device = logits.device
-        learned = torch.from_numpy(np.concatenate([_learned_mask(t, self.config.learn_from) for t in traces])).to(
-            device
-        )
-        rows = logits[completion_mask(traces, device)][learned]
+    def _zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
 
-        def stacked(arrays: Sequence[Any], dtype: Any) -> torch.Tensor:
-            return torch.from_numpy(np.concatenate(arrays).astype(dtype)).to(device)[learned]
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Entered around each part of a step, and left between them."""
+        with learning_context(), self._state():
+            self._activate()
+            yield
 
-        top_ids = None if traces[0].top_ids.shape[1] == 0 else stacked([t.top_ids for t in traces], np.int64)
-        loss = divergence_loss(
-            rows,
-            top_ids=top_ids,
-            top_logprobs=stacked([t.kept_logprobs() for t in traces], np.float32),
-            tail_logprob=stacked([t.tail_logprob for t in traces], np.float32),
-            divergence=self.config.divergence,
-        )
-        return loss, int(learned.sum())
+    @contextmanager
+    def _state(self) -> Iterator[None]:
+        """What all accelerators of a process share, put back for a while where `TrainingArguments` made meanwhile have
+        emptied it; for a while only, as their trainer would not start on a state of another precision."""
+        shared = AcceleratorState._shared_state
+        is_empty = not shared
+        if is_empty:
+            shared.update(self._shared)
+        try:
+            yield
+        finally:
+            if is_empty:
+                shared.clear()
+
+    def _activate(self) -> None:
+        """Let our adapter learn, where the master has several."""
+        if self.adapter is not None and self.master.active_adapters != [self.adapter]:
+            self.master.set_adapter(self.adapter)
+
+    # --- weights ----------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """A copy of the learned (averaged) weights: an adapter's, in fp32, by the names of its file; otherwise of all
+        parameters that learn."""
+        with learning_context(), torch.no_grad():
+            if not is_peft(self.master):
+                return {name: learned.clone() for name, learned in self.averaged.items()}
+            stepped = {name: p.detach().clone() for name, p in self.parameters.items()}
+            try:
+                self._set_parameters(self.averaged)
+                state = adapter_state(self.master, self.adapter)
+                return {name: tensor.detach().float().clone() for name, tensor in state.items()}
+            finally:
+                self._set_parameters(stepped)
+
+    def _set_parameters(self, values: Mapping[str, torch.Tensor]) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.copy_(values[name])
+
+    def restart(self, snapshot: Snapshot) -> None:
+        """Go back to these weights, with an optimizer that knows nothing."""
+        with learning_context(), torch.no_grad(), self._state():
+            if is_peft(self.master):
+                load_adapter(self.master, snapshot, self.adapter)
+            else:
+                self._set_parameters(snapshot)
+            for name, parameter in self.parameters.items():
+                self.averaged[name].copy_(parameter)
+            for optimizer in self.optimizers:  # not new ones: the accelerator would hold the old ones for ever
+                optimizer.state.clear()
+        self.kept_steps = 0
+
+    def copy_to(self, draft: Any) -> None:
+        """Cast the learned (averaged) weights into another copy of the draft, in place; adapters into the weights of
+        one that has them merged."""
+        self._activate()
+        write_snapshot(self.snapshot(), draft, self.master if is_peft(self.master) else None)
+
+    def _portable(self, name: str) -> str:
+        """A parameter's name without that of our adapter, which another session may call otherwise."""
+        return ".".join(part for part in name.split(".") if part != self.adapter)
 
     def state_dict(self) -> dict[str, Any]:
-        """Learned parameters, optimizer, version and generator state; the buffer is saved apart."""
+        """Learned parameters, optimizer, version and generator state; the requests are saved apart."""
         return {
             "parameters": {self._portable(name): p.detach() for name, p in self.parameters.items()},
             "averaged": {self._portable(name): p for name, p in self.averaged.items()},
             "kept_steps": self.kept_steps,
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "version": self.version,
-            "rng": self.rng.bit_generator.state,
+            "rng": self.buffer.rng.bit_generator.state,
         }
 
     def check_state(self, state: dict[str, Any]) -> None:
@@ -505,7 +441,40 @@ class Updater:
                 optimizer.load_state_dict(saved_optimizer)
         self.kept_steps = int(state["kept_steps"])
         self.version = int(state["version"])
-        self.rng.bit_generator.state = state["rng"]
+        self.buffer.rng.bit_generator.state = state["rng"]
+
+
+def trainable_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
+    """The parameters that learn, by name: the adapters of a model that has some, otherwise all; raises
+    UnsupportedModelError where there is none."""
+    # Adapters, of a `PeftModel` or added by transformers, have frozen the rest, and are saved without it.
+    if not is_peft(model) and not getattr(model, "_hf_peft_config_loaded", False):
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not found:
+        raise UnsupportedModelError(
+            f"The draft ({type(model).__name__}) has no parameter that could learn. Load its adapter with "
+            "`is_trainable=True`, or use a draft in full or half precision."
+        )
+    return found
+
+
+def _optimizers(
+    model: Any, parameters: dict[str, torch.nn.Parameter], config: OnlineConfig
+) -> list[torch.optim.Optimizer]:
+    """Muon (arXiv 2502.16982) is for matrices that map hidden states; embeddings and vectors go to AdamW."""
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    head = model.get_output_embeddings()
+    if head is not None:
+        embeddings.add(id(head.weight))
+    matrices = [p for p in parameters.values() if p.ndim == 2 and id(p) not in embeddings]
+    if config.optimizer == "adamw" or not matrices:
+        return [torch.optim.AdamW(parameters.values(), lr=config.learning_rate, weight_decay=0.0)]
+    hidden = {id(p) for p in matrices}
+    rest = [p for p in parameters.values() if id(p) not in hidden]
+    muon = torch.optim.Muon(matrices, lr=config.learning_rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    return [muon, *([torch.optim.AdamW(rest, lr=config.learning_rate, weight_decay=0.0)] if rest else [])]
 
 
 def finish(work: Generator[None, None, T]) -> T:

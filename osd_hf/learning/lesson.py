@@ -1,0 +1,245 @@
+"""The requests of one draft: those that it learns from, and those that its versions are judged by."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import zlib
+from collections import deque
+from collections.abc import Container, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from osd_hf.config import OnlineConfig
+from osd_hf.errors import StateError
+from osd_hf.metrics import AcceptanceStats
+from osd_hf.trace import SetAside, Trace
+from osd_hf.utils.disk import in_child, renewing
+
+__all__ = ["Lesson", "ReplayBuffer"]
+
+HOLD_BACK_EVERY = 4  # requests, of which one is held back
+HELD_BACK = 16  # newest held-back requests that a version is tried on
+WATCHED = 64  # newest served requests that a promotion is judged by afterwards
+MOST_DOMAINS = 1024  # with a sample of their own; labels may be anybody's
+
+
+class ReplayBuffer:
+    """
+    Requests learned from, a reservoir (Vitter's algorithm R) per domain: each keeps a uniform sample of all requests
+    that its domain has had, however long ago; domains beyond the first 1024 share one. When all of them together are
+    over the capacity, a random one of the largest is dropped: a domain that went away is still there when it comes
+    back.
+    """
+
+    def __init__(self, capacity: int, rng: np.random.Generator) -> None:
+        self.capacity = capacity
+        self.rng = rng
+        self.seen: dict[str | None, int] = {}
+        self._kept: dict[str | None, list[Trace]] = {}
+
+    def append(self, trace: Trace) -> None:
+        """Take one request in; one of the largest domain may have to go for it, or it itself."""
+        domain = self._domain(trace)
+        kept = self._kept.setdefault(domain, [])
+        self.seen[domain] = self.seen.get(domain, 0) + 1
+        if len(self) < self.capacity:
+            kept.append(trace)
+            return
+        largest = max(self._kept.values(), key=len)
+        # Only where it stays smaller: by turns the largest, domains would let in whatever comes, and forget.
+        if len(kept) + 1 < len(largest):
+            kept.append(trace)
+            largest.pop(int(self.rng.integers(len(largest))))
+        else:
+            place = int(self.rng.integers(self.seen[domain]))
+            if place < len(kept):
+                kept[place] = trace
+
+    def _domain(self, trace: Trace) -> str | None:
+        """Whose sample a request belongs to; labels beyond the most share that of requests without one."""
+        return trace.domain if trace.domain in self.seen or len(self.seen) < MOST_DOMAINS else None
+
+    def extend(self, traces: Iterable[Trace]) -> None:
+        """Take several in, in order."""
+        for trace in traces:
+            self.append(trace)
+
+    def sample(self, n: int) -> list[Trace]:
+        """`n` different requests, at most those there are; each as likely as any other."""
+        everything = list(self)
+        n = min(n, len(everything))
+        return [everything[i] for i in self.rng.choice(len(everything), n, replace=False)] if n else []
+
+    def restore(self, traces: Iterable[Trace], seen: Iterable[tuple[str | None, int]]) -> None:
+        """Hold what was saved: the requests, and how many each domain had had."""
+        self.seen = {domain: int(count) for domain, count in seen}
+        self._kept = {domain: [] for domain in self.seen}
+        for trace in traces:
+            self._kept.setdefault(self._domain(trace), []).append(trace)
+        while len(self) > self.capacity:  # from a larger buffer
+            largest = max(self._kept.values(), key=len)
+            largest.pop(int(self.rng.integers(len(largest))))
+
+    def discard(self, traces: Container[Trace]) -> None:
+        """Let go of requests that are among these."""
+        for kept in self._kept.values():
+            kept[:] = [trace for trace in kept if trace not in traces]
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._kept.clear()
+        self.seen.clear()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._kept.values()))
+
+    def __iter__(self) -> Iterator[Trace]:
+        return (trace for kept in self._kept.values() for trace in kept)
+
+
+class Lesson:
+    """
+    All requests of one draft, that of a domain or (`None`) the shared one. Each is in one place: it is held back to
+    judge versions by until a newer one takes its place, then it is pending, then it has been learned from and may be
+    replayed. Requests may arrive in any thread, inside the `lock`; one thread learns.
+    """
+
+    def __init__(self, domain: str | None = None, config: OnlineConfig | None = None) -> None:
+        self.domain = domain
+        self.config = config or OnlineConfig()
+        self.lock = threading.Lock()
+        in_child(self, renewing(lock=threading.Lock))
+        self.observed = 0  # requests
+        self.requests_waiting = 0  # that have arrived since an update began
+        # Oldest first; those that the update under way learns from are among them. Updates may never come.
+        self.pending: deque[Trace] = deque(maxlen=self.config.buffer_size)
+        self.buffer = ReplayBuffer(self.config.buffer_size, np.random.default_rng(self.config.seed))
+        self.set_aside = SetAside()
+        self.looked_at: set[Trace] = set()  # held back or pending; what is at fault in them is known
+        self.held_back: deque[Trace] = deque()
+        self.served: deque[Trace] = deque(maxlen=WATCHED)  # by the version that serves, since somebody looked
+        self.dropped = 0  # versions in a row
+        # What the version of that number makes of held-back requests; what the version before it, the draft as it was,
+        # and it itself made of those that it has served.
+        self.scores: dict[Trace, tuple[int, AcceptanceStats]] = {}
+        self.compared: deque[tuple[AcceptanceStats, AcceptanceStats, AcceptanceStats]] = deque(maxlen=WATCHED)
+
+    def observe(self, trace: Trace, *, is_served: bool) -> None:
+        """Take in a request, inside the lock; `is_served`: by the version that serves now."""
+        self.requests_waiting += 1
+        to_learn = self.hold_back(trace) if self.config.gate else trace
+        if to_learn is not None:
+            self.pending.append(to_learn)
+        if self.config.gate and is_served:
+            self.served.append(trace)
+
+    def hold_back(self, trace: Trace) -> Trace | None:
+        """Take in a request; returns the one to learn from in its place: itself, an older one, or none yet."""
+        block, place = divmod(self.observed, HOLD_BACK_EVERY)
+        self.observed += 1
+        # One of each four, not always the same one: traffic may come in turns.
+        if place != zlib.crc32(block.to_bytes(8, "little")) % HOLD_BACK_EVERY:
+            return trace
+        self.held_back.append(trace)
+        return self.held_back.popleft() if len(self.held_back) > HELD_BACK else None
+
+    def begin_update(self) -> list[Trace]:
+        """The requests that an update begins with; it is due again after an interval, also where it fails."""
+        with self.lock:
+            self.requests_waiting = 0
+            return list(self.pending)
+
+    def still_pending(self, traces: Sequence[Trace]) -> list[Trace]:
+        """Those that have not been let go meanwhile."""
+        with self.lock:
+            there = set(self.pending)
+        return [trace for trace in traces if trace in there]
+
+    def end_update(self, learned: Sequence[Trace]) -> None:
+        """Requests that were pending have been learned from."""
+        learned = self.still_pending(learned)
+        with self.lock:
+            for trace in learned:
+                self.pending.remove(trace)
+        self.buffer.extend(learned)
+
+    def sound(self, traces: Sequence[Trace]) -> list[Trace]:
+        """The traces without those set aside, which are let go wherever they are."""
+        found = [trace for trace in traces if trace not in self.set_aside]
+        if len(found) < len(traces):
+            self.forget_set_aside()
+        with self.lock:
+            self.looked_at.intersection_update({*self.held_back, *self.pending})
+        return found
+
+    def forget_set_aside(self) -> None:
+        """Let go of requests that were set aside meanwhile."""
+        with self.lock:
+            for kept in (self.pending, self.held_back, self.served):
+                for trace in [trace for trace in kept if trace in self.set_aside]:
+                    kept.remove(trace)
+        self.buffer.discard(self.set_aside)
+
+    def take_served(self) -> list[Trace]:
+        """What has been served since the last call."""
+        with self.lock:
+            served = list(self.served)
+            self.served.clear()
+            return served
+
+    def begin_watching(self, version: int) -> None:
+        """Another version serves: only what it has served itself, since a moment ago, says something about it."""
+        with self.lock:
+            kept = [trace for trace in self.served if trace.draft_version == version]
+            self.served.clear()
+            self.served.extend(kept)
+        self.compared.clear()
+        self.scores.clear()
+
+    def check_width(self, traces: Sequence[Trace]) -> None:
+        """Refuse traces that do not keep as many entries per row as those already there; raises StateError."""
+        known = itertools.chain(itertools.islice(self.pending, 1), itertools.islice(self.buffer, 1))
+        widths = {t.top_ids.shape[1] for t in (*traces, *known) if len(t) and t.num_kept}
+        if len(widths) > 1:
+            raise StateError(
+                f"Traces keep {' and '.join(str(w or 'all') for w in sorted(widths))} entries per position; a learner "
+                "takes one width. Use the `num_logprobs` that they were captured with."
+            )
+
+    def state(self) -> dict[str, Any]:
+        """Counts and requests; all is ready for JSON but the traces."""
+        with self.lock:
+            return {
+                "domain": self.domain,
+                "requests_waiting": self.requests_waiting,
+                "observed": self.observed,
+                "dropped": self.dropped,
+                "seen": list(self.buffer.seen.items()),
+                "traces": {
+                    "held_back": list(self.held_back),
+                    "pending": list(self.pending),
+                    "waiting": [],  # where earlier versions kept those of an update under way
+                    "replayed": list(self.buffer),
+                },
+                "set_aside": self.set_aside.state_dict(),
+            }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Hold the saved requests and counts in place of what is there; what is set aside stays so."""
+        traces = state["traces"]
+        self.buffer.restore(traces.get("replayed", ()), state["seen"])
+        with self.lock:
+            self.requests_waiting, self.observed = int(state["requests_waiting"]), int(state["observed"])
+            self.dropped = int(state["dropped"])
+            for kept, saved in (
+                (self.pending, [*traces.get("waiting", ()), *traces["pending"]]),
+                (self.held_back, traces["held_back"]),
+                (self.served, ()),
+            ):
+                kept.clear()
+                kept.extend(saved)
+        self.looked_at.clear()
+        self.compared.clear()
+        self.scores.clear()

@@ -1,0 +1,371 @@
+"""Serving with learning beside it: who has the machine, what requests draft with, when they are learned from."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from osd_hf.capture.processors import TriedOut
+from osd_hf.capture.request import Binding, Lease
+from osd_hf.errors import LearnerError
+from osd_hf.learning.learner import Learner
+from osd_hf.learning.session import FolderBusyError, load_session, save_session
+from osd_hf.learning.tracking import log_update
+from osd_hf.learning.updater import UpdateReport
+from osd_hf.metrics import AcceptanceStats, Tally
+from osd_hf.routing import RoutedPrompt, Router
+from osd_hf.store.store import CorrectionStore
+from osd_hf.trace import Trace
+from osd_hf.utils.disk import in_child
+
+__all__ = ["Traffic", "Upkeep"]
+
+logger = logging.getLogger(__name__)
+
+AUTOSAVE_PATIENCE_SECONDS = 5.0  # with another process that saves to the folder: learning waits meanwhile
+
+
+class Traffic:
+    """Who has the machine: requests, any number at once, or one micro-step of learning. A forked child counts its own
+    requests alone."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.requests = 0
+        self.is_stepping = False
+        self._own = threading.local()
+        in_child(self, Traffic._forget_other_threads)
+
+    def _forget_other_threads(self) -> None:
+        self.changed = threading.Condition()
+        self.requests = self.own_requests
+        self.is_stepping = False
+
+    @property
+    def own_requests(self) -> int:
+        """Requests that this thread is in the middle of."""
+        return getattr(self._own, "requests", 0)
+
+    @contextlib.contextmanager
+    def request(self) -> Iterator[None]:
+        """Entered around a request, at its arrival: waits for the micro-step under way; no other begins before the
+        request has ended."""
+        with self.changed:
+            self.requests += 1
+            self._own.requests = self.own_requests + 1
+        try:
+            with self.changed:
+                self.changed.wait_for(lambda: not self.is_stepping)
+            yield
+        finally:
+            with self.changed:
+                self.requests -= 1
+                self._own.requests -= 1
+                self.changed.notify_all()
+
+
+class Upkeep:
+    """
+    Serves the requests of an assistant, counts them, and lets its learner learn from them, one thread at a time: after
+    answers or, with the strategy `"idle"`, in a thread that steps while no request is running. What goes wrong there
+    is kept in `failure` until the next call.
+
+    A forked child serves, and learns by itself from its own requests, from where its parent stood; its idle thread
+    begins with its first request. It saves nothing by itself: the folder stays with the parent.
+
+    A router, with the tokenizer, says which domain a request without a label belongs to. The session is saved to the
+    folder `autosave` after every `autosave_interval` updates, by a thread of its own.
+    """
+
+    def __init__(
+        self, learner: Learner, router: Router | None = None, tokenizer: Any = None, autosave: Path | None = None
+    ) -> None:
+        self.learner, self.drafts, self.config = learner, learner.drafts, learner.config
+        self.router, self.tokenizer, self.autosave = router, tokenizer, autosave
+        self.traffic, self.tally = Traffic(), Tally()
+        self.failure: Exception | None = None
+        self.saving: threading.Thread | None = None  # the last autosave
+        self.is_closed = self._is_stopped = self._is_torn = False
+        self._unsaved = 0  # updates
+        self._idle: threading.Thread | None = None
+        self._renew_locks()
+        in_child(self, Upkeep._begin_in_child)
+        self._wake()
+
+    def _renew_locks(self) -> None:
+        self._learning = threading.Lock()  # held by who learns or saves
+        # Held while a request is counted and taken in, and while both are read to be saved.
+        self._taking_in = threading.Lock()
+
+    def _begin_in_child(self) -> None:
+        # A thread that is not here may have been in the middle of a step; what it left is not learned on from.
+        self._is_torn = self._is_torn or self._learning.locked()
+        self._renew_locks()
+        self.autosave = self.saving = None
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def request(self) -> Iterator[None]:
+        """Entered around a request, at its arrival; raises LearnerError, once, where learning had failed before."""
+        self.raise_failure()
+        with self.traffic.request():
+            yield
+
+    def binding(
+        self,
+        owner: object,
+        domain: str | None,
+        learn: bool,
+        store: CorrectionStore | None,
+        *,
+        is_begun: bool = False,
+        k: int | str | None = None,
+        tried: Sequence[TriedOut] = (),
+        seen: list[Trace] | None = None,
+    ) -> Binding:
+        """Listens to requests of this label, of which `seen` gets the traces; `is_begun`: to the one in
+        [`~Upkeep.request`]."""
+        return Binding(
+            functools.partial(self.take_in, learn=learn, store=store, seen=seen),
+            owner=owner,
+            num_logprobs=self.config.num_logprobs if learn or seen is not None else 0,
+            serving=functools.partial(self.lease, domain, learn, is_begun),
+            exact_stops=is_begun,
+            num_assistant_tokens=k,
+            tried=tried,
+        )
+
+    @contextlib.contextmanager
+    def lease(
+        self, domain: str | None, learn: bool, is_begun: bool, assistant_model: Any, prompt: Any
+    ) -> Iterator[Lease]:
+        """The draft of a request of this label, with this prompt (`None`: not of token ids alone); another assistant
+        model than ours serves by itself. A request that `is_begun` is in [`~Upkeep.request`] already."""
+        with contextlib.nullcontext() if is_begun else self.request():
+            if domain is None and self.router is not None and prompt is not None:
+                domain = self._routed(self.router, RoutedPrompt(prompt, self.tokenizer, learn=learn))
+            with self.drafts.lease(domain) as draft:
+                if self.drafts.owns(assistant_model):
+                    yield Lease(draft.version, domain, draft.model, draft.drafting)
+                else:
+                    yield Lease(domain=domain)
+
+    def _routed(self, router: Router, prompt: RoutedPrompt) -> str | None:
+        """The router's choice; a router that fails costs no answer."""
+        try:
+            return router.route(prompt)
+        except Exception as error:
+            logger.exception("The router failed; the base draft serves, the error is raised by the next call.")
+            self.failed(error)
+            return None
+
+    def take_in(self, trace: Trace, *, learn: bool, store: CorrectionStore | None, seen: list[Trace] | None) -> None:
+        """Count a request that has ended and, unless `learn` is `False`, log it and learn where that is due. What
+        fails costs no answer."""
+        if seen is not None:
+            seen.append(trace)
+        if self.is_closed:  # a request that outlives it is answered, and that is all
+            return
+        try:
+            try:
+                if learn and store is not None:
+                    store.append(trace)
+            finally:  # a log that is full does not end learning
+                with self._taking_in:
+                    self.tally.add(trace.domain, AcceptanceStats.from_trace(trace))
+                    if learn:
+                        self.learner.observe(trace.domain, trace)
+                if learn:
+                    self._learn()
+        except Exception as error:
+            logger.exception("Learning failed; the answer is delivered, the error is raised by the next call.")
+            self.failed(error)
+
+    def failed(self, error: Exception) -> None:
+        """Keep an error for the next call."""
+        self.failure = error
+
+    def raise_failure(self) -> None:
+        """Raise, once, what went wrong after an earlier answer; as LearnerError."""
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise LearnerError(
+                f"Learning failed after an earlier answer ({failure!r}); that answer was delivered, and serving goes "
+                "on. Call again to be served; mend the cause to learn on."
+            ) from failure
+
+    # --- learning ---------------------------------------------------------------------------------------------------
+
+    def _learn(self) -> None:
+        """Learn after an answer where that is due and nobody else does; the idle thread learns by itself."""
+        if self.config.update_strategy == "idle":
+            self._wake()  # a request inside `attached` has ended before it is taken in
+        # While another thread learns, this one's answer does not wait for it; the update stays due.
+        elif self.learner.due():
+            with self._turn() as is_mine:
+                # One: others' requests may make more due meanwhile, after their answers.
+                lesson = self.learner.due() if is_mine else None
+                if lesson is not None:
+                    self._report(self.learner.update(lesson.domain))
+
+    def update(self, steps: int | None, domain: str | None) -> UpdateReport:
+        """One update of a domain's draft, at once; by default that with the most requests waiting. Raises LearnerError
+        in the middle of a request of this thread, or where no draft has anything to learn from."""
+        if self.traffic.own_requests:
+            raise LearnerError(
+                "The draft cannot learn while this thread is in the middle of a request (a streamer, a logits "
+                "processor or a stopping criterion?). Call again when the request has ended."
+            )
+        with self.alone():
+            key = self.learner.fullest() if domain is None else self.drafts.key(domain)
+            if self.drafts.per_domain and key is None:
+                raise LearnerError("No domain has a draft that could learn yet. Serve requests of one first.")
+            return self._report(self.learner.update(key, steps))
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Nobody else learns or saves inside; after it the idle thread goes on."""
+        try:
+            with self._learning:
+                self._mend()
+                yield
+        finally:
+            self._wake()
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[bool]:
+        """Whether nobody else learns or saves; then nobody does inside."""
+        lock = self._learning
+        if not lock.acquire(blocking=False):
+            yield False
+            return
+        try:
+            self._mend()
+            yield True
+        finally:
+            lock.release()
+
+    def _mend(self) -> None:
+        """In a forked child: begin anew from what serves, where the parent was learning at the fork."""
+        if self._is_torn:
+            self.learner.start_over()
+            self._is_torn = False
+
+    def pause(self, is_paused: bool) -> None:
+        """Begin no update, and take no further step of one under way; with `False`: learn again."""
+        self.learner.pause(is_paused)
+        self._wake()
+
+    # --- learning between requests ----------------------------------------------------------------------------------
+
+    def wait_until_idle(self, timeout: float | None) -> bool:
+        """Wait until the idle thread, where there is one, has nothing to do; returns whether it has not."""
+        self._wake()
+        with self.traffic.changed:
+            return self._idle is None or self.traffic.changed.wait_for(
+                lambda: self._is_stopped or not (self.traffic.is_stepping or self.learner.has_work()), timeout
+            )
+
+    def stop(self) -> None:
+        """End the idle thread after the micro-step under way, and wait for a save under way."""
+        with self.traffic.changed:
+            self._is_stopped = True
+            self.traffic.changed.notify_all()
+        for thread in (self._idle, self.saving):
+            if thread is not None and thread is not threading.current_thread():
+                thread.join()
+
+    def _wake(self) -> None:
+        """Let the idle thread look for work. It begins where it is not there yet: at first, or in a forked child."""
+        with self.traffic.changed:
+            is_there = self._idle is not None and self._idle.is_alive()
+            if self.config.update_strategy == "idle" and not (self._is_stopped or is_there):
+                self._idle = threading.Thread(target=self._learn_between, name="osd_hf-learner", daemon=True)
+                self._idle.start()
+            self.traffic.changed.notify_all()
+
+    def _learn_between(self) -> None:
+        traffic, duty_cycle = self.traffic, self.learner.duty_cycle
+        while True:
+            with traffic.changed:
+                while not self._is_stopped and (traffic.requests or not self._may_step()):
+                    rest = duty_cycle.rest_seconds()
+                    traffic.changed.wait(rest if rest > 0 else None)
+                if self._is_stopped:
+                    return
+                traffic.is_stepping = True
+            started = time.perf_counter()
+            try:
+                with self._turn() as is_mine:
+                    report = self.learner.step() if is_mine else None
+                    if report is not None:
+                        self._report(report)
+            except Exception as error:
+                logger.exception("Learning failed between requests; the error is raised by the next call.")
+                self.failed(error)
+            finally:
+                duty_cycle.worked(time.perf_counter() - started)
+                with traffic.changed:
+                    traffic.is_stepping = False
+                    traffic.changed.notify_all()
+
+    def _may_step(self) -> bool:
+        is_resting = self.learner.duty_cycle.rest_seconds() > 0
+        return not is_resting and self.learner.has_work() and not self._learning.locked()
+
+    # --- keeping ----------------------------------------------------------------------------------------------------
+
+    def _report(self, report: UpdateReport) -> UpdateReport:
+        """Tell the trackers of an update, and save the session where that is due."""
+        log_update(self.learner.accelerator, report, *self.tally.take_recent())
+        self._unsaved += 1
+        due = self.autosave is not None and self._unsaved >= self.config.autosave_interval
+        if due and (self.saving is None or not self.saving.is_alive()):
+            self._unsaved = 0
+            # Beside serving: no answer waits for the disk.
+            self.saving = threading.Thread(target=self._save_beside, args=(self.autosave,), name="osd_hf-autosave")
+            self.saving.start()
+        return report
+
+    def _save_beside(self, folder: Path) -> None:
+        try:
+            self.save(folder, AUTOSAVE_PATIENCE_SECONDS)
+        except FolderBusyError as error:
+            logger.warning("%s Nothing is lost: the next autosave tries again.", error)
+        except Exception as error:
+            logger.exception("Saving the session failed; the error is raised by the next call.")
+            self.failed(error)
+
+    def save(self, directory: Path, patience_seconds: float | None = None) -> None:
+        """Save the session; raises StateError where it cannot be written."""
+        with self.alone():
+            with self._taking_in:  # requests go on: each is in both or in neither
+                counts, lessons = self.tally.state(), self.learner.lesson_states()
+            facts = {
+                **counts,
+                "config": self.config.to_dict(),
+                "decisions": [decision.to_dict() for decision in self.learner.decisions],
+            }
+            router = None if self.router is None else self.router.state_dict()
+            save_session(directory, self.learner, facts, router, lessons=lessons, patience_seconds=patience_seconds)
+
+    def load(self, directory: Path) -> None:
+        """Go on with a saved session; raises StateError, with nothing changed, where that cannot be."""
+        with self.alone():
+            facts, _ = load_session(directory, self.learner, self.router)
+            self.learner.load_decisions(facts["decisions"])
+            self.tally.load(facts)
+
+    def close(self) -> None:
+        """Take nothing in any more, end the idle thread, and save the session where it is saved by itself."""
+        self.is_closed = True
+        self.stop()
+        if self.autosave is not None:
+            self.save(self.autosave)
