@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from osd_hf.capture import guards
+from osd_hf.capture.guards import TriedOut, check_callables
 from osd_hf.capture.hook import bind
-from osd_hf.capture.processors import TriedOut, check_callables
 from osd_hf.capture.request import Binding, Lease
 from osd_hf.config import OnlineConfig
 from osd_hf.drafting.generator import LeanDrafting

@@ -76,7 +76,7 @@ def total_variation(p_logprobs: Tensor, q_logprobs: Tensor) -> Tensor:
 
 
 def neg_log_overlap(p_logprobs: Tensor, q_logprobs: Tensor) -> Tensor:
-    """`-log sum min(p, q)`: as total variation, but with a gradient that stays large where nothing overlaps yet."""
+    """`-log sum min(p, q)`: like total variation, but its gradient stays large where nothing overlaps yet."""
     return -torch.minimum(_finite(p_logprobs), _finite(q_logprobs)).logsumexp(-1)
 
 
@@ -149,8 +149,7 @@ def outcome_logprobs(draft_logits: Tensor, top_ids: Tensor | None) -> Tensor:
     The draft's log-probs of the kept tokens and of the tail.
 
     Args:
-        draft_logits (`torch.Tensor` of shape `(N, V)`):
-            Logits of the draft, in any floating type; `-inf` allowed.
+        draft_logits (`torch.Tensor` of shape `(N, V)`): Logits of the draft, in any floating type; `-inf` allowed.
         top_ids (`torch.Tensor` of shape `(N, K)`, int64, *optional*):
             Distinct ids of the kept tokens; `None` keeps whole rows in vocabulary order.
 
@@ -177,16 +176,13 @@ def divergence_loss(
     Weighted mean over positions of a divergence between stored target rows and the draft.
 
     Args:
-        draft_logits (`torch.Tensor` of shape `(N, V)`):
-            Logits of the draft at the stored positions.
+        draft_logits (`torch.Tensor` of shape `(N, V)`): Logits of the draft at the stored positions.
         top_ids (`torch.Tensor` of shape `(N, K)`, int64, *optional*):
             Ids of the kept tokens; `None` where whole rows were kept, in vocabulary order (`K = V`).
-        top_logprobs (`torch.Tensor` of shape `(N, K)`):
-            The target's log-probs of the kept tokens; `-inf` allowed.
+        top_logprobs (`torch.Tensor` of shape `(N, K)`): The target's log-probs of the kept tokens; `-inf` allowed.
         tail_logprob (`torch.Tensor` of shape `(N,)`):
             Log of the target's mass outside of them; `-inf` where nothing was cut.
-        divergence (`str`, *optional*, defaults to `"forward_kl"`):
-            A key of `DIVERGENCES`.
+        divergence (`str`, *optional*, defaults to `"forward_kl"`): A key of `DIVERGENCES`.
         weights (`torch.Tensor` of shape `(N,)`, *optional*):
             Non-negative weight of each position; all equal by default.
 

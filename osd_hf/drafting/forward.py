@@ -46,16 +46,13 @@ class DraftForward:
     One request's draft: its cache, and the forwards over it.
 
     Args:
-        draft (`PreTrainedModel`):
-            Decoder-only or encoder-decoder.
+        draft (`PreTrainedModel`): Decoder-only or encoder-decoder.
         source (`dict[str, Any]`, *optional*):
-            Of an encoder-decoder, what each forward gets besides tokens: `encoder_outputs` and `attention_mask`.
+            What each forward of an encoder-decoder gets besides tokens: `encoder_outputs` and `attention_mask`.
 
     Attributes:
-        length (`int`):
-            Tokens in the cache.
-        device (`torch.device`):
-            Where tokens are fed.
+        length (`int`): Tokens in the cache.
+        device (`torch.device`): Where tokens are fed.
     """
 
     def __init__(self, draft: Any, source: dict[str, Any] | None = None) -> None:
@@ -71,18 +68,16 @@ class DraftForward:
 
     def _new_cache(self) -> Any:
         config = self.draft.config.get_text_config(decoder=True)
-        cache = DynamicCache(config=config)
         if self.draft.config.is_encoder_decoder:
-            return EncoderDecoderCache(cache, DynamicCache(config=config))
-        return cache
+            return EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
+        return DynamicCache(config=config)
 
     def feed(self, ids: torch.Tensor) -> torch.Tensor:
         """
         Append tokens to the cache.
 
         Args:
-            ids (`torch.Tensor` of shape `(1, tokens)`, int64):
-                At least one.
+            ids (`torch.Tensor` of shape `(1, tokens)`, int64): At least one.
 
         Returns:
             `torch.Tensor` of shape `(1, vocab)`: raw logits after the last of them, in the draft's dtype.
@@ -108,9 +103,8 @@ class DraftForward:
 
 class CompiledDraft:
     """
-    A draft whose single-token forward is compiled, over static caches that requests take turns with.
-
-    What cannot be compiled is served eagerly, and the log says why, once.
+    A draft whose single-token forward is compiled, over static caches that requests take turns with. What cannot be
+    compiled is served eagerly, and the log says why, once.
 
     Args:
         draft (`PreTrainedModel`):
@@ -124,8 +118,8 @@ class CompiledDraft:
         self._made_for: tuple[Any, ...] = ()
         self._lock = threading.Lock()
         in_child(self, renewing(_lock=threading.Lock, _compiled=dict))  # what was under way never ends in a child
-        config = draft.config.get_text_config(decoder=True)
         kind = "an encoder-decoder" if draft.config.is_encoder_decoder else None
+        config = draft.config.get_text_config(decoder=True)
         if any(layer.is_sliding for layer in StaticCache(config=config, max_cache_len=8).layers):
             kind = "a draft with sliding windows"
         self._can_be_compiled = kind is None
@@ -171,14 +165,13 @@ class CompiledDraft:
         if _compiling.is_lost:
             self._tell("this process was forked while a thread of its parent was compiling")
             return None
-        # Weights are no constants to be folded in. On CUDA the kernels of a small draft take less time than launching
-        # them: they are captured as one graph.
-        options: dict[str, Any] = {"freezing": False}
+        # Weights are no constants to be folded in. Each draft and size of cache has a function of its own, called with
+        # nothing but single tokens and such caches: asking at each call whether it still fits takes as long as a fifth
+        # of a small draft's forward. On CUDA launching the kernels of a small draft takes longer than running them:
+        # they are captured as one graph.
+        options: dict[str, Any] = {"freezing": False, "guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
         if draft.device.type == "cuda":
             options["triton.cudagraphs"] = True
-        # One function for each draft and size of cache, called with nothing but single tokens and such caches: asking
-        # at each call whether it still fits takes as long as a fifth of a small draft's forward.
-        options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe
 
         def step(ids: torch.Tensor, cache: Any) -> Any:
             return draft(input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True).logits[:, -1]
