@@ -46,18 +46,9 @@ def reverse_kl(p_logprobs: Tensor, q_logprobs: Tensor) -> Tensor:
 def generalized_jsd(p_logprobs: Tensor, q_logprobs: Tensor, beta: float = 0.5) -> Tensor:
     """
     Generalized Jensen-Shannon divergence (equation 1 of arXiv 2306.13649, in TRL's convention)
-    `beta KL(p || m) + (1 - beta) KL(q || m)` with `m = beta p + (1 - beta) q`.
-
-    Args:
-        p_logprobs (`torch.Tensor` of shape `(..., K + 1)`): Log-probs of the target; `-inf` allowed.
-        q_logprobs (`torch.Tensor` of shape `(..., K + 1)`): Log-probs of the draft; `-inf` allowed.
-        beta (`float`, *optional*, defaults to 0.5): Weight of the target; 0 is the forward, 1 the reverse KL.
-
-    Returns:
-        `torch.Tensor` of shape `(...)`.
-
-    Raises:
-        ConfigError: `beta` is outside [0, 1].
+    `beta KL(p || m) + (1 - beta) KL(q || m)` with `m = beta p + (1 - beta) q`: a loss `(...)` of the log-probs of
+    target and draft, `(..., K + 1)`, `-inf` allowed. `beta` is the weight of the target; 0 is the forward, 1 the
+    reverse KL, and anything outside raises ConfigError.
     """
     if not 0 <= beta <= 1:
         raise ConfigError(f"beta must be between 0 and 1, got {beta}")
@@ -101,26 +92,15 @@ position. `-inf` is allowed on both sides and counts as `exp(LOG_ZERO)`, so that
 
 
 def overlap(p_logprobs: Tensor, q_logprobs: Tensor) -> Tensor:
-    """
-    `sum min(p, q)`: the expected acceptance of each position under sampling (theorem 3.5 of arXiv 2211.17192).
-
-    Args:
-        p_logprobs (`torch.Tensor` of shape `(..., K + 1)`): Log-probs of the target; `-inf` allowed.
-        q_logprobs (`torch.Tensor` of shape `(..., K + 1)`): Log-probs of the draft; `-inf` allowed.
-
-    Returns:
-        `torch.Tensor` of shape `(...)`, between 0 and 1.
-    """
+    """`sum min(p, q)`, between 0 and 1: the expected acceptance of each position under sampling (theorem 3.5 of arXiv
+    2211.17192). Takes log-probs of target and draft, `(..., K + 1)`, `-inf` allowed; returns `(...)`."""
     return torch.minimum(p_logprobs, q_logprobs).exp().sum(-1)
 
 
 class _OutcomeLogprobs(torch.autograd.Function):
-    """
-    Log-softmax of logits onto the kept tokens and the tail.
-
-    The tail is summed up itself, since `1 - sum(kept)` has no correct digit left where the kept tokens hold nearly all
-    of the mass. Either direction needs one dense temporary; in the backward it is the gradient.
-    """
+    """Log-softmax of logits onto the kept tokens and the tail. The tail is summed up itself, since `1 - sum(kept)` has
+    no correct digit left where the kept tokens hold nearly all of the mass. Either direction needs one dense
+    temporary; in the backward it is the gradient."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, ids: Tensor) -> Tensor:

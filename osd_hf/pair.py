@@ -124,32 +124,17 @@ def load_config(source: str) -> Any:
 
 
 def load_model(source: str, *, dtype: str = "auto", device: str | None = None) -> Any:
-    """
-    A model in evaluation mode.
-
-    Args:
-        source (`str`): Hub id or folder.
-        dtype (`str`, *optional*, defaults to `"auto"`): `"auto"` is the checkpoint's own.
-        device (`str`, *optional*): CUDA where there is one by default.
-
-    Raises:
-        UnsupportedModelError: it cannot be loaded.
-        ConfigError: there is no such device.
-    """
+    """A model in evaluation mode, by its Hub id or folder; `dtype="auto"` is the checkpoint's own, and without a
+    device it goes to CUDA where there is one. Raises UnsupportedModelError where it cannot be loaded, ConfigError
+    where there is no such device."""
     auto = AutoModelForSeq2SeqLM if load_config(source).is_encoder_decoder else AutoModelForCausalLM
     model = _loaded(auto, source, dtype=dtype)
     return placed(model, device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
 
 
 class Pair(NamedTuple):
-    """
-    Models that serve together.
-
-    Args:
-        target (`PreTrainedModel`): The model that answers.
-        draft (`PreTrainedModel`): The smaller model that drafts, with the target's vocabulary size.
-        tokenizer (`PreTrainedTokenizerBase`): The tokenizer of both.
-    """
+    """Models that serve together: one that answers, a smaller one that drafts, with the same vocabulary size, and the
+    tokenizer of both."""
 
     target: Any
     draft: Any
@@ -160,11 +145,8 @@ def load_pair(
     target: str | None = None, draft: str | None = None, *, dtype: str = "auto", device: str | None = None
 ) -> Pair:
     """
-    The models of these names, or the bundled pair (fp32, on the CPU unless a device is named) where neither is given.
-
-    Args:
-        target (`str`, *optional*), draft (`str`, *optional*): Hub ids or folders; both or neither.
-        dtype (`str`, *optional*, defaults to `"auto"`), device (`str`, *optional*): As for [`load_model`].
+    The models of these names, as [`load_model`] loads them, or the bundled pair (fp32, on the CPU unless a device is
+    named) where neither is given.
 
     Raises:
         ConfigError: one of the two is missing, or there is no such device.
@@ -174,8 +156,8 @@ def load_pair(
     if (target is None) != (draft is None):
         raise ConfigError("A pair is two models: name both a target and a draft, or neither for the bundled pair.")
     if target is None or draft is None:
-        bundled = Pair(*load_bundled())
-        return Pair(placed(bundled.target, device or "cpu"), placed(bundled.draft, device or "cpu"), bundled.tokenizer)
+        *models, tokenizer = load_bundled()
+        return Pair(*(placed(model, device or "cpu") for model in models), tokenizer)
     tokenizer = load_tokenizer(target)
     loaded = load_model(target, dtype=dtype, device=device)
     return Pair(loaded, of_one_size(load_model(draft, dtype=dtype, device=device), loaded), tokenizer)
@@ -206,13 +188,9 @@ def load_tokenizer(source: str) -> Any:
 
 
 def prompt_room(target_config: Any, draft_config: Any, max_new_tokens: int) -> int | None:
-    """
-    Tokens that a prompt may have beside the answer, or as the source of an encoder-decoder, whose answer has positions
-    of its own; `None` where nothing bounds it.
-
-    Raises:
-        ConfigError: there is no room for a prompt, or for the answer.
-    """
+    """Tokens that a prompt may have beside the answer, or as the source of an encoder-decoder, whose answer has
+    positions of its own; `None` where nothing bounds it. Raises ConfigError where there is no room for a prompt, or
+    for the answer."""
     texts = [config.get_text_config() for config in (target_config, draft_config)]
     sizes = [getattr(text, "max_position_embeddings", None) for text in texts]
     positions = min((int(size) for size in sizes if size is not None), default=None)
@@ -249,15 +227,8 @@ def check_draft(draft: Any) -> None:
 
 
 def check_pair(target: Any, draft: Any) -> None:
-    """
-    Refuse pairs that assisted generation cannot run, or that could not learn.
-
-    Args:
-        target (`PreTrainedModel`), draft (`PreTrainedModel`): Unwrapped models.
-
-    Raises:
-        UnsupportedModelError, VocabularyMismatchError
-    """
+    """Refuse pairs of unwrapped models that assisted generation cannot run, or that could not learn; raises
+    UnsupportedModelError or VocabularyMismatchError."""
     if not isinstance(target, GenerationMixin) or not target.can_generate():
         raise UnsupportedModelError(
             f"The target must be a transformers model that can `generate`, got {type(target).__name__}. Load it with "

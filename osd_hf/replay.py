@@ -78,13 +78,8 @@ def replay_each(
 def redraft(
     draft: Any, traces: Sequence[Trace], num_assistant_tokens: int = 5, *, batch_size: int = 32
 ) -> list[Trace]:
-    """
-    The greedy traces as a live run with this draft would have captured them: with its rounds in place of the recorded
-    ones. Arguments and errors are those of [`replay`].
-
-    Returns:
-        `list[Trace]`: in the order of `traces`; drafted tokens that no forward has seen are -1.
-    """
+    """The greedy traces as a live run with this draft would have captured them: with its rounds in place of the
+    recorded ones, drafted tokens that no forward has seen being -1. Takes the arguments of [`replay`]."""
     _check(draft, traces, num_assistant_tokens)
     drafted: list[Trace] = list(traces)
     for batch, logits in _forward(draft, traces, batch_size):
@@ -280,17 +275,7 @@ def batches(traces: Sequence[Trace], vocab_size: int, batch_size: int = 32) -> I
 
 
 def padded(rows: Sequence[Any], side: Literal["left", "right"], device: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Rows of token ids as one batch, padded with zeros.
-
-    Args:
-        rows (`Sequence[Sequence[int] | np.ndarray]`): Token ids of each row.
-        side (`str`): Where the padding stands.
-        device (`torch.device`): Where the batch goes.
-
-    Returns:
-        `input_ids` and `attention_mask`, both int64 of shape `(rows, longest row)`.
-    """
+    """Rows of token ids as one batch, padded with zeros on one side: ids and mask, int64, `(rows, longest row)`."""
     width = max(len(r) for r in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.long)
     mask = torch.zeros_like(ids)
@@ -309,18 +294,17 @@ def completion_mask(traces: Sequence[Trace], device: Any = None) -> torch.Tensor
 
 def completion_logits(model: Any, traces: Sequence[Trace]) -> torch.Tensor:
     """
-    Logits with which `model` predicts each completion token given everything before it.
-
-    Prompts are padded on the left and completions on the right, so that the positions wanted are the same columns in
-    every row and the head runs over no prompt position.
+    Raw logits with which a model predicts each completion token given everything before it, in the mode (training,
+    gradients) that the caller wants. Prompts are padded on the left and completions on the right, so that the
+    positions wanted are the same columns in every row and the head runs over no prompt position.
 
     Args:
-        model (`PreTrainedModel`): In the mode (training, gradients) that the caller wants.
-        traces (`Sequence[Trace]`): All of decoder-only, or all of encoder-decoder requests.
+        model (`PreTrainedModel`): Decoder-only or encoder-decoder.
+        traces (`Sequence[Trace]`): Requests of one kind of model.
 
     Returns:
-        `torch.Tensor` of shape `(traces, longest completion, vocab)`, the model's dtype, raw logits; columns past a
-        trace's end mean nothing.
+        `torch.Tensor` of shape `(traces, longest completion, vocab)`, the model's dtype; columns past a trace's end
+        mean nothing.
     """
     device = model.device
     width = max(len(t) for t in traces)
@@ -350,17 +334,8 @@ def completion_logits(model: Any, traces: Sequence[Trace]) -> torch.Tensor:
 
 
 def process_rows(model: Any, trace: Trace, logits: torch.Tensor) -> torch.Tensor:
-    """
-    Apply to each row the logits processors of the recorded request, as its settings rebuild them.
-
-    Args:
-        model (`PreTrainedModel`): Builds the processors.
-        trace (`Trace`): Has settings and context.
-        logits (`torch.Tensor` of shape `(completion, vocab)`): Raw rows.
-
-    Returns:
-        `torch.Tensor`: float32 of the same shape; the rows themselves where the request had no processors.
-    """
+    """Raw rows, `(completion, vocab)`, after the logits processors of the recorded request, as `model` rebuilds them
+    from its settings: float32 of the same shape; the rows themselves where the request had none."""
     recorded = list(trace.sampling.get("processors", ()))
     if not recorded:
         return logits.float()
@@ -371,9 +346,8 @@ def process_rows(model: Any, trace: Trace, logits: torch.Tensor) -> torch.Tensor
     if rebuilt != recorded:
         logger.warning(
             "A trace was made with logits processors %s, of which its settings rebuild %s: replay is approximate.",
-            recorded,
-            rebuilt,
-        )
+            recorded, rebuilt,
+        )  # fmt: skip
     rows = [processors(ids[:, : len(start) + t], logits[t : t + 1].float()) for t in range(len(trace))]
     return torch.cat(rows)
 

@@ -52,9 +52,6 @@ NAMED = (
     types.GenericAlias, typing.TypeVar, enum.Enum, logging.Logger, PreTrainedTokenizerBase, np.ufunc,
     type(np.where),
 )  # fmt: skip
-GETTERS = (operator.itemgetter, operator.attrgetter, operator.methodcaller)
-WRAPPERS = (staticmethod, classmethod, property, functools.cached_property, functools._lru_cache_wrapper)
-GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 PLAIN = (list, dict, set, tuple, frozenset)
 MARSHALED = (int, str, float, bool, type(None), bytes, complex)
 # What Python classes may be built on, with nothing hidden beside their attributes; the nearest one counts.
@@ -71,6 +68,23 @@ OF_CLASSES = frozenset({
     "__init__", "__new__", "__init_subclass__", "__repr__", "__reduce__", "__reduce_ex__", "__getstate__",
     "__setstate__", "__copy__", "__deepcopy__",
 })  # fmt: skip
+
+
+def _wrapped(wrapper: Any) -> dict[str, Any]:
+    # What a cache of a pure function keeps is what it would compute again.
+    inner = wrapper.fget if isinstance(wrapper, property) else getattr(wrapper, "__func__", None)
+    return {"__wrapped__": inner or getattr(wrapper, "func", None) or getattr(wrapper, "__wrapped__", None)}
+
+
+# Things of the standard library, and what they are made of.
+PARTS: tuple[tuple[Any, Callable[[Any], dict[str, Any]]], ...] = (
+    (types.MethodType, lambda m: {"__func__": m.__func__, "__self__": m.__self__}),
+    (functools.partial, lambda p: {"func": p.func, "args": p.args, "keywords": p.keywords, "__dict__": p.__dict__}),
+    ((operator.itemgetter, operator.attrgetter, operator.methodcaller), lambda g: {"arguments": g.__reduce__()[1]}),
+    ((staticmethod, classmethod, property, functools.cached_property, functools._lru_cache_wrapper), _wrapped),
+    (weakref.ReferenceType, lambda r: {"": r()}),
+    (types.MappingProxyType, lambda view: {"": dict(view)}),
+)
 MANAGED_DICT = 1 << 4  # Py_TPFLAGS_MANAGED_DICT: the pointer lies outside of the object's own size
 POINTER = tuple.__itemsize__
 
@@ -82,12 +96,8 @@ class CannotLookThrough(Exception):
 
 
 def look_through(*roots: Any) -> Snapshot:
-    """
-    All that functions, closures, attributes, containers and the globals they name can reach from `roots`.
-
-    Raises:
-        CannotLookThrough: says what was met, and where.
-    """
+    """All that functions, closures, attributes, containers and the globals they name can reach from `roots`; raises
+    CannotLookThrough, which says what was met, and where."""
     return Snapshot(roots)
 
 
@@ -154,6 +164,9 @@ class Snapshot:
                 if _is_plain(thing):
                     self._note(written)
                     return self._on_undo(_mend_plain, thing, written)
+        for kinds, parts in PARTS:
+            if isinstance(thing, kinds):
+                return self._then(path, *parts(thing).items())
         for kinds, visit in self._KINDS:
             if isinstance(thing, kinds):
                 return visit(self, thing, path)
@@ -163,11 +176,9 @@ class Snapshot:
         names: list[str] = []
         while path is not None:
             path, name = path
-            names.append(name)
+            names += [name] if name else []
         kind = type(thing)
         return CannotLookThrough(f"{kind.__module__}.{kind.__qualname__} at `{' '.join(reversed(names)) or 'itself'}`")
-
-    # --- functions --------------------------------------------------------------------------------------------------
 
     def _visit_function(self, function: types.FunctionType, path: Path) -> None:
         path = (path, f"{function.__qualname__}()")
@@ -235,24 +246,6 @@ class Snapshot:
         if owner is not None and not isinstance(owner, types.ModuleType):
             self._then(path, (function.__name__, owner))
 
-    def _visit_method(self, method: Any, path: Path) -> None:
-        self._then(path, ("__func__", method.__func__), ("__self__", method.__self__))
-
-    def _visit_partial(self, partial: functools.partial[Any], path: Path) -> None:
-        parts = (("func", partial.func), ("args", partial.args), ("keywords", partial.keywords))
-        self._then(path, *parts, ("__dict__", partial.__dict__))
-
-    def _visit_getter(self, getter: Any, path: Path) -> None:
-        self._then(path, ("arguments", getter.__reduce__()[1]))
-
-    def _visit_wrapper(self, wrapper: Any, path: Path) -> None:
-        # What a cache of a pure function keeps is what it would compute again.
-        inner = wrapper.fget if isinstance(wrapper, property) else getattr(wrapper, "__func__", None)
-        inner = inner or getattr(wrapper, "func", None) or getattr(wrapper, "__wrapped__", None)
-        self._then(path, ("__wrapped__", inner))
-
-    # --- containers and numbers -------------------------------------------------------------------------------------
-
     def _visit_sequence(self, thing: Any, path: Path) -> None:
         base = _base_of(thing)
         items = list(base.__iter__(thing))
@@ -284,12 +277,6 @@ class Snapshot:
         if type(thing) not in (dict, collections.OrderedDict, collections.defaultdict, collections.Counter):
             self._visit_instance(thing, path)
 
-    def _visit_view(self, thing: Any, path: Path) -> None:
-        self._todo.append((dict(thing), path))
-
-    def _visit_reference(self, reference: Any, path: Path) -> None:
-        self._todo.append((reference(), path))
-
     def _visit_bytearray(self, thing: bytearray, path: Path) -> None:
         saved = bytes(thing)
         self._note(saved)
@@ -319,19 +306,17 @@ class Snapshot:
             state = rng.get_state()
             self._note(bytes(state.cpu().numpy()))
             self._on_undo(rng.set_state, state)
+        elif type(rng) is random.Random:
+            state = rng.getstate()
+            self._note(state)
+            self._on_undo(rng.setstate, state)
         elif isinstance(rng, random.Random):
-            if type(rng) is not random.Random:
-                raise self._opaque(rng, path)
-            own = rng.getstate()
-            self._note(own)
-            self._on_undo(rng.setstate, own)
+            raise self._opaque(rng, path)
         else:
             bits = rng.bit_generator if isinstance(rng, np.random.Generator) else rng._bit_generator
-            before = bits.state
-            self._note(repr(before))
-            self._on_undo(setattr, bits, "state", before)
-
-    # --- instances and classes --------------------------------------------------------------------------------------
+            state = bits.state
+            self._note(repr(state))
+            self._on_undo(setattr, bits, "state", state)
 
     def _visit_instance(self, thing: Any, path: Path) -> None:
         kind = type(thing)
@@ -367,16 +352,10 @@ class Snapshot:
     _KINDS: tuple[tuple[Any, Callable[..., None]], ...] = (
         (types.FunctionType, _visit_function),
         (types.CellType, _visit_cell),
-        (types.MethodType, _visit_method),
         ((types.BuiltinFunctionType, types.MethodWrapperType), _visit_builtin),
-        (functools.partial, _visit_partial),
-        (GETTERS, _visit_getter),
-        (WRAPPERS, _visit_wrapper),
         (torch.Tensor, _visit_tensor),
         (np.ndarray, _visit_array),
-        (GENERATORS, _visit_random),
-        (weakref.ReferenceType, _visit_reference),
-        (types.MappingProxyType, _visit_view),
+        ((torch.Generator, random.Random, np.random.Generator, np.random.RandomState), _visit_random),
         (bytearray, _visit_bytearray),
         (dict, _visit_dict),
         ((list, tuple, set, frozenset, collections.deque), _visit_sequence),

@@ -1,4 +1,4 @@
-"""How many tokens to draft: fixed, or from the acceptance and the costs that serving itself measures."""
+"""How many tokens to draft, from the acceptance and the costs that serving itself measures."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import threading
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from osd_hf.metrics import expected_block_efficiency
 from osd_hf.utils.disk import in_child, renewing
 
-__all__ = ["Acceptance", "AutoPace", "Costs", "DraftingPlan", "FixedPace", "MEMORY", "Pace", "Pacer"]
+__all__ = ["Acceptance", "AutoPace", "Costs", "DraftingPlan", "Pacer"]
 
 COSTS_KNOWN = 4  # rounds of either kind
 MEMORY = 128  # observations after which an old one counts a third
@@ -38,9 +38,7 @@ class Average:
     """Mean of recent values; one that is more than `memory` values old hardly counts."""
 
     def __init__(self, mean: float = 0.0, weight: float = 0.0, memory: int = MEMORY) -> None:
-        self.mean = mean
-        self.weight = weight
-        self.memory = memory
+        self.mean, self.weight, self.memory = mean, weight, memory
 
     def add(self, value: float, count: int = 1) -> None:
         fresh = min(count, self.memory)
@@ -62,10 +60,8 @@ class Line:
     def add(self, k: int, value: float) -> None:
         fade = 1 - 1 / MEMORY
         self.weight = self.weight * fade + 1
-        self._k = self._k * fade + k
-        self._kk = self._kk * fade + k * k
-        self._y = self._y * fade + value
-        self._ky = self._ky * fade + k * value
+        self._k, self._kk = self._k * fade + k, self._kk * fade + k * k
+        self._y, self._ky = self._y * fade + value, self._ky * fade + k * value
 
     def fit(self, prior_slope: float) -> tuple[float, float]:
         """Its value at k = 0, and its slope. Where all rounds drafted nearly as many tokens, noise would decide on the
@@ -202,56 +198,6 @@ class DraftingPlan:
         return asdict(self)
 
 
-class Pace(Protocol):
-    """What decides how many tokens one request drafts, round by round."""
-
-    reads_confidence: bool
-
-    def is_plain(self) -> bool:
-        """Whether no round of the request is to draft; asked once, as it begins."""
-
-    def tokens(self) -> int:
-        """Most tokens to draft in the round that begins; 0 is plain decoding."""
-
-    def goes_on(self, confidence: float) -> bool:
-        """Whether to draft one more, after a token that the draft gave this probability."""
-
-    def judged(self, confidences: Sequence[float], accepted: int, emitted: int) -> None:
-        """The target has verified the round's draft: the probabilities of its tokens, if they are read, how many were
-        accepted, and how many tokens the round emitted."""
-
-    def timed(self, drafted: int, draft_seconds: float, round_seconds: float | None, *, rounds: int = 1) -> None:
-        """Rounds have ended: the mean time of drafting in one, and of the whole; `None` where it also read a prompt or
-        caught up with one, which says nothing about others."""
-
-    def ended(self) -> None:
-        """The request has ended, well or not."""
-
-
-class FixedPace(Pace):
-    """
-    The same number of tokens each round.
-
-    Args:
-        k (`int`): Tokens a round.
-        threshold (`float`, defaults to 0): Drafting ends after a token that the draft finds less probable than this.
-    """
-
-    def __init__(self, k: int, threshold: float = 0.0) -> None:
-        self.k = k
-        self.threshold = threshold
-        self.reads_confidence = threshold > 0
-
-    def tokens(self) -> int:
-        return self.k
-
-    def goes_on(self, confidence: float) -> bool:
-        return confidence >= self.threshold
-
-    def is_plain(self) -> bool:
-        return False
-
-
 class Pacer:
     """
     Measures acceptance, by domain and request, and costs, over all requests, and decides from them.
@@ -348,17 +294,15 @@ class _Domain(Acceptance):
 
 
 class AutoPace:
-    """One request's pace under a [`Pacer`]."""
+    """One request's [`Pace`] under a [`Pacer`]."""
 
     reads_confidence = True
 
     def __init__(self, pacer: Pacer, domain: _Domain) -> None:
-        self._pacer = pacer
-        self._domain = domain
+        self._pacer, self._domain = pacer, domain
         self._own = Average(memory=OWN_MEMORY)
         self._plan = pacer._plan(domain)
-        self._explores = False
-        self._chance = 1.0
+        self._explores, self._chance = False, 1.0
         self._emitted = self._accepted = self._examined = 0
 
     def is_plain(self) -> bool:

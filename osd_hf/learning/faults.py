@@ -31,18 +31,11 @@ TOLERANCE = 1e-2  # of logits in half precision that should be at most 0
 
 @dataclass(frozen=True)
 class Readable:
-    """
-    What a draft can read. An id beyond its embeddings ends the process on a GPU, where no error can be caught.
+    """What a draft can read. An id beyond its embeddings ends the process on a GPU, where no error can be caught."""
 
-    Args:
-        vocab_size (`int`): Width of its logits.
-        num_inputs (`int`): Rows of its input embeddings.
-        positions (`int`, *optional*): Most tokens of one sequence.
-    """
-
-    vocab_size: int
-    num_inputs: int
-    positions: int | None = None
+    vocab_size: int  # width of its logits
+    num_inputs: int  # rows of its input embeddings
+    positions: int | None = None  # most tokens of one sequence
 
     @classmethod
     def by(cls, draft: Any) -> Self:
@@ -97,16 +90,11 @@ class Readable:
 
 
 class SetAside:
-    """
-    Traces that one draft does not learn from any more, because they make learning fail: remembered, as far as there
-    is room, and counted.
-
-    Attributes:
-        counts (`Counter[str]`): Traces set aside, by reason.
-    """
+    """Traces that one draft does not learn from any more, because they make learning fail: remembered, as far as there
+    is room, and counted."""
 
     def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()  # by reason
         self._keys: OrderedDict[str, None] = OrderedDict()
         self._reported: Counter[str] = Counter()
         self._in_a_row = 0
