@@ -56,14 +56,13 @@ class AcceptanceStats:
     requests: NDArray[Any] = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
 
     def __post_init__(self) -> None:
-        # Own copies, so that nobody's later change to what was passed reaches these counts; plain numbers for JSON.
-        for name in _COUNTS:
-            object.__setattr__(self, name, _plain(getattr(self, name)))
-        histogram = dict(sorted((int(k), _plain(n)) for k, n in self.accepted_length_histogram.items()))
-        requests = np.array(self.requests)
-        requests.setflags(write=False)
-        object.__setattr__(self, "accepted_length_histogram", histogram)
-        object.__setattr__(self, "requests", requests)
+        # Own copies: nobody's later change to what was passed reaches these counts. Plain numbers go into JSON.
+        own: dict[str, Any] = {name: _plain(getattr(self, name)) for name in _COUNTS}
+        histogram = sorted((int(k), _plain(n)) for k, n in self.accepted_length_histogram.items())
+        own |= {"accepted_length_histogram": dict(histogram), "requests": np.array(self.requests)}
+        own["requests"].setflags(write=False)
+        for name, value in own.items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def from_counts(cls, *, examined: float, accepted: float, **counts: Any) -> AcceptanceStats:
@@ -75,10 +74,7 @@ class AcceptanceStats:
     def from_rounds(cls, rounds: Sequence[DraftRound]) -> AcceptanceStats:
         """The stats of one request, from its rounds."""
         return cls.from_counts(
-            drafted=sum(r.num_drafted for r in rounds),
-            examined=sum(r.num_examined for r in rounds),
-            accepted=sum(r.num_accepted for r in rounds),
-            emitted=sum(r.num_emitted for r in rounds),
+            **{name: sum(getattr(r, f"num_{name}") for r in rounds) for name in _COUNTS[:-1]},
             target_forwards=len(rounds),
             accepted_length_histogram=Counter(r.num_accepted for r in rounds if r.num_drafted),
         )
@@ -119,14 +115,11 @@ class AcceptanceStats:
     def __add__(self, other: object) -> AcceptanceStats:
         if not isinstance(other, AcceptanceStats):
             return NotImplemented
-        histogram = dict(self.accepted_length_histogram)
-        for length, rounds in other.accepted_length_histogram.items():
-            histogram[length] = histogram.get(length, 0) + rounds
-        return AcceptanceStats(
-            **{name: getattr(self, name) + getattr(other, name) for name in _COUNTS},
-            accepted_length_histogram=histogram,
-            requests=np.concatenate([self.requests, other.requests]),
-        )
+        counts = {name: getattr(self, name) + getattr(other, name) for name in _COUNTS}
+        histogram = Counter[int](self.accepted_length_histogram)
+        histogram.update(other.accepted_length_histogram)
+        requests = np.concatenate([self.requests, other.requests])
+        return AcceptanceStats(**counts, accepted_length_histogram=histogram, requests=requests)
 
     def __radd__(self, other: object) -> AcceptanceStats:
         return self if other == 0 else NotImplemented  # sum() begins with 0
@@ -160,11 +153,8 @@ class AcceptanceStats:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> AcceptanceStats:
         """The stats that `to_dict` was called on."""
-        return cls(
-            **{name: data[name] for name in _COUNTS},
-            accepted_length_histogram=data["accepted_length_histogram"],
-            requests=np.array(data["requests"] or np.zeros((0, 2), dtype=np.int64)),
-        )
+        requests = np.array(data["requests"] or np.zeros((0, 2), dtype=np.int64))
+        return cls(**{name: data[name] for name in (*_COUNTS, "accepted_length_histogram")}, requests=requests)
 
 
 def alpha_gain_interval(before: AcceptanceStats, after: AcceptanceStats) -> tuple[float, float]:

@@ -71,17 +71,9 @@ def _unknown_settings(init: Any) -> dict[str, tuple[Any, ...]]:
 
 
 def check_generation(*sources: Any, assistant_tokenizer: Any = None) -> None:
-    """
-    Refuse modes of `generate` that are lossy, or have no draft to teach.
-
-    Args:
-        sources (`Any`):
-            Where settings are looked up, first come first served: dicts or generation configs; `None` is passed over.
-        assistant_tokenizer (`Any`, *optional*): Given where the draft has a tokenizer of its own.
-
-    Raises:
-        UnsupportedGenerationError: names the setting, its value and the reason.
-    """
+    """Refuse modes of `generate` that are lossy, or have no draft to teach. Settings are looked up in the sources,
+    first come first served: dicts or generation configs; `None` is passed over. Raises UnsupportedGenerationError,
+    which names the setting, its value and the reason."""
 
     def setting(name: str) -> Any:
         found = (s.get(name) if isinstance(s, dict) else getattr(s, name, None) for s in sources)
@@ -253,12 +245,7 @@ def check_processors(
     Refuse logits processors that remember earlier calls, or may: target and draft share the instances, so drafted
     tokens that were never emitted would change the target's output. What is not known to forget is tried out on
     made-up continuations of the prompt, and left as it was; what was `tried` for this request already is not again.
-
-    Returns:
-        `list[TriedOut]`: those that were tried out, to be looked at again after the request.
-
-    Raises:
-        UnsupportedGenerationError: names the processor.
+    Returns those that were tried out, to be looked at again after the request; raises UnsupportedGenerationError.
     """
     row = functools.partial(torch.zeros, input_ids.shape[0], vocab_size, device=input_ids.device)
     return [
@@ -271,12 +258,10 @@ def check_processors(
 
 def check_criteria(criteria: Any, input_ids: torch.Tensor, vocab_size: int) -> None:
     """
-    Refuse stopping criteria that remember earlier calls, or may: they are also asked about drafted tokens, so that an
+    Refuse stopping criteria that remember earlier calls, or may: they are also asked about drafted tokens, as an
     answer ends at the very token at which the target alone would end it. They are tried out as logits processors are,
     but not looked at again after the request: what has changed then may well be a flag by which the caller ended it.
-
-    Raises:
-        UnsupportedGenerationError: names the criterion.
+    Raises UnsupportedGenerationError.
     """
     for criterion in criteria or ():
         if not _is_known(criterion, "stopping criterion"):

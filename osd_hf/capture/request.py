@@ -49,21 +49,12 @@ SAMPLING_FIELDS = (
 
 @dataclass(frozen=True)
 class Lease:
-    """
-    The draft of one request.
-
-    Args:
-        version (`int`, defaults to 0): Written into the trace.
-        domain (`str`, *optional*): That the request belongs to; written into the trace.
-        model (`PreTrainedModel`, *optional*):
-            Takes the place of the request's assistant model; with `None`, that one serves.
-        drafting (`LeanDrafting`, *optional*): Makes its candidates; with `None`, the stock generator does.
-    """
+    """The draft of one request. Version and domain are written into the trace."""
 
     version: int = 0
     domain: str | None = None
-    model: Any = None
-    drafting: LeanDrafting | None = None
+    model: Any = None  # takes the place of the request's assistant model; with `None`, that one serves
+    drafting: LeanDrafting | None = None  # makes the candidates; with `None`, the stock generator does
 
 
 @dataclass(eq=False)
@@ -183,13 +174,7 @@ class CompressedRows(NamedTuple):
 
 
 def compress_rows(logits: torch.Tensor, num_logprobs: int | None) -> CompressedRows:
-    """
-    Cut target rows down to what a [`Trace`] keeps of them.
-
-    Args:
-        logits (`torch.Tensor` of shape `(rows, vocab)`): Raw logits.
-        num_logprobs (`int`, *optional*): Entries to keep (K); `None` keeps whole rows.
-    """
+    """Cut raw target rows, `(rows, vocab)`, down to their K largest entries and the tail; `None` keeps whole rows."""
     logits = logits.float()
     if num_logprobs is None or num_logprobs >= logits.shape[-1]:
         relative = logits - logits.amax(-1, keepdim=True)

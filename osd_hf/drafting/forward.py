@@ -42,23 +42,13 @@ _compiling = _Compiling()
 
 
 class DraftForward:
-    """
-    One request's draft: its cache, and the forwards over it.
-
-    Args:
-        draft (`PreTrainedModel`): Decoder-only or encoder-decoder.
-        source (`dict[str, Any]`, *optional*):
-            What each forward of an encoder-decoder gets besides tokens: `encoder_outputs` and `attention_mask`.
-
-    Attributes:
-        length (`int`): Tokens in the cache.
-        device (`torch.device`): Where tokens are fed.
-    """
+    """One request's draft: its cache, and the forwards over it. `source` is what each forward of an encoder-decoder
+    gets besides tokens: `encoder_outputs` and `attention_mask`."""
 
     def __init__(self, draft: Any, source: dict[str, Any] | None = None) -> None:
         self.draft = draft
-        self.device = draft.device  # looked up once: a model searches its parameters for it
-        self.length = 0
+        self.device = draft.device  # where tokens are fed; looked up once: a model searches its parameters for it
+        self.length = 0  # tokens in the cache
         self._settings: dict[str, Any] = {"use_cache": True, "return_dict": True, **(source or {})}
         if draft._supports_logits_to_keep():
             self._settings["logits_to_keep"] = 1
@@ -73,15 +63,8 @@ class DraftForward:
         return DynamicCache(config=config)
 
     def feed(self, ids: torch.Tensor) -> torch.Tensor:
-        """
-        Append tokens to the cache.
-
-        Args:
-            ids (`torch.Tensor` of shape `(1, tokens)`, int64): At least one.
-
-        Returns:
-            `torch.Tensor` of shape `(1, vocab)`: raw logits after the last of them, in the draft's dtype.
-        """
+        """Append tokens, `(1, tokens)` and at least one, to the cache; returns the raw logits after the last of them,
+        `(1, vocab)`, in the draft's dtype."""
         logits = self._forward(ids)
         self.length += ids.shape[1]
         return logits
@@ -102,14 +85,9 @@ class DraftForward:
 
 
 class CompiledDraft:
-    """
-    A draft whose single-token forward is compiled, over static caches that requests take turns with. What cannot be
-    compiled is served eagerly, and the log says why, once.
-
-    Args:
-        draft (`PreTrainedModel`):
-            Decoder-only; its weights may change in place between requests, and so may their dtype and device.
-    """
+    """A draft whose single-token forward is compiled, over static caches that requests take turns with. What cannot be
+    compiled is served eagerly, and the log says why, once. The weights of the draft may change in place between
+    requests, and so may their dtype and device."""
 
     def __init__(self, draft: Any) -> None:
         self.draft = draft

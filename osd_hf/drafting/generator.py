@@ -59,13 +59,8 @@ class Pace(Protocol):
 
 
 class FixedPace(Pace):
-    """
-    The same number of tokens each round.
-
-    Args:
-        k (`int`): Tokens a round.
-        threshold (`float`, defaults to 0): Drafting ends after a token that the draft finds less probable than this.
-    """
+    """The same number of tokens, k, each round; drafting ends after a token that the draft finds less probable than
+    the threshold."""
 
     def __init__(self, k: int, threshold: float = 0.0) -> None:
         self.k, self.threshold = k, threshold
@@ -83,24 +78,22 @@ class FixedPace(Pace):
 
 class LeanCandidateGenerator(CandidateGenerator):
     """
-    Candidates of one request.
-
-    Greedy candidates come without logits, as the loop compares tokens; sampled ones with the very logits that they
-    were drawn from, processed as the target's, float32, `(1, drafted, vocab)`.
+    Candidates of one request. Greedy ones come without logits, as the loop compares tokens; sampled ones with the very
+    logits that they were drawn from, processed as the target's, float32, `(1, drafted, vocab)`.
 
     Args:
         forward (`DraftForward`): The draft, with nothing fed yet.
         pace (`Pace`): How many tokens to draft.
         input_ids (`torch.Tensor` of shape `(1, prompt)`, int64): What the loop begins with.
         attention_mask (`torch.Tensor` of shape `(1, prompt)`, *optional*):
-            Padding of the prompt is 0; the draft does not see it, so that its positions are those of the target.
+            Padding of the prompt is 0; the draft does not see it: its positions are those of the target.
         logits_processor (`LogitsProcessorList`): The target's own.
         do_sample (`bool`): Draw tokens, or take the likeliest.
         max_length (`int`): Most tokens of the whole sequence, the prompt included.
         max_positions (`int`, *optional*): Tokens that the draft can be fed.
         eos_token_ids (`frozenset[int]`): Drafting ends with one of these.
         vocab_size (`int`): Width of the target's logits.
-        clock (`Callable[[], float]`, *optional*, defaults to `time.perf_counter`): Tells the time in seconds.
+        clock (`Callable[[], float]`, *optional*): Tells the time in seconds.
     """
 
     def __init__(
@@ -134,16 +127,8 @@ class LeanCandidateGenerator(CandidateGenerator):
         self._is_typical = False
 
     def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """
-        Draft for the round that begins.
-
-        Args:
-            input_ids (`torch.Tensor` of shape `(1, tokens)`, int64): The sequence so far.
-
-        Returns:
-            `tuple[torch.Tensor, torch.Tensor | None]`: the sequence followed by the draft, and the draft's logits; the
-            sequence itself and `None` where nothing is drafted.
-        """
+        """Draft for the round that begins with this sequence, `(1, tokens)`: the sequence followed by the draft, and
+        the draft's logits if they are drawn from; the sequence itself and `None` where nothing is drafted."""
         now = self._end_round()
         self._began = now
         self._drafted, self._confidences = [], []
