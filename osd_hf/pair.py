@@ -156,8 +156,8 @@ def load_pair(
     if (target is None) != (draft is None):
         raise ConfigError("A pair is two models: name both a target and a draft, or neither for the bundled pair.")
     if target is None or draft is None:
-        *models, tokenizer = load_bundled()
-        return Pair(*(placed(model, device or "cpu") for model in models), tokenizer)
+        answers, drafts, tokenizer = load_bundled()
+        return Pair(placed(answers, device or "cpu"), placed(drafts, device or "cpu"), tokenizer)
     tokenizer = load_tokenizer(target)
     loaded = load_model(target, dtype=dtype, device=device)
     return Pair(loaded, of_one_size(load_model(draft, dtype=dtype, device=device), loaded), tokenizer)

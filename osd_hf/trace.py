@@ -135,9 +135,10 @@ class Trace:
     @property
     def nbytes(self) -> int:
         """Bytes held by the arrays."""
-        arrays = [self.prompt_ids, self.completion_ids, self.top_logits, self.top_ids, self.tail_logprob]
+        arrays: list[NDArray[Any] | None] = [self.prompt_ids, self.decoder_prompt_ids, self.completion_ids]
+        arrays += [self.top_logits, self.top_ids, self.tail_logprob]
         arrays += [a for r in self.rounds for a in (r.drafted_ids, r.p, r.q)]
-        return sum(a.nbytes for a in (*arrays, self.decoder_prompt_ids) if a is not None)
+        return sum(a.nbytes for a in arrays if a is not None)
 
     def kept_logprobs(self) -> NDArray[np.float32]:
         """

@@ -1,3 +1,4 @@
+import sys
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -224,7 +225,7 @@ def test_batches_do_not_change_the_counts(monkeypatch: pytest.MonkeyPatch) -> No
     whole = replay(draft, traces)
     for batch_size in (1, 3):
         assert replay(draft, traces, batch_size=batch_size) == whole
-    monkeypatch.setattr("osd_hf.replay.MAX_LOGITS", 64 * 25)
+    monkeypatch.setattr(sys.modules["osd_hf.replay"], "MAX_LOGITS", 64 * 25)
     assert replay(draft, traces) == whole
 
 

@@ -1,4 +1,5 @@
 import copy
+import sys
 from dataclasses import fields, replace
 from typing import Any
 
@@ -91,7 +92,7 @@ def test_micro_batches_add_up_to_one_batch(
         return {n: p.grad.clone() for n, p in updater.parameters.items() if p.grad is not None}, report.loss
 
     whole, whole_loss = gradients()
-    monkeypatch.setattr("osd_hf.replay.MAX_LOGITS", 1)  # one trace a forward
+    monkeypatch.setattr(sys.modules["osd_hf.replay"], "MAX_LOGITS", 1)  # one trace a forward
     parts, parts_loss = gradients()
     assert parts_loss == pytest.approx(whole_loss, rel=1e-10)
     assert whole.keys() == parts.keys()

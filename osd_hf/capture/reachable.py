@@ -302,6 +302,7 @@ class Snapshot:
         return None
 
     def _visit_random(self, rng: Any, path: Path) -> None:
+        state: Any
         if isinstance(rng, torch.Generator):
             state = rng.get_state()
             self._note(bytes(state.cpu().numpy()))

@@ -82,8 +82,11 @@ def record_traces(
             ended = np.flatnonzero(np.isin(answer, ends))
             answer = answer[: ended[0] + 1] if len(ended) else answer
             here = slice(row, row + 1)
-            parts = [CompressedRows(*(None if x is None else x[here] for x in step)) for step in steps[: len(answer)]]
-            top_logits, top_ids, tail = stored_rows(parts, len(answer), size)
+            parts = [
+                CompressedRows(logits[here], None if ids is None else ids[here], tail[here])
+                for logits, ids, tail in steps[: len(answer)]
+            ]
+            top_logits, top_ids, tail_logprob = stored_rows(parts, len(answer), size)
             yield Trace(
                 prompt_ids=np.asarray(prompt, dtype=np.int32),
                 decoder_prompt_ids=sequences[row, :start] if is_encoder_decoder else None,
@@ -91,7 +94,7 @@ def record_traces(
                 rounds=(),
                 top_logits=top_logits,
                 top_ids=top_ids,
-                tail_logprob=tail,
+                tail_logprob=tail_logprob,
                 vocab_size=size,
                 domain=domain,
                 sampling=sampling,

@@ -49,13 +49,16 @@ class Pace(Protocol):
     def judged(self, confidences: Sequence[float], accepted: int, emitted: int) -> None:
         """The target has verified the round's draft: the probabilities of its tokens, if they are read, how many were
         accepted, and how many tokens the round emitted."""
+        return
 
     def timed(self, drafted: int, draft_seconds: float, round_seconds: float | None, *, rounds: int = 1) -> None:
         """Rounds have ended: the mean time of drafting in one, and of the whole; `None` where it also read a prompt or
         caught up with one, which says nothing about others."""
+        return
 
     def ended(self) -> None:
         """The request has ended, well or not."""
+        return
 
 
 class FixedPace(Pace):
