@@ -8,8 +8,6 @@ from typing import Any, Literal
 from osd_hf.errors import ConfigError
 from osd_hf.losses import DIVERGENCES
 
-__all__ = ["OnlineConfig"]
-
 CHOICES: dict[str, tuple[str, ...]] = {
     "drafting": ("lean", "stock"),
     "divergence": tuple(DIVERGENCES),
@@ -63,7 +61,7 @@ class OnlineConfig:
         optimizer (`str`, *optional*, defaults to `"muon"`):
             `"muon"`: Muon for the weight matrices inside the layers, AdamW for the rest; `"adamw"`: AdamW for all.
         learning_rate (`float`, *optional*, defaults to 1e-3):
-            Constant; Muon's steps are scaled to the size of AdamW's, so that one rate serves both.
+            Constant; Muon's steps are scaled to the size of AdamW's, and one rate serves both.
         max_grad_norm (`float`, *optional*, defaults to 1.0): Gradients are clipped to this norm.
         weight_average (`float`, *optional*, defaults to 0.98):
             What serves is the exponential average of the learned weights over steps, with this decay; 0 serves the
@@ -83,7 +81,7 @@ class OnlineConfig:
         max_draft_bytes (`int`, *optional*):
             Bytes of the drafts per domain that are held ready to serve (at least one is); the longest unused goes,
             and is made again when it is needed. `None` holds all.
-        seed (`int`, *optional*, defaults to 0): Of the replay samples.
+        seed (`int`, *optional*, defaults to 0): Seeds the replay samples.
 
     Raises:
         ConfigError: a value outside its range; names field, rule and value.

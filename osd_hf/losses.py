@@ -18,8 +18,6 @@ from torch.autograd.function import once_differentiable
 
 from osd_hf.errors import ConfigError
 
-__all__ = ["DIVERGENCES", "divergence_loss", "generalized_jsd", "outcome_logprobs", "overlap"]
-
 LOG_ZERO = -100.0
 """What a zero probability counts as: negligible as a weight, finite as a logarithm, in half precision too."""
 

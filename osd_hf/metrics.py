@@ -184,7 +184,7 @@ def _resample(requests: NDArray[Any]) -> NDArray[Any]:
     if n < 2:
         return np.zeros((columns, 0))
     rng = np.random.default_rng(0)
-    block = max(1, 2**20 // n)  # resamples at once, so that memory stays bounded
+    block = max(1, 2**20 // n)  # resamples at once, to bound the memory
     sizes = [min(block, NUM_RESAMPLES - start) for start in range(0, NUM_RESAMPLES, block)]
     return np.concatenate([requests[rng.integers(n, size=(size, n))].sum(axis=1) for size in sizes]).T
 
@@ -221,7 +221,7 @@ class Tally:
             return dict(self._by_domain)
 
     def total(self) -> AcceptanceStats:
-        """Of all domains, since the last reset."""
+        """All domains together, since the last reset."""
         return sum(self.by_domain().values(), AcceptanceStats())
 
     def take_recent(self) -> tuple[int, AcceptanceStats]:

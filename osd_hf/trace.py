@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["DraftRound", "Trace", "ids_dtype", "misshapen", "num_accepted"]
-
 
 def ids_dtype(vocab_size: int) -> type[np.uint16] | type[np.int32]:
     """The smallest integer type that holds every token id of the vocabulary."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import logging
 import os
 import threading
 import traceback
@@ -20,13 +19,9 @@ from transformers import GenerationMixin, LogitsProcessorList
 
 from osd_hf.capture.guards import check_generation, check_processors, forgets
 from osd_hf.capture.processors import ReplayedProcessor
-from osd_hf.capture.request import ASSISTED_ONLY, Binding, Request, Sink
+from osd_hf.capture.request import Binding, Request, Sink
 from osd_hf.errors import CaptureError, ConfigError, OSDError, UnsupportedModelError
 from osd_hf.pair import unwrap, vocab_size_of
-
-__all__ = ["bind", "capture_traces"]
-
-logger = logging.getLogger(__name__)
 
 _bindings: ContextVar[tuple[Binding, ...]] = ContextVar("osd_hf_bindings", default=())
 
@@ -90,10 +85,10 @@ def capture_traces(
 
 # --- where requests are met -----------------------------------------------------------------------------------------
 #
-# `generate` looks its loop up on the type, so that a patched instance is ignored. A class of our own for the instance
-# would do, but meanwhile users copy, pickle, wrap and exchange the class of their model themselves. So the loop is
-# wrapped where it is defined, in `GenerationMixin` as a rule, while anybody listens to any model; what nobody listens
-# to is passed on.
+# `generate` looks its loop up on the type, and ignores a patched instance. A class of our own for the instance would
+# do, but users copy, pickle, wrap and exchange the class of their model themselves meanwhile. So the loop is wrapped
+# where it is defined, in `GenerationMixin` as a rule, while anybody listens to any model; what nobody listens to is
+# passed on.
 
 _LOOP = "_assisted_decoding"
 
@@ -149,8 +144,6 @@ def _listened_to(decode: Callable[..., Any]) -> Callable[..., Any]:
         given = kwargs["logits_processor"]
         tried = check_processors(given, input_ids, vocab_size_of(self), [one for b in bindings for one in b.tried])
         kwargs["logits_processor"] = _begun(given, input_ids)
-        cache = kwargs.get("past_key_values")
-        cached_tokens = 0 if cache is None else cache.get_seq_length()
         # The length at which the loop ends is moved round by round; the config is the caller's to see.
         kwargs["generation_config"] = copy.copy(kwargs["generation_config"])
         request = Request(self, input_ids, kwargs, bindings)
@@ -174,8 +167,7 @@ def _listened_to(decode: Callable[..., Any]) -> Callable[..., Any]:
             if refusal is not None:
                 for one in tried:
                     one.before.put_back()
-                kwargs["logits_processor"] = _begun(given, input_ids)
-                return _answered_alone(self, input_ids, kwargs, cached_tokens, refusal)
+                return request.answer_alone(_begun(given, input_ids), refusal)
         request.finish()
         return output
 
@@ -186,26 +178,6 @@ def _begun(processors: LogitsProcessorList, input_ids: torch.Tensor) -> LogitsPr
     """The processors of one request: those with a memory are made anew for it."""
     start = input_ids.shape[1]
     return LogitsProcessorList(p.begin(start) if type(p) is ReplayedProcessor else p for p in processors)
-
-
-def _answered_alone(
-    self: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], cached_tokens: int, refusal: Exception
-) -> Any:
-    """The answer of the target alone, where what a processor or a criterion was asked about drafted tokens may have
-    changed the answer, or ended it; raises the refusal where that cannot be had."""
-    cache = kwargs.get("past_key_values")
-    # What has been shown cannot be taken back. Sampled answers that were drawn anew only where they met with this
-    # would have another distribution. A sliding window has forgotten what came before it.
-    if (
-        kwargs.get("streamer") is not None
-        or kwargs["generation_config"].do_sample
-        or (cached_tokens and any(getattr(cache, "is_sliding", ())))
-    ):
-        raise refusal
-    if cache is not None:
-        cache.crop(cached_tokens - cache.get_seq_length())
-    logger.warning("%s The target answers alone, and nothing is learned from that.", refusal)
-    return self._sample(input_ids, **{name: value for name, value in kwargs.items() if name not in ASSISTED_ONLY})
 
 
 class _Watched:

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor
 
-__all__ = ["ReplayedProcessor"]
-
 
 class ReplayedProcessor(LogitsProcessor):
     """

@@ -30,8 +30,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-__all__ = ["CannotLookThrough", "Snapshot", "look_through"]
-
 MAX_OBJECTS = 200_000
 MAX_CLONED = 1 << 18  # elements; of larger tensors torch's own counter of changes is read, and they are not put back
 MISSING = object()

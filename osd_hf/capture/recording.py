@@ -15,8 +15,6 @@ from osd_hf.pair import eos_ids, vocab_size_of
 from osd_hf.replay import padded
 from osd_hf.trace import Trace
 
-__all__ = ["record_traces"]
-
 
 @torch.no_grad()
 def record_traces(
@@ -60,20 +58,15 @@ def record_traces(
         )
     is_encoder_decoder, size = target.config.is_encoder_decoder, vocab_size_of(target)
     ends = eos_ids(target.generation_config)
-    sampling = {
-        "max_new_tokens": max_new_tokens, "processors": [], "eos_token_id": target.generation_config.eos_token_id,
-    }  # fmt: skip
+    sampling = {"max_new_tokens": max_new_tokens, "processors": []}
+    sampling["eos_token_id"] = target.generation_config.eos_token_id
     for first in range(0, len(prompts), batch_size):
         batch = prompts[first : first + batch_size]
         ids, mask = padded(batch, "right" if is_encoder_decoder else "left", target.device)
         output = target.generate(
-            input_ids=ids,
-            attention_mask=mask,
-            do_sample=False,
-            max_new_tokens=max_new_tokens,
-            output_logits=True,
+            input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=max_new_tokens, output_logits=True,
             return_dict_in_generate=True,
-        )
+        )  # fmt: skip
         sequences = output.sequences.cpu().numpy().astype(np.int32)
         start = sequences.shape[1] - len(output.logits)
         steps = [compress_rows(step, num_logprobs) for step in output.logits]
@@ -87,16 +80,9 @@ def record_traces(
                 for logits, ids, tail in steps[: len(answer)]
             ]
             top_logits, top_ids, tail_logprob = stored_rows(parts, len(answer), size)
+            start_ids = sequences[row, :start] if is_encoder_decoder else None
             yield Trace(
-                prompt_ids=np.asarray(prompt, dtype=np.int32),
-                decoder_prompt_ids=sequences[row, :start] if is_encoder_decoder else None,
-                completion_ids=answer,
-                rounds=(),
-                top_logits=top_logits,
-                top_ids=top_ids,
-                tail_logprob=tail_logprob,
-                vocab_size=size,
-                domain=domain,
-                sampling=sampling,
-                created_at_seconds=time.time(),
-            )
+                prompt_ids=np.asarray(prompt, dtype=np.int32), decoder_prompt_ids=start_ids, completion_ids=answer,
+                rounds=(), top_logits=top_logits, top_ids=top_ids, tail_logprob=tail_logprob, vocab_size=size,
+                domain=domain, sampling=sampling, created_at_seconds=time.time(),
+            )  # fmt: skip

@@ -37,8 +37,8 @@ NO_WARPING = {
     "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None, "top_h": None, "typical_p": 1.0,
     "epsilon_cutoff": 0.0, "eta_cutoff": 0.0,
 }  # fmt: skip
-# What of a generation config shapes the distribution or bounds the answer: kept with a trace, so that a replay can
-# process a draft's logits as the live request did.
+# Settings that shape the distribution or bound the answer. They are kept with a trace: a replay processes a draft's
+# logits as the live request did.
 SAMPLING_FIELDS = (
     "do_sample", *NO_WARPING, "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size",
     "encoder_no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "min_length", "min_new_tokens",
@@ -59,34 +59,21 @@ class Lease:
 
 @dataclass(eq=False)
 class Binding:
-    """
-    One listener of a target's assisted requests.
+    """One listener of a target's assisted requests."""
 
-    Args:
-        sink (`Callable[[Trace], object]`): Gets the trace when a request has ended well.
-        owner (`object`): Among several bindings with one owner, the innermost alone listens.
-        num_logprobs (`int`, *optional*):
-            Target entries kept per position; 0 keeps no rows, `None` keeps whole rows.
-        domain (`str`, *optional*): Written into the traces, where `serving` finds no other.
-        serving (`Callable[[Any, Any], ContextManager[Lease]]`, *optional*):
-            Called with the request's assistant model and its prompt (token ids, int32, `(prompt,)`; `None` where it is
-            not made of these alone), and entered around it; yields the draft that serves it.
-        exact_stops (`bool`, defaults to `False`):
-            Whether an answer ends at the token that meets a stopping criterion. The stock loop looks at the criteria
-            once a round and may run past the token at which the target alone would have stopped.
-        num_assistant_tokens (`int` or `"auto"`, *optional*):
-            k of these requests, where it is another than that of the draft that serves them. Traces tell it.
-        tried (`Sequence[TriedOut]`, *optional*): Processors of the request to come that were tried out already.
-    """
-
-    sink: Sink
-    owner: object
-    num_logprobs: int | None = 64
-    domain: str | None = None
+    sink: Sink  # gets the trace when a request has ended well
+    owner: object  # among several bindings with one owner, the innermost alone listens
+    num_logprobs: int | None = 64  # target entries kept per position; 0 keeps no rows, `None` keeps whole rows
+    domain: str | None = None  # written into the traces, where `serving` finds no other
+    # Called with the request's assistant model and its prompt (token ids, int32, `(prompt,)`; `None` where it is not
+    # made of these alone), and entered around it; yields the draft that serves it.
     serving: Callable[[Any, Any], AbstractContextManager[Lease]] | None = None
+    # Whether an answer ends at the token that meets a stopping criterion. The stock loop looks at the criteria once a
+    # round and may run past the token at which the target alone would have stopped.
     exact_stops: bool = False
+    # k of these requests, where it is another than that of the draft that serves them. Traces tell it.
     num_assistant_tokens: int | str | None = None
-    tried: Sequence[TriedOut] = ()
+    tried: Sequence[TriedOut] = ()  # processors of the request to come that were tried out already
     failure: BaseException | None = field(default=None, init=False)
     target: Any = field(default=None, init=False)  # whose requests it listens to now
 
@@ -127,11 +114,9 @@ def sampling_settings(generation_config: Any) -> dict[str, Any]:
     return settings
 
 
-def _num_cached(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> int | None:
+def _num_cached(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], cached: int) -> int | None:
     """Tokens of the prompt that lie in a cache of an earlier turn; `None` where the cache holds tokens that the prompt
     does not repeat, which `generate` tells by a mask longer than the prompt."""
-    cache = kwargs.get("past_key_values")
-    cached = 0 if cache is None else int(cache.get_seq_length())
     if cached == 0:
         return 0
     mask = kwargs.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
@@ -144,7 +129,7 @@ def _prompt_ids(
     model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], *, prefix_unseen: bool
 ) -> tuple[Any, Any] | None:
     """Prompt ids without padding and, for an encoder-decoder, the decoder's prompt; `None` where the request also
-    depends on something other than token ids, so that no draft could be taught from its trace."""
+    depends on something other than token ids, as no draft could be taught from its trace."""
     is_encoder_decoder = model.config.is_encoder_decoder
     source = kwargs.get("inputs_tensor") if is_encoder_decoder else input_ids
     foreign = [
@@ -260,13 +245,15 @@ class _Round:
 
 class Request:
     """What is gathered between the beginning and the end of one assisted request. Tensors stay where they are until
-    the end, so that a round waits for no transfer."""
+    the end: no round waits for a transfer."""
 
     def __init__(
         self, model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], bindings: Sequence[Binding]
     ) -> None:
         self.model, self.input_ids, self.kwargs, self.bindings = model, input_ids, kwargs, bindings
-        self.num_cached = _num_cached(model, input_ids, kwargs)
+        cache = kwargs.get("past_key_values")
+        self.cached_tokens = 0 if cache is None else int(cache.get_seq_length())  # of an earlier turn
+        self.num_cached = _num_cached(model, input_ids, kwargs, self.cached_tokens)
         self.prompts = _prompt_ids(model, input_ids, kwargs, prefix_unseen=self.num_cached is None)
         self.config = kwargs["generation_config"]
         self.max_length = self.config.max_length
@@ -310,8 +297,7 @@ class Request:
         assert self.pace is not None
         self.num_cached = 0  # that loop knows by itself what a cache holds
         watched = _WatchedProcessors(self.kwargs["logits_processor"], self)
-        kwargs = {name: value for name, value in self.kwargs.items() if name not in ASSISTED_ONLY}
-        output = self.model._sample(self.input_ids, **{**kwargs, "logits_processor": watched})
+        output = self._sample(watched)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         self.sequence = sequences[:1]
         self.rounds = [_Round(self.drafted, 1)] * (sequences.shape[1] - self.input_ids.shape[1])
@@ -319,6 +305,24 @@ class Request:
             rounds = len(watched.times) - 1
             self.pace.timed(0, 0.0, (watched.times[-1] - watched.times[0]) / rounds, rounds=rounds)
         return output
+
+    def answer_alone(self, processors: LogitsProcessorList, refusal: Exception) -> Any:
+        """The answer of the target alone, where what a processor or a criterion was asked about drafted tokens may
+        have changed the answer, or ended it; raises the refusal where that cannot be had."""
+        cache = self.kwargs.get("past_key_values")
+        is_sliding = any(getattr(cache, "is_sliding", ()))
+        # What has been shown cannot be taken back. Sampled answers that were drawn anew only where they met with this
+        # would have another distribution. A sliding window has forgotten what came before it.
+        if self.kwargs.get("streamer") is not None or self.config.do_sample or (self.cached_tokens and is_sliding):
+            raise refusal
+        if cache is not None:
+            cache.crop(self.cached_tokens - cache.get_seq_length())
+        logger.warning("%s The target answers alone, and nothing is learned from that.", refusal)
+        return self._sample(processors)
+
+    def _sample(self, processors: LogitsProcessorList) -> Any:
+        kwargs = {name: value for name, value in self.kwargs.items() if name not in ASSISTED_ONLY}
+        return self.model._sample(self.input_ids, **{**kwargs, "logits_processor": processors})
 
     def lean_generator(self, **kwargs: Any) -> LeanCandidateGenerator | None:
         """The lean generator of a listener whose draft this is; `None` where the stock one is to serve."""
@@ -411,22 +415,12 @@ class Request:
                 if binding.num_logprobs == 0
                 else stored_rows(self.rows.parts[binding.num_logprobs], total, size)
             )
-            binding.deliver(
-                Trace(
-                    prompt_ids=prompt,
-                    decoder_prompt_ids=decoder_prompt,
-                    completion_ids=completion,
-                    rounds=rounds,
-                    top_logits=top_logits,
-                    top_ids=top_ids,
-                    tail_logprob=tail,
-                    vocab_size=size,
-                    domain=lease.domain,
-                    draft_version=lease.version,
-                    sampling=self.settings,
-                    created_at_seconds=time.time(),
-                )
-            )
+            trace = Trace(
+                prompt_ids=prompt, decoder_prompt_ids=decoder_prompt, completion_ids=completion, rounds=rounds,
+                top_logits=top_logits, top_ids=top_ids, tail_logprob=tail, vocab_size=size, domain=lease.domain,
+                draft_version=lease.version, sampling=self.settings, created_at_seconds=time.time(),
+            )  # fmt: skip
+            binding.deliver(trace)
 
 
 class _NoDistribution(Exception):
@@ -443,12 +437,10 @@ class _Distributions(LogitsProcessor):
 
 
 def _mend_drafting(generator: AssistedCandidateGenerator, input_ids: torch.Tensor) -> None:
-    """
-    Let the draft see what the target sees. The output would be the same without it, but a draft as good as the target
-    would be rejected: `generate` drops masks of ones, so that the draft's own `generate` takes pad tokens in the
-    context for padding and, for an encoder-decoder, feeds the whole answer once more on top of its cache; and it warps
-    the draft's distribution twice, by the processors that it is handed and by its settings.
-    """
+    """Let the draft see what the target sees. The output would be the same without it, but a draft as good as the
+    target would be rejected. `generate` drops masks of ones: then the draft's own `generate` takes pad tokens in the
+    context for padding and, for an encoder-decoder, feeds the whole answer once more on top of its cache. It also
+    warps the draft's distribution twice, by the processors that it is handed and by its settings."""
     draft = unwrap(generator.assistant_model)
     name = "decoder_attention_mask" if draft.config.is_encoder_decoder else "attention_mask"
     if generator.assistant_kwargs.get(name) is None and name in inspect.signature(draft.forward).parameters:

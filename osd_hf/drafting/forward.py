@@ -15,8 +15,6 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from osd_hf.pair import first_line
 from osd_hf.utils.disk import in_child, renewing
 
-__all__ = ["CompiledDraft", "DraftForward", "StaticForward"]
-
 logger = logging.getLogger(__name__)
 
 # Tokens of static caches: each doubling in between is compiled once, and longer sequences are drafted eagerly.
@@ -24,7 +22,7 @@ SMALLEST_STATIC_CACHE, LARGEST_STATIC_CACHE = 256, 8192
 
 
 class _Compiling:
-    """The threads that compile now. A child forked meanwhile would wait for ever for the compiler's own lock, which
+    """The threads that compile now. A child forked meanwhile would wait forever for the compiler's own lock, which
     such a thread holds: there nothing is compiled any more."""
 
     def __init__(self) -> None:

@@ -19,8 +19,6 @@ from osd_hf.drafting.pacing import Pacer
 from osd_hf.pair import is_peft
 from osd_hf.trace import num_accepted
 
-__all__ = ["Clock", "FixedPace", "LeanCandidateGenerator", "LeanDrafting", "Pace", "without_padding"]
-
 logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
@@ -251,8 +249,7 @@ class LeanDrafting:
         compile_draft: bool = False,
         pacer: Pacer | None = None,
     ) -> None:
-        self.draft = draft
-        self.num_assistant_tokens = num_assistant_tokens
+        self.draft, self.num_assistant_tokens = draft, num_assistant_tokens
         self.pacer = pacer or Pacer()
         self.clock: Clock = time.perf_counter
         self._compiled = CompiledDraft(draft) if compile_draft else None
@@ -278,20 +275,10 @@ class LeanDrafting:
         )
         return FixedPace(int(k), float(threshold or 0.0))
 
-    def generator(
-        self,
-        pace: Pace,
-        vocab_size: int,
-        *,
-        input_ids: torch.Tensor,
-        generation_config: Any,
-        inputs_tensor: torch.Tensor | None,
-        logits_processor: LogitsProcessorList,
-        model_kwargs: dict[str, Any],
-        **kwargs: Any,
-    ) -> LeanCandidateGenerator | None:
-        """One request's generator, from what the loop hands to the stock one; `None` where only that can serve."""
-        draft = self.draft
+    def generator(self, pace: Pace, vocab_size: int, **given: Any) -> LeanCandidateGenerator | None:
+        """One request's generator, from what the loop passes to `_get_candidate_generator`; `None` where the stock one
+        is to serve."""
+        draft, generation_config, inputs_tensor = self.draft, given["generation_config"], given["inputs_tensor"]
         if is_peft(draft):
             self.left("the draft's adapter cannot be merged into its weights")
             return None
@@ -305,28 +292,21 @@ class LeanDrafting:
             if limit is not None and inputs_tensor is not None and inputs_tensor.shape[1] > limit:
                 limit = 0  # nothing is drafted for a source that the draft cannot read
             else:
-                source = self._encode(inputs_tensor, model_kwargs.get("attention_mask"))
+                source = self._encode(inputs_tensor, given["model_kwargs"].get("attention_mask"))
         max_length = int(generation_config.max_length)
         if source is None and self._compiled is not None:
             forward = self._compiled.forward(max_length if limit is None else min(max_length, limit))
         else:
             forward = DraftForward(draft, source)
         eos = generation_config._eos_token_tensor
+        mask = "decoder_attention_mask" if draft.config.is_encoder_decoder else "attention_mask"
         return LeanCandidateGenerator(
-            forward,
-            pace,
-            input_ids,
-            attention_mask=model_kwargs.get(
-                "decoder_attention_mask" if draft.config.is_encoder_decoder else "attention_mask"
-            ),
-            logits_processor=logits_processor,
-            do_sample=bool(generation_config.do_sample),
-            max_length=max_length,
-            max_positions=limit,
-            eos_token_ids=frozenset() if eos is None else frozenset(eos.tolist()),
-            vocab_size=vocab_size,
+            forward, pace, given["input_ids"], attention_mask=given["model_kwargs"].get(mask),
+            logits_processor=given["logits_processor"], do_sample=bool(generation_config.do_sample),
+            max_length=max_length, max_positions=limit,
+            eos_token_ids=frozenset() if eos is None else frozenset(eos.tolist()), vocab_size=vocab_size,
             clock=self.clock,
-        )
+        )  # fmt: skip
 
     @torch.inference_mode()
     def _encode(self, source_ids: Any, mask: torch.Tensor | None) -> dict[str, Any]:

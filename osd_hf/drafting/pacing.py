@@ -11,8 +11,6 @@ from typing import Any
 from osd_hf.metrics import expected_block_efficiency
 from osd_hf.utils.disk import in_child, renewing
 
-__all__ = ["Acceptance", "AutoPace", "Costs", "DraftingPlan", "Pacer"]
-
 COSTS_KNOWN = 4  # rounds of either kind
 MEMORY = 128  # observations after which an old one counts a third
 RIDGE = 0.25  # variance of drafted tokens at which their slope is half the prior one
@@ -22,7 +20,7 @@ EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
 PRIOR_ALPHA, PRIOR_WEIGHT = 0.6, 4.0
 MOST_OF_A_REQUEST = 16  # examined tokens of it that count
 MAX_K = 32
-WARM_UP = (4, 1, 7, 2)  # tokens drafted in turn until costs are known, so that slopes can be read off
+WARM_UP = (4, 1, 7, 2)  # tokens drafted in turn until costs are known: slopes need several
 MOST_DOMAINS = 1024  # the oldest are forgotten
 REFRESH = 100  # speculating rounds between two plain ones, which time the target alone
 PROBE_SHARE = 0.015  # of the time of plain decoding may be lost in finding out whether speculation has begun to pay
@@ -358,7 +356,7 @@ class AutoPace:
             if drafted == 0:
                 domain.plain_seconds += (round_seconds or 0.0) * rounds
             elif not self._plan.speculates:
-                # Of a round that also read the prompt, only the drafting is known to be on top.
+                # Only the drafting is known to be on top in a round that also read the prompt.
                 plain = costs.level * costs.plain.mean
                 lost = draft_seconds if round_seconds is None else round_seconds - self._emitted * plain
                 domain.probe_seconds = max(domain.probe_seconds + lost, 0.0)

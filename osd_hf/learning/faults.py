@@ -14,8 +14,6 @@ import numpy as np
 
 from osd_hf.trace import DraftRound, Trace, ids_dtype, misshapen
 
-__all__ = ["Readable", "SetAside"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
