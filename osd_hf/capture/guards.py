@@ -20,6 +20,7 @@ from osd_hf.pair import vocab_size_of
 
 # --- settings and inputs --------------------------------------------------------------------------------------------
 
+_CROPPED_CACHES = (None, "dynamic", "dynamic_full", "offloaded")
 # Setting of `generate`, the values under which it does nothing, why it is refused.
 _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("num_beams", (None, 1), "beams verify no draft; use greedy decoding or sampling"),
@@ -35,11 +36,7 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("constraints", (None,), "constrained beams verify no draft"),
     ("force_words_ids", (None,), "constrained beams verify no draft"),
     ("use_cache", (None, True), "assisted generation needs the key-value cache"),
-    (
-        "cache_implementation",
-        (None, "dynamic", "dynamic_full", "offloaded"),
-        "assisted generation needs a dynamic cache, which can be cropped",
-    ),
+    ("cache_implementation", _CROPPED_CACHES, "assisted generation needs a dynamic cache, which can be cropped"),
 )
 # Settings that are served, and those that do nothing to an assisted answer. A field in none of these lists, as a newer
 # transformers may bring, is refused where it is set: what it does is not known here.

@@ -32,9 +32,7 @@ class ReplayedProcessor(LogitsProcessor):
     """
 
     def __init__(
-        self,
-        make: Callable[[], Callable[..., torch.Tensor]],
-        take_back: Callable[[Any, int], object] | None = None,
+        self, make: Callable[[], Callable[..., torch.Tensor]], take_back: Callable[[Any, int], object] | None = None
     ) -> None:
         self.make = make
         self.take_back = take_back
