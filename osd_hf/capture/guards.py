@@ -18,8 +18,6 @@ from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, UnsupportedGenerationError
 from osd_hf.pair import vocab_size_of
 
-# --- settings and inputs --------------------------------------------------------------------------------------------
-
 _CROPPED_CACHES = (None, "dynamic", "dynamic_full", "offloaded")
 # Setting of `generate`, the values under which it does nothing, why it is refused.
 _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
@@ -57,6 +55,42 @@ _IRRELEVANT = frozenset({
     "token_healing", "transformers_version",
 })  # fmt: skip
 _KNOWN = _SERVED | _IRRELEVANT | {name for name, _, _ in _REFUSED}
+
+# Classes of transformers whose calls depend on nothing but their arguments: those that `generate` makes from settings.
+STATELESS = frozenset({
+    "EncoderNoRepeatNGramLogitsProcessor", "EncoderRepetitionPenaltyLogitsProcessor", "EpsilonLogitsWarper",
+    "EtaLogitsWarper", "ExponentialDecayLengthPenalty", "ForcedBOSTokenLogitsProcessor",
+    "ForcedEOSTokenLogitsProcessor", "InfNanRemoveLogitsProcessor", "LogitNormalization", "MinLengthLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor", "MinPLogitsWarper", "NoBadWordsLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "SequenceBiasLogitsProcessor",
+    "SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor", "TemperatureLogitsWarper",
+    "TopHLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper", "WatermarkLogitsProcessor",
+    "WhisperTimeStampLogitsProcessor",
+    "EosTokenCriteria", "MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria",
+})  # fmt: skip
+# Those that remember earlier calls, or need more than the row and the tokens: draft and target would share one memory.
+STATEFUL = frozenset({
+    "AlternatingCodebooksLogitsProcessor", "BarkEosPrioritizerLogitsProcessor",
+    "ClassifierFreeGuidanceLogitsProcessor", "DiaClassifierFreeGuidanceLogitsProcessor",
+    "DiaEOSChannelFilterLogitsProcessor", "DiaEOSDelayPatternLogitsProcessor",
+    "SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+    "WhisperNoSpeechDetection",
+    "ConfidenceCriteria",
+})  # fmt: skip
+# Classes in neither list are tried out: those of a newer transformers, and what is as good as its function.
+
+MOST_NAMED = 32  # tokens tried out because they are named
+MOST_WRITTEN = 4096  # bytes of a container that is searched for them
+
+_ADVICE = {
+    "logits processor": "Derive what it needs from `input_ids` instead; or let `osd_hf.ReplayedProcessor` make it, "
+    "which serves a processor with a memory exactly",
+    "stopping criterion": "Derive what it needs from `input_ids` instead",
+}
+_VOUCH = "or, where its calls depend on their arguments alone, say so by an attribute `is_stateless = True` on it"
+
+
+# --- settings and inputs --------------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(2)
@@ -152,39 +186,6 @@ def check_inputs(inputs: Any, kwargs: dict[str, Any]) -> None:
 
 
 # --- processors and criteria ----------------------------------------------------------------------------------------
-
-# Classes of transformers whose calls depend on nothing but their arguments: those that `generate` makes from settings.
-STATELESS = frozenset({
-    "EncoderNoRepeatNGramLogitsProcessor", "EncoderRepetitionPenaltyLogitsProcessor", "EpsilonLogitsWarper",
-    "EtaLogitsWarper", "ExponentialDecayLengthPenalty", "ForcedBOSTokenLogitsProcessor",
-    "ForcedEOSTokenLogitsProcessor", "InfNanRemoveLogitsProcessor", "LogitNormalization", "MinLengthLogitsProcessor",
-    "MinNewTokensLengthLogitsProcessor", "MinPLogitsWarper", "NoBadWordsLogitsProcessor",
-    "NoRepeatNGramLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "SequenceBiasLogitsProcessor",
-    "SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor", "TemperatureLogitsWarper",
-    "TopHLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper", "WatermarkLogitsProcessor",
-    "WhisperTimeStampLogitsProcessor",
-    "EosTokenCriteria", "MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria",
-})  # fmt: skip
-# Those that remember earlier calls, or need more than the row and the tokens: draft and target would share one memory.
-STATEFUL = frozenset({
-    "AlternatingCodebooksLogitsProcessor", "BarkEosPrioritizerLogitsProcessor",
-    "ClassifierFreeGuidanceLogitsProcessor", "DiaClassifierFreeGuidanceLogitsProcessor",
-    "DiaEOSChannelFilterLogitsProcessor", "DiaEOSDelayPatternLogitsProcessor",
-    "SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor",
-    "WhisperNoSpeechDetection",
-    "ConfidenceCriteria",
-})  # fmt: skip
-# Classes in neither list are tried out: those of a newer transformers, and what is as good as its function.
-
-MOST_NAMED = 32  # tokens tried out because they are named
-MOST_WRITTEN = 4096  # bytes of a container that is searched for them
-
-_ADVICE = {
-    "logits processor": "Derive what it needs from `input_ids` instead; or let `osd_hf.ReplayedProcessor` make it, "
-    "which serves a processor with a memory exactly",
-    "stopping criterion": "Derive what it needs from `input_ids` instead",
-}
-_VOUCH = "or, where its calls depend on their arguments alone, say so by an attribute `is_stateless = True` on it"
 
 
 @dataclass(frozen=True)

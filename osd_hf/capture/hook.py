@@ -23,7 +23,13 @@ from osd_hf.capture.request import Binding, Request, Sink
 from osd_hf.errors import CaptureError, ConfigError, OSDError, UnsupportedModelError
 from osd_hf.pair import unwrap, vocab_size_of
 
+_LOOP = "_assisted_decoding"
 _bindings: ContextVar[tuple[Binding, ...]] = ContextVar("osd_hf_bindings", default=())
+_listeners: Counter[type] = Counter()
+_before: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # what our loops took the place of
+_lock = threading.RLock()  # a forgotten block is left whenever its last reference goes
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 @contextlib.contextmanager
@@ -89,14 +95,6 @@ def capture_traces(
 # do, but users copy, pickle, wrap and exchange the class of their model themselves meanwhile. So the loop is wrapped
 # where it is defined, in `GenerationMixin` as a rule, while anybody listens to any model; what nobody listens to is
 # passed on.
-
-_LOOP = "_assisted_decoding"
-
-_listeners: Counter[type] = Counter()
-_before: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # what our loops took the place of
-_lock = threading.RLock()  # a forgotten block is left whenever its last reference goes
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 def _enter(cls: type) -> list[type]:
