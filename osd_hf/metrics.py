@@ -95,10 +95,7 @@ class AcceptanceStats:
         """Acceptance rate, accepted / examined; `nan` while nothing was examined."""
         return self.accepted / self.examined if self.examined else math.nan
 
-    @property
-    def acceptance_rate(self) -> float:
-        """Another name of `alpha`."""
-        return self.alpha
+    acceptance_rate = alpha
 
     @property
     def block_efficiency(self) -> float:
