@@ -82,19 +82,10 @@ class LeanCandidateGenerator(CandidateGenerator):
     Candidates of one request. Greedy ones come without logits, as the loop compares tokens; sampled ones with the very
     logits that they were drawn from, processed as the target's, float32, `(1, drafted, vocab)`.
 
-    Args:
-        forward (`DraftForward`): The draft, with nothing fed yet.
-        pace (`Pace`): How many tokens to draft.
-        input_ids (`torch.Tensor` of shape `(1, prompt)`, int64): What the loop begins with.
-        attention_mask (`torch.Tensor` of shape `(1, prompt)`, *optional*):
-            Padding of the prompt is 0; the draft does not see it: its positions are those of the target.
-        logits_processor (`LogitsProcessorList`): The target's own.
-        do_sample (`bool`): Draw tokens, or take the likeliest.
-        max_length (`int`): Most tokens of the whole sequence, the prompt included.
-        max_positions (`int`, *optional*): Tokens that the draft can be fed.
-        eos_token_ids (`frozenset[int]`): Drafting ends with one of these.
-        vocab_size (`int`): Width of the target's logits.
-        clock (`Callable[[], float]`, *optional*): Tells the time in seconds.
+    The loop begins with `input_ids`, int64, `(1, prompt)`. What `attention_mask`, of the same shape, hides of them is
+    padding, which the draft does not see: its positions are those of the target. The sequence has at most `max_length`
+    tokens, of which the draft can be fed `max_positions`; drafting ends with one of `eos_token_ids`. `vocab_size` is
+    the width of the target's logits, `logits_processor` its own, and `clock` tells the time in seconds.
     """
 
     def __init__(
@@ -226,19 +217,15 @@ class LeanCandidateGenerator(CandidateGenerator):
 
 class LeanDrafting:
     """
-    Makes the lean candidate generators of one draft's requests.
+    Makes the lean candidate generators of one draft's requests. The weights of the draft may change in place between
+    requests.
 
     Args:
-        draft (`PreTrainedModel`): What drafts; weights may change in place between requests.
+        draft (`PreTrainedModel`): What drafts.
         num_assistant_tokens (`int` or `str`, *optional*):
             k, or `"auto"`; `None` reads the draft's generation config at each request.
         compile_draft (`bool`, defaults to `False`): Compile the single-token forward, at the first request.
-        pacer (`Pacer`, *optional*): Shared with other drafts of the same size.
-
-    Attributes:
-        pacer (`Pacer`): What `"auto"` decides from.
-        clock (`Callable[[], float]`):
-            Tells the time in seconds; one that waits for an accelerator makes costs exact, and requests slower.
+        pacer (`Pacer`, *optional*): Shared with other drafts of the same size; what `"auto"` decides from.
     """
 
     def __init__(
@@ -251,7 +238,7 @@ class LeanDrafting:
     ) -> None:
         self.draft, self.num_assistant_tokens = draft, num_assistant_tokens
         self.pacer = pacer or Pacer()
-        self.clock: Clock = time.perf_counter
+        self.clock: Clock = time.perf_counter  # one that waits for an accelerator makes costs exact, requests slower
         self._compiled = CompiledDraft(draft) if compile_draft else None
         self._told: set[str] = set()
 
