@@ -3,8 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 from osd_hf.assistant import OnlineAssistant
-from osd_hf.capture.hook import capture_traces, record_traces
+from osd_hf.capture.hook import capture_traces
 from osd_hf.capture.processors import ReplayedProcessor
+from osd_hf.capture.recording import record_traces
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import (
     CaptureError,

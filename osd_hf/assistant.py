@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from osd_hf.capture import guards
+from osd_hf.capture.guards import TriedOut, check_callables
 from osd_hf.capture.hook import bind
-from osd_hf.capture.processors import TriedOut, check_callables
 from osd_hf.config import OnlineConfig
 from osd_hf.drafting.generator import LeanDrafting
 from osd_hf.drafting.pacing import DraftingPlan

@@ -8,12 +8,14 @@ from typing import Any, Literal
 from osd_hf.errors import ConfigError
 from osd_hf.losses import DIVERGENCES
 
-__all__ = ["OnlineConfig"]
-
-DRAFTING = ("lean", "stock")
-LEARN_FROM = ("verified", "corrections")
-UPDATE_STRATEGIES = ("interval", "idle", "manual")
-OPTIMIZERS = ("muon", "adamw")
+CHOICES: dict[str, tuple[str, ...]] = {
+    "drafting": ("lean", "stock"),
+    "divergence": tuple(DIVERGENCES),
+    "learn_from": ("verified", "corrections"),
+    "update_strategy": ("interval", "idle", "manual"),
+    "optimizer": ("muon", "adamw"),
+}
+COUNTS = ("update_interval", "steps_per_update", "batch_size", "buffer_size", "autosave_interval", "max_drafts")
 
 
 def _setting(default: Any, help: str) -> Any:
@@ -43,15 +45,13 @@ class OnlineConfig:
         num_logprobs (`int`, *optional*, defaults to 64):
             Target entries kept per position (K); `None` keeps whole rows.
         update_strategy (`str`, *optional*, defaults to `"interval"`):
-            `"interval"`: an update after every `update_interval` requests, behind the answer that completes them;
+            `"interval"`: an update after every `update_interval` requests, after the answer that completes them;
             `"idle"`: the same updates by a thread of their own, which steps only while no request is running;
             `"manual"`: only when `update` is called.
         update_interval (`int`, *optional*, defaults to 8):
             Requests (of one draft, where domains have their own) between two updates.
-        steps_per_update (`int`, *optional*, defaults to 8):
-            Optimizer steps of an update.
-        batch_size (`int`, *optional*, defaults to 32):
-            Requests in the batch of one step.
+        steps_per_update (`int`, *optional*, defaults to 8): Optimizer steps of an update.
+        batch_size (`int`, *optional*, defaults to 32): Requests in the batch of one step.
         replay_fraction (`float`, *optional*, defaults to 0.75):
             Share of a batch drawn from the replay buffer; the rest are the newest requests. Where these are fewer,
             the buffer fills up; where the buffer is empty, the batch is smaller.
@@ -61,9 +61,8 @@ class OnlineConfig:
         optimizer (`str`, *optional*, defaults to `"muon"`):
             `"muon"`: Muon for the weight matrices inside the layers, AdamW for the rest; `"adamw"`: AdamW for all.
         learning_rate (`float`, *optional*, defaults to 1e-3):
-            Constant; Muon's steps are scaled to the size of AdamW's, so that one rate serves both.
-        max_grad_norm (`float`, *optional*, defaults to 1.0):
-            Gradients are clipped to this norm.
+            Constant; Muon's steps are scaled to the size of AdamW's, and one rate serves both.
+        max_grad_norm (`float`, *optional*, defaults to 1.0): Gradients are clipped to this norm.
         weight_average (`float`, *optional*, defaults to 0.98):
             What serves is the exponential average of the learned weights over steps, with this decay; 0 serves the
             last step's. An average allows a high rate without its noise.
@@ -82,8 +81,7 @@ class OnlineConfig:
         max_draft_bytes (`int`, *optional*):
             Bytes of the drafts per domain that are held ready to serve (at least one is); the longest unused goes,
             and is made again when it is needed. `None` holds all.
-        seed (`int`, *optional*, defaults to 0):
-            Of the replay samples.
+        seed (`int`, *optional*, defaults to 0): Seeds the replay samples.
 
     Raises:
         ConfigError: a value outside its range; names field, rule and value.
@@ -124,16 +122,25 @@ class OnlineConfig:
             if not holds:
                 raise ConfigError(f"`{name}` must be {rule}, got {getattr(self, name)!r}.")
 
-        for name in (
-            "update_interval", "steps_per_update", "batch_size", "buffer_size", "autosave_interval", "max_drafts",
-        ):  # fmt: skip
-            must(name, _is_int(getattr(self, name)) and getattr(self, name) >= 1, "an integer of at least 1")
-        k, width = self.num_assistant_tokens, self.num_logprobs
-        is_count = k is None or (_is_int(k) and k >= 1)  # type: ignore[operator]
-        must("num_assistant_tokens", is_count or k == "auto", 'an integer of at least 1, "auto", or None')
-        must("num_logprobs", width is None or (_is_int(width) and width >= 1), "an integer of at least 1, or None")
-        must("drafting", self.drafting in DRAFTING, f"one of {', '.join(DRAFTING)}")
-        must("compile_draft", isinstance(self.compile_draft, bool), "True or False")
+        def is_int(value: Any, least: int = 1) -> bool:
+            return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+        for name in COUNTS:
+            must(name, is_int(getattr(self, name)), "an integer of at least 1")
+        for name, choices in CHOICES.items():
+            must(name, getattr(self, name) in choices, f"one of {', '.join(choices)}")
+        for name in ("compile_draft", "gate"):
+            must(name, isinstance(getattr(self, name), bool), "True or False")
+        for name in ("learning_rate", "max_grad_norm", "micro_step_seconds"):
+            must(name, 0 < getattr(self, name) < float("inf"), "a positive number")
+        k, width, size = self.num_assistant_tokens, self.num_logprobs, self.max_draft_bytes
+        must("num_assistant_tokens", k in (None, "auto") or is_int(k), 'an integer of at least 1, "auto", or None')
+        must("num_logprobs", width is None or is_int(width), "an integer of at least 1, or None")
+        must("max_draft_bytes", size is None or is_int(size), "a positive integer, or None")
+        must("replay_fraction", 0 <= self.replay_fraction <= 1, "between 0 and 1")
+        must("weight_average", 0 <= self.weight_average < 1, "at least 0 and below 1")
+        must("max_duty_cycle", 0 < self.max_duty_cycle <= 1, "above 0 and at most 1")
+        must("seed", is_int(self.seed, 0), "an integer of at least 0")
         if self.drafting == "stock" and (k == "auto" or self.compile_draft):
             name = 'num_assistant_tokens="auto"' if k == "auto" else "compile_draft=True"
             raise ConfigError(f'`{name}` needs `drafting="lean"`, got "stock".')
@@ -142,20 +149,6 @@ class OnlineConfig:
                 '`learn_from="corrections"` needs a fixed `num_assistant_tokens`, got "auto", which leaves the target '
                 'alone while drafting does not pay: nothing is corrected then. Use `learn_from="verified"`.'
             )
-        must("divergence", self.divergence in DIVERGENCES, f"one of {', '.join(DIVERGENCES)}")
-        must("learn_from", self.learn_from in LEARN_FROM, f"one of {', '.join(LEARN_FROM)}")
-        must("update_strategy", self.update_strategy in UPDATE_STRATEGIES, f"one of {', '.join(UPDATE_STRATEGIES)}")
-        must("optimizer", self.optimizer in OPTIMIZERS, f"one of {', '.join(OPTIMIZERS)}")
-        must("replay_fraction", 0 <= self.replay_fraction <= 1, "between 0 and 1")
-        must("learning_rate", 0 < self.learning_rate < float("inf"), "a positive number")
-        must("max_grad_norm", 0 < self.max_grad_norm < float("inf"), "a positive number")
-        must("gate", isinstance(self.gate, bool), "True or False")
-        must("max_duty_cycle", 0 < self.max_duty_cycle <= 1, "above 0 and at most 1")
-        must("micro_step_seconds", 0 < self.micro_step_seconds < float("inf"), "a positive number")
-        size = self.max_draft_bytes
-        must("max_draft_bytes", size is None or (_is_int(size) and size >= 1), "a positive integer, or None")
-        must("weight_average", 0 <= self.weight_average < 1, "at least 0 and below 1")
-        must("seed", _is_int(self.seed) and self.seed >= 0, "an integer of at least 0")
 
     @classmethod
     def paper(cls, **changes: Any) -> OnlineConfig:
@@ -164,29 +157,15 @@ class OnlineConfig:
         1e-4, no replay, no average, no gate.
 
         Args:
-            changes (`Any`, *optional*):
-                Fields to set otherwise.
+            changes (`Any`, *optional*): Fields to set otherwise.
         """
         rule: dict[str, Any] = {
-            "num_assistant_tokens": 5,
-            "divergence": "forward_kl",
-            "learn_from": "corrections",
-            "update_strategy": "interval",
-            "update_interval": 8,
-            "steps_per_update": 1,
-            "batch_size": 8,
-            "replay_fraction": 0.0,
-            "optimizer": "adamw",
-            "learning_rate": 1e-4,
-            "weight_average": 0.0,
-            "gate": False,
-        }
+            "num_assistant_tokens": 5, "divergence": "forward_kl", "learn_from": "corrections",
+            "update_strategy": "interval", "update_interval": 8, "steps_per_update": 1, "batch_size": 8,
+            "replay_fraction": 0.0, "optimizer": "adamw", "learning_rate": 1e-4, "weight_average": 0.0, "gate": False,
+        }  # fmt: skip
         return cls(**{**rule, **changes})
 
     def to_dict(self) -> dict[str, Any]:
         """Field by field, ready for JSON."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

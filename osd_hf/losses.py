@@ -18,8 +18,6 @@ from torch.autograd.function import once_differentiable
 
 from osd_hf.errors import ConfigError
 
-__all__ = ["DIVERGENCES", "divergence_loss", "generalized_jsd", "outcome_logprobs", "overlap"]
-
 LOG_ZERO = -100.0
 """What a zero probability counts as: negligible as a weight, finite as a logarithm, in half precision too."""
 
@@ -46,18 +44,9 @@ def reverse_kl(p_logprobs: Tensor, q_logprobs: Tensor) -> Tensor:
 def generalized_jsd(p_logprobs: Tensor, q_logprobs: Tensor, beta: float = 0.5) -> Tensor:
     """
     Generalized Jensen-Shannon divergence (equation 1 of arXiv 2306.13649, in TRL's convention)
-    `beta KL(p || m) + (1 - beta) KL(q || m)` with `m = beta p + (1 - beta) q`.
-
-    Args:
-        p_logprobs (`torch.Tensor` of shape `(..., K + 1)`): Log-probs of the target; `-inf` allowed.
-        q_logprobs (`torch.Tensor` of shape `(..., K + 1)`): Log-probs of the draft; `-inf` allowed.
-        beta (`float`, *optional*, defaults to 0.5): Weight of the target; 0 is the forward, 1 the reverse KL.
-
-    Returns:
-        `torch.Tensor` of shape `(...)`.
-
-    Raises:
-        ConfigError: `beta` is outside [0, 1].
+    `beta KL(p || m) + (1 - beta) KL(q || m)` with `m = beta p + (1 - beta) q`: a loss `(...)` of the log-probs of
+    target and draft, `(..., K + 1)`, `-inf` allowed. `beta` is the weight of the target; 0 is the forward, 1 the
+    reverse KL, and anything outside raises ConfigError.
     """
     if not 0 <= beta <= 1:
         raise ConfigError(f"beta must be between 0 and 1, got {beta}")
@@ -76,7 +65,7 @@ def total_variation(p_logprobs: Tensor, q_logprobs: Tensor) -> Tensor:
 
 
 def neg_log_overlap(p_logprobs: Tensor, q_logprobs: Tensor) -> Tensor:
-    """`-log sum min(p, q)`: as total variation, but with a gradient that stays large where nothing overlaps yet."""
+    """`-log sum min(p, q)`: like total variation, but its gradient stays large where nothing overlaps yet."""
     return -torch.minimum(_finite(p_logprobs), _finite(q_logprobs)).logsumexp(-1)
 
 
@@ -101,26 +90,15 @@ position. `-inf` is allowed on both sides and counts as `exp(LOG_ZERO)`, so that
 
 
 def overlap(p_logprobs: Tensor, q_logprobs: Tensor) -> Tensor:
-    """
-    `sum min(p, q)`: the expected acceptance of each position under sampling (theorem 3.5 of arXiv 2211.17192).
-
-    Args:
-        p_logprobs (`torch.Tensor` of shape `(..., K + 1)`): Log-probs of the target; `-inf` allowed.
-        q_logprobs (`torch.Tensor` of shape `(..., K + 1)`): Log-probs of the draft; `-inf` allowed.
-
-    Returns:
-        `torch.Tensor` of shape `(...)`, between 0 and 1.
-    """
+    """`sum min(p, q)`, between 0 and 1: the expected acceptance of each position under sampling (theorem 3.5 of arXiv
+    2211.17192). Takes log-probs of target and draft, `(..., K + 1)`, `-inf` allowed; returns `(...)`."""
     return torch.minimum(p_logprobs, q_logprobs).exp().sum(-1)
 
 
 class _OutcomeLogprobs(torch.autograd.Function):
-    """
-    Log-softmax of logits onto the kept tokens and the tail.
-
-    The tail is summed up itself, since `1 - sum(kept)` has no correct digit left where the kept tokens hold nearly all
-    of the mass. Either direction needs one dense temporary; in the backward it is the gradient.
-    """
+    """Log-softmax of logits onto the kept tokens and the tail. The tail is summed up itself, since `1 - sum(kept)` has
+    no correct digit left where the kept tokens hold nearly all of the mass. Either direction needs one dense
+    temporary; in the backward it is the gradient."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, ids: Tensor) -> Tensor:
@@ -149,8 +127,7 @@ def outcome_logprobs(draft_logits: Tensor, top_ids: Tensor | None) -> Tensor:
     The draft's log-probs of the kept tokens and of the tail.
 
     Args:
-        draft_logits (`torch.Tensor` of shape `(N, V)`):
-            Logits of the draft, in any floating type; `-inf` allowed.
+        draft_logits (`torch.Tensor` of shape `(N, V)`): Logits of the draft, in any floating type; `-inf` allowed.
         top_ids (`torch.Tensor` of shape `(N, K)`, int64, *optional*):
             Distinct ids of the kept tokens; `None` keeps whole rows in vocabulary order.
 
@@ -177,16 +154,13 @@ def divergence_loss(
     Weighted mean over positions of a divergence between stored target rows and the draft.
 
     Args:
-        draft_logits (`torch.Tensor` of shape `(N, V)`):
-            Logits of the draft at the stored positions.
+        draft_logits (`torch.Tensor` of shape `(N, V)`): Logits of the draft at the stored positions.
         top_ids (`torch.Tensor` of shape `(N, K)`, int64, *optional*):
             Ids of the kept tokens; `None` where whole rows were kept, in vocabulary order (`K = V`).
-        top_logprobs (`torch.Tensor` of shape `(N, K)`):
-            The target's log-probs of the kept tokens; `-inf` allowed.
+        top_logprobs (`torch.Tensor` of shape `(N, K)`): The target's log-probs of the kept tokens; `-inf` allowed.
         tail_logprob (`torch.Tensor` of shape `(N,)`):
             Log of the target's mass outside of them; `-inf` where nothing was cut.
-        divergence (`str`, *optional*, defaults to `"forward_kl"`):
-            A key of `DIVERGENCES`.
+        divergence (`str`, *optional*, defaults to `"forward_kl"`): A key of `DIVERGENCES`.
         weights (`torch.Tensor` of shape `(N,)`, *optional*):
             Non-negative weight of each position; all equal by default.
 

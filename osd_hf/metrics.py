@@ -1,4 +1,4 @@
-"""How well a draft is accepted: counts that add up, and intervals that respect that requests differ."""
+"""How well a draft is accepted, and what that is worth: counts that add up, their intervals, and the cost model."""
 
 from __future__ import annotations
 
@@ -18,15 +18,6 @@ from osd_hf.errors import ConfigError
 from osd_hf.trace import DraftRound, Trace
 from osd_hf.utils.disk import in_child, renewing
 
-__all__ = [
-    "AcceptanceStats",
-    "Tally",
-    "alpha_gain_interval",
-    "best_k",
-    "expected_block_efficiency",
-    "expected_speedup",
-]
-
 NUM_RESAMPLES = 2000
 
 _COUNTS = ("drafted", "examined", "accepted", "emitted", "target_forwards")
@@ -43,16 +34,13 @@ class AcceptanceStats:
     Counts of real runs are `int`; the expectations of a sampled replay are `float`.
 
     Args:
-        drafted (`int` or `float`, *optional*, defaults to 0):
-            Tokens that the draft proposed.
+        drafted (`int` or `float`, *optional*, defaults to 0): Tokens that the draft proposed.
         examined (`int` or `float`, *optional*, defaults to 0):
-            Those that the target decided on: of each round the accepted ones and the rejected one, if there was one.
-        accepted (`int` or `float`, *optional*, defaults to 0):
-            Those that the target accepted.
+            Those that the target decided on: the accepted ones of each round, and the rejected one if there was one.
+        accepted (`int` or `float`, *optional*, defaults to 0): Those that the target accepted.
         emitted (`int` or `float`, *optional*, defaults to 0):
             Tokens of the answers, corrections and bonus tokens included.
-        target_forwards (`int` or `float`, *optional*, defaults to 0):
-            Forward passes of the target: one a round.
+        target_forwards (`int` or `float`, *optional*, defaults to 0): Forward passes of the target: one a round.
         accepted_length_histogram (`Mapping[int, int | float]`, *optional*):
             Accepted tokens of a round -> number of rounds, over the rounds that drafted at least one token.
         requests (`np.ndarray` of shape `(requests, 2)`, *optional*):
@@ -68,39 +56,25 @@ class AcceptanceStats:
     requests: NDArray[Any] = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
 
     def __post_init__(self) -> None:
-        # Own copies, so that nobody's later change to what was passed reaches these counts; plain numbers for JSON.
-        for name in _COUNTS:
-            object.__setattr__(self, name, _plain(getattr(self, name)))
-        histogram = dict(sorted((int(k), _plain(n)) for k, n in self.accepted_length_histogram.items()))
-        requests = np.array(self.requests)
-        requests.setflags(write=False)
-        object.__setattr__(self, "accepted_length_histogram", histogram)
-        object.__setattr__(self, "requests", requests)
+        # Own copies: nobody's later change to what was passed reaches these counts. Plain numbers go into JSON.
+        own: dict[str, Any] = {name: _plain(getattr(self, name)) for name in _COUNTS}
+        histogram = sorted((int(k), _plain(n)) for k, n in self.accepted_length_histogram.items())
+        own |= {"accepted_length_histogram": dict(histogram), "requests": np.array(self.requests)}
+        own["requests"].setflags(write=False)
+        for name, value in own.items():
+            object.__setattr__(self, name, value)
 
     @classmethod
-    def from_counts(
-        cls,
-        *,
-        drafted: float,
-        examined: float,
-        accepted: float,
-        emitted: float,
-        target_forwards: float,
-        accepted_length_histogram: Mapping[int, float] | None = None,
-    ) -> AcceptanceStats:
-        """The stats of one request; arguments as of the class."""
-        histogram = accepted_length_histogram or {}
-        pair = np.array([[examined, accepted]])
-        return cls(drafted, examined, accepted, emitted, target_forwards, histogram, pair)
+    def from_counts(cls, *, examined: float, accepted: float, **counts: Any) -> AcceptanceStats:
+        """The stats of one request; takes the arguments of the class, all but `requests`, by keyword."""
+        requests = np.array([[examined, accepted]])
+        return cls(examined=examined, accepted=accepted, requests=requests, **counts)
 
     @classmethod
     def from_rounds(cls, rounds: Sequence[DraftRound]) -> AcceptanceStats:
         """The stats of one request, from its rounds."""
         return cls.from_counts(
-            drafted=sum(r.num_drafted for r in rounds),
-            examined=sum(r.num_examined for r in rounds),
-            accepted=sum(r.num_accepted for r in rounds),
-            emitted=sum(r.num_emitted for r in rounds),
+            **{name: sum(getattr(r, f"num_{name}") for r in rounds) for name in _COUNTS[:-1]},
             target_forwards=len(rounds),
             accepted_length_histogram=Counter(r.num_accepted for r in rounds if r.num_drafted),
         )
@@ -121,10 +95,7 @@ class AcceptanceStats:
         """Acceptance rate, accepted / examined; `nan` while nothing was examined."""
         return self.accepted / self.examined if self.examined else math.nan
 
-    @property
-    def acceptance_rate(self) -> float:
-        """Another name of `alpha`."""
-        return self.alpha
+    acceptance_rate = alpha
 
     @property
     def block_efficiency(self) -> float:
@@ -133,24 +104,19 @@ class AcceptanceStats:
 
     @cached_property
     def alpha_interval(self) -> tuple[float, float]:
-        """
-        95% interval of alpha: percentile bootstrap over requests, as tokens of one answer are not independent; the
-        same at each call. `(nan, nan)` for fewer than two requests or if nothing was examined.
-        """
+        """95% interval of alpha: percentile bootstrap over requests, as tokens of one answer are not independent; the
+        same at each call. `(nan, nan)` for fewer than two requests or if nothing was examined."""
         examined, accepted = _resample(self.requests)
         return _interval(accepted, examined)
 
     def __add__(self, other: object) -> AcceptanceStats:
         if not isinstance(other, AcceptanceStats):
             return NotImplemented
-        histogram = dict(self.accepted_length_histogram)
-        for length, rounds in other.accepted_length_histogram.items():
-            histogram[length] = histogram.get(length, 0) + rounds
-        return AcceptanceStats(
-            **{name: getattr(self, name) + getattr(other, name) for name in _COUNTS},
-            accepted_length_histogram=histogram,
-            requests=np.concatenate([self.requests, other.requests]),
-        )
+        counts = {name: getattr(self, name) + getattr(other, name) for name in _COUNTS}
+        histogram = Counter[int](self.accepted_length_histogram)
+        histogram.update(other.accepted_length_histogram)
+        requests = np.concatenate([self.requests, other.requests])
+        return AcceptanceStats(**counts, accepted_length_histogram=histogram, requests=requests)
 
     def __radd__(self, other: object) -> AcceptanceStats:
         return self if other == 0 else NotImplemented  # sum() begins with 0
@@ -170,32 +136,22 @@ class AcceptanceStats:
         return {name: getattr(self, name) for name in (*_COUNTS, "accepted_length_histogram")}
 
     def to_dict(self, *, derived: bool = True) -> dict[str, Any]:
-        """
-        A form that `json.dumps` takes, for reports and for `from_dict`: the counts, the requests, and, unless
+        """A form that `json.dumps` takes, for reports and for `from_dict`: the counts, the requests, and, unless
         `derived` is `False`, what follows from them (`alpha`, `alpha_interval`, `block_efficiency`; `None` where
-        undefined), of which the interval takes a while for many requests.
-        """
-        counted = self._counts() | {
-            "accepted_length_histogram": {str(k): n for k, n in self.accepted_length_histogram.items()},
-            "requests": self.requests.tolist(),
-        }
-        if not derived:
-            return counted
-        undefined = math.isnan(self.alpha_interval[0])
-        return counted | {
-            "alpha": self.alpha if self.examined else None,
-            "alpha_interval": None if undefined else list(self.alpha_interval),
-            "block_efficiency": self.block_efficiency if self.target_forwards else None,
-        }
+        undefined). The interval takes a while for many requests."""
+        histogram = {str(k): n for k, n in self.accepted_length_histogram.items()}
+        found = self._counts() | {"accepted_length_histogram": histogram, "requests": self.requests.tolist()}
+        if derived:
+            found["alpha"] = self.alpha if self.examined else None
+            found["alpha_interval"] = None if math.isnan(self.alpha_interval[0]) else list(self.alpha_interval)
+            found["block_efficiency"] = self.block_efficiency if self.target_forwards else None
+        return found
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> AcceptanceStats:
         """The stats that `to_dict` was called on."""
-        return cls(
-            **{name: data[name] for name in _COUNTS},
-            accepted_length_histogram=data["accepted_length_histogram"],
-            requests=np.array(data["requests"] or np.zeros((0, 2), dtype=np.int64)),
-        )
+        requests = np.array(data["requests"] or np.zeros((0, 2), dtype=np.int64))
+        return cls(**{name: data[name] for name in (*_COUNTS, "accepted_length_histogram")}, requests=requests)
 
 
 def alpha_gain_interval(before: AcceptanceStats, after: AcceptanceStats) -> tuple[float, float]:
@@ -215,12 +171,8 @@ def alpha_gain_interval(before: AcceptanceStats, after: AcceptanceStats) -> tupl
             "the two stats must be of the same requests in the same order, "
             f"got {before.num_requests} and {after.num_requests} requests"
         )
-    examined_before, accepted_before, examined_after, accepted_after = _resample(
-        np.concatenate([before.requests, after.requests], axis=1)
-    )
-    return _interval(
-        accepted_after * examined_before - accepted_before * examined_after, examined_after * examined_before
-    )
+    examined, accepted, examined_after, accepted_after = _resample(np.hstack([before.requests, after.requests]))
+    return _interval(accepted_after * examined - accepted * examined_after, examined_after * examined)
 
 
 def _resample(requests: NDArray[Any]) -> NDArray[Any]:
@@ -229,7 +181,7 @@ def _resample(requests: NDArray[Any]) -> NDArray[Any]:
     if n < 2:
         return np.zeros((columns, 0))
     rng = np.random.default_rng(0)
-    block = max(1, 2**20 // n)  # resamples at once, so that memory stays bounded
+    block = max(1, 2**20 // n)  # resamples at once, to bound the memory
     sizes = [min(block, NUM_RESAMPLES - start) for start in range(0, NUM_RESAMPLES, block)]
     return np.concatenate([requests[rng.integers(n, size=(size, n))].sum(axis=1) for size in sizes]).T
 
@@ -266,7 +218,7 @@ class Tally:
             return dict(self._by_domain)
 
     def total(self) -> AcceptanceStats:
-        """Of all domains, since the last reset."""
+        """All domains together, since the last reset."""
         return sum(self.by_domain().values(), AcceptanceStats())
 
     def take_recent(self) -> tuple[int, AcceptanceStats]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import logging
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,43 +15,10 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     GenerationMixin,
-    LogitsProcessorList,
 )
 
 from osd_hf.bundled import load_bundled
 from osd_hf.errors import ConfigError, UnsupportedModelError, VocabularyMismatchError, without_credentials
-
-__all__ = [
-    "NO_WARPING",
-    "Pair",
-    "align_vocab",
-    "check_draft",
-    "check_pair",
-    "check_tokenizers",
-    "common_tokenizer",
-    "eos_ids",
-    "find_tokenizer",
-    "first_line",
-    "is_peft",
-    "load_config",
-    "load_eos_ids",
-    "load_model",
-    "load_pair",
-    "load_tokenizer",
-    "merged",
-    "num_cached",
-    "of_one_size",
-    "placed",
-    "prompt_ids",
-    "prompt_room",
-    "request_settings",
-    "sampling_settings",
-    "ties_embeddings",
-    "uncompiled",
-    "untie",
-    "unwrap",
-    "without_padding",
-]
 
 MOST_WRAPPERS = 16  # one inside the other; what makes up every attribute that it is asked for has no end
 
@@ -100,49 +68,73 @@ def untie(model: Any) -> None:
     model.all_tied_weights_keys = {}
 
 
-def load_config(source: str) -> Any:
-    """The configuration of a model; raises UnsupportedModelError where there is none."""
+def vocab_size_of(model: Any) -> int:
+    """Width of the logits of a model, or of one with this configuration."""
+    return int(getattr(model, "config", model).get_text_config().vocab_size)
+
+
+def eos_ids(config: Any) -> tuple[int, ...]:
+    """Ids that end an answer, by a configuration or a mapping that names one, several or none."""
+    eos = config.get("eos_token_id") if isinstance(config, Mapping) else getattr(config, "eos_token_id", None)
+    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+
+
+def set_fixed_k(generation_config: Any, k: int | None = None) -> None:
+    """Let a draft's generation config draft the same number of tokens each round, however sure of them it is: `k`, or
+    what it has set. Changed in place."""
+    if k is not None:
+        generation_config.num_assistant_tokens = k
+    generation_config.num_assistant_tokens_schedule = "constant"
+    generation_config.assistant_confidence_threshold = 0.0
+
+
+@contextlib.contextmanager
+def fixed_k(draft: Any, k: int | None = None) -> Iterator[None]:
+    """[`set_fixed_k`] for a block: the draft has a generation config of its own inside, and then the old one again."""
+    model = unwrap(draft)
+    before, model.generation_config = model.generation_config, copy.deepcopy(model.generation_config)
+    set_fixed_k(model.generation_config, k)
     try:
-        return AutoConfig.from_pretrained(source)
+        yield
+    finally:
+        model.generation_config = before
+
+
+@contextlib.contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """The model is in evaluation mode inside the block, and then in the mode that it was in."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def _loaded(auto: Any, source: str, **kwargs: Any) -> Any:
+    try:
+        return auto.from_pretrained(source, **kwargs)
     except (OSError, ValueError, ImportError) as error:
         raise UnsupportedModelError(f"The model {source!r} cannot be loaded: {first_line(error)}.") from error
+
+
+def load_config(source: str) -> Any:
+    """The configuration of a model; raises UnsupportedModelError where there is none."""
+    return _loaded(AutoConfig, source)
 
 
 def load_model(source: str, *, dtype: str = "auto", device: str | None = None) -> Any:
-    """
-    A model in evaluation mode.
-
-    Args:
-        source (`str`):
-            Hub id or folder.
-        dtype (`str`, *optional*, defaults to `"auto"`):
-            `"auto"` is the checkpoint's own.
-        device (`str`, *optional*):
-            CUDA where there is one by default.
-
-    Raises:
-        UnsupportedModelError: it cannot be loaded.
-    """
+    """A model in evaluation mode, by its Hub id or folder; `dtype="auto"` is the checkpoint's own, and without a
+    device it goes to CUDA where there is one. Raises UnsupportedModelError where it cannot be loaded, ConfigError
+    where there is no such device."""
     auto = AutoModelForSeq2SeqLM if load_config(source).is_encoder_decoder else AutoModelForCausalLM
-    try:
-        model = auto.from_pretrained(source, dtype=dtype)
-    except (OSError, ValueError, ImportError) as error:
-        raise UnsupportedModelError(f"The model {source!r} cannot be loaded: {first_line(error)}.") from error
+    model = _loaded(auto, source, dtype=dtype)
     return placed(model, device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
 
 
 class Pair(NamedTuple):
-    """
-    Models that serve together.
-
-    Args:
-        target (`PreTrainedModel`):
-            The model that answers.
-        draft (`PreTrainedModel`):
-            The smaller model that drafts, with the target's vocabulary size.
-        tokenizer (`PreTrainedTokenizerBase`):
-            The tokenizer of both.
-    """
+    """Models that serve together: one that answers, a smaller one that drafts, with the same vocabulary size, and the
+    tokenizer of both."""
 
     target: Any
     draft: Any
@@ -153,13 +145,8 @@ def load_pair(
     target: str | None = None, draft: str | None = None, *, dtype: str = "auto", device: str | None = None
 ) -> Pair:
     """
-    The models of these names, or the bundled pair (fp32, on the CPU unless a device is named) where neither is given.
-
-    Args:
-        target (`str`, *optional*), draft (`str`, *optional*):
-            Hub ids or folders; both or neither.
-        dtype (`str`, *optional*, defaults to `"auto"`), device (`str`, *optional*):
-            As for [`load_model`].
+    The models of these names, as [`load_model`] loads them, or the bundled pair (fp32, on the CPU unless a device is
+    named) where neither is given.
 
     Raises:
         ConfigError: one of the two is missing, or there is no such device.
@@ -169,26 +156,19 @@ def load_pair(
     if (target is None) != (draft is None):
         raise ConfigError("A pair is two models: name both a target and a draft, or neither for the bundled pair.")
     if target is None or draft is None:
-        bundled = Pair(*load_bundled())
-        return Pair(placed(bundled.target, device or "cpu"), placed(bundled.draft, device or "cpu"), bundled.tokenizer)
+        answers, drafts, tokenizer = load_bundled()
+        return Pair(placed(answers, device or "cpu"), placed(drafts, device or "cpu"), tokenizer)
     tokenizer = load_tokenizer(target)
     loaded = load_model(target, dtype=dtype, device=device)
     return Pair(loaded, of_one_size(load_model(draft, dtype=dtype, device=device), loaded), tokenizer)
 
 
 def load_eos_ids(source: str) -> tuple[int, ...]:
-    """Ids that end an answer, of a model's generation config, or of its configuration where it has none."""
+    """Ids that end an answer, by a model's generation config, or by its configuration where it has none."""
     try:
-        config = GenerationConfig.from_pretrained(source)
+        return eos_ids(GenerationConfig.from_pretrained(source))
     except (OSError, ValueError):
-        config = load_config(source)
-    return eos_ids(config)
-
-
-def eos_ids(config: Any) -> tuple[int, ...]:
-    """Ids that end an answer, of a configuration that names one, several or none."""
-    eos = getattr(config, "eos_token_id", None)
-    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+        return eos_ids(load_config(source))
 
 
 def placed(model: Any, device: str) -> Any:
@@ -208,119 +188,29 @@ def load_tokenizer(source: str) -> Any:
 
 
 def prompt_room(target_config: Any, draft_config: Any, max_new_tokens: int) -> int | None:
-    """
-    Tokens that a prompt may have beside the answer, or as the source of an encoder-decoder, whose answer has positions
-    of its own; `None` where nothing bounds it.
-
-    Raises:
-        ConfigError: there is no room for a prompt, or for the answer.
-    """
-    configs = [config.get_text_config() for config in (target_config, draft_config)]
-    sizes = [getattr(config, "max_position_embeddings", None) for config in configs]
-    known = [size for size in sizes if size is not None]
-    if not known:
+    """Tokens that a prompt may have beside the answer, or as the source of an encoder-decoder, whose answer has
+    positions of its own; `None` where nothing bounds it. Raises ConfigError where there is no room for a prompt, or
+    for the answer."""
+    texts = [config.get_text_config() for config in (target_config, draft_config)]
+    sizes = [getattr(text, "max_position_embeddings", None) for text in texts]
+    positions = min((int(size) for size in sizes if size is not None), default=None)
+    if positions is None:
         return None
-    positions = int(min(known))
-    room = positions - max_new_tokens
     if target_config.is_encoder_decoder:
-        if room < 0:
+        if max_new_tokens > positions:
             raise ConfigError(f"{max_new_tokens} new tokens do not fit: the models have {positions} positions.")
         return positions
-    if room < 1:
+    if max_new_tokens >= positions:
         raise ConfigError(
             f"{max_new_tokens} new tokens leave no room for a prompt: the models have {positions} positions."
         )
-    return room
+    return positions - max_new_tokens
 
 
 def first_line(error: BaseException) -> str:
     """What an error says, cut to one line without its full stop, and without passwords and keys."""
     lines = (line.strip() for line in without_credentials(str(error)).splitlines())
     return next((line.rstrip(".") for line in lines if line), type(error).__name__)
-
-
-logger = logging.getLogger(__name__)
-
-# `None` would be filled up with defaults, top_k = 50 among them.
-NO_WARPING = {
-    "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None, "top_h": None, "typical_p": 1.0,
-    "epsilon_cutoff": 0.0, "eta_cutoff": 0.0,
-}  # fmt: skip
-# What of a generation config shapes the distribution or bounds the answer: kept with a trace, so that a replay can
-# process a draft's logits as the live request did.
-SAMPLING_FIELDS = (
-    "do_sample", *NO_WARPING, "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size",
-    "encoder_no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "min_length", "min_new_tokens",
-    "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens",
-    "exponential_decay_length_penalty", "remove_invalid_values", "renormalize_logits", "eos_token_id",
-)  # fmt: skip
-
-
-def num_cached(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> int | None:
-    """Tokens of the prompt that lie in a cache of an earlier turn; `None` where the cache holds tokens that the prompt
-    does not repeat, which `generate` tells by a mask longer than the prompt."""
-    cache = kwargs.get("past_key_values")
-    cached = 0 if cache is None else int(cache.get_seq_length())
-    if cached == 0:
-        return 0
-    mask = kwargs.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
-    length = getattr(kwargs["generation_config"], "_mask_length", None) if mask is None else mask.shape[1]
-    repeated = length in (None, input_ids.shape[1]) and cached < input_ids.shape[1]
-    return cached if repeated else None
-
-
-def without_padding(ids: torch.Tensor, mask: Any) -> torch.Tensor:
-    """The tokens of `ids`, of shape `(1, tokens)`, that a mask of the same shape does not hide; all without one."""
-    row = ids[0]
-    return row[mask[0].bool()] if isinstance(mask, torch.Tensor) and mask.shape == ids.shape else row
-
-
-def prompt_ids(
-    model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], *, prefix_unseen: bool
-) -> tuple[Any, Any] | None:
-    """Prompt ids without padding and, for an encoder-decoder, the decoder's prompt; `None` where the request also
-    hangs on something other than token ids, so that no draft could be taught from its trace."""
-    is_encoder_decoder = model.config.is_encoder_decoder
-    source = kwargs.get("inputs_tensor") if is_encoder_decoder else input_ids
-    foreign = [
-        name
-        for name, value in kwargs.items()
-        if name != "inputs_tensor" and isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim > 2
-    ]
-    is_empty = source is None or source.is_floating_point() or source.shape[1] == 0
-    # Where the encoder's outputs were given, ids below 0 stand in for the source.
-    if source is None or is_empty or foreign or prefix_unseen or (is_encoder_decoder and bool((source < 0).any())):
-        logger.warning(
-            "A request is not captured: its prompt is not made of token ids alone (%s).",
-            ", ".join(foreign) or ("part of it lies only in the cache" if prefix_unseen else "embeddings or features"),
-        )
-        return None
-    if not is_encoder_decoder:
-        source, decoder_ids = input_ids, None
-    else:
-        decoder_ids = input_ids[0].to(torch.int32).cpu().numpy()
-    return without_padding(source, kwargs.get("attention_mask")).to(torch.int32).cpu().numpy(), decoder_ids
-
-
-def sampling_settings(generation_config: Any) -> dict[str, Any]:
-    """Those settings of `SAMPLING_FIELDS` that do something, ready for JSON."""
-    settings: dict[str, Any] = {}
-    for name in SAMPLING_FIELDS:
-        value = getattr(generation_config, name, None)
-        is_id = name.endswith("_token_id")  # of which 0 is one like any other
-        neutral = value is None or value is False or (not is_id and value in (0, 1.0) and not isinstance(value, bool))
-        if not neutral and (generation_config.do_sample or name not in NO_WARPING):
-            # Biases are keyed by tuples of ids, which JSON has not; transformers takes pairs as well.
-            settings[name] = [[list(k), v] for k, v in value.items()] if isinstance(value, dict) else value
-    return settings
-
-
-def request_settings(generation_config: Any, prompt_tokens: int, processors: LogitsProcessorList) -> dict[str, Any]:
-    return {
-        **sampling_settings(generation_config),
-        "max_new_tokens": int(generation_config.max_length) - prompt_tokens,
-        "processors": [type(p).__name__ for p in processors],
-    }
 
 
 def check_draft(draft: Any) -> None:
@@ -337,16 +227,8 @@ def check_draft(draft: Any) -> None:
 
 
 def check_pair(target: Any, draft: Any) -> None:
-    """
-    Refuse pairs that assisted generation cannot run, or that could not learn.
-
-    Args:
-        target (`PreTrainedModel`), draft (`PreTrainedModel`):
-            Unwrapped models.
-
-    Raises:
-        UnsupportedModelError, VocabularyMismatchError
-    """
+    """Refuse pairs of unwrapped models that assisted generation cannot run, or that could not learn; raises
+    UnsupportedModelError or VocabularyMismatchError."""
     if not isinstance(target, GenerationMixin) or not target.can_generate():
         raise UnsupportedModelError(
             f"The target must be a transformers model that can `generate`, got {type(target).__name__}. Load it with "
@@ -363,17 +245,17 @@ def check_pair(target: Any, draft: Any) -> None:
         raise UnsupportedModelError(
             f"Target ({kinds[0]}) and draft ({kinds[1]}) must be of one kind: a draft is taught on the target's input."
         )
-    sizes = [int(m.config.get_text_config().vocab_size) for m in (target, draft)]
-    if sizes[0] != sizes[1]:
+    size, draft_size = vocab_size_of(target), vocab_size_of(draft)
+    if size != draft_size:
         raise VocabularyMismatchError(
-            f"The target has {sizes[0]} tokens, the draft {sizes[1]}. If they share one tokenizer and differ only in "
+            f"The target has {size} tokens, the draft {draft_size}. If they share one tokenizer and differ only in "
             "padding, use `draft = align_vocab(draft, target, tokenizer)`; otherwise choose a draft of the target's "
             "family."
         )
 
 
 def check_tokenizers(target_tokenizer: Any, draft_tokenizer: Any) -> None:
-    """Refuse tokenizers that give different ids to one text; raises VocabularyMismatchError."""
+    """Refuse tokenizers whose vocabularies differ; raises VocabularyMismatchError."""
     ours, theirs = target_tokenizer.get_vocab(), draft_tokenizer.get_vocab()
     if ours == theirs:
         return
@@ -397,7 +279,7 @@ def find_tokenizer(model: Any) -> Any:
 
 
 def common_tokenizer(given: Any, target: Any, draft: Any) -> Any:
-    """The tokenizer given, else the target's, else the draft's; raises VocabularyMismatchError where one differs."""
+    """The tokenizer given, or the target's, or the draft's; raises VocabularyMismatchError where one differs."""
     found = [given, *(find_tokenizer(model) for model in (target, draft) if model is not None)]
     known = [tokenizer for tokenizer in found if tokenizer is not None]
     for other in known[1:]:
@@ -412,10 +294,8 @@ def align_vocab(draft: Any, target: Any, tokenizer: Any = None) -> Any:
     vLLM refuse such a pair until the sizes agree.
 
     Args:
-        draft (`PreTrainedModel`):
-            Left as it is.
-        target (`PreTrainedModel`):
-            Gives the size.
+        draft (`PreTrainedModel`): Left as it is.
+        target (`PreTrainedModel`): Has the size.
         tokenizer (`PreTrainedTokenizerBase`, *optional*):
             The tokenizer of both. Without it, the tokenizers are loaded from where the models came from and compared.
 
@@ -426,8 +306,7 @@ def align_vocab(draft: Any, target: Any, tokenizer: Any = None) -> Any:
     Raises:
         VocabularyMismatchError: the tokenizers differ, cannot be found, or use ids beyond the smaller vocabulary.
     """
-    size = int(target.config.get_text_config().vocab_size)
-    old_size = int(draft.config.get_text_config().vocab_size)
+    size, old_size = vocab_size_of(target), vocab_size_of(draft)
     if tokenizer is None:
         tokenizer, draft_tokenizer = find_tokenizer(target), find_tokenizer(draft)
         if tokenizer is None or draft_tokenizer is None:
@@ -450,6 +329,5 @@ def align_vocab(draft: Any, target: Any, tokenizer: Any = None) -> Any:
 
 
 def of_one_size(draft: Any, target: Any) -> Any:
-    """The draft itself where its vocabulary has the target's size, otherwise as of [`align_vocab`]."""
-    sizes = {int(model.config.get_text_config().vocab_size) for model in (draft, target)}
-    return draft if len(sizes) == 1 else align_vocab(draft, target)
+    """The draft itself where its vocabulary has the target's size, otherwise what [`align_vocab`] makes of it."""
+    return draft if vocab_size_of(draft) == vocab_size_of(target) else align_vocab(draft, target)

@@ -17,161 +17,13 @@ from transformers import GenerationConfig, LogitsProcessorList
 from osd_hf.errors import ConfigError, VocabularyMismatchError
 from osd_hf.losses import overlap
 from osd_hf.metrics import AcceptanceStats
-from osd_hf.pair import unwrap
+from osd_hf.pair import eos_ids, evaluating, unwrap, vocab_size_of
 from osd_hf.trace import DraftRound, Trace
-
-__all__ = [
-    "EmittedToken",
-    "batches",
-    "completion_logits",
-    "completion_mask",
-    "emitted_tokens",
-    "process_rows",
-    "redraft",
-    "replay",
-    "replay_each",
-]
 
 logger = logging.getLogger(__name__)
 
 MAX_LOGITS = 1 << 26  # elements of one batch's logits: 256 MiB in float32
 MAX_TOKENS = 1 << 16  # of one batch, prompts included
-
-
-def batches(traces: Sequence[Trace], vocab_size: int, batch_size: int = 32) -> Iterator[list[int]]:
-    """Indices of the traces in batches of similar length, each within `MAX_LOGITS` and `MAX_TOKENS`."""
-    order = sorted(range(len(traces)), key=lambda i: (len(traces[i]), len(traces[i].prompt_ids)))
-    batch: list[int] = []
-    prompt = 0
-    for i in order:
-        rows, prompt = len(batch) + 1, max(prompt, len(traces[i].prompt_ids))
-        full = rows * len(traces[i]) * vocab_size > MAX_LOGITS or rows * (prompt + len(traces[i])) > MAX_TOKENS
-        if batch and (rows > batch_size or full):
-            yield batch
-            batch, prompt = [], len(traces[i].prompt_ids)
-        batch.append(i)
-    if batch:
-        yield batch
-
-
-def completion_mask(traces: Sequence[Trace], device: Any = None) -> torch.Tensor:
-    """Bool of shape `(traces, longest completion)`: where a trace has a token."""
-    lengths = torch.tensor([len(t) for t in traces], device=device)
-    return torch.arange(int(lengths.max()), device=device)[None] < lengths[:, None]
-
-
-def completion_logits(model: Any, traces: Sequence[Trace]) -> torch.Tensor:
-    """
-    Logits with which `model` predicts each completion token given everything before it.
-
-    Prompts are padded on the left and completions on the right, so that the positions wanted are the same columns in
-    every row and the head runs over no prompt position.
-
-    Args:
-        model (`PreTrainedModel`):
-            In the mode (training, gradients) that the caller wants.
-        traces (`Sequence[Trace]`):
-            All of decoder-only, or all of encoder-decoder requests.
-
-    Returns:
-        `torch.Tensor` of shape `(traces, longest completion, vocab)`, the model's dtype, raw logits; columns past a
-        trace's end mean nothing.
-    """
-    device = model.device
-    width = max(len(t) for t in traces)
-    if traces[0].is_encoder_decoder:
-        encoder_ids, encoder_mask = _pad([t.prompt_ids for t in traces], "right", device)
-        starts = {len(t.decoder_prompt_ids) for t in traces}  # type: ignore[arg-type]
-        if len(starts) != 1:
-            rows = [completion_logits(model, [t]) for t in traces]
-            return torch.cat([torch.nn.functional.pad(r, (0, 0, 0, width - r.shape[1])) for r in rows])
-        decoder_ids, decoder_mask = _pad(
-            [np.concatenate([t.decoder_prompt_ids, t.completion_ids]) for t in traces],
-            "right",
-            device,
-        )
-        logits: torch.Tensor = model(
-            input_ids=encoder_ids,
-            attention_mask=encoder_mask,
-            decoder_input_ids=decoder_ids[:, :-1],
-            decoder_attention_mask=decoder_mask[:, :-1],
-            use_cache=False,
-        ).logits
-        return logits[:, starts.pop() - 1 :]
-
-    prompt_ids, prompt_mask = _pad([t.prompt_ids for t in traces], "left", device)
-    answer_ids, answer_mask = _pad([t.completion_ids for t in traces], "right", device)
-    # The last token predicts nothing that is asked for.
-    input_ids = torch.cat([prompt_ids, answer_ids[:, :-1]], dim=1)
-    mask = torch.cat([prompt_mask, answer_mask[:, :-1]], dim=1)
-    accepted = inspect.signature(unwrap(model).forward).parameters  # a `PeftModel` hides what it passes on
-    inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": mask, "use_cache": False}
-    if "position_ids" in accepted:
-        inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
-    if "logits_to_keep" in accepted:
-        inputs["logits_to_keep"] = width
-    answer_logits: torch.Tensor = model(**inputs).logits[:, -width:]
-    return answer_logits
-
-
-def _pad(rows: Sequence[Any], side: str, device: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    width = max(len(r) for r in rows)
-    ids = torch.zeros(len(rows), width, dtype=torch.long)
-    mask = torch.zeros(len(rows), width, dtype=torch.long)
-    for i, row in enumerate(rows):
-        where = slice(width - len(row), width) if side == "left" else slice(0, len(row))
-        ids[i, where] = torch.from_numpy(np.asarray(row, dtype=np.int64))
-        mask[i, where] = 1
-    return ids.to(device), mask.to(device)
-
-
-def process_rows(model: Any, trace: Trace, logits: torch.Tensor) -> torch.Tensor:
-    """
-    Apply to each row the logits processors of the recorded request, as its settings rebuild them.
-
-    Args:
-        model (`PreTrainedModel`):
-            Builds the processors.
-        trace (`Trace`):
-            Gives settings and context.
-        logits (`torch.Tensor` of shape `(completion, vocab)`):
-            Raw rows.
-
-    Returns:
-        `torch.Tensor`: float32 of the same shape; the rows themselves where the request had no processors.
-    """
-    recorded = list(trace.sampling.get("processors", ()))
-    if not recorded:
-        return logits.float()
-    start = trace.decoder_prompt_ids if trace.decoder_prompt_ids is not None else trace.prompt_ids
-    ids = torch.from_numpy(np.concatenate([start, trace.completion_ids]).astype(np.int64))[None].to(logits.device)
-    processors = _processors(model, trace, len(start))
-    if [type(p).__name__ for p in processors] != recorded:
-        logger.warning(
-            "A trace was made with logits processors %s, of which its settings rebuild %s: replay is approximate.",
-            recorded,
-            [type(p).__name__ for p in processors],
-        )
-    rows = [processors(ids[:, : len(start) + t], logits[t : t + 1].float()) for t in range(len(trace))]
-    return torch.cat(rows)
-
-
-def _processors(model: Any, trace: Trace, prompt_tokens: int) -> LogitsProcessorList:
-    settings = {k: v for k, v in trace.sampling.items() if k not in ("processors", "max_new_tokens")}
-    config = GenerationConfig(**settings)
-    if trace.decoder_prompt_ids is not None:
-        config.decoder_start_token_id = int(trace.decoder_prompt_ids[0])
-    model._prepare_special_tokens(config, True, device=model.device)
-    encoder_ids = None
-    if trace.is_encoder_decoder:
-        encoder_ids = torch.from_numpy(trace.prompt_ids.astype(np.int64))[None].to(model.device)
-    return model._get_logits_processor(
-        generation_config=config,
-        input_ids_seq_length=prompt_tokens,
-        encoder_input_ids=encoder_ids,
-        device=model.device,
-        model_kwargs={},
-    )
 
 
 def replay(
@@ -182,19 +34,15 @@ def replay(
 
     For greedy traces this is exact: examined, accepted and emitted tokens, target forwards and accepted lengths equal
     those of a live run at this k with threshold 0 and a constant schedule. (`drafted` is exact but for rounds in which
-    a live draft would have ended itself behind its rejected token.) For sampled traces the counts are expectations
+    a live draft would have ended itself after its rejected token.) For sampled traces the counts are expectations
     along the recorded answer, each position accepted with the overlap sum_x min(p, q) of the processed distributions
     (arXiv 2211.17192); what lies in the tail of a stored row is taken as spread evenly.
 
     Args:
-        draft (`PreTrainedModel`):
-            Any draft with the target's vocabulary; not changed.
-        traces (`Iterable[Trace]`):
-            Of one kind of model; recordings of the target alone will do.
-        num_assistant_tokens (`int`, *optional*, defaults to 5):
-            k, tokens drafted per round.
-        batch_size (`int`, *optional*, defaults to 32):
-            Traces per forward at most.
+        draft (`PreTrainedModel`): Any draft with the target's vocabulary; not changed.
+        traces (`Iterable[Trace]`): Of one kind of model; recordings of the target alone will do.
+        num_assistant_tokens (`int`, *optional*, defaults to 5): k, tokens drafted per round.
+        batch_size (`int`, *optional*, defaults to 32): Traces per forward at most.
 
     Returns:
         `AcceptanceStats`, its requests in the order of the traces.
@@ -209,19 +57,20 @@ def replay(
 def replay_each(
     draft: Any, traces: Sequence[Trace], num_assistant_tokens: int = 5, *, batch_size: int = 32
 ) -> list[AcceptanceStats]:
-    """As [`replay`], one `AcceptanceStats` per trace."""
+    """Like [`replay`], but one `AcceptanceStats` per trace."""
     _check(draft, traces, num_assistant_tokens)
     stats = [AcceptanceStats()] * len(traces)
     greedy = [i for i, trace in enumerate(traces) if not trace.is_sampled]
-    for i, trace in zip(
-        greedy, redraft(draft, [traces[i] for i in greedy], num_assistant_tokens, batch_size=batch_size), strict=True
-    ):
+    redrafted = redraft(draft, [traces[i] for i in greedy], num_assistant_tokens, batch_size=batch_size)
+    for i, trace in zip(greedy, redrafted, strict=True):
         stats[i] = AcceptanceStats.from_rounds(trace.rounds)
     sampled = [i for i, trace in enumerate(traces) if trace.is_sampled]
     for batch, logits in _forward(draft, [traces[i] for i in sampled], batch_size):
         for row, i in enumerate(batch):
             trace = traces[sampled[i]]
-            acceptance = _acceptance(draft, trace, logits[row, : len(trace)])
+            q = process_rows(draft, trace, logits[row, : len(trace)]).log_softmax(-1)
+            p = process_rows(draft, trace, _dense_rows(trace, logits.device)).log_softmax(-1)
+            acceptance = overlap(p, q).clamp(0, 1).double().cpu().numpy()
             stats[sampled[i]] = _expected(trace, acceptance, num_assistant_tokens)
     return stats
 
@@ -229,37 +78,25 @@ def replay_each(
 def redraft(
     draft: Any, traces: Sequence[Trace], num_assistant_tokens: int = 5, *, batch_size: int = 32
 ) -> list[Trace]:
-    """
-    The greedy traces as a live run with this draft would have captured them: with its rounds in place of the recorded
-    ones.
-
-    Args:
-        draft (`PreTrainedModel`):
-            Any draft with the target's vocabulary; not changed.
-        traces (`Sequence[Trace]`):
-            Greedy requests; recordings of the target alone will do.
-        num_assistant_tokens (`int`, *optional*, defaults to 5):
-            k, tokens drafted per round.
-        batch_size (`int`, *optional*, defaults to 32):
-            Traces per forward at most.
-
-    Returns:
-        `list[Trace]`: in the order of `traces`; drafted tokens that no forward has seen are -1.
-    """
+    """The greedy traces as a live run with this draft would have captured them: with its rounds in place of the
+    recorded ones, drafted tokens that no forward has seen being -1. Takes the arguments of [`replay`]."""
     _check(draft, traces, num_assistant_tokens)
     drafted: list[Trace] = list(traces)
     for batch, logits in _forward(draft, traces, batch_size):
-        argmax = logits.argmax(-1).cpu().numpy()
+        likeliest = logits.argmax(-1).cpu().numpy()
         for row, i in enumerate(batch):
-            predicted = _predicted(draft, traces[i], logits[row], argmax[row])
-            drafted[i] = replace(traces[i], rounds=tuple(_rounds(traces[i], predicted, num_assistant_tokens)))
+            trace = traces[i]
+            predicted = likeliest[row, : len(trace)]
+            if trace.sampling.get("processors"):
+                predicted = process_rows(draft, trace, logits[row, : len(trace)]).argmax(-1).cpu().numpy()
+            drafted[i] = replace(trace, rounds=tuple(_rounds(trace, predicted, num_assistant_tokens)))
     return drafted
 
 
 def _check(draft: Any, traces: Sequence[Trace], k: int) -> None:
     if k < 1:
         raise ConfigError(f"`num_assistant_tokens` must be at least 1, got {k}.")
-    size = int(draft.config.get_text_config().vocab_size)
+    size = vocab_size_of(draft)
     for trace in traces:
         if trace.vocab_size != size:
             raise VocabularyMismatchError(
@@ -268,23 +105,13 @@ def _check(draft: Any, traces: Sequence[Trace], k: int) -> None:
             )
 
 
-def _forward(draft: Any, traces: Sequence[Trace], batch_size: int) -> Iterable[tuple[list[int], torch.Tensor]]:
-    was_training = draft.training
-    draft.eval()
-    try:
-        size = int(draft.config.get_text_config().vocab_size)
-        for batch in batches(traces, size, batch_size):
+def _forward(draft: Any, traces: Sequence[Trace], batch_size: int) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """The indices of each batch, and its logits."""
+    with evaluating(draft):
+        for batch in batches(traces, vocab_size_of(draft), batch_size):
             with torch.inference_mode():
                 logits = completion_logits(draft, [traces[i] for i in batch])
             yield batch, logits
-    finally:
-        draft.train(was_training)
-
-
-def _predicted(draft: Any, trace: Trace, logits: torch.Tensor, argmax: NDArray[Any]) -> NDArray[Any]:
-    if not trace.sampling.get("processors"):
-        return argmax[: len(trace)]
-    return np.asarray(process_rows(draft, trace, logits[: len(trace)]).argmax(-1).cpu().numpy())
 
 
 def _limit(trace: Trace, position: int, k: int) -> int:
@@ -292,22 +119,17 @@ def _limit(trace: Trace, position: int, k: int) -> int:
     a draft ends with the token that meets another stopping criterion than EOS."""
     remaining = len(trace) - position
     budget = int(trace.sampling.get("max_new_tokens", len(trace) + k)) - position - 1
-    if len(trace) and int(trace.completion_ids[-1]) not in _eos_ids(trace):
+    if len(trace) and int(trace.completion_ids[-1]) not in eos_ids(trace.sampling):
         budget = min(budget, remaining)
     return max(min(k, budget), 0)
 
 
-def _eos_ids(trace: Trace) -> tuple[int, ...]:
-    eos = trace.sampling.get("eos_token_id")
-    return () if eos is None else (int(eos),) if isinstance(eos, int) else tuple(int(e) for e in eos)
-
-
 def _rounds(trace: Trace, predicted: NDArray[Any], k: int) -> list[DraftRound]:
-    matches = predicted == trace.completion_ids
-    # Position of the next mismatch at or behind each position.
-    wrong = np.append(np.flatnonzero(~matches), len(trace))
+    """The rounds of a draft that predicts these tokens, one at each position."""
+    # Position of the first mismatch from each position on.
+    wrong = np.append(np.flatnonzero(predicted != trace.completion_ids), len(trace))
     next_wrong = wrong[np.searchsorted(wrong, np.arange(len(trace)))]
-    eos = _eos_ids(trace)
+    eos = eos_ids(trace.sampling)
     rounds = []
     start = 0
     while start < len(trace):
@@ -317,21 +139,15 @@ def _rounds(trace: Trace, predicted: NDArray[Any], k: int) -> list[DraftRound]:
         ended = accepted < limit and accepted < emitted and int(predicted[start + accepted]) in eos
         drafted = predicted[start : start + (accepted + 1 if ended else limit)].astype(np.int32)
         if start + accepted < len(trace) and len(drafted) < limit and not ended:
-            # Drafted behind the end of the answer: tokens unknown, their number is not.
+            # Drafted beyond the end of the answer: tokens unknown, their number is not.
             drafted = np.append(drafted, np.full(limit - len(drafted), -1, dtype=np.int32))
         rounds.append(DraftRound(drafted, accepted, emitted))
         start += emitted
     return rounds
 
 
-def _acceptance(draft: Any, trace: Trace, draft_logits: torch.Tensor) -> NDArray[np.float64]:
-    """Expected acceptance of each position, float64 of shape `(completion,)`."""
-    p = process_rows(draft, trace, _dense_rows(trace, draft_logits.device)).log_softmax(-1)
-    q = process_rows(draft, trace, draft_logits).log_softmax(-1)
-    return np.asarray(overlap(p, q).clamp(0, 1).double().cpu().numpy())
-
-
 def _dense_rows(trace: Trace, device: Any) -> torch.Tensor:
+    """Log-probs of the target over the whole vocabulary, the tail spread evenly."""
     kept = torch.from_numpy(trace.kept_logprobs()).to(device)
     if trace.top_ids.shape[1] == 0:
         return kept
@@ -342,8 +158,8 @@ def _dense_rows(trace: Trace, device: Any) -> torch.Tensor:
 
 
 def _expected(trace: Trace, acceptance: NDArray[np.float64], k: int) -> AcceptanceStats:
-    """Expected counts: `begins[t]` is the probability that a round begins at position t of the recorded answer."""
-    begins = np.zeros(len(trace) + 1)
+    """Expected counts, where each position is accepted with its probability."""
+    begins = np.zeros(len(trace) + 1)  # the probability that a round begins at each position of the recorded answer
     begins[0] = 1.0
     drafted = examined = accepted = forwards = 0.0
     histogram: Counter[int] = Counter()
@@ -365,13 +181,9 @@ def _expected(trace: Trace, acceptance: NDArray[np.float64], k: int) -> Acceptan
             histogram[length] += reach  # type: ignore[assignment]
         begins[min(start + length + 1, len(trace))] += reach
     return AcceptanceStats.from_counts(
-        drafted=drafted,
-        examined=examined,
-        accepted=accepted,
-        emitted=len(trace),
-        target_forwards=forwards,
+        drafted=drafted, examined=examined, accepted=accepted, emitted=len(trace), target_forwards=forwards,
         accepted_length_histogram=histogram,
-    )
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,14 +192,12 @@ class EmittedToken:
     One token of an answer.
 
     Args:
-        id (`int`):
-            The token.
+        id (`int`): The token.
         origin (`str`):
             `"accepted"`: drafted, and verified by the target; `"corrected"`: the target's, in place of what the draft
-            had said; `"bonus"`: the target's, behind a draft that was accepted whole; `"plain"`: the target's, in a
+            had said; `"bonus"`: the target's, after a draft that was accepted whole; `"plain"`: the target's, in a
             round that drafted nothing.
-        drafted_id (`int`, *optional*):
-            Of a corrected token: what the draft had said.
+        drafted_id (`int`, *optional*): What the draft had said in place of a corrected token.
         drafted_prob (`float`, *optional*):
             The probability that the draft gave to what it had said, processed as the request's; where it is known.
     """
@@ -403,8 +213,7 @@ def emitted_tokens(trace: Trace, draft: Any = None) -> list[EmittedToken]:
     The tokens of a request's answer, each with its origin.
 
     Args:
-        trace (`Trace`):
-            Of an assisted request.
+        trace (`Trace`): An assisted request.
         draft (`PreTrainedModel`, *optional*):
             What drafted it, for the probabilities of what was corrected: one teacher-forced pass, if there is
             something corrected. Sampled traces have them recorded, and need no draft.
@@ -416,43 +225,142 @@ def emitted_tokens(trace: Trace, draft: Any = None) -> list[EmittedToken]:
         VocabularyMismatchError: the draft has another vocabulary than the trace.
     """
     tokens = [EmittedToken(int(token), "plain") for token in trace.completion_ids]
-    recorded: dict[int, float] = {}
+    unknown: list[int] = []  # positions of corrected tokens
     start = 0
     for r in trace.rounds:
-        for i in range(r.num_emitted):
-            token, at = int(trace.completion_ids[start + i]), start + i
+        for i, at in enumerate(range(start, start + r.num_emitted)):
             if i < r.num_accepted:
-                tokens[at] = EmittedToken(token, "accepted")
+                tokens[at] = replace(tokens[at], origin="accepted")
             elif r.has_correction:
-                tokens[at] = EmittedToken(token, "corrected", int(r.drafted_ids[i]))
-                if r.q is not None:
-                    recorded[at] = float(r.q[i])
+                said = None if r.q is None else float(r.q[i])
+                tokens[at] = EmittedToken(tokens[at].id, "corrected", int(r.drafted_ids[i]), said)
+                if said is None:
+                    unknown.append(at)
             elif r.num_drafted:
-                tokens[at] = EmittedToken(token, "bonus")
+                tokens[at] = replace(tokens[at], origin="bonus")
         start += r.num_emitted
-    corrected = [at for at, token in enumerate(tokens) if token.origin == "corrected"]
-    missing = [at for at in corrected if at not in recorded]
-    if missing and draft is not None:
-        said = torch.tensor([tokens[at].drafted_id for at in missing])
-        recorded |= dict(zip(missing, _probabilities(draft, trace, torch.tensor(missing), said), strict=True))
-    for at in corrected:
-        t = tokens[at]
-        tokens[at] = EmittedToken(t.id, t.origin, t.drafted_id, recorded.get(at))
+    if unknown and draft is not None:
+        if vocab_size_of(draft) != trace.vocab_size:
+            raise VocabularyMismatchError(
+                f"The trace has a vocabulary of {trace.vocab_size} tokens, the draft {vocab_size_of(draft)}. Pass the "
+                "one that drafted it."
+            )
+        ids = torch.tensor([[tokens[at].drafted_id] for at in unknown])
+        with evaluating(draft), torch.inference_mode():
+            logits = completion_logits(draft, [trace])[0, : len(trace)]
+            rows = process_rows(draft, trace, logits)[torch.tensor(unknown).to(logits.device)].softmax(-1)
+            probabilities = rows.gather(1, ids.to(rows.device))[:, 0].cpu()
+        for at, probability in zip(unknown, probabilities, strict=True):
+            tokens[at] = replace(tokens[at], drafted_prob=float(probability))
     return tokens
 
 
-def _probabilities(draft: Any, trace: Trace, positions: torch.Tensor, ids: torch.Tensor) -> list[float]:
-    size = int(draft.config.get_text_config().vocab_size)
-    if size != trace.vocab_size:
-        raise VocabularyMismatchError(
-            f"The trace has a vocabulary of {trace.vocab_size} tokens, the draft {size}. Pass the one that drafted it."
-        )
-    was_training = draft.training
-    draft.eval()
-    try:
-        with torch.inference_mode():
-            logits = completion_logits(draft, [trace])[0, : len(trace)]
-            rows = process_rows(draft, trace, logits)[positions.to(logits.device)].softmax(-1)
-            return [float(p) for p in rows.gather(1, ids.to(rows.device)[:, None])[:, 0].cpu()]
-    finally:
-        draft.train(was_training)
+# --- one teacher-forced pass over traces ----------------------------------------------------------------------------
+
+
+def batches(traces: Sequence[Trace], vocab_size: int, batch_size: int = 32) -> Iterator[list[int]]:
+    """Indices of the traces in batches of similar length, each within `MAX_LOGITS` and `MAX_TOKENS`."""
+    order = sorted(range(len(traces)), key=lambda i: (len(traces[i]), len(traces[i].prompt_ids)))
+    batch: list[int] = []
+    prompt = 0
+    for i in order:
+        rows, prompt = len(batch) + 1, max(prompt, len(traces[i].prompt_ids))
+        full = rows * len(traces[i]) * vocab_size > MAX_LOGITS or rows * (prompt + len(traces[i])) > MAX_TOKENS
+        if batch and (rows > batch_size or full):
+            yield batch
+            batch, prompt = [], len(traces[i].prompt_ids)
+        batch.append(i)
+    if batch:
+        yield batch
+
+
+def padded(rows: Sequence[Any], side: Literal["left", "right"], device: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of token ids as one batch, padded with zeros on one side: ids and mask, int64, `(rows, longest row)`."""
+    width = max(len(r) for r in rows)
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        where = slice(width - len(row), width) if side == "left" else slice(0, len(row))
+        ids[i, where] = torch.from_numpy(np.asarray(row, dtype=np.int64))
+        mask[i, where] = 1
+    return ids.to(device), mask.to(device)
+
+
+def completion_mask(traces: Sequence[Trace], device: Any = None) -> torch.Tensor:
+    """Bool of shape `(traces, longest completion)`: where a trace has a token."""
+    lengths = torch.tensor([len(t) for t in traces], device=device)
+    return torch.arange(int(lengths.max()), device=device)[None] < lengths[:, None]
+
+
+def completion_logits(model: Any, traces: Sequence[Trace]) -> torch.Tensor:
+    """
+    Raw logits with which a model predicts each completion token given everything before it, in the mode (training,
+    gradients) that the caller wants. Prompts are padded on the left and completions on the right, so that the
+    positions wanted are the same columns in every row and the head runs over no prompt position.
+
+    Args:
+        model (`PreTrainedModel`): Decoder-only or encoder-decoder.
+        traces (`Sequence[Trace]`): Requests of one kind of model.
+
+    Returns:
+        `torch.Tensor` of shape `(traces, longest completion, vocab)`, the model's dtype; columns past a trace's end
+        mean nothing.
+    """
+    device = model.device
+    width = max(len(t) for t in traces)
+    inputs: dict[str, Any] = {"use_cache": False}
+    if traces[0].is_encoder_decoder:
+        starts = [t.decoder_prompt_ids for t in traces if t.decoder_prompt_ids is not None]
+        if len({len(start) for start in starts}) != 1:
+            rows = [completion_logits(model, [t]) for t in traces]
+            return torch.cat([torch.nn.functional.pad(r, (0, 0, 0, width - r.shape[1])) for r in rows])
+        inputs["input_ids"], inputs["attention_mask"] = padded([t.prompt_ids for t in traces], "right", device)
+        answers = [np.concatenate([start, t.completion_ids]) for start, t in zip(starts, traces, strict=True)]
+        ids, mask = padded(answers, "right", device)
+        inputs |= {"decoder_input_ids": ids[:, :-1], "decoder_attention_mask": mask[:, :-1]}
+    else:
+        prompt_ids, prompt_mask = padded([t.prompt_ids for t in traces], "left", device)
+        answer_ids, answer_mask = padded([t.completion_ids for t in traces], "right", device)
+        # The last token predicts nothing that is asked for.
+        inputs["input_ids"] = torch.cat([prompt_ids, answer_ids[:, :-1]], dim=1)
+        inputs["attention_mask"] = mask = torch.cat([prompt_mask, answer_mask[:, :-1]], dim=1)
+        accepted = inspect.signature(unwrap(model).forward).parameters  # a `PeftModel` hides what it passes on
+        if "position_ids" in accepted:
+            inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+        if "logits_to_keep" in accepted:
+            inputs["logits_to_keep"] = width
+    logits: torch.Tensor = model(**inputs).logits
+    return logits[:, logits.shape[1] - width :]
+
+
+def process_rows(model: Any, trace: Trace, logits: torch.Tensor) -> torch.Tensor:
+    """Raw rows, `(completion, vocab)`, after the logits processors of the recorded request, as `model` rebuilds them
+    from its settings: float32 of the same shape; the rows themselves where the request had none."""
+    recorded = list(trace.sampling.get("processors", ()))
+    if not recorded:
+        return logits.float()
+    start = trace.decoder_prompt_ids if trace.decoder_prompt_ids is not None else trace.prompt_ids
+    ids = torch.from_numpy(np.concatenate([start, trace.completion_ids]).astype(np.int64))[None].to(logits.device)
+    processors = _processors(model, trace, len(start))
+    rebuilt = [type(p).__name__ for p in processors]
+    if rebuilt != recorded:
+        logger.warning(
+            "A trace was made with logits processors %s, of which its settings rebuild %s: replay is approximate.",
+            recorded, rebuilt,
+        )  # fmt: skip
+    rows = [processors(ids[:, : len(start) + t], logits[t : t + 1].float()) for t in range(len(trace))]
+    return torch.cat(rows)
+
+
+def _processors(model: Any, trace: Trace, prompt_tokens: int) -> LogitsProcessorList:
+    settings = {k: v for k, v in trace.sampling.items() if k not in ("processors", "max_new_tokens")}
+    config = GenerationConfig(**settings)
+    encoder_ids = None
+    if trace.decoder_prompt_ids is not None:
+        config.decoder_start_token_id = int(trace.decoder_prompt_ids[0])
+        encoder_ids = torch.from_numpy(trace.prompt_ids.astype(np.int64))[None].to(model.device)
+    model._prepare_special_tokens(config, True, device=model.device)
+    return model._get_logits_processor(
+        generation_config=config, input_ids_seq_length=prompt_tokens, encoder_input_ids=encoder_ids,
+        device=model.device, model_kwargs={},
+    )  # fmt: skip

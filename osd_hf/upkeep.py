@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from osd_hf.capture.processors import TriedOut
+from osd_hf.capture.guards import TriedOut
 from osd_hf.capture.request import Binding, Lease
 from osd_hf.errors import LearnerError
 from osd_hf.learning.learner import Learner

@@ -28,8 +28,7 @@ from transformers.generation import candidate_generator, logits_process, stoppin
 from transformers.generation import utils as generation_utils
 from transformers.generation.candidate_generator import AssistedCandidateGenerator, CandidateGenerator
 
-from osd_hf import pair as arguments
-from osd_hf.capture import processors
+from osd_hf.capture import guards
 from osd_hf.capture import request as capture
 from osd_hf.drafting.generator import LeanCandidateGenerator
 
@@ -143,12 +142,12 @@ def test_stopping_criteria_are_told_apart() -> None:
 
 def test_settings_that_are_read_exist() -> None:
     known = GenerationConfig().to_dict() | dict.fromkeys(GenerationConfig._get_default_generation_params())
-    assert set(arguments.SAMPLING_FIELDS) - {"forced_bos_token_id"} <= set(known) | set(vars(GenerationConfig()))
+    assert set(capture.SAMPLING_FIELDS) - {"forced_bos_token_id"} <= set(known) | set(vars(GenerationConfig()))
 
 
 def test_processors_that_are_refused_by_name_exist() -> None:
     elsewhere = {"WhisperNoSpeechDetection", "ConfidenceCriteria"}
-    assert all(hasattr(logits_process, name) for name in processors.STATEFUL - elsewhere)
+    assert all(hasattr(logits_process, name) for name in guards.STATEFUL - elsewhere)
 
 
 def test_warpers_are_those_that_sampling_adds() -> None:
@@ -158,8 +157,8 @@ def test_warpers_are_those_that_sampling_adds() -> None:
     config = GenerationConfig(**settings)
     target._prepare_special_tokens(config, True)
     assert len(target._get_logits_processor(config, model_kwargs={})) == len(settings) - 1
-    assert set(settings) - {"do_sample"} == set(arguments.NO_WARPING)
-    for name, neutral in arguments.NO_WARPING.items():
+    assert set(settings) - {"do_sample"} == set(capture.NO_WARPING)
+    for name, neutral in capture.NO_WARPING.items():
         setattr(config, name, neutral)
     assert len(target._get_logits_processor(config, model_kwargs={})) == 0
 

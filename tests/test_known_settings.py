@@ -12,7 +12,7 @@ from transformers.generation import logits_process, stopping_criteria
 from transformers.generation.configuration_utils import GenerationMode
 
 from osd_hf import OnlineAssistant, UnsupportedGenerationError, capture_traces
-from osd_hf.capture import guards, processors
+from osd_hf.capture import guards
 
 WHAT_TO_DO = (
     "Read in transformers what it does to an answer, show that an assisted one is the target's own under it or refuse "
@@ -49,8 +49,8 @@ def unknown_classes(*modules: ModuleType) -> list[str]:
         for name, value in vars(module).items()
         if isinstance(value, type) and issubclass(value, LogitsProcessor | StoppingCriteria)
     }
-    where = "STATELESS or STATEFUL of osd_hf/capture/processors.py"
-    return unknown(where, found - BASES, processors.STATELESS | processors.STATEFUL | TRIED_OUT)
+    where = "STATELESS or STATEFUL of osd_hf/capture/guards.py"
+    return unknown(where, found - BASES, guards.STATELESS | guards.STATEFUL | TRIED_OUT)
 
 
 def test_every_field_of_a_generation_config_is_known() -> None:
@@ -61,7 +61,7 @@ def test_every_field_of_a_generation_config_is_known() -> None:
 
 def test_every_logits_processor_and_stopping_criterion_is_known() -> None:
     assert unknown_classes(logits_process, stopping_criteria) == []
-    assert processors.STATELESS.isdisjoint(processors.STATEFUL)
+    assert guards.STATELESS.isdisjoint(guards.STATEFUL)
 
 
 def test_every_argument_and_mode_of_generate_is_known() -> None:
@@ -71,7 +71,7 @@ def test_every_argument_and_mode_of_generate_is_known() -> None:
 
 
 def test_every_setting_that_a_trace_keeps_is_served() -> None:
-    from osd_hf.pair import SAMPLING_FIELDS
+    from osd_hf.capture.request import SAMPLING_FIELDS
 
     assert set(SAMPLING_FIELDS) <= guards._SERVED
 

@@ -25,8 +25,8 @@ from transformers import (
 )
 
 from osd_hf import OnlineAssistant, OnlineConfig, ReplayedProcessor, UnsupportedGenerationError, capture_traces
-from osd_hf.capture import processors
-from osd_hf.capture.processors import check_criteria, check_processors
+from osd_hf.capture import guards
+from osd_hf.capture.guards import check_criteria, check_processors
 from osd_hf.capture.reachable import look_through
 
 IDS = models.prompt()
@@ -643,8 +643,8 @@ def test_a_request_tries_out_once(pair: tuple[Any, Any]) -> None:
     assistant = OnlineAssistant(target, draft, config=FROZEN)
     tried = []
     with pytest.MonkeyPatch.context() as patch:
-        real = processors._try_out
-        patch.setattr(processors, "_try_out", lambda *args: tried.append(args[0]) or real(*args))
+        real = guards._try_out
+        patch.setattr(guards, "_try_out", lambda *args: tried.append(args[0]) or real(*args))
         answer(assistant.generate, logits_processor=[Counted()], prefix_allowed_tokens_fn=allowed)
     assert len(tried) == 2
 

@@ -11,10 +11,11 @@ import torch
 
 from osd_hf import DomainDrafts, OnlineConfig, Trace, capture_traces
 from osd_hf.learning import learner as learner_module
+from osd_hf.learning.faults import MOST_IN_A_ROW, MOST_KEYS, Readable, SetAside
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.session import load_session, save_session
 from osd_hf.learning.updater import Updater, finish
-from osd_hf.trace import MOST_IN_A_ROW, MOST_KEYS, DraftRound, Readable, SetAside
+from osd_hf.trace import DraftRound
 
 CONFIG = OnlineConfig(update_interval=8, steps_per_update=2, batch_size=8, num_logprobs=8, num_assistant_tokens=5)
 LONG = 40  # tokens of the answer that is too long

@@ -18,7 +18,7 @@ from osd_hf.assistant import OnlineAssistant
 from osd_hf.bench.controlled import compare_outputs, feeds_through, in_turns
 from osd_hf.bench.display import progress
 from osd_hf.bench.report import ALL, BenchmarkReport, RoundTimes, System, TimedAnswer
-from osd_hf.capture.hook import record_traces
+from osd_hf.capture.recording import record_traces
 from osd_hf.config import OnlineConfig
 from osd_hf.drafting.forward import DraftForward
 from osd_hf.drafting.generator import Clock

@@ -17,7 +17,7 @@ from osd_hf.bench.benchmark import BenchmarkReport, System, benchmark
 from osd_hf.bench.controlled import cores, faster_threads
 from osd_hf.bench.display import AlphaBar, figure, plot_alpha, plot_domains, progress, rolling_window, text_table
 from osd_hf.bundled import DOMAINS, Example, bundled_prompts, check_answer
-from osd_hf.capture.hook import record_traces
+from osd_hf.capture.recording import record_traces
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError
 from osd_hf.learning.updater import Updater

@@ -5,33 +5,31 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import logging
 import os
 import threading
-import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
-from transformers import GenerationMixin
+from transformers import GenerationMixin, LogitsProcessorList
 
-from osd_hf.capture.guards import check_generation
-from osd_hf.capture.processors import begin_processors, check_processors, forgets
-from osd_hf.capture.request import ASSISTED_ONLY, Binding, Request, Sink, compress_rows
+from osd_hf.capture.guards import check_generation, check_processors, forgets
+from osd_hf.capture.processors import ReplayedProcessor
+from osd_hf.capture.request import Binding, Request, Sink
 from osd_hf.errors import CaptureError, ConfigError, OSDError, UnsupportedModelError
-from osd_hf.pair import NO_WARPING, num_cached, prompt_ids, sampling_settings, unwrap
-from osd_hf.trace import Trace, ids_dtype
+from osd_hf.pair import unwrap, vocab_size_of
 
-__all__ = ["bind", "capture_traces", "record_traces"]
-
-logger = logging.getLogger(__name__)
-
+_LOOP = "_assisted_decoding"
 _bindings: ContextVar[tuple[Binding, ...]] = ContextVar("osd_hf_bindings", default=())
+_listeners: Counter[type] = Counter()
+_before: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # what our loops took the place of
+_lock = threading.RLock()  # a forgotten block is left whenever its last reference goes
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 @contextlib.contextmanager
@@ -67,14 +65,11 @@ def capture_traces(
     not the same tokens for one seed, as slips of transformers that spoil drafts are mended while somebody listens.
 
     Args:
-        target (`PreTrainedModel`):
-            The model that `generate` is called on; a `PeftModel` or a compiled model as well.
+        target (`PreTrainedModel`): The model that `generate` is called on; a `PeftModel` or a compiled model as well.
         sink (`Callable[[Trace], object]`):
             Called once a request, when its tokens are all there; a store's `append`, for instance.
-        num_logprobs (`int`, *optional*, defaults to 64):
-            Target entries kept per position; `None` keeps whole rows.
-        domain (`str`, *optional*):
-            Label written into the traces.
+        num_logprobs (`int`, *optional*, defaults to 64): Target entries kept per position; `None` keeps whole rows.
+        domain (`str`, *optional*): Label written into the traces.
 
     Raises:
         ConfigError: `num_logprobs` below 1.
@@ -96,18 +91,10 @@ def capture_traces(
 
 # --- where requests are met -----------------------------------------------------------------------------------------
 #
-# `generate` looks its loop up on the type, so that a patched instance is ignored. A class of our own for the instance
-# would do, but meanwhile users copy, pickle, wrap and exchange the class of their model themselves. So the loop is
-# wrapped where it is defined, in `GenerationMixin` as a rule, while anybody listens to any model; what nobody listens
-# to is passed on.
-
-_LOOP = "_assisted_decoding"
-
-_listeners: Counter[type] = Counter()
-_before: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # what our loops took the place of
-_lock = threading.RLock()  # a forgotten block is left whenever its last reference goes
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+# `generate` looks its loop up on the type, and ignores a patched instance. A class of our own for the instance would
+# do, but users copy, pickle, wrap and exchange the class of their model themselves meanwhile. So the loop is wrapped
+# where it is defined, in `GenerationMixin` as a rule, while anybody listens to any model; what nobody listens to is
+# passed on.
 
 
 def _enter(cls: type) -> list[type]:
@@ -152,28 +139,19 @@ def _listened_to(decode: Callable[..., Any]) -> Callable[..., Any]:
         if not bindings or input_ids.shape[0] != 1:  # batches are refused there
             return decode(self, input_ids, **kwargs)
         check_generation(kwargs["generation_config"], assistant_tokenizer=kwargs.get("assistant_tokenizer"))
-        given, vocab_size = kwargs["logits_processor"], int(self.config.get_text_config().vocab_size)
-        tried = check_processors(given, input_ids, vocab_size, [one for b in bindings for one in b.tried])
-        kwargs["logits_processor"] = begin_processors(given, input_ids)
-        cache = kwargs.get("past_key_values")
-        cached_tokens = 0 if cache is None else cache.get_seq_length()
+        given = kwargs["logits_processor"]
+        tried = check_processors(given, input_ids, vocab_size_of(self), [one for b in bindings for one in b.tried])
+        kwargs["logits_processor"] = _begun(given, input_ids)
         # The length at which the loop ends is moved round by round; the config is the caller's to see.
         kwargs["generation_config"] = copy.copy(kwargs["generation_config"])
-        with contextlib.ExitStack() as stack:
-            prefix_unseen = num_cached(self, input_ids, kwargs) is None
-            prompts = prompt_ids(self, input_ids, kwargs, prefix_unseen=prefix_unseen)
-            prompt = None if prompts is None else prompts[0]
-            leases = [stack.enter_context(b.lease(kwargs.get("assistant_model"), prompt)) for b in bindings]
-            for lease in leases:
-                if lease.model is not None:
-                    kwargs["assistant_model"] = lease.model
-            request = Request(self, input_ids, kwargs, bindings, leases, prompts)
+        request = Request(self, input_ids, kwargs, bindings)
+        with request.served():
             refusal: Exception | None = None
             try:
                 if request.pace is not None and request.pace.is_plain():
-                    output = request.decode_plainly(self._sample, kwargs)
+                    output = request.decode_plainly()
                 else:
-                    output = decode(_Watched(self, request), input_ids, **kwargs)
+                    output = decode(_WatchedModel(self, request), input_ids, **kwargs)
             except Exception as error:
                 if isinstance(error, OSDError | MemoryError | torch.OutOfMemoryError) or all(
                     map(forgets, (*given, *kwargs["stopping_criteria"]))
@@ -187,162 +165,66 @@ def _listened_to(decode: Callable[..., Any]) -> Callable[..., Any]:
             if refusal is not None:
                 for one in tried:
                     one.before.put_back()
-                kwargs["logits_processor"] = begin_processors(given, input_ids)
-                return _answered_alone(self, input_ids, kwargs, cached_tokens, refusal)
+                return request.answer_alone(_begun(given, input_ids), refusal)
         request.finish()
         return output
 
     return _assisted_decoding
 
 
-def _answered_alone(
-    self: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], cached_tokens: int, refusal: Exception
-) -> Any:
-    """The answer of the target alone, where what a processor or a criterion was asked about drafted tokens may have
-    changed the answer, or ended it; raises the refusal where that cannot be had."""
-    cache = kwargs.get("past_key_values")
-    # What has been shown cannot be taken back. Sampled answers that were drawn anew only where they met with this
-    # would have another distribution. A sliding window has forgotten what came before it.
-    if (
-        kwargs.get("streamer") is not None
-        or kwargs["generation_config"].do_sample
-        or (cached_tokens and any(getattr(cache, "is_sliding", ())))
-    ):
-        raise refusal
-    if cache is not None:
-        cache.crop(cached_tokens - cache.get_seq_length())
-    logger.warning("%s The target answers alone, and nothing is learned from that.", refusal)
-    return self._sample(input_ids, **{name: value for name, value in kwargs.items() if name not in ASSISTED_ONLY})
+def _begun(processors: LogitsProcessorList, input_ids: torch.Tensor) -> LogitsProcessorList:
+    """The processors of one request: those with a memory are made anew for it."""
+    start = input_ids.shape[1]
+    return LogitsProcessorList(p.begin(start) if type(p) is ReplayedProcessor else p for p in processors)
 
 
 class _Watched:
-    """A target as the loop of one request sees it. It is the request's own: whoever comes or leaves meanwhile, the
-    request goes on as it began."""
+    """A model or a generator as the loop of one request sees it. It is the request's own: whoever comes or leaves
+    meanwhile, the request goes on as it began."""
 
-    __slots__ = ("_watched_model", "_watched_by")
+    __slots__ = ("_watched", "_watched_by")
 
-    def __init__(self, model: Any, request: Request) -> None:
-        object.__setattr__(self, "_watched_model", model)
+    def __init__(self, watched: Any, request: Request) -> None:
+        object.__setattr__(self, "_watched", watched)
         object.__setattr__(self, "_watched_by", request)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # a model's own loop may call `super()`, which asks whether this is one
-        return type(self._watched_model)
+        return type(self._watched)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._watched_model, name)
+        return getattr(self._watched, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._watched_model, name, value)
+        setattr(self._watched, name, value)
+
+
+class _WatchedModel(_Watched):
+    __slots__ = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._watched_model(*args, **kwargs)
+        return self._watched(*args, **kwargs)
 
     def _get_candidate_generator(self, **kwargs: Any) -> Any:
         generator = self._watched_by.lean_generator(**kwargs)
         if generator is None:
-            generator = self._watched_model._get_candidate_generator(**kwargs)
+            generator = self._watched._get_candidate_generator(**kwargs)
         self._watched_by.watch(generator, kwargs["logits_processor"])
-        return generator
+        return _WatchedGenerator(generator, self._watched_by)
 
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if self._watched_by.num_cached and kwargs.get("is_first_iteration"):
             # The loop feeds the whole prompt although a cache of an earlier turn holds most of it, which changes the
             # answer; `generate` without an assistant feeds the rest.
             kwargs["next_sequence_length"] = input_ids.shape[1] - self._watched_by.num_cached
-        return self._watched_model.prepare_inputs_for_generation(input_ids, *args, **kwargs)
+        return self._watched.prepare_inputs_for_generation(input_ids, *args, **kwargs)
 
 
-@torch.no_grad()
-def record_traces(
-    target: Any,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    batch_size: int = 32,
-    num_logprobs: int | None = 64,
-    domain: str | None = None,
-) -> Iterator[Trace]:
-    """
-    Greedy answers of the target to each prompt, as traces without rounds.
+class _WatchedGenerator(_Watched):
+    __slots__ = ()
 
-    Prompts are answered in padded batches. In fp32 a batch may, once in many thousand tokens, break a tie of the top
-    two logits otherwise than a single prompt does.
+    def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._watched_by.propose(input_ids, **kwargs)  # type: ignore[no-any-return]
 
-    Args:
-        target (`PreTrainedModel`):
-            Decoder-only or encoder-decoder; its own generation config must be greedy without logits processors.
-        prompts (`Sequence[Sequence[int]]`):
-            Token ids of each prompt.
-        max_new_tokens (`int`):
-            Bound of each answer.
-        batch_size (`int`, *optional*, defaults to 32):
-            Prompts answered at once.
-        num_logprobs (`int`, *optional*, defaults to 64):
-            Target entries kept per position; `None` keeps whole rows.
-        domain (`str`, *optional*):
-            Label written into the traces.
-
-    Yields:
-        `Trace`: in the order of the prompts.
-
-    Raises:
-        ConfigError: an empty prompt, or a target whose generation config asks for logits processors.
-    """
-    for i, prompt in enumerate(prompts):
-        if len(prompt) == 0:
-            raise ConfigError(f"Prompt {i} is empty; every prompt needs at least one token.")
-    asked = sampling_settings(target.generation_config).keys() - {"do_sample", "eos_token_id", *NO_WARPING}
-    if asked:
-        raise ConfigError(
-            f"The target's generation config sets {', '.join(sorted(asked))}, so its answers are not its own greedy "
-            "choice. Unset it for the recording, or capture assisted requests instead."
-        )
-    size = int(target.config.get_text_config().vocab_size)
-    eos = target.generation_config.eos_token_id
-    eos_ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-    for first in range(0, len(prompts), batch_size):
-        batch = prompts[first : first + batch_size]
-        width = max(len(p) for p in batch)
-        ids = torch.zeros(len(batch), width, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(batch):
-            where = slice(0, len(prompt)) if target.config.is_encoder_decoder else slice(width - len(prompt), width)
-            ids[row, where] = torch.tensor(list(prompt))
-            mask[row, where] = 1
-        output = target.generate(
-            input_ids=ids.to(target.device),
-            attention_mask=mask.to(target.device),
-            do_sample=False,
-            max_new_tokens=max_new_tokens,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        start = output.sequences.shape[1] - len(output.logits)
-        answers = output.sequences[:, start:].cpu().numpy().astype(np.int32)
-        kept = [compress_rows(step, num_logprobs) for step in output.logits]
-        for row, prompt in enumerate(batch):
-            ends = np.flatnonzero(np.isin(answers[row], eos_ids))
-            length = int(ends[0]) + 1 if len(ends) else answers.shape[1]
-            top_ids = [k[1][row] for k in kept[:length] if k[1] is not None]
-            yield Trace(
-                prompt_ids=np.asarray(prompt, dtype=np.int32),
-                decoder_prompt_ids=(
-                    output.sequences[row, :start].cpu().numpy().astype(np.int32)
-                    if target.config.is_encoder_decoder
-                    else None
-                ),
-                completion_ids=answers[row, :length],
-                rounds=(),
-                top_logits=torch.stack([k[0][row] for k in kept[:length]]).cpu().numpy(),
-                top_ids=(
-                    torch.stack(top_ids).cpu().numpy().astype(ids_dtype(size))
-                    if top_ids
-                    else np.zeros((length, 0), ids_dtype(size))
-                ),
-                tail_logprob=torch.stack([k[2][row] for k in kept[:length]]).cpu().numpy(),
-                vocab_size=size,
-                domain=domain,
-                sampling={"max_new_tokens": max_new_tokens, "processors": [], "eos_token_id": eos},
-                created_at_seconds=time.time(),
-            )
+    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
+        self._watched_by.end_round(input_ids, scores, num_matches)

@@ -5,91 +5,75 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from osd_hf.capture.processors import TriedOut
-from osd_hf.drafting.generator import Distributions, LeanCandidateGenerator, LeanDrafting, NoDistribution
-from osd_hf.drafting.pacing import Pace
+from osd_hf.capture.guards import TriedOut
+from osd_hf.drafting.generator import LeanCandidateGenerator, LeanDrafting, Pace, without_padding
 from osd_hf.errors import UnsupportedModelError
-from osd_hf.pair import NO_WARPING, num_cached, request_settings, unwrap
+from osd_hf.pair import unwrap, vocab_size_of
 from osd_hf.trace import DraftRound, Trace, ids_dtype, num_accepted
-
-__all__ = ["Binding", "Lease", "Request", "Sink", "compress_rows"]
 
 logger = logging.getLogger(__name__)
 
 Sink = Callable[[Trace], object]
 
 PENDING_LOGITS = 1 << 19  # elements that wait to be cut down: 2 MiB in float32, to leave caches to the weights
-
 # Arguments of the assisted loop that the plain one does not know.
 ASSISTED_ONLY = ("inputs_tensor", "assistant_model", "assistant_tokenizer", "tokenizer")
+# `None` would be filled up with defaults, top_k = 50 among them.
+NO_WARPING = {
+    "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None, "top_h": None, "typical_p": 1.0,
+    "epsilon_cutoff": 0.0, "eta_cutoff": 0.0,
+}  # fmt: skip
+# Settings that shape the distribution or bound the answer. They are kept with a trace: a replay processes a draft's
+# logits as the live request did.
+SAMPLING_FIELDS = (
+    "do_sample", *NO_WARPING, "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "min_length", "min_new_tokens",
+    "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens",
+    "exponential_decay_length_penalty", "remove_invalid_values", "renormalize_logits", "eos_token_id",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Lease:
-    """
-    The draft of one request.
-
-    Args:
-        version (`int`, defaults to 0):
-            Written into the trace.
-        domain (`str`, *optional*):
-            That the request belongs to; written into the trace.
-        model (`PreTrainedModel`, *optional*):
-            Takes the place of the request's assistant model; `None`: that one serves.
-        drafting (`LeanDrafting`, *optional*):
-            Makes its candidates; `None`: the stock generator does.
-    """
+    """The draft of one request. Version and domain are written into the trace."""
 
     version: int = 0
     domain: str | None = None
-    model: Any = None
-    drafting: LeanDrafting | None = None
+    model: Any = None  # takes the place of the request's assistant model; with `None`, that one serves
+    drafting: LeanDrafting | None = None  # makes the candidates; with `None`, the stock generator does
 
 
 @dataclass(eq=False)
 class Binding:
-    """
-    One listener of a target's assisted requests.
+    """One listener of a target's assisted requests."""
 
-    Args:
-        sink (`Callable[[Trace], object]`):
-            Gets the trace when a request has ended well.
-        owner (`object`):
-            Of several bindings with one owner, the innermost alone listens.
-        num_logprobs (`int`, *optional*):
-            Target entries kept per position; 0 keeps no rows, `None` keeps whole rows.
-        domain (`str`, *optional*):
-            Written into the traces, where `serving` finds no other.
-        serving (`Callable[[Any, Any], ContextManager[Lease]]`, *optional*):
-            Called with the request's assistant model and its prompt (token ids, int32, `(prompt,)`; `None` where it is
-            not made of these alone), and entered around it; yields the draft that serves it.
-        exact_stops (`bool`, defaults to `False`):
-            Whether an answer ends at the token that meets a stopping criterion. The stock loop looks at the criteria
-            once a round and may run past the token at which the target alone would have stopped.
-        num_assistant_tokens (`int` or `"auto"`, *optional*):
-            k of these requests, where it is another than that of the draft that serves them. Traces tell it.
-    """
-
-    sink: Sink
-    owner: object
-    num_logprobs: int | None = 64
-    domain: str | None = None
+    sink: Sink  # gets the trace when a request has ended well
+    owner: object  # among several bindings with one owner, the innermost alone listens
+    num_logprobs: int | None = 64  # target entries kept per position; 0 keeps no rows, `None` keeps whole rows
+    domain: str | None = None  # written into the traces, where `serving` finds no other
+    # Called with the request's assistant model and its prompt (token ids, int32, `(prompt,)`; `None` where it is not
+    # made of these alone), and entered around it; yields the draft that serves it.
     serving: Callable[[Any, Any], AbstractContextManager[Lease]] | None = None
+    # Whether an answer ends at the token that meets a stopping criterion. The stock loop looks at the criteria once a
+    # round and may run past the token at which the target alone would have stopped.
     exact_stops: bool = False
+    # k of these requests, where it is another than that of the draft that serves them. Traces tell it.
     num_assistant_tokens: int | str | None = None
-    tried: Sequence[TriedOut] = ()  # processors of the request to come that have been tried out already
+    tried: Sequence[TriedOut] = ()  # processors of the request to come that were tried out already
     failure: BaseException | None = field(default=None, init=False)
     target: Any = field(default=None, init=False)  # whose requests it listens to now
 
@@ -103,7 +87,7 @@ class Binding:
     def end(self) -> None:
         """Listen no more: requests under way go on, their traces go nowhere. Contexts that outlive the block still
         hold this; what it held is let go."""
-        self.target, self.sink, self.serving = None, _dropped, None
+        self.target, self.sink, self.serving = None, lambda trace: None, None
 
     def deliver(self, trace: Trace) -> None:
         # An answer must not be lost to a broken sink: the failure is kept and raised where the capture ends.
@@ -114,33 +98,109 @@ class Binding:
             self.failure = self.failure or error
 
 
-def _dropped(trace: Trace) -> None:
-    pass
+# --- what a trace keeps of a request --------------------------------------------------------------------------------
 
 
-def compress_rows(
-    logits: torch.Tensor, num_logprobs: int | None
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """
-    Cut target rows down to what a [`Trace`] keeps of them.
+def sampling_settings(generation_config: Any) -> dict[str, Any]:
+    """Those settings of `SAMPLING_FIELDS` that do something, ready for JSON."""
+    settings: dict[str, Any] = {}
+    for name in SAMPLING_FIELDS:
+        value = getattr(generation_config, name, None)
+        is_id = name.endswith("_token_id")  # of which 0 is one like any other
+        neutral = value is None or value is False or (not is_id and value in (0, 1.0) and not isinstance(value, bool))
+        if not neutral and (generation_config.do_sample or name not in NO_WARPING):
+            # Biases are keyed by tuples of ids, which JSON has not; transformers takes pairs as well.
+            settings[name] = [[list(k), v] for k, v in value.items()] if isinstance(value, dict) else value
+    return settings
 
-    Args:
-        logits (`torch.Tensor` of shape `(rows, vocab)`):
-            Raw logits.
-        num_logprobs (`int`, *optional*):
-            Entries to keep (K); `None` keeps whole rows.
 
-    Returns:
-        `top_logits` (float16, `(rows, K)`, relative to the largest), `top_ids` (int64, `(rows, K)`; `None` for whole
-        rows) and `tail_logprob` (float32, `(rows,)`).
-    """
+def _num_cached(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], cached: int) -> int | None:
+    """Tokens of the prompt that lie in a cache of an earlier turn; `None` where the cache holds tokens that the prompt
+    does not repeat, which `generate` tells by a mask longer than the prompt."""
+    if cached == 0:
+        return 0
+    mask = kwargs.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
+    length = getattr(kwargs["generation_config"], "_mask_length", None) if mask is None else mask.shape[1]
+    repeated = length in (None, input_ids.shape[1]) and cached < input_ids.shape[1]
+    return cached if repeated else None
+
+
+def _prompt_ids(
+    model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], *, prefix_unseen: bool
+) -> tuple[Any, Any] | None:
+    """Prompt ids without padding and, for an encoder-decoder, the decoder's prompt; `None` where the request also
+    depends on something other than token ids, as no draft could be taught from its trace."""
+    is_encoder_decoder = model.config.is_encoder_decoder
+    source = kwargs.get("inputs_tensor") if is_encoder_decoder else input_ids
+    foreign = [
+        name
+        for name, value in kwargs.items()
+        if name != "inputs_tensor" and isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim > 2
+    ]
+    is_empty = source is None or source.is_floating_point() or source.shape[1] == 0
+    # Where the encoder's outputs were given, ids below 0 stand in for the source.
+    if source is None or is_empty or foreign or prefix_unseen or (is_encoder_decoder and bool((source < 0).any())):
+        logger.warning(
+            "A request is not captured: its prompt is not made of token ids alone (%s).",
+            ", ".join(foreign) or ("part of it lies only in the cache" if prefix_unseen else "embeddings or features"),
+        )
+        return None
+    prompt = without_padding(source, kwargs.get("attention_mask")).to(torch.int32).cpu().numpy()
+    return prompt, input_ids[0].to(torch.int32).cpu().numpy() if is_encoder_decoder else None
+
+
+class CompressedRows(NamedTuple):
+    """Target rows, cut down to what a [`Trace`] keeps of them: `top_logits` (float16, `(rows, K)`, relative to the
+    largest), `top_ids` (int64, `(rows, K)`; `None` for whole rows) and `tail_logprob` (float32, `(rows,)`)."""
+
+    top_logits: torch.Tensor
+    top_ids: torch.Tensor | None
+    tail_logprob: torch.Tensor
+
+
+def compress_rows(logits: torch.Tensor, num_logprobs: int | None) -> CompressedRows:
+    """Cut raw target rows, `(rows, vocab)`, down to their K largest entries and the tail; `None` keeps whole rows."""
     logits = logits.float()
     if num_logprobs is None or num_logprobs >= logits.shape[-1]:
         relative = logits - logits.amax(-1, keepdim=True)
-        return relative.half(), None, torch.full_like(relative[:, 0], -torch.inf)
+        return CompressedRows(relative.half(), None, torch.full_like(relative[:, 0], -torch.inf))
     top, ids = logits.topk(num_logprobs, dim=-1)
     kept = (top.logsumexp(-1) - logits.logsumexp(-1)).clamp(max=0)
-    return (top - top[:, :1]).half(), ids, torch.log(-torch.expm1(kept))
+    return CompressedRows((top - top[:, :1]).half(), ids, torch.log(-torch.expm1(kept)))
+
+
+def stored_rows(
+    parts: Sequence[CompressedRows], num_tokens: int, vocab_size: int
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """`top_logits`, `top_ids` and `tail_logprob` of a [`Trace`] of so many tokens, from its rows in parts."""
+    top_logits = torch.cat([part.top_logits for part in parts])[:num_tokens].cpu().numpy()
+    tail = torch.cat([part.tail_logprob for part in parts])[:num_tokens].cpu().numpy()
+    ids = [part.top_ids for part in parts if part.top_ids is not None]
+    found = torch.cat(ids)[:num_tokens].cpu().numpy() if ids else np.zeros((num_tokens, 0))
+    return top_logits, found.astype(ids_dtype(vocab_size)), tail
+
+
+class _Rows:
+    """Target rows of one answer, in every width that a listener keeps; those of many rounds are cut down at once."""
+
+    def __init__(self, widths: set[int | None]) -> None:
+        self.parts: dict[int | None, list[CompressedRows]] = {width: [] for width in widths - {0}}
+        self.pending: list[torch.Tensor] = []
+        self.num_pending = 0
+
+    def add(self, rows: torch.Tensor) -> None:
+        """Take in raw rows, `(rows, vocab)`, of emitted tokens."""
+        self.pending.append(rows)
+        self.num_pending += rows.numel()
+        if self.num_pending > PENDING_LOGITS:
+            self.compress()
+
+    def compress(self) -> None:
+        if self.pending:
+            rows = torch.cat(self.pending)
+            self.pending, self.num_pending = [], 0
+            for width, parts in self.parts.items():
+                parts.append(compress_rows(rows, width))
 
 
 class _RawRows(LogitsProcessor):
@@ -160,239 +220,227 @@ class _WatchedProcessors(LogitsProcessorList):
 
     def __init__(self, processors: LogitsProcessorList, request: Request) -> None:
         super().__init__(processors)
-        self.request = request
+        self.rows = request.rows
         self.clock = time.perf_counter if request.drafting is None else request.drafting.clock
         self.times: list[float] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         self.times.append(self.clock())
-        if self.request.keeps_rows:
-            self.request.keep(scores.clone())
+        if self.rows.parts:
+            self.rows.add(scores.clone())
         processed: torch.Tensor = super().__call__(input_ids, scores, **kwargs)
         return processed
+
+
+# --- the request ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class _Round:
     drafted: torch.Tensor
     num_emitted: int
-    p: torch.Tensor | None
-    q: torch.Tensor | None
+    p: torch.Tensor | None = None
+    q: torch.Tensor | None = None
 
 
 class Request:
     """What is gathered between the beginning and the end of one assisted request. Tensors stay where they are until
-    the end, so that a round waits for no transfer."""
+    the end: no round waits for a transfer."""
 
     def __init__(
-        self,
-        model: Any,
-        input_ids: torch.Tensor,
-        kwargs: dict[str, Any],
-        bindings: list[Binding],
-        leases: list[Lease],
-        prompts: tuple[Any, Any] | None,
+        self, model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], bindings: Sequence[Binding]
     ) -> None:
-        self.model = model
-        self.bindings = bindings
+        self.model, self.input_ids, self.kwargs, self.bindings = model, input_ids, kwargs, bindings
+        cache = kwargs.get("past_key_values")
+        self.cached_tokens = 0 if cache is None else int(cache.get_seq_length())  # of an earlier turn
+        self.num_cached = _num_cached(model, input_ids, kwargs, self.cached_tokens)
+        self.prompts = _prompt_ids(model, input_ids, kwargs, prefix_unseen=self.num_cached is None)
+        self.config = kwargs["generation_config"]
+        self.max_length = self.config.max_length
+        self.settings = {
+            **sampling_settings(self.config),
+            "max_new_tokens": int(self.max_length) - input_ids.shape[1],
+            "processors": [type(p).__name__ for p in kwargs["logits_processor"]],
+        }
+        self.leases: list[Lease] = []
+        self.drafting: LeanDrafting | None = None
+        self.pace: Pace | None = None
         self.generator: Any = None
-        self.leases = leases
-        self.input_ids = input_ids
+        self.stop_at = StoppingCriteriaList()
         self.sequence = input_ids  # as far as it has come
-        self.kwargs = kwargs
         self.rounds: list[_Round] = []
-        self.pending: list[torch.Tensor] = []
-        self.num_pending = 0
-        self.kept: dict[int | None, list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]] = {}
+        self.rows = _Rows({b.num_logprobs for b in bindings})
         self.raw: _RawRows | None = None
         self.drafted = input_ids[0, :0]
         self.draft_logits: torch.Tensor | None = None
-        self.widths = {b.num_logprobs for b in bindings}
-        self.keeps_rows = self.widths != {0}
-        self.num_cached = num_cached(model, input_ids, kwargs)
-        self.prompts = prompts
-        self.drafting: LeanDrafting | None = None
-        self.pace: Pace | None = None
-        self.settings = request_settings(kwargs["generation_config"], input_ids.shape[1], kwargs["logits_processor"])
-        for binding, lease in zip(bindings, leases, strict=True):
-            if lease.drafting is not None:
-                k = binding.num_assistant_tokens
-                self.drafting = lease.drafting if k is None else lease.drafting.at(k)
-                do_sample = bool(kwargs["generation_config"].do_sample)
-                self.pace = self.drafting.pace(lease.domain, do_sample=do_sample)
-                self.settings |= {} if k is None else {"num_assistant_tokens": k}
 
-    def decode_plainly(self, decode: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-        """Let the target decode alone, by its own loop `decode`, while its rows are kept."""
+    @contextlib.contextmanager
+    def served(self) -> Iterator[None]:
+        """Every listener's draft is leased inside; the innermost one that serves takes the assistant's place."""
+        prompt = None if self.prompts is None else self.prompts[0]
+        with contextlib.ExitStack() as stack:
+            for binding in self.bindings:
+                lease = stack.enter_context(binding.lease(self.kwargs.get("assistant_model"), prompt))
+                self.leases.append(lease)
+                if lease.drafting is not None:
+                    k = binding.num_assistant_tokens
+                    self.drafting = lease.drafting if k is None else lease.drafting.at(k)
+                    self.pace = self.drafting.pace(lease.domain, do_sample=bool(self.config.do_sample))
+                    self.settings |= {} if k is None else {"num_assistant_tokens": k}
+            for lease in self.leases:
+                if lease.model is not None:
+                    self.kwargs["assistant_model"] = lease.model
+            yield
+
+    def decode_plainly(self) -> Any:
+        """Let the target decode alone, by its own loop, while its rows are kept."""
+        assert self.pace is not None
         self.num_cached = 0  # that loop knows by itself what a cache holds
-        watched = _WatchedProcessors(kwargs["logits_processor"], self)
-        kwargs = {name: value for name, value in kwargs.items() if name not in ASSISTED_ONLY}
-        output = decode(self.input_ids, **{**kwargs, "logits_processor": watched})
+        watched = _WatchedProcessors(self.kwargs["logits_processor"], self)
+        output = self._sample(watched)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         self.sequence = sequences[:1]
-        self.rounds = [_Round(self.drafted, 1, None, None)] * (sequences.shape[1] - self.input_ids.shape[1])
-        if self.pace is not None and len(watched.times) > 1:
+        self.rounds = [_Round(self.drafted, 1)] * (sequences.shape[1] - self.input_ids.shape[1])
+        if len(watched.times) > 1:
             rounds = len(watched.times) - 1
             self.pace.timed(0, 0.0, (watched.times[-1] - watched.times[0]) / rounds, rounds=rounds)
         return output
 
-    def lean_generator(self, *, generation_config: Any, **kwargs: Any) -> Any:
+    def answer_alone(self, processors: LogitsProcessorList, refusal: Exception) -> Any:
+        """The answer of the target alone, where what a processor or a criterion was asked about drafted tokens may
+        have changed the answer, or ended it; raises the refusal where that cannot be had."""
+        cache = self.kwargs.get("past_key_values")
+        is_sliding = any(getattr(cache, "is_sliding", ()))
+        # What has been shown cannot be taken back. Sampled answers that were drawn anew only where they met with this
+        # would have another distribution. A sliding window has forgotten what came before it.
+        if self.kwargs.get("streamer") is not None or self.config.do_sample or (self.cached_tokens and is_sliding):
+            raise refusal
+        if cache is not None:
+            cache.crop(self.cached_tokens - cache.get_seq_length())
+        logger.warning("%s The target answers alone, and nothing is learned from that.", refusal)
+        return self._sample(processors)
+
+    def _sample(self, processors: LogitsProcessorList) -> Any:
+        kwargs = {name: value for name, value in self.kwargs.items() if name not in ASSISTED_ONLY}
+        return self.model._sample(self.input_ids, **{**kwargs, "logits_processor": processors})
+
+    def lean_generator(self, **kwargs: Any) -> LeanCandidateGenerator | None:
         """The lean generator of a listener whose draft this is; `None` where the stock one is to serve."""
         if self.drafting is None or self.pace is None:
             return None
         if self.prompts is None:
             self.drafting.left("a prompt is not made of token ids alone")
             return None
-        return self.drafting.generator(
-            self.pace,
-            kwargs["input_ids"],
-            generation_config=generation_config,
-            inputs_tensor=kwargs["inputs_tensor"],
-            logits_processor=kwargs["logits_processor"],
-            model_kwargs=kwargs["model_kwargs"],
-            vocab_size=int(self.model.config.get_text_config().vocab_size),
-        )
+        return self.drafting.generator(self.pace, vocab_size_of(self.model), **kwargs)
 
     def watch(self, generator: Any, logits_processor: LogitsProcessorList) -> None:
+        """Let this generator make the candidates, and record the rows that the loop's processors get."""
         if type(generator) not in (AssistedCandidateGenerator, LeanCandidateGenerator):
             raise UnsupportedModelError(
                 f"Drafts made by {type(generator).__name__} cannot be watched: learning needs an ordinary assistant "
                 "model with the target's tokenizer, passed as `assistant_model`."
             )
+        self.generator = generator
         if len(logits_processor) > 0:
-            # Behind the generator's back: it has copied the list, the draft's own rows must not be recorded.
+            # The generator has copied the list already: the draft's own rows must not be recorded.
             self.raw = _RawRows()
             logits_processor.insert(0, self.raw)
-        is_stock = type(generator) is AssistedCandidateGenerator
-        if is_stock and self.prompts is not None:
-            _mend_drafting(generator, self.input_ids)
-        criteria = self.kwargs["stopping_criteria"]
-        stops = [c for c in criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
-        stop_at = StoppingCriteriaList(stops) if any(b.exact_stops for b in self.bindings) and stops else None
-        if stop_at is not None and is_stock:
-            # The nested `generate` has no tokenizer and refuses stop strings; they are heeded below instead.
-            generator.generation_config.stop_strings = None
-        config = self.kwargs["generation_config"]
-        max_length = config.max_length
-        self.generator = generator
+        if any(b.exact_stops for b in self.bindings):
+            criteria = self.kwargs["stopping_criteria"]
+            self.stop_at.extend(c for c in criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria))
+        if type(generator) is AssistedCandidateGenerator:
+            if self.prompts is not None:
+                _mend_drafting(generator, self.input_ids)
+            if self.stop_at:
+                # The nested `generate` has no tokenizer and refuses stop strings; `propose` heeds them instead.
+                generator.generation_config.stop_strings = None
+            generator.logits_processor.append(_Distributions())
 
-        if is_stock:
-            generator.logits_processor.append(Distributions())
+    def propose(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The candidates of the round that begins."""
+        try:
+            candidate_ids, candidate_logits = self.generator.get_candidates(input_ids, **kwargs)
+        except _NoDistribution:
+            candidate_ids, candidate_logits = input_ids, None
+        if self.stop_at:
+            end = _end_of(input_ids, candidate_ids, self.stop_at)
+            # The loop cuts what it emits at this length: nothing after the token that meets the criterion. That
+            # token itself stays drafted: left out, it would come too rarely when sampled, as it would have to be
+            # drawn from the target's distribution after the draft had drawn it from its own.
+            self.config.max_length = self.max_length if end is None else end
+            candidate_ids = candidate_ids[:, :end]
+            if candidate_logits is not None:
+                candidate_logits = candidate_logits[:, : candidate_ids.shape[1] - input_ids.shape[1]]
+        self.drafted = candidate_ids[0, input_ids.shape[1] :]
+        self.draft_logits = candidate_logits
+        return candidate_ids, candidate_logits
 
-        propose, adapt = generator.get_candidates, generator.update_candidate_strategy
-
-        def get_candidates(input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-            try:
-                candidate_ids, candidate_logits = propose(input_ids, **kwargs)
-            except NoDistribution:
-                candidate_ids, candidate_logits = input_ids, None
-            if stop_at is not None:
-                end = _end_of(input_ids, candidate_ids, stop_at)
-                # The loop cuts what it emits at this length: nothing behind the token that meets the criterion. That
-                # token itself stays drafted: left out, it would come too rarely when sampled, as it would have to be
-                # drawn from the target's distribution after the draft had drawn it from its own.
-                config.max_length = max_length if end is None else end
-                candidate_ids = candidate_ids[:, :end]
-                if candidate_logits is not None:
-                    candidate_logits = candidate_logits[:, : candidate_ids.shape[1] - input_ids.shape[1]]
-            self.drafted = candidate_ids[0, input_ids.shape[1] :]
-            self.draft_logits = candidate_logits
-            return candidate_ids, candidate_logits
-
-        def update_candidate_strategy(input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
-            self.end_round(input_ids, scores)
-            adapt(input_ids, scores, num_matches)
-
-        generator.get_candidates = get_candidates
-        generator.update_candidate_strategy = update_candidate_strategy
-
-    def end_round(self, input_ids: torch.Tensor, scores: torch.Tensor) -> None:
+    def end_round(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
+        """The target has verified the candidates: the sequence now, and its processed rows, `(1, rows, vocab)`."""
         count = input_ids.shape[1] - self.sequence.shape[1]
         self.sequence = input_ids
-        if self.keeps_rows:
-            self.keep(scores[0, :count] if self.raw is None else torch.stack(self.raw.rows[:count]))
+        if self.rows.parts:
+            self.rows.add(scores[0, :count] if self.raw is None else torch.stack(self.raw.rows[:count]))
         if self.raw is not None:
             self.raw.rows.clear()
         p = q = None
         if self.settings.get("do_sample") and self.draft_logits is not None:
-            examined = self.drafted[:count].to(scores.device)
-            index = examined[:, None]
-            p = scores[0, : len(examined)].softmax(-1).gather(-1, index)[:, 0]
-            q = self.draft_logits[0, : len(examined)].to(scores.device).softmax(-1).gather(-1, index)[:, 0]
+            examined = self.drafted[:count].to(scores.device)[:, None]
+            p, q = (
+                rows[0, : len(examined)].to(scores.device).softmax(-1).gather(-1, examined)[:, 0]
+                for rows in (scores, self.draft_logits)
+            )
         self.rounds.append(_Round(self.drafted, count, p, q))
-
-    def keep(self, rows: torch.Tensor) -> None:
-        """Take in raw target rows, `(rows, vocab)`, of emitted tokens."""
-        self.pending.append(rows)
-        self.num_pending += rows.numel()
-        if self.num_pending > PENDING_LOGITS:
-            self.compress()
-
-    def compress(self) -> None:
-        """Cut the pending rows down, those of many rounds at once."""
-        rows = torch.cat(self.pending)
-        self.pending.clear()
-        self.num_pending = 0
-        for width in self.widths - {0}:
-            self.kept.setdefault(width, []).append(compress_rows(rows, width))
+        self.generator.update_candidate_strategy(input_ids, scores, num_matches)
 
     def close(self) -> None:
         """The request has ended, well or not."""
         generator, self.generator = self.generator, None
-        if generator is None:
-            return
-        for name in ("get_candidates", "update_candidate_strategy"):  # a circle, in which the draft's cache would wait
-            vars(generator).pop(name, None)
         if isinstance(generator, LeanCandidateGenerator):
             generator.close()
 
     def finish(self) -> None:
+        """The request has ended well: each listener gets its trace."""
         if self.prompts is None:
             return
         completion, rounds = _as_draft_rounds(self.sequence[0, self.input_ids.shape[1] :], self.rounds)
-        if self.pending:
-            self.compress()
+        self.rows.compress()
         prompt, decoder_prompt = self.prompts
-        vocab_size = int(self.model.config.get_text_config().vocab_size)
+        size = vocab_size_of(self.model)
         for binding, lease in zip(self.bindings, self.leases, strict=True):
-            top_logits, top_ids, tail = self._rows(binding.num_logprobs, vocab_size, len(completion))
-            binding.deliver(
-                Trace(
-                    prompt_ids=prompt,
-                    decoder_prompt_ids=decoder_prompt,
-                    completion_ids=completion,
-                    rounds=rounds,
-                    top_logits=top_logits,
-                    top_ids=top_ids,
-                    tail_logprob=tail,
-                    vocab_size=vocab_size,
-                    domain=lease.domain,
-                    draft_version=lease.version,
-                    sampling=self.settings,
-                    created_at_seconds=time.time(),
-                )
+            total = len(completion)
+            # The target's own loop may have run on past the end, by a step that it took back.
+            top_logits, top_ids, tail = (
+                (np.zeros((total, 0), np.float16), np.zeros((total, 0), ids_dtype(size)), np.zeros(total, np.float32))
+                if binding.num_logprobs == 0
+                else stored_rows(self.rows.parts[binding.num_logprobs], total, size)
             )
+            trace = Trace(
+                prompt_ids=prompt, decoder_prompt_ids=decoder_prompt, completion_ids=completion, rounds=rounds,
+                top_logits=top_logits, top_ids=top_ids, tail_logprob=tail, vocab_size=size, domain=lease.domain,
+                draft_version=lease.version, sampling=self.settings, created_at_seconds=time.time(),
+            )  # fmt: skip
+            binding.deliver(trace)
 
-    def _rows(self, width: int | None, vocab_size: int, total: int) -> tuple[Any, Any, Any]:
-        dtype = ids_dtype(vocab_size)
-        if width == 0:
-            return np.zeros((total, 0), np.float16), np.zeros((total, 0), dtype), np.zeros(total, np.float32)
-        kept = self.kept[width]
-        # The target's own loop may have run on behind the end, by a step that it took back.
-        top_logits = torch.cat([k[0] for k in kept])[:total].cpu().numpy()
-        tail = torch.cat([k[2] for k in kept])[:total].cpu().numpy()
-        ids = [k[1] for k in kept if k[1] is not None]
-        top_ids = torch.cat(ids)[:total].cpu().numpy().astype(dtype) if ids else np.zeros((total, 0), dtype)
-        return top_logits, top_ids, tail
+
+class _NoDistribution(Exception):
+    """The draft's row is of NaN, or allows no token."""
+
+
+class _Distributions(LogitsProcessor):
+    """Last in the list of a stock draft: ends its `generate` where nothing can be drawn."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if not math.isfinite(scores.amax()):
+            raise _NoDistribution
+        return scores
 
 
 def _mend_drafting(generator: AssistedCandidateGenerator, input_ids: torch.Tensor) -> None:
-    """
-    Let the draft see what the target sees. The output would be the same without it, but a draft as good as the target
-    would be rejected: `generate` drops masks of ones, so that the draft's own `generate` takes pad tokens in the
-    context for padding and, for an encoder-decoder, feeds the whole answer once more on top of its cache; and it warps
-    the draft's distribution twice, by the processors that it is handed and by its settings.
-    """
+    """Let the draft see what the target sees. The output would be the same without it, but a draft as good as the
+    target would be rejected. `generate` drops masks of ones: then the draft's own `generate` takes pad tokens in the
+    context for padding and, for an encoder-decoder, feeds the whole answer once more on top of its cache. It also
+    warps the draft's distribution twice, by the processors that it is handed and by its settings."""
     draft = unwrap(generator.assistant_model)
     name = "decoder_attention_mask" if draft.config.is_encoder_decoder else "attention_mask"
     if generator.assistant_kwargs.get(name) is None and name in inspect.signature(draft.forward).parameters:
@@ -400,6 +448,14 @@ def _mend_drafting(generator: AssistedCandidateGenerator, input_ids: torch.Tenso
     if generator.generation_config.do_sample:
         for name, neutral in NO_WARPING.items():
             setattr(generator.generation_config, name, neutral)
+
+
+def _end_of(input_ids: torch.Tensor, candidate_ids: torch.Tensor, criteria: StoppingCriteriaList) -> int | None:
+    """Length of the sequence up to and with the first drafted token that meets a criterion; `None` if none does."""
+    for length in range(input_ids.shape[1] + 1, candidate_ids.shape[1] + 1):
+        if bool(criteria(candidate_ids[:, :length], None).any()):
+            return length
+    return None
 
 
 def _as_draft_rounds(completion: torch.Tensor, rounds: list[_Round]) -> tuple[Any, tuple[DraftRound, ...]]:
@@ -417,11 +473,3 @@ def _as_draft_rounds(completion: torch.Tensor, rounds: list[_Round]) -> tuple[An
         p, q = (None if x is None else x[:examined].float().cpu().numpy() for x in (r.p, r.q))
         found.append(DraftRound(ours, accepted, len(theirs), p, q))
     return emitted, tuple(found)
-
-
-def _end_of(input_ids: torch.Tensor, candidate_ids: torch.Tensor, criteria: StoppingCriteriaList) -> int | None:
-    """Length of the sequence up to and with the first drafted token that meets a criterion; `None` if none does."""
-    for length in range(input_ids.shape[1] + 1, candidate_ids.shape[1] + 1):
-        if bool(criteria(candidate_ids[:, :length], None).any()):
-            return length
-    return None

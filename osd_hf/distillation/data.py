@@ -12,11 +12,13 @@ import datasets
 import numpy as np
 import torch
 
-from osd_hf.capture.hook import capture_traces, record_traces
+from osd_hf.capture.hook import capture_traces
+from osd_hf.capture.recording import record_traces
+from osd_hf.capture.request import NO_WARPING, sampling_settings
 from osd_hf.distillation.loss import unanswered
 from osd_hf.errors import ConfigError, DataError, StateError, UnsupportedModelError, VocabularyMismatchError
 from osd_hf.metrics import AcceptanceStats
-from osd_hf.pair import NO_WARPING, check_draft, check_pair, prompt_room, sampling_settings, unwrap
+from osd_hf.pair import check_draft, check_pair, prompt_room, unwrap
 from osd_hf.replay import replay
 from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace

@@ -15,8 +15,6 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from osd_hf.pair import first_line
 from osd_hf.utils.disk import in_child, renewing
 
-__all__ = ["CompiledDraft", "DraftForward", "StaticForward"]
-
 logger = logging.getLogger(__name__)
 
 # Tokens of static caches: each doubling in between is compiled once, and longer sequences are drafted eagerly.
@@ -24,7 +22,7 @@ SMALLEST_STATIC_CACHE, LARGEST_STATIC_CACHE = 256, 8192
 
 
 class _Compiling:
-    """The threads that compile now. A child forked meanwhile would wait for ever for the compiler's own lock, which
+    """The threads that compile now. A child forked meanwhile would wait forever for the compiler's own lock, which
     such a thread holds: there nothing is compiled any more."""
 
     def __init__(self) -> None:
@@ -42,26 +40,13 @@ _compiling = _Compiling()
 
 
 class DraftForward:
-    """
-    One request's draft: its cache, and the forwards over it.
-
-    Args:
-        draft (`PreTrainedModel`):
-            Decoder-only or encoder-decoder.
-        source (`dict[str, Any]`, *optional*):
-            Of an encoder-decoder, what each forward gets besides tokens: `encoder_outputs` and `attention_mask`.
-
-    Attributes:
-        length (`int`):
-            Tokens in the cache.
-        device (`torch.device`):
-            Where tokens are fed.
-    """
+    """One request's draft: its cache, and the forwards over it. `source` is what each forward of an encoder-decoder
+    gets besides tokens: `encoder_outputs` and `attention_mask`."""
 
     def __init__(self, draft: Any, source: dict[str, Any] | None = None) -> None:
         self.draft = draft
-        self.device = draft.device  # looked up once: a model searches its parameters for it
-        self.length = 0
+        self.device = draft.device  # where tokens are fed; looked up once: a model searches its parameters for it
+        self.length = 0  # tokens in the cache
         self._settings: dict[str, Any] = {"use_cache": True, "return_dict": True, **(source or {})}
         if draft._supports_logits_to_keep():
             self._settings["logits_to_keep"] = 1
@@ -71,22 +56,13 @@ class DraftForward:
 
     def _new_cache(self) -> Any:
         config = self.draft.config.get_text_config(decoder=True)
-        cache = DynamicCache(config=config)
         if self.draft.config.is_encoder_decoder:
-            return EncoderDecoderCache(cache, DynamicCache(config=config))
-        return cache
+            return EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
+        return DynamicCache(config=config)
 
     def feed(self, ids: torch.Tensor) -> torch.Tensor:
-        """
-        Append tokens to the cache.
-
-        Args:
-            ids (`torch.Tensor` of shape `(1, tokens)`, int64):
-                At least one.
-
-        Returns:
-            `torch.Tensor` of shape `(1, vocab)`: raw logits after the last of them, in the draft's dtype.
-        """
+        """Append tokens, `(1, tokens)` and at least one, to the cache; returns the raw logits after the last of them,
+        `(1, vocab)`, in the draft's dtype."""
         logits = self._forward(ids)
         self.length += ids.shape[1]
         return logits
@@ -107,15 +83,9 @@ class DraftForward:
 
 
 class CompiledDraft:
-    """
-    A draft whose single-token forward is compiled, over static caches that requests take turns with.
-
-    What cannot be compiled is served eagerly, and the log says why, once.
-
-    Args:
-        draft (`PreTrainedModel`):
-            Decoder-only; its weights may change in place between requests, and so may their dtype and device.
-    """
+    """A draft whose single-token forward is compiled, over static caches that requests take turns with. What cannot be
+    compiled is served eagerly, and the log says why, once. The weights of the draft may change in place between
+    requests, and so may their dtype and device."""
 
     def __init__(self, draft: Any) -> None:
         self.draft = draft
@@ -124,8 +94,8 @@ class CompiledDraft:
         self._made_for: tuple[Any, ...] = ()
         self._lock = threading.Lock()
         in_child(self, renewing(_lock=threading.Lock, _compiled=dict))  # what was under way never ends in a child
-        config = draft.config.get_text_config(decoder=True)
         kind = "an encoder-decoder" if draft.config.is_encoder_decoder else None
+        config = draft.config.get_text_config(decoder=True)
         if any(layer.is_sliding for layer in StaticCache(config=config, max_cache_len=8).layers):
             kind = "a draft with sliding windows"
         self._can_be_compiled = kind is None
@@ -171,14 +141,13 @@ class CompiledDraft:
         if _compiling.is_lost:
             self._tell("this process was forked while a thread of its parent was compiling")
             return None
-        # Weights are no constants to be folded in. On CUDA the kernels of a small draft take less time than launching
-        # them: they are captured as one graph.
-        options: dict[str, Any] = {"freezing": False}
+        # Weights are no constants to be folded in. Each draft and size of cache has a function of its own, called with
+        # nothing but single tokens and such caches: asking at each call whether it still fits takes as long as a fifth
+        # of a small draft's forward. On CUDA launching the kernels of a small draft takes longer than running them:
+        # they are captured as one graph.
+        options: dict[str, Any] = {"freezing": False, "guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
         if draft.device.type == "cuda":
             options["triton.cudagraphs"] = True
-        # One function for each draft and size of cache, called with nothing but single tokens and such caches: asking
-        # at each call whether it still fits takes as long as a fifth of a small draft's forward.
-        options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe
 
         def step(ids: torch.Tensor, cache: Any) -> Any:
             return draft(input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True).logits[:, -1]

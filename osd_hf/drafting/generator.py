@@ -7,56 +7,85 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from osd_hf.drafting.forward import CompiledDraft, DraftForward
-from osd_hf.drafting.pacing import FixedPace, Pace, Pacer
-from osd_hf.pair import is_peft, without_padding
+from osd_hf.drafting.pacing import Pacer
+from osd_hf.pair import is_peft
 from osd_hf.trace import num_accepted
-
-__all__ = ["Distributions", "LeanCandidateGenerator", "LeanDrafting", "NoDistribution"]
 
 logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 
 
+def without_padding(ids: torch.Tensor, mask: Any) -> torch.Tensor:
+    """The tokens of `ids`, of shape `(1, tokens)`, that a mask of the same shape does not hide; all without one."""
+    row = ids[0]
+    return row[mask[0].bool()] if isinstance(mask, torch.Tensor) and mask.shape == ids.shape else row
+
+
+class Pace(Protocol):
+    """What decides how many tokens one request drafts, round by round."""
+
+    reads_confidence: bool
+
+    def is_plain(self) -> bool:
+        """Whether no round of the request is to draft; asked once, as it begins."""
+
+    def tokens(self) -> int:
+        """Most tokens to draft in the round that begins; 0 is plain decoding."""
+
+    def goes_on(self, confidence: float) -> bool:
+        """Whether to draft one more, after a token that the draft gave this probability."""
+
+    def judged(self, confidences: Sequence[float], accepted: int, emitted: int) -> None:
+        """The target has verified the round's draft: the probabilities of its tokens, if they are read, how many were
+        accepted, and how many tokens the round emitted."""
+        return
+
+    def timed(self, drafted: int, draft_seconds: float, round_seconds: float | None, *, rounds: int = 1) -> None:
+        """Rounds have ended: the mean time of drafting in one, and of the whole; `None` where it also read a prompt or
+        caught up with one, which says nothing about others."""
+        return
+
+    def ended(self) -> None:
+        """The request has ended, well or not."""
+        return
+
+
+class FixedPace(Pace):
+    """The same number of tokens, k, each round; drafting ends after a token that the draft finds less probable than
+    the threshold."""
+
+    def __init__(self, k: int, threshold: float = 0.0) -> None:
+        self.k, self.threshold = k, threshold
+        self.reads_confidence = threshold > 0
+
+    def tokens(self) -> int:
+        return self.k
+
+    def goes_on(self, confidence: float) -> bool:
+        return confidence >= self.threshold
+
+    def is_plain(self) -> bool:
+        return False
+
+
 class LeanCandidateGenerator(CandidateGenerator):
     """
-    Candidates of one request.
+    Candidates of one request. Greedy ones come without logits, as the loop compares tokens; sampled ones with the very
+    logits that they were drawn from, processed as the target's, float32, `(1, drafted, vocab)`.
 
-    Greedy candidates come without logits, as the loop compares tokens; sampled ones with the very logits that they
-    were drawn from, processed as the target's, float32, `(1, drafted, vocab)`.
-
-    Args:
-        forward (`DraftForward`):
-            The draft, with nothing fed yet.
-        pace (`Pace`):
-            How many tokens to draft.
-        input_ids (`torch.Tensor` of shape `(1, prompt)`, int64):
-            What the loop begins with.
-        attention_mask (`torch.Tensor` of shape `(1, prompt)`, *optional*):
-            Padding of the prompt is 0; the draft does not see it, so that its positions are those of the target.
-        logits_processor (`LogitsProcessorList`):
-            The target's own.
-        do_sample (`bool`):
-            Draw tokens, or take the likeliest.
-        max_length (`int`):
-            Of the whole sequence, the prompt included.
-        max_positions (`int`, *optional*):
-            Tokens that the draft can be fed.
-        eos_token_ids (`frozenset[int]`):
-            Drafting ends behind one of these.
-        vocab_size (`int`):
-            Of the target.
-        clock (`Callable[[], float]`, *optional*, defaults to `time.perf_counter`):
-            In seconds.
+    The loop begins with `input_ids`, int64, `(1, prompt)`. What `attention_mask`, of the same shape, hides of them is
+    padding, which the draft does not see: its positions are those of the target. The sequence has at most `max_length`
+    tokens, of which the draft can be fed `max_positions`; drafting ends with one of `eos_token_ids`. `vocab_size` is
+    the width of the target's logits, `logits_processor` its own, and `clock` tells the time in seconds.
     """
 
     def __init__(
@@ -74,16 +103,11 @@ class LeanCandidateGenerator(CandidateGenerator):
         vocab_size: int,
         clock: Clock = time.perf_counter,
     ) -> None:
-        self.forward = forward
-        self.clock = clock
-        self.pace = pace
+        self.forward, self.pace, self.clock = forward, pace, clock
         # The loop's list gets a recorder of the target's rows, which the draft's are not to enter.
         self.logits_processor = LogitsProcessorList(logits_processor)
-        self.do_sample = do_sample
-        self.max_length = max_length
-        self.max_positions = max_positions
-        self.eos_token_ids = eos_token_ids
-        self.vocab_size = vocab_size
+        self.do_sample, self.eos_token_ids, self.vocab_size = do_sample, eos_token_ids, vocab_size
+        self.max_length, self.max_positions = max_length, max_positions
         # What the draft has been, or is to be, fed.
         self._context: list[int] = without_padding(input_ids, attention_mask).tolist()
         self._seen = input_ids.shape[1]
@@ -95,17 +119,8 @@ class LeanCandidateGenerator(CandidateGenerator):
         self._is_typical = False
 
     def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """
-        Draft for the round that begins.
-
-        Args:
-            input_ids (`torch.Tensor` of shape `(1, tokens)`, int64):
-                The sequence so far.
-
-        Returns:
-            `tuple[torch.Tensor, torch.Tensor | None]`: the sequence with the draft behind it, and the draft's logits;
-            the sequence itself and `None` where nothing is drafted.
-        """
+        """Draft for the round that begins with this sequence, `(1, tokens)`: the sequence followed by the draft, and
+        the draft's logits if they are drawn from; the sequence itself and `None` where nothing is drafted."""
         now = self._end_round()
         self._began = now
         self._drafted, self._confidences = [], []
@@ -133,48 +148,43 @@ class LeanCandidateGenerator(CandidateGenerator):
 
     def _draft(self, ids: torch.Tensor, tokens: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Draft into `self._drafted`; the tokens as tensors, and the logits that each was drawn from, if drawn."""
-        if self.do_sample or self.logits_processor:  # which may keep what they make: outside of inference mode
-            return self._draft_tokens(ids, tokens, torch.inference_mode())
-        with torch.inference_mode():
-            return self._draft_tokens(ids, tokens, contextlib.nullcontext())
-
-    def _draft_tokens(
-        self, ids: torch.Tensor, tokens: int, forward_mode: AbstractContextManager[Any]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         pace, processors, device = self.pace, self.logits_processor, self.forward.device
-        reads_confidence = pace.reads_confidence
+        is_processed, reads_confidence = bool(self.do_sample or processors), pace.reads_confidence
         if self.forward.length:  # only a prompt can be padded; what was emitted stands at the end as it is
             feed = ids[:, self.forward.length - len(self._context) :].to(device)
         else:
             feed = torch.tensor([self._context], device=device)
+        # Processors may keep what they make, and are called outside of inference mode.
+        inference, no_mode = torch.inference_mode(), contextlib.nullcontext()
         drafted: list[torch.Tensor] = []
         rows: list[torch.Tensor] = []
-        while True:
-            with forward_mode:
-                logits = self.forward.feed(feed)
-            if self.do_sample or processors:
-                logits = self._like_the_targets(logits, ids)
-            highest, chosen = logits.max(-1, keepdim=True)
-            if not math.isfinite(highest):  # nothing can be drawn from NaN, nor where no token is allowed
-                self._is_typical = False
-                return drafted, rows
-            if self.do_sample or reads_confidence:
-                probs = logits.softmax(-1, dtype=torch.float32)
-            if self.do_sample:
-                chosen = torch.multinomial(probs, 1)
-                rows.append(logits)
-            token = int(chosen)
-            drafted.append(chosen.to(ids.device))
-            self._drafted.append(token)
-            confidence = 1.0
-            if reads_confidence:
-                confidence = float(probs[0, token])
-                self._confidences.append(confidence)
-            if len(self._drafted) >= tokens or token in self.eos_token_ids or not pace.goes_on(confidence):
-                return drafted, rows
-            if processors:
-                ids = torch.cat([ids, drafted[-1]], dim=1)
-            feed = chosen.to(device)
+        with no_mode if is_processed else inference:
+            while True:
+                with inference if is_processed else no_mode:
+                    logits = self.forward.feed(feed)
+                if is_processed:
+                    logits = self._like_the_targets(logits, ids)
+                highest, chosen = logits.max(-1, keepdim=True)
+                if not math.isfinite(highest):  # nothing can be drawn from NaN, nor where no token is allowed
+                    self._is_typical = False
+                    return drafted, rows
+                if self.do_sample or reads_confidence:
+                    probs = logits.softmax(-1, dtype=torch.float32)
+                if self.do_sample:
+                    chosen = torch.multinomial(probs, 1)
+                    rows.append(logits)
+                token = int(chosen)
+                drafted.append(chosen.to(ids.device))
+                self._drafted.append(token)
+                confidence = 1.0
+                if reads_confidence:
+                    confidence = float(probs[0, token])
+                    self._confidences.append(confidence)
+                if len(self._drafted) >= tokens or token in self.eos_token_ids or not pace.goes_on(confidence):
+                    return drafted, rows
+                if processors:
+                    ids = torch.cat([ids, drafted[-1]], dim=1)
+                feed = chosen.to(device)
 
     def _like_the_targets(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         # A copy: processors write into it, and into what they make of it, outside inference mode as well.
@@ -186,7 +196,7 @@ class LeanCandidateGenerator(CandidateGenerator):
         return processed
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
-        """Take back what the target rejected; arguments as of the loop, of which only the tokens are needed."""
+        """Take back what the target rejected. Takes the arguments of the loop, of which only the tokens are needed."""
         emitted: list[int] = input_ids[0, self._seen :].tolist()
         accepted = num_accepted(self._drafted, emitted)
         self._seen = input_ids.shape[1]
@@ -205,38 +215,17 @@ class LeanCandidateGenerator(CandidateGenerator):
         self.forward.close()
 
 
-class NoDistribution(Exception):
-    """The draft's row is of NaN, or allows no token."""
-
-
-class Distributions(LogitsProcessor):
-    """Last in the list of a stock draft: ends its `generate` where nothing can be drawn."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if not math.isfinite(scores.amax()):
-            raise NoDistribution
-        return scores
-
-
 class LeanDrafting:
     """
-    Makes the lean candidate generators of one draft's requests.
+    Makes the lean candidate generators of one draft's requests. The weights of the draft may change in place between
+    requests.
 
     Args:
-        draft (`PreTrainedModel`):
-            What drafts; weights may change in place between requests.
+        draft (`PreTrainedModel`): What drafts.
         num_assistant_tokens (`int` or `str`, *optional*):
             k, or `"auto"`; `None` reads the draft's generation config at each request.
-        compile_draft (`bool`, defaults to `False`):
-            Compile the single-token forward, at the first request.
-        clock (`Callable[[], float]`, *optional*, defaults to `time.perf_counter`):
-            In seconds; one that waits for an accelerator makes costs exact, and requests slower.
-        pacer (`Pacer`, *optional*):
-            Shared with other drafts of the same size.
-
-    Attributes:
-        pacer (`Pacer`):
-            What `"auto"` decides from.
+        compile_draft (`bool`, defaults to `False`): Compile the single-token forward, at the first request.
+        pacer (`Pacer`, *optional*): Shared with other drafts of the same size; what `"auto"` decides from.
     """
 
     def __init__(
@@ -245,63 +234,13 @@ class LeanDrafting:
         num_assistant_tokens: int | str | None,
         *,
         compile_draft: bool = False,
-        clock: Clock = time.perf_counter,
         pacer: Pacer | None = None,
     ) -> None:
-        self.draft = draft
-        self.clock = clock
-        self.num_assistant_tokens = num_assistant_tokens
+        self.draft, self.num_assistant_tokens = draft, num_assistant_tokens
         self.pacer = pacer or Pacer()
+        self.clock: Clock = time.perf_counter  # one that waits for an accelerator makes costs exact, requests slower
         self._compiled = CompiledDraft(draft) if compile_draft else None
         self._told: set[str] = set()
-
-    def generator(
-        self,
-        pace: Pace,
-        input_ids: torch.Tensor,
-        *,
-        generation_config: Any,
-        inputs_tensor: torch.Tensor | None,
-        logits_processor: LogitsProcessorList,
-        model_kwargs: dict[str, Any],
-        vocab_size: int,
-    ) -> LeanCandidateGenerator | None:
-        """One request's generator, from what the loop gives to the stock one; `None` where only that can serve."""
-        draft = self.draft
-        if is_peft(draft):
-            self.left("the draft's adapter cannot be merged into its weights")
-            return None
-        schedule = getattr(draft.generation_config, "num_assistant_tokens_schedule", None)
-        if self.num_assistant_tokens is None and schedule not in (None, "constant"):
-            self.left(f"the draft's own generation config asks for the schedule {schedule!r}")
-            return None
-        limit = getattr(draft.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        source = None
-        if draft.config.is_encoder_decoder:
-            if limit is not None and inputs_tensor is not None and inputs_tensor.shape[1] > limit:
-                limit = 0  # nothing is drafted for a source that the draft cannot read
-            else:
-                source = self._encode(inputs_tensor, model_kwargs.get("attention_mask"))
-        max_length = int(generation_config.max_length)
-        if source is None and self._compiled is not None:
-            forward = self._compiled.forward(max_length if limit is None else min(max_length, limit))
-        else:
-            forward = DraftForward(draft, source)
-        eos = generation_config._eos_token_tensor
-        mask = "decoder_attention_mask" if draft.config.is_encoder_decoder else "attention_mask"
-        return LeanCandidateGenerator(
-            forward,
-            pace,
-            input_ids,
-            attention_mask=model_kwargs.get(mask),
-            logits_processor=logits_processor,
-            do_sample=bool(generation_config.do_sample),
-            max_length=max_length,
-            max_positions=limit,
-            eos_token_ids=frozenset() if eos is None else frozenset(eos.tolist()),
-            vocab_size=vocab_size,
-            clock=self.clock,
-        )
 
     def at(self, num_assistant_tokens: int | str) -> LeanDrafting:
         """The same, for requests with another k."""
@@ -322,6 +261,39 @@ class LeanDrafting:
             for name in ("num_assistant_tokens", "assistant_confidence_threshold")
         )
         return FixedPace(int(k), float(threshold or 0.0))
+
+    def generator(self, pace: Pace, vocab_size: int, **given: Any) -> LeanCandidateGenerator | None:
+        """One request's generator, from what the loop passes to `_get_candidate_generator`; `None` where the stock one
+        is to serve."""
+        draft, generation_config, inputs_tensor = self.draft, given["generation_config"], given["inputs_tensor"]
+        if is_peft(draft):
+            self.left("the draft's adapter cannot be merged into its weights")
+            return None
+        schedule = getattr(draft.generation_config, "num_assistant_tokens_schedule", None)
+        if self.num_assistant_tokens is None and schedule not in (None, "constant"):
+            self.left(f"the draft's own generation config asks for the schedule {schedule!r}")
+            return None
+        limit = getattr(draft.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        source = None
+        if draft.config.is_encoder_decoder:
+            if limit is not None and inputs_tensor is not None and inputs_tensor.shape[1] > limit:
+                limit = 0  # nothing is drafted for a source that the draft cannot read
+            else:
+                source = self._encode(inputs_tensor, given["model_kwargs"].get("attention_mask"))
+        max_length = int(generation_config.max_length)
+        if source is None and self._compiled is not None:
+            forward = self._compiled.forward(max_length if limit is None else min(max_length, limit))
+        else:
+            forward = DraftForward(draft, source)
+        eos = generation_config._eos_token_tensor
+        mask = "decoder_attention_mask" if draft.config.is_encoder_decoder else "attention_mask"
+        return LeanCandidateGenerator(
+            forward, pace, given["input_ids"], attention_mask=given["model_kwargs"].get(mask),
+            logits_processor=given["logits_processor"], do_sample=bool(generation_config.do_sample),
+            max_length=max_length, max_positions=limit,
+            eos_token_ids=frozenset() if eos is None else frozenset(eos.tolist()), vocab_size=vocab_size,
+            clock=self.clock,
+        )  # fmt: skip
 
     @torch.inference_mode()
     def _encode(self, source_ids: Any, mask: torch.Tensor | None) -> dict[str, Any]:

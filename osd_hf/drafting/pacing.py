@@ -1,4 +1,4 @@
-"""How many tokens to draft: fixed, or from the acceptance and the costs that serving itself measures."""
+"""How many tokens to draft, from the acceptance and the costs that serving itself measures."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import threading
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from osd_hf.metrics import expected_block_efficiency
 from osd_hf.utils.disk import in_child, renewing
-
-__all__ = ["Acceptance", "AutoPace", "Costs", "DraftingPlan", "FixedPace", "MEMORY", "Pace", "Pacer"]
 
 COSTS_KNOWN = 4  # rounds of either kind
 MEMORY = 128  # observations after which an old one counts a third
@@ -21,15 +19,24 @@ LEVEL_MEMORY = 16  # rounds in which a machine that slows down, or a context tha
 EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
 PRIOR_ALPHA, PRIOR_WEIGHT = 0.6, 4.0
 MOST_OF_A_REQUEST = 16  # examined tokens of it that count
+MAX_K = 32
+WARM_UP = (4, 1, 7, 2)  # tokens drafted in turn until costs are known: slopes need several
+MOST_DOMAINS = 1024  # the oldest are forgotten
+REFRESH = 100  # speculating rounds between two plain ones, which time the target alone
+PROBE_SHARE = 0.015  # of the time of plain decoding may be lost in finding out whether speculation has begun to pay
+PROBE_BURST = 4  # plain rounds whose time must have been saved up before a request probes
+SURE = 20  # examined tokens of a domain below which its alpha is not trusted, and drafting goes on to learn it
+OWN_MEMORY = 32  # examined tokens of one request that its own acceptance rests on
+OWN_COUNTS_HALF = 8  # examined tokens of a request after which they weigh as much as those of its domain
+LEAST_SPEEDUP = 1.03  # rounds do not show that the draft reads the prompt as well, nor that the plain loop is quicker
+EXPLORE = 32  # rounds between two that draft one token more than is worth it
 
 
 class Average:
     """Mean of recent values; one that is more than `memory` values old hardly counts."""
 
     def __init__(self, mean: float = 0.0, weight: float = 0.0, memory: int = MEMORY) -> None:
-        self.mean = mean
-        self.weight = weight
-        self.memory = memory
+        self.mean, self.weight, self.memory = mean, weight, memory
 
     def add(self, value: float, count: int = 1) -> None:
         fresh = min(count, self.memory)
@@ -38,7 +45,7 @@ class Average:
         self.mean += (value - self.mean) * fresh / self.weight
 
     def fade(self, count: int = 1) -> None:
-        """So many values went by unseen."""
+        """Forget as much as that many new values would make forgotten."""
         self.weight *= (1 - 1 / self.memory) ** count
 
 
@@ -51,14 +58,12 @@ class Line:
     def add(self, k: int, value: float) -> None:
         fade = 1 - 1 / MEMORY
         self.weight = self.weight * fade + 1
-        self._k = self._k * fade + k
-        self._kk = self._kk * fade + k * k
-        self._y = self._y * fade + value
-        self._ky = self._ky * fade + k * value
+        self._k, self._kk = self._k * fade + k, self._kk * fade + k * k
+        self._y, self._ky = self._y * fade + value, self._ky * fade + k * value
 
     def fit(self, prior_slope: float) -> tuple[float, float]:
-        """What it is at k = 0, and its slope: where all rounds drafted nearly as many tokens, noise has the slope,
-        and the prior one stands in."""
+        """Its value at k = 0, and its slope. Where all rounds drafted nearly as many tokens, noise would decide on the
+        slope, and the prior one stands in."""
         mean_k, mean_y = self._k / self.weight, self._y / self.weight
         variance = self._kk / self.weight - mean_k**2
         covariance = self._ky / self.weight - mean_k * mean_y
@@ -68,11 +73,9 @@ class Line:
 
 
 class Costs:
-    """
-    Of a plain round, of one that drafts k tokens, and of the drafting in it by token, each over a common level in
-    seconds. The level follows the machine, and contexts that grow, by every round whatever it drafted; so costs that
-    were seen at different times can be compared.
-    """
+    """The costs of a plain round, of one that drafts k tokens, and of the drafting in it by token, each over a common
+    level in seconds. The level follows the machine, and contexts that grow, by every round whatever it drafted; so
+    costs that were seen at different times can be compared."""
 
     def __init__(self) -> None:
         self.level = 1.0
@@ -112,10 +115,8 @@ class Costs:
 
 
 class Acceptance:
-    """
-    What is known of one domain. Requests differ more than the tokens of one do, so alpha is an average over requests,
-    to which a long one adds little more than a short one.
-    """
+    """What is known of one domain. Requests differ more than the tokens of one do, so alpha is an average over
+    requests, to which a long one adds little more than a short one."""
 
     def __init__(self) -> None:
         self.alpha = Average(PRIOR_ALPHA, PRIOR_WEIGHT)
@@ -127,9 +128,9 @@ class Acceptance:
     def chances(self, confidence: float, alpha: float) -> tuple[float, float]:
         """Probabilities that a token of this confidence is accepted, and that the next one is once it was."""
         i = bisect_left(EDGES, confidence)
-        behind = self._next_by_confidence[i]
-        # Little was seen behind some tokens: as far, the next one is taken for any.
-        usual = (behind.mean * behind.weight + self.alpha.mean * PRIOR_WEIGHT) / (behind.weight + PRIOR_WEIGHT)
+        after = self._next_by_confidence[i]
+        # Little was seen after some tokens: to that extent, the next one is taken for any.
+        usual = (after.mean * after.weight + self.alpha.mean * PRIOR_WEIGHT) / (after.weight + PRIOR_WEIGHT)
         return self._by_confidence[i].mean, min(usual * alpha / max(self.alpha.mean, 1e-6), 1.0)
 
     def ended(self, accepted: int, examined: int) -> None:
@@ -138,8 +139,8 @@ class Acceptance:
             self.alpha.add(accepted / examined, min(examined, MOST_OF_A_REQUEST))
 
     def judged(self, confidences: Sequence[float], accepted: int, emitted: int) -> int:
-        """Of the probabilities of a round's drafted tokens, how many were accepted, and how many tokens it emitted;
-        gives the number of drafted tokens that were examined."""
+        """A round has ended, with these probabilities of its drafted tokens, so many accepted and so many emitted
+        tokens. Returns how many drafted tokens were examined."""
         if not confidences:
             return 0
         examined = min(accepted + 1, len(confidences), emitted)
@@ -159,19 +160,6 @@ class Acceptance:
             average.weight = min(average.weight, max(average.weight * share, PRIOR_WEIGHT))
 
 
-MAX_K = 32
-WARM_UP = (4, 1, 7, 2)  # tokens drafted in turn until costs are known, so that slopes can be read off
-MOST_DOMAINS = 1024  # the oldest are forgotten
-REFRESH = 100  # speculating rounds between two plain ones, which time the target alone
-PROBE_SHARE = 0.015  # of the time of plain decoding may be lost in finding out whether speculation has begun to pay
-PROBE_BURST = 4  # plain rounds whose time must have been saved up before a request probes
-SURE = 20  # examined tokens of a domain below which its alpha is not trusted, and drafting goes on to learn it
-OWN_MEMORY = 32  # examined tokens of one request that its own acceptance rests on
-OWN_COUNTS_HALF = 8  # examined tokens of a request after which they weigh as much as those of its domain
-LEAST_SPEEDUP = 1.03  # rounds do not show that the draft reads the prompt as well, nor that the plain loop is quicker
-EXPLORE = 32  # rounds between two that draft one token more than is worth it
-
-
 @dataclass(frozen=True)
 class DraftingPlan:
     """
@@ -183,20 +171,14 @@ class DraftingPlan:
         k (`int`):
             Tokens a round with the largest expected speed-up, at this alpha and these costs; 0 is plain decoding. A
             round ends earlier or later than k by the draft's confidence in its tokens.
-        alpha (`float`):
-            Running acceptance rate of the domain, over requests; recent ones count most.
-        speedup (`float`):
-            Expected, over plain decoding in the same loop.
-        draft_seconds (`float`, *optional*):
-            To draft one token; `None` until it was measured, as the other costs.
-        plain_seconds (`float`, *optional*):
-            A round without a draft: one token.
-        verify_seconds (`float`, *optional*):
-            A round with the best k of at least 1, less the drafting.
+        alpha (`float`): Running acceptance rate of the domain, over requests; recent ones count most.
+        speedup (`float`): Expected, over plain decoding in the same loop.
+        draft_seconds (`float`, *optional*): To draft one token; `None` until it was measured, as the other costs.
+        plain_seconds (`float`, *optional*): A round without a draft: one token.
+        verify_seconds (`float`, *optional*): A round with the best k of at least 1, less the drafting.
         per_token_seconds (`float`, *optional*):
             What one more drafted token adds to a round: drafting and verifying it.
-        examined (`float`):
-            Tokens that alpha rests on, old ones counted in part.
+        examined (`float`): Tokens that alpha rests on, old ones counted in part.
     """
 
     speculates: bool
@@ -214,67 +196,6 @@ class DraftingPlan:
         return asdict(self)
 
 
-class Pace(Protocol):
-    """What decides how many tokens one request drafts, round by round."""
-
-    reads_confidence: bool
-
-    def tokens(self) -> int:
-        """Most tokens to draft in the round that begins; 0 is plain decoding."""
-
-    def goes_on(self, confidence: float) -> bool:
-        """Whether to draft one more, behind a token that the draft gave this probability."""
-
-    def judged(self, confidences: Sequence[float], accepted: int, emitted: int) -> None:
-        """The target has verified the round's draft: the probabilities of its tokens, if they are read, how many were
-        accepted, and how many tokens the round emitted."""
-
-    def timed(self, drafted: int, draft_seconds: float, round_seconds: float | None, *, rounds: int = 1) -> None:
-        """Rounds have ended: the mean time of drafting in one, and of the whole; `None` where it also read a prompt or
-        caught up with one, which says nothing about others."""
-
-    def is_plain(self) -> bool:
-        """Asked once, as the request begins: whether no round of it is to draft."""
-
-    def ended(self) -> None:
-        """The request has ended, well or not."""
-
-
-class FixedPace:
-    """
-    The same number of tokens each round.
-
-    Args:
-        k (`int`):
-            Tokens a round.
-        threshold (`float`, defaults to 0):
-            Drafting ends behind a token that the draft gives less probability than this.
-    """
-
-    def __init__(self, k: int, threshold: float = 0.0) -> None:
-        self.k = k
-        self.threshold = threshold
-        self.reads_confidence = threshold > 0
-
-    def tokens(self) -> int:
-        return self.k
-
-    def goes_on(self, confidence: float) -> bool:
-        return confidence >= self.threshold
-
-    def judged(self, confidences: Sequence[float], accepted: int, emitted: int) -> None:
-        pass
-
-    def timed(self, drafted: int, draft_seconds: float, round_seconds: float | None, *, rounds: int = 1) -> None:
-        pass
-
-    def is_plain(self) -> bool:
-        return False
-
-    def ended(self) -> None:
-        pass
-
-
 class Pacer:
     """
     Measures acceptance, by domain and request, and costs, over all requests, and decides from them.
@@ -282,7 +203,7 @@ class Pacer:
     A round that drafts k tokens takes `R(k)`, a line, and a plain one `R(0)`. At acceptance alpha it emits
     `E(alpha, k)` tokens (arXiv 2211.17192), so tokens come at the rate `E(alpha, k) / R(k)`; the plan is the k with
     the best rate. Within a round more is known: how sure the draft is of its tokens, how often tokens that it was as
-    sure of were accepted, and how often the ones behind such tokens were. One more token is worth drafting while the
+    sure of were accepted, and how often the ones after such tokens were. One more token is worth drafting while the
     chance that it and all before it are accepted is above `rate * (R(k + 1) - R(k))`, the tokens that the same time
     brings elsewhere.
 
@@ -313,12 +234,12 @@ class Pacer:
         with self._lock:
             for key, known in self._domains.items():
                 if domain is ... or key[0] == domain:
-                    known.seen.fade(0.5)
+                    known.fade(0.5)
 
     def _plan(self, domain: _Domain, own: Average | None = None) -> DraftingPlan:
         """For a domain, or for a request of it that has an acceptance of its own."""
-        seen, costs = domain.seen, self._costs
-        alpha, examined = seen.alpha.mean, seen.alpha.weight
+        costs = self._costs
+        alpha, examined = domain.alpha.mean, domain.alpha.weight
         if own is not None:
             alpha = (alpha * OWN_COUNTS_HALF + own.mean * own.weight) / (OWN_COUNTS_HALF + own.weight)
             examined += own.weight
@@ -337,10 +258,10 @@ class Pacer:
             return found, best
 
         best, k = best_rate(alpha)
-        if seen.drafted.weight > MEMORY / 4:
+        if domain.drafted.weight > MEMORY / 4:
             # What rounds that ended by confidence reached: more than k tokens each time could.
-            reached = seen.emitted.mean / (base + seen.drafted.mean * per_token)
-            best *= max(reached / best_rate(seen.alpha.mean)[0], 1.0)
+            reached = domain.emitted.mean / (base + domain.drafted.mean * per_token)
+            best *= max(reached / best_rate(domain.alpha.mean)[0], 1.0)
         speculates = best * plain > LEAST_SPEEDUP
         return DraftingPlan(
             speculates=speculates,
@@ -355,11 +276,11 @@ class Pacer:
         )
 
 
-class _Domain:
+class _Domain(Acceptance):
     """What is known of one domain, and what was spent to know it."""
 
     def __init__(self) -> None:
-        self.seen = Acceptance()
+        super().__init__()
         self.rounds = 0
         self.plain_seconds = 0.0
         self.probe_seconds = 0.0  # lost by drafting where it does not pay
@@ -371,17 +292,15 @@ class _Domain:
 
 
 class AutoPace:
-    """One request's pace under a [`Pacer`]."""
+    """One request's [`Pace`] under a [`Pacer`]."""
 
     reads_confidence = True
 
     def __init__(self, pacer: Pacer, domain: _Domain) -> None:
-        self._pacer = pacer
-        self._domain = domain
+        self._pacer, self._domain = pacer, domain
         self._own = Average(memory=OWN_MEMORY)
         self._plan = pacer._plan(domain)
-        self._explores = False
-        self._chance = 1.0
+        self._explores, self._chance = False, 1.0
         self._emitted = self._accepted = self._examined = 0
 
     def is_plain(self) -> bool:
@@ -409,7 +328,7 @@ class AutoPace:
         plan = self._plan
         if plan.per_token_seconds is None or plan.plain_seconds is None:
             return True
-        accepted, next_accepted = self._domain.seen.chances(confidence, plan.alpha)
+        accepted, next_accepted = self._domain.chances(confidence, plan.alpha)
         self._chance *= accepted
         if self._chance * next_accepted > plan.speedup * plan.per_token_seconds / plan.plain_seconds:
             return True
@@ -420,7 +339,7 @@ class AutoPace:
     def judged(self, confidences: Sequence[float], accepted: int, emitted: int) -> None:
         self._emitted = emitted
         with self._pacer._lock:
-            examined = self._domain.seen.judged(confidences, accepted, emitted)
+            examined = self._domain.judged(confidences, accepted, emitted)
             if examined:
                 self._own.add(min(accepted, examined) / examined, examined)
                 self._accepted += min(accepted, examined)
@@ -437,11 +356,11 @@ class AutoPace:
             if drafted == 0:
                 domain.plain_seconds += (round_seconds or 0.0) * rounds
             elif not self._plan.speculates:
-                # Of a round that also read the prompt, only the drafting is known to be on top.
+                # Only the drafting is known to be on top in a round that also read the prompt.
                 plain = costs.level * costs.plain.mean
                 lost = draft_seconds if round_seconds is None else round_seconds - self._emitted * plain
                 domain.probe_seconds = max(domain.probe_seconds + lost, 0.0)
 
     def ended(self) -> None:
         with self._pacer._lock:
-            self._domain.seen.ended(self._accepted, self._examined)
+            self._domain.ended(self._accepted, self._examined)

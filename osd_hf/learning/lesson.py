@@ -13,8 +13,9 @@ import numpy as np
 
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import StateError
+from osd_hf.learning.faults import SetAside
 from osd_hf.metrics import AcceptanceStats
-from osd_hf.trace import SetAside, Trace
+from osd_hf.trace import Trace
 from osd_hf.utils.disk import in_child, renewing
 
 __all__ = ["Lesson", "ReplayBuffer"]

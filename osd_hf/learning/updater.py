@@ -18,13 +18,14 @@ from accelerate.state import AcceleratorState
 
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, StateError, UnsupportedModelError
+from osd_hf.learning.faults import Readable
 from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.lesson import Lesson
 from osd_hf.learning.weights import Snapshot, adapter_state, learning_context, load_adapter, write_snapshot
 from osd_hf.losses import divergence_loss
 from osd_hf.pair import is_peft
 from osd_hf.replay import batches, completion_logits, completion_mask
-from osd_hf.trace import Readable, Trace
+from osd_hf.trace import Trace
 
 __all__ = ["UpdateReport", "Updater", "finish", "trainable_parameters"]
 
