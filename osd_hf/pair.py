@@ -18,7 +18,8 @@ from transformers import (
 )
 
 from osd_hf.bundled import load_bundled
-from osd_hf.errors import ConfigError, UnsupportedModelError, VocabularyMismatchError, without_credentials
+from osd_hf.errors import ConfigError, UnsupportedModelError, VocabularyMismatchError
+from osd_hf.utils.masking import without_credentials
 
 __all__ = [
     "NO_WARPING",

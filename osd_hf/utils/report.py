@@ -1,4 +1,4 @@
-"""Says where a result came from: command, commit, versions, machine."""
+"""Reports: the folder and the JSON that they are written to, and where a result came from."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from osd_hf.errors import ConfigError, without_credentials, without_secrets
+from osd_hf.errors import ConfigError
+from osd_hf.utils.masking import without_credentials, without_secrets
 
-__all__ = ["json_text", "make_folder", "provenance", "without_credentials"]
+__all__ = ["json_text", "make_folder", "provenance", "write_report"]
+
+PACKAGES = ("torch", "transformers", "osd_hf")
+# Paths inside an argument, such as `a=/x/y,/z`; neither the path of a URL nor the slash of `owner/name`.
+_PATH = re.compile(r"(?<![\w.:/\\-])(?:file://|~\w*|\.\.)?/[^\s,;:='\"]+")
 
 
 def make_folder(folder: Path) -> None:
@@ -33,8 +38,13 @@ def make_folder(folder: Path) -> None:
 
 
 def json_text(data: Any, indent: int | None = None) -> str:
-    """As of `json.dumps`, with `null` in place of what JSON has no number for: NaN and infinities."""
+    """What `json.dumps` returns, with `null` in place of what JSON has no number for: NaN and infinities."""
     return json.dumps(_finite(data), indent=indent, allow_nan=False)
+
+
+def write_report(path: Path, report: Any) -> None:
+    """Write a report as indented JSON, as [`json_text`] makes it."""
+    path.write_text(json_text(report, indent=1) + "\n")
 
 
 def _finite(data: Any) -> Any:
@@ -43,11 +53,6 @@ def _finite(data: Any) -> Any:
     if isinstance(data, list | tuple):
         return [_finite(value) for value in data]
     return None if isinstance(data, float) and not math.isfinite(data) else data
-
-
-PACKAGES = ("torch", "transformers", "osd_hf")
-# Paths inside an argument, such as `a=/x/y,/z`; neither the path of a URL nor the slash of `owner/name`.
-_PATH = re.compile(r"(?<![\w.:/\\-])(?:file://|~\w*|\.\.)?/[^\s,;:='\"]+")
 
 
 def provenance(**extra: Any) -> dict[str, Any]:
