@@ -109,20 +109,9 @@ class CompletionClient:
         self, prompt_ids: Sequence[int], *, max_new_tokens: int, num_logprobs: int, **settings: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """
-        Ask for one answer.
-
-        Args:
-            prompt_ids (`Sequence[int]`):
-                Token ids of the prompt.
-            max_new_tokens (`int`):
-                Most tokens of the answer.
-            num_logprobs (`int`):
-                Log-probs per position (K).
-            settings (`Any`):
-                `temperature`, `top_p`, `top_k`, `seed`; greedy by default.
-
-        Returns:
-            `tuple[dict, dict]`: body of the request and of the response.
+        Ask for an answer of at most `max_new_tokens` to a prompt of token ids, with K log-probs per position.
+        `settings` are `temperature`, `top_p`, `top_k` and `seed`; greedy by default. Returns the bodies of the request
+        and of the response.
 
         Raises:
             RequestRefusedError: the server refused this request.

@@ -41,26 +41,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class CollectionReport:
-    """
-    What came of a collection.
+    """What came of a collection; prompts that had no answer when it ended are `unanswered`."""
 
-    Args:
-        requests (`int`), tokens (`int`):
-            Traces kept, and their emitted tokens.
-        skipped (`Counter[str]`):
-            What was left out, by reason; reasons that differ in numbers alone are one, as it was said first.
-        unanswered (`int`):
-            Prompts that had no answer when the collection ended.
-        seconds (`float`):
-            From the first to the last.
-    """
-
-    requests: int = 0
-    tokens: int = 0
-    skipped: Counter[str] = field(default_factory=Counter)
+    requests: int = 0  # traces kept
+    tokens: int = 0  # that these emitted
+    skipped: Counter[str] = field(default_factory=Counter)  # by reason, as it was said first
     unanswered: int = 0
     seconds: float = 0.0
-    _reasons: dict[str, str] = field(default_factory=dict, repr=False)
+    _reasons: dict[str, str] = field(default_factory=dict, repr=False)  # without numbers -> as it was said first
 
     def keep(
         self, store: CorrectionStore, traces: Sequence[Trace], on_request: Callable[[Trace], object] | None
@@ -99,25 +87,18 @@ def collect(
     **settings: Any,
 ) -> CollectionReport:
     """
-    Send prompts to a server and keep the answers. A prompt that is refused, or has an answer that cannot be learned
-    from, is left out and counted; where eight in a row are, or all, the collection ends with the reason.
+    Send prompts with their token ids to a server, `concurrency` at once, and keep the answers. A prompt that is
+    refused, or has an answer that cannot be learned from, is left out and counted; where eight in a row are, or all,
+    the collection ends with the reason.
 
     Args:
-        prompts (`Sequence[tuple[Prompt, list[int]]]`):
-            Prompts with their token ids.
-        client (`CompletionClient`), reader (`ResponseReader`), store (`CorrectionStore`):
-            Asks the server, reads its answers, keeps them.
-        max_new_tokens (`int`):
-            Most tokens of an answer.
-        concurrency (`int`, *optional*, defaults to 4):
-            Requests at once.
         report (`CollectionReport`, *optional*):
             Counts, seen by the caller when an error ends the collection.
         on_request (`Callable[[Trace], object]`, *optional*):
-            Called for each one kept.
+            Called for each trace kept.
         stop (`threading.Event`, *optional*):
             Ends the collection when it is set; answers that come within seconds are kept.
-        settings (`Any`):
+        max_new_tokens (`int`), settings (`Any`):
             Passed on to [`~CompletionClient.complete`].
 
     Raises:
@@ -196,9 +177,9 @@ def _begun(call: Callable[[list[int]], Any], ids: list[int]) -> Future[Any]:
 
 class LogReader:
     """
-    New whole lines of a growing log. A line without its end is left until it has one, and the part that has come is
-    not read again until then; a line longer than 128 MiB is passed over, so no line takes more memory than that. A log
-    that was rotated away is read to its end before the new one is begun.
+    New whole lines of a growing log. A line without its end is left until it has one; a line longer than 128 MiB is
+    passed over, so no line takes more memory than that. A log that was rotated away is read to its end before the new
+    one is begun.
 
     Args:
         path (`Path`):
@@ -242,10 +223,9 @@ class LogReader:
 
     def _begin(self, offset: int, *, is_inside: bool = False) -> None:
         """Go on at a line's start, or inside a line that is passed over."""
-        # What is dealt with ends at `offset`, and the line handed out last at `_end`. The line that comes next starts
-        # at `_start`; its end has been searched for up to `_searched`.
-        self.offset = self._end = self._start = self._searched = offset
-        self._is_inside, self._has_text = is_inside, False
+        # What is dealt with ends at `offset`, the line handed out last at `_end`, and what has been read at `_read`.
+        self.offset = self._end = self._read = offset
+        self._rest, self._is_inside = bytearray(), is_inside  # of the line that has begun
 
     def _resume(self) -> None:
         if self.place is None:
@@ -282,9 +262,7 @@ class LogReader:
             return
         yield from self._whole_lines()
         if self.has_rest:  # nobody writes its end any more
-            self._file.seek(self.offset)
-            self._end = self.offset
-            yield self._file.read(self._searched - self.offset)
+            yield bytes(self._rest)
         try:
             file = self.path.open("rb")
         except OSError:  # gone again, or not to be read yet
@@ -295,49 +273,43 @@ class LogReader:
         yield from self._whole_lines()
 
     def _whole_lines(self) -> Iterator[bytes]:
-        size = os.fstat(self._file.fileno()).st_size
-        self._file.seek(0)
-        if size < self.offset or self._file.read(len(self._head)) != self._head:
+        size, begun = os.fstat(self._file.fileno()).st_size, bytes(self._rest[:HEAD_BYTES])
+        if size < self.offset or self._bytes_at(0, len(self._head)) != self._head:
             self._begin(0)  # it was emptied in place, and may have grown since
-        elif self._start != self.offset or size < self._searched:
+        elif self._end != self.offset or size < self._read or self._bytes_at(self.offset, len(begun)) != begun:
             self._begin(self.offset, is_inside=self._is_inside)
         while True:
-            self._file.seek(self._searched)
-            at = self._searched
-            *ended, rest = self._file.read(LOG_BYTES).split(b"\n")
+            *ended, rest = self._bytes_at(self._read, LOG_BYTES).split(b"\n")
             for piece in ended:
-                line = self._line(at, piece)
-                at += len(piece) + 1
-                self._start = self._searched = self._end = at
-                self._is_inside = self._has_text = False
+                self._grow(piece)
+                line = None if self._is_inside else bytes(self._rest)
+                self._rest, self._is_inside = bytearray(), False
+                self._read = self._end = self._read + 1
                 if line is not None:
                     yield line
                 self.offset = self._end
             if not rest and not ended:
                 break
-            self._searched = at + len(rest)
-            self._has_text = self._has_text or bool(rest.strip())
-            if self._is_inside or self._is_too_long(self._searched):
-                self.offset = self._end = self._start = self._searched
-                self._is_inside = True
-        self.has_rest = self._has_text and not self._is_inside
-        self._head = self._read_head()
+            self._grow(rest)
+            if self._is_inside:
+                self.offset = self._end = self._read
+        self.has_rest = bool(self._rest) and not self._rest.isspace()
+        self._head = self._bytes_at(0, min(HEAD_BYTES, self.offset))
 
-    def _line(self, at: int, piece: bytes) -> bytes | None:
-        """The line that ends with this piece, which lies at byte `at`; `None` for one that is too long."""
-        if self._is_inside or self._is_too_long(at + len(piece)):
-            return None
-        if self._start == at:
-            return piece
-        self._file.seek(self._start)
-        return self._file.read(at - self._start) + piece
+    def _grow(self, piece: bytes) -> None:
+        """Add a piece to the line that has begun, unless that is, or becomes, too long."""
+        self._read += len(piece)
+        if not self._is_inside:
+            self._rest += piece
+            self._is_inside = len(self._rest) > LINE_BYTES
+            if self._is_inside:
+                self.too_long += 1
+                logger.warning("Left out: a line of %s longer than %d bytes.", self.path, LINE_BYTES)
+                self._rest.clear()
 
-    def _is_too_long(self, end: int) -> bool:
-        if end - self._start <= LINE_BYTES:
-            return False
-        self.too_long += 1
-        logger.warning("Left out: a line of %s longer than %d bytes.", self.path, LINE_BYTES)
-        return True
+    def _bytes_at(self, place: int, size: int) -> bytes:
+        self._file.seek(place)
+        return self._file.read(size)
 
     def _is_rotated(self) -> bool:
         """Whether another file has the name now."""
@@ -352,19 +324,15 @@ class LogReader:
         """Take the line that came last for dealt with, as happens by itself when the next one is asked for."""
         self.offset = self._end
 
-    def _read_head(self) -> bytes:
-        self._file.seek(0)
-        return self._file.read(min(HEAD_BYTES, self.offset))
-
     def commit(self) -> None:
         """Write how far the log has been read, without the line that came last if that is not accepted; raises
         StoreError where it cannot be written."""
         if self.place is None:
             return
-        head = self._read_head()
+        head = self._bytes_at(0, min(HEAD_BYTES, self.offset))
         kept = {
             "head_bytes": len(head), "head_sha256": hashlib.sha256(head).hexdigest(), "offset": self.offset,
-            "is_inside": self._is_inside and self.offset == self._start,
+            "is_inside": self._is_inside,
         }  # fmt: skip
         with store_errors("write", self.place):
             write_whole(self.place, json.dumps(kept).encode())
@@ -388,16 +356,8 @@ def collect_log(
     stop: threading.Event | None = None,
 ) -> CollectionReport:
     """
-    Keep the answers that a log has gained. Lines that hold none, or cannot be learned from, are counted by reason.
-
-    Args:
-        log (`LogReader`):
-            The log; each line is one that [`~osd_hf.engine.responses.unwrapped`] takes.
-        reader (`ResponseReader`), store (`CorrectionStore`), report (`CollectionReport`, *optional*), `on_request`,
-        `stop`:
-            The same as for [`collect`].
-        domain (`str`, *optional*):
-            Label of all requests.
+    Keep the answers that a log has gained, all under one label. Lines that hold none, or cannot be learned from, are
+    counted by reason. What else is passed means the same as for [`collect`].
 
     Raises:
         StoreError: the store cannot be written; the lines since the last flush are read again the next time.

@@ -268,16 +268,9 @@ class StoreLearner:
         limit: int | None = None,
     ) -> int:
         """
-        Take in some of the requests that have come, if any have.
-
-        Args:
-            on_request (`Callable[[AcceptanceStats, AcceptanceStats, int], object]`, *optional*):
-                Called for each request with what the draft that serves and the frozen one made of it, and the version.
-            limit (`int`, *optional*):
-                Most requests taken.
-
-        Returns:
-            `int`: requests taken; 0 where nothing new has come.
+        Take in some of the requests that have come, at most `limit`, and return how many; 0 where nothing new has
+        come. `on_request` is called for each with what the draft that serves and the frozen one made of it, and the
+        version.
 
         Raises:
             StateError: a version or the session cannot be written. Learning goes on by further calls, and writing is

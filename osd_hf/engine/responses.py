@@ -88,16 +88,9 @@ class ResponseReader:
         domain: str | None = None,
     ) -> list[Trace]:
         """
-        One trace per choice, without rounds.
-
-        Args:
-            response (`Mapping[str, Any]`):
-                Body of the answer, with token ids and log-probs: vLLM sends them for `logprobs=K`,
-                `return_token_ids=true` and `return_tokens_as_token_ids=true`; llama.cpp names ids by itself.
-            request (`Mapping[str, Any]`, *optional*):
-                Body of the request; without it, an answer of most probable tokens alone is taken for a greedy one.
-            domain (`str`, *optional*):
-                Label of the traces.
+        One trace per choice, without rounds, from the body of an answer with token ids and log-probs: vLLM sends them
+        for `logprobs=K`, `return_token_ids=true` and `return_tokens_as_token_ids=true`; llama.cpp names ids by itself.
+        Without the body of its request, an answer of most probable tokens alone is taken for a greedy one.
 
         Raises:
             DataError: something needed is missing or makes no sense; says what, and how to ask for it.

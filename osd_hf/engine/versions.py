@@ -76,16 +76,8 @@ class VersionFolder:
 
     def publish(self, write: Callable[[Path], object], facts: dict[str, Any]) -> Path:
         """
-        Publish the next version.
-
-        Args:
-            write (`Callable[[Path], object]`):
-                Writes the version into a folder that does not exist yet.
-            facts (`dict[str, Any]`):
-                Kept beside it in `version.json`, with its number.
-
-        Returns:
-            `Path`: its folder.
+        Publish the next version, which `write` writes into a folder that does not exist yet, and return its folder.
+        The facts are kept beside it in `version.json`, with its number.
 
         Raises:
             StateError: it cannot be written; the versions before it, and the pointer, stay as they are.

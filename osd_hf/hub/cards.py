@@ -221,17 +221,8 @@ def facts_of(
 
 
 def draft_card(repo_id: str, facts: DraftFacts, evaluation: Evaluation | None = None) -> ModelCard:
-    """
-    The model card of a draft.
-
-    Args:
-        repo_id (`str`):
-            As `user/name`; what the snippets load.
-        facts (`DraftFacts`):
-            What the draft is.
-        evaluation (`Evaluation`, *optional*):
-            What was measured; it lies in the repo's folder `evaluation`.
-    """
+    """The model card of a draft; `repo_id` is what its snippets load, and the evaluation lies in the repo's folder
+    `evaluation`."""
     results = None
     if evaluation is not None:
         stats = evaluation.stats("after")
@@ -401,19 +392,8 @@ def _made(facts: DraftFacts) -> str:
 def store_card(
     repo_id: str, *, target: str | None, requests: int, domains: Sequence[str], license: str
 ) -> DatasetCard:
-    """
-    The card of a published store of corrections.
-
-    Args:
-        repo_id (`str`):
-            As `user/name`.
-        target (`str`, *optional*):
-            Hub id of the model whose answers these are.
-        requests (`int`), domains (`Sequence[str]`):
-            Number and labels of the requests.
-        license (`str`):
-            License of the data, as the Hub names it.
-    """
+    """The card of a published store of corrections: the model whose answers they are, their number, labels and license
+    (as the Hub names it)."""
     data = DatasetCardData(
         license=license, tags=["speculative-decoding", "distillation", "osd-hf"], task_categories=["text-generation"],
         pretty_name=repo_id.split("/")[-1], configs=[{"config_name": "default", "data_files": "**/*.parquet"}],

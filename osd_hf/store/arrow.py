@@ -69,28 +69,16 @@ _ODD = (StoreError, ValueError, TypeError, IndexError, OverflowError, RecursionE
 
 
 def traces_to_table(traces: Sequence[Trace]) -> pa.Table:
-    """
-    One row per trace. Every array keeps its exact bits; `sampling` becomes JSON.
-
-    Args:
-        traces (`Sequence[Trace]`):
-            Any number of traces, of any vocabularies.
-
-    Returns:
-        `pyarrow.Table`: the columns of a store's shards.
-    """
+    """A table with the columns of a store's shards, one row per trace. Every array keeps its exact bits; `sampling`
+    becomes JSON. Vocabularies may differ."""
     batches = [_traces_to_batch(part) for part in split_by_bytes(traces, TABLE_BYTES)]
     return pa.Table.from_batches(batches, schema=SCHEMA)
 
 
 def table_to_traces(table: pa.Table) -> list[Trace]:
     """
-    The inverse of [`traces_to_table`]. The arrays are copies, so no trace keeps the table alive. `top_ids` comes back
-    in the smallest type that holds the vocabulary.
-
-    Args:
-        table (`pyarrow.Table`):
-            A table with the columns of a store's shards, in any order.
+    The inverse of [`traces_to_table`]; columns may come in any order. The arrays are copies, so no trace keeps the
+    table alive. `top_ids` comes back in the smallest type that holds the vocabulary.
 
     Raises:
         [`StoreError`]: a column is missing or has another type, or a row holds no trace.

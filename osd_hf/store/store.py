@@ -9,9 +9,11 @@ import os
 import threading
 import time
 import weakref
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -33,6 +35,7 @@ __all__ = ["CorrectionStore", "table_to_traces", "traces_to_table"]
 logger = logging.getLogger(__name__)
 
 FLUSH_BYTES = 32 << 20
+CREATED = attrgetter("created_at_seconds")  # by which traces are ordered
 HOLD_SECONDS = 3600.0  # for which a clock that leapt must go on before anything is deleted by it
 
 
@@ -204,16 +207,13 @@ class CorrectionStore:
                 if self._folder is not None:
                     self._folder.start_writing()
                     if self._tail and self._tail_is_long(trace):
-                        self._flush()
+                        self.flush()
             finally:
-                at = len(self._tail)
-                while at and self._tail[at - 1].created_at_seconds > trace.created_at_seconds:
-                    at -= 1
-                self._tail.insert(at, trace)
+                insort(self._tail, trace, key=CREATED)
                 self._tail_nbytes += trace.nbytes
                 self._enforce()
             if self._folder is not None and len(self._tail) >= self.flush_every:
-                self._flush()
+                self.flush()
 
     def _tail_is_long(self, trace: Trace) -> bool:
         """Whether the tail should be flushed before `trace` joins it."""
@@ -232,26 +232,22 @@ class CorrectionStore:
             [`StoreError`]: it could not be written. Nothing is lost: the tail stays for a later flush.
         """
         with self._lock:
-            self._flush()
-
-    def _flush(self) -> None:
-        if self._folder is not None:
-            if self._tail:
-                self._folder.write(self._tail)
-                self._tail, self._tail_nbytes = [], 0
-            self._folder.refresh()
-            if self.max_age_seconds is not None:
-                now, cutoff = self.clock(), self._cutoff(self._calendar.now())
-                for shard in [s for s in self._folder.shards.values() if s.oldest > now and _written_at(s) < cutoff]:
-                    self._folder.delete(shard)
-        self._enforce()
+            if self._folder is not None:
+                if self._tail:
+                    self._folder.write(self._tail)
+                    self._tail, self._tail_nbytes = [], 0
+                self._folder.refresh()
+                if self.max_age_seconds is not None:
+                    now, cutoff = self.clock(), self._cutoff(self._calendar.now())
+                    shards = list(self._folder.shards.values())
+                    for shard in [s for s in shards if s.oldest > now and _written_at(s) < cutoff]:
+                        self._folder.delete(shard)
+            self._enforce()
 
     def _enforce(self) -> None:
+        """Delete what is over the limits."""
         cutoff = self._cutoff(self._calendar.now())
-        expired = 0
-        while expired < len(self._tail) and self._tail[expired].created_at_seconds < cutoff:
-            expired += 1
-        self._drop(expired)
+        self._drop(bisect_left(self._tail, cutoff, key=CREATED))
         if self._folder is not None and self._folder.oldest < cutoff:
             for shard in [s for s in self._folder.shards.values() if s.oldest < cutoff]:
                 self._folder.delete(shard)
@@ -371,7 +367,7 @@ class CorrectionStore:
         """Flush; nothing can be appended afterwards. Reading goes on. Closing twice does nothing."""
         with self._lock:
             if self._tail and not self._closed:
-                self._flush()
+                self.flush()
             self._closed = True
             if self._folder is not None:
                 self._folder.stop_writing()

@@ -164,14 +164,8 @@ def is_open_to_others(path: Path) -> bool:
 
 
 class FileLock:
-    """
-    A lock between processes, held until it is closed or its process dies, however it dies. A forked child does not
-    hold it.
-
-    Args:
-        descriptor (`int`):
-            The open file, locked.
-    """
+    """A lock between processes, held until it is closed or its process dies, however it dies. A forked child does not
+    hold it. The descriptor is that of the open file, locked."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -193,10 +187,8 @@ class FileLock:
 
 
 def lock_file(path: Path, *, wait: bool) -> FileLock | None:
-    """
-    A lock on that file. `None` where another process holds it, or where the system has no such locks: then no writer
-    is ever taken for dead.
-    """
+    """A lock on that file. `None` where another process holds it, or where the system has no such locks: then no
+    writer is ever taken for dead."""
     if sys.platform == "win32":
         return None
     descriptor = os.open(path, os.O_RDWR | (os.O_CREAT if wait else 0), 0o600)

@@ -28,25 +28,15 @@ _SCHEME = re.compile(r"(?i)(?:[a-z][a-z0-9+.-]*:)?//")
 
 def without_credentials(text: str) -> str:
     """
-    A text without user and password, query and fragment of its addresses, and without what looks like a key. Masks
-    too much rather than too little: a password may hold any character, so everything up to the last `@` of an address
-    goes.
-
-    Args:
-        text (`str`):
-            A message, a line of a log, an entry of a report.
+    A text (a message, a line of a log, an entry of a report) without user and password, query and fragment of its
+    addresses, and without what looks like a key. Masks too much rather than too little: a password may hold any
+    character, so everything up to the last `@` of an address goes.
     """
     return _without_keys(_ADDRESS.sub(_masked, text))
 
 
 def without_secrets(arguments: Sequence[str]) -> list[str]:
-    """
-    The arguments of a command as others may read them.
-
-    Args:
-        arguments (`Sequence[str]`):
-            Each is a flag, the value of the flag before it, both with `=` between them, or another word.
-    """
+    """The arguments of a command as others may read them: flags, their values, both with `=` between them, words."""
     hidden: list[str] = []
     flag = ""  # that waits for its value
     for argument in arguments:
