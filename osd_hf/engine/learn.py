@@ -158,14 +158,10 @@ class StoreLearner:
     saved together, so a killed learner goes on with no request learned twice or not at all since then.
 
     Args:
-        draft (`PreTrainedModel`):
-            Where learning starts, with the target's vocabulary size; not changed.
-        tokenizer (`PreTrainedTokenizerBase`):
-            Published with each version.
-        follower (`StoreFollower`):
-            The stores.
-        versions (`VersionFolder`):
-            Where versions go.
+        draft (`PreTrainedModel`), tokenizer (`PreTrainedTokenizerBase`):
+            Where learning starts, with the target's vocabulary size; not changed. The tokenizer is published with it.
+        follower (`StoreFollower`), versions (`VersionFolder`):
+            Where requests come from, and where versions go.
         config (`OnlineConfig`, *optional*):
             The rule of learning; `num_assistant_tokens` must be a number.
         state (`Path`, *optional*):
@@ -173,11 +169,9 @@ class StoreLearner:
         domain (`str`, *optional*):
             Learn from requests of this label only.
         facts (`DraftFacts`, *optional*):
-            For the cards.
-        repo_id (`str`, *optional*):
-            Repo of the Hub that each version is pushed to as well.
-        token (`str`, *optional*), private (`bool`, *optional*):
-            The same as for [`~osd_hf.hub.push.push_folder`].
+            What the cards say beside the figures.
+        repo_id (`str`, *optional*), token (`str`, *optional*), private (`bool`, *optional*):
+            Repo of the Hub that each version is pushed to as well, by [`~osd_hf.hub.push.push_folder`].
         publish_seconds (`float`, *optional*, defaults to 0.0):
             Least time between two publications; what comes sooner waits, and the newest goes out.
         accelerator (`Accelerator`, *optional*):
@@ -199,8 +193,6 @@ class StoreLearner:
             this run.
         published (`list[dict]`):
             Facts of the versions published by this run.
-        learning_seconds (`float`):
-            Time that this run spent on learning.
     """
 
     def __init__(
@@ -259,6 +251,7 @@ class StoreLearner:
 
     @property
     def learning_seconds(self) -> float:
+        """Time that this run spent on learning."""
         return self.learner.seconds
 
     def step(
@@ -300,8 +293,9 @@ class StoreLearner:
             if on_request is not None:
                 on_request(stats, self.frozen[-1], trace.draft_version)
         if self._clock() >= self._retry_at:
+            is_due = self._clock() - self._published_at >= self._publish_seconds
             try:
-                if self._publish_when_due() or self._unsaved_updates >= self.config.autosave_interval:
+                if (is_due and self._publish_what_waits()) or self._unsaved_updates >= self.config.autosave_interval:
                     self.save()
             except StateError:
                 self._retry_at = self._clock() + RETRY_SECONDS
@@ -344,10 +338,6 @@ class StoreLearner:
         self.learner.decisions.clear()
 
     # --- publishing -------------------------------------------------------------------------------------------------
-
-    def _publish_when_due(self) -> bool:
-        is_due = self._clock() - self._published_at >= self._publish_seconds
-        return is_due and self._publish_what_waits()
 
     def _publish_what_waits(self) -> bool:
         """Publish or push what waits; whether something did."""

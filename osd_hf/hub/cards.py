@@ -21,16 +21,9 @@ from osd_hf.utils.masking import without_credentials
 from osd_hf.utils.report import write_report
 
 __all__ = [
-    "EVALUATION",
-    "PLOT",
-    "DraftFacts",
-    "Evaluation",
-    "EvaluationSet",
-    "draft_card",
-    "facts_of",
-    "hub_id",
+    "EVALUATION", "PLOT", "DraftFacts", "Evaluation", "EvaluationSet", "draft_card", "facts_of", "hub_id",
     "store_card",
-]
+]  # fmt: skip
 
 EVALUATION = "evaluation"  # folder of a repo
 PLOT = "alpha.png"  # in it, where it was drawn

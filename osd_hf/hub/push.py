@@ -27,14 +27,8 @@ from osd_hf.store.store import CorrectionStore
 from osd_hf.utils.report import make_folder
 
 __all__ = [
-    "TokenStaysHere",
-    "check_push",
-    "check_visibility",
-    "push_folder",
-    "push_store",
-    "refuse_public",
-    "save_draft",
-]
+    "TokenStaysHere", "check_push", "check_visibility", "push_folder", "push_store", "refuse_public", "save_draft",
+]  # fmt: skip
 
 NO_TOKEN = "There is no token to push with. Pass one, or run `hf auth login` first."
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,16 +12,9 @@ from numpy.typing import DTypeLike, NDArray
 
 from osd_hf.errors import StoreError
 from osd_hf.trace import DraftRound, Trace, ids_dtype
+from osd_hf.utils.report import plain
 
-__all__ = [
-    "DICTIONARY_COLUMNS",
-    "SCHEMA",
-    "SPLIT_COLUMNS",
-    "readable_traces",
-    "split_by_bytes",
-    "table_to_traces",
-    "traces_to_table",
-]
+__all__ = ["SCHEMA", "readable_traces", "split_by_bytes", "table_to_traces", "traces_to_table"]
 
 TABLE_BYTES = 1 << 30  # of array data in one record batch, whose list offsets are 32 bits wide
 
@@ -212,25 +205,10 @@ def _traces_to_batch(traces: Sequence[Trace]) -> Any:
         _array(np.array([t.vocab_size for t in traces], np.int32)),
         _texts([t.domain for t in traces]),
         _array(np.array([t.draft_version for t in traces], np.int32)),
-        _texts([json.dumps(_plain(t.sampling)) for t in traces]),
+        _texts([json.dumps(plain(t.sampling)) for t in traces]),
         _array(np.array([t.created_at_seconds for t in traces], np.float64)),
     ]
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
-
-
-def _plain(value: Any) -> Any:
-    """What JSON can hold of a value. Dicts with other keys than strings become pairs, as `sequence_bias` may."""
-    if isinstance(value, Mapping):
-        if all(isinstance(key, str) for key in value):
-            return {key: _plain(item) for key, item in value.items()}
-        return [[_plain(key), _plain(item)] for key, item in value.items()]
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if hasattr(value, "tolist") and not isinstance(value, type):  # numpy and torch
-        return _plain(value.tolist())
-    return str(value)
 
 
 class _Lists:
