@@ -94,7 +94,7 @@ class Evaluation:
             Counts of each prompt.
         speedups (`dict[str, dict[str, Any]]`, *optional*):
             System -> its tokens per second over the target alone, `median` and `interval`; empty where not timed.
-        facts (`dict[str, Any]`):
+        facts (`dict[str, Any]`, *optional*):
             Command, versions, machine.
     """
 

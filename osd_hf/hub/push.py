@@ -84,10 +84,8 @@ def save_draft(
             k of the generation config; that of the evaluation by default, otherwise what the draft has.
         repo_id (`str`, *optional*):
             What the snippets of the card load; the folder by default.
-        facts (`DraftFacts`, *optional*):
-            What the card says of the draft.
-        evaluation (`Evaluation`, *optional*):
-            What was measured.
+        facts (`DraftFacts`, *optional*), evaluation (`Evaluation`, *optional*):
+            What the card says of the draft, and what was measured.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -142,21 +140,18 @@ def push_folder(
     Args:
         folder (`str` or `Path`):
             What is pushed, such as a folder that [`save_draft`] has written.
-        repo_id (`str`):
-            As `user/name`.
+        repo_id (`str`), repo_type (`str`, *optional*, defaults to `"model"`):
+            The repo as `user/name`, of a model or a `"dataset"`.
         token (`str`, *optional*):
             A token with the right to write; the login of this machine by default.
         private (`bool`, *optional*):
             A new repo is private, and one that is there and open to everybody is refused, unless this is `False`: a
             draft may have learned answers by heart. The visibility of a repo that is there is never changed.
-        repo_type (`str`, *optional*, defaults to `"model"`):
-            Or `"dataset"`.
         exist_ok (`bool`, *optional*, defaults to `True`):
             Whether the repo may exist already.
-        commit_message (`str`, *optional*):
-            First line of the commit.
-        kept (`str`, *optional*):
-            A sentence for errors about what is still there; by default that the local copy is.
+        commit_message (`str`, *optional*), kept (`str`, *optional*):
+            First line of the commit, and a sentence for errors about what is still there: by default that the local
+            copy is.
 
     Returns:
         `str`: address of the repo.
@@ -172,9 +167,7 @@ def push_folder(
         url = api.create_repo(repo_id, private=private is not False, repo_type=repo_type, exist_ok=exist_ok)
         if private is not False:  # which the Hub does not look at where there is one already
             refuse_public(api, repo_id, repo_type=repo_type, kept=kept)
-        api.upload_folder(
-            repo_id=repo_id, folder_path=Path(folder), repo_type=repo_type, commit_message=commit_message
-        )
+        api.upload_folder(repo_id=repo_id, folder_path=folder, repo_type=repo_type, commit_message=commit_message)
     except ConfigError:
         raise
     except OfflineModeIsEnabled as error:
@@ -228,23 +221,18 @@ def push_store(
     private: bool | None = True,
 ) -> str:
     """
-    Publish a store of corrections as a data set with a card of its own. **It holds the text of its requests**; nothing
-    else of this package publishes any.
+    Publish a store of corrections as a data set with a card of its own, and return its address. **It holds the text of
+    its requests**; nothing else of this package publishes any.
 
     Args:
         store (`CorrectionStore`):
             A store with at least one request.
-        repo_id (`str`):
-            As `user/name`.
         license (`str`):
             License of the data, as the Hub names it.
         target (`str`, *optional*):
             Hub id of the model whose answers these are.
-        token (`str`, *optional*), private (`bool`, *optional*, defaults to `True`):
+        repo_id (`str`), token (`str`, *optional*), private (`bool`, *optional*, defaults to `True`):
             The same as for [`push_folder`].
-
-    Returns:
-        `str`: address of the data set.
 
     Raises:
         ConfigError: the store has no requests, or a reason of [`push_folder`].

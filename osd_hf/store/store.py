@@ -319,10 +319,8 @@ class CorrectionStore:
                 How many; fewer come back where fewer exist.
             rng (`np.random.Generator` or `int`, *optional*):
                 Where the randomness comes from.
-            domain (`str`, *optional*):
-                Draw from this domain only.
-            newest (`int`, *optional*):
-                Draw from this many of the newest traces only, counted within the domain.
+            domain (`str`, *optional*), newest (`int`, *optional*):
+                Draw from this domain only, and from so many of the newest traces only, counted within the domain.
 
         Raises:
             [`ConfigError`]: `n` or `newest` is negative.
