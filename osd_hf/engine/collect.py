@@ -206,7 +206,7 @@ class LogReader:
         self._lock: FileLock | None = None
         self._begin(0)
         try:
-            self._file = path.open("rb")
+            self._file = path.open("rb", buffering=0)  # a buffer would not see that the log was emptied in place
         except OSError as error:
             raise DataError(f"The log {path} cannot be read: {error.strerror}.") from error
         try:
@@ -264,7 +264,7 @@ class LogReader:
         if self.has_rest:  # nobody writes its end any more
             yield bytes(self._rest)
         try:
-            file = self.path.open("rb")
+            file = self.path.open("rb", buffering=0)
         except OSError:  # gone again, or not to be read yet
             return
         self._file.close()

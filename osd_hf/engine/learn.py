@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import time
@@ -432,11 +433,8 @@ class StoreLearner:
     def close(self) -> None:
         """Publish and push what waits, save, end tracking, and let others publish; raises StateError where something
         cannot be written."""
-        try:
-            try:
-                self._publish_what_waits()
-            finally:
-                self.save()
-        finally:
-            self.learner.accelerator.end_training()
-            self.versions.close()
+        with contextlib.ExitStack() as last:
+            last.callback(self.versions.close)
+            last.callback(self.learner.accelerator.end_training)
+            last.callback(self.save)
+            self._publish_what_waits()

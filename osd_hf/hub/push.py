@@ -167,7 +167,7 @@ def push_folder(
         url = api.create_repo(repo_id, private=private is not False, repo_type=repo_type, exist_ok=exist_ok)
         if private is not False:  # which the Hub does not look at where there is one already
             refuse_public(api, repo_id, repo_type=repo_type, kept=kept)
-        api.upload_folder(repo_id=repo_id, folder_path=folder, repo_type=repo_type, commit_message=commit_message)
+        api.upload_folder(repo_id=repo_id, folder_path=str(folder), repo_type=repo_type, commit_message=commit_message)
     except ConfigError:
         raise
     except OfflineModeIsEnabled as error:

@@ -189,15 +189,14 @@ class Folder:
         self._tally()
 
     def _tally(self) -> None:
-        own = sum(shard.nbytes for shard in self.shards.values() if shard.is_written_here)
-        self.nbytes = self.marker_nbytes + own
+        self.nbytes = self.marker_nbytes + sum(s.nbytes for s in self.shards.values() if s.is_written_here)
         self.oldest = min((shard.oldest for shard in self.shards.values()), default=math.inf)
 
     def _index(self, path: str) -> Shard | None:
         def extract(file: Any) -> Shard:
-            columns = file.read(["created_at_seconds", "domain"], use_threads=False)
-            times = np.array(columns["created_at_seconds"].to_pylist(), np.float64)
-            domains = [domain and sys.intern(domain) for domain in columns["domain"].to_pylist()]
+            columns = file.read(["created_at_seconds", "domain"], use_threads=False).to_pydict()
+            times = np.array(columns["created_at_seconds"], np.float64)
+            domains = [domain and sys.intern(domain) for domain in columns["domain"]]
             group_sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
             return Shard(path, os.path.getsize(path), times, domains, group_sizes)
 
