@@ -27,13 +27,7 @@ __all__ = [
 
 EVALUATION = "evaluation"  # folder of a repo
 PLOT = "alpha.png"  # in it, where it was drawn
-CITATION = """@inproceedings{liu2024online,
-  title = {Online Speculative Decoding},
-  author = {Liu, Xiaoxuan and Hu, Lanxiang and Bailis, Peter and Cheung, Alvin and Deng, Zhijie and Stoica, Ion and Zhang, Hao},
-  booktitle = {International Conference on Machine Learning},
-  year = {2024},
-  url = {https://arxiv.org/abs/2310.07177},
-}"""  # noqa: E501
+TEMPLATE = Path(__file__).with_name("draft_card.jinja")
 
 # --- what was measured ----------------------------------------------------------------------------------------------
 
@@ -239,144 +233,13 @@ def draft_card(repo_id: str, facts: DraftFacts, evaluation: Evaluation | None = 
         model_name=repo_id.split("/")[-1],
         eval_results=results,
     )
-    parts = [_what(facts), _measured(evaluation), _use(repo_id, facts, evaluation), _made(facts)]
-    text = f"# {repo_id.split('/')[-1]}\n\n" + "\n\n".join(part for part in parts if part)
-    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n\n## Citation\n\n```bibtex\n{CITATION}\n```\n")
-
-
-def _link(model: str) -> str:
-    return f"[{model}](https://huggingface.co/{model})"
-
-
-def _what(facts: DraftFacts) -> str:
-    target = "its target" if facts.target is None else _link(facts.target)
-    revision = "" if facts.target_revision is None else f" at revision `{facts.target_revision}`"
-    base = "" if facts.base_model is None else f", learned from {_link(facts.base_model)}"
-    domains = f" It was learned on: {', '.join(facts.domains)}." if facts.domains else ""
-    kind = "A LoRA adapter of a draft model" if facts.is_adapter else "A draft (assistant) model"
-    return (
-        f"{kind} for speculative decoding with {target}{revision}{base}. It was distilled from the target's own "
-        f"corrections by [osd_hf](https://arxiv.org/abs/2310.07177), online speculative decoding: it is no model to "
-        f"chat with, it guesses what its target will say, and the target's output stays the target's.{domains}"
-    )
-
-
-def _measured(evaluation: Evaluation | None) -> str:
-    if evaluation is None:
-        return "## Acceptance\n\nNot measured."
-    lines = [
-        "| prompts | number | alpha before | alpha of this draft | tokens per target forward |",
-        "|---|---|---|---|---|",
-    ]
-    for domain, sides in evaluation.sides().items():
-        alphas = (f"{s.alpha:.3f} [{s.alpha_interval[0]:.3f}, {s.alpha_interval[1]:.3f}]" for s in sides)
-        efficiencies = " to ".join(f"{s.block_efficiency:.2f}" for s in sides)
-        name = "all" if domain is None else domain
-        lines.append(f"| {name} | {sides[0].num_requests} | {' | '.join(alphas)} | {efficiencies} |")
-    speed = ""
-    if evaluation.speedups:
-        told = "; ".join(
-            f"{name} {s['median']:.2f} [{s['interval'][0]:.2f}, {s['interval'][1]:.2f}]"
-            for name, s in evaluation.speedups.items()
-        )
-        machine = evaluation.facts.get("processor", "one machine")
-        speed = f"\n\nTimes as fast as the target alone, answered in turns on {machine}, median [95%]: {told}."
-    table, bound, k = "\n".join(lines), evaluation.dataset.max_new_tokens, evaluation.num_assistant_tokens
-    return (
-        f"## Acceptance\n\nOn {evaluation.dataset.name} (`evaluation/prompts.jsonl`), greedy answers of the target of "
-        f"at most {bound} tokens, k = {k}, threshold 0, with 95% intervals; alpha is the share of examined draft "
-        f"tokens that the target accepts.\n\n{table}{speed}\n\n![alpha before and after]({EVALUATION}/{PLOT})"
-    )
-
-
-def _use(repo_id: str, facts: DraftFacts, evaluation: Evaluation | None) -> str:
-    target = facts.target or "TARGET"
-    k = 5 if evaluation is None else evaluation.num_assistant_tokens
-    if facts.is_adapter:
-        load = (
-            "from peft import PeftModel\n\n"
-            f'base = AutoModelForCausalLM.from_pretrained("{facts.base_model or "DRAFT"}")\n'
-            f'draft = PeftModel.from_pretrained(base, "{repo_id}").merge_and_unload()'
-        )
-    else:
-        load = f'draft = AutoModelForCausalLM.from_pretrained("{repo_id}")'
-    snippet = SNIPPET.format(repo=repo_id, target=target, load=load)
-    if evaluation is not None:
-        bound, alpha = evaluation.dataset.max_new_tokens, evaluation.stats("after").alpha
-        snippet += MEASURE.format(repo=repo_id, max_new_tokens=bound, alpha=alpha, k=k)
-    engine = ""
-    if not facts.is_adapter:
-        speculative = f'{{"method": "draft_model", "model": "{repo_id}", "num_speculative_tokens": {k}}}'
-        engine = f"\n\nWith vLLM:\n\n```sh\nvllm serve {target} --speculative-config '{speculative}'\n```"
-    return f"## Use\n\nWith transformers alone:\n\n{snippet}{engine}"
-
-
-SNIPPET = """```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-target = AutoModelForCausalLM.from_pretrained("{target}")
-{load}
-tokenizer = AutoTokenizer.from_pretrained("{repo}")
-
-
-def encoded(text):
-    if tokenizer.chat_template is None:
-        return tokenizer(text, return_tensors="pt")
-    turn = [{{"role": "user", "content": text}}]
-    return tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True, return_tensors="pt")
-
-
-inputs = encoded("Hello!")
-output = target.generate(**inputs, assistant_model=draft, max_new_tokens=64, do_sample=False)
-print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
-```"""
-
-MEASURE = """
-
-The acceptance above, measured again with transformers alone:
-
-```python
-import json
-from pathlib import Path
-
-from huggingface_hub import hf_hub_download
-
-
-class Rounds:
-    "Counts what each round of draft and target gives: all tokens but the last were accepted."
-
-    def __init__(self):
-        self.sizes = []
-
-    def put(self, ids):
-        self.sizes.append(ids.numel())
-
-    def end(self):
-        pass
-
-
-here = Path("{repo}", "evaluation/prompts.jsonl")
-file = here if here.exists() else hf_hub_download("{repo}", "evaluation/prompts.jsonl")
-k = draft.generation_config.num_assistant_tokens
-examined = accepted = 0
-for line in Path(file).read_text(encoding="utf-8").splitlines():
-    rounds = Rounds()
-    inputs = encoded(json.loads(line)["prompt"])
-    target.generate(
-        **inputs, assistant_model=draft, streamer=rounds, max_new_tokens={max_new_tokens}, do_sample=False
-    )
-    for size in rounds.sizes[1:]:  # the first is the prompt
-        accepted += size - 1
-        examined += min(size, k)
-print("alpha", accepted / examined)  # {alpha:.3f} at k = {k}
-```"""
-
-
-def _made(facts: DraftFacts) -> str:
-    lines = [f"- {name}: {value}" for name, value in facts.training.items()]
-    command = "" if facts.command is None else f"\n\n```sh\n{facts.command}\n```"
-    made = ("\n".join(lines) or "No facts were recorded.") + command
-    return "## How it was made\n\n" + without_credentials(made)  # facts are their writer's, and cards are for others
+    made = "\n".join(f"- {name}: {value}" for name, value in facts.training.items()) or "No facts were recorded."
+    if facts.command is not None:
+        made += f"\n\n```sh\n{facts.command}\n```"
+    return ModelCard.from_template(
+        data, str(TEMPLATE), repo=repo_id, name=data.model_name, facts=facts, evaluation=evaluation,
+        made=without_credentials(made),  # facts are their writer's, and cards are for others
+    )  # fmt: skip
 
 
 # --- the card of a store --------------------------------------------------------------------------------------------
@@ -391,7 +254,7 @@ def store_card(
         license=license, tags=["speculative-decoding", "distillation", "osd-hf"], task_categories=["text-generation"],
         pretty_name=repo_id.split("/")[-1], configs=[{"config_name": "default", "data_files": "**/*.parquet"}],
     )  # fmt: skip
-    whose = "a target model" if target is None else _link(target)
+    whose = "a target model" if target is None else f"[{target}](https://huggingface.co/{target})"
     labels = f" Domains: {', '.join(domains)}." if domains else ""
     text = (
         f"# {repo_id.split('/')[-1]}\n\n{requests:,} requests answered by {whose}, as token ids: prompt, completion, "

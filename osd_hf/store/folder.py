@@ -32,14 +32,7 @@ from osd_hf.store.arrow import (
     traces_to_table,
 )
 from osd_hf.trace import Trace
-from osd_hf.utils.disk import (
-    FileLock,
-    is_open_to_others,
-    lock_file,
-    make_private_folder,
-    sync_folder,
-    write_whole,
-)
+from osd_hf.utils.disk import FileLock, is_open_to_others, lock_file, make_private_folder, sync_folder, write_whole
 
 __all__ = ["Folder", "Shard", "list_shards", "open_store", "read_from", "read_table", "store_errors"]
 

@@ -21,20 +21,9 @@ if sys.platform != "win32":
     import fcntl
 
 __all__ = [
-    "FileLock",
-    "hold_lock",
-    "in_child",
-    "is_open_to_others",
-    "lock_file",
-    "make_private_folder",
-    "new_private_file",
-    "open_privately",
-    "renewing",
-    "sync_folder",
-    "sync_tree",
-    "wait_for_lock",
-    "write_whole",
-]
+    "FileLock", "hold_lock", "in_child", "is_open_to_others", "lock_file", "make_private_folder", "new_private_file",
+    "open_privately", "renewing", "sync_folder", "sync_tree", "wait_for_lock", "write_whole",
+]  # fmt: skip
 
 LOOK_SECONDS = 0.02  # between two looks at a lock that another process holds
 QUIET_SECONDS = 1.0  # of waiting for a lock before the log says so
