@@ -236,10 +236,11 @@ def draft_card(repo_id: str, facts: DraftFacts, evaluation: Evaluation | None = 
     made = "\n".join(f"- {name}: {value}" for name, value in facts.training.items()) or "No facts were recorded."
     if facts.command is not None:
         made += f"\n\n```sh\n{facts.command}\n```"
-    return ModelCard.from_template(
+    card: ModelCard = ModelCard.from_template(
         data, str(TEMPLATE), repo=repo_id, name=data.model_name, facts=facts, evaluation=evaluation,
         made=without_credentials(made),  # facts are their writer's, and cards are for others
     )  # fmt: skip
+    return card
 
 
 # --- the card of a store --------------------------------------------------------------------------------------------
