@@ -16,7 +16,8 @@ from osd_hf.capture.hook import bind
 from osd_hf.config import OnlineConfig
 from osd_hf.drafting.generator import LeanDrafting
 from osd_hf.drafting.pacing import DraftingPlan
-from osd_hf.hub.push import facts_of, push_folder, save_draft
+from osd_hf.hub.cards import facts_of
+from osd_hf.hub.push import push_folder, save_draft
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.learner import Learner

@@ -18,7 +18,8 @@ from transformers import (
 )
 
 from osd_hf.bundled import load_bundled
-from osd_hf.errors import ConfigError, UnsupportedModelError, VocabularyMismatchError, without_credentials
+from osd_hf.errors import ConfigError, UnsupportedModelError, VocabularyMismatchError
+from osd_hf.utils.masking import without_credentials
 
 MOST_WRAPPERS = 16  # one inside the other; what makes up every attribute that it is asked for has no end
 

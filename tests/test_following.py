@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from waiting import LONG
 
 from osd_hf import ConfigError, CorrectionStore, StateError, StoreError, Trace
-from osd_hf.engine import log as module_of_following
+from osd_hf.engine import learn as module_of_following
 from osd_hf.engine import versions as module
-from osd_hf.engine.log import StoreFollower
+from osd_hf.engine.learn import StoreFollower
 from osd_hf.engine.versions import FACTS, LATEST, VersionFolder
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals and locks")

@@ -641,7 +641,7 @@ def start(code: str, path: Path) -> subprocess.Popen[str]:
     code = "\n".join(
         [CHILD, inspect.getsource(make_trace), inspect.getsource(shards), inspect.getsource(versions), code]
     )
-    command = [sys.executable, "-c", code, str(path), str(Path(module.__file__).parent)]
+    command = [sys.executable, "-c", code, str(path), str(Path(module.__file__).parent.parent)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 

@@ -28,15 +28,8 @@ from osd_hf.cli.flags import (
     warn_skipped,
     write_json,
 )
-from osd_hf.engine.collect import (
-    CollectionReport,
-    CompletionClient,
-    collect,
-    collect_log,
-    environment_key,
-    parse_address,
-)
-from osd_hf.engine.log import LogReader
+from osd_hf.engine.client import CompletionClient, environment_key, parse_address
+from osd_hf.engine.collect import CollectionReport, LogReader, collect, collect_log
 from osd_hf.engine.responses import ResponseReader
 from osd_hf.errors import ConfigError, DataError, ServerError, StoreError
 from osd_hf.pair import eos_ids, load_config, load_eos_ids, load_tokenizer, prompt_room

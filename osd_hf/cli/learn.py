@@ -25,11 +25,11 @@ from osd_hf.cli.flags import (
     stopping,
     write_json,
 )
-from osd_hf.engine.learn import StoreLearner
-from osd_hf.engine.log import StoreFollower
+from osd_hf.engine.learn import StoreFollower, StoreLearner
 from osd_hf.engine.versions import VersionFolder
 from osd_hf.errors import ConfigError, StateError, StoreError
-from osd_hf.hub.push import check_push, check_visibility, facts_of
+from osd_hf.hub.cards import facts_of
+from osd_hf.hub.push import check_push, check_visibility
 from osd_hf.learning.tracking import make_accelerator
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.pair import load_config, load_model, load_tokenizer, of_one_size, placed

@@ -28,7 +28,8 @@ from osd_hf.cli.flags import add_placement, check_counts
 from osd_hf.cli.learn import add_learn, learn_command
 from osd_hf.cli.push import add_export, add_push, export_command, push_command
 from osd_hf.config import OnlineConfig
-from osd_hf.errors import CaptureError, ConfigError, HubError, LearnerError, OSDError, ServerError, without_credentials
+from osd_hf.errors import CaptureError, ConfigError, HubError, LearnerError, OSDError, ServerError
+from osd_hf.utils.masking import without_credentials
 
 __all__ = ["add_app", "app_command", "main"]
 

@@ -17,8 +17,9 @@ from osd_hf.bench.display import plot_domains
 from osd_hf.bundled import load_bundled
 from osd_hf.cli.flags import add_placement, output_stream, write_json
 from osd_hf.errors import ConfigError
-from osd_hf.hub.cards import EVALUATION, PLOT, EvaluationSet
-from osd_hf.hub.push import check_push, check_visibility, export_to_vllm, facts_of, hub_id, push_folder, save_draft
+from osd_hf.hub.cards import EVALUATION, PLOT, EvaluationSet, facts_of, hub_id
+from osd_hf.hub.export import export_to_vllm
+from osd_hf.hub.push import check_push, check_visibility, push_folder, save_draft
 from osd_hf.pair import load_model, load_tokenizer
 from osd_hf.prompts import PromptSource, read_prompts
 from osd_hf.utils.report import provenance

@@ -16,7 +16,7 @@ from osd_hf.trace import Trace, ids_dtype
 __all__ = ["ResponseReader", "unwrapped"]
 
 ID_PREFIX = "token_id:"  # with which vLLM writes a token that is asked for as its id
-TOLERANCE = 1e-3  # of a row's sum, and of two log-probs that tie
+TOLERANCE = 1e-3  # for a row's sum, and for two log-probs that tie
 # A server's time is believed from ten years before ours to a minute after it: logs may be old, clocks differ a little.
 PAST_SECONDS, FUTURE_SECONDS = 10 * 365 * 86_400.0, 60.0
 # Settings of a request that make its tokens others than the target's own choice, with the values that change nothing;
@@ -37,13 +37,11 @@ WARPERS = (
     ("min_p", "MinPLogitsWarper", (0,)),
 )
 
-Row = list[tuple[int, float]]  # token ids with their log-probs
-
 
 def unwrapped(line: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, Mapping[str, Any]]:
     """
-    Request, where it is there, and response of a line of a log: a response by itself, one beside its request under
-    the names `request` and `response`, or a line of an OpenAI batch output file, which wraps it in `body`.
+    The request, where there is one, and the response of a line of a log: a response by itself, one beside its request
+    under the names `request` and `response`, or a line of an OpenAI batch output file, which wraps it in `body`.
 
     Raises:
         DataError: there is no response, or it tells of an error.
@@ -72,7 +70,7 @@ class ResponseReader:
         num_logprobs (`int`):
             Entries kept per position (K); a response must have as many.
         eos_token_ids (`Sequence[int]`, *optional*):
-            That end an answer; what a response ends with is added to them.
+            Ids that end an answer; the one that a response ends with is added to them.
         clock (`Callable[[], float]`, *optional*, defaults to `time.time`):
             Now, in Unix seconds: the time of a trace where the server's cannot be believed.
     """
@@ -90,32 +88,23 @@ class ResponseReader:
         domain: str | None = None,
     ) -> list[Trace]:
         """
-        One trace per choice, without rounds.
-
-        Args:
-            response (`Mapping[str, Any]`):
-                Body of the answer, with token ids and log-probs: vLLM gives them for `logprobs=K`,
-                `return_token_ids=true` and `return_tokens_as_token_ids=true`; llama.cpp names ids by itself.
-            request (`Mapping[str, Any]`, *optional*):
-                Body of what was asked; without it, an answer of most probable tokens alone is taken for a greedy one.
-            domain (`str`, *optional*):
-                Label.
+        One trace per choice, without rounds, from the body of an answer with token ids and log-probs: vLLM sends them
+        for `logprobs=K`, `return_token_ids=true` and `return_tokens_as_token_ids=true`; llama.cpp names ids by itself.
+        Without the body of its request, an answer of most probable tokens alone is taken for a greedy one.
 
         Raises:
             DataError: something needed is missing or makes no sense; says what, and how to ask for it.
         """
         asked = {name: value for name, value in (request or {}).items() if value is not None}
-        shaped = [name for name, nothing in SHAPING.items() if name in asked and asked[name] not in nothing]
-        if shaped:
+        if shaped := [name for name, nothing in SHAPING.items() if name in asked and asked[name] not in nothing]:
             raise DataError(f"its tokens were shaped by {', '.join(shaped)}, not by the target alone")
         try:
-            choices, created = response["choices"], response.get("created")
-            if not choices:
+            if not response["choices"]:
                 raise DataError("the response has no choices")
-            return [self._trace(choice, response, request or {}, domain, self._when(created)) for choice in choices]
+            return [self._trace(choice, response, request or {}, domain) for choice in response["choices"]]
+        except DataError:
+            raise
         except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
-            if isinstance(error, DataError):
-                raise
             raise DataError("the response has other kinds of values than expected") from error
 
     def _when(self, created: Any) -> float:
@@ -125,7 +114,7 @@ class ResponseReader:
         return float(created) if is_known else now
 
     def _trace(
-        self, choice: Any, response: Mapping[str, Any], request: Mapping[str, Any], domain: str | None, when: float
+        self, choice: Any, response: Mapping[str, Any], request: Mapping[str, Any], domain: str | None
     ) -> Trace:
         if not isinstance(choice, Mapping):
             raise DataError("a choice is no object")
@@ -138,10 +127,13 @@ class ResponseReader:
             raise DataError("the token ids are others than those of the log-probs")
         if not rows:
             raise DataError("the answer is empty")
-        ordered = [_ordered(row, token) for row, token in zip(rows, completion.tolist(), strict=True)]
+        # The most probable first; of two that tie, the one that was emitted, as it was for the target.
+        ordered = [
+            sorted(row.items(), key=lambda entry: (-entry[1], entry[0] != token))
+            for row, token in zip(rows, emitted, strict=True)
+        ]
         is_greedy = all(
-            dict(row).get(token, -math.inf) >= row[0][1] - TOLERANCE
-            for row, token in zip(ordered, completion.tolist(), strict=True)
+            row[token] >= top[0][1] - TOLERANCE for row, top, token in zip(rows, ordered, emitted, strict=True)
         )
         if request.get("temperature") == 0 and not is_greedy:
             raise DataError(
@@ -156,7 +148,7 @@ class ResponseReader:
             vocab_size=self.vocab_size,
             domain=domain,
             sampling=self._sampling(choice, request, completion, is_greedy),
-            created_at_seconds=when,
+            created_at_seconds=self._when(response.get("created")),
         )
 
     def _ids(self, values: Any, what: str) -> Any:
@@ -166,14 +158,13 @@ class ResponseReader:
             raise DataError(f"the {what} has the id {outside[0]}, the target's vocabulary ends at {self.vocab_size}")
         return np.array(values, np.int32)
 
-    def _rows(self, choice: Mapping[str, Any]) -> tuple[list[int], list[Row]]:
-        """Emitted ids as the log-probs name them, and the rows."""
+    def _rows(self, choice: Mapping[str, Any]) -> tuple[list[int], list[dict[int, float]]]:
+        """Emitted ids as the log-probs name them, and log-probs by id."""
         found = choice.get("logprobs")
         if not isinstance(found, Mapping):
             raise DataError(f"there are no log-probs; ask for `logprobs={self.num_logprobs}`")
-        entries = list(_entries(found))
-        rows = []
-        for token, logprob, top in entries:
+        emitted, rows = [], []
+        for token, logprob, top in list(_entries(found)):
             row = dict(top)
             if len(row) < self.num_logprobs:
                 raise DataError(
@@ -182,10 +173,12 @@ class ResponseReader:
             row.setdefault(token, logprob)  # a sampled token may lie below the top ones
             if not all(math.isfinite(v) and v <= TOLERANCE for v in row.values()):
                 raise DataError("a position has log-probs that are none")
-            rows.append(list(row.items()))
-        return [token for token, _, _ in entries], rows
+            emitted.append(token)
+            rows.append(row)
+        return emitted, rows
 
-    def _kept(self, rows: list[Row]) -> dict[str, Any]:
+    def _kept(self, rows: list[list[tuple[int, float]]]) -> dict[str, Any]:
+        """The arrays of a trace, from token ids with their log-probs."""
         top = [row[: self.num_logprobs] for row in rows]
         ids = np.array([[token for token, _ in row] for row in top], np.int64)
         logprobs = np.array([[value for _, value in row] for row in top], np.float64)
@@ -228,11 +221,6 @@ class ResponseReader:
                 sampling[name] = value
                 sampling["processors"].append(processor)
         return sampling
-
-
-def _ordered(row: Row, token: int) -> Row:
-    """The most probable first; of two that tie, the one that was emitted, as it was for the target."""
-    return sorted(row, key=lambda entry: (-entry[1], entry[0] != token))
 
 
 def _prompt_ids(choice: Mapping[str, Any], response: Mapping[str, Any], request: Mapping[str, Any]) -> list[int]:

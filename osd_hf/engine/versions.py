@@ -14,7 +14,7 @@ from typing import Any
 
 from osd_hf.errors import ConfigError, StateError
 from osd_hf.utils.disk import hold_lock, sync_folder, sync_tree
-from osd_hf.utils.report import json_text, make_folder
+from osd_hf.utils.report import make_folder, write_report
 
 __all__ = ["FACTS", "LATEST", "VersionFolder", "latest_version"]
 
@@ -35,12 +35,12 @@ def latest_version(path: Path) -> Path | None:
 class VersionFolder:
     """
     Published versions `v000001`, `v000002`, ... and a symbolic link `latest` to the newest. A reader finds whole
-    versions only: each is written under a hidden name, synced and renamed, and the link is replaced after that. What
-    else lies in the folder stays as it is: a version of ours says so in its `version.json`.
+    versions only: each is written under a hidden name, synced and renamed, and the link is replaced after that. Other
+    files in the folder stay as they are: a version of ours is known by its `version.json`.
 
     Args:
         path (`Path`):
-            Made where it is missing.
+            Folder of the versions, made where it is missing.
         keep (`int`, *optional*, defaults to 5):
             Newest versions kept, at least 2.
 
@@ -65,10 +65,10 @@ class VersionFolder:
         if os.path.lexists(pointer) and not pointer.is_symlink():
             self.close()
             raise ConfigError(f"{pointer} is no pointer to a version. Choose another folder, or move it away.")
-        for entry in list(self.path.iterdir()):  # of a publisher that was killed
-            if UNFINISHED.fullmatch(entry.name):
+        for entry in list(self.path.iterdir()):
+            if UNFINISHED.fullmatch(entry.name):  # of a publisher that was killed
                 _remove(entry)
-        # A publisher that was killed before the pointer followed; one that somebody set back stays.
+        # A publisher may have been killed before the pointer followed; one that somebody set back stays.
         *_, before, newest = (0, 0, *self._numbers())
         if newest and self._pointed in (0, before):
             with contextlib.suppress(OSError):
@@ -76,16 +76,8 @@ class VersionFolder:
 
     def publish(self, write: Callable[[Path], object], facts: dict[str, Any]) -> Path:
         """
-        Publish the next version.
-
-        Args:
-            write (`Callable[[Path], object]`):
-                Writes it into a folder that does not exist yet.
-            facts (`dict[str, Any]`):
-                Kept beside it in `version.json`, with its number.
-
-        Returns:
-            `Path`: its folder.
+        Publish the next version, which `write` writes into a folder that does not exist yet, and return its folder.
+        The facts are kept beside it in `version.json`, with its number.
 
         Raises:
             StateError: it cannot be written; the versions before it, and the pointer, stay as they are.
@@ -93,11 +85,11 @@ class VersionFolder:
         number = self.number + 1
         while os.path.lexists(self._folder(number)):  # somebody else's
             number += 1
-        unfinished = self._unfinished(number)
+        unfinished = self._hidden(f"v{number:06d}")
         try:
             write(unfinished)
             unfinished.mkdir(exist_ok=True)
-            (unfinished / FACTS).write_text(json_text({"version": number, **facts}, indent=1) + "\n")
+            write_report(unfinished / FACTS, {"version": number, **facts})
             sync_tree(unfinished)
             os.replace(unfinished, self._folder(number))
             with contextlib.suppress(OSError):  # before the pointer names it; what is amiss is told below
@@ -114,15 +106,15 @@ class VersionFolder:
             _remove(unfinished)
         for old in filter(self._is_ours, self._numbers()[: -self.keep]):
             with contextlib.suppress(OSError):  # by its name nobody finds half of it
-                os.replace(self._folder(old), gone := self._unfinished(old))
+                os.replace(self._folder(old), gone := self._hidden(f"v{old:06d}"))
                 _remove(gone)
         return self._folder(number)
 
-    def _unfinished(self, number: int) -> Path:
-        return self.path / f".v{number:06d}-{secrets.token_hex(4)}.tmp"
+    def _hidden(self, name: str) -> Path:
+        return self.path / f".{name}-{secrets.token_hex(4)}.tmp"
 
     def _point(self, number: int) -> None:
-        link = self.path / f".{LATEST}-{secrets.token_hex(4)}.tmp"
+        link = self._hidden(LATEST)
         try:
             os.symlink(self._folder(number).name, link, target_is_directory=True)
             os.replace(link, self.path / LATEST)
@@ -135,7 +127,7 @@ class VersionFolder:
 
     @property
     def number(self) -> int:
-        """Of the newest version; 0 where there is none."""
+        """Number of the newest version; 0 where there is none."""
         return max(self._numbers(), default=0)
 
     @property
@@ -157,7 +149,7 @@ class VersionFolder:
         return sorted(int(name[1]) for name in names if name is not None and (self.path / name[0] / FACTS).is_file())
 
     def _is_ours(self, number: int) -> bool:
-        """Whether a version was published here, and is not somebody's folder by such a name."""
+        """Whether a version was published here, and is no folder of somebody else's by such a name."""
         try:
             return bool(json.loads((self._folder(number) / FACTS).read_text())["version"] == number)
         except (OSError, ValueError, KeyError, TypeError):

@@ -1,1 +1,1 @@
-"""What goes to the Hub, and what its cards say."""
+"""What is published: cards, drafts and stores on the Hub, drafts for serving engines."""

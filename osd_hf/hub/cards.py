@@ -1,4 +1,4 @@
-"""The README of a published draft, and of a published store: what it is, what was measured, how it is used."""
+"""The README of a published draft, and of a published store: what it is, how it was measured, how it is used."""
 
 from __future__ import annotations
 
@@ -9,20 +9,27 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import DatasetCard, DatasetCardData, EvalResult, ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils._validators import validate_repo_id
 
 from osd_hf.bundled import DOMAINS, bundled_prompts
-from osd_hf.errors import ConfigError, without_credentials
+from osd_hf.errors import ConfigError
 from osd_hf.metrics import AcceptanceStats, alpha_gain_interval
 from osd_hf.prompts import Prompt
 from osd_hf.utils.disk import write_whole
-from osd_hf.utils.report import json_text
+from osd_hf.utils.masking import without_credentials
+from osd_hf.utils.report import write_report
 
-__all__ = ["DraftFacts", "EVALUATION", "Evaluation", "EvaluationSet", "PLOT", "draft_card", "store_card"]
+__all__ = [
+    "EVALUATION", "PLOT", "DraftFacts", "Evaluation", "EvaluationSet", "draft_card", "facts_of", "hub_id",
+    "store_card",
+]  # fmt: skip
 
 EVALUATION = "evaluation"  # folder of a repo
 PLOT = "alpha.png"  # in it, where it was drawn
+TEMPLATE = Path(__file__).with_name("draft_card.jinja")
 
-BOTH = ("before", "after")
+# --- what was measured ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -32,11 +39,11 @@ class EvaluationSet:
 
     Args:
         name (`str`):
-            Of the set, such as `"openai/gsm8k, test"`.
+            Name of the set, such as `"openai/gsm8k, test"`.
         prompts (`tuple[Prompt, ...]`):
             User turns, at least two.
         max_new_tokens (`int`, *optional*, defaults to 128):
-            Bound of an answer.
+            Most tokens of an answer.
 
     Raises:
         ConfigError: fewer than two prompts.
@@ -70,7 +77,7 @@ class EvaluationSet:
 @dataclass(frozen=True, eq=False)
 class Evaluation:
     """
-    What came out: greedy answers of the target, both drafts by replay on them.
+    How two drafts were accepted, by replay on greedy answers of the target.
 
     Args:
         dataset (`EvaluationSet`):
@@ -78,10 +85,10 @@ class Evaluation:
         num_assistant_tokens (`int`):
             k.
         before (`tuple[AcceptanceStats, ...]`), after (`tuple[AcceptanceStats, ...]`):
-            Of each prompt.
+            Counts of each prompt.
         speedups (`dict[str, dict[str, Any]]`, *optional*):
             System -> its tokens per second over the target alone, `median` and `interval`; empty where not timed.
-        facts (`dict[str, Any]`):
+        facts (`dict[str, Any]`, *optional*):
             Command, versions, machine.
     """
 
@@ -92,70 +99,60 @@ class Evaluation:
     speedups: dict[str, dict[str, Any]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def domains(self) -> list[str]:
-        """In the order of the prompts."""
-        return list(dict.fromkeys(p.domain for p in self.dataset.prompts if p.domain is not None))
-
     def stats(self, side: str, domain: str | None = None) -> AcceptanceStats:
-        """Of the draft `"before"` or `"after"`, over all prompts or those of a domain."""
+        """Counts of the draft `"before"` or `"after"`, over all prompts or those of a domain."""
         each: Sequence[AcceptanceStats] = getattr(self, side)
         chosen = [s for s, p in zip(each, self.dataset.prompts, strict=True) if domain in (None, p.domain)]
         return sum(chosen, AcceptanceStats())
 
+    def sides(self) -> dict[str | None, tuple[AcceptanceStats, AcceptanceStats]]:
+        """Counts of both drafts, over all prompts (`None`) and by domain, in the order of the prompts."""
+        domains = dict.fromkeys(p.domain for p in self.dataset.prompts if p.domain is not None)
+        return {domain: (self.stats("before", domain), self.stats("after", domain)) for domain in (None, *domains)}
+
     def to_dict(self) -> dict[str, Any]:
         """All figures, ready for JSON."""
 
-        def part(domain: str | None) -> dict[str, Any]:
-            sides = {side: self.stats(side, domain) for side in BOTH}
-            figures = {
-                side: {
-                    "alpha": stats.alpha,
-                    "alpha_interval": list(stats.alpha_interval),
-                    "block_efficiency": stats.block_efficiency,
-                }
-                for side, stats in sides.items()
-            }
-            gain = list(alpha_gain_interval(sides["before"], sides["after"]))
-            return {"requests": sides["after"].num_requests, **figures, "gain_interval": gain}
+        def figures(s: AcceptanceStats) -> dict[str, Any]:
+            return {"alpha": s.alpha, "alpha_interval": list(s.alpha_interval), "block_efficiency": s.block_efficiency}
 
+        parts = {
+            domain: {
+                "requests": after.num_requests,
+                "before": figures(before),
+                "after": figures(after),
+                "gain_interval": list(alpha_gain_interval(before, after)),
+            }
+            for domain, (before, after) in self.sides().items()
+        }
         return {
             "dataset": self.dataset.name,
             "num_assistant_tokens": self.num_assistant_tokens,
             "max_new_tokens": self.dataset.max_new_tokens,
-            **part(None),
-            "by_domain": {domain: part(domain) for domain in self.domains},
+            **parts.pop(None),
+            "by_domain": parts,
             "speedups": self.speedups,
             "provenance": self.facts,
         }
 
     def bars(self) -> dict[str, dict[str, tuple[float, tuple[float, float]]]]:
-        """Alpha with its interval of both drafts, over all prompts and by domain, as `plot_domains` takes them."""
-        named = {"all": None, **{domain: domain for domain in self.domains}}
-        titles = {"draft before": "before", "this draft": "after"}
+        """Alpha of both drafts with its interval, over all prompts and by domain, as `plot_domains` takes them."""
         return {
-            name: {
-                title: (stats.alpha, stats.alpha_interval)
-                for title, stats in ((title, self.stats(side, domain)) for title, side in titles.items())
+            "all" if domain is None else domain: {
+                "draft before": (before.alpha, before.alpha_interval),
+                "this draft": (after.alpha, after.alpha_interval),
             }
-            for name, domain in named.items()
+            for domain, (before, after) in self.sides().items()
         }
 
     def write(self, folder: Path) -> None:
-        """`prompts.jsonl` and `results.json` into a folder, made where it is missing."""
+        """Write `prompts.jsonl` and `results.json` into a folder, made where it is missing."""
         folder.mkdir(parents=True, exist_ok=True)
         self.dataset.write(folder / "prompts.jsonl")
-        (folder / "results.json").write_text(json_text(self.to_dict(), indent=1) + "\n")
+        write_report(folder / "results.json", self.to_dict())
 
 
-TAGS = ("assistant-model", "speculative-decoding", "draft-model", "distillation", "osd-hf")
-CITATION = """@inproceedings{liu2024online,
-  title = {Online Speculative Decoding},
-  author = {Liu, Xiaoxuan and Hu, Lanxiang and Bailis, Peter and Cheung, Alvin and Deng, Zhijie and Stoica, Ion and Zhang, Hao},
-  booktitle = {International Conference on Machine Learning},
-  year = {2024},
-  url = {https://arxiv.org/abs/2310.07177},
-}"""  # noqa: E501
+# --- the card of a draft --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -164,22 +161,18 @@ class DraftFacts:
     What a card says of a draft beside its figures.
 
     Args:
-        target (`str`, *optional*):
-            Hub id of the model that it drafts for.
-        target_revision (`str`, *optional*):
-            Commit of it.
-        base_model (`str`, *optional*):
-            Hub id of the draft that it was learned from.
+        target (`str`, *optional*), target_revision (`str`, *optional*):
+            Hub id and commit of the model that it drafts for.
+        base_model (`str`, *optional*), license (`str`, *optional*):
+            Hub id and license of the draft that it was learned from.
         is_adapter (`bool`, *optional*, defaults to `False`):
             Whether the repo holds a LoRA adapter alone.
         domains (`tuple[str, ...]`, *optional*):
-            That it was learned on.
+            Domains that it was learned on.
         training (`Mapping[str, Any]`, *optional*):
             Facts of the learning, such as requests, updates and settings.
         command (`str`, *optional*):
-            That made it.
-        license (`str`, *optional*):
-            Of the draft's base.
+            The command that made it.
     """
 
     target: str | None = None
@@ -192,30 +185,41 @@ class DraftFacts:
     license: str | None = None
 
 
-def draft_card(repo_id: str, facts: DraftFacts, evaluation: Evaluation | None = None) -> ModelCard:
-    """
-    The model card of a draft.
+def hub_id(name: str | None) -> str | None:
+    """A model's name where it is one of the Hub; `None` for a folder of this machine, which nobody else knows."""
+    if not name or Path(name).exists() or name.count("/") != 1:
+        return None
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return None
+    return name
 
-    Args:
-        repo_id (`str`):
-            As `user/name`; what the snippets load.
-        facts (`DraftFacts`):
-            What it is.
-        evaluation (`Evaluation`, *optional*):
-            What was measured; lies in the repo's folder `evaluation`.
-    """
+
+def facts_of(
+    target: Any, base: Any, domains: Sequence[str] = (), training: Mapping[str, Any] | None = None
+) -> DraftFacts:
+    """What the models themselves say of a draft: ids and revision, where they came from the Hub."""
+    config = target.config
+    return DraftFacts(
+        target=hub_id(config.name_or_path), target_revision=getattr(config, "_commit_hash", None),
+        base_model=hub_id(base.config.name_or_path), domains=tuple(domains), training=dict(training or {}),
+    )  # fmt: skip
+
+
+def draft_card(repo_id: str, facts: DraftFacts, evaluation: Evaluation | None = None) -> ModelCard:
+    """The model card of a draft; `repo_id` is what its snippets load, and the evaluation lies in the repo's folder
+    `evaluation`."""
     results = None
     if evaluation is not None:
-        named: dict[str, Any] = {
-            "task_type": "text-generation", "dataset_type": "evaluation/prompts.jsonl",
-            "dataset_name": evaluation.dataset.name,
-        }  # fmt: skip
         stats = evaluation.stats("after")
         results = [
-            EvalResult(**named, metric_type="acceptance_rate", metric_name="acceptance rate (alpha)",
-                       metric_value=round(stats.alpha, 4)),
-            EvalResult(**named, metric_type="block_efficiency", metric_name="tokens per target forward",
-                       metric_value=round(stats.block_efficiency, 4)),
+            EvalResult("text-generation", "evaluation/prompts.jsonl", evaluation.dataset.name, metric, round(value, 4),
+                       metric_name=name)
+            for metric, value, name in (
+                ("acceptance_rate", stats.alpha, "acceptance rate (alpha)"),
+                ("block_efficiency", stats.block_efficiency, "tokens per target forward"),
+            )
         ]  # fmt: skip
     data = ModelCardData(
         base_model=facts.base_model,
@@ -223,185 +227,30 @@ def draft_card(repo_id: str, facts: DraftFacts, evaluation: Evaluation | None = 
         library_name="peft" if facts.is_adapter else "transformers",
         pipeline_tag="text-generation",
         license=facts.license,
-        tags=list(TAGS),
+        tags="assistant-model speculative-decoding draft-model distillation osd-hf".split(),
         target_model=facts.target,
         target_revision=facts.target_revision,
         model_name=repo_id.split("/")[-1],
         eval_results=results,
     )
-    parts = [_what(facts), _measured(evaluation), _use(repo_id, facts, evaluation), _made(facts)]
-    text = f"# {repo_id.split('/')[-1]}\n\n" + "\n\n".join(part for part in parts if part)
-    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n\n## Citation\n\n```bibtex\n{CITATION}\n```\n")
+    made = "\n".join(f"- {name}: {value}" for name, value in facts.training.items()) or "No facts were recorded."
+    if facts.command is not None:
+        made += f"\n\n```sh\n{facts.command}\n```"
+    card: ModelCard = ModelCard.from_template(
+        data, str(TEMPLATE), repo=repo_id, name=data.model_name, facts=facts, evaluation=evaluation,
+        made=without_credentials(made),  # facts are their writer's, and cards are for others
+    )  # fmt: skip
+    return card
 
 
-def _what(facts: DraftFacts) -> str:
-    target = "its target" if facts.target is None else f"[{facts.target}](https://huggingface.co/{facts.target})"
-    revision = "" if facts.target_revision is None else f" at revision `{facts.target_revision}`"
-    base = (
-        ""
-        if facts.base_model is None
-        else f", learned from [{facts.base_model}](https://huggingface.co/{facts.base_model})"
-    )
-    domains = f" It was learned on: {', '.join(facts.domains)}." if facts.domains else ""
-    kind = "A LoRA adapter of a draft model" if facts.is_adapter else "A draft (assistant) model"
-    return (
-        f"{kind} for speculative decoding with {target}{revision}{base}. It was distilled from the target's own "
-        f"corrections by [osd_hf](https://arxiv.org/abs/2310.07177), online speculative decoding: it is no model to "
-        f"chat with, it guesses what its target will say, and the target's output stays the target's.{domains}"
-    )
-
-
-def _measured(evaluation: Evaluation | None) -> str:
-    if evaluation is None:
-        return "## Acceptance\n\nNot measured."
-    k = evaluation.num_assistant_tokens
-    rows = [("all", None), *((domain, domain) for domain in evaluation.domains)]
-    lines = [
-        f"| {name} | {evaluation.stats('after', domain).num_requests} | "
-        + " | ".join(
-            f"{stats.alpha:.3f} [{stats.alpha_interval[0]:.3f}, {stats.alpha_interval[1]:.3f}]"
-            for stats in (evaluation.stats(side, domain) for side in ("before", "after"))
-        )
-        + " | "
-        + " to ".join(f"{evaluation.stats(side, domain).block_efficiency:.2f}" for side in ("before", "after"))
-        + " |"
-        for name, domain in rows
-    ]
-    table = "\n".join([
-        "| prompts | number | alpha before | alpha of this draft | tokens per target forward |",
-        "|---|---|---|---|---|",
-        *lines,
-    ])  # fmt: skip
-    speed = ""
-    if evaluation.speedups:
-        told = "; ".join(
-            f"{name} {s['median']:.2f} [{s['interval'][0]:.2f}, {s['interval'][1]:.2f}]"
-            for name, s in evaluation.speedups.items()
-        )
-        facts = evaluation.facts
-        speed = (
-            f"\n\nTimes as fast as the target alone, answered in turns on {facts.get('processor', 'one machine')}, "
-            f"median [95%]: {told}."
-        )
-    return (
-        f"## Acceptance\n\nOn {evaluation.dataset.name} (`evaluation/prompts.jsonl`), greedy answers of the target of "
-        f"at most {evaluation.dataset.max_new_tokens} tokens, k = {k}, threshold 0, with 95% intervals; alpha is the "
-        f"share of examined draft tokens that the target accepts.\n\n{table}{speed}\n\n"
-        f"![alpha before and after]({EVALUATION}/{PLOT})"
-    )
-
-
-def _use(repo_id: str, facts: DraftFacts, evaluation: Evaluation | None) -> str:
-    target = facts.target or "TARGET"
-    k = 5 if evaluation is None else evaluation.num_assistant_tokens
-    if facts.is_adapter:
-        load = (
-            "from peft import PeftModel\n\n"
-            f'base = AutoModelForCausalLM.from_pretrained("{facts.base_model or "DRAFT"}")\n'
-            f'draft = PeftModel.from_pretrained(base, "{repo_id}").merge_and_unload()'
-        )
-    else:
-        load = f'draft = AutoModelForCausalLM.from_pretrained("{repo_id}")'
-    snippet = SNIPPET.format(repo=repo_id, target=target, load=load)
-    if evaluation is not None:
-        snippet += MEASURE.format(
-            repo=repo_id, max_new_tokens=evaluation.dataset.max_new_tokens, alpha=evaluation.stats("after").alpha, k=k
-        )
-    else:
-        snippet += "```"
-    engine = ""
-    if not facts.is_adapter:
-        speculative = f'{{"method": "draft_model", "model": "{repo_id}", "num_speculative_tokens": {k}}}'
-        engine = f"\n\nWith vLLM:\n\n```sh\nvllm serve {target} --speculative-config '{speculative}'\n```"
-    return f"## Use\n\nWith transformers alone:\n\n{snippet}{engine}"
-
-
-SNIPPET = """```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-target = AutoModelForCausalLM.from_pretrained("{target}")
-{load}
-tokenizer = AutoTokenizer.from_pretrained("{repo}")
-
-
-def encoded(text):
-    if tokenizer.chat_template is None:
-        return tokenizer(text, return_tensors="pt")
-    turn = [{{"role": "user", "content": text}}]
-    return tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True, return_tensors="pt")
-
-
-inputs = encoded("Hello!")
-output = target.generate(**inputs, assistant_model=draft, max_new_tokens=64, do_sample=False)
-print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
-"""
-
-MEASURE = """```
-
-The acceptance above, measured again with transformers alone:
-
-```python
-import json
-from pathlib import Path
-
-from huggingface_hub import hf_hub_download
-
-
-class Rounds:
-    "Counts what each round of draft and target gives: all tokens but the last were accepted."
-
-    def __init__(self):
-        self.sizes = []
-
-    def put(self, ids):
-        self.sizes.append(ids.numel())
-
-    def end(self):
-        pass
-
-
-here = Path("{repo}", "evaluation/prompts.jsonl")
-file = here if here.exists() else hf_hub_download("{repo}", "evaluation/prompts.jsonl")
-k = draft.generation_config.num_assistant_tokens
-examined = accepted = 0
-for line in Path(file).read_text(encoding="utf-8").splitlines():
-    rounds = Rounds()
-    inputs = encoded(json.loads(line)["prompt"])
-    target.generate(
-        **inputs, assistant_model=draft, streamer=rounds, max_new_tokens={max_new_tokens}, do_sample=False
-    )
-    for size in rounds.sizes[1:]:  # the first is the prompt
-        accepted += size - 1
-        examined += min(size, k)
-print("alpha", accepted / examined)  # {alpha:.3f} at k = {k}
-```"""
-
-
-def _made(facts: DraftFacts) -> str:
-    lines = [f"- {name}: {value}" for name, value in facts.training.items()]
-    command = "" if facts.command is None else f"\n\n```sh\n{facts.command}\n```"
-    made = ("\n".join(lines) or "No facts were recorded.") + command
-    return "## How it was made\n\n" + without_credentials(made)  # facts are their writer's, and cards are for others
+# --- the card of a store --------------------------------------------------------------------------------------------
 
 
 def store_card(
     repo_id: str, *, target: str | None, requests: int, domains: Sequence[str], license: str
 ) -> DatasetCard:
-    """
-    The card of a published store of corrections.
-
-    Args:
-        repo_id (`str`):
-            As `user/name`.
-        target (`str`, *optional*):
-            Hub id of the model whose answers these are.
-        requests (`int`):
-            In the store.
-        domains (`Sequence[str]`):
-            Labels of them.
-        license (`str`):
-            Of the data.
-    """
+    """The card of a published store of corrections: the model whose answers they are, their number, labels and license
+    (as the Hub names it)."""
     data = DatasetCardData(
         license=license, tags=["speculative-decoding", "distillation", "osd-hf"], task_categories=["text-generation"],
         pretty_name=repo_id.split("/")[-1], configs=[{"config_name": "default", "data_files": "**/*.parquet"}],

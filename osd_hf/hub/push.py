@@ -1,16 +1,14 @@
-"""Drafts for serving engines: a folder with the target's vocabulary, checked after writing, and how to serve it."""
+"""Publishing on the Hub: a draft as the folder of its repo, whether and how it is pushed, a store of requests."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import (
     HfHubHTTPError,
@@ -22,36 +20,27 @@ from huggingface_hub.errors import (
 from huggingface_hub.errors import HTTPError as NetworkError  # type: ignore[attr-defined]  # httpx's
 from huggingface_hub.utils._validators import validate_repo_id
 
-from osd_hf.errors import ConfigError, HubError, StateError
+from osd_hf.errors import ConfigError, HubError
 from osd_hf.hub.cards import EVALUATION, DraftFacts, Evaluation, draft_card, store_card
-from osd_hf.pair import align_vocab, first_line, is_peft, load_model, merged
+from osd_hf.pair import first_line, is_peft
 from osd_hf.store.store import CorrectionStore
 from osd_hf.utils.report import make_folder
 
 __all__ = [
-    "TokenStaysHere",
-    "check_push",
-    "check_visibility",
-    "check_written",
-    "export_to_vllm",
-    "facts_of",
-    "hub_id",
-    "push_folder",
-    "push_store",
-    "refuse_public",
-    "save_draft",
-]
+    "TokenStaysHere", "check_push", "check_visibility", "push_folder", "push_store", "refuse_public", "save_draft",
+]  # fmt: skip
+
+NO_TOKEN = "There is no token to push with. Pass one, or run `hf auth login` first."
 
 
 def refuse_public(api: HfApi, repo_id: str, *, repo_type: str = "model", kept: str = "") -> None:
     """Raises ConfigError for a repo that is not known to be private, and what the Hub raises where it cannot be
     asked."""
     if api.repo_info(repo_id, repo_type=repo_type).private is not True:
-        text = (
+        raise ConfigError(
             f"{repo_id!r} is open to everybody, and a draft may have learned answers by heart. Make it private or "
-            f"take another name; to push there all the same, say so: `private=False` (--public). {kept}"
+            f"take another name; to push there all the same, say so: `private=False` (--public). {kept}".strip()
         )
-        raise ConfigError(text.strip())
 
 
 def check_visibility(repo_id: str, token: str | None, private: bool | None) -> None:
@@ -64,7 +53,7 @@ def check_visibility(repo_id: str, token: str | None, private: bool | None) -> N
 
 
 class TokenStaysHere:
-    """Mixed in front of training arguments, which trainers write beside the weights and push with them."""
+    """Put before training arguments as a base class, as trainers write these beside the weights and push them."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "hub_token": None}
@@ -86,19 +75,17 @@ def save_draft(
 
     Args:
         directory (`str` or `Path`):
-            Made where it is missing.
+            The folder, made where it is missing.
         draft (`PreTrainedModel` or `PeftModel`):
-            Merged weights as an ordinary model; a `PeftModel` as its adapter alone. Left as it is.
+            An ordinary model is written with its weights, a `PeftModel` as its adapter alone. Left as it is.
         tokenizer (`PreTrainedTokenizerBase`, *optional*):
             The target's.
         num_assistant_tokens (`int`, *optional*):
             k of the generation config; that of the evaluation by default, otherwise what the draft has.
         repo_id (`str`, *optional*):
             What the snippets of the card load; the folder by default.
-        facts (`DraftFacts`, *optional*):
-            For the card.
-        evaluation (`Evaluation`, *optional*):
-            What was measured.
+        facts (`DraftFacts`, *optional*), evaluation (`Evaluation`, *optional*):
+            What the card says of the draft, and what was measured.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -127,9 +114,9 @@ def _drafting(draft: Any, k: int | None) -> Iterator[None]:
     if k is not None:
         wanted["num_assistant_tokens"] = k
     before = {name: getattr(config, name, None) for name in wanted}
-    for name, value in wanted.items():
-        setattr(config, name, value)
     try:
+        for name, value in wanted.items():
+            setattr(config, name, value)
         yield
     finally:
         for name, value in before.items():
@@ -152,28 +139,25 @@ def push_folder(
 
     Args:
         folder (`str` or `Path`):
-            Of [`save_draft`], for one.
-        repo_id (`str`):
-            As `user/name`.
+            What is pushed, such as a folder that [`save_draft`] has written.
+        repo_id (`str`), repo_type (`str`, *optional*, defaults to `"model"`):
+            The repo as `user/name`, of a model or a `"dataset"`.
         token (`str`, *optional*):
-            With the right to write; the login of this machine by default.
+            A token with the right to write; the login of this machine by default.
         private (`bool`, *optional*):
             A new repo is private, and one that is there and open to everybody is refused, unless this is `False`: a
             draft may have learned answers by heart. The visibility of a repo that is there is never changed.
-        repo_type (`str`, *optional*, defaults to `"model"`):
-            Or `"dataset"`.
         exist_ok (`bool`, *optional*, defaults to `True`):
-            Whether the repo may be there already.
-        commit_message (`str`, *optional*):
-            First line of the commit.
-        kept (`str`, *optional*):
-            What an error says is still there; by default that the local copy is.
+            Whether the repo may exist already.
+        commit_message (`str`, *optional*), kept (`str`, *optional*):
+            First line of the commit, and a sentence for errors about what is still there: by default that the local
+            copy is.
 
     Returns:
         `str`: address of the repo.
 
     Raises:
-        ConfigError: a name that is none, no token, offline, a public repo that was not asked for.
+        ConfigError: no name of a repo, no token, offline, a public repo that was not asked for.
         HubError: the Hub refused, or could not be reached to the end.
     """
     kept = kept or f"The local copy stays in {folder}."
@@ -183,15 +167,13 @@ def push_folder(
         url = api.create_repo(repo_id, private=private is not False, repo_type=repo_type, exist_ok=exist_ok)
         if private is not False:  # which the Hub does not look at where there is one already
             refuse_public(api, repo_id, repo_type=repo_type, kept=kept)
-        api.upload_folder(
-            repo_id=repo_id, folder_path=Path(folder), repo_type=repo_type, commit_message=commit_message
-        )
+        api.upload_folder(repo_id=repo_id, folder_path=str(folder), repo_type=repo_type, commit_message=commit_message)
     except ConfigError:
         raise
     except OfflineModeIsEnabled as error:
         raise ConfigError(f"HF_HUB_OFFLINE is set: nothing can be pushed. Unset it and push again. {kept}") from error
     except LocalTokenNotFoundError as error:
-        raise ConfigError(f"There is no token to push with. Pass one, or run `hf auth login` first. {kept}") from error
+        raise ConfigError(f"{NO_TOKEN} {kept}") from error
     except HfHubHTTPError as error:
         raise HubError(f"{_refusal(error, repo_id)} {kept}") from error
     except (NetworkError, OSError, RuntimeError, ValueError) as error:  # no network, and one that drops
@@ -212,8 +194,7 @@ def check_push(repo_id: str, token: str | None = None, kept: str = "") -> str:
         raise ConfigError(f"{repo_id!r} is no name of a repo: {first_line(error)}.") from error
     token = token or get_token()
     if not token:
-        text = f"There is no token to push with. Pass one, or run `hf auth login` first. {kept}"
-        raise ConfigError(text.strip())
+        raise ConfigError(f"{NO_TOKEN} {kept}".strip())
     return token
 
 
@@ -240,28 +221,22 @@ def push_store(
     private: bool | None = True,
 ) -> str:
     """
-    Publish a store of corrections as a data set with a card of its own. **It holds the text of its requests**; nothing
-    else of this package publishes any.
+    Publish a store of corrections as a data set with a card of its own, and return its address. **It holds the text of
+    its requests**; nothing else of this package publishes any.
 
     Args:
         store (`CorrectionStore`):
-            With at least one request.
-        repo_id (`str`):
-            As `user/name`.
+            A store with at least one request.
         license (`str`):
-            Of the data, as the Hub names licenses.
+            License of the data, as the Hub names it.
         target (`str`, *optional*):
             Hub id of the model whose answers these are.
-        token (`str`, *optional*):
-            As of [`push_folder`].
-        private (`bool`, *optional*, defaults to `True`):
-            As of [`push_folder`].
-
-    Returns:
-        `str`: address of the data set.
+        repo_id (`str`), token (`str`, *optional*), private (`bool`, *optional*, defaults to `True`):
+            The same as for [`push_folder`].
 
     Raises:
-        ConfigError, HubError: as of [`push_folder`]; the store has no requests.
+        ConfigError: the store has no requests, or a reason of [`push_folder`].
+        HubError: the Hub refused, or could not be reached to the end.
     """
     domains = sorted({trace.domain for trace in store if trace.domain is not None})
     if not len(store):
@@ -271,105 +246,7 @@ def push_store(
         store.to_dataset().to_parquet(Path(folder) / "data" / "requests.parquet")
         card = store_card(repo_id, target=target, requests=len(store), domains=domains, license=license)
         card.save(Path(folder) / "README.md")
-        message = "Upload corrections captured with osd_hf"
         return push_folder(
-            folder,
-            repo_id,
-            token=token,
-            private=private,
-            repo_type="dataset",
-            commit_message=message,
-            kept="The store stays as it is.",
-        )
-
-
-def hub_id(name: str | None) -> str | None:
-    """A model's name where it is one of the Hub; `None` for a folder of this machine, which nobody else knows."""
-    if not name or Path(name).exists() or name.count("/") != 1:
-        return None
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return None
-    return name
-
-
-def facts_of(
-    target: Any, base: Any, domains: Sequence[str] = (), training: Mapping[str, Any] | None = None
-) -> DraftFacts:
-    """What the models themselves say of a draft: ids and revision, where they came from the Hub."""
-    config = target.config
-    return DraftFacts(
-        target=hub_id(config.name_or_path), target_revision=getattr(config, "_commit_hash", None),
-        base_model=hub_id(base.config.name_or_path), domains=tuple(domains), training=dict(training or {}),
-    )  # fmt: skip
-
-
-TOLERANCE, HALF_TOLERANCE = 1e-4, 5e-2  # of log-probs; half precisions round in other places
-
-
-def export_to_vllm(
-    directory: str | os.PathLike[str],
-    draft: Any,
-    target: Any,
-    tokenizer: Any,
-    *,
-    num_assistant_tokens: int = 5,
-    target_name: str | None = None,
-) -> list[str]:
-    """
-    Write a draft as vLLM's `draft_model` method takes it: merged weights, the target's vocabulary size and tokenizer.
-    SGLang takes the same folder; llama.cpp converts it.
-
-    Args:
-        directory (`str` or `Path`):
-            New or empty.
-        draft (`PreTrainedModel` or `PeftModel`), target (`PreTrainedModel`):
-            Decoder-only; left as they are.
-        tokenizer (`PreTrainedTokenizerBase`):
-            Of both.
-        num_assistant_tokens (`int`, *optional*, defaults to 5):
-            k.
-        target_name (`str`, *optional*):
-            How the command names the target; where it came from by default.
-
-    Returns:
-        `list[str]`: the command that serves the pair.
-
-    Raises:
-        ConfigError: a folder that is not empty or cannot be written, a k below 1, an encoder-decoder.
-        VocabularyMismatchError: the vocabularies differ in more than padding.
-        StateError: what was written does not load, or has other logits than the draft.
-    """
-    folder = Path(directory)
-    if num_assistant_tokens < 1:
-        raise ConfigError(f"`num_assistant_tokens` must be at least 1, got {num_assistant_tokens}.")
-    if draft.config.is_encoder_decoder:
-        raise ConfigError("vLLM drafts with decoder-only models, got an encoder-decoder. Serve it with transformers.")
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} is not empty. Choose another folder.")
-    make_folder(folder)
-    draft = merged(draft)
-    exported = align_vocab(draft, target, tokenizer)
-    save_draft(folder, exported, tokenizer, num_assistant_tokens=num_assistant_tokens, repo_id=folder.name)
-    check_written(folder, exported, draft)
-    config = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": num_assistant_tokens}
-    name = target_name or target.config.name_or_path
-    return ["vllm", "serve", name, "--speculative-config", json.dumps(config)]
-
-
-@torch.inference_mode()
-def check_written(folder: Path, exported: Any, draft: Any) -> None:
-    """What lies in the folder is what was exported, and says what the draft says."""
-    again = load_model(str(folder), dtype="auto", device=str(exported.device))
-    rows = min(int(m.config.get_text_config().vocab_size) for m in (exported, draft))
-    size = min(32, int(getattr(exported.config.get_text_config(), "max_position_embeddings", 32)))
-    ids = torch.randint(rows, (1, size), generator=torch.Generator().manual_seed(0)).to(exported.device)
-    wanted, found = (m.eval()(ids).logits.float()[..., :rows].log_softmax(-1) for m in (draft, again))
-    error = float((wanted - found).abs().max())
-    tolerance = TOLERANCE if again.dtype == torch.float32 else HALF_TOLERANCE
-    if not error <= tolerance:
-        raise StateError(
-            f"What was written to {folder} differs from the draft by {error:.2g} in log-probabilities (at most "
-            f"{tolerance:g} is expected). Do not serve it; export again, in float32."
-        )
+            folder, repo_id, token=token, private=private, repo_type="dataset",
+            commit_message="Upload corrections captured with osd_hf", kept="The store stays as it is.",
+        )  # fmt: skip

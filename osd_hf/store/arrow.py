@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,16 +12,9 @@ from numpy.typing import DTypeLike, NDArray
 
 from osd_hf.errors import StoreError
 from osd_hf.trace import DraftRound, Trace, ids_dtype
+from osd_hf.utils.report import plain
 
-__all__ = [
-    "DICTIONARY_COLUMNS",
-    "SCHEMA",
-    "SPLIT_COLUMNS",
-    "readable_traces",
-    "split_by_bytes",
-    "table_to_traces",
-    "traces_to_table",
-]
+__all__ = ["SCHEMA", "readable_traces", "split_by_bytes", "table_to_traces", "traces_to_table"]
 
 TABLE_BYTES = 1 << 30  # of array data in one record batch, whose list offsets are 32 bits wide
 
@@ -31,7 +23,7 @@ def _list_of(kind: Any) -> Any:
     return pa.list_(pa.field("element", kind))
 
 
-# Token ids are 32 bits wide for every vocabulary, so that all shards have one schema: behind dictionary encoding and
+# Token ids are 32 bits wide for every vocabulary, so that all shards have one schema: after dictionary encoding and
 # zstd they take no more room than 16 bits would.
 SCHEMA = pa.schema(
     [
@@ -53,50 +45,33 @@ SCHEMA = pa.schema(
         ("created_at_seconds", pa.float64()),
     ]
 )
-DICTIONARY_COLUMNS = [
-    "prompt_ids.list.element",
-    "completion_ids.list.element",
-    "decoder_prompt_ids.list.element",
-    "drafted_ids.list.element.list.element",
-    "num_accepted.list.element",
-    "num_emitted.list.element",
-    "top_ids.list.element.list.element",
-    "vocab_size",
-    "domain",
-    "draft_version",
-    "sampling",
-]
-SPLIT_COLUMNS = [
-    "p.list.element.list.element",
-    "q.list.element.list.element",
-    "top_logits.list.element.list.element",
-    "tail_logprob.list.element",
-]
+
+
+def _leaf(field: Any) -> tuple[str, Any]:
+    """Parquet's name of a column's innermost values, and their type."""
+    name, kind = field.name, field.type
+    while pa.types.is_list(kind):
+        name, kind = f"{name}.list.element", kind.value_type
+    return name, kind
+
+
+DICTIONARY_COLUMNS = [name for name, kind in map(_leaf, SCHEMA) if not pa.types.is_floating(kind)]
+SPLIT_COLUMNS = [name for name, kind in map(_leaf, SCHEMA) if kind in (pa.float16(), pa.float32())]
+# What odd contents of a table raise on their way to traces.
+_ODD = (StoreError, ValueError, TypeError, IndexError, OverflowError, RecursionError, pa.ArrowException)
 
 
 def traces_to_table(traces: Sequence[Trace]) -> pa.Table:
-    """
-    One row per trace. Every array keeps its exact bits; `sampling` becomes JSON.
-
-    Args:
-        traces (`Sequence[Trace]`):
-            Any number of traces, of any vocabularies.
-
-    Returns:
-        `pyarrow.Table`: the columns of a store's shards.
-    """
+    """A table with the columns of a store's shards, one row per trace. Every array keeps its exact bits; `sampling`
+    becomes JSON. Vocabularies may differ."""
     batches = [_traces_to_batch(part) for part in split_by_bytes(traces, TABLE_BYTES)]
     return pa.Table.from_batches(batches, schema=SCHEMA)
 
 
 def table_to_traces(table: pa.Table) -> list[Trace]:
     """
-    The inverse of [`traces_to_table`]. The arrays are copies, so that no trace holds on to the table. `top_ids` comes
-    back in the smallest type that holds the vocabulary.
-
-    Args:
-        table (`pyarrow.Table`):
-            A table with the columns of a store's shards, in any order.
+    The inverse of [`traces_to_table`]; columns may come in any order. The arrays are copies, so no trace keeps the
+    table alive. `top_ids` comes back in the smallest type that holds the vocabulary.
 
     Raises:
         [`StoreError`]: a column is missing or has another type, or a row holds no trace.
@@ -110,7 +85,7 @@ def table_to_traces(table: pa.Table) -> list[Trace]:
 
 
 def readable_traces(table: pa.Table) -> list[Trace | None]:
-    """As of [`table_to_traces`], with `None` for each row that holds no trace: they cost nothing but themselves."""
+    """The traces of a table as [`table_to_traces`] reads them, with `None` for each row that holds no trace."""
     traces: list[Trace | None] = []
     for batch in _columns_of_traces(table).to_batches():
         try:
@@ -128,9 +103,6 @@ def _columns_of_traces(table: pa.Table) -> pa.Table:
         return table if table.schema.equals(SCHEMA) else table.cast(SCHEMA)
     except pa.ArrowException as error:
         raise StoreError(f"the table holds no traces: {error}") from error
-
-
-_ODD = (StoreError, ValueError, TypeError, IndexError, OverflowError, RecursionError, pa.ArrowException)
 
 
 def _row_to_trace(batch: Any, row: int) -> Trace | None:
@@ -206,19 +178,13 @@ def _matrices(arrays: Sequence[NDArray[Any]], dtype: DTypeLike) -> Any:
     return _nest([a.shape[0] for a in arrays], _nest(widths, _array(flat)))
 
 
-def _probabilities(rounds: Sequence[DraftRound], name: str, round_counts: Sequence[int]) -> Any:
+def _probabilities(traces: Sequence[Trace], name: str) -> Any:
     """A trace of which no round has probabilities has null instead of a list of nulls."""
-    arrays: list[NDArray[np.float32] | None] = [getattr(r, name) for r in rounds]
-    bounds = [0, *np.cumsum(round_counts)]
-    missing = [all(a is None for a in arrays[start:stop]) for start, stop in pairwise(bounds)]
-    kept = [
-        a
-        for start, stop, gone in zip(bounds, bounds[1:], missing, strict=False)
-        if not gone
-        for a in arrays[start:stop]
-    ]
-    lengths = [0 if gone else count for count, gone in zip(round_counts, missing, strict=True)]
-    return _nest(lengths, _vectors(kept, np.float32), missing)
+    each = [[getattr(r, name) for r in t.rounds] for t in traces]
+    missing = [all(a is None for a in arrays) for arrays in each]
+    kept = [[] if gone else arrays for arrays, gone in zip(each, missing, strict=True)]
+    flat = _vectors([a for arrays in kept for a in arrays], np.float32)
+    return _nest([len(arrays) for arrays in kept], flat, missing)
 
 
 def _traces_to_batch(traces: Sequence[Trace]) -> Any:
@@ -231,33 +197,18 @@ def _traces_to_batch(traces: Sequence[Trace]) -> Any:
         _nest(counts, _vectors([r.drafted_ids for r in rounds], np.int32)),
         _nest(counts, _array(np.array([r.num_accepted for r in rounds], np.int32))),
         _nest(counts, _array(np.array([r.num_emitted for r in rounds], np.int32))),
-        _probabilities(rounds, "p", counts),
-        _probabilities(rounds, "q", counts),
+        _probabilities(traces, "p"),
+        _probabilities(traces, "q"),
         _matrices([t.top_logits for t in traces], np.float16),
         _matrices([t.top_ids for t in traces], np.int32),
         _vectors([t.tail_logprob for t in traces], np.float32),
         _array(np.array([t.vocab_size for t in traces], np.int32)),
         _texts([t.domain for t in traces]),
         _array(np.array([t.draft_version for t in traces], np.int32)),
-        _texts([json.dumps(_plain(t.sampling)) for t in traces]),
+        _texts([json.dumps(plain(t.sampling)) for t in traces]),
         _array(np.array([t.created_at_seconds for t in traces], np.float64)),
     ]
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
-
-
-def _plain(value: Any) -> Any:
-    """What JSON can hold of a value. Dicts with other keys than strings become pairs, as `sequence_bias` may."""
-    if isinstance(value, Mapping):
-        if all(isinstance(key, str) for key in value):
-            return {key: _plain(item) for key, item in value.items()}
-        return [[_plain(key), _plain(item)] for key, item in value.items()]
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if hasattr(value, "tolist") and not isinstance(value, type):  # numpy and torch
-        return _plain(value.tolist())
-    return str(value)
 
 
 class _Lists:
@@ -266,73 +217,65 @@ class _Lists:
     def __init__(self, column: Any) -> None:
         self.offsets: list[int] = _view(column.offsets).tolist()
         self.present: list[bool] | None = column.is_valid().to_pylist() if column.null_count else None
-        self.values: Any = column.values
-        if not pa.types.is_list(self.values.type):
-            self.values = _view(self.values)
-
-    def bounds(self, i: int) -> tuple[int, int]:
-        return self.offsets[i], self.offsets[i + 1]
-
-    def array(self, i: int) -> NDArray[Any]:
-        start, stop = self.bounds(i)
-        return np.array(self.values[start:stop])
-
-    def array_or_none(self, i: int) -> NDArray[Any] | None:
-        return self.array(i) if self.has(i) else None
+        values = column.values
+        self.values: Any = _Lists(values) if pa.types.is_list(values.type) else _view(values)
 
     def has(self, i: int) -> bool:
         return self.present is None or self.present[i]
 
+    def array(self, i: int) -> NDArray[Any]:
+        return np.array(self.values[self.offsets[i] : self.offsets[i + 1]])
+
+    def array_or_none(self, i: int) -> NDArray[Any] | None:
+        return self.array(i) if self.has(i) else None
+
 
 def _batch_to_traces(batch: Any) -> list[Trace]:
-    lists = {
-        name: _Lists(batch.column(name)) for name in SCHEMA.names if pa.types.is_list(batch.schema.field(name).type)
-    }
-    inner = {name: _Lists(lists[name].values) for name in ("drafted_ids", "p", "q", "top_logits", "top_ids")}
-    plain = {name: batch.column(name).to_pylist() for name in SCHEMA.names if name not in lists}
+    columns: dict[str, Any] = {}
+    for name in SCHEMA.names:
+        column = batch.column(name)
+        columns[name] = _Lists(column) if pa.types.is_list(column.type) else column.to_pylist()
+        if isinstance(columns[name], list) and name != "domain" and None in columns[name]:
+            raise TypeError(f"{name} is missing")
 
     def matrix(name: str, i: int) -> NDArray[Any]:
-        start, stop = lists[name].bounds(i)
-        first, last = inner[name].offsets[start], inner[name].offsets[stop]
-        width = (last - first) // (stop - start) if stop > start else 0
-        if inner[name].offsets[start : stop + 1] != [first + row * width for row in range(stop - start + 1)]:
+        lists = columns[name]
+        bounds = lists.values.offsets[lists.offsets[i] : lists.offsets[i + 1] + 1]
+        rows = len(bounds) - 1
+        width = (bounds[-1] - bounds[0]) // rows if rows else 0
+        if bounds != [bounds[0] + row * width for row in range(rows + 1)]:
             raise ValueError(f"rows of {name} differ in length")
-        return np.array(inner[name].values[first:last]).reshape(stop - start, width)
+        return np.array(lists.values.values[bounds[0] : bounds[-1]]).reshape(rows, width)
+
+    def rounds(i: int) -> Iterator[DraftRound]:
+        drafted = columns["drafted_ids"]
+        accepted, emitted = (columns[name].array(i).tolist() for name in ("num_accepted", "num_emitted"))
+        for j in range(drafted.offsets[i + 1] - drafted.offsets[i]):
+            p, q = (
+                c.values.array_or_none(c.offsets[i] + j) if c.has(i) else None for c in (columns["p"], columns["q"])
+            )
+            yield DraftRound(drafted.values.array(drafted.offsets[i] + j), accepted[j], emitted[j], p, q)
 
     def sampling(i: int) -> dict[str, Any]:
-        settings = json.loads(plain["sampling"][i])
+        settings = json.loads(columns["sampling"][i])
         if not isinstance(settings, dict):
             raise TypeError("sampling is no object")
         return settings
 
-    for name in plain.keys() - {"domain"}:
-        if None in plain[name]:
-            raise TypeError(f"{name} is missing")
-
-    def rounds(i: int) -> Iterator[DraftRound]:
-        start, stop = lists["drafted_ids"].bounds(i)
-        accepted, emitted = (lists[name].array(i).tolist() for name in ("num_accepted", "num_emitted"))
-        for j in range(stop - start):
-            p, q = (
-                inner[name].array_or_none(lists[name].offsets[i] + j) if lists[name].has(i) else None
-                for name in ("p", "q")
-            )
-            yield DraftRound(inner["drafted_ids"].array(start + j), accepted[j], emitted[j], p, q)
-
     return [
         Trace(
-            prompt_ids=lists["prompt_ids"].array(i),
-            completion_ids=lists["completion_ids"].array(i),
+            prompt_ids=columns["prompt_ids"].array(i),
+            completion_ids=columns["completion_ids"].array(i),
             rounds=tuple(rounds(i)),
             top_logits=matrix("top_logits", i),
-            top_ids=matrix("top_ids", i).astype(ids_dtype(plain["vocab_size"][i]), copy=False),
-            tail_logprob=lists["tail_logprob"].array(i),
-            vocab_size=plain["vocab_size"][i],
-            decoder_prompt_ids=lists["decoder_prompt_ids"].array_or_none(i),
-            domain=plain["domain"][i],
-            draft_version=plain["draft_version"][i],
+            top_ids=matrix("top_ids", i).astype(ids_dtype(columns["vocab_size"][i]), copy=False),
+            tail_logprob=columns["tail_logprob"].array(i),
+            vocab_size=columns["vocab_size"][i],
+            decoder_prompt_ids=columns["decoder_prompt_ids"].array_or_none(i),
+            domain=columns["domain"][i],
+            draft_version=columns["draft_version"][i],
             sampling=sampling(i),
-            created_at_seconds=plain["created_at_seconds"][i],
+            created_at_seconds=columns["created_at_seconds"][i],
         )
         for i in range(batch.num_rows)
     ]

@@ -14,9 +14,8 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -33,29 +32,9 @@ from osd_hf.store.arrow import (
     traces_to_table,
 )
 from osd_hf.trace import Trace
-from osd_hf.utils.disk import (
-    FileLock,
-    hold_lock,
-    is_open_to_others,
-    lock_file,
-    make_private_folder,
-    sync_folder,
-    write_whole,
-)
+from osd_hf.utils.disk import FileLock, is_open_to_others, lock_file, make_private_folder, sync_folder, write_whole
 
-__all__ = [
-    "Folder",
-    "Shard",
-    "hold_lock",
-    "list_shards",
-    "lock_file",
-    "open_store",
-    "read_from",
-    "read_table",
-    "store_errors",
-    "sync_folder",
-    "write_whole",
-]
+__all__ = ["Folder", "Shard", "list_shards", "open_store", "read_from", "read_table", "store_errors"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -79,26 +58,24 @@ def store_errors(action: str, path: Path) -> Iterator[None]:
         raise StoreError(f"cannot {action} {path}: {error.strerror or error}") from error
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Shard:
     """What is kept in memory of a finished shard, in the order of its rows."""
 
-    path: str
-    nbytes: int
-    times: NDArray[np.float64]
-    domains: list[str | None]
-    group_starts: NDArray[np.int64]
-    oldest: float
-
-    @classmethod
-    def of(
-        cls, path: str, nbytes: int, times: NDArray[np.float64], domains: list[str | None], group_sizes: list[int]
-    ) -> Self:
-        starts = np.cumsum([0, *group_sizes[:-1]])
-        return cls(path, nbytes, times, domains, starts, float(times.min(initial=math.inf)))
+    def __init__(
+        self, path: str, nbytes: int, times: NDArray[np.float64], domains: list[str | None], group_sizes: list[int]
+    ) -> None:
+        self.path, self.nbytes, self.times, self.domains = path, nbytes, times, domains
+        self.group_starts = np.cumsum([0, *group_sizes[:-1]])
+        self.oldest = float(times.min(initial=math.inf))
 
     def __len__(self) -> int:
         return len(self.times)
+
+    @property
+    def is_written_here(self) -> bool:
+        """Whether a store wrote it; what somebody else has put there is theirs."""
+        folder, name = os.path.split(self.path)
+        return bool(SHARD.fullmatch(name) and WRITER.fullmatch(os.path.basename(folder)))
 
 
 def list_shards(store: Path) -> list[str]:
@@ -129,27 +106,24 @@ def read_from(path: str, extract: Callable[[Any], T]) -> T | None:
 
 def open_store(path: Path) -> None:
     """Make a folder a store where it is new, and refuse one that is none; raises StoreError."""
-    with store_errors("open the store", path):
-        _check_marker(path)
-
-
-def _check_marker(path: Path) -> None:
     marker = path / MARKER_NAME
-    if path.exists() and not path.is_dir():
-        raise StoreError(f"{path} is a file; a store is a folder: give the path of a new or empty one")
-    make_private_folder(path)
-    if not marker.exists():
-        found = sorted(p.name for p in path.iterdir() if not p.name.startswith(MARKER_NAME[:-5]))
-        if found and not marker.exists():  # asked again: another process may have begun the store meanwhile
-            shown = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
-            raise StoreError(
-                f"{path} is no store of this package: it holds {shown} and no {MARKER_NAME}. Give the path "
-                "of a new or empty folder, or of an existing store"
-            )
-        if not found:
-            write_whole(marker, json.dumps(MARKER).encode())
+    with store_errors("open the store", path):
+        if path.exists() and not path.is_dir():
+            raise StoreError(f"{path} is a file; a store is a folder: give the path of a new or empty one")
+        make_private_folder(path)
+        if not marker.exists():
+            found = sorted(p.name for p in path.iterdir() if not p.name.startswith(MARKER_NAME[:-5]))
+            if found and not marker.exists():  # asked again: another process may have begun the store meanwhile
+                shown = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+                raise StoreError(
+                    f"{path} is no store of this package: it holds {shown} and no {MARKER_NAME}. Give the path "
+                    "of a new or empty folder, or of an existing store"
+                )
+            if not found:
+                write_whole(marker, json.dumps(MARKER).encode())
+        text = marker.read_bytes()
     try:
-        content = json.loads(marker.read_bytes())
+        content = json.loads(text)
     except ValueError as error:
         raise StoreError(
             f"{marker} cannot be read: {error}. If the folder is a store, restore the file as {json.dumps(MARKER)}"
@@ -166,11 +140,6 @@ def _check_marker(path: Path) -> None:
 def read_table(path: str) -> Any:
     """All of a shard, or `None` where it was deleted since the store was listed."""
     return read_from(path, lambda file: file.read(SCHEMA.names, use_threads=False).cast(SCHEMA))
-
-
-def _is_written_here(shard: Shard) -> bool:
-    folder, name = os.path.split(shard.path)
-    return bool(SHARD.fullmatch(name) and WRITER.fullmatch(os.path.basename(folder)))
 
 
 class Folder:
@@ -190,8 +159,8 @@ class Folder:
         self._warn_of_readers()
 
     def _warn_of_readers(self) -> None:
-        """Say once of a store that it holds what other users of this machine can read: made by an earlier version,
-        or opened on purpose."""
+        """Say once that other users of this machine can read a store, which an earlier version made so, or somebody on
+        purpose."""
         folders = {os.path.dirname(path) for path in self.shards}
         with contextlib.suppress(OSError):
             if is_open_to_others(self.path) and any(is_open_to_others(Path(folder)) for folder in folders):
@@ -201,13 +170,10 @@ class Folder:
                 )  # fmt: skip
 
     def forget_cache(self) -> None:
+        """Begin with an empty cache and a lock that nobody holds."""
         self.cache: OrderedDict[tuple[str, int], list[Trace]] = OrderedDict()
         self.cache_nbytes = 0
         self.cache_lock = threading.Lock()
-
-    @property
-    def nbytes(self) -> int:
-        return self.marker_nbytes + self.shards_nbytes
 
     def refresh(self) -> None:
         """Learn which shards the other writers added and deleted."""
@@ -216,16 +182,16 @@ class Folder:
         self._tally()
 
     def _tally(self) -> None:
-        self.shards_nbytes = sum(shard.nbytes for shard in self.shards.values() if _is_written_here(shard))
+        self.nbytes = self.marker_nbytes + sum(s.nbytes for s in self.shards.values() if s.is_written_here)
         self.oldest = min((shard.oldest for shard in self.shards.values()), default=math.inf)
 
     def _index(self, path: str) -> Shard | None:
         def extract(file: Any) -> Shard:
-            columns = file.read(["created_at_seconds", "domain"], use_threads=False)
-            times = np.array(columns["created_at_seconds"].to_pylist(), np.float64)
-            domains = [domain and sys.intern(domain) for domain in columns["domain"].to_pylist()]
+            columns = file.read(["created_at_seconds", "domain"], use_threads=False).to_pydict()
+            times = np.array(columns["created_at_seconds"], np.float64)
+            domains = [domain and sys.intern(domain) for domain in columns["domain"]]
             group_sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
-            return Shard.of(path, os.path.getsize(path), times, domains, group_sizes)
+            return Shard(path, os.path.getsize(path), times, domains, group_sizes)
 
         return read_from(path, extract)
 
@@ -251,7 +217,7 @@ class Folder:
         return traces[row - int(shard.group_starts[group])]
 
     def start_writing(self) -> None:
-        """Make this process its own folder, and tidy up behind writers that died."""
+        """Make this process its own folder, and tidy up after writers that died."""
         if self.own is not None:
             return
         with store_errors("write to the store", self.path):
@@ -293,12 +259,12 @@ class Folder:
         self.written_nbytes += data.size
         times = np.array([t.created_at_seconds for t in traces], np.float64)
         domains = [t.domain for t in traces]
-        self.shards[str(path)] = Shard.of(str(path), data.size, times, domains, sizes)
+        self.shards[str(path)] = Shard(str(path), data.size, times, domains, sizes)
         self._tally()
 
     def delete(self, shard: Shard) -> None:
-        """Delete a shard that a writer of stores has made; what somebody else has put there is theirs."""
-        if not _is_written_here(shard):
+        """Delete a shard, unless somebody else has put it there."""
+        if not shard.is_written_here:
             return
         path = Path(shard.path)
         with store_errors("delete", path):

@@ -9,9 +9,11 @@ import os
 import threading
 import time
 import weakref
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -23,6 +25,7 @@ from osd_hf.errors import ConfigError, DataError, StoreError
 from osd_hf.store.arrow import SCHEMA, table_to_traces, traces_to_table
 from osd_hf.store.folder import Folder, Shard, read_table
 from osd_hf.trace import Trace, misshapen
+from osd_hf.utils.disk import in_child
 
 if TYPE_CHECKING:
     import datasets
@@ -32,6 +35,7 @@ __all__ = ["CorrectionStore", "table_to_traces", "traces_to_table"]
 logger = logging.getLogger(__name__)
 
 FLUSH_BYTES = 32 << 20
+CREATED = attrgetter("created_at_seconds")  # by which traces are ordered
 HOLD_SECONDS = 3600.0  # for which a clock that leapt must go on before anything is deleted by it
 
 
@@ -44,17 +48,9 @@ def _steady_seconds() -> float:
 
 class _Calendar:
     """
-    Now, as far as it may be deleted by. A wall clock may be set wrong for a while, and what was deleted by it does not
-    come back. So a leap of the wall clock against a steady one counts only when the wall clock has gone on from there
-    for a while; until then time goes on by the steady one.
-
-    Args:
-        clock (`Callable[[], float]`), steady (`Callable[[], float]`):
-            In seconds: the wall clock, and one that is never set.
-        most (`float`):
-            Seconds by which the two may differ.
-        hold (`float`):
-            Seconds for which a leap is not believed.
+    The time by which traces may be deleted. A wall clock may be set wrong for a while, and what was deleted by it does
+    not come back. So a leap of more than `most` seconds of the wall clock against a steady one counts only when the
+    wall clock has gone on from there for `hold` seconds; until then time goes on by the steady one.
     """
 
     def __init__(self, clock: Callable[[], float], steady: Callable[[], float], most: float, hold: float) -> None:
@@ -63,7 +59,7 @@ class _Calendar:
         self._leapt: tuple[float, float] | None = None  # how far it is ahead since a leap, and when that was seen
 
     def doubt(self, last: float) -> None:
-        """The last that is known for certain is a time before now."""
+        """Take what the wall clock says now for a leap from the last time that is known for certain."""
         self._leapt = (self._ahead, self.steady())
         self._ahead = last - self.steady()
         self.now()
@@ -181,19 +177,16 @@ class CorrectionStore:
         self._tail_nbytes = 0
         self._closed = False
         self._folder = None if self.path is None else Folder(self.path)
-        self._calendar = self._begun_calendar()
-        _live_stores.add(self)
-
-    def _begun_calendar(self) -> _Calendar:
         age = math.inf if self.max_age_seconds is None else self.max_age_seconds
-        calendar = _Calendar(self.clock, self.steady, age / 8, min(HOLD_SECONDS, age))
-        if self._folder is not None and self.max_age_seconds is not None:
+        self._calendar = _Calendar(self.clock, self.steady, age / 8, min(HOLD_SECONDS, age))
+        if self._folder is not None and self.max_age_seconds is not None and self.steady is not self.clock:
             # What was written just now may have been written by the clock that is in doubt.
-            before = self.clock() - calendar.hold
+            before = self.clock() - self._calendar.hold
             written = [at for shard in self._folder.shards.values() if (at := _written_at(shard)) <= before]
-            if written and self.steady is not self.clock:
-                calendar.doubt(max(written))
-        return calendar
+            if written:
+                self._calendar.doubt(max(written))
+        in_child(self, CorrectionStore._leave_to_parent)
+        _live_stores.add(self)
 
     def append(self, trace: Trace) -> None:
         """
@@ -214,16 +207,13 @@ class CorrectionStore:
                 if self._folder is not None:
                     self._folder.start_writing()
                     if self._tail and self._tail_is_long(trace):
-                        self._flush()
+                        self.flush()
             finally:
-                at = len(self._tail)
-                while at and self._tail[at - 1].created_at_seconds > trace.created_at_seconds:
-                    at -= 1
-                self._tail.insert(at, trace)
+                insort(self._tail, trace, key=CREATED)
                 self._tail_nbytes += trace.nbytes
                 self._enforce()
             if self._folder is not None and len(self._tail) >= self.flush_every:
-                self._flush()
+                self.flush()
 
     def _tail_is_long(self, trace: Trace) -> bool:
         """Whether the tail should be flushed before `trace` joins it."""
@@ -242,26 +232,22 @@ class CorrectionStore:
             [`StoreError`]: it could not be written. Nothing is lost: the tail stays for a later flush.
         """
         with self._lock:
-            self._flush()
-
-    def _flush(self) -> None:
-        if self._folder is not None:
-            if self._tail:
-                self._folder.write(self._tail)
-                self._tail, self._tail_nbytes = [], 0
-            self._folder.refresh()
-            if self.max_age_seconds is not None:
-                now, cutoff = self.clock(), self._cutoff(self._calendar.now)
-                for shard in [s for s in self._folder.shards.values() if s.oldest > now and _written_at(s) < cutoff]:
-                    self._folder.delete(shard)
-        self._enforce()
+            if self._folder is not None:
+                if self._tail:
+                    self._folder.write(self._tail)
+                    self._tail, self._tail_nbytes = [], 0
+                self._folder.refresh()
+                if self.max_age_seconds is not None:
+                    now, cutoff = self.clock(), self._cutoff(self._calendar.now())
+                    shards = list(self._folder.shards.values())
+                    for shard in [s for s in shards if s.oldest > now and _written_at(s) < cutoff]:
+                        self._folder.delete(shard)
+            self._enforce()
 
     def _enforce(self) -> None:
-        cutoff = self._cutoff(self._calendar.now)
-        expired = 0
-        while expired < len(self._tail) and self._tail[expired].created_at_seconds < cutoff:
-            expired += 1
-        self._drop(expired)
+        """Delete what is over the limits."""
+        cutoff = self._cutoff(self._calendar.now())
+        self._drop(bisect_left(self._tail, cutoff, key=CREATED))
         if self._folder is not None and self._folder.oldest < cutoff:
             for shard in [s for s in self._folder.shards.values() if s.oldest < cutoff]:
                 self._folder.delete(shard)
@@ -285,8 +271,8 @@ class CorrectionStore:
         self._tail_nbytes -= sum(t.nbytes for t in self._tail[:count])
         del self._tail[:count]
 
-    def _cutoff(self, now: Callable[[], float]) -> float:
-        return -math.inf if self.max_age_seconds is None else now() - self.max_age_seconds
+    def _cutoff(self, now: float) -> float:
+        return -math.inf if self.max_age_seconds is None else now - self.max_age_seconds
 
     @property
     def nbytes(self) -> int:
@@ -306,7 +292,7 @@ class CorrectionStore:
                 self._folder.refresh()
             snapshot = _Snapshot(self._folder, self._tail)
         if self.max_age_seconds is not None:
-            snapshot.keep(snapshot.times >= self._cutoff(self.clock))
+            snapshot.keep(snapshot.times >= self._cutoff(self.clock()))
         return snapshot
 
     def __len__(self) -> int:
@@ -333,10 +319,8 @@ class CorrectionStore:
                 How many; fewer come back where fewer exist.
             rng (`np.random.Generator` or `int`, *optional*):
                 Where the randomness comes from.
-            domain (`str`, *optional*):
-                Draw from this domain only.
-            newest (`int`, *optional*):
-                Draw from this many of the newest traces only, counted within the domain.
+            domain (`str`, *optional*), newest (`int`, *optional*):
+                Draw from this domain only, and from so many of the newest traces only, counted within the domain.
 
         Raises:
             [`ConfigError`]: `n` or `newest` is negative.
@@ -364,30 +348,24 @@ class CorrectionStore:
         import datasets
 
         snapshot = self._snapshot()
+        order = snapshot.order
         tables: dict[int, Any] = {len(snapshot.shards): traces_to_table(snapshot.tail)}
         slices = [SCHEMA.empty_table()]
-        for part, first, count in self._runs(snapshot):
+        # Rows that lie next to each other in one part are taken together.
+        breaks = np.flatnonzero((np.diff(order) != 1) | np.isin(order[1:], snapshot.starts)) + 1
+        for start, stop in pairwise(sorted({0, *breaks.tolist(), len(order)})):
+            part, first = snapshot.locate(int(order[start]))
             if part not in tables:
-                assert snapshot.folder is not None
                 tables[part] = read_table(snapshot.shards[part].path)
             if tables[part] is not None:
-                slices.append(tables[part].slice(first, count))
+                slices.append(tables[part].slice(first, stop - start))
         return datasets.Dataset(pa.concat_tables(slices))
-
-    @staticmethod
-    def _runs(snapshot: _Snapshot) -> Iterator[tuple[int, int, int]]:
-        """Neighboring rows in order, as `(part, first row, count)`."""
-        order = snapshot.order
-        breaks = np.flatnonzero((np.diff(order) != 1) | np.isin(order[1:], snapshot.starts)) + 1
-        for start, stop in pairwise([0, *breaks.tolist(), len(order)]):
-            if stop > start:
-                yield (*snapshot.locate(int(order[start])), stop - start)
 
     def close(self) -> None:
         """Flush; nothing can be appended afterwards. Reading goes on. Closing twice does nothing."""
         with self._lock:
             if self._tail and not self._closed:
-                self._flush()
+                self.flush()
             self._closed = True
             if self._folder is not None:
                 self._folder.stop_writing()
@@ -457,11 +435,4 @@ def _close_all() -> None:
         _close_quietly(store)
 
 
-def _leave_all_to_parent() -> None:
-    for store in list(_live_stores):
-        store._leave_to_parent()
-
-
 atexit.register(_close_all)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_all_to_parent)

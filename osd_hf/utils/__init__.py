@@ -1,1 +1,1 @@
-"""Files, masks of secrets, reports, pictures."""
+"""Files and locks that outlast crashes, masks of secrets, reports."""

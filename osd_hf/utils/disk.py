@@ -1,4 +1,4 @@
-"""Writing: files that outlast a crash and that only their owner reads, and locks between processes."""
+"""What outlasts a crash, a kill and a fork: files written whole and in private, locks between processes."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ from typing import Any, BinaryIO, TypeVar
 
 from osd_hf.errors import ConfigError
 
-__all__ = [
-    "FileLock",
-    "hold_lock",
-    "in_child",
-    "is_open_to_others",
-    "lock_file",
-    "make_private_folder",
-    "new_private_file",
-    "open_privately",
-    "renewing",
-    "sync_folder",
-    "sync_tree",
-    "wait_for_lock",
-    "write_whole",
-]
+if sys.platform != "win32":
+    import fcntl
 
+__all__ = [
+    "FileLock", "hold_lock", "in_child", "is_open_to_others", "lock_file", "make_private_folder", "new_private_file",
+    "open_privately", "renewing", "sync_folder", "sync_tree", "wait_for_lock", "write_whole",
+]  # fmt: skip
+
+LOOK_SECONDS = 0.02  # between two looks at a lock that another process holds
+QUIET_SECONDS = 1.0  # of waiting for a lock before the log says so
+NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # what file systems say that sync no folders
+
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+# --- forks ----------------------------------------------------------------------------------------------------------
 
 _living: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
 
@@ -45,8 +44,8 @@ def in_child(owner: T, renew: Callable[[T], None]) -> None:
 
 
 def renewing(**kinds: Callable[[], Any]) -> Callable[[Any], None]:
-    """What makes these attributes anew, such as `_lock=threading.Lock`. The old objects stay as they are, so that a
-    block that the forking thread is in ends as it began."""
+    """A function that makes these attributes of an object anew, such as `_lock=threading.Lock`. The old values stay
+    as they are, so that a block that the forking thread is in ends as it began."""
 
     def renew(owner: Any) -> None:
         for name, kind in kinds.items():
@@ -63,21 +62,12 @@ def _renew_all() -> None:
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_all)
 
-
-if sys.platform != "win32":
-    import fcntl
-
-
-LOOK_SECONDS = 0.02  # between two looks at a lock that another process holds
-QUIET_SECONDS = 1.0  # of waiting for a lock before the log says so
-NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # what file systems say that sync no folders
-
-logger = logging.getLogger(__name__)
+# --- files ----------------------------------------------------------------------------------------------------------
 
 
 def make_private_folder(folder: Path) -> None:
-    """Make a folder that only its owner enters, whatever the umask is. One that is there stays as it is; what is
-    missing on the way to it is made for everybody to enter, and for nobody else to write."""
+    """Make a folder that only its owner enters, whatever the umask is. One that exists stays as it is; missing parents
+    are made for everybody to enter, and for nobody else to write."""
     missing = [folder, *folder.parents]
     while missing and missing[-1].is_dir():
         missing.pop()
@@ -98,23 +88,26 @@ def open_privately(path: Any, flags: int) -> int:
     return descriptor
 
 
-@contextlib.contextmanager
-def new_private_file(path: Path) -> Iterator[BinaryIO]:
+def new_private_file(path: Path) -> contextlib.AbstractContextManager[BinaryIO]:
     """A file to write that only its owner reads; on the disk when the block ends."""
-    with open(path, "wb", opener=open_privately) as file:
+    return _synced(open(path, "wb", opener=open_privately))
+
+
+@contextlib.contextmanager
+def _synced(file: BinaryIO) -> Iterator[BinaryIO]:
+    with file:
         yield file
         file.flush()
         os.fsync(file.fileno())
 
 
 def write_whole(path: Path, data: Any, *, private: bool = True) -> None:
-    """Readers see all of the file or nothing, after a crash too; only its owner reads it, unless it is no secret."""
+    """Write bytes to a file so that readers see all of them or none, after a crash too. Only its owner reads the file,
+    unless `private=False`."""
     temporary = path.with_name(f".{path.stem.lstrip('.')}-{secrets.token_hex(4)}.tmp")
     try:
-        with open(temporary, "wb", opener=open_privately if private else None) as file:
+        with _synced(open(temporary, "wb", opener=open_privately if private else None)) as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -156,15 +149,12 @@ def is_open_to_others(path: Path) -> bool:
     return sys.platform != "win32" and bool(path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO))
 
 
-class FileLock:
-    """
-    A lock between processes, held until it is closed or its process dies, however it dies. A forked child does not
-    hold it.
+# --- locks ----------------------------------------------------------------------------------------------------------
 
-    Args:
-        descriptor (`int`):
-            Of the file, locked.
-    """
+
+class FileLock:
+    """A lock between processes, held until it is closed or its process dies, however it dies. A forked child does not
+    hold it. The descriptor is that of the open file, locked."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -172,7 +162,7 @@ class FileLock:
         in_child(self, FileLock._leave_to_parent)
 
     def close(self) -> None:
-        """Let it go; a second time does nothing."""
+        """Release the lock; a second time does nothing."""
         # A child that forked a moment ago may have the file open still; what it does must not end its parent's lock.
         if self._is_open and sys.platform != "win32" and os.getpid() == self._owner:
             with contextlib.suppress(OSError):
@@ -186,10 +176,8 @@ class FileLock:
 
 
 def lock_file(path: Path, *, wait: bool) -> FileLock | None:
-    """
-    A lock by that file. `None` where another process holds it, or where the system has no such locks: then no writer
-    is ever taken for dead.
-    """
+    """A lock on that file. `None` where another process holds it, or where the system has no such locks: then no
+    writer is ever taken for dead."""
     if sys.platform == "win32":
         return None
     descriptor = os.open(path, os.O_RDWR | (os.O_CREAT if wait else 0), 0o600)
@@ -203,10 +191,10 @@ def lock_file(path: Path, *, wait: bool) -> FileLock | None:
 
 def hold_lock(path: Path, refusal: str) -> FileLock | None:
     """
-    As of [`lock_file`], of a file that is made where it is missing and that one process may hold.
+    A lock on a file that is made where it is missing and that one process may hold; `None` on Windows.
 
     Raises:
-        ConfigError: another process holds it, or the file system has no locks; says the `refusal`.
+        ConfigError: another process holds it, or the file system has no locks; its message is `refusal`.
         OSError: the file cannot be made.
     """
     path.touch(0o600)
@@ -224,21 +212,22 @@ def wait_for_lock(
     rest: Callable[[float], None] = time.sleep,
 ) -> FileLock | None:
     """
-    A lock by that file, made where it is missing, as soon as nobody else holds it; `None` where the system has no such
-    locks. What takes longer than a moment is logged.
+    A lock on that file, made where it is missing, as soon as nobody else holds it; `None` where the system has no such
+    locks. A wait that takes longer than a moment is logged.
 
     Raises:
-        TimeoutError: somebody held it all the time. A process that is dead holds none; one that is stopped does.
+        TimeoutError: another process held it all the time. A dead process holds none; a stopped one does.
         OSError: the file cannot be made.
     """
     if sys.platform == "win32":
         return None
-    descriptor, begun, is_told = os.open(path, os.O_RDWR | os.O_CREAT, 0o600), clock(), False
-    try:
+    begun, is_told = clock(), False
+    with contextlib.ExitStack() as unlocked:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        unlocked.callback(os.close, descriptor)
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return FileLock(descriptor)
             except BlockingIOError:
                 waited = clock() - begun
                 if waited > seconds:
@@ -246,13 +235,9 @@ def wait_for_lock(
                 if waited > QUIET_SECONDS and not is_told:
                     is_told = True
                     logger.warning("Waiting for another process that holds %s, up to %.0f s.", path, seconds)
-            rest(LOOK_SECONDS)
-    except TimeoutError:
-        os.close(descriptor)
-        raise
-    except OSError:  # a file system without locks
-        os.close(descriptor)
-        return None
-    except BaseException:
-        os.close(descriptor)
-        raise
+                rest(LOOK_SECONDS)
+            except OSError:  # a file system without locks
+                return None
+            else:
+                unlocked.pop_all()
+                return FileLock(descriptor)

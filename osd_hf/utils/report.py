@@ -1,4 +1,4 @@
-"""Says where a result came from: command, commit, versions, machine."""
+"""Reports: the folder and the JSON that they are written to, and where a result came from."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from osd_hf.errors import ConfigError, without_credentials, without_secrets
+from osd_hf.errors import ConfigError
+from osd_hf.utils.masking import without_credentials, without_secrets
 
-__all__ = ["json_text", "make_folder", "provenance", "without_credentials"]
+__all__ = ["json_text", "make_folder", "plain", "provenance", "write_report"]
+
+PACKAGES = ("torch", "transformers", "osd_hf")
+# Paths inside an argument, such as `a=/x/y,/z`; neither the path of a URL nor the slash of `owner/name`.
+_PATH = re.compile(r"(?<![\w.:/\\-])(?:file://|~\w*|\.\.)?/[^\s,;:='\"]+")
 
 
 def make_folder(folder: Path) -> None:
@@ -33,8 +38,13 @@ def make_folder(folder: Path) -> None:
 
 
 def json_text(data: Any, indent: int | None = None) -> str:
-    """As of `json.dumps`, with `null` in place of what JSON has no number for: NaN and infinities."""
+    """What `json.dumps` returns, with `null` in place of what JSON has no number for: NaN and infinities."""
     return json.dumps(_finite(data), indent=indent, allow_nan=False)
+
+
+def write_report(path: Path, report: Any) -> None:
+    """Write a report as indented JSON, as [`json_text`] makes it."""
+    path.write_text(json_text(report, indent=1) + "\n")
 
 
 def _finite(data: Any) -> Any:
@@ -45,9 +55,20 @@ def _finite(data: Any) -> Any:
     return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
-PACKAGES = ("torch", "transformers", "osd_hf")
-# Paths inside an argument, such as `a=/x/y,/z`; neither the path of a URL nor the slash of `owner/name`.
-_PATH = re.compile(r"(?<![\w.:/\\-])(?:file://|~\w*|\.\.)?/[^\s,;:='\"]+")
+def plain(value: Any, text: Callable[[str], str] = str) -> Any:
+    """A value as JSON can hold it, its texts passed through a function. Values that JSON does not know become texts,
+    and dicts with other keys than strings become pairs, as `sequence_bias` of transformers may."""
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) for key in value):
+            return {key: plain(item, text) for key, item in value.items()}
+        return [[plain(key, text), plain(item, text)] for key, item in value.items()]
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item, text) for item in value]
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if hasattr(value, "tolist") and not isinstance(value, type):  # numpy and torch
+        return plain(value.tolist(), text)
+    return text(str(value))
 
 
 def provenance(**extra: Any) -> dict[str, Any]:
@@ -65,21 +86,18 @@ def provenance(**extra: Any) -> dict[str, Any]:
         its Python files differ, new ones included), `date` (UTC, ISO 8601), `python`, one version per package
         (`None` where it is not installed), `processor`, `cpu_count`, and the extra entries.
     """
+    program, *arguments = sys.argv or [""]
+    shown = [_without_folders(argument, Path.cwd()) for argument in without_secrets(arguments)]
     return {
-        "command": _command(sys.argv, Path.cwd()),
+        "command": shlex.join([Path(program).name, *shown]),
         "commit": _commit(Path(__file__).resolve().parent),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         **{name: _version(name) for name in PACKAGES},
         "processor": _processor(),
         "cpu_count": os.cpu_count(),
-        **{name: _plain(value) for name, value in extra.items()},
+        **{name: plain(value, without_credentials) for name, value in extra.items()},
     }
-
-
-def _command(argv: Sequence[str], folder: Path) -> str:
-    program, *arguments = argv or [""]
-    return shlex.join([Path(program).name, *(_without_folders(a, folder) for a in without_secrets(arguments))])
 
 
 def _without_folders(argument: str, folder: Path) -> str:
@@ -129,15 +147,3 @@ def _processor() -> str:
         lines = []
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(models, "") or platform.processor() or platform.machine()
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if hasattr(value, "tolist") and not isinstance(value, type):  # numpy and torch
-        return _plain(value.tolist())
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    return without_credentials(str(value))
