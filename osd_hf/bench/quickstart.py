@@ -6,31 +6,33 @@ import copy
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from osd_hf.assistant import OnlineAssistant
 from osd_hf.bench.benchmark import BenchmarkReport, System, benchmark
-from osd_hf.bench.controlled import cores, faster_threads
 from osd_hf.bench.display import AlphaBar, figure, plot_alpha, plot_domains, progress, rolling_window, text_table
+from osd_hf.bench.timing import cores, faster_threads
 from osd_hf.bundled import DOMAINS, Example, bundled_prompts, check_answer
 from osd_hf.capture.hook import record_traces
+from osd_hf.comparison import Comparison, figures_of
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError
 from osd_hf.learning.updater import Updater
 from osd_hf.metrics import AcceptanceStats
+from osd_hf.pair import Pair
 from osd_hf.prompts import encode_turn
 from osd_hf.replay import replay_each
-from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace
 from osd_hf.utils.report import json_text, make_folder, provenance
 
 __all__ = ["QuickstartSizes", "learned_and_later", "quickstart", "serve_stream"]
 
 K = 5
+WAYS = ("target alone", "static draft", "learned draft")
 
 
 def _size(default: int, help: str, least: int = 1) -> Any:
@@ -40,21 +42,7 @@ def _size(default: int, help: str, least: int = 1) -> Any:
 @dataclass(frozen=True)
 class QuickstartSizes:
     """
-    How much of everything.
-
-    Args:
-        learn_requests (`int`, *optional*, defaults to 80):
-            Requests per domain that are served and learned from.
-        later_requests (`int`, *optional*, defaults to 40):
-            Later requests per domain, never learned from, on which acceptance is measured.
-        timed_requests (`int`, *optional*, defaults to 12):
-            Those of them that are also answered live, three ways in alternation.
-        max_new_tokens (`int`, *optional*, defaults to 96):
-            Bound of an answer.
-        ceiling_epochs (`int`, *optional*, defaults to 30):
-            Passes over the learned requests that make the offline ceiling.
-        ceiling_seconds (`int`, *optional*, defaults to 50):
-            Bound of the time that the ceiling may take.
+    How much of everything. The fields say what they mean in the `help` of their metadata.
 
     Raises:
         ConfigError: a number that is too small; more timed requests than later ones.
@@ -78,9 +66,6 @@ class QuickstartSizes:
             )
 
 
-WAYS = ("target alone", "static draft", "learned draft")
-
-
 def quickstart(
     target: Any,
     draft: Any,
@@ -98,11 +83,11 @@ def quickstart(
 
     Args:
         target (`PreTrainedModel`), draft (`PreTrainedModel`), tokenizer (`PreTrainedTokenizerBase`):
-            The pair, as `load_bundled` gives it; left as it is.
+            A pair such as that of `load_pair`; left as it is.
         sizes (`QuickstartSizes`, *optional*):
             How much of everything.
         seed (`int`, *optional*, defaults to 0):
-            Of the prompts, their order, and learning.
+            Seed of the prompts, of their order, and of learning.
         threads (`int`, *optional*):
             Threads of torch; the faster of one and all cores by default, measured.
         output_dir (`Path`, *optional*):
@@ -121,63 +106,38 @@ def quickstart(
     if threads is not None and threads < 1:
         raise ConfigError(f"`threads` must be at least 1, got {threads}.")
     started = time.perf_counter()
-    seconds: dict[str, float] = {}
-    threads_before = torch.get_num_threads()
-
-    def done(phase: str) -> None:
-        seconds[phase] = round(time.perf_counter() - started - sum(seconds.values()), 2)
-
     make_folder(output_dir)
     learned_from, later = learned_and_later(sizes, seed)
-    first = encode_turn(tokenizer, later[0].prompt)
+    stream, asked = (
+        [(example.domain, encode_turn(tokenizer, example.prompt)) for example in examples]
+        for examples in (learned_from, later)
+    )
+    threads_before = torch.get_num_threads()
     try:
-        serving_threads, thread_seconds = faster_threads(target, first, threads)
-        every_thread = threads or cores()
-        torch.set_num_threads(serving_threads)
-        done("threads")
-
-        assistant = OnlineAssistant(target, draft, tokenizer, config, store=CorrectionStore())
-        write(f"serving {len(learned_from)} requests of {len(DOMAINS)} domains, shuffled; the draft learns meanwhile")
-        stream = [(example.domain, encode_turn(tokenizer, example.prompt)) for example in learned_from]
-        traces = serve_stream(assistant, stream, sizes.max_new_tokens)
-        done("serving")
-
-        torch.set_num_threads(every_thread)
-        later_traces = _recorded(target, tokenizer, later, sizes)
-        frozen = replay_each(draft, traces, K)
-        static = replay_each(draft, later_traces, K)
-        learned = replay_each(assistant.draft, later_traces, K)
-        done("replay")
-        ceiling, ceiling_facts = _ceiling(draft, traces, later_traces, config, sizes)
-        done("ceiling")
-
-        torch.set_num_threads(serving_threads)
-        timed = _timed(target, draft, assistant.draft, tokenizer, later, sizes)
-        done("timing")
+        found = _measured(Pair(target, draft, tokenizer), config, sizes, stream, asked, threads, write)
     finally:
         torch.set_num_threads(threads_before)
-    assistant.close()
-
-    answers = [tokenizer.decode(t.completion_ids.tolist(), skip_special_tokens=True) for t in later_traces]
+    answers = [tokenizer.decode(t.completion_ids.tolist(), skip_special_tokens=True) for t in found.later]
     right = [check_answer(e, a) for e, a in zip(later, answers, strict=True)]
-    names = [e.domain for e in later]
-    by_domain = {
-        domain: _domain_report(domain, names, static, learned, ceiling, right, timed) for domain in (*DOMAINS, "all")
-    }
-    outcomes = [answer.outcome for way in WAYS[1:] for answer in timed.answers_of(way)]
+    outcomes = [answer.outcome for way in WAYS[1:] for answer in found.timed.answers_of(way)]
     report = {
-        "provenance": provenance(seed=seed, device=str(target.device), threads=serving_threads),
-        "sizes": {f.name: getattr(sizes, f.name) for f in fields(sizes)},
+        "provenance": provenance(seed=seed, device=str(target.device), threads=found.threads),
+        "sizes": asdict(sizes),
         "config": config.to_dict(),
-        "by_domain": by_domain,
+        "by_domain": {name: _domain_report(name, found, right) for name in (*DOMAINS, "all")},
         "outputs": {name: outcomes.count(name) for name in ("identical", "tied", "differing")},
-        "ceiling": ceiling_facts,
-        "updates": assistant.version,
-        "thread_seconds": thread_seconds,
-        "phase_seconds": seconds,
+        "ceiling": found.ceiling,
+        "updates": found.version,
+        "thread_seconds": found.thread_seconds,
+        "phase_seconds": found.phase_seconds,
     }
-    served = [AcceptanceStats.from_trace(t) for t in traces]
-    _plots(output_dir, served, frozen, [t.domain for t in traces], by_domain)
+    served = [AcceptanceStats.from_trace(t) for t in found.served]
+    plot_alpha(
+        output_dir / "alpha.png", served, found.frozen, [t.domain for t in found.served],
+        window=rolling_window(len(served)),
+        title="Acceptance while serving: the draft that learns, and the same draft frozen",
+    )  # fmt: skip
+    _plot_domains(output_dir / "domains.png", report["by_domain"])
     sample = next((i for i, ok in enumerate(right) if ok), 0)
     for line in _shown(report, later[sample], answers[sample]):
         write(line)
@@ -188,6 +148,59 @@ def quickstart(
 
 
 # --- phases ---------------------------------------------------------------------------------------------------------
+
+
+class _Measured(NamedTuple):
+    served: list[Trace]  # while the draft learned
+    frozen: list[AcceptanceStats]  # what the draft as it was would have scored on them
+    later: list[Trace]
+    compared: Comparison  # static, learned and ceiling, on the later prompts
+    ceiling: dict[str, Any]
+    timed: BenchmarkReport
+    version: int
+    threads: int
+    thread_seconds: dict[str, float]
+    phase_seconds: dict[str, float]
+
+
+def _measured(
+    pair: Pair,
+    config: OnlineConfig,
+    sizes: QuickstartSizes,
+    stream: Sequence[tuple[str, list[int]]],
+    asked: Sequence[tuple[str, list[int]]],
+    threads: int | None,
+    write: Callable[[str], object],
+) -> _Measured:
+    """Serve and learn, replay the later prompts, train the ceiling, and time three ways to answer."""
+    seconds, started = dict[str, float](), time.perf_counter()
+
+    def done(phase: str) -> None:
+        seconds[phase] = round(time.perf_counter() - started - sum(seconds.values()), 2)
+
+    serving_threads, thread_seconds = faster_threads(pair.target, asked[0][1], threads)
+    torch.set_num_threads(serving_threads)
+    done("threads")
+    with OnlineAssistant(*pair, config) as assistant:
+        write(f"serving {len(stream)} requests of {len(DOMAINS)} domains, shuffled; the draft learns meanwhile")
+        served = serve_stream(assistant, stream, sizes.max_new_tokens)
+        done("serving")
+        torch.set_num_threads(threads or cores())
+        ids = [one for _, one in asked]
+        recorded = record_traces(pair.target, ids, max_new_tokens=sizes.max_new_tokens, num_logprobs=1)
+        later = list(progress(recorded, "later prompts", "request", len(ids)))
+        frozen, static = (replay_each(pair.draft, traces, K) for traces in (served, later))
+        learned = replay_each(assistant.draft, later, K)
+        done("replay")
+        best, ceiling = _ceiling(pair.draft, served, later, config, sizes)
+        done("ceiling")
+        torch.set_num_threads(serving_threads)
+        timed = _timed(pair, assistant.draft, asked, sizes)
+        done("timing")
+    compared = Comparison([domain for domain, _ in asked], {"static": static, "learned": learned, "ceiling": best})
+    return _Measured(
+        served, frozen, later, compared, ceiling, timed, assistant.version, serving_threads, thread_seconds, seconds
+    )
 
 
 def learned_and_later(sizes: QuickstartSizes, seed: int) -> tuple[list[Example], list[Example]]:
@@ -210,36 +223,18 @@ def learned_and_later(sizes: QuickstartSizes, seed: int) -> tuple[list[Example],
 def serve_stream(
     assistant: OnlineAssistant, requests: Sequence[tuple[str, Sequence[int]]], max_new_tokens: int
 ) -> list[Trace]:
-    """
-    Serve requests greedily behind a progress bar, while the assistant learns from them.
-
-    Args:
-        assistant (`OnlineAssistant`):
-            With a store.
-        requests (`Sequence[tuple[str, Sequence[int]]]`):
-            Domain and token ids of each, in order.
-        max_new_tokens (`int`):
-            Bound of an answer.
-    """
-    assert assistant.store is not None
+    """Serve requests, each a domain and token ids, greedily and with a progress bar, while the assistant learns from
+    them; returns their traces."""
     traces: list[Trace] = []
     with AlphaBar(len(requests), "serving") as bar:
         for domain, prompt_ids in requests:
             ids = torch.tensor([list(prompt_ids)], device=assistant.target.device)
             assistant.generate(
-                ids, attention_mask=torch.ones_like(ids), domain=domain, do_sample=False, max_new_tokens=max_new_tokens
-            )
-            traces += assistant.store.sample(1, newest=1)
+                ids, attention_mask=torch.ones_like(ids), domain=domain, on_trace=traces.append, do_sample=False,
+                max_new_tokens=max_new_tokens,
+            )  # fmt: skip
             bar.advance(AcceptanceStats.from_trace(traces[-1]), version=assistant.version)
     return traces
-
-
-def _recorded(target: Any, tokenizer: Any, examples: Sequence[Example], sizes: QuickstartSizes) -> list[Trace]:
-    traces = record_traces(
-        target, [encode_turn(tokenizer, e.prompt) for e in examples], max_new_tokens=sizes.max_new_tokens,
-        num_logprobs=1,
-    )  # fmt: skip
-    return list(progress(traces, "later prompts", "request", len(examples)))
 
 
 def _ceiling(
@@ -266,73 +261,51 @@ def _ceiling(
 
 
 def _timed(
-    target: Any, draft: Any, learned: Any, tokenizer: Any, later: Sequence[Example], sizes: QuickstartSizes
+    pair: Pair, learned: Any, asked: Sequence[tuple[str, list[int]]], sizes: QuickstartSizes
 ) -> BenchmarkReport:
     """The target alone, transformers' assisted generation with the draft as it was, and ours with the learned one."""
-    prompts = {
-        domain: [encode_turn(tokenizer, e.prompt) for e in later if e.domain == domain][: sizes.timed_requests]
-        for domain in DOMAINS
-    }
+    prompts = {domain: [ids for name, ids in asked if name == domain][: sizes.timed_requests] for domain in DOMAINS}
     alone, static, ours = WAYS
-    systems = [System(alone, "alone"), System(static, "stock", draft, K), System(ours, "lean", learned, "auto")]
+    systems = [System(alone, "alone"), System(static, "stock", pair.draft, K), System(ours, "lean", learned, "auto")]
     return benchmark(
-        target, systems, prompts, max_new_tokens=sizes.max_new_tokens, watched_requests=0, tokenizer=tokenizer,
-        show_progress=True,
+        pair.target, systems, prompts, max_new_tokens=sizes.max_new_tokens, watched_requests=0,
+        tokenizer=pair.tokenizer, show_progress=True,
     )  # fmt: skip
 
 
 # --- figures --------------------------------------------------------------------------------------------------------
 
 
-def _domain_report(
-    domain: str,
-    names: Sequence[str],
-    static: Sequence[AcceptanceStats],
-    learned: Sequence[AcceptanceStats],
-    ceiling: Sequence[AcceptanceStats],
-    right: Sequence[bool],
-    timed: BenchmarkReport,
-) -> dict[str, Any]:
-    chosen = [i for i, name in enumerate(names) if domain in (name, "all")]
-    drafts = {
-        name: sum((stats[i] for i in chosen), AcceptanceStats())
-        for name, stats in (("static", static), ("learned", learned), ("ceiling", ceiling))
-    }
-    gap = drafts["ceiling"].alpha - drafts["static"].alpha
-    gain = drafts["learned"].alpha - drafts["static"].alpha
-    ways = {way: timed.figures(way, None if domain == "all" else domain) for way in WAYS}
+def _domain_report(name: str, found: _Measured, right: Sequence[bool]) -> dict[str, Any]:
+    """The figures of a domain, or of `"all"`."""
+    domain = None if name == "all" else name
+    part = found.compared if domain is None else found.compared.of(domain)
+    answered = [ok for ok, label in zip(right, found.compared.domains, strict=True) if domain in (None, label)]
+    gap = part.totals["ceiling"].alpha - part.totals["static"].alpha
+    ways = {way: found.timed.figures(way, domain) for way in WAYS}
     outputs = [ways[way]["outputs"] for way in WAYS[1:]]
     return {
-        **{n: {k: v for k, v in s.to_dict().items() if k != "requests"} for n, s in drafts.items()},
-        "gap_closed": gain / gap if gap > 0 else None,
+        **{side: figures_of(stats) for side, stats in part.totals.items()},
+        "gap_closed": part.gain / gap if gap > 0 else None,
         "tokens_per_second": {way: figures["tokens_per_second"] for way, figures in ways.items()},
         "times_as_fast": {way: ways[way]["times_alone"] for way in WAYS[1:]},
-        "outputs": sum(sum(found.values()) for found in outputs),
-        "outputs_identical": sum(found["identical"] for found in outputs),
-        "answers": len(chosen),
-        "answers_right": sum(right[i] for i in chosen),
+        "outputs": sum(sum(counts.values()) for counts in outputs),
+        "outputs_identical": sum(counts["identical"] for counts in outputs),
+        "answers": len(answered),
+        "answers_right": sum(answered),
     }
 
 
-def _plots(
-    folder: Path,
-    served: Sequence[AcceptanceStats],
-    frozen: Sequence[AcceptanceStats],
-    domains: Sequence[str | None],
-    by_domain: dict[str, Any],
-) -> None:
-    plot_alpha(
-        folder / "alpha.png", served, frozen, domains, window=rolling_window(len(served)),
-        title="Acceptance while serving: the draft that learns, and the same draft frozen",
-    )  # fmt: skip
+def _plot_domains(path: Path, by_domain: dict[str, Any]) -> None:
     drafts = {"static": "static", "learned": "learned while serving", "ceiling": "trained offline, many epochs"}
 
     def bar(part: dict[str, Any]) -> tuple[float, tuple[float, float]]:
-        low, high = part["alpha_interval"] or (part["alpha"], part["alpha"])
-        return part["alpha"] or 0.0, (low or 0.0, high or 0.0)
+        alpha = part["alpha"] or 0.0
+        low, high = part["alpha_interval"] or (alpha, alpha)
+        return alpha, (low, high)
 
     bars = {name: {label: bar(part[key]) for key, label in drafts.items()} for name, part in by_domain.items()}
-    plot_domains(folder / "domains.png", bars, title="Acceptance on later prompts, never learned from")
+    plot_domains(path, bars, title="Acceptance on later prompts, never learned from")
 
 
 def _shown(report: dict[str, Any], sample: Example, answer: str) -> list[str]:
