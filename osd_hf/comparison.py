@@ -22,7 +22,7 @@ class Comparison:
         domains (`Sequence[str | None]`):
             Label of each request, in order.
         sides (`Mapping[str, Sequence[AcceptanceStats]]`):
-            Name of a draft -> its score on each request. The first one is the draft before, the second one after.
+            Name of a draft -> its stats of each request. The first draft is the one before, the second the one after.
     """
 
     domains: Sequence[str | None]
@@ -37,13 +37,9 @@ class Comparison:
         """The requests of a domain alone."""
         return self._chosen(i for i, label in enumerate(self.domains) if label == domain)
 
-    def newest(self, requests: int) -> Comparison:
-        """The last requests alone."""
-        return self._chosen(range(len(self.domains) - requests, len(self.domains)))
-
     def last_fifth(self) -> Comparison:
         """The last fifth of the requests alone."""
-        return self.newest(len(self.domains) - round(len(self.domains) * 0.8))
+        return self._chosen(range(round(len(self.domains) * 0.8), len(self.domains)))
 
     def parts(self) -> dict[str, Comparison]:
         """Each domain by its name, where there are several of them, and `"all"`."""

@@ -51,11 +51,9 @@ class System:
             `"alone"`: the target's `generate`; `"prompt_lookup"` and `"stock"`: transformers' own assisted generation,
             without a draft model and with one; `"lean"`: [`OnlineAssistant`], which does not learn meanwhile.
         draft (`PreTrainedModel`, *optional*):
-            For `"stock"` and `"lean"`; left as it is.
-        num_assistant_tokens (`int` or `"auto"`, *optional*, defaults to 5):
-            k, at threshold 0 and a constant schedule; `"auto"` for `"lean"` only.
-        compile_draft (`bool`, *optional*, defaults to `False`):
-            Whether the draft is compiled, for `"lean"` only.
+            The draft of `"stock"` and `"lean"`; left as it is.
+        num_assistant_tokens (`int` or `"auto"`, *optional*, defaults to 5), compile_draft (`bool`, *optional*):
+            k, at threshold 0 and a constant schedule; only `"lean"` takes `"auto"`, and a draft to compile.
         acceptance (`ControlledAcceptance`, *optional*):
             What is put in place of the draft's own proposals.
 
@@ -104,21 +102,10 @@ class System:
 @dataclass(frozen=True, eq=False)
 class TimedAnswer:
     """
-    One request, answered by one system.
-
-    Args:
-        num_tokens (`int`):
-            Tokens of the answer.
-        seconds (`float`):
-            Time of the whole call.
-        first_token_seconds (`float`):
-            Time until a streamer got the first tokens.
-        stats (`AcceptanceStats`):
-            Acceptance within this answer.
-        outcome (`str`):
-            `"identical"` to the target's own answer, `"tied"` or `"differing"`, see [`compare_outputs`].
-        peak_bytes (`int`, *optional*):
-            Device memory that the answer took beyond what was taken before it; `None` on a CPU.
+    One request, answered by one system: tokens of the answer, seconds of the whole call and until a streamer got the
+    first tokens, the acceptance of this very answer, whether it is `"identical"` to the target's own, `"tied"` or
+    `"differing"` (see [`compare_outputs`]), and the device memory in bytes that it took beyond what was taken before
+    it (`None` on a CPU).
     """
 
     num_tokens: int
@@ -132,15 +119,10 @@ class TimedAnswer:
 @dataclass(frozen=True)
 class RoundTimes:
     """
-    Where the time of rounds goes, in sums that add up with `+`. A round is what happens between two deliveries to the
-    streamer; the first of each answer, which reads the prompt, is left out. On CUDA the device is waited for at each
-    reading of the clock, which a run that is not watched does not do.
-
-    Args:
-        rounds (`int`), drafted (`int`):
-            Number of rounds, and of the tokens drafted in them.
-        seconds (`float`), draft_seconds (`float`), target_seconds (`float`):
-            Time in all, inside forwards of the draft, and inside forwards of the target.
+    Where the time of rounds goes, in sums that add up with `+`: the number of rounds and of tokens drafted in them,
+    seconds in all, inside forwards of the draft and inside those of the target. A round is what happens between two
+    deliveries to the streamer; the first of each answer, which reads the prompt, is left out. On CUDA the device is
+    waited for at each reading of the clock, which a run that is not watched does not do.
     """
 
     rounds: int = 0
@@ -192,24 +174,19 @@ class BenchmarkReport:
 
     def answers_of(self, system: str, dataset: str | None = None) -> list[TimedAnswer]:
         """Answers of a system, in the order of the requests."""
-        return [answer for name in self._named(dataset) for answer in self.answers[name][system]]
+        return [answer for name in self.datasets if dataset in (None, name) for answer in self.answers[name][system]]
 
     def rounds_of(self, system: str, dataset: str | None = None) -> RoundTimes:
         """Where the time of a system's rounds went."""
-        return sum((self.rounds[name][system] for name in self._named(dataset)), RoundTimes())
+        return sum((self.rounds[name][system] for name in self.datasets if dataset in (None, name)), RoundTimes())
 
     def stats_of(self, system: str, dataset: str | None = None) -> AcceptanceStats:
         """Acceptance over the timed answers of a system."""
         return sum((answer.stats for answer in self.answers_of(system, dataset)), AcceptanceStats())
 
-    def _named(self, dataset: str | None) -> list[str]:
-        return self.datasets if dataset is None else [dataset]
-
     def ratio(self, system: str, other: str, dataset: str | None = None) -> dict[str, Any]:
-        """
-        How many times as fast as another system one is, in tokens per second of the same request: `median` over
-        requests, and its 95% `interval`.
-        """
+        """How many times as fast as another system one is, in tokens per second of the same request: the `median`
+        over requests, and its 95% `interval`."""
         pairs = zip(self.answers_of(system, dataset), self.answers_of(other, dataset), strict=True)
         return median_ratio((a.num_tokens / a.seconds) / (b.num_tokens / b.seconds) for a, b in pairs)
 
@@ -221,9 +198,8 @@ class BenchmarkReport:
         Returns:
             `dict[str, float]`: `c`, the time of a drafted token over that of the target's one-token forward;
             `speedup`, `expected_speedup(alpha, k, c)`; `speedup_wide`, the same with the measured forward over the
-            drafted tokens in place of the one-token forward; `bound`, `expected_speedup(1, k, c)`. Where the number
-            of drafted tokens is not fixed, the measured tokens per forward and drafted tokens per round stand in
-            for the expected ones.
+            drafted tokens in place of the one-token forward; `bound`, `expected_speedup(1, k, c)`. Where k is not
+            fixed, the measured tokens per forward and drafted tokens per round stand in for the expected ones.
         """
         own, alone = self.rounds_of(system, dataset), self.rounds_of(self.alone, dataset)
         if system == self.alone or not own.rounds or not alone.rounds:
@@ -279,6 +255,7 @@ class BenchmarkReport:
         """Figures of each data set and of all (`"all"`), system by system, and the times of each request."""
         names = [system.name for system in self.systems]
         parts = {**{name: name for name in self.datasets}, ALL: None}
+        times = ("num_tokens", "seconds", "first_token_seconds")
         return {
             **self.facts,
             "systems": [system.to_dict() for system in self.systems],
@@ -287,13 +264,10 @@ class BenchmarkReport:
             },
             "requests": {
                 dataset: {
-                    name: [
-                        {"tokens": a.num_tokens, "seconds": a.seconds, "first_token_seconds": a.first_token_seconds}
-                        for a in self.answers[dataset][name]
-                    ]
-                    for name in names
+                    name: [{key.removeprefix("num_"): getattr(answer, key) for key in times} for answer in answered]
+                    for name, answered in by_system.items()
                 }
-                for dataset in self.datasets
+                for dataset, by_system in self.answers.items()
             },
         }
 
@@ -319,8 +293,8 @@ def benchmark(
     are timed, which gives the times of rounds and the costs that predictions are made from.
 
     Args:
-        target (`PreTrainedModel`):
-            A decoder-only model.
+        target (`PreTrainedModel`), tokenizer (`PreTrainedTokenizerBase`, *optional*):
+            A decoder-only model; the tokenizer is found by the models' names if it is not given.
         systems (`Sequence[System]`):
             Exactly one of them has the kind `"alone"`.
         prompts (`Mapping[str, Sequence[Sequence[int]]]`):
@@ -329,8 +303,6 @@ def benchmark(
             Bound of an answer.
         watched_requests (`int`, *optional*, defaults to 3):
             How many requests are watched, the first ones of each data set.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*):
-            The tokenizer of target and drafts; found by the models' names otherwise.
         show_progress (`bool`, *optional*, defaults to `False`):
             Whether to show bars on the standard error.
 

@@ -41,20 +41,12 @@ def random_pair(
     target_shape: str, draft_shape: str, *, device: str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> tuple[Any, Any]:
     """
-    A Llama-shaped target and draft with random weights, whose answers only end at their bound.
+    A Llama-shaped target and draft of two of `SHAPES` with random weights, whose answers only end at their bound.
 
     The target's next token is clear at each step: its head is its embedding, shifted by one token, and the embedding
     outweighs the layers. Otherwise the likeliest tokens of random weights would be so close that, in half precision,
     verifying several tokens at once would now and then pick others than the target alone, and acceptance would be
     out of control. The cost of a forward is that of its shape.
-
-    Args:
-        target_shape (`str`), draft_shape (`str`):
-            Keys of `SHAPES`.
-        device (`str`, *optional*, defaults to `"cpu"`), dtype (`torch.dtype`, *optional*, defaults to float32):
-            Device and dtype of both models.
-        seed (`int`, *optional*, defaults to 0):
-            Seed of the weights.
 
     Raises:
         ConfigError: an unknown shape, vocabularies that differ, a device that is missing or too small.
@@ -90,16 +82,8 @@ def _random_model(shape: tuple[int, ...], dtype: torch.dtype) -> Any:
 class ControlledAcceptance:
     """
     Puts proposals in place of a draft's own: at each position the token that the target is known to emit there, with
-    a given probability, otherwise another one. The draft runs its forwards all the same.
-
-    Whether a position is proposed right is settled once: all systems that draft for a prompt have the same tokens
-    accepted.
-
-    Args:
-        vocab_size (`int`):
-            Tokens in the target's vocabulary.
-        seed (`int`, *optional*, defaults to 0):
-            Seed of what is proposed right.
+    a given probability, otherwise another one. The draft runs its forwards all the same. Whether a position is
+    proposed right is settled once: all systems that draft for a prompt have the same tokens accepted.
     """
 
     def __init__(self, vocab_size: int, seed: int = 0) -> None:
@@ -184,17 +168,11 @@ def controlled_acceptance(
     target: Any, prompts: Mapping[float, Sequence[Sequence[int]]], max_new_tokens: int, seed: int = 0
 ) -> ControlledAcceptance:
     """
-    Let the target answer, and settle what is proposed to it.
+    Let a decoder-only target answer, and settle what is proposed to it.
 
     Args:
-        target (`PreTrainedModel`):
-            Decoder-only.
         prompts (`Mapping[float, Sequence[Sequence[int]]]`):
             Acceptance -> token ids of the prompts that get it; all prompts differ.
-        max_new_tokens (`int`):
-            Bound of an answer.
-        seed (`int`, *optional*, defaults to 0):
-            Seed of what is proposed right.
 
     Raises:
         ConfigError: an acceptance outside its range, a prompt that comes twice.

@@ -18,19 +18,8 @@ from osd_hf.metrics import AcceptanceStats
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = [
-    "AlphaBar",
-    "comparison_row",
-    "figure",
-    "plot_alpha",
-    "plot_domains",
-    "plot_speedups",
-    "progress",
-    "rolling_alpha",
-    "rolling_window",
-    "stats_interval",
-    "text_table",
-]
+__all__ = ["AlphaBar", "comparison_row", "figure", "plot_alpha", "plot_domains", "plot_speedups", "progress",
+           "rolling_alpha", "rolling_window", "stats_interval", "text_table"]  # fmt: skip
 
 T = TypeVar("T")
 Estimate = tuple[float, tuple[float, float]]  # a value and its interval
@@ -83,15 +72,7 @@ def progress(items: Iterable[T], description: str, unit: str, total: int | None 
 
 
 class AlphaBar:
-    """
-    A progress bar over requests that shows alpha of the newest ones, on the standard error.
-
-    Args:
-        total (`int`, *optional*):
-            Requests to come, where it is known.
-        description (`str`):
-            What is going on.
-    """
+    """A progress bar on the standard error over `total` requests, if that is known, with alpha of the newest ones."""
 
     def __init__(self, total: int | None, description: str) -> None:
         self.bar = tqdm(total=total, desc=description, unit="request", dynamic_ncols=True)
@@ -130,12 +111,8 @@ def _pooled(stats: deque[AcceptanceStats]) -> str:
 
 
 def rolling_alpha(stats: Sequence[AcceptanceStats], window: int) -> Any:
-    """
-    Alpha of single requests pooled over the last `window` ones, at each request; over fewer at the beginning.
-
-    Returns:
-        `np.ndarray` of shape `(requests,)`, float64; `nan` where nothing was examined.
-    """
+    """Alpha of single requests pooled over the last `window` ones, at each request; over fewer at the beginning. Shape
+    `(requests,)`, float64; `nan` where nothing was examined."""
     counts = np.array([[s.accepted, s.examined] for s in stats], dtype=float).reshape(-1, 2)
     sums = np.concatenate([np.zeros((1, 2)), counts.cumsum(0)])
     ends = np.arange(1, len(stats) + 1)
@@ -157,20 +134,9 @@ def plot_alpha(
     window: int,
     title: str,
 ) -> None:
-    """
-    Alpha over the requests, of the draft that learned and of the same draft frozen. Domains that were served one after
-    the other are shaded; a few mixed ones get a panel each, many are drawn as one.
-
-    Args:
-        path (`Path`):
-            PNG file to write.
-        learning (`Sequence[AcceptanceStats]`), frozen (`Sequence[AcceptanceStats]`), domains (`Sequence[str | None]`):
-            Both drafts' stats and the label of each request, in order.
-        window (`int`):
-            Requests pooled in a point.
-        title (`str`):
-            Title of the figure.
-    """
+    """Draw alpha over the requests as a PNG file, from the stats of the draft that learned and of the same draft frozen
+    and the label of each request, in order; a point pools `window` requests. Domains that were served one after the
+    other are shaded; a few mixed ones get a panel each, many are drawn as one."""
     blocks = [(name, len(list(group))) for name, group in groupby(domains)]
     names = list(dict.fromkeys(domains))
     shades = names != [None] and len(blocks) <= min(2 * len(names), MAX_LABELS)
@@ -202,17 +168,8 @@ def plot_alpha(
 
 
 def plot_domains(path: Path, bars: Mapping[str, Mapping[str, Estimate]], *, title: str) -> None:
-    """
-    Bars with 95% intervals: a group per domain, a bar per draft.
-
-    Args:
-        path (`Path`):
-            PNG file to write.
-        bars (`Mapping[str, Mapping[str, tuple[float, tuple[float, float]]]]`):
-            Domain -> draft -> alpha and its interval.
-        title (`str`):
-            Title of the figure.
-    """
+    """Draw bars with 95% intervals as a PNG file, a group per domain and a bar per draft, from domain -> draft -> alpha
+    and its interval."""
     figure, (axes,) = _figure(1, 1, 9.0, 4.2)
     drafts = list(next(iter(bars.values())))
     for number, (draft, color) in enumerate(zip(drafts, (FROZEN, LEARNING, CEILING), strict=False)):
@@ -228,17 +185,8 @@ def plot_domains(path: Path, bars: Mapping[str, Mapping[str, Estimate]], *, titl
 def plot_speedups(
     path: Path, speedups: Mapping[str, Mapping[str, tuple[float, tuple[float, float], float | None]]], *, title: str
 ) -> None:
-    """
-    Bars with 95% intervals: a group per data set, a bar per system, and what the cost model predicts across it.
-
-    Args:
-        path (`Path`):
-            PNG file to write.
-        speedups (`Mapping[str, Mapping[str, tuple[float, tuple[float, float], float | None]]]`):
-            Data set -> system -> times as fast as the target alone, its interval, and the prediction.
-        title (`str`):
-            Title of the figure.
-    """
+    """Draw bars with 95% intervals as a PNG file, a group per data set and a bar per system, from data set -> system
+    -> times as fast as the target alone, its interval, and the prediction of the cost model, a mark in the bar."""
     systems = list(next(iter(speedups.values())))
     figure, (axes,) = _figure(1, 1, max(9.0, 2.0 + 0.2 * len(speedups) * (len(systems) + 1)), 4.8)
     for number, system in enumerate(systems):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from osd_hf.bench.benchmark import System, benchmark
@@ -34,19 +35,15 @@ def evaluate(
 
     Args:
         target (`PreTrainedModel`), before (`PreTrainedModel`), after (`PreTrainedModel`):
-            Models with one vocabulary and one tokenizer; left as they are.
-        tokenizer (`PreTrainedTokenizerBase`):
-            Their tokenizer.
-        dataset (`EvaluationSet`):
-            The prompts.
+            Models with one vocabulary; left as they are.
+        tokenizer (`PreTrainedTokenizerBase`), dataset (`EvaluationSet`):
+            The tokenizer of all three, and the prompts.
         num_assistant_tokens (`int`, *optional*):
             k. By default, where requests are timed, the one with the most tokens per second by replay and measured
             costs; otherwise 5.
         timed_requests (`int`, *optional*, defaults to 0):
-            Prompts that are also answered live, by the target alone and with both drafts in turns; none for an
-            encoder-decoder.
-        show_progress (`bool`, *optional*, defaults to `False`):
-            Whether to show bars on the standard error.
+            Prompts that are also answered live by decoder-only pairs: by the target alone and with both drafts in
+            turns, with bars on the standard error where `show_progress` is set.
 
     Raises:
         DataError: fewer than two prompts leave room for their answers.
@@ -60,13 +57,12 @@ def evaluate(
             f"Of {len(dataset.prompts)} prompts of {dataset.name!r}, {len(encoded.prompts)} leave room for an answer "
             f"of {dataset.max_new_tokens} tokens; two are needed. Bound the answers lower, or take shorter prompts."
         )
-    dataset = EvaluationSet(dataset.name, tuple(p for p, _ in encoded.prompts), dataset.max_new_tokens)
+    dataset = replace(dataset, prompts=tuple(p for p, _ in encoded.prompts))
     ids = [ids for _, ids in encoded.prompts]
     traces = list(record_traces(target, ids, max_new_tokens=dataset.max_new_tokens, num_logprobs=1))
-    speedups: dict[str, dict[str, Any]] = {}
-    k = num_assistant_tokens or 5
+    speedups, k = dict[str, dict[str, Any]](), num_assistant_tokens or 5
     if timed_requests and not target.config.is_encoder_decoder:
-        asked = {"evaluation": ids[: min(timed_requests, len(ids))]}
+        asked = {"evaluation": ids[:timed_requests]}
         if num_assistant_tokens is None:
             k = _tuned(target, after, tokenizer, asked, traces, dataset.max_new_tokens)
         systems = [

@@ -7,43 +7,40 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
-from osd_hf.cli.flags import flag, switch
+from osd_hf.cli.flags import in_group
 from osd_hf.cli.settings import Placement
 from osd_hf.errors import ConfigError
 
 __all__ = ["AppSettings", "app_command"]
+
+_models, _server, _keeping = in_group("models"), in_group("server"), in_group("keeping")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AppSettings(Placement):
     """The flags of `osd-hf app`."""
 
-    target: str | None = flag("instead of the bundled target", group="models", metavar="ID|PATH")
-    draft: str | None = flag("instead of the bundled draft", group="models", metavar="ID|PATH")
-    threads: int | None = flag(
-        "of torch; by default 1 for the bundled pair, all cores for others", group="models", metavar="N"
-    )
-    host: str | None = flag(
+    target: str | None = _models("instead of the bundled target", metavar="ID|PATH")
+    draft: str | None = _models("instead of the bundled draft", metavar="ID|PATH")
+    threads: int | None = _models("of torch; by default 1 for the bundled pair, all cores for others", metavar="N")
+    host: str | None = _server(
         "this machine alone by default (or GRADIO_SERVER_NAME); any other address, such as 0.0.0.0, lets others in "
-        "and implies --public, unless --login is given",
-        group="server",
+        "and implies --public, unless --login is given"
     )
-    port: int | None = flag("the first free one from 7860 by default", group="server")
-    share: bool = switch("also through a public address of Gradio's; implies --public", group="server")
-    public: bool = switch(
+    port: int | None = _server("the first free one from 7860 by default")
+    share: bool = _server("also through a public address of Gradio's; implies --public", False)
+    public: bool = _server(
         "strangers come: nobody loads models, saves, pushes or resets what is shared (always so in a Space, with "
         "GRADIO_ROOT_PATH, and at any address but this machine's own)",
-        group="server",
+        False,
     )
-    login: bool = switch(
+    login: bool = _server(
         "all controls, wherever the page is reached, for whoever logs in as `owner`, with the password of "
         "OSD_HF_APP_PASSWORD or one that is printed; not for strangers",
-        group="server",
+        False,
     )
-    output_dir: Path = flag("where the page saves", Path("osd_hf_app"), group="keeping")
-    state: str | None = flag(
-        "go on with a session that the page saved (its folder session)", group="keeping", metavar="DIR"
-    )
+    output_dir: Path = _keeping("where the page saves", Path("osd_hf_app"))
+    state: str | None = _keeping("go on with a session that the page saved (its folder session)", metavar="DIR")
 
 
 def app_command(settings: AppSettings) -> int:

@@ -19,7 +19,7 @@ from osd_hf.bench.display import figure, plot_speedups, text_table
 from osd_hf.bench.quickstart import QuickstartSizes, learned_and_later, serve_stream
 from osd_hf.bench.timing import faster_threads
 from osd_hf.bundled import DOMAINS
-from osd_hf.cli.flags import FAILED, Reporting, flag, switch
+from osd_hf.cli.flags import FAILED, Reporting, flag, in_group
 from osd_hf.cli.settings import Placement
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, DataError
@@ -35,40 +35,42 @@ Prompts = dict[str, list[list[int]]]  # data set -> token ids of each prompt
 MEBI = 1 << 20
 CONTROLLED = "controlled acceptance, for times of large shapes with random weights"
 
+_models, _prompt_source, _sizes, _controlled_times = (
+    in_group("models"),
+    in_group("prompts"),
+    in_group("sizes"),
+    in_group(CONTROLLED),
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings(Placement, Reporting):
     """The flags of `osd-hf bench`."""
 
-    target: str | None = flag("instead of the bundled target", group="models", metavar="ID|PATH")
-    draft: str | None = flag("instead of the bundled draft", group="models", metavar="ID|PATH")
-    k: str = flag("tokens drafted per round", "5", group="models", metavar="N[,N...]")
-    compile: bool = switch("also time lean drafting with the draft compiled", group="models")
-    prompts: list[str] | None = flag(
+    target: str | None = _models("instead of the bundled target", metavar="ID|PATH")
+    draft: str | None = _models("instead of the bundled draft", metavar="ID|PATH")
+    k: str = _models("tokens drafted per round", "5", metavar="N[,N...]")
+    compile: bool = _models("also time lean drafting with the draft compiled", False)
+    prompts: list[str] | None = _prompt_source(
         "instead of the bundled domains: Hub data set id, or a json, jsonl or parquet file (repeat for several)",
-        group="prompts",
         metavar="ID|FILE",
     )
-    column: str = flag("column of the prompt", "prompt", group="prompts")
-    prompt_template: str | None = flag("instead of a column: a format string", group="prompts", metavar="FORMAT")
-    split: str = flag("of a Hub data set", "train", group="prompts")
-    no_chat_template: bool = switch("plain text, also where the tokenizer has a chat template", group="prompts")
-    requests: int = flag("timed, per data set", 16, group="sizes", metavar="N")
-    watched_requests: int = flag(
-        "per data set, answered once more to time what a round consists of", 3, group="sizes", metavar="N"
+    column: str = _prompt_source("column of the prompt", "prompt")
+    prompt_template: str | None = _prompt_source("instead of a column: a format string", metavar="FORMAT")
+    split: str = _prompt_source("of a Hub data set", "train")
+    no_chat_template: bool = _prompt_source("plain text, also where the tokenizer has a chat template", False)
+    requests: int = _sizes("timed, per data set", 16, metavar="N")
+    watched_requests: int = _sizes("per data set, answered once more to time what a round consists of", 3, metavar="N")
+    learn_requests: int = _sizes(
+        "per data set, served before to make the learned draft; 0 leaves it out", 50, metavar="N"
     )
-    learn_requests: int = flag(
-        "per data set, served before to make the learned draft; 0 leaves it out", 50, group="sizes", metavar="N"
-    )
-    max_new_tokens: int = flag("bound of an answer", 96, group="sizes", metavar="N")
+    max_new_tokens: int = _sizes("bound of an answer", 96, metavar="N")
     seed: int = flag("of prompts, learning and random weights", 0)
     threads: int | None = flag("of torch, at least 1; measured by default", metavar="N")
-    controlled: str | None = flag(
-        "a proposal is right with this probability", group=CONTROLLED, metavar="ALPHA[,ALPHA...]"
-    )
-    target_shape: str | None = flag(f"one of {', '.join(SHAPES)}; 7b by default", group=CONTROLLED, metavar="NAME")
-    draft_shape: str | None = flag("likewise; 160m by default", group=CONTROLLED, metavar="NAME")
-    prompt_tokens: int | None = flag("64 by default", group=CONTROLLED, metavar="N")
+    controlled: str | None = _controlled_times("a proposal is right with this probability", metavar="ALPHA[,ALPHA...]")
+    target_shape: str | None = _controlled_times(f"one of {', '.join(SHAPES)}; 7b by default", metavar="NAME")
+    draft_shape: str | None = _controlled_times("likewise; 160m by default", metavar="NAME")
+    prompt_tokens: int | None = _controlled_times("64 by default", metavar="N")
     output_dir: Path = flag("report and plot; overwritten", Path("osd_hf_bench"))
 
     def check(self) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from osd_hf.bundled import load_bundled
-from osd_hf.cli.flags import FAILED, INTERRUPTED, Reporting, flag, stopping, switch
+from osd_hf.cli.flags import FAILED, INTERRUPTED, Reporting, flag, in_group, stopping
 from osd_hf.cli.settings import Prompts
 from osd_hf.engine.collect import (
     CollectionReport,
@@ -35,6 +35,13 @@ __all__ = ["CollectSettings", "collect_command"]
 
 SERVER, LOG = "from a server", "from a request log"
 
+_server, _answers, _request_log, _store_bounds = (
+    in_group(SERVER),
+    in_group("answers"),
+    in_group(LOG),
+    in_group("store"),
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CollectSettings(Prompts, Reporting):
@@ -47,40 +54,34 @@ class CollectSettings(Prompts, Reporting):
         metavar="ID|PATH",
     )
     num_logprobs: int = flag("kept per position", 64, metavar="K")
-    url: str | None = flag("of an OpenAI-compatible server, such as http://localhost:8000", group=SERVER)
-    model: str | None = flag("name that it serves; its only one by default", group=SERVER)
-    api_key: str | None = flag(
+    url: str | None = _server("of an OpenAI-compatible server, such as http://localhost:8000")
+    model: str | None = _server("name that it serves; its only one by default")
+    api_key: str | None = _server(
         "other users of this machine can see it, so the next two are better; by default the environment's "
         "OSD_HF_API_KEY, or its OPENAI_API_KEY where the URL is OpenAI's or that of OPENAI_BASE_URL",
-        group=SERVER,
         rivals="key",
     )
-    api_key_file: Path | None = flag("holds the key", group=SERVER, rivals="key", metavar="FILE")
-    api_key_env: str | None = flag(
-        "variable of the environment that holds the key", group=SERVER, rivals="key", metavar="NAME"
-    )
-    allow_plain_http: bool = switch("send a key to another machine over plain HTTP, too", group=SERVER)
-    concurrency: int = flag("requests at once", 4, group=SERVER, metavar="N")
-    patience_seconds: float = flag(
-        "how long to try a server that is away or too busy", 30.0, group=SERVER, metavar="S"
-    )
-    max_new_tokens: int = flag("bound of an answer", 128, group="answers", metavar="N")
-    temperature: float = flag("0 is greedy", 0.0, group="answers")
-    top_p: float | None = flag("with a temperature", group="answers")
-    top_k: int | None = flag("with a temperature", group="answers")
-    seed: int | None = flag("of sampling, sent with each request", group="answers")
-    resume: bool = switch("leave out prompts that the store has already", group="answers")
-    log: Path | None = flag(
+    api_key_file: Path | None = _server("holds the key", rivals="key", metavar="FILE")
+    api_key_env: str | None = _server("variable of the environment that holds the key", rivals="key", metavar="NAME")
+    allow_plain_http: bool = _server("send a key to another machine over plain HTTP, too", False)
+    concurrency: int = _server("requests at once", 4, metavar="N")
+    patience_seconds: float = _server("how long to try a server that is away or too busy", 30.0, metavar="S")
+    max_new_tokens: int = _answers("bound of an answer", 128, metavar="N")
+    temperature: float = _answers("0 is greedy", 0.0)
+    top_p: float | None = _answers("with a temperature")
+    top_k: int | None = _answers("with a temperature")
+    seed: int | None = _answers("of sampling, sent with each request")
+    resume: bool = _answers("leave out prompts that the store has already", False)
+    log: Path | None = _request_log(
         "JSON lines, each a response, {request, response}, or of an OpenAI batch output; lines read before into this "
         "store are left out",
-        group=LOG,
         metavar="FILE",
     )
-    follow: bool = switch("wait for more lines, until interrupted", group=LOG)
-    poll_seconds: float = flag("between two looks at it", 5.0, group=LOG, metavar="S")
-    flush_every: int = flag("requests in a file, at most", 16, group="store", metavar="N")
-    max_bytes: int | None = flag("most bytes kept; the oldest requests go", group="store", metavar="N")
-    max_age_days: float | None = flag("older requests go", group="store", metavar="DAYS")
+    follow: bool = _request_log("wait for more lines, until interrupted", False)
+    poll_seconds: float = _request_log("between two looks at it", 5.0, metavar="S")
+    flush_every: int = _store_bounds("requests in a file, at most", 16, metavar="N")
+    max_bytes: int | None = _store_bounds("most bytes kept; the oldest requests go", metavar="N")
+    max_age_days: float | None = _store_bounds("older requests go", metavar="DAYS")
 
     def check(self) -> None:
         """Raises ConfigError for what is too small, and for what does not go together."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import math
 import signal
 import sys
 import threading
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -18,8 +19,8 @@ from typing import Any, Literal, TypeVar
 from osd_hf.errors import ConfigError
 from osd_hf.utils.report import json_text
 
-__all__ = ["BAD_INPUT", "FAILED", "INTERRUPTED", "Reporting", "Settings", "add_flags", "flag", "part", "settings_from",
-           "stopping", "switch"]  # fmt: skip
+__all__ = ["BAD_INPUT", "FAILED", "INTERRUPTED", "Reporting", "Settings", "add_flags", "flag", "in_group", "part",
+           "settings_from", "stopping"]  # fmt: skip
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
@@ -29,39 +30,32 @@ Kind = TypeVar("Kind")
 # --- flags from settings --------------------------------------------------------------------------------------------
 
 
-def flag(
-    help: str, default: Any = None, *, group: str = "", positional: bool = False, rivals: str = "", **how: Any
-) -> Any:
+def flag(help: str, default: Any = None, *, group: str = "", rivals: str = "", **how: Any) -> Any:
     """
     A field of a command's settings, from whose name and type [`add_flags`] makes the flag.
 
     Args:
-        help (`str`):
-            What the help says.
-        default (`Any`, *optional*):
-            Value of a flag that is not given.
-        group (`str`, *optional*):
-            Title that the flag stands under in the help.
-        positional (`bool`, *optional*, defaults to `False`):
-            Whether it is an argument without a name.
+        help (`str`), default (`Any`, *optional*), group (`str`, *optional*):
+            What the help says, the value where the flag is not given, and the title that it stands under.
         rivals (`str`, *optional*):
             Flags with the same `rivals` exclude each other.
         how (`Any`):
-            Further arguments of `ArgumentParser.add_argument`, such as `metavar`.
+            More arguments of `ArgumentParser.add_argument`; `nargs=None` for an argument without a name.
     """
-    metadata = {"help": help, "group": group, "positional": positional, "rivals": rivals, "how": how}
-    return field(metadata=metadata) if positional or how.get("required") else field(default=default, metadata=metadata)
+    metadata = {"help": help, "group": group, "rivals": rivals, "how": how}
+    is_required = "nargs" in how or how.get("required")
+    return field(metadata=metadata) if is_required else field(default=default, metadata=metadata)
 
 
-def switch(help: str, *, group: str = "", rivals: str = "") -> Any:
-    """A field that is `True` where its flag is given."""
-    return flag(help, False, group=group, rivals=rivals)
+def in_group(title: str) -> Callable[..., Any]:
+    """[`flag`] for a group of the help."""
+    return functools.partial(flag, group=title)
 
 
 def part(*, group: str = "", metavar: str) -> Any:
     """A field that holds another dataclass of settings, whose fields become flags as well: those with a `help` in
     their metadata. What is not given is left to that class, and `none` stands for `None`."""
-    return field(metadata={"group": group, "metavar": metavar})
+    return field(metadata={"group": group, "rivals": "", "metavar": metavar})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,33 +113,24 @@ class Reporting(Settings):
 
 
 def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
-    """
-    Add the flags of a command.
-
-    Args:
-        parser (`ArgumentParser`):
-            Of the command.
-        kind (`type`):
-            A [`Settings`] class of fields made by [`flag`], [`switch`] and [`part`]. Inherited ones come last.
-    """
+    """Add the flags of a [`Settings`] class, whose fields are made by [`flag`] and [`part`]; inherited ones last."""
     titles = dict.fromkeys(outer.metadata["group"] for outer, _ in _fields(kind))
     first = [title for title in ("models", "prompts") if title in titles]
     groups = {
         title: parser.add_argument_group(title) if title else parser for title in dict.fromkeys([*first, *titles])
     }
-    rivals: dict[str, Any] = {}
+    rivals: dict[str, Any] = {"": None}
     for outer, hint in _fields(kind):
-        title, rival = outer.metadata["group"], outer.metadata.get("rivals")
-        if rival and rival not in rivals:
-            rivals[rival] = groups[title].add_mutually_exclusive_group()
-        group = rivals[rival] if rival else groups[title]
-        if not is_dataclass(hint):
-            name = outer.name if outer.metadata["positional"] else _flag_name(outer)
-            group.add_argument(name, **_of_flag(outer, hint))
-            continue
-        for inner, its_hint in _fields(hint):
-            how = _of_setting(inner, its_hint, outer.metadata["metavar"])
-            group.add_argument(_flag_name(inner), dest=f"{outer.name}.{inner.name}", **how)
+        group = groups[outer.metadata["group"]]
+        if outer.metadata["rivals"] not in rivals:
+            rivals[outer.metadata["rivals"]] = group.add_mutually_exclusive_group()
+        group = rivals[outer.metadata["rivals"]] or group
+        for f, its_hint in _fields(hint) if is_dataclass(hint) else [(outer, hint)]:
+            how = {"dest": f.name, **_of_flag(f, its_hint)} if f is outer else _of_setting(f, its_hint, outer)
+            if "nargs" in how:
+                group.add_argument(how.pop("dest"), **how)
+            else:
+                group.add_argument("--" + f.name.replace("_", "-"), **how)
 
 
 def _fields(kind: Any) -> list[tuple[Field[Any], Any]]:
@@ -153,10 +138,6 @@ def _fields(kind: Any) -> list[tuple[Field[Any], Any]]:
     hints, known = typing.get_type_hints(kind), {f.name: f for f in fields(kind)}
     names = dict.fromkeys(name for cls in kind.__mro__ for name in cls.__dict__.get("__annotations__", ()))
     return [(known[name], hints[name]) for name in names if name in known]
-
-
-def _flag_name(f: Field[Any]) -> str:
-    return "--" + f.name.replace("_", "-")
 
 
 def _of_flag(f: Field[Any], hint: Any) -> dict[str, Any]:
@@ -167,23 +148,24 @@ def _of_flag(f: Field[Any], hint: Any) -> dict[str, Any]:
         hint = typing.get_args(hint)[0]
     if hint is bool:
         return how | {"action": "store_true"}
-    if typing.get_origin(hint) is Literal:
-        return how | {"choices": typing.get_args(hint)}
     if typing.get_origin(hint) is list:
-        how |= {"action": "append"}
-        hint = typing.get_args(hint)[0]
-    return how | {"type": hint}
+        return how | {"action": "append", "type": typing.get_args(hint)[0]}
+    return how | ({"choices": typing.get_args(hint)} if typing.get_origin(hint) is Literal else {"type": hint})
 
 
-def _of_setting(f: Field[Any], hint: Any, metavar: str) -> dict[str, Any]:
+def _of_setting(f: Field[Any], hint: Any, outer: Field[Any]) -> dict[str, Any]:
     """The arguments of `add_argument` for a field of a configuration that users of the library set as well."""
     default = {"None": "none", "True": "yes", "False": "no"}.get(str(f.default), f.default)
-    how = {"help": f"{f.metadata['help']} (default: {default})", "default": argparse.SUPPRESS}
+    how = {
+        "dest": f"{outer.name}.{f.name}", "default": argparse.SUPPRESS,
+        "help": f"{f.metadata['help']} (default: {default})",
+    }  # fmt: skip
     if hint is bool:
         return how | {"action": argparse.BooleanOptionalAction}
     if typing.get_origin(hint) is Literal:
         return how | {"choices": typing.get_args(hint)}
-    return how | {"type": _optional_number if types.NoneType in typing.get_args(hint) else hint, "metavar": metavar}
+    kind = _optional_number if types.NoneType in typing.get_args(hint) else hint
+    return how | {"type": kind, "metavar": outer.metadata["metavar"]}
 
 
 def _optional_number(text: str) -> int | str | None:

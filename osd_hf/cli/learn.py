@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from osd_hf.bench.display import AlphaBar, plot_alpha, rolling_window, stats_interval
-from osd_hf.cli.flags import FAILED, Reporting, flag, stopping, switch
+from osd_hf.cli.flags import FAILED, Reporting, flag, in_group, stopping
 from osd_hf.cli.settings import Learning, Placement
 from osd_hf.engine.learn import StoreLearner
 from osd_hf.engine.log import StoreFollower
@@ -27,6 +27,8 @@ from osd_hf.utils.report import provenance
 
 __all__ = ["LearnSettings", "learn_command"]
 
+_models, _requests, _publishing = in_group("models"), in_group("requests"), in_group("publishing")
+
 
 @dataclass(frozen=True, kw_only=True)
 class LearnSettings(Placement, Learning, Reporting):
@@ -34,33 +36,29 @@ class LearnSettings(Placement, Learning, Reporting):
 
     store: list[Path] = flag("folder that collectors fill (repeat for several)", required=True, metavar="DIR")
     output_dir: Path = flag("where versions go; DIR/latest is the newest", required=True, metavar="DIR")
-    draft: str | None = flag("where learning starts; the bundled one by default", group="models", metavar="ID|PATH")
-    target: str | None = flag(
+    draft: str | None = _models("where learning starts; the bundled one by default", metavar="ID|PATH")
+    target: str | None = _models(
         "model whose answers the stores hold, for its tokenizer and vocabulary (no weights are loaded); the bundled "
         "one by default",
-        group="models",
         metavar="ID|PATH",
     )
-    threads: int | None = flag("of torch; its own choice by default", group="models", metavar="N")
-    domain: str | None = flag("learn from requests of this label only", group="requests", metavar="NAME")
-    once: bool = switch("end when all that is there is learned; wait otherwise", group="requests")
-    num_requests: int | None = flag("end after so many more", group="requests", metavar="N")
-    poll_seconds: float = flag("between two looks at the stores", 2.0, group="requests", metavar="S")
-    state_dir: Path | None = flag(
-        "session to go on with, which holds tokens of requests; OUTPUT_DIR-state by default",
-        group="publishing",
-        metavar="DIR",
+    threads: int | None = _models("of torch; its own choice by default", metavar="N")
+    domain: str | None = _requests("learn from requests of this label only", metavar="NAME")
+    once: bool = _requests("end when all that is there is learned; wait otherwise", False)
+    num_requests: int | None = _requests("end after so many more", metavar="N")
+    poll_seconds: float = _requests("between two looks at the stores", 2.0, metavar="S")
+    state_dir: Path | None = _publishing(
+        "session to go on with, which holds tokens of requests; OUTPUT_DIR-state by default", metavar="DIR"
     )
-    keep: int = flag("newest versions kept", 5, group="publishing", metavar="N")
-    publish_seconds: float = flag("least between two versions", 30.0, group="publishing", metavar="S")
-    repo_id: str | None = flag("push each version there, too", group="publishing", metavar="USER/NAME")
-    public: bool = switch(
-        "with --repo-id: everybody may read it; otherwise a new repo is private, and a public one is refused",
-        group="publishing",
+    keep: int = _publishing("newest versions kept", 5, metavar="N")
+    publish_seconds: float = _publishing("least between two versions", 30.0, metavar="S")
+    repo_id: str | None = _publishing("push each version there, too", metavar="USER/NAME")
+    public: bool = _publishing(
+        "with --repo-id: everybody may read it; otherwise a new repo is private, and a public one is refused", False
     )
-    token: str | None = flag("of the Hub; the login of this machine by default", group="publishing")
-    license: str | None = flag("of the draft's base, as the Hub names it, for the card", group="publishing")
-    report_to: list[str] | None = flag("trackio, tensorboard, wandb, ...", group="publishing", metavar="NAME")
+    token: str | None = _publishing("of the Hub; the login of this machine by default")
+    license: str | None = _publishing("of the draft's base, as the Hub names it, for the card")
+    report_to: list[str] | None = _publishing("trackio, tensorboard, wandb, ...", metavar="NAME")
 
 
 def learn_command(settings: LearnSettings) -> int:

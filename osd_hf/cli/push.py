@@ -14,7 +14,7 @@ from huggingface_hub import get_token
 from osd_hf.bench.display import plot_domains
 from osd_hf.bench.evaluate import evaluate
 from osd_hf.bundled import load_bundled
-from osd_hf.cli.flags import Reporting, flag, switch
+from osd_hf.cli.flags import Reporting, flag, in_group
 from osd_hf.cli.settings import Placement
 from osd_hf.errors import ConfigError
 from osd_hf.hub.cards import EVALUATION, PLOT, EvaluationSet
@@ -27,15 +27,15 @@ __all__ = ["ExportSettings", "PushSettings", "export_command", "push_command"]
 
 EVALUATED = "evaluation, which goes up with it"
 
+_models, _evaluation, _card, _pushing = in_group("models"), in_group(EVALUATED), in_group("card"), in_group("push")
+
 
 @dataclass(frozen=True, kw_only=True)
 class LearnedDraft(Placement, Reporting):
     """A draft that has learned, and its target."""
 
-    draft: str = flag("folder of the learned draft", required=True, group="models", metavar="PATH")
-    target: str | None = flag(
-        "the model that it drafts for; the bundled one by default", group="models", metavar="ID|PATH"
-    )
+    draft: str = _models("folder of the learned draft", required=True, metavar="PATH")
+    target: str | None = _models("the model that it drafts for; the bundled one by default", metavar="ID|PATH")
 
     def load_draft(self) -> Any:
         """The draft, on the device of its target."""
@@ -47,39 +47,35 @@ class PushSettings(LearnedDraft):
     """The flags of `osd-hf push`."""
 
     repo_id: str = flag("where to", positional=True, metavar="USER/NAME")
-    before: str | None = flag(
-        "the draft before it learned; the bundled one by default", group=EVALUATED, metavar="ID|PATH"
-    )
-    prompts: str | None = flag(
+    before: str | None = _evaluation("the draft before it learned; the bundled one by default", metavar="ID|PATH")
+    prompts: str | None = _evaluation(
         "Hub data set id, or a json, jsonl or parquet file of prompts that everybody may read; generated ones by "
         "default",
-        group=EVALUATED,
         metavar="ID|FILE",
     )
-    split: str = flag("of a Hub data set", "test", group=EVALUATED)
-    subset: str | None = flag("configuration of a Hub data set", group=EVALUATED)
-    column: str = flag("column of the prompt", "prompt", group=EVALUATED)
-    prompt_template: str | None = flag("instead of a column: a format string", group=EVALUATED, metavar="FORMAT")
-    domain_column: str | None = flag("column of the label", group=EVALUATED, metavar="COLUMN")
-    requests: int = flag("prompts", 64, group=EVALUATED, metavar="N")
-    timed_requests: int = flag("those that are also timed live", 12, group=EVALUATED, metavar="N")
-    max_new_tokens: int = flag("bound of an answer", 96, group=EVALUATED, metavar="N")
-    k: int | None = flag("tokens drafted per round; tuned by default", group=EVALUATED, metavar="N")
-    domain: list[str] | None = flag("that it learned on (repeat for several)", group="card", metavar="NAME")
-    license: str | None = flag("of the draft's base, as the Hub names it", group="card")
-    private: bool = switch(
-        "as by default: a new repo is private, and a public one is refused", group="push", rivals="readers"
+    split: str = _evaluation("of a Hub data set", "test")
+    subset: str | None = _evaluation("configuration of a Hub data set")
+    column: str = _evaluation("column of the prompt", "prompt")
+    prompt_template: str | None = _evaluation("instead of a column: a format string", metavar="FORMAT")
+    domain_column: str | None = _evaluation("column of the label", metavar="COLUMN")
+    requests: int = _evaluation("prompts", 64, metavar="N")
+    timed_requests: int = _evaluation("those that are also timed live", 12, metavar="N")
+    max_new_tokens: int = _evaluation("bound of an answer", 96, metavar="N")
+    k: int | None = _evaluation("tokens drafted per round; tuned by default", metavar="N")
+    domain: list[str] | None = _card("that it learned on (repeat for several)", metavar="NAME")
+    license: str | None = _card("of the draft's base, as the Hub names it")
+    private: bool = _pushing(
+        "as by default: a new repo is private, and a public one is refused", False, rivals="readers"
     )
-    public: bool = switch(
-        "everybody may read it; a draft may have learned answers by heart", group="push", rivals="readers"
+    public: bool = _pushing(
+        "everybody may read it; a draft may have learned answers by heart", False, rivals="readers"
     )
-    token: str | None = flag(
+    token: str | None = _pushing(
         "with the right to write; by default HF_TOKEN, or the login of this machine, which other users of it cannot "
-        "see",
-        group="push",
+        "see"
     )
-    local_dir: Path | None = flag("keep what is pushed there", group="push", metavar="DIR")
-    dry_run: bool = switch("write --local-dir and push nothing", group="push")
+    local_dir: Path | None = _pushing("keep what is pushed there", metavar="DIR")
+    dry_run: bool = _pushing("write --local-dir and push nothing", False)
 
     def evaluation_set(self) -> EvaluationSet:
         """What the draft is judged by; raises DataError where it cannot be read."""

@@ -19,7 +19,7 @@ from osd_hf.bench.display import (
     stats_interval,
     text_table,
 )
-from osd_hf.cli.flags import Reporting, flag, switch
+from osd_hf.cli.flags import Reporting, flag
 from osd_hf.cli.settings import Dtype, Learning
 from osd_hf.comparison import Comparison, figures_of
 from osd_hf.errors import DataError, StoreError
@@ -45,7 +45,7 @@ class ReplaySettings(Learning, Reporting):
     domain: str | None = flag("requests of this domain only")
     limit: int | None = flag("the newest N requests only", metavar="N")
     cost: float | None = flag("time of a draft's forward over the target's, for the expected speed-up", metavar="C")
-    learn: bool = switch("let each draft learn from the requests, in their order")
+    learn: bool = flag("let each draft learn from the requests, in their order", False)
     dtype: Dtype = flag("of a draft", "auto")
     device: str | None = flag("such as cpu or cuda:0; CUDA where there is one by default")
     output_dir: Path = flag("plots, with --learn; overwritten", Path("osd_hf_replay"))

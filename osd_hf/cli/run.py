@@ -20,7 +20,7 @@ import torch
 from osd_hf.assistant import OnlineAssistant
 from osd_hf.bench.display import AlphaBar, comparison_row, figure, plot_alpha, rolling_window, text_table
 from osd_hf.bench.timing import pad_setting
-from osd_hf.cli.flags import Reporting, flag, switch
+from osd_hf.cli.flags import Reporting, flag, in_group
 from osd_hf.cli.settings import Learning, Placement, Prompts
 from osd_hf.comparison import Comparison
 from osd_hf.errors import ConfigError, LearnerError, StateError
@@ -44,33 +44,32 @@ LOCK = ".run.lock"
 UNFINISHED = re.compile(r"\.(settings|journal)-[0-9a-f]{8}\.tmp")  # of a run that was killed while it began
 SAVE_SECONDS = 60.0
 
+_models, _answers, _output = in_group("models"), in_group("answers"), in_group("output")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings(Prompts, Placement, Learning, Reporting):
     """The flags of `osd-hf run`."""
 
-    target: str | None = flag("Hub id or folder of the model that answers", group="models", metavar="ID|PATH")
-    draft: str | None = flag("Hub id or folder of the model that drafts and learns", group="models", metavar="ID|PATH")
-    bundled: bool = switch("the bundled pair, on prompts of its domains", group="models")
-    max_new_tokens: int = flag("bound of an answer", 128, group="answers", metavar="N")
-    do_sample: bool = switch("sample; greedy otherwise. --seed makes it repeatable", group="answers")
-    temperature: float | None = flag("with --do-sample", group="answers")
-    top_p: float | None = flag("with --do-sample", group="answers")
-    top_k: int | None = flag("with --do-sample", group="answers")
-    no_learn: bool = switch("serve and count only")
-    output_dir: Path = flag("report, plot, journal, draft, state", Path("osd_hf_run"), group="output")
-    resume: bool = switch("go on with the run in the output folder", group="output")
-    save_every: int | None = flag(
-        "updates between two saves; saved once a minute by default", group="output", metavar="N"
-    )
-    keep_text: bool = switch("prompts and answers in the journal", group="output")
-    store: str | None = flag(
+    target: str | None = _models("Hub id or folder of the model that answers", metavar="ID|PATH")
+    draft: str | None = _models("Hub id or folder of the model that drafts and learns", metavar="ID|PATH")
+    bundled: bool = _models("the bundled pair, on prompts of its domains", False)
+    max_new_tokens: int = _answers("bound of an answer", 128, metavar="N")
+    do_sample: bool = _answers("sample; greedy otherwise. --seed makes it repeatable", False)
+    temperature: float | None = _answers("with --do-sample")
+    top_p: float | None = _answers("with --do-sample")
+    top_k: int | None = _answers("with --do-sample")
+    no_learn: bool = flag("serve and count only", False)
+    output_dir: Path = _output("report, plot, journal, draft, state", Path("osd_hf_run"))
+    resume: bool = _output("go on with the run in the output folder", False)
+    save_every: int | None = _output("updates between two saves; saved once a minute by default", metavar="N")
+    keep_text: bool = _output("prompts and answers in the journal", False)
+    store: str | None = _output(
         "also log the captured requests there, for replay; a killed run serves those since its last save again, so "
         "they may stand there twice",
-        group="output",
         metavar="DIR",
     )
-    report_to: list[str] | None = flag("trackio, tensorboard, wandb, ...", group="output", metavar="NAME")
+    report_to: list[str] | None = _output("trackio, tensorboard, wandb, ...", metavar="NAME")
 
     @property
     def generate_kwargs(self) -> dict[str, Any]:
@@ -196,25 +195,9 @@ def _report(
 @dataclass(frozen=True)
 class Served:
     """
-    One request of a run; a line of the journal.
-
-    Args:
-        index (`int`):
-            Row of the prompt in its source.
-        domain (`str`, *optional*):
-            Label.
-        learned (`AcceptanceStats`):
-            What happened.
-        frozen (`AcceptanceStats`):
-            What the draft of the beginning would have scored on this request, by replay.
-        seconds (`float`):
-            Wall time of the answer.
-        draft_version (`int`):
-            Version of the draft that served it.
-        update (`Mapping[str, Any]`, *optional*):
-            Report of the update that followed it, if one did.
-        text (`tuple[str, str]`, *optional*):
-            Prompt and answer, where the user wants them kept.
+    One request of a run, a line of its journal: the row of the prompt in its source and its label; what happened, and
+    what the draft of the beginning would have scored by replay; wall time of the answer; the version of the draft that
+    served it; the report of the update that followed, if one did; prompt and answer, where they are to be kept.
     """
 
     index: int
@@ -247,12 +230,10 @@ def check_folder(folder: Path, settings: Mapping[str, Any] | None = None, *, res
     Refuse a folder that a run must not write to; nothing is changed.
 
     Args:
-        folder (`Path`):
-            The output folder.
+        folder (`Path`), resume (`bool`):
+            The output folder, and whether a run that stands there is to go on. Where none stands, it is to begin.
         settings (`Mapping[str, Any]`, *optional*):
             What makes the run what it is; compared with those of the run that stands there.
-        resume (`bool`):
-            Whether a run that stands there is to go on. Where none stands, it is to begin.
 
     Raises:
         ConfigError: there is something in the folder already, or it is no folder that can be read.
@@ -316,21 +297,15 @@ def serve(
             `update_interval` requests, so that the session is saved between two requests.
         frozen (`PreTrainedModel`):
             The draft as it was before learning.
-        prompts (`EncodedPrompts`):
-            In order of arrival.
+        prompts (`EncodedPrompts`), generate_kwargs (`Mapping[str, Any]`):
+            The requests in order of arrival, and the arguments of `generate` for each.
         folder (`Path`):
-            Gets `journal.jsonl` and `state/`.
-        generate_kwargs (`Mapping[str, Any]`):
-            Arguments of `generate` for every request.
+            Gets `journal.jsonl`, with prompts and answers where `keep_text` is set, and `state/`.
         learn (`bool`, *optional*, defaults to `True`):
             With `False` nothing is kept or learned from.
-        save_every (`int`, *optional*):
+        save_every (`int`, *optional*), clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`):
             The session is saved with every so many updates, and at the end; by default after the first request that
             ends a minute or more after the last save, as a session holds three copies of the draft and every trace.
-        keep_text (`bool`, *optional*, defaults to `False`):
-            Whether prompts and answers stand in the journal.
-        clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`):
-            Seconds, for the saves.
         on_request (`Callable[[Served], object]`, *optional*):
             Called after each request, those of an earlier run of this folder included.
 
@@ -476,16 +451,8 @@ def _read(journal: Path, count: int | None = None) -> tuple[list[str], list[Serv
 
 
 def report_on(served: Sequence[Served], *, window: int) -> dict[str, Any]:
-    """
-    What a run showed: acceptance of the draft that learned and, by replay on the same requests, of the same draft
-    frozen; ready for JSON.
-
-    Args:
-        served (`Sequence[Served]`):
-            All requests of the run.
-        window (`int`):
-            Requests of one entry of `windows`.
-    """
+    """What all requests of a run showed: acceptance of the draft that learned and, by replay on the same requests, of
+    the same draft frozen, also for each `window` of requests; ready for JSON."""
     compared, seconds = _compared(served), sum(s.seconds for s in served)
     updates = [{"after_requests": i, **s.update} for i, s in enumerate(served, 1) if s.update is not None]
     windows = []

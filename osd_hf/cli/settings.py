@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from osd_hf.bundled import DOMAINS, bundled_prompts
-from osd_hf.cli.flags import Settings, flag, part, switch
+from osd_hf.cli.flags import Settings, in_group, part
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError
 from osd_hf.prompts import EncodedPrompts, Prompt, PromptSource, encode_prompts, read_prompts
@@ -20,14 +20,16 @@ BUNDLED_REQUESTS = 200
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
+_models, _learning, _prompts = in_group("models"), in_group("learning"), in_group("prompts")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Placement(Settings):
     """How and where models are loaded."""
 
-    dtype: Dtype = flag("auto is each checkpoint's own; only float32 is exact to the token", "auto", group="models")
-    device: str | None = flag(
-        "such as cpu or cuda:0; by default CUDA where there is one, and the CPU for the bundled pair", group="models"
+    dtype: Dtype = _models("auto is each checkpoint's own; only float32 is exact to the token", "auto")
+    device: str | None = _models(
+        "such as cpu or cuda:0; by default CUDA where there is one, and the CPU for the bundled pair"
     )
 
 
@@ -35,7 +37,7 @@ class Placement(Settings):
 class Learning(Settings):
     """How a draft learns."""
 
-    paper: bool = switch("the rule of arXiv 2310.07177; other flags change it", group="learning")
+    paper: bool = _learning("the rule of arXiv 2310.07177; other flags change it", False)
     config: OnlineConfig = part(group="learning", metavar="X")
 
     def fixed_k(self) -> int:
@@ -50,21 +52,19 @@ class Learning(Settings):
 class Prompts(Settings):
     """Prompts that are served: those of the bundled domains where no others are named."""
 
-    prompts: str | None = flag("Hub data set id, or a json, jsonl or parquet file", group="prompts", metavar="ID|FILE")
-    split: str = flag("of a Hub data set", "train", group="prompts")
-    subset: str | None = flag("configuration of a Hub data set", group="prompts")
-    column: str | None = flag("column of the prompt", group="prompts")
-    prompt_template: str | None = flag(
-        "instead of a column: a format string, such as 'db: {db_id}\\n{question}'", group="prompts", metavar="FORMAT"
+    prompts: str | None = _prompts("Hub data set id, or a json, jsonl or parquet file", metavar="ID|FILE")
+    split: str = _prompts("of a Hub data set", "train")
+    subset: str | None = _prompts("configuration of a Hub data set")
+    column: str | None = _prompts("column of the prompt")
+    prompt_template: str | None = _prompts(
+        "instead of a column: a format string, such as 'db: {db_id}\\n{question}'", metavar="FORMAT"
     )
-    no_chat_template: bool = switch("plain text, also where the tokenizer has a chat template", group="prompts")
-    domain: list[str] | None = flag(
-        "label of all prompts; of bundled ones, domains to serve (repeat for several)", group="prompts", metavar="NAME"
+    no_chat_template: bool = _prompts("plain text, also where the tokenizer has a chat template", False)
+    domain: list[str] | None = _prompts(
+        "label of all prompts; of bundled ones, domains to serve (repeat for several)", metavar="NAME"
     )
-    domain_column: str | None = flag("column of the label", group="prompts", metavar="COLUMN")
-    num_requests: int | None = flag(
-        f"all by default; {BUNDLED_REQUESTS} of the bundled ones", group="prompts", metavar="N"
-    )
+    domain_column: str | None = _prompts("column of the label", metavar="COLUMN")
+    num_requests: int | None = _prompts(f"all by default; {BUNDLED_REQUESTS} of the bundled ones", metavar="N")
 
     def read_prompts(self, seed: int) -> Iterator[Prompt]:
         """The prompts in their order, mixed by the seed where they are bundled; raises ConfigError and DataError."""
