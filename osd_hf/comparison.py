@@ -51,6 +51,10 @@ class Comparison:
         """What each draft scored on all requests."""
         return {name: sum(stats, AcceptanceStats()) for name, stats in self.sides.items()}
 
+    def alphas(self) -> dict[str, float | None]:
+        """Alpha of each draft; `None` where nothing was examined."""
+        return {name: stats.alpha if stats.examined else None for name, stats in self.totals.items()}
+
     @property
     def gain(self) -> float:
         """Alpha after minus alpha before; `nan` where one of them is undefined."""

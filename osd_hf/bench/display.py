@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = ["AlphaBar", "comparison_row", "figure", "plot_alpha", "plot_domains", "plot_speedups", "progress",
-           "rolling_alpha", "rolling_window", "stats_interval", "text_table"]  # fmt: skip
+           "ratio_text", "rolling_alpha", "rolling_window", "stats_interval", "text_table"]  # fmt: skip
 
 T = TypeVar("T")
 Estimate = tuple[float, tuple[float, float]]  # a value and its interval
@@ -50,6 +50,12 @@ def figure(value: float | None, digits: int = 3, *, sign: bool = False) -> str:
     if value is None or math.isnan(value):
         return "-"
     return f"{value:+.{digits}f}" if sign else f"{value:.{digits}f}"
+
+
+def ratio_text(ratio: Mapping[str, Any]) -> str:
+    """A ratio's median with its interval, such as `1.23 [1.12, 1.34]`."""
+    low, high = ratio["interval"]
+    return f"{ratio['median']:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def stats_interval(stats: AcceptanceStats) -> str:
@@ -134,9 +140,9 @@ def plot_alpha(
     window: int,
     title: str,
 ) -> None:
-    """Draw alpha over the requests as a PNG file, from the stats of the draft that learned and of the same draft frozen
-    and the label of each request, in order; a point pools `window` requests. Domains that were served one after the
-    other are shaded; a few mixed ones get a panel each, many are drawn as one."""
+    """Draw alpha over the requests as a PNG file, from the stats of the draft that learned, those of the same draft
+    frozen and the labels, in order; a point pools `window` requests. Domains that were served one after the other are
+    shaded; a few mixed ones get a panel each, many are drawn as one."""
     blocks = [(name, len(list(group))) for name, group in groupby(domains)]
     names = list(dict.fromkeys(domains))
     shades = names != [None] and len(blocks) <= min(2 * len(names), MAX_LABELS)
@@ -168,8 +174,8 @@ def plot_alpha(
 
 
 def plot_domains(path: Path, bars: Mapping[str, Mapping[str, Estimate]], *, title: str) -> None:
-    """Draw bars with 95% intervals as a PNG file, a group per domain and a bar per draft, from domain -> draft -> alpha
-    and its interval."""
+    """Draw bars with 95% intervals as a PNG file, a group per domain and a bar per draft, from domain -> draft ->
+    alpha and its interval."""
     figure, (axes,) = _figure(1, 1, 9.0, 4.2)
     drafts = list(next(iter(bars.values())))
     for number, (draft, color) in enumerate(zip(drafts, (FROZEN, LEARNING, CEILING), strict=False)):

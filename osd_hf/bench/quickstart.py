@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -14,7 +15,16 @@ import torch
 
 from osd_hf.assistant import OnlineAssistant
 from osd_hf.bench.benchmark import BenchmarkReport, System, benchmark
-from osd_hf.bench.display import AlphaBar, figure, plot_alpha, plot_domains, progress, rolling_window, text_table
+from osd_hf.bench.display import (
+    AlphaBar,
+    figure,
+    plot_alpha,
+    plot_domains,
+    progress,
+    ratio_text,
+    rolling_window,
+    text_table,
+)
 from osd_hf.bench.timing import cores, faster_threads
 from osd_hf.bundled import DOMAINS, Example, bundled_prompts, check_answer
 from osd_hf.capture.hook import record_traces
@@ -312,49 +322,39 @@ def _shown(report: dict[str, Any], sample: Example, answer: str) -> list[str]:
     rows, speeds = [], []
     for name, part in report["by_domain"].items():
         closed = "-" if part["gap_closed"] is None else f"{part['gap_closed']:.0%}"
-        efficiency = [figure(part[draft]["block_efficiency"], 2) for draft in ("static", "learned")]
+        efficiency = " > ".join(figure(part[draft]["block_efficiency"], 2) for draft in ("static", "learned"))
         rows.append([
             name, _alpha(part["static"]), _alpha(part["learned"]), figure(part["ceiling"]["alpha"]), closed,
-            " > ".join(efficiency), f"{part['answers_right']}/{part['answers']}",
+            efficiency, f"{part['answers_right']}/{part['answers']}",
         ])  # fmt: skip
         speeds.append([
             name, *(f"{rate:.0f}" for rate in part["tokens_per_second"].values()),
-            *(_times(part["times_as_fast"][way]) for way in WAYS[1:]),
+            *(ratio_text(ratio) for ratio in part["times_as_fast"].values()),
             f"{part['outputs_identical']}/{part['outputs']}",
         ])  # fmt: skip
-    sizes, outputs = report["sizes"], report["outputs"]
-    passes, best = report["ceiling"]["epochs"], report["ceiling"]["best_epoch"]
-    rising = ", where it was still rising" if best == passes else ""
-    later, timed = sizes["later_requests"], sizes["timed_requests"]
+    sizes, outputs, ceiling = report["sizes"], report["outputs"], report["ceiling"]
+    rising = ", where it was still rising" if ceiling["best_epoch"] == ceiling["epochs"] else ""
     tied = f", {outputs['tied']} part at a tie of the target's top two tokens" if outputs["tied"] else ""
     differing = f", {outputs['differing']} DIFFER" if outputs["differing"] else ""
+    prompt, answer = (textwrap.indent(text, "    ", lambda line: True) for text in (sample.prompt, answer))
     return [
-        f"\nLater prompts, never learned from ({later} per domain, k = {K}, threshold 0):\n",
+        f"\nLater prompts, never learned from ({sizes['later_requests']} per domain, k = {K}, threshold 0):\n",
         text_table(
             ["domain", "alpha static", "alpha learned", "ceiling", "gap closed", "tokens/forward", "right"], rows
         ),
         f"\nCeiling: a fresh copy of the draft, trained offline on the same {len(DOMAINS) * sizes['learn_requests']} "
-        f"requests; the best of {passes} passes was number {best}{rising},\n"
+        f"requests; the best of {ceiling['epochs']} passes was number {ceiling['best_epoch']}{rising},\n"
         "chosen on these later prompts, which favors the ceiling.",
-        f"\nTokens per second and times as fast as the target alone ({timed} requests per domain in alternation,\n"
-        f"median of the ratios; torch threads: {report['provenance']['threads']}). Static: transformers' own assisted "
-        f"generation, k = {K};\nlearned: lean drafting at its own pace.\n",
+        f"\nTokens per second and times as fast as the target alone ({sizes['timed_requests']} requests per domain in "
+        f"alternation,\nmedian of the ratios; torch threads: {report['provenance']['threads']}). Static: transformers' "
+        f"own assisted generation, k = {K};\nlearned: lean drafting at its own pace.\n",
         text_table(["domain", "alone", "static", "learned", "static x", "learned x", "identical"], speeds),
         f"\n{outputs['identical']} of {sum(outputs.values())} assisted outputs are the target's own, "
         f"token by token{tied}{differing}.",
-        f"\nA prompt ({sample.domain}):\n{_indented(sample.prompt)}\nand its answer:\n{_indented(answer)}",
+        f"\nA prompt ({sample.domain}):\n{prompt}\nand its answer:\n{answer}",
     ]
 
 
 def _alpha(part: dict[str, Any]) -> str:
     interval = part["alpha_interval"]
     return figure(part["alpha"]) if interval is None else f"{part['alpha']:.3f} [{interval[0]:.3f}, {interval[1]:.3f}]"
-
-
-def _times(ratio: dict[str, Any]) -> str:
-    low, high = ratio["interval"]
-    return f"{ratio['median']:.2f} [{low:.2f}, {high:.2f}]"
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"    {line}" for line in text.splitlines())

@@ -7,13 +7,13 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
-from osd_hf.cli.flags import in_group
+from osd_hf.cli.flags import in_groups
 from osd_hf.cli.settings import Placement
 from osd_hf.errors import ConfigError
 
 __all__ = ["AppSettings", "app_command"]
 
-_models, _server, _keeping = in_group("models"), in_group("server"), in_group("keeping")
+_models, _server, _keeping = in_groups("models", "server", "keeping")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -15,11 +14,11 @@ import torch
 from osd_hf.assistant import OnlineAssistant
 from osd_hf.bench.benchmark import BenchmarkReport, System, benchmark
 from osd_hf.bench.controlled import LABEL, SHAPES, ControlledAcceptance, controlled_acceptance, random_pair
-from osd_hf.bench.display import figure, plot_speedups, text_table
+from osd_hf.bench.display import figure, plot_speedups, ratio_text, text_table
 from osd_hf.bench.quickstart import QuickstartSizes, learned_and_later, serve_stream
 from osd_hf.bench.timing import faster_threads
 from osd_hf.bundled import DOMAINS
-from osd_hf.cli.flags import FAILED, Reporting, flag, in_group
+from osd_hf.cli.flags import FAILED, Reporting, flag, in_groups
 from osd_hf.cli.settings import Placement
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, DataError
@@ -35,12 +34,7 @@ Prompts = dict[str, list[list[int]]]  # data set -> token ids of each prompt
 MEBI = 1 << 20
 CONTROLLED = "controlled acceptance, for times of large shapes with random weights"
 
-_models, _prompt_source, _sizes, _controlled_times = (
-    in_group("models"),
-    in_group("prompts"),
-    in_group("sizes"),
-    in_group(CONTROLLED),
-)
+_models, _prompts, _sizes, _shapes = in_groups("models", "prompts", "sizes", CONTROLLED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +45,14 @@ class BenchSettings(Placement, Reporting):
     draft: str | None = _models("instead of the bundled draft", metavar="ID|PATH")
     k: str = _models("tokens drafted per round", "5", metavar="N[,N...]")
     compile: bool = _models("also time lean drafting with the draft compiled", False)
-    prompts: list[str] | None = _prompt_source(
+    prompts: list[str] | None = _prompts(
         "instead of the bundled domains: Hub data set id, or a json, jsonl or parquet file (repeat for several)",
         metavar="ID|FILE",
     )
-    column: str = _prompt_source("column of the prompt", "prompt")
-    prompt_template: str | None = _prompt_source("instead of a column: a format string", metavar="FORMAT")
-    split: str = _prompt_source("of a Hub data set", "train")
-    no_chat_template: bool = _prompt_source("plain text, also where the tokenizer has a chat template", False)
+    column: str = _prompts("column of the prompt", "prompt")
+    prompt_template: str | None = _prompts("instead of a column: a format string", metavar="FORMAT")
+    split: str = _prompts("of a Hub data set", "train")
+    no_chat_template: bool = _prompts("plain text, also where the tokenizer has a chat template", False)
     requests: int = _sizes("timed, per data set", 16, metavar="N")
     watched_requests: int = _sizes("per data set, answered once more to time what a round consists of", 3, metavar="N")
     learn_requests: int = _sizes(
@@ -67,10 +61,10 @@ class BenchSettings(Placement, Reporting):
     max_new_tokens: int = _sizes("bound of an answer", 96, metavar="N")
     seed: int = flag("of prompts, learning and random weights", 0)
     threads: int | None = flag("of torch, at least 1; measured by default", metavar="N")
-    controlled: str | None = _controlled_times("a proposal is right with this probability", metavar="ALPHA[,ALPHA...]")
-    target_shape: str | None = _controlled_times(f"one of {', '.join(SHAPES)}; 7b by default", metavar="NAME")
-    draft_shape: str | None = _controlled_times("likewise; 160m by default", metavar="NAME")
-    prompt_tokens: int | None = _controlled_times("64 by default", metavar="N")
+    controlled: str | None = _shapes("a proposal is right with this probability", metavar="ALPHA[,ALPHA...]")
+    target_shape: str | None = _shapes(f"one of {', '.join(SHAPES)}; 7b by default", metavar="NAME")
+    draft_shape: str | None = _shapes("likewise; 160m by default", metavar="NAME")
+    prompt_tokens: int | None = _shapes("64 by default", metavar="N")
     output_dir: Path = flag("report and plot; overwritten", Path("osd_hf_bench"))
 
     def check(self) -> None:
@@ -260,16 +254,12 @@ def _controlled(settings: BenchSettings) -> tuple[BenchmarkReport, int, dict[str
 
 
 def _bars(data: dict[str, Any], datasets: Sequence[str], alone: str) -> dict[str, dict[str, Any]]:
+    def bar(part: dict[str, Any]) -> tuple[Any, ...]:
+        times, model = part["times_alone"], part["predicted"]
+        return times["median"], times["interval"], model and model["speedup"]
+
     return {
-        dataset: {
-            name: (
-                part["times_alone"]["median"],
-                part["times_alone"]["interval"],
-                part["predicted"] and part["predicted"]["speedup"],
-            )
-            for name, part in data["by_dataset"][dataset].items()
-            if name != alone
-        }
+        dataset: {name: bar(part) for name, part in data["by_dataset"][dataset].items() if name != alone}
         for dataset in datasets
     }
 
@@ -316,34 +306,23 @@ def _tables(data: dict[str, Any], datasets: Sequence[str]) -> list[str]:
 
 
 def _speed_row(name: str, part: dict[str, Any]) -> list[str]:
-    low, high = part["times_alone"]["interval"]
     model: dict[str, float] = part["predicted"] or {}
+    over, over_wide = (
+        f"{part[key]:.0%}" if model else "-" for key in ("measured_over_predicted", "measured_over_predicted_wide")
+    )
     return [
-        name,
-        f"{part['tokens_per_second']:.0f}",
-        f"{part['first_token_seconds'] * 1e3:.1f}",
-        figure(part["alpha"]),
-        figure(part["block_efficiency"], 2),
-        f"{part['times_alone']['median']:.2f} [{low:.2f}, {high:.2f}]" if model else "-",
-        figure(part["times_stock"]["median"], 2) if "times_stock" in part else "-",
-        figure(model.get("speedup"), 2),
-        f"{part['measured_over_predicted']:.0%}" if model else "-",
-        figure(model.get("speedup_wide"), 2),
-        f"{part['measured_over_predicted_wide']:.0%}" if model else "-",
-        figure(model.get("bound"), 2),
-    ]
+        name, f"{part['tokens_per_second']:.0f}", f"{part['first_token_seconds'] * 1e3:.1f}", figure(part["alpha"]),
+        figure(part["block_efficiency"], 2), ratio_text(part["times_alone"]) if model else "-",
+        figure(part["times_stock"]["median"], 2) if "times_stock" in part else "-", figure(model.get("speedup"), 2),
+        over, figure(model.get("speedup_wide"), 2), over_wide, figure(model.get("bound"), 2),
+    ]  # fmt: skip
 
 
 def _round_row(name: str, part: dict[str, Any], weights: int) -> list[str]:
     times = part["round"]
     sides = ("draft_seconds", "target_seconds", "remaining_seconds", "seconds")
     return [
-        name,
-        str(times["rounds"]),
-        figure(times["drafted"], 1),
-        *(figure(times[side] * 1e3, 2) for side in sides),
-        figure(part["predicted"]["c"] if part["predicted"] else math.nan),
-        f"{part['outputs']['identical']}/{part['requests']}",
-        f"{weights / MEBI:.0f}",
-        "-" if part["peak_bytes"] is None else f"{part['peak_bytes'] / MEBI:.0f}",
-    ]
+        name, str(times["rounds"]), figure(times["drafted"], 1), *(figure(times[side] * 1e3, 2) for side in sides),
+        figure(part["predicted"] and part["predicted"]["c"]), f"{part['outputs']['identical']}/{part['requests']}",
+        f"{weights / MEBI:.0f}", "-" if part["peak_bytes"] is None else f"{part['peak_bytes'] / MEBI:.0f}",
+    ]  # fmt: skip

@@ -13,7 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from osd_hf.bundled import load_bundled
-from osd_hf.cli.flags import FAILED, INTERRUPTED, Reporting, flag, in_group, stopping
+from osd_hf.cli.flags import FAILED, INTERRUPTED, Reporting, flag, in_groups, stopping
 from osd_hf.cli.settings import Prompts
 from osd_hf.engine.collect import (
     CollectionReport,
@@ -35,12 +35,7 @@ __all__ = ["CollectSettings", "collect_command"]
 
 SERVER, LOG = "from a server", "from a request log"
 
-_server, _answers, _request_log, _store_bounds = (
-    in_group(SERVER),
-    in_group("answers"),
-    in_group(LOG),
-    in_group("store"),
-)
+_server, _answers, _log, _store = in_groups(SERVER, "answers", LOG, "store")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,16 +67,16 @@ class CollectSettings(Prompts, Reporting):
     top_k: int | None = _answers("with a temperature")
     seed: int | None = _answers("of sampling, sent with each request")
     resume: bool = _answers("leave out prompts that the store has already", False)
-    log: Path | None = _request_log(
+    log: Path | None = _log(
         "JSON lines, each a response, {request, response}, or of an OpenAI batch output; lines read before into this "
         "store are left out",
         metavar="FILE",
     )
-    follow: bool = _request_log("wait for more lines, until interrupted", False)
-    poll_seconds: float = _request_log("between two looks at it", 5.0, metavar="S")
-    flush_every: int = _store_bounds("requests in a file, at most", 16, metavar="N")
-    max_bytes: int | None = _store_bounds("most bytes kept; the oldest requests go", metavar="N")
-    max_age_days: float | None = _store_bounds("older requests go", metavar="DAYS")
+    follow: bool = _log("wait for more lines, until interrupted", False)
+    poll_seconds: float = _log("between two looks at it", 5.0, metavar="S")
+    flush_every: int = _store("requests in a file, at most", 16, metavar="N")
+    max_bytes: int | None = _store("most bytes kept; the oldest requests go", metavar="N")
+    max_age_days: float | None = _store("older requests go", metavar="DAYS")
 
     def check(self) -> None:
         """Raises ConfigError for what is too small, and for what does not go together."""

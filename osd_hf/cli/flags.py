@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 from osd_hf.errors import ConfigError
 from osd_hf.utils.report import json_text
 
-__all__ = ["BAD_INPUT", "FAILED", "INTERRUPTED", "Reporting", "Settings", "add_flags", "flag", "in_group", "part",
+__all__ = ["BAD_INPUT", "FAILED", "INTERRUPTED", "Reporting", "Settings", "add_flags", "flag", "in_groups", "part",
            "settings_from", "stopping"]  # fmt: skip
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
@@ -47,9 +47,9 @@ def flag(help: str, default: Any = None, *, group: str = "", rivals: str = "", *
     return field(metadata=metadata) if is_required else field(default=default, metadata=metadata)
 
 
-def in_group(title: str) -> Callable[..., Any]:
-    """[`flag`] for a group of the help."""
-    return functools.partial(flag, group=title)
+def in_groups(*titles: str) -> list[Callable[..., Any]]:
+    """[`flag`] for each of these groups of the help."""
+    return [functools.partial(flag, group=title) for title in titles]
 
 
 def part(*, group: str = "", metavar: str) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from osd_hf.bench.display import AlphaBar, plot_alpha, rolling_window, stats_interval
-from osd_hf.cli.flags import FAILED, Reporting, flag, in_group, stopping
+from osd_hf.cli.flags import FAILED, Reporting, flag, in_groups, stopping
 from osd_hf.cli.settings import Learning, Placement
 from osd_hf.engine.learn import StoreLearner
 from osd_hf.engine.log import StoreFollower
@@ -27,7 +27,7 @@ from osd_hf.utils.report import provenance
 
 __all__ = ["LearnSettings", "learn_command"]
 
-_models, _requests, _publishing = in_group("models"), in_group("requests"), in_group("publishing")
+_models, _requests, _publishing = in_groups("models", "requests", "publishing")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from huggingface_hub import get_token
 from osd_hf.bench.display import plot_domains
 from osd_hf.bench.evaluate import evaluate
 from osd_hf.bundled import load_bundled
-from osd_hf.cli.flags import Reporting, flag, in_group
+from osd_hf.cli.flags import Reporting, flag, in_groups
 from osd_hf.cli.settings import Placement
 from osd_hf.errors import ConfigError
 from osd_hf.hub.cards import EVALUATION, PLOT, EvaluationSet
@@ -27,7 +27,7 @@ __all__ = ["ExportSettings", "PushSettings", "export_command", "push_command"]
 
 EVALUATED = "evaluation, which goes up with it"
 
-_models, _evaluation, _card, _pushing = in_group("models"), in_group(EVALUATED), in_group("card"), in_group("push")
+_models, _evaluation, _card, _pushing = in_groups("models", EVALUATED, "card", "push")
 
 
 @dataclass(frozen=True, kw_only=True)

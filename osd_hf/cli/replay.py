@@ -9,16 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from osd_hf.bench.display import (
-    AlphaBar,
-    comparison_row,
-    figure,
-    plot_alpha,
-    progress,
-    rolling_window,
-    stats_interval,
-    text_table,
-)
+from osd_hf.bench import display
+from osd_hf.bench.display import comparison_row, figure, text_table
 from osd_hf.cli.flags import Reporting, flag
 from osd_hf.cli.settings import Dtype, Learning
 from osd_hf.comparison import Comparison, figures_of
@@ -67,20 +59,18 @@ def replay_command(settings: ReplaySettings) -> int:
         name = Path(source).name if Path(source).is_absolute() else source
         static = [
             stats
-            for first in progress(range(0, len(traces), BATCH), "replaying", "batch")
+            for first in display.progress(range(0, len(traces), BATCH), "replaying", "batch")
             for stats in replay_each(draft, traces[first : first + BATCH], k)
         ]
         compared = Comparison([trace.domain for trace in traces], {"static": static})
         entry: dict[str, Any] = {"draft": name, "static": _by_name(compared, "static")}
-        rows += [
-            [name, part_name, *_static_cells(part.totals["static"], k, cost)]
-            for part_name, part in compared.parts().items()
-        ]
+        for title, part in compared.parts().items():
+            rows.append([name, title, *_static_cells(part.totals["static"], k, cost)])
         if settings.learn:
             learned, compared = _learned(settings, draft, traces, static, number)
             entry |= learned
-            newest = compared.last_fifth().parts().items()
-            learned_rows += [[name, *comparison_row(part_name, part)] for part_name, part in newest]
+            for title, part in compared.last_fifth().parts().items():
+                learned_rows.append([name, *comparison_row(title, part)])
         report["drafts"].append(entry)
     header = ["draft", "requests of", "n", "alpha", "95% interval", f"tokens/forward (k={k})"]
     print(text_table(header + ["expected speed-up"] * (cost is not None), rows, left=2), file=settings.out)
@@ -116,12 +106,12 @@ def _learned(
     settings: ReplaySettings, draft: Any, traces: list[Trace], static: Sequence[AcceptanceStats], number: int
 ) -> tuple[dict[str, Any], Comparison]:
     """Let a draft learn from the requests, and draw how it went."""
-    with AlphaBar(len(traces), "learning") as bar:
+    with display.AlphaBar(len(traces), "learning") as bar:
         run = simulate(draft, traces, settings.config, on_request=lambda i, stats: bar.advance(stats, static[i]))
     domains = [trace.domain for trace in traces]
-    plot_alpha(
-        settings.output_dir / f"alpha-{number}.png", run.stats, static, domains, window=rolling_window(len(traces)),
-        title="Replay in time order: learning, and frozen",
+    display.plot_alpha(
+        settings.output_dir / f"alpha-{number}.png", run.stats, static, domains,
+        window=display.rolling_window(len(traces)), title="Replay in time order: learning, and frozen",
     )  # fmt: skip
     compared = Comparison(domains, {"static": static, "learned": run.stats})
     newest = compared.last_fifth()
@@ -142,4 +132,4 @@ def _static_cells(stats: AcceptanceStats, k: int, cost: float | None) -> list[st
     alpha = 0.0 if math.isnan(stats.alpha) else stats.alpha
     speedup = [] if cost is None else [f"{expected_speedup(alpha, k, cost):.2f}x"]
     efficiency = figure(stats.block_efficiency, 2)
-    return [str(stats.num_requests), figure(stats.alpha), stats_interval(stats), efficiency, *speedup]
+    return [str(stats.num_requests), figure(stats.alpha), display.stats_interval(stats), efficiency, *speedup]

@@ -20,14 +20,14 @@ import torch
 from osd_hf.assistant import OnlineAssistant
 from osd_hf.bench.display import AlphaBar, comparison_row, figure, plot_alpha, rolling_window, text_table
 from osd_hf.bench.timing import pad_setting
-from osd_hf.cli.flags import Reporting, flag, in_group
+from osd_hf.cli.flags import Reporting, flag, in_groups
 from osd_hf.cli.settings import Learning, Placement, Prompts
 from osd_hf.comparison import Comparison
 from osd_hf.errors import ConfigError, LearnerError, StateError
 from osd_hf.learning.session import check_pointer, has_session
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.pair import Pair, first_line, load_config, load_pair, load_tokenizer, prompt_room
-from osd_hf.prompts import EncodedPrompts, Prompt, fingerprint
+from osd_hf.prompts import EncodedPrompts, fingerprint
 from osd_hf.replay import replay
 from osd_hf.trace import Trace
 from osd_hf.utils.disk import open_privately, sync_folder, wait_for_lock, write_whole
@@ -44,7 +44,7 @@ LOCK = ".run.lock"
 UNFINISHED = re.compile(r"\.(settings|journal)-[0-9a-f]{8}\.tmp")  # of a run that was killed while it began
 SAVE_SECONDS = 60.0
 
-_models, _answers, _output = in_group("models"), in_group("answers"), in_group("output")
+_models, _answers, _output = in_groups("models", "answers", "output")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,21 +322,42 @@ def serve(
         served = _resumed(assistant, state, journal) if learn else _from_journal(journal)
         for request in served:
             on_request(request)
-        interval, saved_at = assistant.config.update_interval, clock()
+        config, k, saved_at = assistant.config, assistant.config.num_assistant_tokens, clock()
+        assert isinstance(k, int)
         with open(journal, "a", opener=open_privately) as file:
             for count, (prompt, ids) in enumerate(prompts.prompts[len(served) :], len(served) + 1):
-                torch.manual_seed(assistant.config.seed * 1_000_003 + count - 1)
-                request = _answered(assistant, frozen, prompt, ids, generate_kwargs, learn=learn, keep_text=keep_text)
-                is_due = learn and count % interval == 0
-                if is_due:
-                    request = replace(request, update=_updated(assistant, count))
+                traces: list[Trace] = []
+                version, is_due = assistant.version, learn and count % config.update_interval == 0
+                input_ids = torch.tensor([ids], device=assistant.target.device)
+                torch.manual_seed(config.seed * 1_000_003 + count - 1)
+                started = time.perf_counter()
+                output = assistant.generate(
+                    input_ids, attention_mask=torch.ones_like(input_ids), domain=prompt.domain, learn=learn,
+                    on_trace=traces.append, **generate_kwargs,
+                )  # fmt: skip
+                answer = output[0].tolist()  # waits for the device
+                seconds = time.perf_counter() - started
+                text = None
+                if keep_text:
+                    start = 0 if assistant.target.config.is_encoder_decoder else len(ids)
+                    text = (prompt.text, assistant.tokenizer.decode(answer[start:], skip_special_tokens=True))
+                request = Served(
+                    index=prompt.index,
+                    domain=prompt.domain,
+                    learned=AcceptanceStats.from_trace(traces[0]),
+                    frozen=replay(frozen, traces, k),
+                    seconds=seconds,
+                    draft_version=version,
+                    update=_updated(assistant, count) if is_due else None,
+                    text=text,
+                )
                 served.append(request)
                 file.write(request.to_line() + "\n")
                 file.flush()
                 if save_every is None:
                     is_time = clock() - saved_at >= SAVE_SECONDS
                 else:
-                    is_time = is_due and count // interval % save_every == 0
+                    is_time = is_due and count // config.update_interval % save_every == 0
                 if learn and (is_time or count == len(prompts.prompts)):
                     # Neither the journal nor the store is ever older than the session.
                     os.fsync(file.fileno())
@@ -347,38 +368,6 @@ def serve(
                     saved_at = clock()
                 on_request(request)
         return served
-
-
-def _answered(
-    assistant: OnlineAssistant,
-    frozen: Any,
-    prompt: Prompt,
-    ids: Sequence[int],
-    generate_kwargs: Mapping[str, Any],
-    *,
-    learn: bool,
-    keep_text: bool,
-) -> Served:
-    """Answer one request."""
-    version, traces = assistant.version, list[Trace]()
-    input_ids = torch.tensor([ids], device=assistant.target.device)
-    started = time.perf_counter()
-    output = assistant.generate(
-        input_ids, attention_mask=torch.ones_like(input_ids), domain=prompt.domain, learn=learn,
-        on_trace=traces.append, **generate_kwargs,
-    )  # fmt: skip
-    answer = output[0].tolist()  # waits for the device
-    seconds = time.perf_counter() - started
-    text = None
-    if keep_text:
-        start = 0 if assistant.target.config.is_encoder_decoder else len(ids)
-        text = (prompt.text, assistant.tokenizer.decode(answer[start:], skip_special_tokens=True))
-    k = assistant.config.num_assistant_tokens
-    assert isinstance(k, int)
-    return Served(
-        prompt.index, prompt.domain, AcceptanceStats.from_trace(traces[0]), replay(frozen, traces, k), seconds,
-        version, text=text,
-    )  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -413,7 +402,7 @@ def _updated(assistant: OnlineAssistant, requests: int) -> dict[str, Any]:
 
 def _from_journal(journal: Path) -> list[Served]:
     """The requests of a run that does not learn; a last line that was cut off by a kill goes."""
-    lines, served = _read(journal) if journal.exists() else ([], [])
+    lines, served = _read(journal)
     if len(served) < len(lines):
         write_whole(journal, "".join(lines[: len(served)]).encode())
     return served
@@ -441,7 +430,7 @@ def _resumed(assistant: OnlineAssistant, state: Path, journal: Path) -> list[Ser
 def _read(journal: Path, count: int | None = None) -> tuple[list[str], list[Served]]:
     """The lines of a journal, and the requests of the first ones that are whole; raises StateError."""
     try:
-        lines = journal.read_text().splitlines(keepends=True)
+        lines = journal.read_text().splitlines(keepends=True) if journal.exists() else []
         return lines, [Served.from_line(line) for line in lines[:count] if line.endswith("\n")]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StateError(f"The journal {journal} cannot be read: {first_line(error)}. Start anew.") from error
@@ -455,16 +444,12 @@ def report_on(served: Sequence[Served], *, window: int) -> dict[str, Any]:
     the same draft frozen, also for each `window` of requests; ready for JSON."""
     compared, seconds = _compared(served), sum(s.seconds for s in served)
     updates = [{"after_requests": i, **s.update} for i, s in enumerate(served, 1) if s.update is not None]
-    windows = []
-    for first in range(0, len(served), window):
-        totals = _compared(served[first : first + window]).totals
-        alphas = {name: stats.alpha if stats.examined else None for name, stats in totals.items()}
-        windows.append({"first_request": first + 1, **alphas})
+    windows = {first + 1: _compared(served[first : first + window]) for first in range(0, len(served), window)}
     return {
         "overall": compared.to_dict(),
         "last_fifth": compared.last_fifth().to_dict(),
         "by_domain": [{"domain": domain, **compared.of(domain).to_dict()} for domain in compared.names],
-        "windows": windows,
+        "windows": [{"first_request": first, **part.alphas()} for first, part in windows.items()],
         "updates": updates,
         "draft_version": updates[-1]["version"] if updates else 0,
         "seconds": seconds,

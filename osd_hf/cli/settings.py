@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from osd_hf.bundled import DOMAINS, bundled_prompts
-from osd_hf.cli.flags import Settings, in_group, part
+from osd_hf.cli.flags import Settings, in_groups, part
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError
 from osd_hf.prompts import EncodedPrompts, Prompt, PromptSource, encode_prompts, read_prompts
@@ -20,7 +20,7 @@ BUNDLED_REQUESTS = 200
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
-_models, _learning, _prompts = in_group("models"), in_group("learning"), in_group("prompts")
+_models, _learning, _prompts = in_groups("models", "learning", "prompts")
 
 
 @dataclass(frozen=True, kw_only=True)
