@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -14,17 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from osd_hf.assistant import OnlineAssistant
+from osd_hf.bench import display
 from osd_hf.bench.benchmark import BenchmarkReport, System, benchmark
-from osd_hf.bench.display import (
-    AlphaBar,
-    figure,
-    plot_alpha,
-    plot_domains,
-    progress,
-    ratio_text,
-    rolling_window,
-    text_table,
-)
+from osd_hf.bench.display import figure, ratio_text, text_table
 from osd_hf.bench.timing import cores, faster_threads
 from osd_hf.bundled import DOMAINS, Example, bundled_prompts, check_answer
 from osd_hf.capture.hook import record_traces
@@ -77,33 +68,27 @@ class QuickstartSizes:
 
 
 def quickstart(
-    target: Any,
-    draft: Any,
-    tokenizer: Any,
+    pair: Pair,
+    sizes: QuickstartSizes,
     *,
-    sizes: QuickstartSizes | None = None,
-    seed: int = 0,
-    threads: int | None = None,
-    output_dir: Path = Path("osd_hf_quickstart"),
-    write: Callable[[str], object] = print,
+    seed: int,
+    threads: int | None,
+    output_dir: Path,
+    write: Callable[[str], object],
 ) -> dict[str, Any]:
     """
     Serve a shuffled stream of all domains with one draft that learns, then measure it on later prompts against the
     draft as it was and against a fresh copy trained offline on the same requests.
 
     Args:
-        target (`PreTrainedModel`), draft (`PreTrainedModel`), tokenizer (`PreTrainedTokenizerBase`):
-            A pair such as that of `load_pair`; left as it is.
-        sizes (`QuickstartSizes`, *optional*):
-            How much of everything.
-        seed (`int`, *optional*, defaults to 0):
+        pair (`Pair`), sizes (`QuickstartSizes`):
+            Left as it is; and how much of everything.
+        seed (`int`):
             Seed of the prompts, of their order, and of learning.
         threads (`int`, *optional*):
-            Threads of torch; the faster of one and all cores by default, measured.
-        output_dir (`Path`, *optional*):
-            Gets `report.json`, `alpha.png`, `domains.png`.
-        write (`Callable[[str], object]`, *optional*, defaults to `print`):
-            Takes the lines that are shown.
+            Threads of torch; with `None` the faster of one and all cores, measured.
+        output_dir (`Path`), write (`Callable[[str], object]`):
+            The folder gets `report.json`, `alpha.png` and `domains.png`; `write` takes the lines that are shown.
 
     Returns:
         `dict[str, Any]`: what `report.json` holds.
@@ -111,7 +96,6 @@ def quickstart(
     Raises:
         ConfigError: threads below 1, a negative seed, an output folder that cannot be written.
     """
-    sizes = sizes or QuickstartSizes()
     config = OnlineConfig(num_assistant_tokens=K, seed=seed)
     if threads is not None and threads < 1:
         raise ConfigError(f"`threads` must be at least 1, got {threads}.")
@@ -119,19 +103,19 @@ def quickstart(
     make_folder(output_dir)
     learned_from, later = learned_and_later(sizes, seed)
     stream, asked = (
-        [(example.domain, encode_turn(tokenizer, example.prompt)) for example in examples]
+        [(example.domain, encode_turn(pair.tokenizer, example.prompt)) for example in examples]
         for examples in (learned_from, later)
     )
     threads_before = torch.get_num_threads()
     try:
-        found = _measured(Pair(target, draft, tokenizer), config, sizes, stream, asked, threads, write)
+        found = _measured(pair, config, sizes, stream, asked, threads, write)
     finally:
         torch.set_num_threads(threads_before)
-    answers = [tokenizer.decode(t.completion_ids.tolist(), skip_special_tokens=True) for t in found.later]
+    answers = [pair.tokenizer.decode(t.completion_ids.tolist(), skip_special_tokens=True) for t in found.later]
     right = [check_answer(e, a) for e, a in zip(later, answers, strict=True)]
     outcomes = [answer.outcome for way in WAYS[1:] for answer in found.timed.answers_of(way)]
     report = {
-        "provenance": provenance(seed=seed, device=str(target.device), threads=found.threads),
+        "provenance": provenance(seed=seed, device=str(pair.target.device), threads=found.threads),
         "sizes": asdict(sizes),
         "config": config.to_dict(),
         "by_domain": {name: _domain_report(name, found, right) for name in (*DOMAINS, "all")},
@@ -142,9 +126,9 @@ def quickstart(
         "phase_seconds": found.phase_seconds,
     }
     served = [AcceptanceStats.from_trace(t) for t in found.served]
-    plot_alpha(
+    display.plot_alpha(
         output_dir / "alpha.png", served, found.frozen, [t.domain for t in found.served],
-        window=rolling_window(len(served)),
+        window=display.rolling_window(len(served)),
         title="Acceptance while serving: the draft that learns, and the same draft frozen",
     )  # fmt: skip
     _plot_domains(output_dir / "domains.png", report["by_domain"])
@@ -198,7 +182,7 @@ def _measured(
         torch.set_num_threads(threads or cores())
         ids = [one for _, one in asked]
         recorded = record_traces(pair.target, ids, max_new_tokens=sizes.max_new_tokens, num_logprobs=1)
-        later = list(progress(recorded, "later prompts", "request", len(ids)))
+        later = list(display.progress(recorded, "later prompts", "request", len(ids)))
         frozen, static = (replay_each(pair.draft, traces, K) for traces in (served, later))
         learned = replay_each(assistant.draft, later, K)
         done("replay")
@@ -236,7 +220,7 @@ def serve_stream(
     """Serve requests, each a domain and token ids, greedily and with a progress bar, while the assistant learns from
     them; returns their traces."""
     traces: list[Trace] = []
-    with AlphaBar(len(requests), "serving") as bar:
+    with display.AlphaBar(len(requests), "serving") as bar:
         for domain, prompt_ids in requests:
             ids = torch.tensor([list(prompt_ids)], device=assistant.target.device)
             assistant.generate(
@@ -257,7 +241,7 @@ def _ceiling(
     steps_per_epoch = max(1, round(len(traces) / config.batch_size))
     best, best_epoch, epoch = replay_each(draft, later, K), 0, 0
     started = time.perf_counter()
-    for epoch in progress(range(1, sizes.ceiling_epochs + 1), "offline ceiling", "epoch"):
+    for epoch in display.progress(range(1, sizes.ceiling_epochs + 1), "offline ceiling", "epoch"):
         updater.update(steps_per_epoch)
         is_last = epoch == sizes.ceiling_epochs or time.perf_counter() - started > sizes.ceiling_seconds
         if is_last or epoch % 5 == 0:
@@ -315,7 +299,7 @@ def _plot_domains(path: Path, by_domain: dict[str, Any]) -> None:
         return alpha, (low, high)
 
     bars = {name: {label: bar(part[key]) for key, label in drafts.items()} for name, part in by_domain.items()}
-    plot_domains(path, bars, title="Acceptance on later prompts, never learned from")
+    display.plot_domains(path, bars, title="Acceptance on later prompts, never learned from")
 
 
 def _shown(report: dict[str, Any], sample: Example, answer: str) -> list[str]:
@@ -336,7 +320,7 @@ def _shown(report: dict[str, Any], sample: Example, answer: str) -> list[str]:
     rising = ", where it was still rising" if ceiling["best_epoch"] == ceiling["epochs"] else ""
     tied = f", {outputs['tied']} part at a tie of the target's top two tokens" if outputs["tied"] else ""
     differing = f", {outputs['differing']} DIFFER" if outputs["differing"] else ""
-    prompt, answer = (textwrap.indent(text, "    ", lambda line: True) for text in (sample.prompt, answer))
+    prompt, answer = ("\n".join(f"    {line}" for line in text.splitlines()) for text in (sample.prompt, answer))
     return [
         f"\nLater prompts, never learned from ({sizes['later_requests']} per domain, k = {K}, threshold 0):\n",
         text_table(
@@ -346,8 +330,8 @@ def _shown(report: dict[str, Any], sample: Example, answer: str) -> list[str]:
         f"requests; the best of {ceiling['epochs']} passes was number {ceiling['best_epoch']}{rising},\n"
         "chosen on these later prompts, which favors the ceiling.",
         f"\nTokens per second and times as fast as the target alone ({sizes['timed_requests']} requests per domain in "
-        f"alternation,\nmedian of the ratios; torch threads: {report['provenance']['threads']}). Static: transformers' "
-        f"own assisted generation, k = {K};\nlearned: lean drafting at its own pace.\n",
+        f"alternation,\nmedian of the ratios; torch threads: {report['provenance']['threads']}). Static: "
+        f"transformers' own assisted generation, k = {K};\nlearned: lean drafting at its own pace.\n",
         text_table(["domain", "alone", "static", "learned", "static x", "learned x", "identical"], speeds),
         f"\n{outputs['identical']} of {sum(outputs.values())} assisted outputs are the target's own, "
         f"token by token{tied}{differing}.",

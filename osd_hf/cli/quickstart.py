@@ -31,7 +31,7 @@ def quickstart_command(settings: QuickstartSettings) -> int:
         raise ConfigError("Give both --target and --draft, or none for the bundled pair.")
     pair = load_pair(settings.target, settings.draft, dtype="float32", device="cpu")
     report = quickstart(
-        *pair, sizes=settings.sizes, seed=settings.seed, threads=settings.threads, output_dir=settings.output_dir,
+        pair, settings.sizes, seed=settings.seed, threads=settings.threads, output_dir=settings.output_dir,
         write=lambda line: print(line, file=settings.out, flush=True),
     )  # fmt: skip
     settings.write_json(report)
