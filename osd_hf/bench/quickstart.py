@@ -114,7 +114,7 @@ def quickstart(
     answers = [pair.tokenizer.decode(t.completion_ids.tolist(), skip_special_tokens=True) for t in found.later]
     right = [check_answer(e, a) for e, a in zip(later, answers, strict=True)]
     outcomes = [answer.outcome for way in WAYS[1:] for answer in found.timed.answers_of(way)]
-    report = {
+    report: dict[str, Any] = {
         "provenance": provenance(seed=seed, device=str(pair.target.device), threads=found.threads),
         "sizes": asdict(sizes),
         "config": config.to_dict(),

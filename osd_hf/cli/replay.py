@@ -57,11 +57,9 @@ def replay_command(settings: ReplaySettings) -> int:
     for number, source in enumerate(settings.draft):
         draft = load_model(source, dtype=settings.dtype, device=settings.device)
         name = Path(source).name if Path(source).is_absolute() else source
-        static = [
-            stats
-            for first in display.progress(range(0, len(traces), BATCH), "replaying", "batch")
-            for stats in replay_each(draft, traces[first : first + BATCH], k)
-        ]
+        static: list[AcceptanceStats] = []
+        for first in display.progress(range(0, len(traces), BATCH), "replaying", "batch"):
+            static += replay_each(draft, traces[first : first + BATCH], k)
         compared = Comparison([trace.domain for trace in traces], {"static": static})
         entry: dict[str, Any] = {"draft": name, "static": _by_name(compared, "static")}
         for title, part in compared.parts().items():

@@ -120,11 +120,11 @@ def run_command(settings: RunSettings) -> int:
     check_folder(folder, resume=settings.resume)
     pair = load_pair(device=settings.device) if settings.bundled else None
     if pair is not None:
-        configs, tokenizer = [pair.target.config, pair.draft.config], pair.tokenizer
+        target_config, draft_config, tokenizer = pair.target.config, pair.draft.config, pair.tokenizer
     else:
-        configs = [load_config(str(name)) for name in (settings.target, settings.draft)]
+        target_config, draft_config = (load_config(str(name)) for name in (settings.target, settings.draft))
         tokenizer = load_tokenizer(str(settings.target))
-    room = prompt_room(*configs, settings.max_new_tokens)
+    room = prompt_room(target_config, draft_config, settings.max_new_tokens)
     encoded = settings.encode(prompts, tokenizer, room, settings.max_new_tokens)
     identity = settings.identity(encoded)
     check_folder(folder, identity, resume=settings.resume)
