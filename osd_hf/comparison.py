@@ -10,8 +10,6 @@ from typing import Any
 
 from osd_hf.metrics import AcceptanceStats, alpha_gain_interval
 
-__all__ = ["Comparison", "figures_of"]
-
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
@@ -19,8 +17,7 @@ class Comparison:
     What drafts scored on the same requests.
 
     Args:
-        domains (`Sequence[str | None]`):
-            Label of each request, in order.
+        domains (`Sequence[str | None]`): Label of each request, in order.
         sides (`Mapping[str, Sequence[AcceptanceStats]]`):
             Name of a draft -> its stats of each request. The first draft is the one before, the second the one after.
     """
@@ -66,6 +63,15 @@ class Comparison:
         """The 95% interval of the gain, paired by requests; `(nan, nan)` where it is undefined."""
         before, after, *_ = self.totals.values()
         return alpha_gain_interval(before, after)
+
+    def bars(self, labels: Mapping[str, str]) -> dict[str, dict[str, tuple[float, tuple[float, float]]]]:
+        """Alpha and its interval by the name of the part and the label of the draft, as plots take them."""
+        return {
+            name: {
+                label: (part.totals[side].alpha, part.totals[side].alpha_interval) for side, label in labels.items()
+            }
+            for name, part in self.parts().items()
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """`requests`, the figures of each draft, `gain` and `gain_interval`, with `None` for what is undefined; ready

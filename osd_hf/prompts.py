@@ -16,9 +16,6 @@ from pyarrow import parquet
 from osd_hf.errors import ConfigError, DataError
 from osd_hf.pair import first_line
 
-__all__ = ["EncodedPrompts", "Prompt", "PromptSource", "encode_prompts", "encode_turn", "fingerprint", "open_rows",
-           "read_prompts"]  # fmt: skip
-
 BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 
@@ -203,8 +200,7 @@ def encode_prompts(
     Encode prompts until there are enough of them; those without text or too long are left out and counted.
 
     Args:
-        prompts (`Iterable[Prompt]`):
-            Read only as far as needed.
+        prompts (`Iterable[Prompt]`): Read only as far as needed.
         tokenizer (`PreTrainedTokenizerBase`), chat_template (`bool`, *optional*, defaults to `True`):
             As for [`encode_turn`].
         limit (`int`, *optional*), max_prompt_tokens (`int`, *optional*):

@@ -30,8 +30,6 @@ from osd_hf.metrics import AcceptanceStats, expected_speedup
 from osd_hf.pair import unwrap
 from osd_hf.trace import DraftRound, num_accepted
 
-__all__ = ["BenchmarkReport", "RoundTimes", "System", "TimedAnswer", "benchmark"]
-
 KINDS = ("alone", "prompt_lookup", "stock", "lean")
 ALL = "all"
 
@@ -45,17 +43,14 @@ class System:
     One way to answer.
 
     Args:
-        name (`str`):
-            What tables call it; no two systems share a name.
+        name (`str`): What tables call it; no two systems share a name.
         kind (`str`):
             `"alone"`: the target's `generate`; `"prompt_lookup"` and `"stock"`: transformers' own assisted generation,
             without a draft model and with one; `"lean"`: [`OnlineAssistant`], which does not learn meanwhile.
-        draft (`PreTrainedModel`, *optional*):
-            The draft of `"stock"` and `"lean"`; left as it is.
+        draft (`PreTrainedModel`, *optional*): The draft of `"stock"` and `"lean"`; left as it is.
         num_assistant_tokens (`int` or `"auto"`, *optional*, defaults to 5), compile_draft (`bool`, *optional*):
             k, at threshold 0 and a constant schedule; only `"lean"` takes `"auto"`, and a draft to compile.
-        acceptance (`ControlledAcceptance`, *optional*):
-            What is put in place of the draft's own proposals.
+        acceptance (`ControlledAcceptance`, *optional*): What is put in place of the draft's own proposals.
 
     Raises:
         ConfigError: an unknown kind, a draft that is missing or of no use, a number of tokens below 1.
@@ -148,14 +143,11 @@ class BenchmarkReport:
     What was measured. `dataset=None` pools all data sets.
 
     Args:
-        systems (`tuple[System, ...]`):
-            One of them is the target alone.
+        systems (`tuple[System, ...]`): One of them is the target alone.
         answers (`Mapping[str, Mapping[str, Sequence[TimedAnswer]]]`):
             Data set -> system -> answers, in the order of the prompts.
-        rounds (`Mapping[str, Mapping[str, RoundTimes]]`):
-            The same for the watched answers.
-        facts (`Mapping[str, Any]`):
-            Device, dtype, memory of weights.
+        rounds (`Mapping[str, Mapping[str, RoundTimes]]`): The same for the watched answers.
+        facts (`Mapping[str, Any]`): Device, dtype, memory of weights.
     """
 
     systems: tuple[System, ...]
@@ -295,16 +287,12 @@ def benchmark(
     Args:
         target (`PreTrainedModel`), tokenizer (`PreTrainedTokenizerBase`, *optional*):
             A decoder-only model; the tokenizer is found by the models' names if it is not given.
-        systems (`Sequence[System]`):
-            Exactly one of them has the kind `"alone"`.
-        prompts (`Mapping[str, Sequence[Sequence[int]]]`):
-            Data set -> token ids of each prompt.
-        max_new_tokens (`int`):
-            Bound of an answer.
+        systems (`Sequence[System]`): Exactly one of them has the kind `"alone"`.
+        prompts (`Mapping[str, Sequence[Sequence[int]]]`): Data set -> token ids of each prompt.
+        max_new_tokens (`int`): Bound of an answer.
         watched_requests (`int`, *optional*, defaults to 3):
             How many requests are watched, the first ones of each data set.
-        show_progress (`bool`, *optional*, defaults to `False`):
-            Whether to show bars on the standard error.
+        show_progress (`bool`, *optional*, defaults to `False`): Whether to show bars on the standard error.
 
     Raises:
         ConfigError: systems that share a name, no or several of kind `"alone"`, a data set without prompts or named

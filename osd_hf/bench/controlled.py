@@ -15,8 +15,6 @@ from osd_hf.drafting.generator import LeanDrafting
 from osd_hf.errors import ConfigError
 from osd_hf.pair import first_line
 
-__all__ = ["LABEL", "SHAPES", "ControlledAcceptance", "controlled_acceptance", "feeds_through", "random_pair"]
-
 LABEL = "controlled acceptance, random weights: times mean something, text does not"
 
 Feed = Callable[[torch.Tensor], torch.Tensor]

@@ -18,9 +18,6 @@ from osd_hf.metrics import AcceptanceStats
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["AlphaBar", "comparison_row", "figure", "plot_alpha", "plot_domains", "plot_speedups", "progress",
-           "ratio_text", "rolling_alpha", "rolling_window", "stats_interval", "text_table"]  # fmt: skip
-
 T = TypeVar("T")
 Estimate = tuple[float, tuple[float, float]]  # a value and its interval
 
@@ -111,9 +108,6 @@ def _pooled(stats: deque[AcceptanceStats]) -> str:
     # Counts only: adding up the stats themselves would copy every request's at each step.
     examined = sum(s.examined for s in stats)
     return figure(sum(s.accepted for s in stats) / examined if examined else None)
-
-
-# --- plots ----------------------------------------------------------------------------------------------------------
 
 
 def rolling_alpha(stats: Sequence[AcceptanceStats], window: int) -> Any:

@@ -14,8 +14,6 @@ from osd_hf.prompts import encode_prompts
 from osd_hf.replay import replay_each
 from osd_hf.utils.report import provenance
 
-__all__ = ["evaluate"]
-
 TUNED = range(1, 9)  # numbers of drafted tokens that are tried, where none is given
 
 
@@ -36,8 +34,7 @@ def evaluate(
     Args:
         target (`PreTrainedModel`), before (`PreTrainedModel`), after (`PreTrainedModel`):
             Models with one vocabulary; left as they are.
-        tokenizer (`PreTrainedTokenizerBase`), dataset (`EvaluationSet`):
-            The tokenizer of all three, and the prompts.
+        tokenizer (`PreTrainedTokenizerBase`), dataset (`EvaluationSet`): The tokenizer of all three, and the prompts.
         num_assistant_tokens (`int`, *optional*):
             k. By default, where requests are timed, the one with the most tokens per second by replay and measured
             costs; otherwise 5.

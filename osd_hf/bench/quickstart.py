@@ -30,8 +30,6 @@ from osd_hf.replay import replay_each
 from osd_hf.trace import Trace
 from osd_hf.utils.report import json_text, make_folder, provenance
 
-__all__ = ["QuickstartSizes", "learned_and_later", "quickstart", "serve_stream"]
-
 K = 5
 WAYS = ("target alone", "static draft", "learned draft")
 
@@ -81,12 +79,9 @@ def quickstart(
     draft as it was and against a fresh copy trained offline on the same requests.
 
     Args:
-        pair (`Pair`), sizes (`QuickstartSizes`):
-            Left as it is; and how much of everything.
-        seed (`int`):
-            Seed of the prompts, of their order, and of learning.
-        threads (`int`, *optional*):
-            Threads of torch; with `None` the faster of one and all cores, measured.
+        pair (`Pair`), sizes (`QuickstartSizes`): Left as it is; and how much of everything.
+        seed (`int`): Seed of the prompts, of their order, and of learning.
+        threads (`int`, *optional*): Threads of torch; with `None` the faster of one and all cores, measured.
         output_dir (`Path`), write (`Callable[[str], object]`):
             The folder gets `report.json`, `alpha.png` and `domains.png`; `write` takes the lines that are shown.
 
@@ -112,13 +107,13 @@ def quickstart(
     finally:
         torch.set_num_threads(threads_before)
     answers = [pair.tokenizer.decode(t.completion_ids.tolist(), skip_special_tokens=True) for t in found.later]
-    right = [check_answer(e, a) for e, a in zip(later, answers, strict=True)]
+    right = [(e.domain, check_answer(e, a)) for e, a in zip(later, answers, strict=True)]
     outcomes = [answer.outcome for way in WAYS[1:] for answer in found.timed.answers_of(way)]
     report: dict[str, Any] = {
         "provenance": provenance(seed=seed, device=str(pair.target.device), threads=found.threads),
         "sizes": asdict(sizes),
         "config": config.to_dict(),
-        "by_domain": {name: _domain_report(name, found, right) for name in (*DOMAINS, "all")},
+        "by_domain": {n: _domain_report(n, part, right, found.timed) for n, part in found.compared.parts().items()},
         "outputs": {name: outcomes.count(name) for name in ("identical", "tied", "differing")},
         "ceiling": found.ceiling,
         "updates": found.version,
@@ -131,17 +126,16 @@ def quickstart(
         window=display.rolling_window(len(served)),
         title="Acceptance while serving: the draft that learns, and the same draft frozen",
     )  # fmt: skip
-    _plot_domains(output_dir / "domains.png", report["by_domain"])
-    sample = next((i for i, ok in enumerate(right) if ok), 0)
+    labels = {"static": "static", "learned": "learned while serving", "ceiling": "trained offline, many epochs"}
+    title = "Acceptance on later prompts, never learned from"
+    display.plot_domains(output_dir / "domains.png", found.compared.bars(labels), title=title)
+    sample = next((i for i, (_, ok) in enumerate(right) if ok), 0)
     for line in _shown(report, later[sample], answers[sample]):
         write(line)
     report["total_seconds"] = round(time.perf_counter() - started, 2)
     (output_dir / "report.json").write_text(json_text(report, indent=1) + "\n")
     write(f"\n{report['total_seconds']:.0f} s in all. Wrote report.json, alpha.png and domains.png to {output_dir}.")
     return report
-
-
-# --- phases ---------------------------------------------------------------------------------------------------------
 
 
 class _Measured(NamedTuple):
@@ -267,16 +261,13 @@ def _timed(
     )  # fmt: skip
 
 
-# --- figures --------------------------------------------------------------------------------------------------------
-
-
-def _domain_report(name: str, found: _Measured, right: Sequence[bool]) -> dict[str, Any]:
-    """The figures of a domain, or of `"all"`."""
-    domain = None if name == "all" else name
-    part = found.compared if domain is None else found.compared.of(domain)
-    answered = [ok for ok, label in zip(right, found.compared.domains, strict=True) if domain in (None, label)]
+def _domain_report(
+    name: str, part: Comparison, right: Sequence[tuple[str, bool]], timed: BenchmarkReport
+) -> dict[str, Any]:
+    """The figures of a domain, or of all."""
+    answered = [is_right for domain, is_right in right if name in (domain, "all")]
     gap = part.totals["ceiling"].alpha - part.totals["static"].alpha
-    ways = {way: found.timed.figures(way, domain) for way in WAYS}
+    ways = {way: timed.figures(way, None if name == "all" else name) for way in WAYS}
     outputs = [ways[way]["outputs"] for way in WAYS[1:]]
     return {
         **{side: figures_of(stats) for side, stats in part.totals.items()},
@@ -288,18 +279,6 @@ def _domain_report(name: str, found: _Measured, right: Sequence[bool]) -> dict[s
         "answers": len(answered),
         "answers_right": sum(answered),
     }
-
-
-def _plot_domains(path: Path, by_domain: dict[str, Any]) -> None:
-    drafts = {"static": "static", "learned": "learned while serving", "ceiling": "trained offline, many epochs"}
-
-    def bar(part: dict[str, Any]) -> tuple[float, tuple[float, float]]:
-        alpha = part["alpha"] or 0.0
-        low, high = part["alpha_interval"] or (alpha, alpha)
-        return alpha, (low, high)
-
-    bars = {name: {label: bar(part[key]) for key, label in drafts.items()} for name, part in by_domain.items()}
-    display.plot_domains(path, bars, title="Acceptance on later prompts, never learned from")
 
 
 def _shown(report: dict[str, Any], sample: Example, answer: str) -> list[str]:

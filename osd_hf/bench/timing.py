@@ -14,8 +14,6 @@ import torch
 
 from osd_hf.pair import eos_ids
 
-__all__ = ["answer_greedily", "compare_outputs", "cores", "faster_threads", "in_turns", "median_ratio", "pad_setting"]
-
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")
 

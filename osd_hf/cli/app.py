@@ -11,8 +11,6 @@ from osd_hf.cli.flags import in_groups
 from osd_hf.cli.settings import Placement
 from osd_hf.errors import ConfigError
 
-__all__ = ["AppSettings", "app_command"]
-
 _models, _server, _keeping = in_groups("models", "server", "keeping")
 
 

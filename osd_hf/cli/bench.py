@@ -26,8 +26,6 @@ from osd_hf.pair import load_pair, prompt_room
 from osd_hf.prompts import PromptSource, encode_prompts, encode_turn, read_prompts
 from osd_hf.utils.report import json_text, make_folder, provenance
 
-__all__ = ["BenchSettings", "bench_command"]
-
 Stream = list[tuple[str, list[int]]]  # the data set and token ids of each request that is learned from
 Prompts = dict[str, list[list[int]]]  # data set -> token ids of each prompt
 
@@ -158,9 +156,6 @@ def _systems(
     return systems
 
 
-# --- with prompts ---------------------------------------------------------------------------------------------------
-
-
 def _served(settings: BenchSettings) -> tuple[BenchmarkReport, int, dict[str, Any]]:
     target, draft, tokenizer = load_pair(settings.target, settings.draft, dtype=settings.dtype, device=settings.device)
     if settings.prompts is None:
@@ -220,9 +215,6 @@ def _read_prompts(
     return stream, prompts
 
 
-# --- with controlled acceptance -------------------------------------------------------------------------------------
-
-
 def _controlled(settings: BenchSettings) -> tuple[BenchmarkReport, int, dict[str, Any]]:
     alphas = _numbers(str(settings.controlled), float, "--controlled")
     if not all(0 <= alpha <= 1 for alpha in alphas):
@@ -248,9 +240,6 @@ def _controlled(settings: BenchSettings) -> tuple[BenchmarkReport, int, dict[str
     )  # fmt: skip
     facts = {"target_shape": shapes[0], "draft_shape": shapes[1], "prompt_tokens": length}
     return report, threads, {**facts, "thread_seconds": thread_seconds}
-
-
-# --- what is shown --------------------------------------------------------------------------------------------------
 
 
 def _bars(data: dict[str, Any], datasets: Sequence[str], alone: str) -> dict[str, dict[str, Any]]:

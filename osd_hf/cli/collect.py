@@ -31,8 +31,6 @@ from osd_hf.prompts import EncodedPrompts
 from osd_hf.store.store import CorrectionStore
 from osd_hf.utils.report import provenance
 
-__all__ = ["CollectSettings", "collect_command"]
-
 SERVER, LOG = "from a server", "from a request log"
 
 _server, _answers, _log, _store = in_groups(SERVER, "answers", LOG, "store")

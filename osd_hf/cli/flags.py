@@ -19,9 +19,6 @@ from typing import Any, Literal, TypeVar
 from osd_hf.errors import ConfigError
 from osd_hf.utils.report import json_text
 
-__all__ = ["BAD_INPUT", "FAILED", "INTERRUPTED", "Reporting", "Settings", "add_flags", "flag", "in_groups", "part",
-           "settings_from", "stopping"]  # fmt: skip
-
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 Kind = TypeVar("Kind")
@@ -30,21 +27,21 @@ Kind = TypeVar("Kind")
 # --- flags from settings --------------------------------------------------------------------------------------------
 
 
-def flag(help: str, default: Any = None, *, group: str = "", rivals: str = "", **how: Any) -> Any:
+def flag(
+    help: str, default: Any = None, *, group: str = "", rivals: str = "", positional: bool = False, **how: Any
+) -> Any:
     """
     A field of a command's settings, from whose name and type [`add_flags`] makes the flag.
 
     Args:
         help (`str`), default (`Any`, *optional*), group (`str`, *optional*):
             What the help says, the value where the flag is not given, and the title that it stands under.
-        rivals (`str`, *optional*):
-            Flags with the same `rivals` exclude each other.
-        how (`Any`):
-            More arguments of `ArgumentParser.add_argument`; `nargs=None` for an argument without a name.
+        rivals (`str`, *optional*): Flags with the same `rivals` exclude each other.
+        positional (`bool`, *optional*, defaults to `False`): Whether it is an argument without a name.
+        how (`Any`): More arguments of `ArgumentParser.add_argument`, such as `metavar` and `required`.
     """
-    metadata = {"help": help, "group": group, "rivals": rivals, "how": how}
-    is_required = "nargs" in how or how.get("required")
-    return field(metadata=metadata) if is_required else field(default=default, metadata=metadata)
+    metadata = {"help": help, "group": group, "rivals": rivals, "positional": positional, "how": how}
+    return field(metadata=metadata) if positional or how.get("required") else field(default=default, metadata=metadata)
 
 
 def in_groups(*titles: str) -> list[Callable[..., Any]]:
@@ -126,11 +123,8 @@ def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
             rivals[outer.metadata["rivals"]] = group.add_mutually_exclusive_group()
         group = rivals[outer.metadata["rivals"]] or group
         for f, its_hint in _fields(hint) if is_dataclass(hint) else [(outer, hint)]:
-            how = {"dest": f.name, **_of_flag(f, its_hint)} if f is outer else _of_setting(f, its_hint, outer)
-            if "nargs" in how:
-                group.add_argument(how.pop("dest"), **how)
-            else:
-                group.add_argument("--" + f.name.replace("_", "-"), **how)
+            how = _of_flag(f, its_hint) if f is outer else _of_setting(f, its_hint, outer)
+            group.add_argument(f.name if f.metadata.get("positional") else "--" + f.name.replace("_", "-"), **how)
 
 
 def _fields(kind: Any) -> list[tuple[Field[Any], Any]]:

@@ -25,8 +25,6 @@ from osd_hf.metrics import AcceptanceStats
 from osd_hf.pair import load_config, load_model, load_pair, load_tokenizer, of_one_size
 from osd_hf.utils.report import provenance
 
-__all__ = ["LearnSettings", "learn_command"]
-
 _models, _requests, _publishing = in_groups("models", "requests", "publishing")
 
 
@@ -161,8 +159,7 @@ def _last_fifth(stats: Sequence[AcceptanceStats]) -> AcceptanceStats:
 
 def _plot(learner: StoreLearner, folder: Path) -> None:
     sides = _sides(learner)
-    count = len(sides["learned"])
-    if count:
+    if count := len(sides["learned"]):
         with contextlib.suppress(OSError):  # a picture is not worth ending for
             plot_alpha(
                 folder / "alpha.png", sides["learned"], sides["frozen"], [None] * count, window=rolling_window(count),

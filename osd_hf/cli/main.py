@@ -14,8 +14,6 @@ import huggingface_hub
 from osd_hf.cli.flags import BAD_INPUT, FAILED, INTERRUPTED, Reporting, add_flags, settings_from
 from osd_hf.errors import CaptureError, HubError, LearnerError, OSDError, ServerError, without_credentials
 
-__all__ = ["main"]
-
 # What each command does. The module of that name in this folder has its settings and `NAME_command`.
 COMMANDS = {
     "quickstart": "serve and learn on the bundled pair, before and after",
@@ -37,8 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Run a command.
 
     Args:
-        argv (`Sequence[str]`, *optional*):
-            Arguments; those of the process by default.
+        argv (`Sequence[str]`, *optional*): Arguments; those of the process by default.
 
     Returns:
         `int`: the exit code, see `osd-hf --help`. Bad usage exits by itself, as `argparse` does.

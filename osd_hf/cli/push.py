@@ -23,8 +23,6 @@ from osd_hf.pair import load_model, load_pair, load_tokenizer
 from osd_hf.prompts import PromptSource, read_prompts
 from osd_hf.utils.report import provenance
 
-__all__ = ["ExportSettings", "PushSettings", "export_command", "push_command"]
-
 EVALUATED = "evaluation, which goes up with it"
 
 _models, _evaluation, _card, _pushing = in_groups("models", EVALUATED, "card", "push")

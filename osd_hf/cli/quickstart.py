@@ -10,8 +10,6 @@ from osd_hf.cli.flags import FAILED, Reporting, flag, part
 from osd_hf.errors import ConfigError
 from osd_hf.pair import load_pair
 
-__all__ = ["QuickstartSettings", "quickstart_command"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class QuickstartSettings(Reporting):

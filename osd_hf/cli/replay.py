@@ -23,8 +23,6 @@ from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace
 from osd_hf.utils.report import make_folder, provenance
 
-__all__ = ["ReplaySettings", "replay_command"]
-
 BATCH = 64  # requests between two steps of the progress bar
 
 

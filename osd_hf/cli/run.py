@@ -33,8 +33,6 @@ from osd_hf.trace import Trace
 from osd_hf.utils.disk import open_privately, sync_folder, wait_for_lock, write_whole
 from osd_hf.utils.report import json_text, make_folder, provenance
 
-__all__ = ["RunSettings", "Served", "check_folder", "open_folder", "report_on", "run_command", "serve"]
-
 logger = logging.getLogger(__name__)
 
 SETTINGS = "settings.json"
@@ -295,14 +293,11 @@ def serve(
         assistant (`OnlineAssistant`):
             New, with a fixed k and the strategy `"manual"`: updates are called for here, after every
             `update_interval` requests, so that the session is saved between two requests.
-        frozen (`PreTrainedModel`):
-            The draft as it was before learning.
+        frozen (`PreTrainedModel`): The draft as it was before learning.
         prompts (`EncodedPrompts`), generate_kwargs (`Mapping[str, Any]`):
             The requests in order of arrival, and the arguments of `generate` for each.
-        folder (`Path`):
-            Gets `journal.jsonl`, with prompts and answers where `keep_text` is set, and `state/`.
-        learn (`bool`, *optional*, defaults to `True`):
-            With `False` nothing is kept or learned from.
+        folder (`Path`): Gets `journal.jsonl`, with prompts and answers where `keep_text` is set, and `state/`.
+        learn (`bool`, *optional*, defaults to `True`): With `False` nothing is kept or learned from.
         save_every (`int`, *optional*), clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`):
             The session is saved with every so many updates, and at the end; by default after the first request that
             ends a minute or more after the last save, as a session holds three copies of the draft and every trace.
@@ -318,8 +313,8 @@ def serve(
         LearnerError: learning failed; the session saved last stands.
     """
     with _alone(folder):
-        state, journal = folder / STATE, folder / JOURNAL
-        served = _resumed(assistant, state, journal) if learn else _from_journal(journal)
+        journal = folder / JOURNAL
+        served = _resumed(assistant, folder / STATE, journal) if learn else _from_journal(journal)
         for request in served:
             on_request(request)
         config, k, saved_at = assistant.config, assistant.config.num_assistant_tokens, clock()
@@ -359,12 +354,7 @@ def serve(
                 else:
                     is_time = is_due and count // config.update_interval % save_every == 0
                 if learn and (is_time or count == len(prompts.prompts)):
-                    # Neither the journal nor the store is ever older than the session.
-                    os.fsync(file.fileno())
-                    sync_folder(folder)
-                    if assistant.store is not None:
-                        assistant.store.flush()
-                    assistant.save_state(state)
+                    _save(assistant, file, folder)
                     saved_at = clock()
                 on_request(request)
         return served
@@ -386,6 +376,15 @@ def _alone(folder: Path) -> Iterator[None]:
     finally:
         if lock is not None:
             lock.close()
+
+
+def _save(assistant: OnlineAssistant, journal: Any, folder: Path) -> None:
+    """Save the session; neither the journal nor the store is ever older than it."""
+    os.fsync(journal.fileno())
+    sync_folder(folder)
+    if assistant.store is not None:
+        assistant.store.flush()
+    assistant.save_state(folder / STATE)
 
 
 def _updated(assistant: OnlineAssistant, requests: int) -> dict[str, Any]:

@@ -14,8 +14,6 @@ from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError
 from osd_hf.prompts import EncodedPrompts, Prompt, PromptSource, encode_prompts, read_prompts
 
-__all__ = ["Dtype", "Learning", "Placement", "Prompts"]
-
 BUNDLED_REQUESTS = 200
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
