@@ -189,13 +189,9 @@ def encode_turn(tokenizer: Any, text: str, *, chat_template: bool = True) -> lis
 
 
 def encode_prompts(
-    prompts: Iterable[Prompt],
-    tokenizer: Any,
-    *,
-    limit: int | None = None,
-    max_prompt_tokens: int | None = None,
+    prompts: Iterable[Prompt], tokenizer: Any, *, limit: int | None = None, max_prompt_tokens: int | None = None,
     chat_template: bool = True,
-) -> EncodedPrompts:
+) -> EncodedPrompts:  # fmt: skip
     """
     Encode prompts until there are enough of them; those without text or too long are left out and counted.
 

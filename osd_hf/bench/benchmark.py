@@ -268,15 +268,9 @@ class BenchmarkReport:
 
 
 def benchmark(
-    target: Any,
-    systems: Sequence[System],
-    prompts: Mapping[str, Sequence[Sequence[int]]],
-    *,
-    max_new_tokens: int,
-    watched_requests: int = 3,
-    tokenizer: Any = None,
-    show_progress: bool = False,
-) -> BenchmarkReport:
+    target: Any, systems: Sequence[System], prompts: Mapping[str, Sequence[Sequence[int]]], *, max_new_tokens: int,
+    watched_requests: int = 3, tokenizer: Any = None, show_progress: bool = False,
+) -> BenchmarkReport:  # fmt: skip
     """
     Let systems answer the same requests greedily, request by request in turns.
 

@@ -126,14 +126,9 @@ def rolling_window(requests: int) -> int:
 
 
 def plot_alpha(
-    path: Path,
-    learning: Sequence[AcceptanceStats],
-    frozen: Sequence[AcceptanceStats],
-    domains: Sequence[str | None],
-    *,
-    window: int,
-    title: str,
-) -> None:
+    path: Path, learning: Sequence[AcceptanceStats], frozen: Sequence[AcceptanceStats], domains: Sequence[str | None],
+    *, window: int, title: str,
+) -> None:  # fmt: skip
     """Draw alpha over the requests as a PNG file, from the stats of the draft that learned, those of the same draft
     frozen and the labels, in order; a point pools `window` requests. Domains that were served one after the other are
     shaded; a few mixed ones get a panel each, many are drawn as one."""
@@ -243,12 +238,9 @@ def _figure(rows: int, columns: int, width: float, height: float) -> tuple[Any, 
 
 
 def _draw(
-    axes: Axes,
-    requests: Sequence[int],
-    learning: Sequence[AcceptanceStats],
-    frozen: Sequence[AcceptanceStats],
+    axes: Axes, requests: Sequence[int], learning: Sequence[AcceptanceStats], frozen: Sequence[AcceptanceStats],
     window: int,
-) -> None:
+) -> None:  # fmt: skip
     # The first points pool fewer requests than the window and jump about.
     first = min(max(window // 2, 1), len(requests)) - 1
     axes.plot(requests[first:], rolling_alpha(learning, window)[first:], color=LEARNING, lw=2, label="learning")

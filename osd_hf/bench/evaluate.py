@@ -18,16 +18,9 @@ TUNED = range(1, 9)  # numbers of drafted tokens that are tried, where none is g
 
 
 def evaluate(
-    target: Any,
-    before: Any,
-    after: Any,
-    tokenizer: Any,
-    dataset: EvaluationSet,
-    *,
-    num_assistant_tokens: int | None = None,
-    timed_requests: int = 0,
-    show_progress: bool = False,
-) -> Evaluation:
+    target: Any, before: Any, after: Any, tokenizer: Any, dataset: EvaluationSet, *,
+    num_assistant_tokens: int | None = None, timed_requests: int = 0, show_progress: bool = False,
+) -> Evaluation:  # fmt: skip
     """
     Measure a draft as it was and as it is on the target's greedy answers.
 

@@ -66,14 +66,9 @@ class QuickstartSizes:
 
 
 def quickstart(
-    pair: Pair,
-    sizes: QuickstartSizes,
-    *,
-    seed: int,
-    threads: int | None,
-    output_dir: Path,
+    pair: Pair, sizes: QuickstartSizes, *, seed: int, threads: int | None, output_dir: Path,
     write: Callable[[str], object],
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """
     Serve a shuffled stream of all domains with one draft that learns, then measure it on later prompts against the
     draft as it was and against a fresh copy trained offline on the same requests.
@@ -152,14 +147,9 @@ class _Measured(NamedTuple):
 
 
 def _measured(
-    pair: Pair,
-    config: OnlineConfig,
-    sizes: QuickstartSizes,
-    stream: Sequence[tuple[str, list[int]]],
-    asked: Sequence[tuple[str, list[int]]],
-    threads: int | None,
-    write: Callable[[str], object],
-) -> _Measured:
+    pair: Pair, config: OnlineConfig, sizes: QuickstartSizes, stream: Sequence[tuple[str, list[int]]],
+    asked: Sequence[tuple[str, list[int]]], threads: int | None, write: Callable[[str], object],
+) -> _Measured:  # fmt: skip
     """Serve and learn, replay the later prompts, train the ceiling, and time three ways to answer."""
     seconds, started = dict[str, float](), time.perf_counter()
 

@@ -21,22 +21,16 @@ class AppSettings(Placement):
     target: str | None = _models("instead of the bundled target", metavar="ID|PATH")
     draft: str | None = _models("instead of the bundled draft", metavar="ID|PATH")
     threads: int | None = _models("of torch; by default 1 for the bundled pair, all cores for others", metavar="N")
-    host: str | None = _server(
-        "this machine alone by default (or GRADIO_SERVER_NAME); any other address, such as 0.0.0.0, lets others in "
-        "and implies --public, unless --login is given"
-    )
+    host: str | None = _server("this machine alone by default (or GRADIO_SERVER_NAME); any other address, such as "
+                               "0.0.0.0, lets others in and implies --public, unless --login is given")  # fmt: skip
     port: int | None = _server("the first free one from 7860 by default")
     share: bool = _server("also through a public address of Gradio's; implies --public", False)
-    public: bool = _server(
-        "strangers come: nobody loads models, saves, pushes or resets what is shared (always so in a Space, with "
-        "GRADIO_ROOT_PATH, and at any address but this machine's own)",
-        False,
-    )
-    login: bool = _server(
-        "all controls, wherever the page is reached, for whoever logs in as `owner`, with the password of "
-        "OSD_HF_APP_PASSWORD or one that is printed; not for strangers",
-        False,
-    )
+    public: bool = _server("strangers come: nobody loads models, saves, pushes or resets what is shared (always so in "
+                           "a Space, with GRADIO_ROOT_PATH, and at any address but this machine's own)",
+                           False)  # fmt: skip
+    login: bool = _server("all controls, wherever the page is reached, for whoever logs in as `owner`, with the "
+                          "password of OSD_HF_APP_PASSWORD or one that is printed; not for strangers",
+                          False)  # fmt: skip
     output_dir: Path = _keeping("where the page saves", Path("osd_hf_app"))
     state: str | None = _keeping("go on with a session that the page saved (its folder session)", metavar="DIR")
 

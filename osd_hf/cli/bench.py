@@ -43,19 +43,16 @@ class BenchSettings(Placement, Reporting):
     draft: str | None = _models("instead of the bundled draft", metavar="ID|PATH")
     k: str = _models("tokens drafted per round", "5", metavar="N[,N...]")
     compile: bool = _models("also time lean drafting with the draft compiled", False)
-    prompts: list[str] | None = _prompts(
-        "instead of the bundled domains: Hub data set id, or a json, jsonl or parquet file (repeat for several)",
-        metavar="ID|FILE",
-    )
+    prompts: list[str] | None = _prompts("instead of the bundled domains: Hub data set id, or a json, jsonl or "
+                                         "parquet file (repeat for several)", metavar="ID|FILE")  # fmt: skip
     column: str = _prompts("column of the prompt", "prompt")
     prompt_template: str | None = _prompts("instead of a column: a format string", metavar="FORMAT")
     split: str = _prompts("of a Hub data set", "train")
     no_chat_template: bool = _prompts("plain text, also where the tokenizer has a chat template", False)
     requests: int = _sizes("timed, per data set", 16, metavar="N")
     watched_requests: int = _sizes("per data set, answered once more to time what a round consists of", 3, metavar="N")
-    learn_requests: int = _sizes(
-        "per data set, served before to make the learned draft; 0 leaves it out", 50, metavar="N"
-    )
+    learn_requests: int = _sizes("per data set, served before to make the learned draft; 0 leaves it out",
+                                 50, metavar="N")  # fmt: skip
     max_new_tokens: int = _sizes("bound of an answer", 96, metavar="N")
     seed: int = flag("of prompts, learning and random weights", 0)
     threads: int | None = flag("of torch, at least 1; measured by default", metavar="N")

@@ -41,19 +41,14 @@ class CollectSettings(Prompts, Reporting):
     """The flags of `osd-hf collect`."""
 
     store: Path = flag("where the requests are kept", required=True, metavar="DIR")
-    target: str | None = flag(
-        "model that the server serves, for its tokenizer and vocabulary (no weights are loaded); the bundled one by "
-        "default",
-        metavar="ID|PATH",
-    )
+    target: str | None = flag("model that the server serves, for its tokenizer and vocabulary (no weights are "
+                              "loaded); the bundled one by default", metavar="ID|PATH")  # fmt: skip
     num_logprobs: int = flag("kept per position", 64, metavar="K")
     url: str | None = _server("of an OpenAI-compatible server, such as http://localhost:8000")
     model: str | None = _server("name that it serves; its only one by default")
-    api_key: str | None = _server(
-        "other users of this machine can see it, so the next two are better; by default the environment's "
-        "OSD_HF_API_KEY, or its OPENAI_API_KEY where the URL is OpenAI's or that of OPENAI_BASE_URL",
-        rivals="key",
-    )
+    api_key: str | None = _server("other users of this machine can see it, so the next two are better; by default the "
+                                  "environment's OSD_HF_API_KEY, or its OPENAI_API_KEY where the URL is OpenAI's or "
+                                  "that of OPENAI_BASE_URL", rivals="key")  # fmt: skip
     api_key_file: Path | None = _server("holds the key", rivals="key", metavar="FILE")
     api_key_env: str | None = _server("variable of the environment that holds the key", rivals="key", metavar="NAME")
     allow_plain_http: bool = _server("send a key to another machine over plain HTTP, too", False)
@@ -65,11 +60,8 @@ class CollectSettings(Prompts, Reporting):
     top_k: int | None = _answers("with a temperature")
     seed: int | None = _answers("of sampling, sent with each request")
     resume: bool = _answers("leave out prompts that the store has already", False)
-    log: Path | None = _log(
-        "JSON lines, each a response, {request, response}, or of an OpenAI batch output; lines read before into this "
-        "store are left out",
-        metavar="FILE",
-    )
+    log: Path | None = _log("JSON lines, each a response, {request, response}, or of an OpenAI batch output; lines "
+                            "read before into this store are left out", metavar="FILE")  # fmt: skip
     follow: bool = _log("wait for more lines, until interrupted", False)
     poll_seconds: float = _log("between two looks at it", 5.0, metavar="S")
     flush_every: int = _store("requests in a file, at most", 16, metavar="N")

@@ -35,25 +35,20 @@ class LearnSettings(Placement, Learning, Reporting):
     store: list[Path] = flag("folder that collectors fill (repeat for several)", required=True, metavar="DIR")
     output_dir: Path = flag("where versions go; DIR/latest is the newest", required=True, metavar="DIR")
     draft: str | None = _models("where learning starts; the bundled one by default", metavar="ID|PATH")
-    target: str | None = _models(
-        "model whose answers the stores hold, for its tokenizer and vocabulary (no weights are loaded); the bundled "
-        "one by default",
-        metavar="ID|PATH",
-    )
+    target: str | None = _models("model whose answers the stores hold, for its tokenizer and vocabulary (no weights "
+                                 "are loaded); the bundled one by default", metavar="ID|PATH")  # fmt: skip
     threads: int | None = _models("of torch; its own choice by default", metavar="N")
     domain: str | None = _requests("learn from requests of this label only", metavar="NAME")
     once: bool = _requests("end when all that is there is learned; wait otherwise", False)
     num_requests: int | None = _requests("end after so many more", metavar="N")
     poll_seconds: float = _requests("between two looks at the stores", 2.0, metavar="S")
-    state_dir: Path | None = _publishing(
-        "session to go on with, which holds tokens of requests; OUTPUT_DIR-state by default", metavar="DIR"
-    )
+    state_dir: Path | None = _publishing("session to go on with, which holds tokens of requests; OUTPUT_DIR-state by "
+                                         "default", metavar="DIR")  # fmt: skip
     keep: int = _publishing("newest versions kept", 5, metavar="N")
     publish_seconds: float = _publishing("least between two versions", 30.0, metavar="S")
     repo_id: str | None = _publishing("push each version there, too", metavar="USER/NAME")
-    public: bool = _publishing(
-        "with --repo-id: everybody may read it; otherwise a new repo is private, and a public one is refused", False
-    )
+    public: bool = _publishing("with --repo-id: everybody may read it; otherwise a new repo is private, and a public "
+                               "one is refused", False)  # fmt: skip
     token: str | None = _publishing("of the Hub; the login of this machine by default")
     license: str | None = _publishing("of the draft's base, as the Hub names it, for the card")
     report_to: list[str] | None = _publishing("trackio, tensorboard, wandb, ...", metavar="NAME")

@@ -46,11 +46,8 @@ class PushSettings(LearnedDraft):
 
     repo_id: str = flag("where to", positional=True, metavar="USER/NAME")
     before: str | None = _evaluation("the draft before it learned; the bundled one by default", metavar="ID|PATH")
-    prompts: str | None = _evaluation(
-        "Hub data set id, or a json, jsonl or parquet file of prompts that everybody may read; generated ones by "
-        "default",
-        metavar="ID|FILE",
-    )
+    prompts: str | None = _evaluation("Hub data set id, or a json, jsonl or parquet file of prompts that everybody "
+                                      "may read; generated ones by default", metavar="ID|FILE")  # fmt: skip
     split: str = _evaluation("of a Hub data set", "test")
     subset: str | None = _evaluation("configuration of a Hub data set")
     column: str = _evaluation("column of the prompt", "prompt")
@@ -62,16 +59,12 @@ class PushSettings(LearnedDraft):
     k: int | None = _evaluation("tokens drafted per round; tuned by default", metavar="N")
     domain: list[str] | None = _card("that it learned on (repeat for several)", metavar="NAME")
     license: str | None = _card("of the draft's base, as the Hub names it")
-    private: bool = _pushing(
-        "as by default: a new repo is private, and a public one is refused", False, rivals="readers"
-    )
-    public: bool = _pushing(
-        "everybody may read it; a draft may have learned answers by heart", False, rivals="readers"
-    )
-    token: str | None = _pushing(
-        "with the right to write; by default HF_TOKEN, or the login of this machine, which other users of it cannot "
-        "see"
-    )
+    private: bool = _pushing("as by default: a new repo is private, and a public one is refused",
+                             False, rivals="readers")  # fmt: skip
+    public: bool = _pushing("everybody may read it; a draft may have learned answers by heart",
+                            False, rivals="readers")  # fmt: skip
+    token: str | None = _pushing("with the right to write; by default HF_TOKEN, or the login of this machine, which "
+                                 "other users of it cannot see")  # fmt: skip
     local_dir: Path | None = _pushing("keep what is pushed there", metavar="DIR")
     dry_run: bool = _pushing("write --local-dir and push nothing", False)
 

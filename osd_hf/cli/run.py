@@ -62,11 +62,8 @@ class RunSettings(Prompts, Placement, Learning, Reporting):
     resume: bool = _output("go on with the run in the output folder", False)
     save_every: int | None = _output("updates between two saves; saved once a minute by default", metavar="N")
     keep_text: bool = _output("prompts and answers in the journal", False)
-    store: str | None = _output(
-        "also log the captured requests there, for replay; a killed run serves those since its last save again, so "
-        "they may stand there twice",
-        metavar="DIR",
-    )
+    store: str | None = _output("also log the captured requests there, for replay; a killed run serves those since "
+                                "its last save again, so they may stand there twice", metavar="DIR")  # fmt: skip
     report_to: list[str] | None = _output("trackio, tensorboard, wandb, ...", metavar="NAME")
 
     @property
@@ -269,18 +266,10 @@ def open_folder(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def serve(
-    assistant: OnlineAssistant,
-    frozen: Any,
-    prompts: EncodedPrompts,
-    folder: Path,
-    *,
-    generate_kwargs: Mapping[str, Any],
-    learn: bool = True,
-    save_every: int | None = None,
-    keep_text: bool = False,
-    clock: Callable[[], float] = time.monotonic,
-    on_request: Callable[[Served], object] = lambda served: None,
-) -> list[Served]:
+    assistant: OnlineAssistant, frozen: Any, prompts: EncodedPrompts, folder: Path, *,
+    generate_kwargs: Mapping[str, Any], learn: bool = True, save_every: int | None = None, keep_text: bool = False,
+    clock: Callable[[], float] = time.monotonic, on_request: Callable[[Served], object] = lambda served: None,
+) -> list[Served]:  # fmt: skip
     """
     Serve the prompts that a run in this folder has not served yet.
 

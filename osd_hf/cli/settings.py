@@ -26,9 +26,8 @@ class Placement(Settings):
     """How and where models are loaded."""
 
     dtype: Dtype = _models("auto is each checkpoint's own; only float32 is exact to the token", "auto")
-    device: str | None = _models(
-        "such as cpu or cuda:0; by default CUDA where there is one, and the CPU for the bundled pair"
-    )
+    device: str | None = _models("such as cpu or cuda:0; by default CUDA where there is one, and the CPU for the "
+                                 "bundled pair")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +53,11 @@ class Prompts(Settings):
     split: str = _prompts("of a Hub data set", "train")
     subset: str | None = _prompts("configuration of a Hub data set")
     column: str | None = _prompts("column of the prompt")
-    prompt_template: str | None = _prompts(
-        "instead of a column: a format string, such as 'db: {db_id}\\n{question}'", metavar="FORMAT"
-    )
+    prompt_template: str | None = _prompts("instead of a column: a format string, such as 'db: {db_id}\\n{question}'",
+                                           metavar="FORMAT")  # fmt: skip
     no_chat_template: bool = _prompts("plain text, also where the tokenizer has a chat template", False)
-    domain: list[str] | None = _prompts(
-        "label of all prompts; of bundled ones, domains to serve (repeat for several)", metavar="NAME"
-    )
+    domain: list[str] | None = _prompts("label of all prompts; of bundled ones, domains to serve (repeat for several)",
+                                        metavar="NAME")  # fmt: skip
     domain_column: str | None = _prompts("column of the label", metavar="COLUMN")
     num_requests: int | None = _prompts(f"all by default; {BUNDLED_REQUESTS} of the bundled ones", metavar="N")
 
