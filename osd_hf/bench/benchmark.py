@@ -276,7 +276,7 @@ def benchmark(
 
     Warmed up, each request is timed: while that goes on, only the tokens fed to the target and the moments at which
     tokens are delivered are noted. Some requests are then answered once more, under watch: forwards of both models
-    are timed, which gives the times of rounds and the costs that predictions are made from.
+    are timed, for the times of rounds and the costs that predictions are made from.
 
     Args:
         target (`PreTrainedModel`), tokenizer (`PreTrainedTokenizerBase`, *optional*):
