@@ -11,7 +11,7 @@ from typing import Any
 import gradio as gr
 
 from osd_hf import OSDError
-from osd_hf.bundled import DOMAINS
+from osd_hf.bundled.prompts import DOMAINS
 from osd_hf_app import view
 from osd_hf_app.answers import MAX_NEW_TOKENS, Answer, Settings, parsed_k
 from osd_hf_app.api import add_api

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from osd_hf import ConfigError, OnlineAssistant, OnlineConfig
-from osd_hf.bench.controlled import cores
-from osd_hf.bundled import DOMAINS, bundled_prompts, load_bundled
+from osd_hf.bench.timing import cores
+from osd_hf.bundled import load_bundled
+from osd_hf.bundled.prompts import DOMAINS, bundled_prompts
 from osd_hf.pair import load_model, load_tokenizer, of_one_size, placed, prompt_room
 from osd_hf.prompts import encode_turn
 

@@ -29,7 +29,7 @@ from osd_hf import (
     capture_traces,
     emitted_tokens,
 )
-from osd_hf.bundled import DOMAINS, bundled_prompts
+from osd_hf.bundled.prompts import DOMAINS, bundled_prompts
 from osd_hf.replay import replay_each
 from osd_hf_app.answers import Answer, Batch, Settings, ShownToken
 from osd_hf_app.domains import OTHER, classifier

@@ -1,39 +1,41 @@
 """Assistant models that learn while they serve: online speculative decoding for transformers."""
 
+import importlib
+import sys
+import types
 from typing import TYPE_CHECKING, Any
 
-from osd_hf.assistant import OnlineAssistant
-from osd_hf.capture.hook import capture_traces
-from osd_hf.capture.processors import ReplayedProcessor
-from osd_hf.capture.recording import record_traces
-from osd_hf.config import OnlineConfig
-from osd_hf.errors import (
-    CaptureError,
-    ConfigError,
-    DataError,
-    HubError,
-    LearnerError,
-    OSDError,
-    ServerError,
-    StateError,
-    StoreError,
-    UnsupportedGenerationError,
-    UnsupportedModelError,
-    VocabularyMismatchError,
-)
-from osd_hf.learning.drafts import DomainDrafts
-from osd_hf.learning.gate import GateDecision
-from osd_hf.learning.updater import UpdateReport
-from osd_hf.metrics import AcceptanceStats, best_k, expected_block_efficiency, expected_speedup
-from osd_hf.pair import align_vocab
-from osd_hf.replay import EmittedToken, emitted_tokens, replay
-from osd_hf.routing import CallableRouter, LabelRouter, LanguageRouter, RoutedPrompt, Router, TopicRouter
-from osd_hf.simulate import SimulationReport, simulate
-from osd_hf.store.store import CorrectionStore
-from osd_hf.trace import DraftRound, Trace
-
 if TYPE_CHECKING:
+    from osd_hf.assistant import OnlineAssistant
+    from osd_hf.capture.hook import capture_traces
+    from osd_hf.capture.processors import ReplayedProcessor
+    from osd_hf.capture.recording import record_traces
+    from osd_hf.config import OnlineConfig
     from osd_hf.distillation.trainer import DistillConfig, distill
+    from osd_hf.errors import (
+        CaptureError,
+        ConfigError,
+        DataError,
+        HubError,
+        LearnerError,
+        OSDError,
+        ServerError,
+        StateError,
+        StoreError,
+        UnsupportedGenerationError,
+        UnsupportedModelError,
+        VocabularyMismatchError,
+    )
+    from osd_hf.learning.drafts import DomainDrafts
+    from osd_hf.learning.gate import GateDecision
+    from osd_hf.learning.updater import UpdateReport
+    from osd_hf.metrics import AcceptanceStats, best_k, expected_block_efficiency, expected_speedup
+    from osd_hf.pair import align_vocab
+    from osd_hf.replay import EmittedToken, emitted_tokens, replay
+    from osd_hf.routing import CallableRouter, LabelRouter, LanguageRouter, RoutedPrompt, Router, TopicRouter
+    from osd_hf.simulate import SimulationReport, simulate
+    from osd_hf.store.store import CorrectionStore
+    from osd_hf.trace import DraftRound, Trace
 
 __version__ = "0.1.0"
 
@@ -82,12 +84,48 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in ("DistillConfig", "distill"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from osd_hf.distillation import trainer as offline
+# Where the public names live. A module is imported when a name of it is first asked for: what shows a help, or catches
+# an error, loads no torch.
+_HOMES = {
+    "assistant": "OnlineAssistant",
+    "capture.hook": "capture_traces",
+    "capture.recording": "record_traces",
+    "capture.processors": "ReplayedProcessor",
+    "config": "OnlineConfig",
+    "errors": "CaptureError ConfigError DataError HubError LearnerError OSDError "
+    "ServerError StateError StoreError UnsupportedGenerationError UnsupportedModelError VocabularyMismatchError",
+    "learning.drafts": "DomainDrafts",
+    "learning.gate": "GateDecision",
+    "learning.updater": "UpdateReport",
+    "metrics": "AcceptanceStats best_k expected_block_efficiency expected_speedup",
+    "pair": "align_vocab",
+    "replay": "EmittedToken emitted_tokens replay",
+    "routing": "CallableRouter LabelRouter LanguageRouter RoutedPrompt Router TopicRouter",
+    "simulate": "SimulationReport simulate",
+    "store.store": "CorrectionStore",
+    "trace": "DraftRound Trace",
+    "distillation.trainer": "DistillConfig distill",
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
-    return getattr(offline, name)
+
+class _Package(types.ModuleType):
+    """Python sets a module here under its name once it is imported. `replay` and `simulate` stay the functions."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        hides_a_function = name in _HOME_OF and isinstance(value, types.ModuleType)
+        super().__setattr__(name, getattr(value, name) if hides_a_function else value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

@@ -16,33 +16,12 @@ from pyarrow import parquet
 from osd_hf.errors import ConfigError, DataError
 from osd_hf.pair import first_line
 
-__all__ = [
-    "EncodedPrompts",
-    "Prompt",
-    "PromptSource",
-    "encode_prompts",
-    "encode_turn",
-    "fingerprint",
-    "open_rows",
-    "read_prompts",
-]
-
 BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """
-    One user turn.
-
-    Args:
-        index (`int`):
-            Row of the source.
-        text (`str`):
-            The turn, without chat template.
-        domain (`str`, *optional*):
-            Label.
-    """
+    """One user turn: the row of its source, the text without chat template, and a label."""
 
     index: int
     text: str
@@ -57,18 +36,13 @@ class PromptSource:
     Args:
         location (`str`):
             A `.json`, `.jsonl` or `.parquet` file, a folder that `datasets.load_dataset` reads, or a Hub data set id.
-        column (`str`, *optional*):
-            Column of the prompt text.
-        template (`str`, *optional*):
-            Format string over the columns, instead of a column; a written `\\n` or `\\t` is a line break or a tab.
-        domain (`str`, *optional*):
-            Label of all prompts.
-        domain_column (`str`, *optional*):
-            Column of the label, instead of one for all.
-        split (`str`, *optional*, defaults to `"train"`):
-            Split of a Hub data set; a slice such as `"train[:100]"` as well.
-        subset (`str`, *optional*):
-            Configuration of a Hub data set.
+        column (`str`, *optional*), template (`str`, *optional*):
+            Column of the prompt text; or a format string over the columns, in which a written `\\n` or `\\t` is a line
+            break or a tab.
+        domain (`str`, *optional*), domain_column (`str`, *optional*):
+            Label of all prompts; or the column that holds it.
+        split (`str`, *optional*, defaults to `"train"`), subset (`str`, *optional*):
+            Split of a Hub data set, or a slice such as `"train[:100]"`, and its configuration.
 
     Raises:
         ConfigError: neither or both of `column` and `template`; two kinds of label.
@@ -94,17 +68,8 @@ class PromptSource:
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """
-    What is served.
-
-    Args:
-        prompts (`tuple[tuple[Prompt, list[int]], ...]`):
-            Each prompt with its token ids, in order.
-        skipped_empty (`int`):
-            Rows without text.
-        skipped_long (`int`):
-            Prompts that leave no room for the answer.
-    """
+    """What is served: prompts with their token ids, in order, and how many were left out, as they have no text or
+    leave no room for an answer."""
 
     prompts: tuple[tuple[Prompt, list[int]], ...]
     skipped_empty: int
@@ -126,28 +91,29 @@ def read_prompts(source: PromptSource) -> Iterator[Prompt]:
             is not text.
     """
     rows = open_rows(source)
-    template = source.template.replace("\\n", "\n").replace("\\t", "\t") if source.template is not None else None
-    fields = _fields(template) if template is not None else [str(source.column)]
-    wanted = [*fields, *([source.domain_column] if source.domain_column is not None else [])]
-    if missing := [name for name in dict.fromkeys(wanted) if name not in rows.column_names]:
+    template = source.template and source.template.replace("\\n", "\n").replace("\\t", "\t")
+    columns = [str(source.column)] if template is None else _columns(template)
+    label = [] if source.domain_column is None else [source.domain_column]
+    wanted = dict.fromkeys([*columns, *label])
+    if missing := [name for name in wanted if name not in rows.column_names]:
         raise DataError(
-            f"{source.location} has no column {', '.join(repr(name) for name in missing)}; "
+            f"{source.location} has no column {', '.join(map(repr, missing))}; "
             f"its columns are {', '.join(rows.column_names)}."
         )
     if len(rows) == 0:
         raise DataError(f"{source.location} has no rows.")
-    return _prompts(rows.select_columns(list(dict.fromkeys(wanted))), source, template, fields)
+    return _prompts(rows.select_columns(list(wanted)), source, template, columns)
 
 
-def _prompts(rows: Iterable[Any], source: PromptSource, template: str | None, fields: list[str]) -> Iterator[Prompt]:
+def _prompts(rows: Iterable[Any], source: PromptSource, template: str | None, columns: list[str]) -> Iterator[Prompt]:
     for index, row in enumerate(rows):
-        values = [row[name] for name in fields]
+        values = [row[name] for name in columns]
         if template is None and not isinstance(values[0], str | None):
             raise DataError(
                 f"Row {index} of {source.location}: column {source.column!r} holds a {type(values[0]).__name__}, not "
                 "text. Name another column, or pick the text out with a template."
             )
-        if any(value is None for value in values) or not any(str(value).strip() for value in values):
+        if None in values or not any(str(value).strip() for value in values):
             text = ""
         elif template is None:
             text = values[0]
@@ -160,20 +126,20 @@ def _prompts(rows: Iterable[Any], source: PromptSource, template: str | None, fi
         yield Prompt(index, text, None if label is None else str(label))
 
 
-def _fields(template: str) -> list[str]:
+def _columns(template: str) -> list[str]:
+    """The columns that a format string names."""
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
     except ValueError as error:
         raise ConfigError(f"The prompt template {template!r} is no format string: {error}.") from error
-    fields = [name.split(".")[0].split("[")[0] for name in names]
-    if not fields or not all(fields):
+    columns = [name.split(".")[0].split("[")[0] for name in names]
+    if not columns or not all(columns):
         raise ConfigError(f"The prompt template {template!r} must name columns, such as '{{question}}'.")
-    return list(dict.fromkeys(fields))
+    return list(dict.fromkeys(columns))
 
 
 def open_rows(source: PromptSource) -> Any:
-    """The rows of a file or Hub data set as they are, a `datasets.Dataset`; raises `DataError` where they cannot be
-    read."""
+    """The rows of a file or Hub data set, a `datasets.Dataset`; raises DataError where they cannot be read."""
     import datasets
 
     path = Path(source.location)
@@ -213,17 +179,8 @@ def _open_file(path: Path, builder: str) -> Any:
 
 
 def encode_turn(tokenizer: Any, text: str, *, chat_template: bool = True) -> list[int]:
-    """
-    Token ids of a user turn: through the chat template where the tokenizer has one, otherwise of the plain text.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`):
-            The target's.
-        text (`str`):
-            The turn.
-        chat_template (`bool`, *optional*, defaults to `True`):
-            With `False` always the plain text.
-    """
+    """Token ids of a user turn: through the chat template where the target's tokenizer has one, otherwise, and with
+    `chat_template=False`, of the plain text."""
     if chat_template and getattr(tokenizer, "chat_template", None):
         turn = [{"role": "user", "content": text}]
         text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
@@ -232,27 +189,18 @@ def encode_turn(tokenizer: Any, text: str, *, chat_template: bool = True) -> lis
 
 
 def encode_prompts(
-    prompts: Iterable[Prompt],
-    tokenizer: Any,
-    *,
-    limit: int | None = None,
-    max_prompt_tokens: int | None = None,
+    prompts: Iterable[Prompt], tokenizer: Any, *, limit: int | None = None, max_prompt_tokens: int | None = None,
     chat_template: bool = True,
-) -> EncodedPrompts:
+) -> EncodedPrompts:  # fmt: skip
     """
     Encode prompts until there are enough of them; those without text or too long are left out and counted.
 
     Args:
-        prompts (`Iterable[Prompt]`):
-            Read only as far as needed.
-        tokenizer (`PreTrainedTokenizerBase`):
-            The target's.
-        limit (`int`, *optional*):
-            How many are wanted.
-        max_prompt_tokens (`int`, *optional*):
-            Longest prompt.
-        chat_template (`bool`, *optional*, defaults to `True`):
-            As of [`encode_turn`].
+        prompts (`Iterable[Prompt]`): Read only as far as needed.
+        tokenizer (`PreTrainedTokenizerBase`), chat_template (`bool`, *optional*, defaults to `True`):
+            As for [`encode_turn`].
+        limit (`int`, *optional*), max_prompt_tokens (`int`, *optional*):
+            How many prompts are wanted, and the tokens of the longest one.
 
     Raises:
         DataError: nothing is left.

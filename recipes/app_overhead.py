@@ -29,8 +29,8 @@ from playwright.sync_api import Page, Route, sync_playwright
 from tqdm import tqdm
 
 import osd_hf_app.page
-from osd_hf.bench.controlled import median_ratio
-from osd_hf.bundled import DOMAINS, bundled_prompts
+from osd_hf.bench.timing import median_ratio
+from osd_hf.bundled.prompts import DOMAINS, bundled_prompts
 from osd_hf_app.answers import Settings
 from osd_hf_app.launch import theme
 from osd_hf_app.page import build

@@ -21,7 +21,7 @@ from waiting import LONG
 
 import osd_hf
 from osd_hf import AcceptanceStats, ConfigError
-from osd_hf.bundled import DOMAINS, bundled_prompts
+from osd_hf.bundled.prompts import DOMAINS, bundled_prompts
 from osd_hf_app.answers import Settings
 from osd_hf_app.curves import MOST_POINTS, WINDOW, curves, points
 from osd_hf_app.domains import OTHER, classifier

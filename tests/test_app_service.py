@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from waiting import LONG
 
 from osd_hf import ConfigError, CorrectionStore, StateError, UnsupportedModelError, VocabularyMismatchError
-from osd_hf.bundled import bundled_prompts
+from osd_hf.bundled.prompts import bundled_prompts
 from osd_hf.capture.guards import check_criteria
 from osd_hf_app import pair as pair_module
 from osd_hf_app import service as service_module

@@ -25,7 +25,8 @@ from saved_pair import save_pair
 from waiting import LONG
 
 from osd_hf import ConfigError
-from osd_hf.cli.main import add_app, app_command
+from osd_hf.cli.app import AppSettings, app_command
+from osd_hf.cli.flags import add_flags, settings_from
 from osd_hf_app import launch as launch_module
 from osd_hf_app import service as service_module
 from osd_hf_app.door import API, CALLS, MAX_BODY_BYTES, Door, is_loopback
@@ -62,10 +63,10 @@ def test_whatever_lets_others_in_makes_the_page_public(
     assert why in (exposure(host, environment, share=share) or "")
 
 
-def parsed(*flags: str) -> argparse.Namespace:
+def parsed(*flags: str) -> AppSettings:
     parser = argparse.ArgumentParser()
-    add_app(parser)
-    return parser.parse_args(flags)
+    add_flags(parser, AppSettings)
+    return settings_from(AppSettings, parser.parse_args(flags))
 
 
 class Launched(Exception):

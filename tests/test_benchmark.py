@@ -16,8 +16,9 @@ from transformers import AutoModelForSeq2SeqLM  # noqa: F401 - loads lazily, whi
 
 from osd_hf import AcceptanceStats, ConfigError, UnsupportedModelError, capture_traces, expected_speedup
 from osd_hf.bench.benchmark import BenchmarkReport, RoundTimes, System, TimedAnswer, _Notes, benchmark
-from osd_hf.bench.controlled import LABEL, ControlledAcceptance, controlled_acceptance, in_turns, random_pair
+from osd_hf.bench.controlled import LABEL, ControlledAcceptance, controlled_acceptance, random_pair
 from osd_hf.bench.display import plot_speedups
+from osd_hf.bench.timing import in_turns
 from osd_hf.cli.bench import _tables
 from osd_hf.cli.main import main
 

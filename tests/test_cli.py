@@ -74,6 +74,14 @@ def test_the_commands_bring_in_no_plotting_library():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
+def test_the_list_of_commands_loads_no_model_library():
+    """It is shown within a second."""
+    code = "import sys, osd_hf.cli.main as c; sys.argv[1:] = ['--help']; c.main()"
+    done = subprocess.run([sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True)
+    assert "keep what a serving engine answers" in done.stdout
+    assert not [line for line in done.stderr.splitlines() if line.split()[-1] in ("torch", "transformers", "numpy")]
+
+
 @pytest.mark.parametrize(
     "arguments", [[], ["fly"], ["run", "--fly"], ["run", "--update-interval", "soon"], ["replay"]]
 )
@@ -175,13 +183,13 @@ def test_a_failed_and_an_interrupted_run_have_their_own_exit_codes(monkeypatch, 
     def fail(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr("osd_hf.cli.run.bundled.load_bundled", fail)
+    monkeypatch.setattr("osd_hf.pair.load_bundled", fail)
     assert main(["run", "--bundled", "--output-dir", "never-made"]) == code
     assert capsys.readouterr().err.startswith("osd-hf: ")
 
 
 def test_what_the_system_refuses_is_one_line(monkeypatch, capsys):
-    monkeypatch.setattr("osd_hf.cli.run.bundled.load_bundled", lambda: (_ for _ in ()).throw(OSError(28, "disk full")))
+    monkeypatch.setattr("osd_hf.pair.load_bundled", lambda: (_ for _ in ()).throw(OSError(28, "disk full")))
     assert main(["run", "--bundled", "--output-dir", "never-made"]) == 1
     assert capsys.readouterr().err == "osd-hf: error: [Errno 28] disk full\n"
 
@@ -264,5 +272,6 @@ def test_bad_input_of_replay_is_one_line_and_exits_with_2(pair, store, tmp_path,
 
 @pytest.mark.parametrize(("flag", "value"), [("--compile-draft", True), ("--no-compile-draft", False)])
 def test_a_setting_that_is_true_or_false_is_a_flag(flag, value):
-    arguments = _parser().parse_args(["run", "--bundled", flag])
+    given = ["run", "--bundled", flag]
+    arguments = _parser(given).parse_args(given)
     assert getattr(arguments, "config.compile_draft") is value

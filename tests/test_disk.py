@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from osd_hf import CorrectionStore, OnlineAssistant, OnlineConfig, Trace, capture_traces
-from osd_hf.cli.journal import open_folder, serve
+from osd_hf.cli.run import open_folder, serve
 from osd_hf.engine.collect import LogReader
 from osd_hf.engine.versions import VersionFolder
 from osd_hf.hub.cards import EvaluationSet

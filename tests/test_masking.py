@@ -121,7 +121,7 @@ def test_what_a_command_fails_of_shows_no_secret(monkeypatch: pytest.MonkeyPatch
     def failing(_: argparse.Namespace) -> int:
         raise OSError("http://me:QZX@host:8000/v1?token=QZX is away")
 
-    monkeypatch.setattr("osd_hf.cli.main.app_command", failing)
+    monkeypatch.setattr("osd_hf.cli.app.app_command", failing)
     assert main(["app"]) == 1
     said = capsys.readouterr().err
     assert "http://***" in said
@@ -142,7 +142,7 @@ def test_an_error_keeps_what_is_no_text(caplog: pytest.LogCaptureFixture) -> Non
 def test_a_command_reports_to_nobody_how_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless the environment says so."""
     constants = huggingface_hub.constants
-    monkeypatch.setattr("osd_hf.cli.main.app_command", lambda _: 0)
+    monkeypatch.setattr("osd_hf.cli.app.app_command", lambda _: 0)
     for name in ("HF_HUB_DISABLE_TELEMETRY", "GRADIO_ANALYTICS_ENABLED"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)

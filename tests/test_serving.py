@@ -16,8 +16,8 @@ from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig
-from osd_hf.cli.journal import Served, report_on, serve
 from osd_hf.cli.main import main
+from osd_hf.cli.run import Served, report_on, serve
 from osd_hf.learning import session
 from osd_hf.prompts import Prompt, encode_prompts, encode_turn
 from osd_hf.utils.disk import lock_file

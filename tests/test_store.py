@@ -29,7 +29,8 @@ from osd_hf.errors import ConfigError, DataError, StoreError
 from osd_hf.store import arrow as tables
 from osd_hf.store import folder as folder_module
 from osd_hf.store import store as module
-from osd_hf.store.store import CorrectionStore, table_to_traces, traces_to_table
+from osd_hf.store.arrow import table_to_traces, traces_to_table
+from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import DraftRound, Trace, ids_dtype
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals, forks or locks")

@@ -2,70 +2,291 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import math
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from transformers.generation.streamers import BaseStreamer
 
 from osd_hf.assistant import OnlineAssistant
-from osd_hf.bench.controlled import compare_outputs, feeds_through, in_turns
+from osd_hf.bench.controlled import ControlledAcceptance, feeds_through
 from osd_hf.bench.display import progress
-from osd_hf.bench.report import ALL, BenchmarkReport, RoundTimes, System, TimedAnswer
-from osd_hf.capture.recording import record_traces
+from osd_hf.bench.timing import compare_outputs, in_turns, median_ratio, pad_setting
+from osd_hf.comparison import figures_of
 from osd_hf.config import OnlineConfig
 from osd_hf.drafting.forward import DraftForward
 from osd_hf.drafting.generator import Clock
-from osd_hf.errors import ConfigError, DataError, UnsupportedModelError
-from osd_hf.hub.cards import Evaluation, EvaluationSet
-from osd_hf.metrics import AcceptanceStats
+from osd_hf.errors import ConfigError, UnsupportedModelError
+from osd_hf.metrics import AcceptanceStats, expected_speedup
 from osd_hf.pair import unwrap
-from osd_hf.prompts import encode_prompts
-from osd_hf.replay import replay_each
 from osd_hf.trace import DraftRound, num_accepted
-from osd_hf.utils.report import provenance
 
-__all__ = ["BenchmarkReport", "RoundTimes", "System", "TimedAnswer", "benchmark", "evaluate"]
+KINDS = ("alone", "prompt_lookup", "stock", "lean")
+ALL = "all"
+
+
+# --- what is compared, and what comes of it -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class System:
+    """
+    One way to answer.
+
+    Args:
+        name (`str`): What tables call it; no two systems share a name.
+        kind (`str`):
+            `"alone"`: the target's `generate`; `"prompt_lookup"` and `"stock"`: transformers' own assisted generation,
+            without a draft model and with one; `"lean"`: [`OnlineAssistant`], which does not learn meanwhile.
+        draft (`PreTrainedModel`, *optional*): The draft of `"stock"` and `"lean"`; left as it is.
+        num_assistant_tokens (`int` or `"auto"`, *optional*, defaults to 5), compile_draft (`bool`, *optional*):
+            k, at threshold 0 and a constant schedule; only `"lean"` takes `"auto"`, and a draft to compile.
+        acceptance (`ControlledAcceptance`, *optional*): What is put in place of the draft's own proposals.
+
+    Raises:
+        ConfigError: an unknown kind, a draft that is missing or of no use, a number of tokens below 1.
+    """
+
+    name: str
+    kind: Literal["alone", "prompt_lookup", "stock", "lean"]
+    draft: Any = None
+    num_assistant_tokens: int | Literal["auto"] = 5
+    compile_draft: bool = False
+    acceptance: ControlledAcceptance | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(f"`kind` must be one of {', '.join(KINDS)}, got {self.kind!r}.")
+        drafts = self.kind in ("stock", "lean")
+        if drafts != (self.draft is not None):
+            raise ConfigError(
+                f"The system {self.name!r} of kind {self.kind} {'needs a' if drafts else 'has no'} draft."
+            )
+        k = self.num_assistant_tokens
+        if (k == "auto" or self.compile_draft) and self.kind != "lean":
+            raise ConfigError(f'Only a lean system drafts "auto" or compiled, got {self.name!r} of kind {self.kind}.')
+        if k != "auto" and k < 1:
+            raise ConfigError(f"`num_assistant_tokens` must be at least 1, got {k} for {self.name!r}.")
+
+    @property
+    def fixed_k(self) -> int | None:
+        """Tokens drafted a round, where it is the same number each round."""
+        k = self.num_assistant_tokens
+        return k if self.kind in ("stock", "lean") and k != "auto" else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """What the system is, ready for JSON."""
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "num_assistant_tokens": None if self.kind == "alone" else self.num_assistant_tokens,
+            "compile_draft": self.compile_draft,
+            "is_controlled": self.acceptance is not None,
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class TimedAnswer:
+    """
+    One request, answered by one system: tokens of the answer, seconds of the whole call and until a streamer got the
+    first tokens, the acceptance of this very answer, whether it is `"identical"` to the target's own, `"tied"` or
+    `"differing"` (see [`compare_outputs`]), and the device memory in bytes that it took beyond what was taken before
+    it (`None` on a CPU).
+    """
+
+    num_tokens: int
+    seconds: float
+    first_token_seconds: float
+    stats: AcceptanceStats
+    outcome: str
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True)
+class RoundTimes:
+    """
+    Where the time of rounds goes, in sums that add up with `+`: the number of rounds and of tokens drafted in them,
+    seconds in all, inside forwards of the draft and inside those of the target. A round is what happens between two
+    deliveries to the streamer; the first of each answer, which reads the prompt, is left out. On CUDA the device is
+    waited for at each reading of the clock, which a run that is not watched does not do.
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    seconds: float = 0.0
+    draft_seconds: float = 0.0
+    target_seconds: float = 0.0
+
+    def __add__(self, other: RoundTimes) -> RoundTimes:
+        return RoundTimes(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+
+    def to_dict(self) -> dict[str, Any]:
+        """`rounds`, and per round: `drafted`, and seconds of all, draft, target and what remains; ready for JSON."""
+        n = self.rounds or math.nan
+        times = {name: getattr(self, name) / n for name in ("seconds", "draft_seconds", "target_seconds")}
+        remaining = (self.seconds - self.draft_seconds - self.target_seconds) / n
+        return {"rounds": self.rounds, "drafted": self.drafted / n, **times, "remaining_seconds": remaining}
+
+
+@dataclass(frozen=True, eq=False)
+class BenchmarkReport:
+    """
+    What was measured. `dataset=None` pools all data sets.
+
+    Args:
+        systems (`tuple[System, ...]`): One of them is the target alone.
+        answers (`Mapping[str, Mapping[str, Sequence[TimedAnswer]]]`):
+            Data set -> system -> answers, in the order of the prompts.
+        rounds (`Mapping[str, Mapping[str, RoundTimes]]`): The same for the watched answers.
+        facts (`Mapping[str, Any]`): Device, dtype, memory of weights.
+    """
+
+    systems: tuple[System, ...]
+    answers: Mapping[str, Mapping[str, Sequence[TimedAnswer]]]
+    rounds: Mapping[str, Mapping[str, RoundTimes]]
+    facts: Mapping[str, Any]
+
+    @property
+    def alone(self) -> str:
+        """Name of the target alone."""
+        return next(system.name for system in self.systems if system.kind == "alone")
+
+    @property
+    def datasets(self) -> list[str]:
+        return list(self.answers)
+
+    def answers_of(self, system: str, dataset: str | None = None) -> list[TimedAnswer]:
+        """Answers of a system, in the order of the requests."""
+        return [answer for name in self.datasets if dataset in (None, name) for answer in self.answers[name][system]]
+
+    def rounds_of(self, system: str, dataset: str | None = None) -> RoundTimes:
+        """Where the time of a system's rounds went."""
+        return sum((self.rounds[name][system] for name in self.datasets if dataset in (None, name)), RoundTimes())
+
+    def stats_of(self, system: str, dataset: str | None = None) -> AcceptanceStats:
+        """Acceptance over the timed answers of a system."""
+        return sum((answer.stats for answer in self.answers_of(system, dataset)), AcceptanceStats())
+
+    def ratio(self, system: str, other: str, dataset: str | None = None) -> dict[str, Any]:
+        """How many times as fast as another system one is, in tokens per second of the same request: the `median`
+        over requests, and its 95% `interval`."""
+        pairs = zip(self.answers_of(system, dataset), self.answers_of(other, dataset), strict=True)
+        return median_ratio((a.num_tokens / a.seconds) / (b.num_tokens / b.seconds) for a, b in pairs)
+
+    def predicted(self, system: str, dataset: str | None = None) -> dict[str, float] | None:
+        """
+        What the cost model makes of the measured acceptance and costs; `None` for the target alone, or where answers
+        are too short to tell.
+
+        Returns:
+            `dict[str, float]`: `c`, the time of a drafted token over that of the target's one-token forward;
+            `speedup`, `expected_speedup(alpha, k, c)`; `speedup_wide`, the same with the measured forward over the
+            drafted tokens in place of the one-token forward; `bound`, `expected_speedup(1, k, c)`. Where k is not
+            fixed, the measured tokens per forward and drafted tokens per round stand in for the expected ones.
+        """
+        own, alone = self.rounds_of(system, dataset), self.rounds_of(self.alone, dataset)
+        if system == self.alone or not own.rounds or not alone.rounds:
+            return None
+        stats = self.stats_of(system, dataset)
+        one_token = alone.target_seconds / alone.rounds
+        c = own.draft_seconds / own.drafted / one_token if own.drafted else 0.0
+        wide = own.target_seconds / own.rounds / one_token
+        k = next(s.fixed_k for s in self.systems if s.name == system)
+        if k is not None and stats.examined:
+            drafted, speedup, bound = float(k), expected_speedup(stats.alpha, k, c), expected_speedup(1, k, c)
+        else:
+            drafted = stats.drafted / stats.target_forwards
+            speedup = stats.block_efficiency / (c * drafted + 1)
+            bound = (drafted + 1) / (c * drafted + 1)
+        as_wide = (c * drafted + 1) / (c * drafted + wide)
+        return {"c": c, "speedup": speedup, "speedup_wide": speedup * as_wide, "bound": bound}
+
+    def figures(self, system: str, dataset: str | None = None) -> dict[str, Any]:
+        """Everything about one system on one data set, ready for JSON."""
+        answers, stats = self.answers_of(system, dataset), self.stats_of(system, dataset)
+        tokens, seconds = sum(a.num_tokens for a in answers), sum(a.seconds for a in answers)
+        outcomes = [answer.outcome for answer in answers]
+        peaks = [answer.peak_bytes for answer in answers if answer.peak_bytes is not None]
+        times_alone, predicted = self.ratio(system, self.alone, dataset), self.predicted(system, dataset)
+        figures: dict[str, Any] = {
+            "requests": len(answers),
+            "tokens": tokens,
+            "seconds": seconds,
+            "tokens_per_second": tokens / seconds,
+            "first_token_seconds": statistics.median(a.first_token_seconds for a in answers),
+            **{k: v for k, v in figures_of(stats).items() if k != "accepted_length_histogram"},
+            "drafted_per_round": stats.drafted / stats.target_forwards,
+            "outputs": {name: outcomes.count(name) for name in ("identical", "tied", "differing")},
+            "peak_bytes": max(peaks, default=None),
+            "times_alone": times_alone,
+            "predicted": predicted,
+            "round": self.rounds_of(system, dataset).to_dict(),
+        }
+        alone = self.answers_of(self.alone, dataset)
+        rate_alone = sum(a.num_tokens for a in alone) / sum(a.seconds for a in alone)
+        figures["pooled_speedup"] = figures["tokens_per_second"] / rate_alone
+        stock = next((s.name for s in self.systems if s.kind == "stock"), None)
+        if stock is not None and system not in (stock, self.alone):
+            figures["times_stock"] = self.ratio(system, stock, dataset)
+        if predicted is not None:
+            # Both sides pooled over requests; what is measured also reads the prompts, with both models.
+            figures["measured_over_predicted"] = figures["pooled_speedup"] / predicted["speedup"]
+            figures["measured_over_predicted_wide"] = figures["pooled_speedup"] / predicted["speedup_wide"]
+        return figures
+
+    def to_dict(self) -> dict[str, Any]:
+        """Figures of each data set and of all (`"all"`), system by system, and the times of each request."""
+        names = [system.name for system in self.systems]
+        parts = {**{name: name for name in self.datasets}, ALL: None}
+        times = ("num_tokens", "seconds", "first_token_seconds")
+        return {
+            **self.facts,
+            "systems": [system.to_dict() for system in self.systems],
+            "by_dataset": {
+                shown: {name: self.figures(name, dataset) for name in names} for shown, dataset in parts.items()
+            },
+            "requests": {
+                dataset: {
+                    name: [{key.removeprefix("num_"): getattr(answer, key) for key in times} for answer in answered]
+                    for name, answered in by_system.items()
+                }
+                for dataset, by_system in self.answers.items()
+            },
+        }
+
+
+# --- the benchmark --------------------------------------------------------------------------------------------------
 
 
 def benchmark(
-    target: Any,
-    systems: Sequence[System],
-    prompts: Mapping[str, Sequence[Sequence[int]]],
-    *,
-    max_new_tokens: int,
-    watched_requests: int = 3,
-    tokenizer: Any = None,
-    show_progress: bool = False,
-) -> BenchmarkReport:
+    target: Any, systems: Sequence[System], prompts: Mapping[str, Sequence[Sequence[int]]], *, max_new_tokens: int,
+    watched_requests: int = 3, tokenizer: Any = None, show_progress: bool = False,
+) -> BenchmarkReport:  # fmt: skip
     """
     Let systems answer the same requests greedily, request by request in turns.
 
     Warmed up, each request is timed: while that goes on, only the tokens fed to the target and the moments at which
     tokens are delivered are noted. Some requests are then answered once more, under watch: forwards of both models
-    are timed, which gives the times of rounds and the costs that predictions are made from.
+    are timed, for the times of rounds and the costs that predictions are made from.
 
     Args:
-        target (`PreTrainedModel`):
-            Decoder-only.
-        systems (`Sequence[System]`):
-            One of them of the kind `"alone"`.
-        prompts (`Mapping[str, Sequence[Sequence[int]]]`):
-            Data set -> token ids of each prompt.
-        max_new_tokens (`int`):
-            Bound of an answer.
+        target (`PreTrainedModel`), tokenizer (`PreTrainedTokenizerBase`, *optional*):
+            A decoder-only model; the tokenizer is found by the models' names if it is not given.
+        systems (`Sequence[System]`): Exactly one of them has the kind `"alone"`.
+        prompts (`Mapping[str, Sequence[Sequence[int]]]`): Data set -> token ids of each prompt.
+        max_new_tokens (`int`): Bound of an answer.
         watched_requests (`int`, *optional*, defaults to 3):
-            Per data set, the first ones.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*):
-            Of target and drafts; found by the models' names otherwise.
-        show_progress (`bool`, *optional*, defaults to `False`):
-            Bars on the standard error.
+            How many requests are watched, the first ones of each data set.
+        show_progress (`bool`, *optional*, defaults to `False`): Whether to show bars on the standard error.
 
     Raises:
         ConfigError: systems that share a name, no or several of kind `"alone"`, a data set without prompts or named
@@ -91,21 +312,20 @@ def benchmark(
 
     answers: dict[str, dict[str, list[TimedAnswer]]] = {d: {name: [] for name in names} for d in prompts}
     rounds = {d: dict.fromkeys(names, RoundTimes()) for d in prompts}
-    try:
+    with contextlib.ExitStack() as served:
+        for way in ways:
+            served.callback(way.close)
         for _ in turns(_Way.answer, list(first.values()), "warming up"):
             pass
         alone = [system.kind for system in systems].index("alone")
         for request, given in zip(requests, turns(_Way.answer, requests, "in turns"), strict=True):
-            reference = given[alone].tokens
-            for name, one in zip(names, given, strict=True):
-                outcome = compare_outputs(target, request.ids, reference, one.tokens)
-                answers[request.dataset][name].append(one.timed(outcome))
+            reference, _ = given[alone]
+            for name, (tokens, answer) in zip(names, given, strict=True):
+                outcome = compare_outputs(target, request.ids, reference, tokens)
+                answers[request.dataset][name].append(replace(answer, outcome=outcome))
         for request, times in zip(watched, turns(_Way.watch, watched, "watched"), strict=True):
             for name, one_times in zip(names, times, strict=True):
                 rounds[request.dataset][name] += one_times
-    finally:
-        for way in ways:
-            way.close()
     weights = {way.system.name: _weights_bytes(target) + _weights_bytes(way.draft) for way in ways}
     return BenchmarkReport(tuple(systems), answers, rounds, _facts(unwrap(target), max_new_tokens, weights))
 
@@ -113,8 +333,7 @@ def benchmark(
 # --- one answer -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Request:
+class _Request(NamedTuple):
     dataset: str
     ids: tuple[int, ...]
 
@@ -164,7 +383,7 @@ class _Notes(BaseStreamer):
         return timed
 
     def rounds(self) -> list[DraftRound]:
-        """Drafted are the tokens that the target was fed behind those it knew; the prompt was delivered first."""
+        """The tokens that the target was fed after those it knew were drafted; the prompt was delivered first."""
         rounds = []
         known = len(self.delivered[0])
         for fed, tokens in zip(self.fed, self.delivered[1:], strict=False):
@@ -180,19 +399,6 @@ class _Notes(BaseStreamer):
         return RoundTimes(len(rounds), drafted, self.moments[-1] - first, draft, target)
 
 
-@dataclass(frozen=True, eq=False)
-class _Answer:
-    tokens: list[int]
-    seconds: float
-    first_token_seconds: float
-    notes: _Notes
-    peak_bytes: int | None
-
-    def timed(self, outcome: str) -> TimedAnswer:
-        stats = AcceptanceStats.from_rounds(self.notes.rounds())
-        return TimedAnswer(len(self.tokens), self.seconds, self.first_token_seconds, stats, outcome, self.peak_bytes)
-
-
 class _Way:
     """A system, ready to answer."""
 
@@ -201,12 +407,8 @@ class _Way:
         self.target = target
         self.draft: Any = None
         self.assistant: OnlineAssistant | None = None
-        self.kwargs: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens}
-        settings = unwrap(target).generation_config
-        if settings.pad_token_id is None and settings.eos_token_id is not None:
-            # Otherwise transformers remarks at each request that it takes the end token.
-            eos = settings.eos_token_id
-            self.kwargs["pad_token_id"] = eos if isinstance(eos, int) else eos[0]
+        self.model = unwrap(target)
+        self.kwargs: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens, **pad_setting(self.model)}
         k = system.num_assistant_tokens
         if system.kind == "prompt_lookup":
             self.kwargs["prompt_lookup_num_tokens"] = k
@@ -230,9 +432,9 @@ class _Way:
             self.assistant.close()
 
     def _generate(self, request: _Request, notes: _Notes) -> list[int]:
-        ids = torch.tensor([request.ids], device=unwrap(self.target).device)
+        ids = torch.tensor([request.ids], device=self.model.device)
         kwargs = {**self.kwargs, "attention_mask": torch.ones_like(ids), "streamer": notes}
-        handle = unwrap(self.target).register_forward_pre_hook(notes.note_input, with_kwargs=True)
+        handle = self.model.register_forward_pre_hook(notes.note_input, with_kwargs=True)
         try:
             if self.assistant is not None:
                 output = self.assistant.generate(ids, domain=request.dataset, learn=False, **kwargs)
@@ -243,9 +445,9 @@ class _Way:
             handle.remove()
         return tokens
 
-    def answer(self, request: _Request) -> _Answer:
-        """Time one answer."""
-        notes, device = _Notes(), unwrap(self.target).device
+    def answer(self, request: _Request) -> tuple[list[int], TimedAnswer]:
+        """The tokens of an answer, and how long it took; nothing is known of the outcome yet."""
+        notes, device = _Notes(), self.model.device
         before = 0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -254,24 +456,21 @@ class _Way:
         tokens = self._generate(request, notes)
         seconds = time.perf_counter() - started
         peak = torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else None
-        return _Answer(tokens, seconds, notes.moments[1] - started, notes, peak)
+        stats = AcceptanceStats.from_rounds(notes.rounds())
+        return tokens, TimedAnswer(len(tokens), seconds, notes.moments[1] - started, stats, "", peak)
 
     def watch(self, request: _Request) -> RoundTimes:
         """Times of the rounds of one answer."""
-        notes = _Notes(_waiting_clock(unwrap(self.target).device))
-        handles = notes.time_module(unwrap(self.target), "target")
-        undo = None
-        if self.assistant is not None and self.assistant.drafting is not None:
-            undo = feeds_through(self.assistant.drafting, notes.timed_feed)
-        elif self.draft is not None:
-            handles += notes.time_module(unwrap(self.draft), "draft")
-        try:
-            self._generate(request, notes)
-        finally:
+        notes = _Notes(_waiting_clock(self.model.device))
+        with contextlib.ExitStack() as timed:
+            handles = notes.time_module(self.model, "target")
+            if self.assistant is not None and self.assistant.drafting is not None:
+                timed.callback(feeds_through(self.assistant.drafting, notes.timed_feed))
+            elif self.draft is not None:
+                handles += notes.time_module(unwrap(self.draft), "draft")
             for handle in handles:
-                handle.remove()
-            if undo is not None:
-                undo()
+                timed.callback(handle.remove)
+            self._generate(request, notes)
         return notes.round_times()
 
 
@@ -317,92 +516,3 @@ def _process_peak_bytes() -> int | None:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-KS = range(1, 9)  # that are tried, where k is not given
-
-
-def evaluate(
-    target: Any,
-    before: Any,
-    after: Any,
-    tokenizer: Any,
-    dataset: EvaluationSet,
-    *,
-    num_assistant_tokens: int | None = None,
-    timed_requests: int = 0,
-    show_progress: bool = False,
-) -> Evaluation:
-    """
-    Measure a draft as it was and as it is on the target's greedy answers.
-
-    Args:
-        target (`PreTrainedModel`), before (`PreTrainedModel`), after (`PreTrainedModel`):
-            Of one vocabulary; left as they are.
-        tokenizer (`PreTrainedTokenizerBase`):
-            Of all three.
-        dataset (`EvaluationSet`):
-            The prompts.
-        num_assistant_tokens (`int`, *optional*):
-            k. By default, where requests are timed, the one with the most tokens per second by replay and measured
-            costs; otherwise 5.
-        timed_requests (`int`, *optional*, defaults to 0):
-            Prompts that are also answered live, by the target alone and with both drafts in turns. Decoder-only pairs.
-        show_progress (`bool`, *optional*, defaults to `False`):
-            Bars on the standard error.
-
-    Raises:
-        DataError: fewer than two prompts leave room for their answers.
-    """
-    positions = [getattr(m.config.get_text_config(), "max_position_embeddings", None) for m in (target, before)]
-    limit = min((p for p in positions if p is not None), default=None)
-    room = None if limit is None or target.config.is_encoder_decoder else limit - dataset.max_new_tokens
-    encoded = encode_prompts(dataset.prompts, tokenizer, max_prompt_tokens=room)
-    if len(encoded.prompts) < 2:
-        raise DataError(
-            f"Of {len(dataset.prompts)} prompts of {dataset.name!r}, {len(encoded.prompts)} leave room for an answer "
-            f"of {dataset.max_new_tokens} tokens; two are needed. Bound the answers lower, or take shorter prompts."
-        )
-    dataset = EvaluationSet(dataset.name, tuple(p for p, _ in encoded.prompts), dataset.max_new_tokens)
-    ids = [ids for _, ids in encoded.prompts]
-    traces = list(record_traces(target, ids, max_new_tokens=dataset.max_new_tokens, num_logprobs=1))
-    speedups: dict[str, dict[str, Any]] = {}
-    k = num_assistant_tokens or 5
-    if timed_requests and not target.config.is_encoder_decoder:
-        asked = {"evaluation": ids[: min(timed_requests, len(ids))]}
-        if num_assistant_tokens is None:
-            k = _tuned(target, after, tokenizer, asked, traces, dataset.max_new_tokens)
-        systems = [
-            System("target alone", "alone"),
-            System("transformers, draft before", "stock", before, k),
-            System("transformers, this draft", "stock", after, k),
-            System("osd_hf, this draft, auto", "lean", after, "auto"),
-        ]
-        report = benchmark(
-            target, systems, asked, max_new_tokens=dataset.max_new_tokens, watched_requests=0, tokenizer=tokenizer,
-            show_progress=show_progress,
-        )  # fmt: skip
-        speedups = {s.name: report.ratio(s.name, report.alone) for s in systems if s.name != report.alone}
-    as_it_was, as_it_is = (tuple(replay_each(draft, traces, k)) for draft in (before, after))
-    return Evaluation(dataset, k, as_it_was, as_it_is, speedups, provenance())
-
-
-def _tuned(
-    target: Any, draft: Any, tokenizer: Any, asked: dict[str, list[list[int]]], traces: Any, max_new_tokens: int
-) -> int:
-    """The k with the most tokens per second: rounds by replay, their times from a few watched ones."""
-    first = {name: group[:4] for name, group in asked.items()}
-    systems = [System("alone", "alone"), *(System(f"k{k}", "stock", draft, k) for k in (1, 7))]
-    report = benchmark(target, systems, first, max_new_tokens=max_new_tokens, watched_requests=0, tokenizer=tokenizer)
-    # Seconds of a round are taken for a line in k through the two that were timed.
-    seconds = []
-    for k in (1, 7):
-        answers = report.answers_of(f"k{k}")
-        seconds.append(sum(a.seconds for a in answers) / sum(a.stats.target_forwards for a in answers))
-    slope = max((seconds[1] - seconds[0]) / 6, 0.0)
-
-    def rate(k: int) -> float:
-        stats = sum(replay_each(draft, traces, k), AcceptanceStats())
-        return stats.block_efficiency / (seconds[0] + (k - 1) * slope)
-
-    return max(KS, key=rate)

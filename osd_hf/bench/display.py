@@ -1,4 +1,4 @@
-"""What a terminal shows: aligned tables, the way figures are written in them, a progress bar with alpha."""
+"""What people see: aligned tables, figures as they are written in them, a progress bar with alpha, plots."""
 
 from __future__ import annotations
 
@@ -12,39 +12,27 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from tqdm import tqdm
 
+from osd_hf.comparison import Comparison
 from osd_hf.metrics import AcceptanceStats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = [
-    "AlphaBar",
-    "figure",
-    "plot_alpha",
-    "plot_domains",
-    "plot_speedups",
-    "progress",
-    "rolling_alpha",
-    "rolling_window",
-    "stats_interval",
-    "text_table",
-]
-
 T = TypeVar("T")
+Estimate = tuple[float, tuple[float, float]]  # a value and its interval
+
+BAR_WINDOW = 50  # requests over which a progress bar pools alpha
+MAX_PANELS = 6
+MAX_LABELS = 12
+
+# Colors that stay apart for color-blind readers (Okabe and Ito).
+LEARNING, FROZEN, CEILING = "#0072B2", "#D55E00", "#9A9A9A"
+COLORS = (CEILING, "#E69F00", FROZEN, LEARNING, "#009E73", "#56B4E9", "#CC79A7")
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """
-    Lines of a table.
-
-    Args:
-        header (`Sequence[str]`):
-            Column titles.
-        rows (`Sequence[Sequence[str]]`):
-            Cells.
-        left (`int`, *optional*, defaults to 1):
-            Columns aligned to the left; the others hold figures.
-    """
+    """Lines of a table: a header, a rule, and rows of cells. The first `left` columns are aligned to the left, as the
+    others hold figures."""
     widths = [max(len(line[i]) for line in [header, *rows]) for i in range(len(header))]
 
     def text_line(cells: Sequence[str]) -> str:
@@ -61,34 +49,38 @@ def figure(value: float | None, digits: int = 3, *, sign: bool = False) -> str:
     return f"{value:+.{digits}f}" if sign else f"{value:.{digits}f}"
 
 
+def ratio_text(ratio: Mapping[str, Any]) -> str:
+    """A ratio's median with its interval, such as `1.23 [1.12, 1.34]`."""
+    low, high = ratio["interval"]
+    return f"{ratio['median']:.2f} [{low:.2f}, {high:.2f}]"
+
+
 def stats_interval(stats: AcceptanceStats) -> str:
     """The 95% interval of alpha, such as `[0.480, 0.544]`."""
     low, high = stats.alpha_interval
     return "-" if math.isnan(low) else f"[{low:.3f}, {high:.3f}]"
 
 
+def comparison_row(name: str, compared: Comparison) -> list[str]:
+    """Cells of a table: the name, the number of requests, alpha before and after, and the gain with its interval."""
+    alphas = [figure(stats.alpha) for stats in compared.totals.values()]
+    low, high = compared.gain_interval
+    interval = "" if math.isnan(low) else f" [{low:+.3f}, {high:+.3f}]"
+    return [name, str(len(compared.domains)), *alphas, figure(compared.gain, sign=True) + interval]
+
+
 def progress(items: Iterable[T], description: str, unit: str, total: int | None = None) -> Iterator[T]:
-    """The items, behind a progress bar on the standard error."""
+    """The items, with a progress bar on the standard error."""
     yield from tqdm(items, desc=description, unit=unit, total=total, dynamic_ncols=True)
 
 
 class AlphaBar:
-    """
-    A progress bar over requests that shows alpha of the newest ones, on the standard error.
+    """A progress bar on the standard error over `total` requests, if that is known, with alpha of the newest ones."""
 
-    Args:
-        total (`int`, *optional*):
-            Requests to come, where it is known.
-        description (`str`):
-            What is going on.
-        window (`int`, *optional*, defaults to 50):
-            Requests over which alpha is pooled.
-    """
-
-    def __init__(self, total: int | None, description: str, *, window: int = 50) -> None:
+    def __init__(self, total: int | None, description: str) -> None:
         self.bar = tqdm(total=total, desc=description, unit="request", dynamic_ncols=True)
-        self.learned: deque[AcceptanceStats] = deque(maxlen=window)
-        self.frozen: deque[AcceptanceStats] = deque(maxlen=window)
+        self.learned: deque[AcceptanceStats] = deque(maxlen=BAR_WINDOW)
+        self.frozen: deque[AcceptanceStats] = deque(maxlen=BAR_WINDOW)
 
     def __enter__(self) -> AlphaBar:
         return self
@@ -99,17 +91,8 @@ class AlphaBar:
     def advance(
         self, learned: AcceptanceStats, frozen: AcceptanceStats | None = None, version: int | None = None
     ) -> None:
-        """
-        One request has ended.
-
-        Args:
-            learned (`AcceptanceStats`):
-                Of this request.
-            frozen (`AcceptanceStats`, *optional*):
-                Of the draft of the beginning on this request.
-            version (`int`, *optional*):
-                Of the draft that served it.
-        """
+        """One request has ended; stats of the draft that served it and of the draft of the beginning, and the version
+        that served."""
         self.learned.append(learned)
         shown: dict[str, Any] = {"alpha": _pooled(self.learned)}
         if frozen is not None:
@@ -127,27 +110,9 @@ def _pooled(stats: deque[AcceptanceStats]) -> str:
     return figure(sum(s.accepted for s in stats) / examined if examined else None)
 
 
-MAX_PANELS = 6
-MAX_LABELS = 12
-
-# Colors that stay apart for color-blind readers (Okabe and Ito).
-LEARNING, FROZEN, CEILING = "#0072B2", "#D55E00", "#9A9A9A"
-COLORS = (CEILING, "#E69F00", FROZEN, LEARNING, "#009E73", "#56B4E9", "#CC79A7")
-
-
 def rolling_alpha(stats: Sequence[AcceptanceStats], window: int) -> Any:
-    """
-    Alpha pooled over the last `window` requests, at each request.
-
-    Args:
-        stats (`Sequence[AcceptanceStats]`):
-            Of single requests, in order.
-        window (`int`):
-            Requests pooled; fewer at the beginning.
-
-    Returns:
-        `np.ndarray` of shape `(requests,)`, float64; `nan` where nothing was examined.
-    """
+    """Alpha of single requests pooled over the last `window` ones, at each request; over fewer at the beginning. Shape
+    `(requests,)`, float64; `nan` where nothing was examined."""
     counts = np.array([[s.accepted, s.examined] for s in stats], dtype=float).reshape(-1, 2)
     sums = np.concatenate([np.zeros((1, 2)), counts.cumsum(0)])
     ends = np.arange(1, len(stats) + 1)
@@ -161,30 +126,12 @@ def rolling_window(requests: int) -> int:
 
 
 def plot_alpha(
-    path: Path,
-    learning: Sequence[AcceptanceStats],
-    frozen: Sequence[AcceptanceStats],
-    domains: Sequence[str | None],
-    *,
-    window: int,
-    title: str,
-) -> None:
-    """
-    Alpha over the requests, of the draft that learned and of the same draft frozen. Domains that were served one after
-    the other are shaded; a few mixed ones get a panel each, many are drawn as one.
-
-    Args:
-        path (`Path`):
-            PNG file to write.
-        learning (`Sequence[AcceptanceStats]`), frozen (`Sequence[AcceptanceStats]`):
-            Of each request, in order.
-        domains (`Sequence[str | None]`):
-            Label of each request.
-        window (`int`):
-            Requests pooled in a point.
-        title (`str`):
-            Title of the figure.
-    """
+    path: Path, learning: Sequence[AcceptanceStats], frozen: Sequence[AcceptanceStats], domains: Sequence[str | None],
+    *, window: int, title: str,
+) -> None:  # fmt: skip
+    """Draw alpha over the requests as a PNG file, from the stats of the draft that learned, those of the same draft
+    frozen and the labels, in order; a point pools `window` requests. Domains that were served one after the other are
+    shaded; a few mixed ones get a panel each, many are drawn as one."""
     blocks = [(name, len(list(group))) for name, group in groupby(domains)]
     names = list(dict.fromkeys(domains))
     shades = names != [None] and len(blocks) <= min(2 * len(names), MAX_LABELS)
@@ -215,85 +162,62 @@ def plot_alpha(
     figure.savefig(path)
 
 
-def plot_domains(
-    path: Path, bars: Mapping[str, Mapping[str, tuple[float, tuple[float, float]]]], *, title: str
-) -> None:
-    """
-    Bars with 95% intervals: a group per domain, a bar per draft.
-
-    Args:
-        path (`Path`):
-            PNG file to write.
-        bars (`Mapping[str, Mapping[str, tuple[float, tuple[float, float]]]]`):
-            Domain -> draft -> alpha and its interval.
-        title (`str`):
-            Title of the figure.
-    """
+def plot_domains(path: Path, bars: Mapping[str, Mapping[str, Estimate]], *, title: str) -> None:
+    """Draw bars with 95% intervals as a PNG file, a group per domain and a bar per draft, from domain -> draft ->
+    alpha and its interval."""
     figure, (axes,) = _figure(1, 1, 9.0, 4.2)
     drafts = list(next(iter(bars.values())))
-    width = 0.8 / len(drafts)
     for number, (draft, color) in enumerate(zip(drafts, (FROZEN, LEARNING, CEILING), strict=False)):
-        places = [i + (number - (len(drafts) - 1) / 2) * width for i in range(len(bars))]
-        heights = [bars[domain][draft][0] for domain in bars]
-        ends = [bars[domain][draft][1] for domain in bars]
-        errors = [
-            [0 if math.isnan(low) else max(h - low, 0) for h, (low, _) in zip(heights, ends, strict=True)],
-            [0 if math.isnan(high) else max(high - h, 0) for h, (_, high) in zip(heights, ends, strict=True)],
-        ]
-        axes.bar(places, heights, width * 0.94, color=color, label=draft, yerr=errors, capsize=3, ecolor="#333333")
-        for place, height in zip(places, heights, strict=True):
+        estimates = [group[draft] for group in bars.values()]
+        places = _bars(axes, estimates, number, len(drafts), 0.8, color=color, label=draft, capsize=3)
+        for place, (height, _) in zip(places, estimates, strict=True):
             axes.text(place, 0.015, f"{height:.2f}", ha="center", va="bottom", color="white", fontsize=9)
-    axes.set_xticks(range(len(bars)), list(bars))
     axes.set_ylabel("alpha, with 95% interval")
     axes.set_ylim(0, 1)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=len(drafts), frameon=False)
-    axes.set_title(title, loc="left", fontsize=11)
-    figure.savefig(path)
+    _finish(figure, axes, path, list(bars), title, ncols=len(drafts))
 
 
 def plot_speedups(
-    path: Path,
-    speedups: Mapping[str, Mapping[str, tuple[float, tuple[float, float], float | None]]],
-    *,
-    title: str,
+    path: Path, speedups: Mapping[str, Mapping[str, tuple[float, tuple[float, float], float | None]]], *, title: str
 ) -> None:
-    """
-    Bars with 95% intervals: a group per data set, a bar per system, and what the cost model predicts across it.
-
-    Args:
-        path (`Path`):
-            PNG file to write.
-        speedups (`Mapping[str, Mapping[str, tuple[float, tuple[float, float], float | None]]]`):
-            Data set -> system -> times as fast as the target alone, its interval, and the prediction.
-        title (`str`):
-            Title of the figure.
-    """
+    """Draw bars with 95% intervals as a PNG file, a group per data set and a bar per system, from data set -> system
+    -> times as fast as the target alone, its interval, and the prediction of the cost model, a mark in the bar."""
     systems = list(next(iter(speedups.values())))
     figure, (axes,) = _figure(1, 1, max(9.0, 2.0 + 0.2 * len(speedups) * (len(systems) + 1)), 4.8)
-    width = 0.84 / len(systems)
     for number, system in enumerate(systems):
-        places = [i + (number - (len(systems) - 1) / 2) * width for i in range(len(speedups))]
-        heights, intervals, predictions = zip(*(part[system] for part in speedups.values()), strict=True)
-        errors = [
-            [max(h - low, 0) for h, (low, _) in zip(heights, intervals, strict=True)],
-            [max(high - h, 0) for h, (_, high) in zip(heights, intervals, strict=True)],
-        ]
-        hatch = ("", "///", "...")[number // len(COLORS) % 3]
-        axes.bar(
-            places, heights, width * 0.94, color=COLORS[number % len(COLORS)], label=system, yerr=errors, capsize=2,
-            ecolor="#333333", hatch=hatch, edgecolor="white", linewidth=0,
+        found = [group[system] for group in speedups.values()]
+        places = _bars(
+            axes, [(height, ends) for height, ends, _ in found], number, len(systems), 0.84,
+            color=COLORS[number % len(COLORS)], label=system, capsize=2,
+            hatch=("", "///", "...")[number // len(COLORS) % 3], edgecolor="white", linewidth=0,
         )  # fmt: skip
-        marks = [(place, p) for place, p in zip(places, predictions, strict=True) if p is not None]
-        if marks:
+        if marks := [(place, p) for place, (_, _, p) in zip(places, found, strict=True) if p is not None]:
             x, y = zip(*marks, strict=True)
             last = "predicted by the cost model" if number == len(systems) - 1 else None
             axes.scatter(x, y, marker="D", s=18, color="white", edgecolors="black", linewidths=1, zorder=3, label=last)
     axes.axhline(1, color="black", lw=1)
-    axes.set_xticks(range(len(speedups)), list(speedups))
     axes.set_ylabel("times as fast as the target alone, 95% interval")
     axes.set_ylim(0)
     axes.margins(x=0.01)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=4, frameon=False, fontsize=9)
+    _finish(figure, axes, path, list(speedups), title, ncols=4, fontsize=9)
+
+
+def _bars(
+    axes: Axes, estimates: Sequence[Estimate], number: int, count: int, width: float, **style: Any
+) -> list[float]:
+    """Draw the bars of one of `count` kinds, a bar in each group, whose bars have this width together; returns their
+    places."""
+    places = [group + (number - (count - 1) / 2) * width / count for group in range(len(estimates))]
+    heights = [height for height, _ in estimates]
+    # Where an interval is undefined there is no error bar: `max(0, nan)` is 0.
+    errors = [[max(0, h - low) for h, (low, _) in estimates], [max(0, high - h) for h, (_, high) in estimates]]
+    axes.bar(places, heights, width / count * 0.94, yerr=errors, ecolor="#333333", **style)
+    return places
+
+
+def _finish(figure: Any, axes: Axes, path: Path, groups: Sequence[str], title: str, **legend: Any) -> None:
+    axes.set_xticks(range(len(groups)), groups)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), frameon=False, **legend)
     axes.set_title(title, loc="left", fontsize=11)
     figure.savefig(path)
 
@@ -314,12 +238,9 @@ def _figure(rows: int, columns: int, width: float, height: float) -> tuple[Any, 
 
 
 def _draw(
-    axes: Axes,
-    requests: Sequence[int],
-    learning: Sequence[AcceptanceStats],
-    frozen: Sequence[AcceptanceStats],
+    axes: Axes, requests: Sequence[int], learning: Sequence[AcceptanceStats], frozen: Sequence[AcceptanceStats],
     window: int,
-) -> None:
+) -> None:  # fmt: skip
     # The first points pool fewer requests than the window and jump about.
     first = min(max(window // 2, 1), len(requests)) - 1
     axes.plot(requests[first:], rolling_alpha(learning, window)[first:], color=LEARNING, lw=2, label="learning")

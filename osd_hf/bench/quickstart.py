@@ -6,31 +6,33 @@ import copy
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from osd_hf.assistant import OnlineAssistant
+from osd_hf.bench import display
 from osd_hf.bench.benchmark import BenchmarkReport, System, benchmark
-from osd_hf.bench.controlled import cores, faster_threads
-from osd_hf.bench.display import AlphaBar, figure, plot_alpha, plot_domains, progress, rolling_window, text_table
-from osd_hf.bundled import DOMAINS, Example, bundled_prompts, check_answer
+from osd_hf.bench.display import figure, ratio_text, text_table
+from osd_hf.bench.timing import cores, faster_threads
+from osd_hf.bundled.example import Example
+from osd_hf.bundled.prompts import DOMAINS, bundled_prompts, check_answer
 from osd_hf.capture.recording import record_traces
+from osd_hf.comparison import Comparison, figures_of
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError
 from osd_hf.learning.updater import Updater
 from osd_hf.metrics import AcceptanceStats
+from osd_hf.pair import Pair
 from osd_hf.prompts import encode_turn
 from osd_hf.replay import replay_each
-from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace
 from osd_hf.utils.report import json_text, make_folder, provenance
 
-__all__ = ["QuickstartSizes", "learned_and_later", "quickstart", "serve_stream"]
-
 K = 5
+WAYS = ("target alone", "static draft", "learned draft")
 
 
 def _size(default: int, help: str, least: int = 1) -> Any:
@@ -40,21 +42,7 @@ def _size(default: int, help: str, least: int = 1) -> Any:
 @dataclass(frozen=True)
 class QuickstartSizes:
     """
-    How much of everything.
-
-    Args:
-        learn_requests (`int`, *optional*, defaults to 80):
-            Requests per domain that are served and learned from.
-        later_requests (`int`, *optional*, defaults to 40):
-            Later requests per domain, never learned from, on which acceptance is measured.
-        timed_requests (`int`, *optional*, defaults to 12):
-            Those of them that are also answered live, three ways in alternation.
-        max_new_tokens (`int`, *optional*, defaults to 96):
-            Bound of an answer.
-        ceiling_epochs (`int`, *optional*, defaults to 30):
-            Passes over the learned requests that make the offline ceiling.
-        ceiling_seconds (`int`, *optional*, defaults to 50):
-            Bound of the time that the ceiling may take.
+    How much of everything. The fields say what they mean in the `help` of their metadata.
 
     Raises:
         ConfigError: a number that is too small; more timed requests than later ones.
@@ -78,37 +66,20 @@ class QuickstartSizes:
             )
 
 
-WAYS = ("target alone", "static draft", "learned draft")
-
-
 def quickstart(
-    target: Any,
-    draft: Any,
-    tokenizer: Any,
-    *,
-    sizes: QuickstartSizes | None = None,
-    seed: int = 0,
-    threads: int | None = None,
-    output_dir: Path = Path("osd_hf_quickstart"),
-    write: Callable[[str], object] = print,
-) -> dict[str, Any]:
+    pair: Pair, sizes: QuickstartSizes, *, seed: int, threads: int | None, output_dir: Path,
+    write: Callable[[str], object],
+) -> dict[str, Any]:  # fmt: skip
     """
     Serve a shuffled stream of all domains with one draft that learns, then measure it on later prompts against the
     draft as it was and against a fresh copy trained offline on the same requests.
 
     Args:
-        target (`PreTrainedModel`), draft (`PreTrainedModel`), tokenizer (`PreTrainedTokenizerBase`):
-            The pair, as `load_bundled` gives it; left as it is.
-        sizes (`QuickstartSizes`, *optional*):
-            How much of everything.
-        seed (`int`, *optional*, defaults to 0):
-            Of the prompts, their order, and learning.
-        threads (`int`, *optional*):
-            Threads of torch; the faster of one and all cores by default, measured.
-        output_dir (`Path`, *optional*):
-            Gets `report.json`, `alpha.png`, `domains.png`.
-        write (`Callable[[str], object]`, *optional*, defaults to `print`):
-            Takes the lines that are shown.
+        pair (`Pair`), sizes (`QuickstartSizes`): Left as it is; and how much of everything.
+        seed (`int`): Seed of the prompts, of their order, and of learning.
+        threads (`int`, *optional*): Threads of torch; with `None` the faster of one and all cores, measured.
+        output_dir (`Path`), write (`Callable[[str], object]`):
+            The folder gets `report.json`, `alpha.png` and `domains.png`; `write` takes the lines that are shown.
 
     Returns:
         `dict[str, Any]`: what `report.json` holds.
@@ -116,69 +87,45 @@ def quickstart(
     Raises:
         ConfigError: threads below 1, a negative seed, an output folder that cannot be written.
     """
-    sizes = sizes or QuickstartSizes()
     config = OnlineConfig(num_assistant_tokens=K, seed=seed)
     if threads is not None and threads < 1:
         raise ConfigError(f"`threads` must be at least 1, got {threads}.")
     started = time.perf_counter()
-    seconds: dict[str, float] = {}
-    threads_before = torch.get_num_threads()
-
-    def done(phase: str) -> None:
-        seconds[phase] = round(time.perf_counter() - started - sum(seconds.values()), 2)
-
     make_folder(output_dir)
     learned_from, later = learned_and_later(sizes, seed)
-    first = encode_turn(tokenizer, later[0].prompt)
+    stream, asked = (
+        [(example.domain, encode_turn(pair.tokenizer, example.prompt)) for example in examples]
+        for examples in (learned_from, later)
+    )
+    threads_before = torch.get_num_threads()
     try:
-        serving_threads, thread_seconds = faster_threads(target, first, threads)
-        every_thread = threads or cores()
-        torch.set_num_threads(serving_threads)
-        done("threads")
-
-        assistant = OnlineAssistant(target, draft, tokenizer, config, store=CorrectionStore())
-        write(f"serving {len(learned_from)} requests of {len(DOMAINS)} domains, shuffled; the draft learns meanwhile")
-        stream = [(example.domain, encode_turn(tokenizer, example.prompt)) for example in learned_from]
-        traces = serve_stream(assistant, stream, sizes.max_new_tokens)
-        done("serving")
-
-        torch.set_num_threads(every_thread)
-        later_traces = _recorded(target, tokenizer, later, sizes)
-        frozen = replay_each(draft, traces, K)
-        static = replay_each(draft, later_traces, K)
-        learned = replay_each(assistant.draft, later_traces, K)
-        done("replay")
-        ceiling, ceiling_facts = _ceiling(draft, traces, later_traces, config, sizes)
-        done("ceiling")
-
-        torch.set_num_threads(serving_threads)
-        timed = _timed(target, draft, assistant.draft, tokenizer, later, sizes)
-        done("timing")
+        found = _measured(pair, config, sizes, stream, asked, threads, write)
     finally:
         torch.set_num_threads(threads_before)
-    assistant.close()
-
-    answers = [tokenizer.decode(t.completion_ids.tolist(), skip_special_tokens=True) for t in later_traces]
-    right = [check_answer(e, a) for e, a in zip(later, answers, strict=True)]
-    names = [e.domain for e in later]
-    by_domain = {
-        domain: _domain_report(domain, names, static, learned, ceiling, right, timed) for domain in (*DOMAINS, "all")
-    }
-    outcomes = [answer.outcome for way in WAYS[1:] for answer in timed.answers_of(way)]
-    report = {
-        "provenance": provenance(seed=seed, device=str(target.device), threads=serving_threads),
-        "sizes": {f.name: getattr(sizes, f.name) for f in fields(sizes)},
+    answers = [pair.tokenizer.decode(t.completion_ids.tolist(), skip_special_tokens=True) for t in found.later]
+    right = [(e.domain, check_answer(e, a)) for e, a in zip(later, answers, strict=True)]
+    outcomes = [answer.outcome for way in WAYS[1:] for answer in found.timed.answers_of(way)]
+    report: dict[str, Any] = {
+        "provenance": provenance(seed=seed, device=str(pair.target.device), threads=found.threads),
+        "sizes": asdict(sizes),
         "config": config.to_dict(),
-        "by_domain": by_domain,
+        "by_domain": {n: _domain_report(n, part, right, found.timed) for n, part in found.compared.parts().items()},
         "outputs": {name: outcomes.count(name) for name in ("identical", "tied", "differing")},
-        "ceiling": ceiling_facts,
-        "updates": assistant.version,
-        "thread_seconds": thread_seconds,
-        "phase_seconds": seconds,
+        "ceiling": found.ceiling,
+        "updates": found.version,
+        "thread_seconds": found.thread_seconds,
+        "phase_seconds": found.phase_seconds,
     }
-    served = [AcceptanceStats.from_trace(t) for t in traces]
-    _plots(output_dir, served, frozen, [t.domain for t in traces], by_domain)
-    sample = next((i for i, ok in enumerate(right) if ok), 0)
+    served = [AcceptanceStats.from_trace(t) for t in found.served]
+    display.plot_alpha(
+        output_dir / "alpha.png", served, found.frozen, [t.domain for t in found.served],
+        window=display.rolling_window(len(served)),
+        title="Acceptance while serving: the draft that learns, and the same draft frozen",
+    )  # fmt: skip
+    labels = {"static": "static", "learned": "learned while serving", "ceiling": "trained offline, many epochs"}
+    title = "Acceptance on later prompts, never learned from"
+    display.plot_domains(output_dir / "domains.png", found.compared.bars(labels), title=title)
+    sample = next((i for i, (_, ok) in enumerate(right) if ok), 0)
     for line in _shown(report, later[sample], answers[sample]):
         write(line)
     report["total_seconds"] = round(time.perf_counter() - started, 2)
@@ -187,7 +134,52 @@ def quickstart(
     return report
 
 
-# --- phases ---------------------------------------------------------------------------------------------------------
+class _Measured(NamedTuple):
+    served: list[Trace]  # while the draft learned
+    frozen: list[AcceptanceStats]  # what the draft as it was would have scored on them
+    later: list[Trace]
+    compared: Comparison  # static, learned and ceiling, on the later prompts
+    ceiling: dict[str, Any]
+    timed: BenchmarkReport
+    version: int
+    threads: int
+    thread_seconds: dict[str, float]
+    phase_seconds: dict[str, float]
+
+
+def _measured(
+    pair: Pair, config: OnlineConfig, sizes: QuickstartSizes, stream: Sequence[tuple[str, list[int]]],
+    asked: Sequence[tuple[str, list[int]]], threads: int | None, write: Callable[[str], object],
+) -> _Measured:  # fmt: skip
+    """Serve and learn, replay the later prompts, train the ceiling, and time three ways to answer."""
+    seconds, started = dict[str, float](), time.perf_counter()
+
+    def done(phase: str) -> None:
+        seconds[phase] = round(time.perf_counter() - started - sum(seconds.values()), 2)
+
+    serving_threads, thread_seconds = faster_threads(pair.target, asked[0][1], threads)
+    torch.set_num_threads(serving_threads)
+    done("threads")
+    with OnlineAssistant(*pair, config) as assistant:
+        write(f"serving {len(stream)} requests of {len(DOMAINS)} domains, shuffled; the draft learns meanwhile")
+        served = serve_stream(assistant, stream, sizes.max_new_tokens)
+        done("serving")
+        torch.set_num_threads(threads or cores())
+        ids = [one for _, one in asked]
+        recorded = record_traces(pair.target, ids, max_new_tokens=sizes.max_new_tokens, num_logprobs=1)
+        later = list(display.progress(recorded, "later prompts", "request", len(ids)))
+        frozen, static = (replay_each(pair.draft, traces, K) for traces in (served, later))
+        learned = replay_each(assistant.draft, later, K)
+        done("replay")
+        best, ceiling = _ceiling(pair.draft, served, later, config, sizes)
+        done("ceiling")
+        torch.set_num_threads(serving_threads)
+        timed = _timed(pair, assistant.draft, asked, sizes)
+        done("timing")
+    compared = Comparison([domain for domain, _ in asked], {"static": static, "learned": learned, "ceiling": best})
+    return _Measured(
+        served, frozen, later, compared, ceiling, timed, assistant.version, serving_threads, thread_seconds, seconds
+    )
 
 
 def learned_and_later(sizes: QuickstartSizes, seed: int) -> tuple[list[Example], list[Example]]:
@@ -210,36 +202,18 @@ def learned_and_later(sizes: QuickstartSizes, seed: int) -> tuple[list[Example],
 def serve_stream(
     assistant: OnlineAssistant, requests: Sequence[tuple[str, Sequence[int]]], max_new_tokens: int
 ) -> list[Trace]:
-    """
-    Serve requests greedily behind a progress bar, while the assistant learns from them.
-
-    Args:
-        assistant (`OnlineAssistant`):
-            With a store.
-        requests (`Sequence[tuple[str, Sequence[int]]]`):
-            Domain and token ids of each, in order.
-        max_new_tokens (`int`):
-            Bound of an answer.
-    """
-    assert assistant.store is not None
+    """Serve requests, each a domain and token ids, greedily and with a progress bar, while the assistant learns from
+    them; returns their traces."""
     traces: list[Trace] = []
-    with AlphaBar(len(requests), "serving") as bar:
+    with display.AlphaBar(len(requests), "serving") as bar:
         for domain, prompt_ids in requests:
             ids = torch.tensor([list(prompt_ids)], device=assistant.target.device)
             assistant.generate(
-                ids, attention_mask=torch.ones_like(ids), domain=domain, do_sample=False, max_new_tokens=max_new_tokens
-            )
-            traces += assistant.store.sample(1, newest=1)
+                ids, attention_mask=torch.ones_like(ids), domain=domain, on_trace=traces.append, do_sample=False,
+                max_new_tokens=max_new_tokens,
+            )  # fmt: skip
             bar.advance(AcceptanceStats.from_trace(traces[-1]), version=assistant.version)
     return traces
-
-
-def _recorded(target: Any, tokenizer: Any, examples: Sequence[Example], sizes: QuickstartSizes) -> list[Trace]:
-    traces = record_traces(
-        target, [encode_turn(tokenizer, e.prompt) for e in examples], max_new_tokens=sizes.max_new_tokens,
-        num_logprobs=1,
-    )  # fmt: skip
-    return list(progress(traces, "later prompts", "request", len(examples)))
 
 
 def _ceiling(
@@ -252,7 +226,7 @@ def _ceiling(
     steps_per_epoch = max(1, round(len(traces) / config.batch_size))
     best, best_epoch, epoch = replay_each(draft, later, K), 0, 0
     started = time.perf_counter()
-    for epoch in progress(range(1, sizes.ceiling_epochs + 1), "offline ceiling", "epoch"):
+    for epoch in display.progress(range(1, sizes.ceiling_epochs + 1), "offline ceiling", "epoch"):
         updater.update(steps_per_epoch)
         is_last = epoch == sizes.ceiling_epochs or time.perf_counter() - started > sizes.ceiling_seconds
         if is_last or epoch % 5 == 0:
@@ -266,122 +240,75 @@ def _ceiling(
 
 
 def _timed(
-    target: Any, draft: Any, learned: Any, tokenizer: Any, later: Sequence[Example], sizes: QuickstartSizes
+    pair: Pair, learned: Any, asked: Sequence[tuple[str, list[int]]], sizes: QuickstartSizes
 ) -> BenchmarkReport:
     """The target alone, transformers' assisted generation with the draft as it was, and ours with the learned one."""
-    prompts = {
-        domain: [encode_turn(tokenizer, e.prompt) for e in later if e.domain == domain][: sizes.timed_requests]
-        for domain in DOMAINS
-    }
+    prompts = {domain: [ids for name, ids in asked if name == domain][: sizes.timed_requests] for domain in DOMAINS}
     alone, static, ours = WAYS
-    systems = [System(alone, "alone"), System(static, "stock", draft, K), System(ours, "lean", learned, "auto")]
+    systems = [System(alone, "alone"), System(static, "stock", pair.draft, K), System(ours, "lean", learned, "auto")]
     return benchmark(
-        target, systems, prompts, max_new_tokens=sizes.max_new_tokens, watched_requests=0, tokenizer=tokenizer,
-        show_progress=True,
+        pair.target, systems, prompts, max_new_tokens=sizes.max_new_tokens, watched_requests=0,
+        tokenizer=pair.tokenizer, show_progress=True,
     )  # fmt: skip
-
-
-# --- figures --------------------------------------------------------------------------------------------------------
 
 
 def _domain_report(
-    domain: str,
-    names: Sequence[str],
-    static: Sequence[AcceptanceStats],
-    learned: Sequence[AcceptanceStats],
-    ceiling: Sequence[AcceptanceStats],
-    right: Sequence[bool],
-    timed: BenchmarkReport,
+    name: str, part: Comparison, right: Sequence[tuple[str, bool]], timed: BenchmarkReport
 ) -> dict[str, Any]:
-    chosen = [i for i, name in enumerate(names) if domain in (name, "all")]
-    drafts = {
-        name: sum((stats[i] for i in chosen), AcceptanceStats())
-        for name, stats in (("static", static), ("learned", learned), ("ceiling", ceiling))
-    }
-    gap = drafts["ceiling"].alpha - drafts["static"].alpha
-    gain = drafts["learned"].alpha - drafts["static"].alpha
-    ways = {way: timed.figures(way, None if domain == "all" else domain) for way in WAYS}
+    """The figures of a domain, or of all."""
+    answered = [is_right for domain, is_right in right if name in (domain, "all")]
+    gap = part.totals["ceiling"].alpha - part.totals["static"].alpha
+    ways = {way: timed.figures(way, None if name == "all" else name) for way in WAYS}
     outputs = [ways[way]["outputs"] for way in WAYS[1:]]
     return {
-        **{n: {k: v for k, v in s.to_dict().items() if k != "requests"} for n, s in drafts.items()},
-        "gap_closed": gain / gap if gap > 0 else None,
+        **{side: figures_of(stats) for side, stats in part.totals.items()},
+        "gap_closed": part.gain / gap if gap > 0 else None,
         "tokens_per_second": {way: figures["tokens_per_second"] for way, figures in ways.items()},
         "times_as_fast": {way: ways[way]["times_alone"] for way in WAYS[1:]},
-        "outputs": sum(sum(found.values()) for found in outputs),
-        "outputs_identical": sum(found["identical"] for found in outputs),
-        "answers": len(chosen),
-        "answers_right": sum(right[i] for i in chosen),
+        "outputs": sum(sum(counts.values()) for counts in outputs),
+        "outputs_identical": sum(counts["identical"] for counts in outputs),
+        "answers": len(answered),
+        "answers_right": sum(answered),
     }
-
-
-def _plots(
-    folder: Path,
-    served: Sequence[AcceptanceStats],
-    frozen: Sequence[AcceptanceStats],
-    domains: Sequence[str | None],
-    by_domain: dict[str, Any],
-) -> None:
-    plot_alpha(
-        folder / "alpha.png", served, frozen, domains, window=rolling_window(len(served)),
-        title="Acceptance while serving: the draft that learns, and the same draft frozen",
-    )  # fmt: skip
-    drafts = {"static": "static", "learned": "learned while serving", "ceiling": "trained offline, many epochs"}
-
-    def bar(part: dict[str, Any]) -> tuple[float, tuple[float, float]]:
-        low, high = part["alpha_interval"] or (part["alpha"], part["alpha"])
-        return part["alpha"] or 0.0, (low or 0.0, high or 0.0)
-
-    bars = {name: {label: bar(part[key]) for key, label in drafts.items()} for name, part in by_domain.items()}
-    plot_domains(folder / "domains.png", bars, title="Acceptance on later prompts, never learned from")
 
 
 def _shown(report: dict[str, Any], sample: Example, answer: str) -> list[str]:
     rows, speeds = [], []
     for name, part in report["by_domain"].items():
         closed = "-" if part["gap_closed"] is None else f"{part['gap_closed']:.0%}"
-        efficiency = [figure(part[draft]["block_efficiency"], 2) for draft in ("static", "learned")]
+        efficiency = " > ".join(figure(part[draft]["block_efficiency"], 2) for draft in ("static", "learned"))
         rows.append([
             name, _alpha(part["static"]), _alpha(part["learned"]), figure(part["ceiling"]["alpha"]), closed,
-            " > ".join(efficiency), f"{part['answers_right']}/{part['answers']}",
+            efficiency, f"{part['answers_right']}/{part['answers']}",
         ])  # fmt: skip
         speeds.append([
             name, *(f"{rate:.0f}" for rate in part["tokens_per_second"].values()),
-            *(_times(part["times_as_fast"][way]) for way in WAYS[1:]),
+            *(ratio_text(ratio) for ratio in part["times_as_fast"].values()),
             f"{part['outputs_identical']}/{part['outputs']}",
         ])  # fmt: skip
-    sizes, outputs = report["sizes"], report["outputs"]
-    passes, best = report["ceiling"]["epochs"], report["ceiling"]["best_epoch"]
-    rising = ", where it was still rising" if best == passes else ""
-    later, timed = sizes["later_requests"], sizes["timed_requests"]
+    sizes, outputs, ceiling = report["sizes"], report["outputs"], report["ceiling"]
+    rising = ", where it was still rising" if ceiling["best_epoch"] == ceiling["epochs"] else ""
     tied = f", {outputs['tied']} part at a tie of the target's top two tokens" if outputs["tied"] else ""
     differing = f", {outputs['differing']} DIFFER" if outputs["differing"] else ""
+    prompt, answer = ("\n".join(f"    {line}" for line in text.splitlines()) for text in (sample.prompt, answer))
     return [
-        f"\nLater prompts, never learned from ({later} per domain, k = {K}, threshold 0):\n",
+        f"\nLater prompts, never learned from ({sizes['later_requests']} per domain, k = {K}, threshold 0):\n",
         text_table(
             ["domain", "alpha static", "alpha learned", "ceiling", "gap closed", "tokens/forward", "right"], rows
         ),
         f"\nCeiling: a fresh copy of the draft, trained offline on the same {len(DOMAINS) * sizes['learn_requests']} "
-        f"requests; the best of {passes} passes was number {best}{rising},\n"
+        f"requests; the best of {ceiling['epochs']} passes was number {ceiling['best_epoch']}{rising},\n"
         "chosen on these later prompts, which favors the ceiling.",
-        f"\nTokens per second and times as fast as the target alone ({timed} requests per domain in alternation,\n"
-        f"median of the ratios; torch threads: {report['provenance']['threads']}). Static: transformers' own assisted "
-        f"generation, k = {K};\nlearned: lean drafting at its own pace.\n",
+        f"\nTokens per second and times as fast as the target alone ({sizes['timed_requests']} requests per domain in "
+        f"alternation,\nmedian of the ratios; torch threads: {report['provenance']['threads']}). Static: "
+        f"transformers' own assisted generation, k = {K};\nlearned: lean drafting at its own pace.\n",
         text_table(["domain", "alone", "static", "learned", "static x", "learned x", "identical"], speeds),
         f"\n{outputs['identical']} of {sum(outputs.values())} assisted outputs are the target's own, "
         f"token by token{tied}{differing}.",
-        f"\nA prompt ({sample.domain}):\n{_indented(sample.prompt)}\nand its answer:\n{_indented(answer)}",
+        f"\nA prompt ({sample.domain}):\n{prompt}\nand its answer:\n{answer}",
     ]
 
 
 def _alpha(part: dict[str, Any]) -> str:
     interval = part["alpha_interval"]
     return figure(part["alpha"]) if interval is None else f"{part['alpha']:.3f} [{interval[0]:.3f}, {interval[1]:.3f}]"
-
-
-def _times(ratio: dict[str, Any]) -> str:
-    low, high = ratio["interval"]
-    return f"{ratio['median']:.2f} [{low:.2f}, {high:.2f}]"
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"    {line}" for line in text.splitlines())

@@ -2,86 +2,124 @@
 
 from __future__ import annotations
 
-import argparse
-import math
 import random
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from osd_hf import bundled
 from osd_hf.assistant import OnlineAssistant
 from osd_hf.bench.benchmark import BenchmarkReport, System, benchmark
-from osd_hf.bench.controlled import LABEL, ControlledAcceptance, controlled_acceptance, faster_threads, random_pair
-from osd_hf.bench.display import figure, plot_speedups, text_table
+from osd_hf.bench.controlled import LABEL, SHAPES, ControlledAcceptance, controlled_acceptance, random_pair
+from osd_hf.bench.display import figure, plot_speedups, ratio_text, text_table
 from osd_hf.bench.quickstart import QuickstartSizes, learned_and_later, serve_stream
-from osd_hf.cli.flags import FAILED, check_counts, output_stream, write_json
+from osd_hf.bench.timing import faster_threads
+from osd_hf.bundled.prompts import DOMAINS
+from osd_hf.cli.flags import FAILED, Reporting, flag, in_groups
+from osd_hf.cli.settings import Placement
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, DataError
-from osd_hf.pair import load_model, load_tokenizer, of_one_size, placed, prompt_room
+from osd_hf.pair import load_pair, prompt_room
 from osd_hf.prompts import PromptSource, encode_prompts, encode_turn, read_prompts
-from osd_hf.store.store import CorrectionStore
 from osd_hf.utils.report import json_text, make_folder, provenance
 
-__all__ = ["bench_command"]
-
-Prompts = dict[str, list[list[int]]]
+Stream = list[tuple[str, list[int]]]  # the data set and token ids of each request that is learned from
+Prompts = dict[str, list[list[int]]]  # data set -> token ids of each prompt
 
 MEBI = 1 << 20
+CONTROLLED = "controlled acceptance, for times of large shapes with random weights"
+
+_models, _prompts, _sizes, _shapes = in_groups("models", "prompts", "sizes", CONTROLLED)
 
 
-def bench_command(args: argparse.Namespace) -> int:
-    """`osd-hf bench`; the exit code."""
+@dataclass(frozen=True, kw_only=True)
+class BenchSettings(Placement, Reporting):
+    """The flags of `osd-hf bench`."""
+
+    target: str | None = _models("instead of the bundled target", metavar="ID|PATH")
+    draft: str | None = _models("instead of the bundled draft", metavar="ID|PATH")
+    k: str = _models("tokens drafted per round", "5", metavar="N[,N...]")
+    compile: bool = _models("also time lean drafting with the draft compiled", False)
+    prompts: list[str] | None = _prompts("instead of the bundled domains: Hub data set id, or a json, jsonl or "
+                                         "parquet file (repeat for several)", metavar="ID|FILE")  # fmt: skip
+    column: str = _prompts("column of the prompt", "prompt")
+    prompt_template: str | None = _prompts("instead of a column: a format string", metavar="FORMAT")
+    split: str = _prompts("of a Hub data set", "train")
+    no_chat_template: bool = _prompts("plain text, also where the tokenizer has a chat template", False)
+    requests: int = _sizes("timed, per data set", 16, metavar="N")
+    watched_requests: int = _sizes("per data set, answered once more to time what a round consists of", 3, metavar="N")
+    learn_requests: int = _sizes("per data set, served before to make the learned draft; 0 leaves it out",
+                                 50, metavar="N")  # fmt: skip
+    max_new_tokens: int = _sizes("bound of an answer", 96, metavar="N")
+    seed: int = flag("of prompts, learning and random weights", 0)
+    threads: int | None = flag("of torch, at least 1; measured by default", metavar="N")
+    controlled: str | None = _shapes("a proposal is right with this probability", metavar="ALPHA[,ALPHA...]")
+    target_shape: str | None = _shapes(f"one of {', '.join(SHAPES)}; 7b by default", metavar="NAME")
+    draft_shape: str | None = _shapes("likewise; 160m by default", metavar="NAME")
+    prompt_tokens: int | None = _shapes("64 by default", metavar="N")
+    output_dir: Path = flag("report and plot; overwritten", Path("osd_hf_bench"))
+
+    def check(self) -> None:
+        """Raises ConfigError for what is too small, and for what does not go together."""
+        self.check_counts("requests", "max_new_tokens", "watched_requests", "threads")
+        for name in ("learn_requests", "seed"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(self, name)}.")
+        is_controlled = self.controlled is not None
+        shapes = ("target_shape", "draft_shape", "prompt_tokens")
+        foreign = ("target", "draft", "prompts", "prompt_template") if is_controlled else shapes
+        if given := [f"--{name.replace('_', '-')}" for name in foreign if getattr(self, name) is not None]:
+            without = "cannot be given with" if is_controlled else "can only be given with"
+            raise ConfigError(f"{', '.join(given)} {without} --controlled, which brings its own models and prompts.")
+        if (self.target is None) != (self.draft is None):
+            raise ConfigError("Give both --target and --draft, or none for the bundled pair.")
+        if min(self.ks) < 1:
+            raise ConfigError(f"--k must be at least 1, got {min(self.ks)}.")
+
+    @property
+    def ks(self) -> list[int]:
+        """The numbers of drafted tokens."""
+        return _numbers(self.k, int, "--k")
+
+    def choose_threads(self, target: Any, prompt: Sequence[int]) -> tuple[int, dict[str, float]]:
+        """Set torch's threads; returns their number and, where it was measured, the times."""
+        given = self.threads if target.device.type == "cpu" else self.threads or torch.get_num_threads()
+        threads, seconds = faster_threads(target, prompt, given)
+        torch.set_num_threads(threads)
+        return threads, seconds
+
+
+def bench_command(settings: BenchSettings) -> int:
+    """Answer, measure and report; returns the exit code."""
     started, threads_before = time.perf_counter(), torch.get_num_threads()
-    _check(args)
-    ks = _numbers(args.k, int, "--k")
-    if min(ks) < 1:
-        raise ConfigError(f"--k must be at least 1, got {min(ks)}.")
-    make_folder(args.output_dir)
+    settings.check()
+    folder, is_controlled = settings.output_dir, settings.controlled is not None
+    make_folder(folder)
     try:
-        if args.controlled is not None:
-            report, threads, facts = _controlled(args, ks)
-        else:
-            report, threads, facts = _served(args, ks)
+        report, threads, facts = _controlled(settings) if is_controlled else _served(settings)
     finally:
         torch.set_num_threads(threads_before)
     data = {
-        "provenance": provenance(seed=args.seed, threads=threads),
-        "controlled": LABEL if args.controlled is not None else None,
+        "provenance": provenance(seed=settings.seed, threads=threads),
+        "controlled": LABEL if is_controlled else None,
         **facts,
         **report.to_dict(),
         "total_seconds": round(time.perf_counter() - started, 1),
     }
-    out = output_stream(args)
     # Pooled over several controlled acceptances, a speed-up would say nothing.
-    datasets = [*report.datasets, *(["all"] if len(report.datasets) > 1 and args.controlled is None else [])]
-    print("\n".join(_tables(data, datasets)), file=out)
-    title = "Times as fast as the target alone" + (f"\n({LABEL})" if args.controlled is not None else "")
-    plot_speedups(args.output_dir / "speedups.png", _bars(data, datasets, report.alone), title=title)
-    (args.output_dir / "report.json").write_text(json_text(data, indent=1) + "\n")
-    print(
-        f"\n{data['total_seconds']:.0f} s in all. Wrote report.json and speedups.png to {args.output_dir}.", file=out
-    )
-    write_json(args, data)
+    datasets = [*report.datasets, *(["all"] if len(report.datasets) > 1 and not is_controlled else [])]
+    print("\n".join(_tables(data, datasets)), file=settings.out)
+    title = "Times as fast as the target alone" + (f"\n({LABEL})" if is_controlled else "")
+    plot_speedups(folder / "speedups.png", _bars(data, datasets, report.alone), title=title)
+    (folder / "report.json").write_text(json_text(data, indent=1) + "\n")
+    seconds = f"{data['total_seconds']:.0f} s in all"
+    print(f"\n{seconds}. Wrote report.json and speedups.png to {folder}.", file=settings.out)
+    settings.write_json(data)
     differs = any(part["outputs"]["differing"] for part in data["by_dataset"]["all"].values())
     return FAILED if differs and data["dtype"] == "float32" else 0
-
-
-def _check(args: argparse.Namespace) -> None:
-    check_counts(args, "requests", "max_new_tokens", "watched_requests", "threads")
-    for name in ("learn_requests", "seed"):
-        if getattr(args, name) < 0:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(args, name)}.")
-    shapes = ("target_shape", "draft_shape", "prompt_tokens")
-    foreign = ("target", "draft", "prompts", "prompt_template") if args.controlled is not None else shapes
-    if given := [f"--{name.replace('_', '-')}" for name in foreign if getattr(args, name) is not None]:
-        without = "cannot be given with" if args.controlled is not None else "can only be given with"
-        raise ConfigError(f"{', '.join(given)} {without} --controlled, which brings its own models and prompts.")
-    if (args.target is None) != (args.draft is None):
-        raise ConfigError("Give both --target and --draft, or none for the bundled pair.")
 
 
 def _numbers(text: str, kind: Any, flag: str) -> list[Any]:
@@ -115,63 +153,52 @@ def _systems(
     return systems
 
 
-# --- with prompts ---------------------------------------------------------------------------------------------------
-
-
-def _served(args: argparse.Namespace, ks: Sequence[int]) -> tuple[BenchmarkReport, int, dict[str, Any]]:
-    if args.target is None:
-        target, draft, tokenizer = bundled.load_bundled()
-        target, draft = (placed(model, args.device or "cpu") for model in (target, draft))
+def _served(settings: BenchSettings) -> tuple[BenchmarkReport, int, dict[str, Any]]:
+    target, draft, tokenizer = load_pair(settings.target, settings.draft, dtype=settings.dtype, device=settings.device)
+    if settings.prompts is None:
+        stream, prompts = _bundled_prompts(settings, tokenizer)
     else:
-        target, draft = (load_model(m, dtype=args.dtype, device=args.device) for m in (args.target, args.draft))
-        tokenizer = load_tokenizer(args.target)
-        draft = of_one_size(draft, target)
-    if args.prompts is None:
-        stream, prompts = _bundled_prompts(args, tokenizer)
-    else:
-        stream, prompts = _read_prompts(args, tokenizer, prompt_room(target.config, draft.config, args.max_new_tokens))
-    threads, thread_seconds = _threads(args, target, next(iter(prompts.values()))[0])
+        room = prompt_room(target.config, draft.config, settings.max_new_tokens)
+        stream, prompts = _read_prompts(settings, settings.prompts, tokenizer, room)
+    threads, thread_seconds = settings.choose_threads(target, next(iter(prompts.values()))[0])
     drafts = {"static": draft}
     if stream:
-        config = OnlineConfig(num_assistant_tokens=ks[0], seed=args.seed)
-        with OnlineAssistant(target, draft, tokenizer, config, store=CorrectionStore()) as assistant:
-            serve_stream(assistant, stream, args.max_new_tokens)
+        config = OnlineConfig(num_assistant_tokens=settings.ks[0], seed=settings.seed)
+        with OnlineAssistant(target, draft, tokenizer, config) as assistant:
+            serve_stream(assistant, stream, settings.max_new_tokens)
         drafts["learned"] = assistant.draft
-    systems = _systems(drafts, ks, compiles=args.compile)
     report = benchmark(
-        target, systems, prompts, max_new_tokens=args.max_new_tokens, watched_requests=args.watched_requests,
-        tokenizer=tokenizer, show_progress=True,
+        target, _systems(drafts, settings.ks, compiles=settings.compile), prompts, tokenizer=tokenizer,
+        max_new_tokens=settings.max_new_tokens, watched_requests=settings.watched_requests, show_progress=True,
     )  # fmt: skip
     return report, threads, {"learned_from_requests": len(stream), "thread_seconds": thread_seconds}
 
 
-def _bundled_prompts(args: argparse.Namespace, tokenizer: Any) -> tuple[list[tuple[str, list[int]]], Prompts]:
-    sizes = QuickstartSizes(max(args.learn_requests, 2), max(args.requests, 2), timed_requests=1)
-    learned, later = learned_and_later(sizes, args.seed)
-    stream = [(e.domain, encode_turn(tokenizer, e.prompt)) for e in learned] if args.learn_requests else []
-    prompts = {
-        domain: [encode_turn(tokenizer, e.prompt) for e in later if e.domain == domain][: args.requests]
-        for domain in bundled.DOMAINS
-    }
-    return stream, prompts
+def _bundled_prompts(settings: BenchSettings, tokenizer: Any) -> tuple[Stream, Prompts]:
+    count = settings.requests
+    sizes = QuickstartSizes(max(settings.learn_requests, 2), max(count, 2), timed_requests=1)
+    learned, later = learned_and_later(sizes, settings.seed)
+    stream = [(e.domain, encode_turn(tokenizer, e.prompt)) for e in learned] if settings.learn_requests else []
+    asked = {domain: [e.prompt for e in later if e.domain == domain][:count] for domain in DOMAINS}
+    return stream, {domain: [encode_turn(tokenizer, text) for text in texts] for domain, texts in asked.items()}
 
 
 def _read_prompts(
-    args: argparse.Namespace, tokenizer: Any, room: int | None
-) -> tuple[list[tuple[str, list[int]]], Prompts]:
+    settings: BenchSettings, locations: Sequence[str], tokenizer: Any, room: int | None
+) -> tuple[Stream, Prompts]:
     """The first prompts of each source to learn from, shuffled over the sources; the next ones to answer."""
-    stream: list[tuple[str, list[int]]] = []
+    stream: Stream = []
     prompts: Prompts = {}
-    wanted = args.learn_requests + args.requests
-    column = None if args.prompt_template is not None else args.column
-    for location in args.prompts:
+    wanted = settings.learn_requests + settings.requests
+    column = None if settings.prompt_template is not None else settings.column
+    for location in locations:
         name = Path(location).stem if Path(location).is_file() else location
         if name in prompts:
             raise ConfigError(f"Two sources of prompts have the name {name}.")
-        source = PromptSource(location, column, args.prompt_template, split=args.split)
+        source = PromptSource(location, column, settings.prompt_template, split=settings.split)
         encoded = encode_prompts(
             read_prompts(source), tokenizer, limit=wanted, max_prompt_tokens=room,
-            chat_template=not args.no_chat_template,
+            chat_template=not settings.no_chat_template,
         )  # fmt: skip
         ids = [ids for _, ids in encoded.prompts]
         if len(ids) < wanted:
@@ -179,63 +206,46 @@ def _read_prompts(
                 f"{location} has {len(ids)} prompts that leave room for an answer; --learn-requests and --requests "
                 f"ask for {wanted}."
             )
-        stream += [(name, one) for one in ids[: args.learn_requests]]
-        prompts[name] = ids[args.learn_requests :]
-    random.Random(args.seed).shuffle(stream)
+        stream += [(name, one) for one in ids[: settings.learn_requests]]
+        prompts[name] = ids[settings.learn_requests :]
+    random.Random(settings.seed).shuffle(stream)
     return stream, prompts
 
 
-def _threads(args: argparse.Namespace, target: Any, prompt: Sequence[int]) -> tuple[int, dict[str, float]]:
-    given = args.threads if target.device.type == "cpu" else args.threads or torch.get_num_threads()
-    threads, seconds = faster_threads(target, prompt, given)
-    torch.set_num_threads(threads)
-    return threads, seconds
-
-
-# --- with controlled acceptance -------------------------------------------------------------------------------------
-
-
-def _controlled(args: argparse.Namespace, ks: Sequence[int]) -> tuple[BenchmarkReport, int, dict[str, Any]]:
-    alphas = _numbers(args.controlled, float, "--controlled")
+def _controlled(settings: BenchSettings) -> tuple[BenchmarkReport, int, dict[str, Any]]:
+    alphas = _numbers(str(settings.controlled), float, "--controlled")
     if not all(0 <= alpha <= 1 for alpha in alphas):
-        raise ConfigError(f"--controlled must be between 0 and 1, got {args.controlled}.")
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    name = ("float32" if device == "cpu" else "bfloat16") if args.dtype == "auto" else args.dtype
-    shapes = (args.target_shape or "7b", args.draft_shape or "160m")
-    target, draft = random_pair(*shapes, device=device, dtype=getattr(torch, name), seed=args.seed)
-    draw, length = random.Random(args.seed), args.prompt_tokens or 64
-    room = prompt_room(target.config, draft.config, args.max_new_tokens)
+        raise ConfigError(f"--controlled must be between 0 and 1, got {settings.controlled}.")
+    device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    name = ("float32" if device == "cpu" else "bfloat16") if settings.dtype == "auto" else settings.dtype
+    shapes = (settings.target_shape or "7b", settings.draft_shape or "160m")
+    target, draft = random_pair(*shapes, device=device, dtype=getattr(torch, name), seed=settings.seed)
+    draw, length, new_tokens = random.Random(settings.seed), settings.prompt_tokens or 64, settings.max_new_tokens
+    room = prompt_room(target.config, draft.config, new_tokens)
     if room is not None and not 1 <= length <= room:
         raise ConfigError(f"--prompt-tokens must be between 1 and {room}, got {length}.")
-    vocab_size = target.config.vocab_size
+    tokens = target.config.vocab_size
     prompts = {
-        alpha: [[draw.randrange(vocab_size) for _ in range(length)] for _ in range(args.requests)] for alpha in alphas
+        alpha: [[draw.randrange(tokens) for _ in range(length)] for _ in range(settings.requests)] for alpha in alphas
     }
-    threads, thread_seconds = _threads(args, target, prompts[alphas[0]][0])
-    acceptance = controlled_acceptance(target, prompts, args.max_new_tokens, args.seed)
+    threads, thread_seconds = settings.choose_threads(target, prompts[alphas[0]][0])
+    acceptance = controlled_acceptance(target, prompts, new_tokens, settings.seed)
     report = benchmark(
-        target, _systems({"": draft}, ks, compiles=args.compile, acceptance=acceptance),
-        {f"alpha {alpha:g}": group for alpha, group in prompts.items()}, max_new_tokens=args.max_new_tokens,
-        watched_requests=args.watched_requests, show_progress=True,
+        target, _systems({"": draft}, settings.ks, compiles=settings.compile, acceptance=acceptance),
+        {f"alpha {alpha:g}": group for alpha, group in prompts.items()}, max_new_tokens=new_tokens,
+        watched_requests=settings.watched_requests, show_progress=True,
     )  # fmt: skip
     facts = {"target_shape": shapes[0], "draft_shape": shapes[1], "prompt_tokens": length}
     return report, threads, {**facts, "thread_seconds": thread_seconds}
 
 
-# --- what is shown --------------------------------------------------------------------------------------------------
-
-
 def _bars(data: dict[str, Any], datasets: Sequence[str], alone: str) -> dict[str, dict[str, Any]]:
+    def bar(part: dict[str, Any]) -> tuple[Any, ...]:
+        times, model = part["times_alone"], part["predicted"]
+        return times["median"], times["interval"], model and model["speedup"]
+
     return {
-        dataset: {
-            name: (
-                part["times_alone"]["median"],
-                part["times_alone"]["interval"],
-                part["predicted"] and part["predicted"]["speedup"],
-            )
-            for name, part in data["by_dataset"][dataset].items()
-            if name != alone
-        }
+        dataset: {name: bar(part) for name, part in data["by_dataset"][dataset].items() if name != alone}
         for dataset in datasets
     }
 
@@ -282,34 +292,23 @@ def _tables(data: dict[str, Any], datasets: Sequence[str]) -> list[str]:
 
 
 def _speed_row(name: str, part: dict[str, Any]) -> list[str]:
-    low, high = part["times_alone"]["interval"]
     model: dict[str, float] = part["predicted"] or {}
+    over, over_wide = (
+        f"{part[key]:.0%}" if model else "-" for key in ("measured_over_predicted", "measured_over_predicted_wide")
+    )
     return [
-        name,
-        f"{part['tokens_per_second']:.0f}",
-        f"{part['first_token_seconds'] * 1e3:.1f}",
-        figure(part["alpha"]),
-        figure(part["block_efficiency"], 2),
-        f"{part['times_alone']['median']:.2f} [{low:.2f}, {high:.2f}]" if model else "-",
-        figure(part["times_stock"]["median"], 2) if "times_stock" in part else "-",
-        figure(model.get("speedup"), 2),
-        f"{part['measured_over_predicted']:.0%}" if model else "-",
-        figure(model.get("speedup_wide"), 2),
-        f"{part['measured_over_predicted_wide']:.0%}" if model else "-",
-        figure(model.get("bound"), 2),
-    ]
+        name, f"{part['tokens_per_second']:.0f}", f"{part['first_token_seconds'] * 1e3:.1f}", figure(part["alpha"]),
+        figure(part["block_efficiency"], 2), ratio_text(part["times_alone"]) if model else "-",
+        figure(part["times_stock"]["median"], 2) if "times_stock" in part else "-", figure(model.get("speedup"), 2),
+        over, figure(model.get("speedup_wide"), 2), over_wide, figure(model.get("bound"), 2),
+    ]  # fmt: skip
 
 
 def _round_row(name: str, part: dict[str, Any], weights: int) -> list[str]:
     times = part["round"]
     sides = ("draft_seconds", "target_seconds", "remaining_seconds", "seconds")
     return [
-        name,
-        str(times["rounds"]),
-        figure(times["drafted"], 1),
-        *(figure(times[side] * 1e3, 2) for side in sides),
-        figure(part["predicted"]["c"] if part["predicted"] else math.nan),
-        f"{part['outputs']['identical']}/{part['requests']}",
-        f"{weights / MEBI:.0f}",
-        "-" if part["peak_bytes"] is None else f"{part['peak_bytes'] / MEBI:.0f}",
-    ]
+        name, str(times["rounds"]), figure(times["drafted"], 1), *(figure(times[side] * 1e3, 2) for side in sides),
+        figure(part["predicted"] and part["predicted"]["c"]), f"{part['outputs']['identical']}/{part['requests']}",
+        f"{weights / MEBI:.0f}", "-" if part["peak_bytes"] is None else f"{part['peak_bytes'] / MEBI:.0f}",
+    ]  # fmt: skip

@@ -18,7 +18,7 @@ import yaml
 
 import osd_hf
 from osd_hf.bench.display import figure, text_table
-from osd_hf.cli.flags import output_stream, write_json
+from osd_hf.cli.flags import Reporting
 from osd_hf.errors import ConfigError, DataError, StoreError
 from osd_hf.pair import check_tokenizers, first_line, load_model, load_tokenizer, prompt_room
 from osd_hf.prompts import PromptSource, encode_prompts, open_rows, read_prompts
@@ -159,12 +159,13 @@ def distill_command(args: argparse.Namespace) -> int:
         "log_history": result.log_history,
     }
     (folder / "report.json").write_text(json_text(report, indent=1) + "\n")
-    out = output_stream(args)
+    reporting = Reporting(json=args.json)
+    out = reporting.out
     if result.alpha:
         rows = [[str(step), figure(alpha)] for step, alpha in result.alpha.items()]
         print(text_table(["step", f"alpha (k={config.num_assistant_tokens})"], rows, left=0) + "\n", file=out)
     print(f"{result.state.global_step} steps. Wrote draft/ and report.json to {folder}.", file=out)
-    write_json(args, report)
+    reporting.write_json(report)
     return 0
 
 

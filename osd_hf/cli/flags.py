@@ -1,155 +1,185 @@
-"""What several commands share: flags, what becomes of them, exit codes, reports, and being told to stop."""
+"""How commands are set: flags made from a dataclass of settings, exit codes, reports, and being told to stop."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import math
-import random
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import types
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
-from osd_hf import bundled
-from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError
-from osd_hf.prompts import EncodedPrompts, Prompt, PromptSource
 from osd_hf.utils.report import json_text
 
-__all__ = [
-    "BAD_INPUT",
-    "BUNDLED_REQUESTS",
-    "FAILED",
-    "INTERRUPTED",
-    "add_placement",
-    "add_prompts",
-    "bundled_mix",
-    "check_counts",
-    "check_json",
-    "check_not_negative",
-    "config_from",
-    "output_stream",
-    "prompt_source",
-    "stopping",
-    "warn_skipped",
-    "write_json",
-]
-
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
-BUNDLED_REQUESTS = 200
+
+Kind = TypeVar("Kind")
 
 
-# --- flags ----------------------------------------------------------------------------------------------------------
+# --- flags from settings --------------------------------------------------------------------------------------------
 
 
-def add_placement(group: argparse._ArgumentGroup, *, bundled: bool = False) -> None:
-    """The flags of how and where models are loaded; `bundled` where a command has the bundled pair by default."""
-    group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
-                       help="auto is each checkpoint's own; only float32 is exact to the token")  # fmt: skip
-    pair = ", for the bundled pair the CPU" if bundled else ""
-    group.add_argument("--device", help=f"such as cpu or cuda:0; CUDA where there is one by default{pair}")
+def flag(
+    help: str, default: Any = None, *, group: str = "", rivals: str = "", positional: bool = False, **how: Any
+) -> Any:
+    """
+    A field of a command's settings, from whose name and type [`add_flags`] makes the flag.
+
+    Args:
+        help (`str`), default (`Any`, *optional*), group (`str`, *optional*):
+            What the help says, the value where the flag is not given, and the title that it stands under.
+        rivals (`str`, *optional*): Flags with the same `rivals` exclude each other.
+        positional (`bool`, *optional*, defaults to `False`): Whether it is an argument without a name.
+        how (`Any`): More arguments of `ArgumentParser.add_argument`, such as `metavar` and `required`.
+    """
+    metadata = {"help": help, "group": group, "rivals": rivals, "positional": positional, "how": how}
+    return field(metadata=metadata) if positional or how.get("required") else field(default=default, metadata=metadata)
 
 
-def add_prompts(group: argparse._ArgumentGroup, *, bundled_flag: str = "") -> None:
-    """The flags of where prompts come from; `bundled_flag` asks for those of the bundled domains."""
-    with_bundled = f"with {bundled_flag}" if bundled_flag else "without --prompts"
-    group.add_argument("--prompts", metavar="ID|FILE", help="Hub data set id, or a json, jsonl or parquet file")
-    group.add_argument("--split", default="train", help="of a Hub data set")
-    group.add_argument("--subset", help="configuration of a Hub data set")
-    group.add_argument("--column", help="column of the prompt")
-    group.add_argument("--prompt-template", metavar="FORMAT",
-                       help="instead of a column: a format string, such as 'db: {db_id}\\n{question}'")  # fmt: skip
-    group.add_argument("--no-chat-template", action="store_true",
-                       help="plain text, also where the tokenizer has a chat template")  # fmt: skip
-    group.add_argument("--domain", action="append", metavar="NAME", help=f"label of all prompts; {with_bundled}, "
-                       "domains to serve (repeat for several)")  # fmt: skip
-    group.add_argument("--domain-column", metavar="COLUMN", help="column of the label")
-    group.add_argument("--num-requests", type=int, metavar="N",
-                       help=f"all by default; {BUNDLED_REQUESTS} {with_bundled}")  # fmt: skip
+def in_groups(*titles: str) -> list[Callable[..., Any]]:
+    """[`flag`] for each of these groups of the help."""
+    return [functools.partial(flag, group=title) for title in titles]
 
 
-def prompt_source(args: argparse.Namespace) -> PromptSource:
-    """Where the flags of prompts point; raises ConfigError where they exclude each other."""
-    if args.domain is not None and len(args.domain) > 1:
-        raise ConfigError("--domain can be given several times only for bundled prompts; see --domain-column.")
-    return PromptSource(
-        args.prompts, args.column, args.prompt_template, args.domain[0] if args.domain else None, args.domain_column,
-        args.split, args.subset,
-    )  # fmt: skip
+def part(*, group: str = "", metavar: str) -> Any:
+    """A field that holds another dataclass of settings, whose fields become flags as well: those with a `help` in
+    their metadata. What is not given is left to that class, and `none` stands for `None`."""
+    return field(metadata={"group": group, "rivals": "", "metavar": metavar})
 
 
-def bundled_mix(domains: Sequence[str] | None, count: int, seed: int) -> list[Prompt]:
-    """Prompts of the bundled domains, mixed; raises ConfigError for a domain that is none."""
-    if unknown := set(domains or ()) - set(bundled.DOMAINS):
-        raise ConfigError(f"--domain must be one of {', '.join(bundled.DOMAINS)}, got {', '.join(sorted(unknown))}.")
-    domains = domains or bundled.DOMAINS
-    share = -(-count // len(domains))
-    mixed = [(d, e.prompt) for d in domains for e in bundled.bundled_prompts(d, share, seed=seed)]
-    random.Random(seed).shuffle(mixed)
-    return [Prompt(i, text, domain) for i, (domain, text) in enumerate(mixed[:count])]
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a command was told, a field for each flag."""
+
+    def check_counts(self, *names: str) -> None:
+        """Raises ConfigError for a flag that is given and below 1."""
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}.")
+
+    def check_not_negative(self, *names: str) -> None:
+        """Raises ConfigError for a flag that is negative, or no finite number."""
+        for name in names:
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"--{name.replace('_', '-')} must not be negative, got {getattr(self, name)}.")
+
+    def check_together(self, one: str, other: str) -> None:
+        """Raises ConfigError where one of two flags is given alone."""
+        if bool(getattr(self, one)) != bool(getattr(self, other)):
+            raise ConfigError(f"--{one} and --{other} go together: name both, or neither for the bundled pair.")
 
 
-def check_counts(args: argparse.Namespace, *names: str) -> None:
-    """Raises ConfigError for a flag that is given and below 1."""
-    for name in names:
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}.")
+@dataclass(frozen=True, kw_only=True)
+class Reporting(Settings):
+    """Settings of a command that can report to machines as well."""
+
+    json: str | None = flag("also write the report there; - is the standard output", metavar="PATH")
+
+    @property
+    def out(self) -> Any:
+        """The stream that people read, which is not the one of the machine's JSON."""
+        return sys.stderr if self.json == "-" else sys.stdout
+
+    def check_json(self) -> None:
+        """Raises ConfigError where the report could not be written at the end of a long command."""
+        path = self.json
+        if path not in (None, "-") and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+            raise ConfigError(f"The report cannot be written to {path}: name a file in a folder that exists.")
+
+    def write_json(self, report: dict[str, Any]) -> None:
+        """Write the report to where it is asked for; raises ConfigError where that cannot be done."""
+        if self.json is None:
+            return
+        text = json_text(report, indent=1)
+        if self.json == "-":
+            print(text)
+            return
+        try:
+            Path(self.json).write_text(text + "\n")
+        except OSError as error:
+            raise ConfigError(f"The report cannot be written to {self.json}: {error}.") from error
 
 
-def check_not_negative(args: argparse.Namespace, *names: str) -> None:
-    """Raises ConfigError for a flag that is negative, or no finite number."""
-    for name in names:
-        if not 0 <= getattr(args, name) < math.inf:
-            raise ConfigError(f"--{name.replace('_', '-')} must not be negative, got {getattr(args, name)}.")
+def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
+    """Add the flags of a [`Settings`] class, whose fields are made by [`flag`] and [`part`]; inherited ones last."""
+    titles = dict.fromkeys(outer.metadata["group"] for outer, _ in _fields(kind))
+    first = [title for title in ("models", "prompts") if title in titles]
+    groups = {
+        title: parser.add_argument_group(title) if title else parser for title in dict.fromkeys([*first, *titles])
+    }
+    rivals: dict[str, Any] = {"": None}
+    for outer, hint in _fields(kind):
+        group = groups[outer.metadata["group"]]
+        if outer.metadata["rivals"] not in rivals:
+            rivals[outer.metadata["rivals"]] = group.add_mutually_exclusive_group()
+        group = rivals[outer.metadata["rivals"]] or group
+        for f, its_hint in _fields(hint) if is_dataclass(hint) else [(outer, hint)]:
+            how = _of_flag(f, its_hint) if f is outer else _of_setting(f, its_hint, outer)
+            group.add_argument(f.name if f.metadata.get("positional") else "--" + f.name.replace("_", "-"), **how)
 
 
-def warn_skipped(encoded: EncodedPrompts, max_new_tokens: int) -> None:
-    """Say which prompts are left out, if any are."""
-    if encoded.skipped_empty or encoded.skipped_long:
-        print(
-            f"osd-hf: warning: skipped {encoded.skipped_empty} prompts without text and {encoded.skipped_long} that "
-            f"leave no room for {max_new_tokens} new tokens.",
-            file=sys.stderr,
-        )
+def _fields(kind: Any) -> list[tuple[Field[Any], Any]]:
+    """The fields of a class and then those of its bases, each with its type."""
+    hints, known = typing.get_type_hints(kind), {f.name: f for f in fields(kind)}
+    names = dict.fromkeys(name for cls in kind.__mro__ for name in cls.__dict__.get("__annotations__", ()))
+    return [(known[name], hints[name]) for name in names if name in known]
 
 
-def config_from(args: argparse.Namespace) -> OnlineConfig:
-    """The configuration of the flags of learning."""
-    given = {name.removeprefix("config."): value for name, value in vars(args).items() if name.startswith("config.")}
-    config = OnlineConfig.paper(**given) if args.paper else OnlineConfig(**given)
-    if not isinstance(config.num_assistant_tokens, int):
-        raise ConfigError("--num-assistant-tokens must be a number: what is compared needs one k throughout.")
-    return config
+def _of_flag(f: Field[Any], hint: Any) -> dict[str, Any]:
+    """The arguments of `add_argument` for a field made by [`flag`]."""
+    default = {} if f.default is MISSING else {"default": f.default}
+    how = {"help": f.metadata["help"], **default, **f.metadata["how"]}
+    if isinstance(hint, types.UnionType):  # with None, for a flag that is not given
+        hint = typing.get_args(hint)[0]
+    if hint is bool:
+        return how | {"action": "store_true"}
+    if typing.get_origin(hint) is list:
+        return how | {"action": "append", "type": typing.get_args(hint)[0]}
+    return how | ({"choices": typing.get_args(hint)} if typing.get_origin(hint) is Literal else {"type": hint})
 
 
-# --- output ---------------------------------------------------------------------------------------------------------
+def _of_setting(f: Field[Any], hint: Any, outer: Field[Any]) -> dict[str, Any]:
+    """The arguments of `add_argument` for a field of a configuration that users of the library set as well."""
+    default = {"None": "none", "True": "yes", "False": "no"}.get(str(f.default), f.default)
+    how = {
+        "dest": f"{outer.name}.{f.name}", "default": argparse.SUPPRESS,
+        "help": f"{f.metadata['help']} (default: {default})",
+    }  # fmt: skip
+    if hint is bool:
+        return how | {"action": argparse.BooleanOptionalAction}
+    if typing.get_origin(hint) is Literal:
+        return how | {"choices": typing.get_args(hint)}
+    kind = _optional_number if types.NoneType in typing.get_args(hint) else hint
+    return how | {"type": kind, "metavar": outer.metadata["metavar"]}
 
 
-def output_stream(args: argparse.Namespace) -> Any:
-    """Where people read: not where the machine's JSON goes."""
-    return sys.stderr if args.json == "-" else sys.stdout
-
-
-def check_json(path: str | None) -> None:
-    """Raises ConfigError where the report could not be written at the end of a long command."""
-    if path not in (None, "-") and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
-        raise ConfigError(f"The report cannot be written to {path}: name a file in a folder that exists.")
-
-
-def write_json(args: argparse.Namespace, report: dict[str, Any]) -> None:
-    if args.json is None:
-        return
-    text = json_text(report, indent=1)
-    if args.json == "-":
-        print(text)
-        return
+def _optional_number(text: str) -> int | str | None:
     try:
-        Path(args.json).write_text(text + "\n")
-    except OSError as error:
-        raise ConfigError(f"The report cannot be written to {args.json}: {error}.") from error
+        return None if text.lower() == "none" else int(text)
+    except ValueError:
+        return text  # for settings that are a number or a word; the configuration says what it takes
+
+
+def settings_from(kind: type[Kind], args: argparse.Namespace) -> Kind:
+    """The settings that [`add_flags`] has added the flags of; raises what the classes of the settings raise."""
+    given, values = vars(args), dict[str, Any]()
+    for outer, hint in _fields(kind):
+        values[outer.name] = given.get(outer.name)
+        if is_dataclass(hint):
+            prefix = f"{outer.name}."
+            own = {name.removeprefix(prefix): value for name, value in given.items() if name.startswith(prefix)}
+            make: Any = getattr(hint, "paper", hint) if given.get("paper") else hint
+            values[outer.name] = make(**own)
+    return kind(**values)
 
 
 # --- long runs ------------------------------------------------------------------------------------------------------

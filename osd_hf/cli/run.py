@@ -1,328 +1,451 @@
-"""What the commands do with their arguments, and what they print."""
+"""The command `osd-hf run`: serves a stream of prompts, with a journal and a saved session that a killed run goes on
+from."""
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
+import contextlib
+import json
+import logging
 import math
-from collections import deque
-from collections.abc import Iterator, Sequence
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from osd_hf import bundled
 from osd_hf.assistant import OnlineAssistant
-from osd_hf.bench.display import AlphaBar, figure, plot_alpha, progress, rolling_window, stats_interval, text_table
-from osd_hf.bench.quickstart import QuickstartSizes, quickstart
-from osd_hf.cli.flags import (
-    BUNDLED_REQUESTS,
-    FAILED,
-    bundled_mix,
-    check_counts,
-    config_from,
-    output_stream,
-    prompt_source,
-    warn_skipped,
-    write_json,
-)
-from osd_hf.cli.journal import check_folder, open_folder, report_on, serve
-from osd_hf.config import OnlineConfig
-from osd_hf.errors import ConfigError, DataError, StoreError
-from osd_hf.metrics import AcceptanceStats, alpha_gain_interval, expected_speedup
-from osd_hf.pair import load_config, load_model, load_tokenizer, of_one_size, placed, prompt_room
-from osd_hf.prompts import EncodedPrompts, Prompt, encode_prompts, fingerprint, read_prompts
-from osd_hf.replay import replay_each
-from osd_hf.simulate import simulate
-from osd_hf.store.store import CorrectionStore
+from osd_hf.bench.display import AlphaBar, comparison_row, figure, plot_alpha, rolling_window, text_table
+from osd_hf.bench.timing import pad_setting
+from osd_hf.cli.flags import Reporting, flag, in_groups
+from osd_hf.cli.settings import Learning, Placement, Prompts
+from osd_hf.comparison import Comparison
+from osd_hf.errors import ConfigError, LearnerError, StateError
+from osd_hf.learning.session import check_pointer, has_session
+from osd_hf.metrics import AcceptanceStats
+from osd_hf.pair import Pair, first_line, load_config, load_pair, load_tokenizer, prompt_room
+from osd_hf.prompts import EncodedPrompts, fingerprint
+from osd_hf.replay import replay
 from osd_hf.trace import Trace
+from osd_hf.utils.disk import open_privately, sync_folder, wait_for_lock, write_whole
 from osd_hf.utils.report import json_text, make_folder, provenance
 
-__all__ = ["quickstart_command", "replay_command", "run_command"]
+logger = logging.getLogger(__name__)
 
-# --- quickstart -----------------------------------------------------------------------------------------------------
+SETTINGS = "settings.json"
+JOURNAL = "journal.jsonl"
+STATE = "state"
+LOCK = ".run.lock"
+UNFINISHED = re.compile(r"\.(settings|journal)-[0-9a-f]{8}\.tmp")  # of a run that was killed while it began
+SAVE_SECONDS = 60.0
 
-
-def quickstart_command(args: argparse.Namespace) -> int:
-    """`osd-hf quickstart`; the exit code."""
-    if (args.target is None) != (args.draft is None):
-        raise ConfigError("Give both --target and --draft, or none for the bundled pair.")
-    sizes = QuickstartSizes(**{f.name: getattr(args, f.name) for f in dataclasses.fields(QuickstartSizes)})
-    if args.target is None:
-        pair = bundled.load_bundled()
-    else:
-        models = [load_model(m, dtype="float32", device="cpu") for m in (args.target, args.draft)]
-        pair = (*models, load_tokenizer(args.target))
-    out = output_stream(args)
-    report = quickstart(
-        *pair, sizes=sizes, seed=args.seed, threads=args.threads, output_dir=args.output_dir,
-        write=lambda line: print(line, file=out, flush=True),
-    )  # fmt: skip
-    write_json(args, report)
-    return FAILED if report["outputs"]["differing"] else 0
+_models, _answers, _output = in_groups("models", "answers", "output")
 
 
-# --- run ------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class RunSettings(Prompts, Placement, Learning, Reporting):
+    """The flags of `osd-hf run`."""
+
+    target: str | None = _models("Hub id or folder of the model that answers", metavar="ID|PATH")
+    draft: str | None = _models("Hub id or folder of the model that drafts and learns", metavar="ID|PATH")
+    bundled: bool = _models("the bundled pair, on prompts of its domains", False)
+    max_new_tokens: int = _answers("bound of an answer", 128, metavar="N")
+    do_sample: bool = _answers("sample; greedy otherwise. --seed makes it repeatable", False)
+    temperature: float | None = _answers("with --do-sample")
+    top_p: float | None = _answers("with --do-sample")
+    top_k: int | None = _answers("with --do-sample")
+    no_learn: bool = flag("serve and count only", False)
+    output_dir: Path = _output("report, plot, journal, draft, state", Path("osd_hf_run"))
+    resume: bool = _output("go on with the run in the output folder", False)
+    save_every: int | None = _output("updates between two saves; saved once a minute by default", metavar="N")
+    keep_text: bool = _output("prompts and answers in the journal", False)
+    store: str | None = _output("also log the captured requests there, for replay; a killed run serves those since "
+                                "its last save again, so they may stand there twice", metavar="DIR")  # fmt: skip
+    report_to: list[str] | None = _output("trackio, tensorboard, wandb, ...", metavar="NAME")
+
+    @property
+    def generate_kwargs(self) -> dict[str, Any]:
+        """Arguments of `generate` for every request; raises ConfigError where they do not go together."""
+        sampling = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
+        given = {name: value for name, value in sampling.items() if value is not None}
+        if given and not self.do_sample:
+            raise ConfigError(f"--{' and --'.join(name.replace('_', '-') for name in given)} need --do-sample.")
+        temperature, top_p, top_k = (given.get(name, 1) for name in sampling)
+        if not (0 < temperature < math.inf and 0 < top_p <= 1 and top_k >= 0):
+            raise ConfigError("--temperature must be positive, --top-p above 0 and at most 1, --top-k at least 0.")
+        return {"do_sample": self.do_sample, "max_new_tokens": self.max_new_tokens, **given}
+
+    def check_models_and_prompts(self) -> None:
+        """Raises ConfigError where something is missing or too much."""
+        named = {"target": self.target, "draft": self.draft, "prompts": self.prompts}
+        others = (*named.values(), self.column, self.prompt_template, self.domain_column)
+        if self.bundled and any(others):
+            raise ConfigError("--bundled brings its own target, draft and prompts; leave out the flags for others.")
+        if not self.bundled and (missing := [name for name, value in named.items() if not value]):
+            raise ConfigError(f"--{' and --'.join(missing)} must be given, or --bundled.")
+
+    def identity(self, encoded: EncodedPrompts) -> dict[str, Any]:
+        """What must be the same for a run to go on; ready for JSON."""
+        named = {"target": self.target, "draft": self.draft, "prompts": self.prompts}
+        places = {name: value or ("bundled" if self.bundled else None) for name, value in named.items()}
+        return {
+            **{n: str(Path(p).resolve()) if p is not None and Path(p).exists() else p for n, p in places.items()},
+            "requests": len(encoded.prompts),
+            "prompts_fingerprint": fingerprint(encoded.prompts),
+            "dtype": "float32" if self.bundled else self.dtype,
+            **self.generate_kwargs,
+            "learn": not self.no_learn,
+            "keep_text": self.keep_text,
+            **{f"config.{name}": value for name, value in self.config.to_dict().items()},
+        }
 
 
-def run_command(args: argparse.Namespace) -> int:
-    """`osd-hf run`; the exit code."""
-    config, generate_kwargs = config_from(args), _generate_kwargs(args)
-    if config.update_strategy == "manual" and not args.no_learn:
+def run_command(settings: RunSettings) -> int:
+    """Serve, learn and report; returns the exit code."""
+    settings.fixed_k()
+    generate_kwargs, folder = settings.generate_kwargs, settings.output_dir
+    if settings.config.update_strategy == "manual" and not settings.no_learn:
         raise ConfigError("--update-strategy manual would never learn in a run; say so with --no-learn.")
-    check_counts(args, "save_every", "max_new_tokens", "num_requests")
-    prompts = _prompts(args, config.seed)
-    check_folder(args.output_dir, resume=args.resume)
-    if args.bundled:
-        target, draft, tokenizer = bundled.load_bundled()
-        target, draft = (placed(model, args.device or "cpu") for model in (target, draft))
-        configs = (target.config, draft.config)
+    settings.check_counts("save_every", "max_new_tokens", "num_requests")
+    settings.check_models_and_prompts()
+    prompts = settings.read_prompts(settings.config.seed)
+    check_folder(folder, resume=settings.resume)
+    pair = load_pair(device=settings.device) if settings.bundled else None
+    if pair is not None:
+        target_config, draft_config, tokenizer = pair.target.config, pair.draft.config, pair.tokenizer
     else:
-        configs = (load_config(args.target), load_config(args.draft))
-        tokenizer = load_tokenizer(args.target)
-    encoded = encode_prompts(
-        prompts,
-        tokenizer,
-        limit=args.num_requests or (BUNDLED_REQUESTS if args.bundled else None),
-        max_prompt_tokens=prompt_room(*configs, args.max_new_tokens),
-        chat_template=not args.no_chat_template,
-    )
-    warn_skipped(encoded, args.max_new_tokens)
-    settings = _run_settings(args, config, generate_kwargs, encoded)
-    check_folder(args.output_dir, settings, resume=args.resume)
-    if not args.bundled:
-        target, draft = (load_model(m, dtype=args.dtype, device=args.device) for m in (args.target, args.draft))
-        draft = of_one_size(draft, target)
-    assistant = OnlineAssistant(
-        target, draft, tokenizer, dataclasses.replace(config, update_strategy="manual"), store=args.store,
-        report_to=args.report_to,
-    )  # fmt: skip
-    open_folder(args.output_dir, settings)
+        target_config, draft_config = (load_config(str(name)) for name in (settings.target, settings.draft))
+        tokenizer = load_tokenizer(str(settings.target))
+    room = prompt_room(target_config, draft_config, settings.max_new_tokens)
+    encoded = settings.encode(prompts, tokenizer, room, settings.max_new_tokens)
+    identity = settings.identity(encoded)
+    check_folder(folder, identity, resume=settings.resume)
+    # The weights come last, when everything else is known to be right.
+    pair = pair or load_pair(settings.target, settings.draft, dtype=settings.dtype, device=settings.device)
+    config = replace(settings.config, update_strategy="manual")
+    assistant = OnlineAssistant(*pair, config, store=settings.store, report_to=settings.report_to)
+    open_folder(folder, identity)
     try:
         with assistant, AlphaBar(len(encoded.prompts), "serving") as bar:
             served = serve(
-                assistant, draft, encoded, args.output_dir,
-                generate_kwargs=generate_kwargs | _padding(target), learn=not args.no_learn,
-                save_every=args.save_every, keep_text=args.keep_text,
+                assistant, pair.draft, encoded, folder, generate_kwargs=generate_kwargs | pad_setting(pair.target),
+                learn=not settings.no_learn, save_every=settings.save_every, keep_text=settings.keep_text,
                 on_request=lambda s: bar.advance(s.learned, s.frozen, s.draft_version),
             )  # fmt: skip
     except KeyboardInterrupt as interrupt:
         raise KeyboardInterrupt("go on with the same command and --resume") from interrupt
-    window = rolling_window(len(served))
-    report = {
-        "provenance": provenance(device=str(target.device), dtype=str(target.dtype), seed=config.seed),
-        "settings": {name: _without_folder(value) for name, value in settings.items()},
-        "skipped": {"empty": encoded.skipped_empty, "long": encoded.skipped_long},
-        "frozen_is": _frozen_is(args, target, draft),
-        **report_on(served, window=window),
-    }
-    assistant.save_pretrained(args.output_dir / "draft")
-    plot_alpha(
-        args.output_dir / "alpha.png", [s.learned for s in served], [s.frozen for s in served], encoded.domains,
-        window=window, title="Acceptance while serving: the draft that learns, and the same draft frozen",
-    )  # fmt: skip
-    (args.output_dir / "report.json").write_text(json_text(report, indent=1) + "\n")
-    _print_run(report, args.output_dir, output_stream(args))
-    write_json(args, report)
+    assistant.save_pretrained(folder / "draft")
+    _report(settings, pair, identity, encoded, served)
     return 0
 
 
-def _frozen_is(args: argparse.Namespace, target: Any, draft: Any) -> str:
-    if args.do_sample:
-        return "expected by replay on the sampled answers"
-    if {target.dtype, draft.dtype} == {torch.float32}:
-        return "exact, by replay"
-    return "by replay, exact but for rounding, as the models are not in float32"
-
-
-def _prompts(args: argparse.Namespace, seed: int) -> Iterator[Prompt]:
-    if args.bundled:
-        if args.target or args.draft or args.prompts or args.column or args.prompt_template or args.domain_column:
-            raise ConfigError("--bundled brings its own target, draft and prompts; leave out the flags for others.")
-        return iter(bundled_mix(args.domain, args.num_requests or BUNDLED_REQUESTS, seed))
-    if missing := [name for name in ("target", "draft", "prompts") if not getattr(args, name)]:
-        raise ConfigError(f"--{' and --'.join(missing)} must be given, or --bundled.")
-    return read_prompts(prompt_source(args))
-
-
-def _generate_kwargs(args: argparse.Namespace) -> dict[str, Any]:
-    sampling = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k")}
-    given = {name: value for name, value in sampling.items() if value is not None}
-    if given and not args.do_sample:
-        raise ConfigError(f"--{' and --'.join(name.replace('_', '-') for name in given)} need --do-sample.")
-    temperature, top_p, top_k = (given.get(name, 1) for name in sampling)
-    if not (0 < temperature < math.inf and 0 < top_p <= 1 and top_k >= 0):
-        raise ConfigError("--temperature must be positive, --top-p above 0 and at most 1, --top-k at least 0.")
-    return {"do_sample": args.do_sample, "max_new_tokens": args.max_new_tokens, **given}
-
-
-def _padding(target: Any) -> dict[str, Any]:
-    # Without it transformers remarks at every request that it takes the end token.
-    eos = target.generation_config.eos_token_id
-    if target.generation_config.pad_token_id is not None or eos is None:
-        return {}
-    return {"pad_token_id": eos if isinstance(eos, int) else eos[0]}
-
-
-def _run_settings(
-    args: argparse.Namespace, config: OnlineConfig, generate_kwargs: dict[str, Any], encoded: EncodedPrompts
-) -> dict[str, Any]:
-    """What must be the same for a run to go on."""
-    places = {
-        name: getattr(args, name) or ("bundled" if args.bundled else None) for name in ("target", "draft", "prompts")
+def _report(
+    settings: RunSettings, pair: Pair, identity: Mapping[str, Any], encoded: EncodedPrompts, served: list[Served]
+) -> None:
+    """Write and show what the run did."""
+    folder, window, (target, draft, _) = settings.output_dir, rolling_window(len(served)), pair
+    if settings.do_sample:
+        frozen_is = "expected by replay on the sampled answers"
+    elif {target.dtype, draft.dtype} == {torch.float32}:
+        frozen_is = "exact, by replay"
+    else:
+        frozen_is = "by replay, exact but for rounding, as the models are not in float32"
+    places = {n: Path(v).name for n, v in identity.items() if isinstance(v, str) and Path(v).is_absolute()}
+    report = {
+        "provenance": provenance(device=str(target.device), dtype=str(target.dtype), seed=settings.config.seed),
+        "settings": {**identity, **places},
+        "skipped": {"empty": encoded.skipped_empty, "long": encoded.skipped_long},
+        "frozen_is": frozen_is,
+        **report_on(served, window=window),
     }
-    return {
-        **{n: str(Path(p).resolve()) if p is not None and Path(p).exists() else p for n, p in places.items()},
-        "requests": len(encoded.prompts),
-        "prompts_fingerprint": fingerprint(encoded.prompts),
-        "dtype": "float32" if args.bundled else args.dtype,
-        **generate_kwargs,
-        "learn": not args.no_learn,
-        "keep_text": args.keep_text,
-        **{f"config.{name}": value for name, value in config.to_dict().items()},
-    }
-
-
-def _without_folder(value: Any) -> Any:
-    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
-
-
-def _print_run(report: dict[str, Any], folder: Path, out: Any) -> None:
-    named = [(d["domain"] or "no domain", d) for d in report["by_domain"]]
-    parts = [*(named if len(named) > 1 else []), ("all", report["overall"]), ("last 20%", report["last_fifth"])]
+    plot_alpha(
+        folder / "alpha.png", [s.learned for s in served], [s.frozen for s in served], encoded.domains, window=window,
+        title="Acceptance while serving: the draft that learns, and the same draft frozen",
+    )  # fmt: skip
+    (folder / "report.json").write_text(json_text(report, indent=1) + "\n")
+    compared = _compared(served)
+    parts = [(d or "no domain", compared.of(d)) for d in compared.names] if len(compared.names) > 1 else []
     rows = []
-    for name, part in parts:
-        low_high = part["gain_interval"]
-        gain = figure(part["gain"], sign=True)
-        efficiency = [figure(part[side]["block_efficiency"], 2) for side in ("frozen", "learned")]
-        rows.append([
-            name, str(part["requests"]), *(figure(part[side]["alpha"]) for side in ("frozen", "learned")),
-            gain if low_high is None else f"{gain} [{low_high[0]:+.3f}, {low_high[1]:+.3f}]", " > ".join(efficiency),
-        ])  # fmt: skip
+    for name, one in [*parts, ("all", compared), ("last 20%", compared.last_fifth())]:
+        efficiency = " > ".join(figure(stats.block_efficiency, 2) for stats in one.totals.values())
+        rows.append([*comparison_row(name, one), efficiency])
     header = ["requests of", "n", "alpha frozen", "alpha learning", "gain [95%]", "tokens/forward"]
-    print(text_table(header, rows), file=out)
+    print(text_table(header, rows), file=settings.out)
     print(
         f"\n{report['tokens_per_second'] or 0:.0f} tokens/s, {report['seconds']:.1f} s of answers, "
         f"{report['update_seconds']:.1f} s of learning; draft version {report['draft_version']}. "
-        f"Frozen: {report['frozen_is']}.\nWrote report.json, alpha.png, journal.jsonl and draft/ to {folder}"
-        + ("; state/ is for --resume and holds tokens of requests." if report["settings"]["learn"] else "."),
-        file=out,
+        f"Frozen: {frozen_is}.\nWrote report.json, alpha.png, journal.jsonl and draft/ to {folder}"
+        + ("." if settings.no_learn else "; state/ is for --resume and holds tokens of requests."),
+        file=settings.out,
     )
+    settings.write_json(report)
 
 
-# --- replay ---------------------------------------------------------------------------------------------------------
+# --- the journal ----------------------------------------------------------------------------------------------------
 
 
-def replay_command(args: argparse.Namespace) -> int:
-    """`osd-hf replay`; the exit code."""
-    config = config_from(args)
-    if args.cost is not None:
-        expected_speedup(0.5, 1, args.cost)  # says what is wrong with it before any work
-    traces = _recorded(args)
-    if args.learn:
-        make_folder(args.output_dir)
-    k = config.num_assistant_tokens
-    assert isinstance(k, int)
-    report: dict[str, Any] = {"provenance": provenance(), "num_assistant_tokens": k, "drafts": []}
-    rows, learned_rows = [], []
-    for number, source in enumerate(args.draft):
-        draft = load_model(source, dtype=args.dtype, device=args.device)
-        static = _replayed(draft, traces, k)
-        entry: dict[str, Any] = {"draft": _without_folder(source), "static": _by_domain(traces, static)}
-        rows += [_replay_row(entry["draft"], name, stats, k, args.cost) for name, stats in _parts(traces, static)]
-        if args.learn:
-            learned, stats_rows = _learned(args, draft, traces, static, config, number)
-            entry |= learned
-            learned_rows += [[entry["draft"], *row] for row in stats_rows]
-        report["drafts"].append(entry)
-    out = output_stream(args)
-    header = ["draft", "requests of", "n", "alpha", "95% interval", f"tokens/forward (k={k})"]
-    print(text_table(header + (["expected speed-up"] if args.cost is not None else []), rows, left=2), file=out)
-    if args.learn:
-        print("\nLearning from the requests in their order; alpha over the last 20%:\n", file=out)
-        print(
-            text_table(["draft", "requests of", "n", "static", "learned", "gain [95%]"], learned_rows, left=2),
-            file=out,
+@dataclass(frozen=True)
+class Served:
+    """
+    One request of a run, a line of its journal: the row of the prompt in its source and its label; what happened, and
+    what the draft of the beginning would have scored by replay; wall time of the answer; the version of the draft that
+    served it; the report of the update that followed, if one did; prompt and answer, where they are to be kept.
+    """
+
+    index: int
+    domain: str | None
+    learned: AcceptanceStats
+    frozen: AcceptanceStats
+    seconds: float
+    draft_version: int
+    update: Mapping[str, Any] | None = None
+    text: tuple[str, str] | None = None
+
+    def to_line(self) -> str:
+        line = asdict(replace(self, learned=AcceptanceStats(), frozen=AcceptanceStats()))
+        for name in ("learned", "frozen"):
+            line[name] = getattr(self, name).to_dict(derived=False)
+            del line[name]["requests"]
+        text = line.pop("text")
+        return json_text(line if text is None else {**line, "prompt": text[0], "answer": text[1]})
+
+    @classmethod
+    def from_line(cls, line: str) -> Served:
+        data = json.loads(line)
+        text = (data.pop("prompt"), data.pop("answer")) if "prompt" in data else None
+        learned, frozen = (AcceptanceStats.from_counts(**data.pop(name)) for name in ("learned", "frozen"))
+        return cls(**data, learned=learned, frozen=frozen, text=text)
+
+
+def check_folder(folder: Path, settings: Mapping[str, Any] | None = None, *, resume: bool) -> None:
+    """
+    Refuse a folder that a run must not write to; nothing is changed.
+
+    Args:
+        folder (`Path`), resume (`bool`):
+            The output folder, and whether a run that stands there is to go on. Where none stands, it is to begin.
+        settings (`Mapping[str, Any]`, *optional*):
+            What makes the run what it is; compared with those of the run that stands there.
+
+    Raises:
+        ConfigError: there is something in the folder already, or it is no folder that can be read.
+        StateError: the run there has other settings, or is none.
+    """
+    try:
+        if not folder.exists() or all(UNFINISHED.fullmatch(entry.name) for entry in folder.iterdir()):
+            return
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"The output folder {folder} cannot be used: {error}.") from error
+    if not resume:
+        raise ConfigError(
+            f"{folder} is not empty. Choose another output folder, or go on with the run in it: --resume."
         )
-        print(f"\nWrote the plots to {args.output_dir}.", file=out)
-    write_json(args, report)
-    return 0
+    try:
+        earlier = json.loads((folder / SETTINGS).read_text())
+    except (OSError, ValueError) as error:
+        raise StateError(f"There is no run in {folder} to go on with: {SETTINGS} is missing or broken.") from error
+    if settings is None:
+        return
+    current = json.loads(json.dumps(settings))
+    differing = [name for name in {**earlier, **current} if earlier.get(name) != current.get(name)]
+    if differing:
+        shown = "; ".join(f"{name} was {earlier.get(name)!r}, is {current.get(name)!r}" for name in differing)
+        raise StateError(f"The run in {folder} has other settings: {shown}. Resume with the same, or start anew.")
 
 
-def _recorded(args: argparse.Namespace) -> list[Trace]:
-    if not Path(args.store).is_dir():
-        raise StoreError(f"There is no store at {args.store}. `osd-hf run --store DIR` writes one.")
-    check_counts(args, "limit")
-    newest: deque[Trace] = deque(maxlen=args.limit)  # so that the others do not stay in memory
-    domains = set()
-    for trace in CorrectionStore(args.store):
-        domains.add(str(trace.domain))
-        if args.learn and (trace.is_sampled or not trace.num_kept):
-            continue
-        if args.domain in (None, trace.domain):
-            newest.append(trace)
-    if not newest:
-        wanted = " of greedy requests with target rows" if args.learn else ""
-        known = ", ".join(sorted(domains)) or "none"
-        raise DataError(f"The store {args.store} has no recordings{wanted} to replay; its domains: {known}.")
-    return list(newest)
+def open_folder(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Make the folder of a run and note its settings there; raises ConfigError where it cannot be written."""
+    make_folder(folder)
+    try:
+        write_whole(folder / SETTINGS, (json.dumps(settings, indent=1) + "\n").encode())
+    except OSError as error:
+        raise ConfigError(f"The output folder {folder} cannot be written: {error}.") from error
 
 
-def _replayed(draft: Any, traces: Sequence[Trace], k: int) -> list[AcceptanceStats]:
-    stats = []
-    for first in progress(range(0, len(traces), 64), "replaying", "batch"):
-        stats += replay_each(draft, traces[first : first + 64], k)
-    return stats
+def serve(
+    assistant: OnlineAssistant, frozen: Any, prompts: EncodedPrompts, folder: Path, *,
+    generate_kwargs: Mapping[str, Any], learn: bool = True, save_every: int | None = None, keep_text: bool = False,
+    clock: Callable[[], float] = time.monotonic, on_request: Callable[[Served], object] = lambda served: None,
+) -> list[Served]:  # fmt: skip
+    """
+    Serve the prompts that a run in this folder has not served yet.
+
+    The saved session is the truth: journal lines beyond it are dropped and their requests served again, from the same
+    draft and, if sampled, from the same seed. So a run that was killed ends as one that was not; only the store of the
+    assistant, flushed with each save, may hold twice what was served twice. Without learning nothing is saved, as
+    the journal says it all.
+
+    Args:
+        assistant (`OnlineAssistant`):
+            New, with a fixed k and the strategy `"manual"`: updates are called for here, after every
+            `update_interval` requests, so that the session is saved between two requests.
+        frozen (`PreTrainedModel`): The draft as it was before learning.
+        prompts (`EncodedPrompts`), generate_kwargs (`Mapping[str, Any]`):
+            The requests in order of arrival, and the arguments of `generate` for each.
+        folder (`Path`): Gets `journal.jsonl`, with prompts and answers where `keep_text` is set, and `state/`.
+        learn (`bool`, *optional*, defaults to `True`): With `False` nothing is kept or learned from.
+        save_every (`int`, *optional*), clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`):
+            The session is saved with every so many updates, and at the end; by default after the first request that
+            ends a minute or more after the last save, as a session holds three copies of the draft and every trace.
+        on_request (`Callable[[Served], object]`, *optional*):
+            Called after each request, those of an earlier run of this folder included.
+
+    Returns:
+        `list[Served]`: one per prompt.
+
+    Raises:
+        ConfigError: another process serves into the folder.
+        StateError: the journal or the session cannot be read.
+        LearnerError: learning failed; the session saved last stands.
+    """
+    with _alone(folder):
+        journal = folder / JOURNAL
+        served = _resumed(assistant, folder / STATE, journal) if learn else _from_journal(journal)
+        for request in served:
+            on_request(request)
+        config, k, saved_at = assistant.config, assistant.config.num_assistant_tokens, clock()
+        assert isinstance(k, int)
+        with open(journal, "a", opener=open_privately) as file:
+            for count, (prompt, ids) in enumerate(prompts.prompts[len(served) :], len(served) + 1):
+                traces: list[Trace] = []
+                version, is_due = assistant.version, learn and count % config.update_interval == 0
+                input_ids = torch.tensor([ids], device=assistant.target.device)
+                torch.manual_seed(config.seed * 1_000_003 + count - 1)
+                started = time.perf_counter()
+                output = assistant.generate(
+                    input_ids, attention_mask=torch.ones_like(input_ids), domain=prompt.domain, learn=learn,
+                    on_trace=traces.append, **generate_kwargs,
+                )  # fmt: skip
+                answer = output[0].tolist()  # waits for the device
+                seconds = time.perf_counter() - started
+                text = None
+                if keep_text:
+                    start = 0 if assistant.target.config.is_encoder_decoder else len(ids)
+                    text = (prompt.text, assistant.tokenizer.decode(answer[start:], skip_special_tokens=True))
+                request = Served(
+                    index=prompt.index,
+                    domain=prompt.domain,
+                    learned=AcceptanceStats.from_trace(traces[0]),
+                    frozen=replay(frozen, traces, k),
+                    seconds=seconds,
+                    draft_version=version,
+                    update=_updated(assistant, count) if is_due else None,
+                    text=text,
+                )
+                served.append(request)
+                file.write(request.to_line() + "\n")
+                file.flush()
+                if save_every is None:
+                    is_time = clock() - saved_at >= SAVE_SECONDS
+                else:
+                    is_time = is_due and count // config.update_interval % save_every == 0
+                if learn and (is_time or count == len(prompts.prompts)):
+                    _save(assistant, file, folder)
+                    saved_at = clock()
+                on_request(request)
+        return served
 
 
-def _learned(
-    args: argparse.Namespace,
-    draft: Any,
-    traces: list[Trace],
-    static: list[AcceptanceStats],
-    config: OnlineConfig,
-    number: int,
-) -> tuple[dict[str, Any], list[list[str]]]:
-    with AlphaBar(len(traces), "learning") as bar:
-        run = simulate(draft, traces, config, on_request=lambda i, stats: bar.advance(stats, static[i]))
-    plot_alpha(
-        args.output_dir / f"alpha-{number}.png", run.stats, static, [t.domain for t in traces],
-        window=rolling_window(len(traces)), title="Replay in time order: learning, and frozen",
-    )  # fmt: skip
-    start = round(len(traces) * 0.8)
-    sides = [_parts(traces[start:], stats[start:]) for stats in (static, run.stats)]
-    rows = []
-    for (name, before), (_, after) in zip(*sides, strict=True):
-        low, high = alpha_gain_interval(before, after)
-        gain = figure(after.alpha - before.alpha, sign=True) + (f" [{low:+.3f}, {high:+.3f}]" if low == low else "")
-        rows.append([name, str(before.num_requests), figure(before.alpha), figure(after.alpha), gain])
-    report = {
-        "learned": _by_domain(traces, run.stats),
-        "last_fifth": {
-            n: _by_domain(traces[start:], s[start:]) for n, s in (("static", static), ("learned", run.stats))
-        },
-        "updates": [update.to_dict() for update in run.updates],
-        "config": config.to_dict(),
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """No other process serves into the folder inside; raises ConfigError where one does."""
+    try:
+        lock = wait_for_lock(folder / LOCK, 0.0)
+    except TimeoutError as error:
+        raise ConfigError(
+            f"Another process serves into {folder}. Stop it, or choose another output folder."
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"The output folder {folder} cannot be written: {error}.") from error
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.close()
+
+
+def _save(assistant: OnlineAssistant, journal: Any, folder: Path) -> None:
+    """Save the session; neither the journal nor the store is ever older than it."""
+    os.fsync(journal.fileno())
+    sync_folder(folder)
+    if assistant.store is not None:
+        assistant.store.flush()
+    assistant.save_state(folder / STATE)
+
+
+def _updated(assistant: OnlineAssistant, requests: int) -> dict[str, Any]:
+    try:
+        return assistant.update().to_dict()
+    except LearnerError:
+        raise
+    except Exception as error:
+        raise LearnerError(
+            f"Learning failed after request {requests}: {first_line(error)}. The session saved last stands; mend the "
+            "cause, then go on with --resume."
+        ) from error
+
+
+def _from_journal(journal: Path) -> list[Served]:
+    """The requests of a run that does not learn; a last line that was cut off by a kill goes."""
+    lines, served = _read(journal)
+    if len(served) < len(lines):
+        write_whole(journal, "".join(lines[: len(served)]).encode())
+    return served
+
+
+def _resumed(assistant: OnlineAssistant, state: Path, journal: Path) -> list[Served]:
+    """Bring the assistant to the saved session, cut the journal down to it, and return the requests up to there."""
+    check_pointer(state)
+    if not has_session(state):
+        if journal.exists():
+            logger.warning("Nothing was saved in %s before that run ended; it begins anew.", state)
+        journal.unlink(missing_ok=True)
+        return []
+    assistant.load_state(state)
+    count = assistant.stats.num_requests
+    lines, served = _read(journal, count)
+    if len(served) < count:
+        raise StateError(
+            f"The journal {journal} has {len(served)} of the {count} requests of its session. Start anew."
+        )
+    write_whole(journal, "".join(lines[:count]).encode())
+    return served
+
+
+def _read(journal: Path, count: int | None = None) -> tuple[list[str], list[Served]]:
+    """The lines of a journal, and the requests of the first ones that are whole; raises StateError."""
+    try:
+        lines = journal.read_text().splitlines(keepends=True) if journal.exists() else []
+        return lines, [Served.from_line(line) for line in lines[:count] if line.endswith("\n")]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StateError(f"The journal {journal} cannot be read: {first_line(error)}. Start anew.") from error
+
+
+# --- the report -----------------------------------------------------------------------------------------------------
+
+
+def report_on(served: Sequence[Served], *, window: int) -> dict[str, Any]:
+    """What all requests of a run showed: acceptance of the draft that learned and, by replay on the same requests, of
+    the same draft frozen, also for each `window` of requests; ready for JSON."""
+    compared, seconds = _compared(served), sum(s.seconds for s in served)
+    updates = [{"after_requests": i, **s.update} for i, s in enumerate(served, 1) if s.update is not None]
+    windows = {first + 1: _compared(served[first : first + window]) for first in range(0, len(served), window)}
+    return {
+        "overall": compared.to_dict(),
+        "last_fifth": compared.last_fifth().to_dict(),
+        "by_domain": [{"domain": domain, **compared.of(domain).to_dict()} for domain in compared.names],
+        "windows": [{"first_request": first, **part.alphas()} for first, part in windows.items()],
+        "updates": updates,
+        "draft_version": updates[-1]["version"] if updates else 0,
+        "seconds": seconds,
+        "update_seconds": sum(u["seconds"] for u in updates),
+        "tokens_per_second": sum(s.learned.emitted for s in served) / seconds if seconds else None,
     }
-    return report, rows
 
 
-def _parts(traces: Sequence[Trace], stats: Sequence[AcceptanceStats]) -> list[tuple[str, AcceptanceStats]]:
-    names = list(dict.fromkeys(t.domain for t in traces))
-    parts = [
-        (str(n), sum((s for t, s in zip(traces, stats, strict=True) if t.domain == n), AcceptanceStats()))
-        for n in names
-    ]
-    return [*(parts if len(parts) > 1 else []), ("all", sum(stats, AcceptanceStats()))]
-
-
-def _by_domain(traces: Sequence[Trace], stats: Sequence[AcceptanceStats]) -> dict[str, Any]:
-    return {n: {k: v for k, v in s.to_dict().items() if k != "requests"} for n, s in _parts(traces, stats)}
-
-
-def _replay_row(draft: str, name: str, stats: AcceptanceStats, k: int, cost: float | None) -> list[str]:
-    alpha = 0.0 if stats.alpha != stats.alpha else stats.alpha
-    speedup = [] if cost is None else [f"{expected_speedup(alpha, k, cost):.2f}x"]
-    efficiency = figure(stats.block_efficiency, 2)
-    return [draft, name, str(stats.num_requests), figure(stats.alpha), stats_interval(stats), efficiency, *speedup]
+def _compared(served: Sequence[Served]) -> Comparison:
+    sides = {"frozen": [s.frozen for s in served], "learned": [s.learned for s in served]}
+    return Comparison([s.domain for s in served], sides)

@@ -22,6 +22,7 @@ from osd_hf.hub.cards import DraftFacts
 from osd_hf.hub.export import check_written
 from osd_hf.hub.push import push_folder, save_draft
 from osd_hf.learning.drafts import DomainDrafts
+from osd_hf.learning.faults import Readable
 from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.session import check_pointer, has_session, load_session, save_session
@@ -32,7 +33,7 @@ from osd_hf.replay import replay_each
 from osd_hf.simulate import serve_recorded
 from osd_hf.store.arrow import readable_traces
 from osd_hf.store.folder import list_shards, open_store, read_table
-from osd_hf.trace import Readable, Trace
+from osd_hf.trace import Trace
 from osd_hf.utils.report import provenance
 
 __all__ = ["StoreFollower", "StoreLearner"]

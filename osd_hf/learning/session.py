@@ -20,7 +20,7 @@ import torch
 
 from osd_hf.errors import StateError
 from osd_hf.learning.learner import Learner
-from osd_hf.store.store import table_to_traces, traces_to_table
+from osd_hf.store.arrow import table_to_traces, traces_to_table
 from osd_hf.utils.disk import FileLock, make_private_folder, new_private_file, sync_folder, wait_for_lock, write_whole
 
 __all__ = ["FolderBusyError", "check_pointer", "has_session", "load_session", "save_session"]

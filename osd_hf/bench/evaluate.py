@@ -1,0 +1,91 @@
+"""A draft as it was and as it is, measured on the target's own answers: what goes up with it to the Hub."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from osd_hf.bench.benchmark import System, benchmark
+from osd_hf.capture.recording import record_traces
+from osd_hf.errors import DataError
+from osd_hf.hub.cards import Evaluation, EvaluationSet
+from osd_hf.metrics import AcceptanceStats
+from osd_hf.prompts import encode_prompts
+from osd_hf.replay import replay_each
+from osd_hf.utils.report import provenance
+
+TUNED = range(1, 9)  # numbers of drafted tokens that are tried, where none is given
+
+
+def evaluate(
+    target: Any, before: Any, after: Any, tokenizer: Any, dataset: EvaluationSet, *,
+    num_assistant_tokens: int | None = None, timed_requests: int = 0, show_progress: bool = False,
+) -> Evaluation:  # fmt: skip
+    """
+    Measure a draft as it was and as it is on the target's greedy answers.
+
+    Args:
+        target (`PreTrainedModel`), before (`PreTrainedModel`), after (`PreTrainedModel`):
+            Models with one vocabulary; left as they are.
+        tokenizer (`PreTrainedTokenizerBase`), dataset (`EvaluationSet`): The tokenizer of all three, and the prompts.
+        num_assistant_tokens (`int`, *optional*):
+            k. By default, where requests are timed, the one with the most tokens per second by replay and measured
+            costs; otherwise 5.
+        timed_requests (`int`, *optional*, defaults to 0):
+            Prompts that are also answered live by decoder-only pairs: by the target alone and with both drafts in
+            turns, with bars on the standard error where `show_progress` is set.
+
+    Raises:
+        DataError: fewer than two prompts leave room for their answers.
+    """
+    positions = [getattr(m.config.get_text_config(), "max_position_embeddings", None) for m in (target, before)]
+    limit = min((p for p in positions if p is not None), default=None)
+    room = None if limit is None or target.config.is_encoder_decoder else limit - dataset.max_new_tokens
+    encoded = encode_prompts(dataset.prompts, tokenizer, max_prompt_tokens=room)
+    if len(encoded.prompts) < 2:
+        raise DataError(
+            f"Of {len(dataset.prompts)} prompts of {dataset.name!r}, {len(encoded.prompts)} leave room for an answer "
+            f"of {dataset.max_new_tokens} tokens; two are needed. Bound the answers lower, or take shorter prompts."
+        )
+    dataset = replace(dataset, prompts=tuple(p for p, _ in encoded.prompts))
+    ids = [ids for _, ids in encoded.prompts]
+    traces = list(record_traces(target, ids, max_new_tokens=dataset.max_new_tokens, num_logprobs=1))
+    speedups, k = dict[str, dict[str, Any]](), num_assistant_tokens or 5
+    if timed_requests and not target.config.is_encoder_decoder:
+        asked = {"evaluation": ids[:timed_requests]}
+        if num_assistant_tokens is None:
+            k = _tuned(target, after, tokenizer, asked, traces, dataset.max_new_tokens)
+        systems = [
+            System("target alone", "alone"),
+            System("transformers, draft before", "stock", before, k),
+            System("transformers, this draft", "stock", after, k),
+            System("osd_hf, this draft, auto", "lean", after, "auto"),
+        ]
+        report = benchmark(
+            target, systems, asked, max_new_tokens=dataset.max_new_tokens, watched_requests=0, tokenizer=tokenizer,
+            show_progress=show_progress,
+        )  # fmt: skip
+        speedups = {s.name: report.ratio(s.name, report.alone) for s in systems if s.name != report.alone}
+    as_it_was, as_it_is = (tuple(replay_each(draft, traces, k)) for draft in (before, after))
+    return Evaluation(dataset, k, as_it_was, as_it_is, speedups, provenance())
+
+
+def _tuned(
+    target: Any, draft: Any, tokenizer: Any, asked: dict[str, list[list[int]]], traces: Any, max_new_tokens: int
+) -> int:
+    """The k with the most tokens per second: rounds by replay, their times from a few watched ones."""
+    first = {name: group[:4] for name, group in asked.items()}
+    systems = [System("alone", "alone"), *(System(f"k{k}", "stock", draft, k) for k in (1, 7))]
+    report = benchmark(target, systems, first, max_new_tokens=max_new_tokens, watched_requests=0, tokenizer=tokenizer)
+    # Seconds of a round are taken for a line in k through the two that were timed.
+    seconds = []
+    for k in (1, 7):
+        answers = report.answers_of(f"k{k}")
+        seconds.append(sum(a.seconds for a in answers) / sum(a.stats.target_forwards for a in answers))
+    slope = max((seconds[1] - seconds[0]) / 6, 0.0)
+
+    def rate(k: int) -> float:
+        stats = sum(replay_each(draft, traces, k), AcceptanceStats())
+        return stats.block_efficiency / (seconds[0] + (k - 1) * slope)
+
+    return max(TUNED, key=rate)

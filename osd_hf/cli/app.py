@@ -1,0 +1,45 @@
+"""The command `osd-hf app`: the demo in the browser."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+from osd_hf.cli.flags import in_groups
+from osd_hf.cli.settings import Placement
+from osd_hf.errors import ConfigError
+
+_models, _server, _keeping = in_groups("models", "server", "keeping")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AppSettings(Placement):
+    """The flags of `osd-hf app`."""
+
+    target: str | None = _models("instead of the bundled target", metavar="ID|PATH")
+    draft: str | None = _models("instead of the bundled draft", metavar="ID|PATH")
+    threads: int | None = _models("of torch; by default 1 for the bundled pair, all cores for others", metavar="N")
+    host: str | None = _server("this machine alone by default (or GRADIO_SERVER_NAME); any other address, such as "
+                               "0.0.0.0, lets others in and implies --public, unless --login is given")  # fmt: skip
+    port: int | None = _server("the first free one from 7860 by default")
+    share: bool = _server("also through a public address of Gradio's; implies --public", False)
+    public: bool = _server("strangers come: nobody loads models, saves, pushes or resets what is shared (always so in "
+                           "a Space, with GRADIO_ROOT_PATH, and at any address but this machine's own)",
+                           False)  # fmt: skip
+    login: bool = _server("all controls, wherever the page is reached, for whoever logs in as `owner`, with the "
+                          "password of OSD_HF_APP_PASSWORD or one that is printed; not for strangers",
+                          False)  # fmt: skip
+    output_dir: Path = _keeping("where the page saves", Path("osd_hf_app"))
+    state: str | None = _keeping("go on with a session that the page saved (its folder session)", metavar="DIR")
+
+
+def app_command(settings: AppSettings) -> int:
+    """Serve the demo; raises ConfigError where it is not installed."""
+    if importlib.util.find_spec("gradio") is None or importlib.util.find_spec("osd_hf_app") is None:
+        raise ConfigError('The app is an extra. Install it: pip install "osd-hf[app]"')
+    if settings.login and settings.public:
+        raise ConfigError("--public lets everybody in, --login only those with the password. Give one of them.")
+    settings.check_counts("threads")
+    return int(importlib.import_module("osd_hf_app.launch").launch(settings))

@@ -1,0 +1,131 @@
+"""The command `osd-hf replay`: what drafts would have scored on recorded requests, as they are and learning."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from osd_hf.bench import display
+from osd_hf.bench.display import comparison_row, figure, text_table
+from osd_hf.cli.flags import Reporting, flag
+from osd_hf.cli.settings import Dtype, Learning
+from osd_hf.comparison import Comparison, figures_of
+from osd_hf.errors import DataError, StoreError
+from osd_hf.metrics import AcceptanceStats, expected_speedup
+from osd_hf.pair import load_model
+from osd_hf.replay import replay_each
+from osd_hf.simulate import simulate
+from osd_hf.store.store import CorrectionStore
+from osd_hf.trace import Trace
+from osd_hf.utils.report import make_folder, provenance
+
+BATCH = 64  # requests between two steps of the progress bar
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplaySettings(Learning, Reporting):
+    """The flags of `osd-hf replay`."""
+
+    store: str = flag("folder of captured requests", required=True, metavar="DIR")
+    draft: list[str] = flag("repeat for several", required=True, metavar="ID|PATH")
+    domain: str | None = flag("requests of this domain only")
+    limit: int | None = flag("the newest N requests only", metavar="N")
+    cost: float | None = flag("time of a draft's forward over the target's, for the expected speed-up", metavar="C")
+    learn: bool = flag("let each draft learn from the requests, in their order", False)
+    dtype: Dtype = flag("of a draft", "auto")
+    device: str | None = flag("such as cpu or cuda:0; CUDA where there is one by default")
+    output_dir: Path = flag("plots, with --learn; overwritten", Path("osd_hf_replay"))
+
+
+def replay_command(settings: ReplaySettings) -> int:
+    """Score each draft; returns the exit code."""
+    k, cost = settings.fixed_k(), settings.cost
+    if cost is not None:
+        expected_speedup(0.5, 1, cost)  # says what is wrong with it before any work
+    traces = _recorded(settings)
+    if settings.learn:
+        make_folder(settings.output_dir)
+    report: dict[str, Any] = {"provenance": provenance(), "num_assistant_tokens": k, "drafts": []}
+    rows: list[list[str]] = []
+    learned_rows: list[list[str]] = []
+    for number, source in enumerate(settings.draft):
+        draft = load_model(source, dtype=settings.dtype, device=settings.device)
+        name = Path(source).name if Path(source).is_absolute() else source
+        static: list[AcceptanceStats] = []
+        for first in display.progress(range(0, len(traces), BATCH), "replaying", "batch"):
+            static += replay_each(draft, traces[first : first + BATCH], k)
+        compared = Comparison([trace.domain for trace in traces], {"static": static})
+        entry: dict[str, Any] = {"draft": name, "static": _by_name(compared, "static")}
+        for title, part in compared.parts().items():
+            rows.append([name, title, *_static_cells(part.totals["static"], k, cost)])
+        if settings.learn:
+            learned, compared = _learned(settings, draft, traces, static, number)
+            entry |= learned
+            for title, part in compared.last_fifth().parts().items():
+                learned_rows.append([name, *comparison_row(title, part)])
+        report["drafts"].append(entry)
+    header = ["draft", "requests of", "n", "alpha", "95% interval", f"tokens/forward (k={k})"]
+    print(text_table(header + ["expected speed-up"] * (cost is not None), rows, left=2), file=settings.out)
+    if settings.learn:
+        header = ["draft", "requests of", "n", "static", "learned", "gain [95%]"]
+        print("\nLearning from the requests in their order; alpha over the last 20%:\n", file=settings.out)
+        print(text_table(header, learned_rows, left=2), file=settings.out)
+        print(f"\nWrote the plots to {settings.output_dir}.", file=settings.out)
+    settings.write_json(report)
+    return 0
+
+
+def _recorded(settings: ReplaySettings) -> list[Trace]:
+    if not Path(settings.store).is_dir():
+        raise StoreError(f"There is no store at {settings.store}. `osd-hf run --store DIR` writes one.")
+    settings.check_counts("limit")
+    newest: deque[Trace] = deque(maxlen=settings.limit)  # the others do not stay in memory
+    domains = set()
+    for trace in CorrectionStore(settings.store):
+        domains.add(str(trace.domain))
+        if settings.learn and (trace.is_sampled or not trace.num_kept):
+            continue
+        if settings.domain in (None, trace.domain):
+            newest.append(trace)
+    if not newest:
+        wanted = " of greedy requests with target rows" if settings.learn else ""
+        known = ", ".join(sorted(domains)) or "none"
+        raise DataError(f"The store {settings.store} has no recordings{wanted} to replay; its domains: {known}.")
+    return list(newest)
+
+
+def _learned(
+    settings: ReplaySettings, draft: Any, traces: list[Trace], static: Sequence[AcceptanceStats], number: int
+) -> tuple[dict[str, Any], Comparison]:
+    """Let a draft learn from the requests, and draw how it went."""
+    with display.AlphaBar(len(traces), "learning") as bar:
+        run = simulate(draft, traces, settings.config, on_request=lambda i, stats: bar.advance(stats, static[i]))
+    domains = [trace.domain for trace in traces]
+    display.plot_alpha(
+        settings.output_dir / f"alpha-{number}.png", run.stats, static, domains,
+        window=display.rolling_window(len(traces)), title="Replay in time order: learning, and frozen",
+    )  # fmt: skip
+    compared = Comparison(domains, {"static": static, "learned": run.stats})
+    newest = compared.last_fifth()
+    report = {
+        "learned": _by_name(compared, "learned"),
+        "last_fifth": {side: _by_name(newest, side) for side in ("static", "learned")},
+        "updates": [update.to_dict() for update in run.updates],
+        "config": settings.config.to_dict(),
+    }
+    return report, compared
+
+
+def _by_name(compared: Comparison, side: str) -> dict[str, Any]:
+    return {name: figures_of(part.totals[side]) for name, part in compared.parts().items()}
+
+
+def _static_cells(stats: AcceptanceStats, k: int, cost: float | None) -> list[str]:
+    alpha = 0.0 if math.isnan(stats.alpha) else stats.alpha
+    speedup = [] if cost is None else [f"{expected_speedup(alpha, k, cost):.2f}x"]
+    efficiency = figure(stats.block_efficiency, 2)
+    return [str(stats.num_requests), figure(stats.alpha), display.stats_interval(stats), efficiency, *speedup]
