@@ -20,7 +20,7 @@ from datasets import load_dataset
 from tqdm import tqdm
 
 from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig, record_traces, replay
-from osd_hf.distillation.loss import SAMPLE_SOURCES
+from osd_hf.distillation.data import SAMPLE_SOURCES
 from osd_hf.losses import DIVERGENCES
 from osd_hf.metrics import alpha_gain_interval
 from osd_hf.pair import load_model, load_tokenizer, prompt_room

@@ -35,7 +35,7 @@ from common import MAX_NEW_TOKENS, RESULTS, TEMPLATES, load_pair, recorded, writ
 from tqdm import tqdm
 
 from osd_hf import AcceptanceStats, DistillConfig, OnlineConfig, distill, replay, simulate
-from osd_hf.distillation.loss import SAMPLE_SOURCES
+from osd_hf.distillation.data import SAMPLE_SOURCES
 from osd_hf.metrics import alpha_gain_interval
 
 matplotlib.use("Agg")
