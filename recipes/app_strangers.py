@@ -105,7 +105,7 @@ class Program:
         return b"".join([data async for data in self.told(page)])
 
     async def arrive(self) -> str:
-        """Open the page; gives its session."""
+        """Open the page; returns its session."""
         page = secrets.token_hex(6)
         found = re.search(rb'"data": ?\["([\w-]{22})"', await self.call("arrive", [self.chat], page))
         self.chat = found[1].decode() if found else self.chat
@@ -113,7 +113,7 @@ class Program:
 
 
 def settings(domain: str = "math", tokens: int = 64) -> list[Any]:
-    """Of the page, as it sends them: domain, learn, k, sample, temperature, top p, tokens, check, remember."""
+    """The page's settings as it sends them: domain, learn, k, sample, temperature, top p, tokens, check, remember."""
     return [domain, True, "5", False, 1.0, 1.0, tokens, False, False]
 
 
@@ -191,17 +191,8 @@ def start(folder: Path) -> tuple[subprocess.Popen[str], str]:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "osd_hf.cli.main",
-        "app",
-        "--public",
-        "--port",
-        str(port),
-        "--output-dir",
-        str(folder),
-    ]
+    command = [sys.executable, "-m", "osd_hf.cli.main", "app", "--public", "--port", str(port)]
+    command += ["--output-dir", str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "FORWARDED_ALLOW_IPS": "127.0.0.1"}
     log = (folder / "log").open("w")
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)

@@ -15,19 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import last_share, write_report
+from common import K, gain, last_share, write_report
 from datasets import load_dataset
 from tqdm import tqdm
 
 from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig, record_traces, replay
 from osd_hf.distillation.data import SAMPLE_SOURCES
 from osd_hf.losses import DIVERGENCES
-from osd_hf.metrics import alpha_gain_interval
 from osd_hf.pair import load_model, load_tokenizer, prompt_room
 from osd_hf.prompts import Prompt, encode_prompts
 from osd_hf.replay import replay_each
 
-K = 5
 HELD_OUT = 0.2
 PAPER_MODELS = {
     "causal": ("lmsys/vicuna-7b-v1.3", "JackFram/llama-160m"),
@@ -48,7 +46,7 @@ class Experiment:
 
     Args:
         name (`str`):
-            Of the recipe.
+            Name of the recipe.
         hub (`str`), split (`str`):
             Data set on the Hub.
         subset (`str`, *optional*), revision (`str`, *optional*), folder (`str`, *optional*):
@@ -166,15 +164,15 @@ def run(
     requests = prompts(experiment, args, pair, rows)
     learn = {"online": online, "offline": offline}[args.mode]
     before, after, steps = learn(args, pair, requests, label)
-    low, high = alpha_gain_interval(before, after)
+    rise = gain(before, after)
     print(
         f"{label}, {args.arch}, {args.mode}, {len(requests)} requests, {steps} steps: before {before!r}; "
-        f"after {after!r}; gain {after.alpha - before.alpha:+.3f} [{low:+.3f}, {high:+.3f}]",
+        "after {!r}; gain {:+.3f} [{:+.3f}, {:+.3f}]".format(after, rise["gain"], *rise["gain_interval"]),
         flush=True,
     )
     return {
         "label": label, "requests": len(requests), "steps": steps, "before": before.to_dict(),
-        "after": after.to_dict(), "gain": after.alpha - before.alpha, "gain_interval": [low, high],
+        "after": after.to_dict(), **rise,
     }  # fmt: skip
 
 

@@ -34,14 +34,13 @@ from typing import Any
 import httpx2
 import numpy as np
 import torch
-from common import MAX_NEW_TOKENS, TEMPLATES, data_folder, run_facts, write_report
+from common import MAX_NEW_TOKENS, TEMPLATES, K, data_folder, rows, run_facts, write_report
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from osd_hf import CorrectionStore, Trace, replay
 from osd_hf.engine.versions import LATEST, latest_version
 
-K = 5
 NUM_LOGPROBS = 64
 COUNTER = "vllm:spec_decode_num_"
 READY_SECONDS = 300
@@ -245,8 +244,7 @@ def main() -> None:
         if place.exists() and any(place.iterdir()):
             raise SystemExit(f"{place} is not empty. Choose another --folder.")
     folder.mkdir(parents=True, exist_ok=True)
-    lines = (data_folder() / f"data/{args.dataset}.jsonl").read_text().rstrip("\n").split("\n")
-    texts = [TEMPLATES[args.dataset].format(**json.loads(line)) for line in lines]
+    texts = [TEMPLATES[args.dataset].format(**row) for row in rows(args.dataset)]
     # A prompt that is asked twice would have one place in the store.
     texts = random.Random(args.seed).sample(sorted(set(texts)), args.requests + args.later + WARM_UP)
     parts = {
