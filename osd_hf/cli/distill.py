@@ -230,7 +230,7 @@ def _given(args: argparse.Namespace, kinds: Sequence[type]) -> dict[str, Any]:
 
 def _read_yaml(path: str) -> dict[str, Any]:
     try:
-        read = yaml.safe_load(Path(path).read_flag())
+        read = yaml.safe_load(Path(path).read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"The configuration {path} cannot be read: {first_line(error)}.") from error
     if not isinstance(read, dict) or not all(isinstance(name, str) for name in read):
