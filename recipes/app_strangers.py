@@ -5,7 +5,7 @@ The app in public mode beside hostile programs: does an ordinary visitor notice,
     python recipes/app_strangers.py --seconds 20 --clients 8     # smoke
 
 An app of its own process serves the bundled pair on this machine alone. An ordinary visitor asks one prompt after the
-other, first undisturbed, then beside `--clients` hostile ones behind `--addresses` addresses. Those make `--chats`
+other, first undisturbed, then beside `--clients` hostile ones with `--addresses` addresses. Those make `--chats`
 chats under invented names, send prompts of 10 MB, tick "private", leave in the middle of answers, leave
 mail unread, upload, call the owner's controls, and send twenty prompts at a time. Reported: seconds from a prompt to
 its first token, quiet and beside them; the app's memory; answers by status. Each prompt has a mark of its own, and all

@@ -86,7 +86,7 @@ def run(draft: Any, traces: list[Trace], stops: list[int], config: OnlineConfig,
 
 
 def accounts(found: Run, args: argparse.Namespace, sizes: dict[str, tuple[float, float]]) -> dict[str, Account]:
-    """Of the lab pair in seconds, and of each pair (parameters of target and draft) in FLOPs."""
+    """Costs of the lab pair in seconds, and of each pair (parameters of target and draft) in FLOPs."""
     those = {"seconds": Account(args.round_ms / 1e3, found.seconds)}
     for name, (target, draft) in sizes.items():
         those[name] = Account(2 * ((K + 1) * target + K * draft), 6 * draft * found.tokens)

@@ -124,7 +124,7 @@ def recorded(
             )
         questions = questions[start:]
         traces = record_traces(target, questions, max_new_tokens=MAX_NEW_TOKENS, domain=name)
-        # All or nothing: a killed recording leaves no half of a data set behind.
+        # All or nothing: a killed recording leaves no part of a data set.
         for trace in list(tqdm(traces, total=len(questions), desc=f"record {name} seed {seed}")):
             store.append(trace)
         store.close()
@@ -191,7 +191,7 @@ def equal_counts(counts: Sequence[Counts], simulated: Sequence[AcceptanceStats])
 
 
 class ProcessorTimed(Learner):
-    """A learner whose reports give processor seconds: with one thread, wall time on a core without other jobs."""
+    """A learner that reports processor seconds: with one thread, wall time on a core without other jobs."""
 
     def update(self, domain: str | None = None, steps: int | None = None) -> UpdateReport:
         started = time.process_time()

@@ -4,9 +4,9 @@ How well prompts are routed to drafts per domain, without labels: by language, a
     OSD_HF_DATA=... python recipes/routing.py                                          # 5 minutes on one core
     OSD_HF_DATA=... python recipes/routing.py --requests 30 --seeds 0 --chat 10 --repeats 5   # smoke
 
-Language: the real chat prompts of `arena_languages`, as ids of the target's chat template, alone and behind an English
+Language: the real chat prompts of `arena_languages`, as ids of the target's chat template, alone and after an English
 system prompt. Topics: four data sets, mixed at random, one after the other, and switched every 50 requests, each in
-several orders; the same behind a shared system prompt; then real mixed chat, where nobody knows the right topics.
+several orders; the same after a shared system prompt; then real mixed chat, where nobody knows the right topics.
 Purity is the share of the routed prompts whose data set is the commonest of their topic. Needs the extra `language`.
 """
 

@@ -200,7 +200,7 @@ class Lab:
         if len(store) == 0:
             asked = [requests[i] for i in order]
             answers = record_traces(self.target, asked, max_new_tokens=args.max_new_tokens, domain=name)
-            # All or nothing: a killed recording leaves no half of a data set behind.
+            # All or nothing: a killed recording leaves no part of a data set.
             for trace in list(tqdm(answers, total=len(asked), desc=f"record {name}")):
                 store.append(trace)
             store.close()

@@ -7,12 +7,12 @@ the draft meanwhile, the new version is deployed, and vLLM's own counters on lat
     OSD_HF_DATA=... python recipes/vllm_loop.py --vllm .venv-vllm --requests 32 --later 8        # smoke
 
 Reported: time of each step; of the later prompts vLLM's counters with the static draft, the learnt one loaded into
-the running server, and the learnt one behind a restart, beside what replay says of the same answers; whether each
+the running server, and the learnt one after a restart, beside what replay says of the same answers; whether each
 completion is transformers' own greedy one in float32; bytes per token of the store.
 
 vLLM counts accepted over drafted tokens. Its first token comes with the prompt and is not drafted, so that its rounds
-begin one token later than transformers' ones, and it counts what is accepted behind the end of an answer. `examined`
-is made of its counts by position: a draft examines its first token, and each one behind an accepted one.
+begin one token later than transformers' ones, and it counts what is accepted after the end of an answer. `examined`
+is made of its counts by position: a draft examines its first token, and each one after an accepted one.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def as_vllm(trace: Trace) -> Trace:
 
 
 def ours(draft: Path, traces: Sequence[Trace]) -> dict[str, Any]:
-    """What replay says of a draft on the answers, in rounds as of transformers, and as of vLLM."""
+    """What replay says of a draft on the answers, in the rounds of transformers, and in those of vLLM."""
     model = AutoModelForCausalLM.from_pretrained(draft, dtype=torch.float32).eval()
     found = {}
     for name, those in (
