@@ -271,7 +271,8 @@ def _encoded(
     row: Mapping[str, Any], tokenizer: Any, number: int, *, is_encoder_decoder: bool
 ) -> tuple[list[int], list[int] | None]:
     """Token ids of a row's prompt and completion; the latter is `None` where the row has none."""
-    prompt, completion = row.get("prompt"), row.get("completion")
+    prompt: Any = row.get("prompt")
+    completion: Any = row.get("completion")
     of_messages = prompt is None
     if of_messages:
         prompt, completion = row.get("messages") or [], None
@@ -293,7 +294,7 @@ def _encoded(
         raise DataError(f"The data set holds {kind}, and no tokenizer was found with the models. Pass `tokenizer=`.")
     if not is_text:
         return _encoded_messages(prompt, completion, tokenizer, number)
-    answer = None if completion is None else []
+    answer: list[int] | None = None if completion is None else []
     if completion:
         answer = list(tokenizer(completion, add_special_tokens=is_encoder_decoder)["input_ids"])
         if tokenizer.eos_token_id not in (None, *answer[-1:]):

@@ -35,12 +35,9 @@ try:
         warnings.filterwarnings("ignore", "You are importing from 'trl.experimental'")
         from trl.experimental.gkd import GKDConfig
     from peft import PEFT_TYPE_TO_TUNER_MAPPING, get_peft_model
-    from trl.models import (
-        enable_selective_activation_checkpointing,
-        get_act_offloading_ctx_manager,
-        prepare_deepspeed,
-        unwrap_model_for_generation,
-    )
+    from trl.models.activation_offloading import get_act_offloading_ctx_manager
+    from trl.models.selective_activation_checkpointing import enable_selective_activation_checkpointing
+    from trl.models.utils import prepare_deepspeed, unwrap_model_for_generation
 except ImportError as error:
     raise ImportError(
         f"Offline distillation needs trl and peft ({error}). Install them with `pip install 'osd-hf[distill]'`."
@@ -113,7 +110,9 @@ class DistillConfig(TokenStaysHere, GKDConfig):
         "alpha", "What the best checkpoint is best at: alpha or block_efficiency."
     )
     max_length: int | None = _setting(None, "Without meaning here.")
-    gradient_checkpointing: bool | None = _setting(None, "Deprecated in transformers; use activation_checkpointing.")
+    gradient_checkpointing: bool | None = _setting(  # type: ignore[assignment]
+        None, "Deprecated in transformers; use activation_checkpointing."
+    )
     dataloader_pin_memory: bool = _setting(False, "Of no use: batches hold numbers of rows.")
     hub_private_repo: bool | None = _setting(
         True, "Push to a private repo; a draft may have learned answers by heart."
@@ -346,6 +345,7 @@ class Distiller(Trainer):
     target and draft, and its evaluation measures acceptance on the held-out requests. It writes into `config`.
     """
 
+    control: Any
     loss_is_scaled_for_ga = True  # `compute_loss` divides by the tokens of the whole accumulated batch
 
     def __init__(
