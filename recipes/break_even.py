@@ -102,8 +102,8 @@ def balance(found: Run, account: Account, stop: int, load: float, interval: int)
     static, learned = rounds(found.static) * account.round, rounds(found.learned[stop]) * account.round
     idle = static * (1 - load) / load
     paid = np.zeros(len(static))
-    for i in range(math.ceil(stop / interval)):
-        those = slice(i * interval, min((i + 1) * interval, stop))
+    for i in range(stop // interval):
+        those = slice(i * interval, (i + 1) * interval)
         paid[those.stop - 1] = max(account.updates[i] - idle[those].sum(), 0.0)
     return np.cumsum(static - learned - paid)
 
@@ -203,7 +203,7 @@ def main() -> None:
                         "update": float(account.updates.mean()), "alpha_last_fifth": frozen[stop].alpha,
                         "static_last_fifth": last_share(found.static).alpha,
                         "saved_per_request_last_fifth": end / frozen[stop].num_requests * account.round,
-                        "learning_per_request": float(account.updates[: math.ceil(stop / every)].sum()) / stop,
+                        "learning_per_request": float(account.updates[: stop // every].sum()) / stop,
                         "loads": [
                             {
                                 "load": load, "requests": None if math.isinf(n) else n, "extrapolated": guessed,
