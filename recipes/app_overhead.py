@@ -16,7 +16,6 @@ nobody learns meanwhile; app and browser each on a core of their own.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import time
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import run_facts, write_report
+from common import make_parser, run_facts, write_report
 from playwright.sync_api import Page, Route, sync_playwright
 from tqdm import tqdm
 
@@ -44,7 +43,7 @@ FRAME = osd_hf_app.page.FRAME_SECONDS
 
 
 def without(service: Service, prompt: str) -> dict[str, float]:
-    """Answered with nobody watching."""
+    """An answer with nobody watching."""
     session = service.session(None)
     answer = service.ask(session, prompt, SETTINGS)
     while not answer.is_done:
@@ -53,7 +52,7 @@ def without(service: Service, prompt: str) -> dict[str, float]:
 
 
 def watched(service: Service, page: Page, prompt: str) -> dict[str, float]:
-    """Sent from the page, and shown there."""
+    """An answer that is sent from the page, and shown there."""
     page.fill("#prompt textarea", prompt)
     began = time.perf_counter()
     page.press("#prompt textarea", "Enter")
@@ -100,11 +99,9 @@ def interval(values: Any) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "app_overhead", traces=False)
     parser.add_argument("--prompts", type=int, default=96)
     parser.add_argument("--block", type=int, default=4, help="prompts between opening and leaving the page")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--name", default="app_overhead", help="of the report")
     args = parser.parse_args()
     torch.set_num_threads(1)
     # The browser is on another machine, as a visitor's is: here on another core.

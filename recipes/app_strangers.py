@@ -5,7 +5,7 @@ The app in public mode beside hostile programs: does an ordinary visitor notice,
     python recipes/app_strangers.py --seconds 20 --clients 8     # smoke
 
 An app of its own process serves the bundled pair on this machine alone. An ordinary visitor asks one prompt after the
-other, first undisturbed, then beside `--clients` hostile ones behind `--addresses` addresses. Those make `--chats`
+other, first undisturbed, then beside `--clients` hostile ones with `--addresses` addresses. Those make `--chats`
 chats under invented names, send prompts of 10 MB, tick "private", leave in the middle of answers, leave
 mail unread, upload, call the owner's controls, and send twenty prompts at a time. Reported: seconds from a prompt to
 its first token, quiet and beside them; the app's memory; answers by status. Each prompt has a mark of its own, and all
@@ -105,7 +105,7 @@ class Program:
         return b"".join([data async for data in self.told(page)])
 
     async def arrive(self) -> str:
-        """Open the page; gives its session."""
+        """Open the page; returns its session."""
         page = secrets.token_hex(6)
         found = re.search(rb'"data": ?\["([\w-]{22})"', await self.call("arrive", [self.chat], page))
         self.chat = found[1].decode() if found else self.chat
@@ -113,7 +113,7 @@ class Program:
 
 
 def settings(domain: str = "math", tokens: int = 64) -> list[Any]:
-    """Of the page, as it sends them: domain, learn, k, sample, temperature, top p, tokens, check, remember."""
+    """The page's settings as it sends them: domain, learn, k, sample, temperature, top p, tokens, check, remember."""
     return [domain, True, "5", False, 1.0, 1.0, tokens, False, False]
 
 
@@ -191,17 +191,8 @@ def start(folder: Path) -> tuple[subprocess.Popen[str], str]:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "osd_hf.cli.main",
-        "app",
-        "--public",
-        "--port",
-        str(port),
-        "--output-dir",
-        str(folder),
-    ]
+    command = [sys.executable, "-m", "osd_hf.cli.main", "app", "--public", "--port", str(port)]
+    command += ["--output-dir", str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "FORWARDED_ALLOW_IPS": "127.0.0.1"}
     log = (folder / "log").open("w")
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)

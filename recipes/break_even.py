@@ -24,25 +24,31 @@ zero, the break-even is extrapolated at the mean slope of the last fifth and mar
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
-from common import RESULTS, TEMPLATES, last_share, load_pair, processor_timed, recorded, run_facts, write_report
+from common import (
+    TEMPLATES,
+    K,
+    drawing,
+    last_share,
+    load_pair,
+    make_parser,
+    processor_timed,
+    recorded,
+    run_facts,
+    simulated,
+    write_report,
+)
 from numpy.typing import NDArray
-from tqdm import tqdm
 
-from osd_hf import AcceptanceStats, OnlineConfig, Trace, simulate
+from osd_hf import AcceptanceStats, OnlineConfig, Trace
 from osd_hf.replay import replay_each
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-K = 5
 Array = NDArray[np.float64]
 
 
@@ -69,12 +75,10 @@ def run(draft: Any, traces: list[Trace], stops: list[int], config: OnlineConfig,
     learner = processor_timed(draft, config)
     stats: list[AcceptanceStats] = []
     updates, learned = [], {}
-    with tqdm(total=len(traces), desc=name, leave=False) as bar:
-        for stop in stops:
-            part = traces[len(stats) : stop]
-            report = simulate(draft, part, learner=learner, on_request=lambda i, stats: bar.update())
-            stats, updates = stats + list(report.stats), updates + list(report.updates)
-            learned[stop] = stats + replay_each(report.draft, traces[stop:], K)
+    for stop in stops:
+        report = simulated(draft, traces[len(stats) : stop], learner=learner, bar=f"{name} until {stop}")
+        stats, updates = stats + list(report.stats), updates + list(report.updates)
+        learned[stop] = stats + replay_each(report.draft, traces[stop:], K)
     # The report counts answer positions; prompts are forwarded with them.
     answers, prompts = sum(len(t) for t in traces), sum(len(t.prompt_ids) for t in traces)
     tokens = np.array([u.positions for u in updates]) * (1 + prompts / answers)
@@ -82,7 +86,7 @@ def run(draft: Any, traces: list[Trace], stops: list[int], config: OnlineConfig,
 
 
 def accounts(found: Run, args: argparse.Namespace, sizes: dict[str, tuple[float, float]]) -> dict[str, Account]:
-    """Of the lab pair in seconds, and of each pair (parameters of target and draft) in FLOPs."""
+    """Costs of the lab pair in seconds, and of each pair (parameters of target and draft) in FLOPs."""
     those = {"seconds": Account(args.round_ms / 1e3, found.seconds)}
     for name, (target, draft) in sizes.items():
         those[name] = Account(2 * ((K + 1) * target + K * draft), 6 * draft * found.tokens)
@@ -98,8 +102,8 @@ def balance(found: Run, account: Account, stop: int, load: float, interval: int)
     static, learned = rounds(found.static) * account.round, rounds(found.learned[stop]) * account.round
     idle = static * (1 - load) / load
     paid = np.zeros(len(static))
-    for i in range(math.ceil(stop / interval)):
-        those = slice(i * interval, min((i + 1) * interval, stop))
+    for i in range(stop // interval):
+        those = slice(i * interval, (i + 1) * interval)
         paid[those.stop - 1] = max(account.updates[i] - idle[those].sum(), 0.0)
     return np.cumsum(static - learned - paid)
 
@@ -127,30 +131,29 @@ def matrix_parameters(model: Any) -> int:
     return model.num_parameters() - (0 if tied else model.get_input_embeddings().weight.numel())
 
 
-def plot(path: Path, mean_net: dict[tuple[str, float, int], Array], last: int) -> None:
+def plot(name: str, mean_net: dict[tuple[str, float, int], Array], last: int) -> None:
     """Mean balance of the data sets: loads across, ways of counting down, a line for each stop."""
     ways, loads, stops = (list(dict.fromkeys(key[i] for key in mean_net)) for i in range(3))
     size = (3.4 * len(loads), 2.9 * len(ways))
-    figure, axes = plt.subplots(len(ways), len(loads), figsize=size, sharex=True, squeeze=False, layout="constrained")
-    for row, way in zip(axes, ways, strict=True):
-        for axis, load in zip(row, loads, strict=True):
+    with drawing(name, len(ways), len(loads), figsize=size, sharex=True, dpi=120) as (_, axes):
+        for (row, way), (column, load) in itertools.product(enumerate(ways), enumerate(loads)):
+            axis = axes[row, column]
             for number, stop in enumerate(stops):
                 label = "learns throughout" if stop == last else f"learns from the first {stop}"
                 axis.plot(np.arange(1, last + 1), mean_net[way, load, stop], color=f"C{number}", label=label)
             axis.axhline(0, color="0.4", linewidth=0.8)
             axis.grid(alpha=0.3)
-            if way == ways[0]:
-                axis.set_title(f"load {load:g}")
-            if way == ways[-1]:
-                axis.set_xlabel("request")
-        row[0].set_ylabel(f"balance in {way},\nserved requests' worth")
-    axes[0][0].legend(fontsize=8)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+        for axis, load in zip(axes[0], loads, strict=True):
+            axis.set_title(f"load {load:g}")
+        for axis in axes[-1]:
+            axis.set_xlabel("request")
+        for axis, way in zip(axes[:, 0], ways, strict=True):
+            axis.set_ylabel(f"balance in {way},\nserved requests' worth")
+        axes[0, 0].legend(fontsize=8)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "break_even")
     parser.add_argument("--datasets", nargs="+", default=list(TEMPLATES))
     parser.add_argument("--requests", type=int, default=600)
     parser.add_argument("--stops", type=int, nargs="*", default=[64, 128, 256], help="learn from the first N only")
@@ -159,9 +162,6 @@ def main() -> None:
     parser.add_argument("--round-ms", type=float, default=8.8, help="of a round at k = 5, lean drafting")
     parser.add_argument("--target-parameters", type=float, default=7e9, help="of the pair that is not there")
     parser.add_argument("--draft-parameters", type=float, default=160e6)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--traces", type=Path, default=Path("traces"), help="where recorded traces are kept")
-    parser.add_argument("--name", default="break_even", help="of the report and the plot")
     args = parser.parse_args()
     config = OnlineConfig(gate=False, seed=args.seed)
     every = config.update_interval
@@ -203,7 +203,7 @@ def main() -> None:
                         "update": float(account.updates.mean()), "alpha_last_fifth": frozen[stop].alpha,
                         "static_last_fifth": last_share(found.static).alpha,
                         "saved_per_request_last_fifth": end / frozen[stop].num_requests * account.round,
-                        "learning_per_request": float(account.updates[: math.ceil(stop / every)].sum()) / stop,
+                        "learning_per_request": float(account.updates[: stop // every].sum()) / stop,
                         "loads": [
                             {
                                 "load": load, "requests": None if math.isinf(n) else n, "extrapolated": guessed,
@@ -221,16 +221,12 @@ def main() -> None:
                     flush=True,
                 )
         rows[-1]["seconds_per_request"] = {"target_alone": alone, "static": static, "learning": learner}
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    plot(RESULTS / f"{args.name}.png", {key: np.mean(n, axis=0) for key, n in nets.items()}, args.requests)
-    facts = {
-        "seed": args.seed, "requests": args.requests, **run_facts(started),
-    }  # fmt: skip
+    plot(args.name, {key: np.mean(n, axis=0) for key, n in nets.items()}, args.requests)
     report = {
         "config": config.to_dict(), "k": K, "token_ms": args.token_ms, "round_ms": args.round_ms,
         "parameters": {way: {"target": t, "draft": d} for way, (t, d) in sizes.items()}, "rows": rows,
     }  # fmt: skip
-    write_report(args.name, report, **facts)
+    write_report(args.name, report, seed=args.seed, requests=args.requests, **run_facts(started))
 
 
 if __name__ == "__main__":

@@ -404,7 +404,7 @@ def wilson(right: int, n: int, z: float = 1.96) -> list[float]:
 
 @torch.inference_mode()
 def token_milliseconds(cases: dict[str, tuple[Any, int]], repeats: int = 300) -> dict[str, float]:
-    """Time of a forward of (model, new tokens) behind 64 others, in turn: the fastest twentieth."""
+    """Time of a forward of (model, new tokens) after 64 others, in turn: the fastest twentieth."""
     times: dict[str, list[float]] = {name: [] for name in cases}
     caches = {name: DynamicCache() for name in cases}
     for name, (model, _) in cases.items():

@@ -10,25 +10,22 @@ and mean with 95% bootstrap intervals over requests.
 
 from __future__ import annotations
 
-import argparse
 import time
 
 import numpy as np
 import torch
-from common import MAX_NEW_TOKENS, TEMPLATES, load_pair, prompts, write_report
+from common import MAX_NEW_TOKENS, TEMPLATES, load_pair, make_parser, prompts, write_report
 from tqdm import tqdm
 
 from osd_hf import CorrectionStore, capture_traces
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "capture_overhead", traces=False)
     parser.add_argument("--requests", type=int, default=80)
     parser.add_argument("--repeats", type=int, default=3, help="answers each way; the quickest counts")
     parser.add_argument("--max-new-tokens", type=int, default=MAX_NEW_TOKENS)
     parser.add_argument("--num-logprobs", type=int, default=64)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--name", default="capture_overhead")
     args = parser.parse_args()
     target, draft, tokenizer = load_pair()
     per_set = -(-args.requests // len(TEMPLATES))

@@ -12,29 +12,32 @@ before, but at the slowest pace): it shows whether what was learned of a data se
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
-from common import RESULTS, last_share, load_pair, recorded, rotate, run_facts, write_report
-from streams import pooled
-from tqdm import tqdm
+from common import (
+    DATASETS,
+    REPLAY_RULES,
+    K,
+    drawing,
+    gain,
+    last_share,
+    load_pair,
+    make_parser,
+    pooled,
+    recorded,
+    rotate,
+    run_facts,
+    simulated,
+    write_report,
+)
 
-from osd_hf import AcceptanceStats, OnlineConfig, simulate
+from osd_hf import AcceptanceStats, OnlineConfig
 from osd_hf.bench.display import rolling_alpha
-from osd_hf.metrics import alpha_gain_interval
 from osd_hf.replay import replay_each
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-K = 5
-DATASETS = ("gsm8k", "spider", "finance_alpaca", "code_search_net_python")
-RULES: dict[str, dict[str, Any]] = {"with replay": {}, "without replay": {"replay_fraction": 0.0, "batch_size": 8}}
 PARTS = 5  # of a segment
 Stats = Sequence[AcceptanceStats]
 
@@ -50,56 +53,56 @@ def by_position(stats: Stats, segment: int) -> list[float]:
     ]
 
 
-def plot(path: Path, rows: list[dict[str, Any]], curves: dict[tuple[str, int], Any], window: int) -> None:
+def plot(name: str, rows: list[dict[str, Any]], curves: dict[tuple[str, int], Any], window: int) -> None:
     """Rolling gain over the stream, a panel for each pace; the mean gain by pace; the gain by position."""
     segments = sorted({row["segment"] for row in rows})
-    figure, axes = plt.subplots(2, max(len(segments), 2), figsize=(14, 7), layout="constrained", squeeze=False)
-    for axis, segment in zip(axes[0], segments, strict=False):
-        for number, rule in enumerate(RULES):
-            axis.plot(np.arange(1, len(curves[rule, segment]) + 1), curves[rule, segment], f"C{number}", label=rule)
-        if segment >= 50:
-            for start in range(0, len(curves[rule, segment]), segment):
-                axis.axvline(start + 0.5, color="0.8", linewidth=0.8, zorder=0)
-        axis.axhline(0, color="0.5", linewidth=0.8)
-        axis.set(title=f"a switch every {segment} requests", xlabel="request", ylabel=f"gain, last {window} requests")
-        if axis is not axes[0][0]:
-            axis.sharey(axes[0][0])
-        axis.legend(fontsize=8)
-    for number, rule in enumerate(RULES):
-        those = [row for row in rows if row["rule"] == rule]
-        gains, low, high = (np.array([r[key] for r in those]) for key in ("gain", "gain_low", "gain_high"))
-        axes[1][0].errorbar(
-            [r["segment"] for r in those], gains, (gains - low, high - gains), fmt="o-", color=f"C{number}",
-            capsize=3, label=rule,
-        )  # fmt: skip
-        for row, style in zip(those, ("-", "--", ":", "-."), strict=False):
-            gain = np.subtract(row["alpha_by_position"], row["static_by_position"])
-            places = (np.arange(len(gain)) + 0.5) / len(gain)
-            label = f"{rule}, every {row['segment']}"
-            axes[1][1].plot(places, gain, f"C{number}{style}", marker="o", markersize=3, label=label)
-    axes[1][0].set(xscale="log", xlabel="requests between switches", ylabel="gain over the static draft, whole stream")
-    axes[1][0].set_xticks(segments, segments)
-    axes[1][0].minorticks_off()
-    axes[1][1].set(xlabel="place in the segment (0 to 1), second half of the stream", ylabel="gain")
-    for axis in axes[1][:2]:
-        axis.legend(fontsize=8)
-    for axis in axes.flat:
-        axis.grid(alpha=0.3)
-    for axis in (*axes[1][2:], *axes[0][len(segments) :]):
-        axis.set_axis_off()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with drawing(name, 2, max(len(segments), 2), figsize=(14, 7), dpi=120) as (_, axes):
+        for axis, segment in zip(axes[0], segments, strict=False):
+            for number, rule in enumerate(REPLAY_RULES):
+                curve = curves[rule, segment]
+                axis.plot(np.arange(1, len(curve) + 1), curve, f"C{number}", label=rule)
+            if segment >= 50:
+                for start in range(0, len(curve), segment):
+                    axis.axvline(start + 0.5, color="0.8", linewidth=0.8, zorder=0)
+            axis.axhline(0, color="0.5", linewidth=0.8)
+            axis.set(
+                title=f"a switch every {segment} requests", xlabel="request", ylabel=f"gain, last {window} requests"
+            )
+            if axis is not axes[0][0]:
+                axis.sharey(axes[0][0])
+            axis.legend(fontsize=8)
+        for number, rule in enumerate(REPLAY_RULES):
+            those = [row for row in rows if row["rule"] == rule]
+            gains, low, high = (np.array([r[key] for r in those]) for key in ("gain", "gain_low", "gain_high"))
+            axes[1][0].errorbar(
+                [r["segment"] for r in those], gains, (gains - low, high - gains), fmt="o-", color=f"C{number}",
+                capsize=3, label=rule,
+            )  # fmt: skip
+            for row, style in zip(those, ("-", "--", ":", "-."), strict=False):
+                rise = np.subtract(row["alpha_by_position"], row["static_by_position"])
+                places = (np.arange(len(rise)) + 0.5) / len(rise)
+                label = f"{rule}, every {row['segment']}"
+                axes[1][1].plot(places, rise, f"C{number}{style}", marker="o", markersize=3, label=label)
+        axes[1][0].set(
+            xscale="log", xlabel="requests between switches", ylabel="gain over the static draft, whole stream"
+        )
+        axes[1][0].set_xticks(segments, segments)
+        axes[1][0].minorticks_off()
+        axes[1][1].set(xlabel="place in the segment (0 to 1), second half of the stream", ylabel="gain")
+        for axis in axes[1][:2]:
+            axis.legend(fontsize=8)
+        for axis in axes.flat:
+            axis.grid(alpha=0.3)
+        for axis in (*axes[1][2:], *axes[0][len(segments) :]):
+            axis.set_axis_off()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "changing_traffic")
     parser.add_argument("--segments", type=int, nargs="+", default=[10, 50, 200], help="requests between switches")
     parser.add_argument("--requests", type=int, default=800, help="of a stream; a whole number of turns of all paces")
     parser.add_argument("--recorded", type=int, default=600, help="requests recorded of each data set")
     parser.add_argument("--window", type=int, default=64, help="requests pooled in a point")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--traces", type=Path, default=Path("traces"), help="where recorded traces are kept")
-    parser.add_argument("--name", default="changing_traffic", help="of the report and the plot")
     args = parser.parse_args()
     if any(args.requests % (segment * len(DATASETS)) for segment in args.segments):
         parser.error(f"--requests {args.requests} must be a multiple of {len(DATASETS)} times each of --segments.")
@@ -110,13 +113,12 @@ def main() -> None:
     rows, curves = [], {}
     for segment in args.segments:
         stream = rotate(traces, segment, args.requests)
-        static = replay_each(pair[1], stream, K)
-        for rule, changes in RULES.items():
-            with tqdm(total=len(stream), desc=f"every {segment}, {rule}", leave=False) as bar:
-                config = OnlineConfig(gate=False, seed=args.seed, **changes)
-                report = simulate(pair[1], stream, config, on_request=lambda i, s, bar=bar: bar.update())
+        static = replay_each(pair.draft, stream, K)
+        for rule, changes in REPLAY_RULES.items():
+            config = OnlineConfig(gate=False, seed=args.seed, **changes)
+            report = simulated(pair.draft, stream, config, bar=f"every {segment}, {rule}")
             before, after = sum(static, AcceptanceStats()), sum(report.stats, AcceptanceStats())
-            low, high = alpha_gain_interval(before, after)
+            low, high = gain(before, after)["gain_interval"]
             rows.append(
                 {
                     "segment": segment, "rule": rule, "alpha": after.alpha, "static": before.alpha,
@@ -132,18 +134,15 @@ def main() -> None:
             )  # fmt: skip
             curves[rule, segment] = rolling_alpha(report.stats, args.window) - rolling_alpha(static, args.window)
             row = rows[-1]
-            gain = np.subtract(row["alpha_by_position"], row["static_by_position"])
+            places = np.subtract(row["alpha_by_position"], row["static_by_position"])
             print(
                 f"every {segment:3d}  {rule:14s}  alpha {row['alpha']:.3f}  static {row['static']:.3f}  gain "
                 f"{row['gain']:+.3f} [{low:+.3f}, {high:+.3f}]  last fifth {row['last_fifth']:.3f}  by position "
-                f"{' '.join(f'{g:+.3f}' for g in gain)}",
+                f"{' '.join(f'{g:+.3f}' for g in places)}",
                 flush=True,
             )
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    plot(RESULTS / f"{args.name}.png", rows, curves, args.window)
-    facts = {
-        "seed": args.seed, "requests": args.requests, **run_facts(started),
-    }  # fmt: skip
+    plot(args.name, rows, curves, args.window)
+    facts = {"seed": args.seed, "requests": args.requests, **run_facts(started)}
     write_report(args.name, {"config": OnlineConfig(gate=False, seed=args.seed).to_dict(), "rows": rows}, **facts)
 
 

@@ -1,34 +1,44 @@
-"""What the recipes share: the data sets of the experiments, recorded traces, report files."""
+"""What the recipes share: flags, the data sets of the experiments, recorded traces, runs, reports and plots."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from osd_hf import (
     AcceptanceStats,
     CorrectionStore,
     DomainDrafts,
+    OnlineAssistant,
     OnlineConfig,
     SimulationReport,
     Trace,
     UpdateReport,
     record_traces,
+    simulate,
 )
 from osd_hf.bench.display import rolling_alpha
 from osd_hf.learning.learner import Learner
+from osd_hf.metrics import alpha_gain_interval
+from osd_hf.pair import Pair
+from osd_hf.pair import load_pair as load_models
 from osd_hf.utils.report import provenance
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
 
 # Data set -> template of the user's turn, over the columns that it has on the Hub.
 TEMPLATES = {
@@ -37,8 +47,33 @@ TEMPLATES = {
     "code_search_net_python": "Write Python: {func_documentation_string:.300}",
     "finance_alpaca": "{instruction}",
 }
+# The order in which streams go through them.
+DATASETS = ("gsm8k", "spider", "finance_alpaca", "code_search_net_python")
+REPLAY_RULES: dict[str, dict[str, Any]] = {
+    "with replay": {}, "without replay": {"replay_fraction": 0.0, "batch_size": 8},
+}  # fmt: skip
 RESULTS = Path(os.environ.get("OSD_HF_RESULTS", Path(__file__).parent / "results"))
 MAX_NEW_TOKENS = 96
+K = 5  # drafted tokens per round, in all figures that are compared
+
+
+# --- flags ----------------------------------------------------------------------------------------------------------
+
+
+def make_parser(
+    description: str | None, name: str, *, seed: bool = True, traces: bool = True
+) -> argparse.ArgumentParser:
+    """A parser with the flags that most recipes have, and the recipe's docstring for its help."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if seed:
+        parser.add_argument("--seed", type=int, default=0)
+    if traces:
+        parser.add_argument("--traces", type=Path, default=Path("traces"), help="where recorded traces are kept")
+    parser.add_argument("--name", default=name, help="of the report and the plots")
+    return parser
+
+
+# --- models, data sets, traces --------------------------------------------------------------------------------------
 
 
 def data_folder() -> Path:
@@ -49,22 +84,27 @@ def data_folder() -> Path:
     return Path(folder)
 
 
-def load_pair(target: str | None = None, draft: str | None = None) -> tuple[Any, Any, Any]:
-    """Target, draft (fp32, k = 5, threshold 0, constant schedule) and tokenizer."""
-    target, draft = target or str(data_folder() / "lab/target"), draft or str(data_folder() / "lab/draft")
-    models = [AutoModelForCausalLM.from_pretrained(m, dtype=torch.float32).eval() for m in (target, draft)]
-    config = models[1].generation_config
-    config.num_assistant_tokens, config.num_assistant_tokens_schedule = 5, "constant"
+def load_pair(target: str | None = None, draft: str | None = None) -> Pair:
+    """Target, draft (fp32, k = 5, threshold 0, constant schedule) and tokenizer; the lab pair by default."""
+    lab = Path() if target and draft else data_folder() / "lab"
+    pair = load_models(target or str(lab / "target"), draft or str(lab / "draft"), dtype="float32", device="cpu")
+    config = pair.draft.generation_config
+    config.num_assistant_tokens, config.num_assistant_tokens_schedule = K, "constant"
     config.assistant_confidence_threshold = 0.0
-    return models[0], models[1], AutoTokenizer.from_pretrained(target)
+    return pair
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    """All rows of a data set."""
+    lines = (data_folder() / f"data/{name}.jsonl").read_text().rstrip("\n").split("\n")
+    return [json.loads(line) for line in lines]
 
 
 def prompts(name: str, tokenizer: Any, n: int, seed: int) -> list[list[int]]:
     """Token ids of `n` prompts drawn at random (seeded) from a data set, each as one user turn."""
-    lines = (data_folder() / f"data/{name}.jsonl").read_text().rstrip("\n").split("\n")
-    rows = [json.loads(line) for line in lines]
-    rows = random.Random(seed).sample(rows, min(n, len(rows)))
-    turns = [[{"role": "user", "content": TEMPLATES[name].format(**row)}] for row in rows]
+    known = rows(name)
+    chosen = random.Random(seed).sample(known, min(n, len(known)))
+    turns = [[{"role": "user", "content": TEMPLATES[name].format(**row)}] for row in chosen]
     return [tokenizer.apply_chat_template(t, add_generation_prompt=True)["input_ids"] for t in turns]
 
 
@@ -84,24 +124,11 @@ def recorded(
             )
         questions = questions[start:]
         traces = record_traces(target, questions, max_new_tokens=MAX_NEW_TOKENS, domain=name)
-        # All or nothing: a killed recording leaves no half of a data set behind.
+        # All or nothing: a killed recording leaves no part of a data set.
         for trace in list(tqdm(traces, total=len(questions), desc=f"record {name} seed {seed}")):
             store.append(trace)
         store.close()
     return list(CorrectionStore(path))
-
-
-def last_share(stats: list[AcceptanceStats] | tuple[AcceptanceStats, ...], share: float = 0.2) -> AcceptanceStats:
-    """Joined stats of the last `share` of the requests."""
-    return sum(stats[round(len(stats) * (1 - share)) :], AcceptanceStats())
-
-
-def write_report(name: str, report: dict[str, Any], **facts: Any) -> Path:
-    """Write `results/<name>.json`, provenance included."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"provenance": provenance(**facts), **report}, indent=1) + "\n")
-    return path
 
 
 def rotate(traces: dict[str, list[Trace]], segment: int, n: int) -> list[Trace]:
@@ -110,8 +137,61 @@ def rotate(traces: dict[str, list[Trace]], segment: int, n: int) -> list[Trace]:
     return [next(left[names[i // segment % len(names)]]) for i in range(n)]
 
 
+# --- runs -----------------------------------------------------------------------------------------------------------
+
+
+def simulated(
+    draft: Any, traces: Sequence[Trace], config: OnlineConfig | None = None, *, bar: str, **settings: Any
+) -> SimulationReport:
+    """`simulate` with a progress bar of this title."""
+    with tqdm(total=len(traces), desc=bar, leave=False) as progress:
+        return simulate(draft, traces, config, on_request=lambda i, stats: progress.update(), **settings)
+
+
+def lora(rank: int, *, head: bool = True) -> Any:
+    """The configuration of adapters on all layers of the lab's drafts."""
+    from peft import LoraConfig
+
+    layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    return LoraConfig(r=rank, lora_alpha=rank, target_modules=layers + ["lm_head"] * head)
+
+
+def kept(path: Path, find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The result of an earlier run, or of one now: a killed recipe goes on where it stopped."""
+    if not path.exists():
+        found = find()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found))
+    return dict(json.loads(path.read_text()))
+
+
+Counts = tuple[float, float, float]  # of one request: examined, accepted, emitted
+
+
+def served_live(
+    pair: Any, requests: Sequence[Any], config: OnlineConfig, max_new_tokens: int, *, bar: str
+) -> tuple[int, list[Counts], list[Trace]]:
+    """Serve prompts (token ids) with a draft that learns, and with the target alone: how many answers are identical,
+    the counts of each, and the captured traces."""
+    identical, counts, store = 0, [], CorrectionStore()
+    with OnlineAssistant(*pair, config, store=store) as assistant:
+        for prompt in tqdm(requests, desc=bar, leave=False):
+            ids = torch.as_tensor(prompt)[None].long()
+            settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": max_new_tokens}
+            alone = pair[0].generate(ids, **settings)
+            identical += int(torch.equal(alone, assistant.generate(ids, **settings)))
+            counts.append((assistant.stats.examined, assistant.stats.accepted, assistant.stats.emitted))
+            assistant.reset_stats()
+    return identical, counts, list(store)
+
+
+def equal_counts(counts: Sequence[Counts], simulated: Sequence[AcceptanceStats]) -> int:
+    """How many requests have in a simulation the counts that they had live."""
+    return sum(c == (s.examined, s.accepted, s.emitted) for c, s in zip(counts, simulated, strict=False))
+
+
 class ProcessorTimed(Learner):
-    """A learner whose reports give processor seconds: with one thread, wall time on a core without other jobs."""
+    """A learner that reports processor seconds: with one thread, wall time on a core without other jobs."""
 
     def update(self, domain: str | None = None, steps: int | None = None) -> UpdateReport:
         started = time.process_time()
@@ -123,13 +203,49 @@ def processor_timed(draft: Any, config: OnlineConfig) -> ProcessorTimed:
     return ProcessorTimed(DomainDrafts(draft, config, per_domain=False), config)
 
 
+# --- figures, reports, plots ----------------------------------------------------------------------------------------
+
+
+def pooled(stats: Sequence[AcceptanceStats]) -> float:
+    """Alpha of several requests together."""
+    return sum(stats, AcceptanceStats()).alpha
+
+
+def last_share(stats: list[AcceptanceStats] | tuple[AcceptanceStats, ...], share: float = 0.2) -> AcceptanceStats:
+    """Joined stats of the last `share` of the requests."""
+    return sum(stats[round(len(stats) * (1 - share)) :], AcceptanceStats())
+
+
+def gain(before: AcceptanceStats, after: AcceptanceStats) -> dict[str, Any]:
+    """How much alpha rose, with its 95% interval."""
+    return {"gain": after.alpha - before.alpha, "gain_interval": list(alpha_gain_interval(before, after))}
+
+
+def write_report(name: str, report: dict[str, Any], **facts: Any) -> Path:
+    """Write `results/<name>.json`, provenance included."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"provenance": provenance(**facts), **report}, indent=1) + "\n")
+    return path
+
+
 def run_facts(started: float) -> dict[str, Any]:
-    """Of a run that began at `started` (`time.time()`), for the report."""
+    """Facts for the report about a run that began at `started` (`time.time()`)."""
     return {
         "threads": torch.get_num_threads(),
         "mixed_precision": os.environ.get("ACCELERATE_MIXED_PRECISION", "no"),
         "minutes": round((time.time() - started) / 60, 1),
     }
+
+
+@contextmanager
+def drawing(name: str, rows: int = 1, columns: int = 1, *, dpi: int = 130, **settings: Any) -> Iterator[Any]:
+    """A figure and its panels, an array of shape `(rows, columns)`, saved as `results/<name>.png` at the end."""
+    figure, axes = plt.subplots(rows, columns, squeeze=False, layout="constrained", **settings)
+    yield figure, axes
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    figure.savefig(RESULTS / f"{name}.png", dpi=dpi)
+    plt.close(figure)
 
 
 def requests_stats(report: SimulationReport) -> list[list[float]]:

@@ -21,7 +21,6 @@ token with the target's own, counts with those by replay.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import tempfile
 import time
@@ -30,21 +29,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 import torch
 from common import (
     MAX_NEW_TOKENS,
-    RESULTS,
     TEMPLATES,
+    K,
+    drawing,
+    gain,
+    kept,
     load_pair,
+    lora,
+    make_parser,
     plot_ways,
+    pooled,
     recorded,
     requests_stats,
     run_facts,
+    simulated,
     write_report,
 )
-from peft import LoraConfig
 from tqdm import tqdm
 
 from osd_hf import (
@@ -57,41 +61,22 @@ from osd_hf import (
     SimulationReport,
     TopicRouter,
     Trace,
-    simulate,
 )
-from osd_hf.metrics import alpha_gain_interval
 from osd_hf.replay import replay_each
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-K = 5
 WAYS = ("shared", "lora-labels", "lora-topics", "full-labels")
-LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def setting(way: str, target: Any, args: argparse.Namespace) -> tuple[Any, Any, OnlineConfig]:
-    """Router, adapter configuration and rule of a way."""
+    """The router, the configuration of the adapters and the rule of a way."""
     config = OnlineConfig(seed=args.seed)
     if way == "shared":
         return None, None, config
     router = TopicRouter(target) if way == "lora-topics" else LabelRouter()
     if way == "full-labels":
         return router, None, config
-    targets = LAYERS + (["lm_head"] if args.head else [])
-    lora = LoraConfig(r=args.rank, lora_alpha=args.rank, target_modules=targets)
-    return router, lora, OnlineConfig(seed=args.seed, learning_rate=args.lora_rate)
-
-
-def simulated(way: str, pair: Any, stream: list[Trace], args: argparse.Namespace) -> tuple[SimulationReport, Any]:
-    router, lora, config = setting(way, pair[0], args)
-    if way == "lora-topics":  # a label would be taken for the domain
-        stream = [replace(trace, domain=None) for trace in stream]
-    with tqdm(total=len(stream), desc=way) as bar:
-        report = simulate(
-            pair[1], stream, config, router=router, peft_config=lora, on_request=lambda i, stats: bar.update()
-        )
-    return report, router
+    config = OnlineConfig(seed=args.seed, learning_rate=args.lora_rate)
+    return router, lora(args.rank, head=args.head), config
 
 
 def on_disk(drafts: DomainDrafts) -> dict[str, float]:
@@ -107,13 +92,12 @@ def served_live(
     way: str, pair: Any, report: SimulationReport, router: Any, later: list[Trace], args: argparse.Namespace
 ) -> dict[str, Any]:
     """The learned drafts in earnest, on prompts that nothing was learned from."""
-    _, lora, config = setting(way, pair[0], args)
-    target, draft, tokenizer = pair
+    _, adapters, config = setting(way, pair.target, args)
     with tempfile.TemporaryDirectory() as folder:
         report.drafts.save_pretrained(folder)
         config = replace(config, update_strategy="manual")
         store = CorrectionStore()
-        assistant = OnlineAssistant(target, draft, tokenizer, config, router=router, peft_config=lora, store=store)
+        assistant = OnlineAssistant(*pair, config, router=router, peft_config=adapters, store=store)
         assistant.drafts.load_pretrained(folder)
     identical = 0
     for trace in tqdm(later, desc=f"{way} live"):
@@ -130,7 +114,7 @@ def served_live(
         "equal_counts": sum(
             counts(e) == counts(AcceptanceStats.from_trace(t)) for e, t in zip(expected, live, strict=True)
         ),
-        "alpha": assistant.stats.alpha, "static": sum(replay_each(draft, later, K), AcceptanceStats()).alpha,
+        "alpha": assistant.stats.alpha, "static": pooled(replay_each(pair.draft, later, K)),
         "requests_by_draft": dict(Counter(str(t.domain) for t in live)),
     }  # fmt: skip
 
@@ -140,29 +124,27 @@ def counts(stats: AcceptanceStats) -> tuple[float, ...]:
 
 
 def by_domain(stream: list[Trace], stats: list[AcceptanceStats], static: list[AcceptanceStats]) -> dict[str, Any]:
-    """Alpha over the last fifth, of each data set, with its interval and its gain."""
+    """Alpha of each data set over the last fifth, with its interval and its gain."""
     start, found = round(len(stream) * 0.8), {}
     for name in TEMPLATES:
         places = [i for i in range(start, len(stream)) if stream[i].domain == name]
         ours, theirs = (sum((s[i] for i in places), AcceptanceStats()) for s in (stats, static))
         found[name] = {
-            "requests": len(places), "alpha": ours.alpha, "interval": list(ours.alpha_interval),
-            "gain": ours.alpha - theirs.alpha, "gain_interval": list(alpha_gain_interval(theirs, ours)),
+            "requests": len(places), "alpha": ours.alpha, "interval": list(ours.alpha_interval), **gain(theirs, ours),
         }  # fmt: skip
     return found
 
 
 def run(way: str, pair: Any, stream: list[Trace], later: list[Trace], static: Any, args: Any) -> dict[str, Any]:
-    """One way, or what it showed when it was run before."""
-    name = f"{way}-{args.requests}-r{args.rank}-{args.lora_rate:g}{'-head' if args.head else ''}-{args.seed}.json"
-    path = Path(args.runs, name if way.startswith("lora") else f"{way}-{args.requests}-{args.seed}.json")
-    if path.exists():
-        return dict(json.loads(path.read_text()))
+    """The results of one way."""
     started, cpu = time.time(), time.process_time()
-    report, router = simulated(way, pair, stream, args)
+    router, adapters, config = setting(way, pair.target, args)
+    # A label would be taken for the domain.
+    asked = [replace(trace, domain=None) for trace in stream] if way == "lora-topics" else stream
+    report = simulated(pair.draft, asked, config, router=router, peft_config=adapters, bar=way)
     found = by_domain(stream, list(report.stats), static)
     seconds = [u.seconds for u in report.updates]
-    row = {
+    return {
         "way": way, "by_domain": found, "mean": float(np.mean([d["alpha"] for d in found.values()])),
         "mean_gain": float(np.mean([d["gain"] for d in found.values()])),
         "disk": on_disk(report.drafts), "updates": len(seconds), "update_seconds": float(np.mean(seconds)),
@@ -173,9 +155,6 @@ def run(way: str, pair: Any, stream: list[Trace], later: list[Trace], static: An
         "live": served_live(way, pair, report, router, later, args) if later else None,
         **run_facts(started),
     }  # fmt: skip
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(row))
-    return row
 
 
 def show(row: dict[str, Any]) -> None:
@@ -191,17 +170,8 @@ def show(row: dict[str, Any]) -> None:
     )
 
 
-def plot(path: Path, rows: list[dict[str, Any]], static: list[AcceptanceStats], window: int) -> None:
-    """Rolling alpha over all requests, a line for each way."""
-    figure, axis = plt.subplots(figsize=(9, 4), layout="constrained")
-    plot_ways(axis, rows, static, window)
-    axis.set(xlabel="request", ylabel=f"alpha, {window} requests", title="four data sets mixed at random")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "domain_drafts")
     parser.add_argument("--ways", nargs="+", choices=WAYS)
     parser.add_argument("--requests", type=int, default=2000, help="of the stream, a quarter of each data set")
     parser.add_argument("--recorded", type=int, default=600, help="requests recorded of each data set")
@@ -210,10 +180,7 @@ def main() -> None:
     parser.add_argument("--lora-rate", type=float, default=4e-3, help="learning rate of the adapters")
     parser.add_argument("--head", action=argparse.BooleanOptionalAction, default=True, help="adapt the output head")
     parser.add_argument("--window", type=int, default=128, help="requests pooled in a point of the plot")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--traces", type=Path, default=Path("traces"), help="where recorded traces are kept")
     parser.add_argument("--runs", type=Path, default=Path("runs/domain_drafts"), help="where finished ways are kept")
-    parser.add_argument("--name", default="domain_drafts", help="of the report and the plot")
     args = parser.parse_args()
     pair, started, each = load_pair(), time.time(), args.requests // len(TEMPLATES)
     if each + args.live > args.recorded:
@@ -222,17 +189,22 @@ def main() -> None:
     stream = [trace for those in traces.values() for trace in those[:each]]
     random.Random(args.seed).shuffle(stream)
     later = [trace for those in traces.values() for trace in those[each : each + args.live]]
-    static = replay_each(pair[1], stream, K)
+    static = replay_each(pair.draft, stream, K)
     still = {"way": "static", "by_domain": by_domain(stream, static, static)}
     print("static", {name: round(d["alpha"], 3) for name, d in still["by_domain"].items()}, flush=True)
     rows = []
     for way in args.ways or WAYS:
-        rows.append(run(way, pair, stream, later, static, args))
+        adapters = f"-r{args.rank}-{args.lora_rate:g}{'-head' if args.head else ''}" if way.startswith("lora") else ""
+        path = args.runs / f"{way}-{args.requests}{adapters}-{args.seed}.json"
+        rows.append(kept(path, lambda way=way: run(way, pair, stream, later, static, args)))
         show(rows[-1])
     if args.ways:
         return  # the report is of all of them
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    plot(RESULTS / f"{args.name}.png", rows, static, args.window)
+    with drawing(args.name, figsize=(9, 4)) as (_, axes):
+        plot_ways(axes[0, 0], rows, static, args.window)
+        axes[0, 0].set(
+            xlabel="request", ylabel=f"alpha, {args.window} requests", title="four data sets mixed at random"
+        )
     rows = [{key: value for key, value in row.items() if key != "requests_stats"} for row in rows]
     settings = {"rank": args.rank, "lora_rate": args.lora_rate, "head": args.head}
     facts = {"seed": args.seed, "requests": args.requests, **run_facts(started)}

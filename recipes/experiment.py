@@ -15,19 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import last_share, write_report
+from common import K, gain, last_share, write_report
 from datasets import load_dataset
 from tqdm import tqdm
 
 from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig, record_traces, replay
-from osd_hf.distillation.loss import SAMPLE_SOURCES
+from osd_hf.distillation.data import SAMPLE_SOURCES
 from osd_hf.losses import DIVERGENCES
-from osd_hf.metrics import alpha_gain_interval
-from osd_hf.pair import load_model, load_tokenizer, prompt_room
+from osd_hf.pair import Pair, prompt_room
+from osd_hf.pair import load_pair as load_models
 from osd_hf.prompts import Prompt, encode_prompts
 from osd_hf.replay import replay_each
 
-K = 5
 HELD_OUT = 0.2
 PAPER_MODELS = {
     "causal": ("lmsys/vicuna-7b-v1.3", "JackFram/llama-160m"),
@@ -48,7 +47,7 @@ class Experiment:
 
     Args:
         name (`str`):
-            Of the recipe.
+            Name of the recipe.
         hub (`str`), split (`str`):
             Data set on the Hub.
         subset (`str`, *optional*), revision (`str`, *optional*), folder (`str`, *optional*):
@@ -104,16 +103,16 @@ def main(experiment: Experiment, description: str | None, argv: Sequence[str] | 
     write(experiment, args, [run(experiment, args, pair, read_rows(experiment, args), experiment.name)])
 
 
-def load_pair(args: argparse.Namespace) -> tuple[Any, Any, Any]:
-    """Target, draft and tokenizer."""
-    named = [given or paper for given, paper in zip((args.target, args.draft), PAPER_MODELS[args.arch], strict=True)]
-    target, draft, tokenizer = load_model(named[0]), load_model(named[1]), load_tokenizer(named[0])
-    args.target, args.draft = named
-    if "vicuna" in args.target and tokenizer.chat_template is None:
-        tokenizer.chat_template = VICUNA
-    if target.config.is_encoder_decoder != (args.arch == "t5"):
-        sys.exit(f"--arch {args.arch} does not fit: {args.target} is a {type(target).__name__}.")
-    return target, draft, tokenizer
+def load_pair(args: argparse.Namespace) -> Pair:
+    """Target, draft and tokenizer of these names; the paper's where none is given."""
+    target, draft = PAPER_MODELS[args.arch]
+    args.target, args.draft = args.target or target, args.draft or draft
+    pair = load_models(args.target, args.draft)
+    if "vicuna" in args.target and pair.tokenizer.chat_template is None:
+        pair.tokenizer.chat_template = VICUNA
+    if pair.target.config.is_encoder_decoder != (args.arch == "t5"):
+        sys.exit(f"--arch {args.arch} does not fit: {args.target} is a {type(pair.target).__name__}.")
+    return pair
 
 
 def read_rows(experiment: Experiment, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -130,7 +129,7 @@ def read_rows(experiment: Experiment, args: argparse.Namespace) -> Iterator[dict
 
 
 def prompts(
-    experiment: Experiment, args: argparse.Namespace, pair: tuple[Any, Any, Any], rows: Iterable[dict[str, Any]]
+    experiment: Experiment, args: argparse.Namespace, pair: Pair, rows: Iterable[dict[str, Any]]
 ) -> list[list[int]]:
     """Token ids of the requests."""
     target, draft, tokenizer = pair
@@ -156,40 +155,36 @@ def prompts(
 
 
 def run(
-    experiment: Experiment,
-    args: argparse.Namespace,
-    pair: tuple[Any, Any, Any],
-    rows: Iterable[dict[str, Any]],
-    label: str,
+    experiment: Experiment, args: argparse.Namespace, pair: Pair, rows: Iterable[dict[str, Any]], label: str
 ) -> dict[str, Any]:
     """Learn from the requests of these rows, beginning with the draft as it came; acceptance before and after."""
     requests = prompts(experiment, args, pair, rows)
     learn = {"online": online, "offline": offline}[args.mode]
     before, after, steps = learn(args, pair, requests, label)
-    low, high = alpha_gain_interval(before, after)
+    rise = gain(before, after)
+    low, high = rise["gain_interval"]
     print(
         f"{label}, {args.arch}, {args.mode}, {len(requests)} requests, {steps} steps: before {before!r}; "
-        f"after {after!r}; gain {after.alpha - before.alpha:+.3f} [{low:+.3f}, {high:+.3f}]",
+        f"after {after!r}; gain {rise['gain']:+.3f} [{low:+.3f}, {high:+.3f}]",
         flush=True,
     )
     return {
         "label": label, "requests": len(requests), "steps": steps, "before": before.to_dict(),
-        "after": after.to_dict(), "gain": after.alpha - before.alpha, "gain_interval": [low, high],
+        "after": after.to_dict(), **rise,
     }  # fmt: skip
 
 
 def online(
-    args: argparse.Namespace, pair: tuple[Any, Any, Any], requests: list[list[int]], label: str
+    args: argparse.Namespace, pair: Pair, requests: list[list[int]], label: str
 ) -> tuple[AcceptanceStats, AcceptanceStats, int]:
     """Serve the requests and learn from them; measured on the last fifth, on which the first draft is replayed."""
-    target, draft, tokenizer = pair
     rule = OnlineConfig.paper if args.paper_rule else OnlineConfig
     changes = {} if args.learning_rate is None else {"learning_rate": args.learning_rate}
     config = rule(update_strategy="manual", divergence=args.divergence, seed=args.seed, **changes)
     store, steps = CorrectionStore(), 0
-    with OnlineAssistant(target, draft, tokenizer, config, store=store) as assistant:
+    with OnlineAssistant(*pair, config, store=store) as assistant:
         for number, request in enumerate(tqdm(requests, desc=label, leave=False), start=1):
-            ids = torch.tensor([request], device=target.device)
+            ids = torch.tensor([request], device=pair.target.device)
             assistant.generate(
                 ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=args.max_new_tokens
             )
@@ -197,17 +192,17 @@ def online(
             if number % config.update_interval == 0 and left > 0:
                 steps += assistant.update(min(left, config.steps_per_update)).steps
     traces = list(store)
-    before = replay_each(draft, traces, K)
+    before = replay_each(pair.draft, traces, K)
     return last_share(before, HELD_OUT), last_share([*map(AcceptanceStats.from_trace, traces)], HELD_OUT), steps
 
 
 def offline(
-    args: argparse.Namespace, pair: tuple[Any, Any, Any], requests: list[list[int]], label: str
+    args: argparse.Namespace, pair: Pair, requests: list[list[int]], label: str
 ) -> tuple[AcceptanceStats, AcceptanceStats, int]:
     """Distill from four fifths of the prompts; measured on the answers to the others."""
     from osd_hf import DistillConfig, distill  # imports trl, which takes seconds
 
-    target, draft, tokenizer = pair
+    target, draft, _ = pair
     split = round(len(requests) * (1 - HELD_OUT))
     config = DistillConfig(
         output_dir=f"runs/{label}", sample_source=args.sample_source, divergence=args.divergence,
@@ -219,7 +214,7 @@ def offline(
         save_strategy="no", report_to="none",
     )  # fmt: skip
     rows = [{"prompt": ids} for ids in requests[:split]]
-    result = distill(target=target, draft=draft, dataset=rows, config=config, tokenizer=tokenizer)
+    result = distill(dataset=rows, config=config, **pair._asdict())
     held_out = list(record_traces(target, requests[split:], max_new_tokens=args.max_new_tokens, num_logprobs=1))
     return replay(draft, held_out, K), replay(result.draft, held_out, K), result.state.global_step
 

@@ -26,7 +26,7 @@ def read_on(model, cache, ids, count):
     return model(new, past_key_values=cache, use_cache=True).logits[0, -count:].float()
 
 
-def forget_behind(cache, length):
+def forget_after(cache, length):
     """Let the cache hold no more than the first `length` positions."""
     cache.crop(min(length - cache.get_seq_length(), 0))
 
@@ -54,7 +54,7 @@ def answer(target, draft, ids, k, max_new_tokens, eos):
                 break
         proposed = drafted.shape[1] - start
 
-        # The target says what it would have written at each of these positions, and at the one behind them.
+        # The target says what it would have written at each of these positions, and at the one after them.
         logits = read_on(target, target_cache, drafted, proposed + 1)
         wanted = logits.argmax(-1)
         agrees = (wanted[:proposed] == drafted[0, start:]).long()
@@ -72,7 +72,7 @@ def answer(target, draft, ids, k, max_new_tokens, eos):
 
         # Both caches forget what was not emitted. The newest token is in neither yet.
         for cache in (target_cache, draft_cache):
-            forget_behind(cache, ids.shape[1] - 1)
+            forget_after(cache, ids.shape[1] - 1)
 
 
 def learn(draft, optimizer, requests):

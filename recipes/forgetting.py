@@ -13,39 +13,41 @@ lost of what the draft came with, of which there is nothing to replay.
 
 from __future__ import annotations
 
-import argparse
 import time
-from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
-from common import RESULTS, load_pair, recorded, run_facts, write_report
-from tqdm import tqdm
+from common import (
+    DATASETS,
+    REPLAY_RULES,
+    K,
+    drawing,
+    gain,
+    load_pair,
+    make_parser,
+    recorded,
+    run_facts,
+    simulated,
+    write_report,
+)
+from matplotlib.patches import Rectangle
 
-from osd_hf import AcceptanceStats, OnlineConfig, Trace, replay, simulate
-from osd_hf.metrics import alpha_gain_interval
+from osd_hf import AcceptanceStats, OnlineConfig, Trace, replay
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-K = 5
-DATASETS = ("gsm8k", "spider", "finance_alpaca", "code_search_net_python")
 ROUNDS = 2
-RULES: dict[str, dict[str, Any]] = {"with replay": {}, "without replay": {"replay_fraction": 0.0, "batch_size": 8}}
 
 
 def run(
     draft: Any, visits: list[list[Trace]], held_out: dict[str, list[Trace]], config: OnlineConfig, name: str
 ) -> tuple[list[dict[str, AcceptanceStats]], list[AcceptanceStats]]:
-    """Held-out stats of each data set at the start and after each visit; of each visit as served."""
+    """Stats of the held-out requests of each data set, at the start and after each visit; stats of each visit as it
+    was served."""
     held, served, learner = [measure(draft, held_out)], [], None
-    with tqdm(total=sum(map(len, visits)), desc=name, leave=False) as bar:
-        for visit in visits:
-            report = simulate(draft, visit, config, learner=learner, on_request=lambda i, stats: bar.update())
-            learner = report.learner
-            held.append(measure(report.draft, held_out))
-            served.append(sum(report.stats, AcceptanceStats()))
+    for visit in visits:
+        report = simulated(draft, visit, config, learner=learner, bar=f"{name}: {visit[0].domain}")
+        learner = report.learner
+        held.append(measure(report.draft, held_out))
+        served.append(sum(report.stats, AcceptanceStats()))
     return held, served
 
 
@@ -54,53 +56,47 @@ def measure(draft: Any, held_out: dict[str, list[Trace]]) -> dict[str, Acceptanc
 
 
 def summary(held: list[dict[str, AcceptanceStats]]) -> list[dict[str, Any]]:
-    """Of each data set: alpha at the ends of its visits and just before the second, and what was forgotten between."""
+    """A row for each data set: alpha at the ends of its visits and just before the second, and what was forgotten."""
     rows = []
     for i, name in enumerate(DATASETS):
         static, first, before = held[0][name], held[i + 1][name], held[i + len(DATASETS)][name]
         second, end = held[i + len(DATASETS) + 1][name], held[-1][name]
-        low, high = alpha_gain_interval(before, first)
         rows.append(
             {
                 "dataset": name, "static": static.alpha, "end_of_first_visit": first.alpha,
                 "before_second_visit": before.alpha, "end_of_second_visit": second.alpha, "end": end.alpha,
-                "forgotten": first.alpha - before.alpha, "forgotten_interval": [low, high],
+                "forgotten": first.alpha - before.alpha, "forgotten_interval": gain(before, first)["gain_interval"],
                 "forgotten_after_second_visit": second.alpha - end.alpha,
             }
         )  # fmt: skip
     return rows
 
 
-def plot(path: Path, matrices: dict[str, Any]) -> None:
+def plot(name: str, matrices: dict[str, Any]) -> None:
     """Data set x time, a panel for each rule; a frame marks the data set that was just learned from."""
-    figure, axes = plt.subplots(1, len(matrices), figsize=(15, 3.6), sharey=True, layout="constrained")
     low, high = min(m.min() for m in matrices.values()), max(m.max() for m in matrices.values())
     times = ["start", *(f"{name.split('_')[0]}\nround {r + 1}" for r in range(ROUNDS) for name in DATASETS)]
-    for axis, (rule, matrix) in zip(axes, matrices.items(), strict=True):
-        image = axis.imshow(matrix.T, vmin=low, vmax=high, cmap="viridis", aspect="auto")
-        for when, row in enumerate(matrix):
-            for where, alpha in enumerate(row):
-                dark = alpha < (low + high) / 2
-                axis.text(when, where, f"{alpha:.2f}", ha="center", va="center", color="w" if dark else "k")
-            if when:
-                learned = (when - 1) % len(DATASETS)
-                axis.add_patch(plt.Rectangle((when - 0.48, learned - 0.47), 0.96, 0.94, fill=False, ec="r", lw=2))
-        axis.set_xticks(range(len(times)), times, fontsize=8)
-        axis.set_yticks(range(len(DATASETS)), [name.split("_")[0] for name in DATASETS])
-        axis.set(title=rule, xlabel="after a visit to")
-    figure.colorbar(image, ax=axes, label="alpha, held-out requests")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    with drawing(name, 1, len(matrices), figsize=(15, 3.6), sharey=True) as (figure, axes):
+        for axis, (rule, matrix) in zip(axes[0], matrices.items(), strict=True):
+            image = axis.imshow(matrix.T, vmin=low, vmax=high, cmap="viridis", aspect="auto")
+            for when, row in enumerate(matrix):
+                for where, alpha in enumerate(row):
+                    dark = alpha < (low + high) / 2
+                    axis.text(when, where, f"{alpha:.2f}", ha="center", va="center", color="w" if dark else "k")
+                if when:
+                    learned = (when - 1) % len(DATASETS)
+                    axis.add_patch(Rectangle((when - 0.48, learned - 0.47), 0.96, 0.94, fill=False, ec="r", lw=2))
+            axis.set_xticks(range(len(times)), times, fontsize=8)
+            axis.set_yticks(range(len(DATASETS)), [name.split("_")[0] for name in DATASETS])
+            axis.set(title=rule, xlabel="after a visit to")
+        figure.colorbar(image, ax=axes, label="alpha, held-out requests")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "forgetting")
     parser.add_argument("--requests", type=int, default=600, help="recorded of each data set")
     parser.add_argument("--visit", type=int, default=152, help="requests of a visit; a multiple of the interval")
     parser.add_argument("--held-out", type=int, default=60, help="of each data set, its last ones")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--traces", type=Path, default=Path("traces"), help="where recorded traces are kept")
-    parser.add_argument("--name", default="forgetting", help="of the report and the plot")
     args = parser.parse_args()
     if ROUNDS * args.visit + args.held_out > args.requests:
         parser.error(f"{ROUNDS} visits of {args.visit} and {args.held_out} held out need more than {args.requests}.")
@@ -109,9 +105,9 @@ def main() -> None:
     held_out = {name: those[-args.held_out :] for name, those in traces.items()}
     visits = [traces[name][r * args.visit : (r + 1) * args.visit] for r in range(ROUNDS) for name in DATASETS]
     rules, matrices = {}, {}
-    for rule, changes in RULES.items():
+    for rule, changes in REPLAY_RULES.items():
         config = OnlineConfig(gate=False, seed=args.seed, **changes)
-        held, served = run(pair[1], visits, held_out, config, rule)
+        held, served = run(pair.draft, visits, held_out, config, rule)
         rows, matrices[rule] = summary(held), np.array([[held_at[d].alpha for d in DATASETS] for held_at in held])
         rules[rule] = {
             "config": config.to_dict(), "rows": rows, "datasets": DATASETS, "held_out_alpha": matrices[rule].tolist(),
@@ -133,11 +129,8 @@ def main() -> None:
                 f"forgotten {r['forgotten']:+.3f} [{low:+.3f}, {high:+.3f}]",
                 flush=True,
             )
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    plot(RESULTS / f"{args.name}.png", matrices)
-    facts = {
-        "seed": args.seed, "visit": args.visit, "held_out": args.held_out, **run_facts(started),
-    }  # fmt: skip
+    plot(args.name, matrices)
+    facts = {"seed": args.seed, "visit": args.visit, "held_out": args.held_out, **run_facts(started)}
     write_report(args.name, {"rules": rules}, **facts)
 
 

@@ -14,27 +14,20 @@ the static draft per minute. Requests in off blocks are captured, not learned fr
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 import torch
-from common import MAX_NEW_TOKENS, RESULTS, load_pair, prompts, run_facts, write_report
+from common import MAX_NEW_TOKENS, K, drawing, load_pair, make_parser, pooled, prompts, run_facts, write_report
 from numpy.typing import NDArray
 from tqdm import tqdm
 
 from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig
 from osd_hf.replay import replay_each
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-K = 5
 Seconds = NDArray[np.float64]
 
 
@@ -100,7 +93,7 @@ def run(load: float, pair: Any, watch: FirstForward, asked: list[list[int]], arg
     on, off = (np.array([r[1] for r in rows if r[0] is learns]) for learns in (True, False))
     waits = {learns: 1e3 * np.array([r[2] for r in rows if r[0] is learns]) for learns in (True, False)}
     last = slice(round(len(stats) * 0.75), None)
-    gain = sum(stats[last], AcceptanceStats()).alpha - sum(static[last], AcceptanceStats()).alpha
+    gain = pooled(stats[last]) - pooled(static[last])
     return {
         "load": load, "service_ms_alone": 1e3 * alone, "requests": len(rows),
         "service_p50": ratio(on, off, 50), "service_p95": ratio(on, off, 95),
@@ -115,28 +108,24 @@ def run(load: float, pair: Any, watch: FirstForward, asked: list[list[int]], arg
     }  # fmt: skip
 
 
-def plot(path: Path, rows: list[dict[str, Any]]) -> None:
-    figure, axes = plt.subplots(1, len(rows), figsize=(4.5 * len(rows), 3.6), squeeze=False, layout="constrained")
-    for axis, row in zip(axes[0], rows, strict=True):
-        for learns, label in ((1, "learning"), (0, "paused")):
-            seconds = sorted(s for on, s, _ in row["services"] if on == learns)
-            axis.plot(seconds, np.linspace(0, 1, len(seconds)), label=label)
-        axis.set(xlabel="service time, s", ylabel="share of requests", title=f"load {row['load']:g}")
-        axis.legend()
-        axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+def plot(name: str, rows: list[dict[str, Any]]) -> None:
+    with drawing(name, 1, len(rows), figsize=(4.5 * len(rows), 3.6)) as (_, axes):
+        for axis, row in zip(axes[0], rows, strict=True):
+            for learns, label in ((1, "learning"), (0, "paused")):
+                seconds = sorted(s for on, s, _ in row["services"] if on == learns)
+                axis.plot(seconds, np.linspace(0, 1, len(seconds)), label=label)
+            axis.set(xlabel="service time, s", ylabel="share of requests", title=f"load {row['load']:g}")
+            axis.legend()
+            axis.grid(alpha=0.3)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "idle_learning", traces=False)
     parser.add_argument("--dataset", default="finance_alpaca")
     parser.add_argument("--loads", type=float, nargs="+", default=[0.3, 0.6])
     parser.add_argument("--requests", type=int, default=192, help="of a load")
     parser.add_argument("--block", type=int, default=16, help="requests between switching learning on and off")
     parser.add_argument("--micro-step", type=float, default=0.02, help="seconds")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--name", default="idle_learning", help="of the report and the plot")
     args = parser.parse_args()
     pair, started = load_pair(), time.time()
     watch = FirstForward(pair[0])
@@ -153,8 +142,7 @@ def main() -> None:
             f"{r['promoted']} versions promoted",
             flush=True,
         )
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    plot(RESULTS / f"{args.name}.png", rows)
+    plot(args.name, rows)
     write_report(args.name, {"rows": rows}, seed=args.seed, requests=args.requests, **run_facts(started))
 
 

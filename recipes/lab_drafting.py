@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, TEMPLATES, data_folder, load_pair, prompts, recorded, write_report
+from common import RESULTS, TEMPLATES, data_folder, load_pair, prompts, recorded, simulated, write_report
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 from transformers.generation import utils as generation_utils
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from osd_hf import OnlineAssistant, OnlineConfig, replay, simulate
+from osd_hf import OnlineAssistant, OnlineConfig, replay
 from osd_hf.bench.benchmark import System, benchmark
 from osd_hf.bundled import load_bundled
 from osd_hf.bundled.prompts import DOMAINS, bundled_prompts
@@ -47,16 +47,14 @@ class Lab:
         self.target, _, self.tokenizer = load_pair()
 
     def static(self, draft: str) -> Any:
-        return load_pair(draft=str(data_folder() / "lab" / draft))[1]
+        return load_pair(draft=str(data_folder() / "lab" / draft)).draft
 
     def learned(self, draft: str, name: str) -> Any:
         """After serving the first `--learn` recorded requests; kept in a folder, as it takes minutes."""
         folder = self.args.traces / "learned" / f"{draft}-{name}-{self.args.learn}"
         if not folder.exists():
             traces = self.traces(name)[: self.args.learn]
-            bar = tqdm(total=len(traces), desc=f"{draft} learns {name}", leave=False)
-            report = simulate(self.static(draft), traces, OnlineConfig(), on_request=lambda i, stats: bar.update())
-            bar.close()
+            report = simulated(self.static(draft), traces, OnlineConfig(), bar=f"{draft} learns {name}")
             report.draft.save_pretrained(folder)
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
@@ -191,7 +189,7 @@ class _Nothing(CandidateGenerator):  # type: ignore[misc]
 
 
 def loop(lab: Lab, args: argparse.Namespace) -> dict[str, Any]:
-    """What of a round is neither draft nor target: lean at k = 5, and transformers' loop with nothing drafted."""
+    """The time of a round outside of draft and target: lean at k = 5, and transformers' loop with nothing drafted."""
     draft = lab.static(args.drafts[0])
     assistant = OnlineAssistant(lab.target, draft, lab.tokenizer, OnlineConfig(update_strategy="manual"))
     stock = generation_utils.GenerationMixin._get_candidate_generator

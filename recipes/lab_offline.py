@@ -22,26 +22,30 @@ run side by side.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import time
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import torch
-from common import MAX_NEW_TOKENS, RESULTS, TEMPLATES, load_pair, recorded, write_report
-from tqdm import tqdm
+from common import (
+    MAX_NEW_TOKENS,
+    TEMPLATES,
+    K,
+    drawing,
+    gain,
+    kept,
+    load_pair,
+    make_parser,
+    recorded,
+    simulated,
+    write_report,
+)
 
-from osd_hf import AcceptanceStats, DistillConfig, OnlineConfig, distill, replay, simulate
-from osd_hf.distillation.loss import SAMPLE_SOURCES
-from osd_hf.metrics import alpha_gain_interval
+from osd_hf import AcceptanceStats, DistillConfig, OnlineConfig, distill, replay
+from osd_hf.distillation.data import SAMPLE_SOURCES
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-K = 5
 RUN = ("dataset", "source", "divergence", "rate", "temperature", "seed")
 
 
@@ -52,7 +56,7 @@ def lab_folder(args: argparse.Namespace) -> Path:
 
 
 class Lab:
-    """The pair, and of each data set the prompts learned from and the answers to others."""
+    """The pair, the prompts of each data set that are learned from, and the answers to others."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.pair = args, load_pair()
@@ -65,23 +69,24 @@ class Lab:
         return recorded(name, 0, total, self.args.traces, self.pair, start=self.args.requests)
 
     def gained(self, after: AcceptanceStats, name: str) -> dict[str, Any]:
-        before = replay(self.pair[1], self.held_out(name), K)
-        low, high = alpha_gain_interval(before, after)
-        return {
-            "static": before.alpha, "alpha": after.alpha, "interval": list(after.alpha_interval),
-            "gain": after.alpha - before.alpha, "gain_interval": [low, high],
-        }  # fmt: skip
+        before = replay(self.pair.draft, self.held_out(name), K)
+        interval = list(after.alpha_interval)
+        return {"static": before.alpha, "alpha": after.alpha, "interval": interval, **gain(before, after)}
 
     def offline(self, **run: Any) -> dict[str, Any]:
-        """One run of `distill`, or what it found when it was run before."""
+        """One run of `distill`."""
+        path = lab_folder(self.args) / ("-".join(str(run[key]) for key in RUN) + ".json")
+        return kept(path, lambda: shown(self.distilled(path.with_suffix(""), run)))
+
+    def online(self, name: str, seed: int) -> dict[str, Any]:
+        """One pass of the online learner over the same prompts, in their order."""
+        return kept(lab_folder(self.args) / f"{name}-online-{seed}.json", lambda: shown(self.served(name, seed)))
+
+    def distilled(self, folder: Path, run: dict[str, Any]) -> dict[str, Any]:
         args = self.args
-        path = lab_folder(args) / ("-".join(str(run[key]) for key in RUN) + ".json")
-        if path.exists():
-            return dict(json.loads(path.read_text()))
-        target, draft, tokenizer = self.pair
         half = max(math.ceil(args.requests / args.batch_size) * args.epochs // 2, 1)
         config = DistillConfig(
-            output_dir=str(path.with_suffix("")), sample_source=run["source"], divergence=run["divergence"],
+            output_dir=str(folder), sample_source=run["source"], divergence=run["divergence"],
             learning_rate=run["rate"], temperature=run["temperature"], seed=run["seed"], lr_scheduler_type="cosine",
             warmup_steps=0.03, num_train_epochs=args.epochs, per_device_train_batch_size=args.batch_size,
             max_new_tokens=args.max_new_tokens, num_assistant_tokens=K, bf16=args.bf16,
@@ -93,48 +98,30 @@ class Lab:
             for trace in self.answered(run["dataset"])
         ]
         held_out, began = self.held_out(run["dataset"]), time.perf_counter()
-        result = distill(
-            target=target, draft=draft, dataset=rows, eval_dataset=held_out, config=config, tokenizer=tokenizer
-        )
-        found = {
+        result = distill(dataset=rows, eval_dataset=held_out, config=config, **self.pair._asdict())
+        return {
             **run, **self.gained(replay(result.draft, held_out, K), run["dataset"]), "alpha_by_step": result.alpha,
             "steps": result.state.global_step, "seconds": time.perf_counter() - began,
         }  # fmt: skip
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found))
-        show(found)
-        return found
 
-    def online(self, name: str, seed: int) -> dict[str, Any]:
-        """One pass of the online learner over the same prompts, in their order."""
-        args = self.args
-        path = lab_folder(args) / f"{name}-online-{seed}.json"
-        if path.exists():
-            return dict(json.loads(path.read_text()))
-        traces = self.answered(name)
-        began = time.perf_counter()
-        with tqdm(total=len(traces), desc=f"online {name}", leave=False) as bar:
-            report = simulate(
-                self.pair[1], traces, OnlineConfig(gate=False, seed=seed), on_request=lambda i, stats: bar.update()
-            )
-        found = {
+    def served(self, name: str, seed: int) -> dict[str, Any]:
+        traces, began = self.answered(name), time.perf_counter()
+        report = simulated(self.pair.draft, traces, OnlineConfig(gate=False, seed=seed), bar=f"online {name}")
+        return {
             "dataset": name, "source": "online", "seed": seed,
             **self.gained(replay(report.draft, self.held_out(name), K), name),
             "steps": sum(u.steps for u in report.updates), "seconds": time.perf_counter() - began,
         }  # fmt: skip
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found))
-        show(found)
-        return found
 
 
-def show(run: dict[str, Any]) -> None:
+def shown(run: dict[str, Any]) -> dict[str, Any]:
     name = " ".join(f"{run[key]}" for key in RUN if key in run)
     print(
         f"{name}: alpha {run['static']:.3f} to {run['alpha']:.3f} [{run['interval'][0]:.3f}, "
         f"{run['interval'][1]:.3f}], {run['steps']} steps, {run['seconds']:.0f} s",
         flush=True,
     )
+    return run
 
 
 def table(lab: Lab, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -168,31 +155,32 @@ def online(lab: Lab, args: argparse.Namespace) -> list[dict[str, Any]]:
     return [lab.online(name, args.seeds[0]) for name in args.datasets]
 
 
-def plot(path: Path, runs: list[dict[str, Any]], learner: list[dict[str, Any]]) -> None:
+def plot(name: str, runs: list[dict[str, Any]], learner: list[dict[str, Any]]) -> None:
     """Bars of the table, with the static draft and the online learner as lines."""
-    figure, axis = plt.subplots(figsize=(8, 4), layout="constrained")
-    sources = list(dict.fromkeys(run["source"] for run in runs))
-    divergences = list(dict.fromkeys(run["divergence"] for run in runs))
-    width = 0.8 / len(divergences)
-    for number, divergence in enumerate(divergences):
-        those = [run for run in runs if run["divergence"] == divergence]
-        places = [sources.index(run["source"]) + (number - (len(divergences) - 1) / 2) * width for run in those]
-        spread = [[abs(run["interval"][side] - run["alpha"]) for run in those] for side in (0, 1)]
-        axis.bar(places, [run["alpha"] for run in those], 0.9 * width, yerr=spread, capsize=2, label=divergence)
-    axis.axhline(runs[0]["static"], color="0.4", linestyle="--", label="static draft")
-    for run in [run for run in learner if run["dataset"] == runs[0]["dataset"]][:1]:
-        axis.axhline(run["alpha"], color="black", label="online learner, one pass")
-    axis.set_xticks(range(len(sources)), sources)
-    low = min(run["interval"][0] for run in runs)
-    axis.set(ylabel="held-out alpha", ylim=(max(low - 0.05, 0), None), title=f"{runs[0]['dataset']}, whose samples")
-    figure.legend(fontsize=8, ncols=5, loc="outside lower center")
-    axis.grid(axis="y", alpha=0.3)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    with drawing(name, figsize=(8, 4)) as (figure, axes):
+        axis = axes[0, 0]
+        sources = list(dict.fromkeys(run["source"] for run in runs))
+        divergences = list(dict.fromkeys(run["divergence"] for run in runs))
+        width = 0.8 / len(divergences)
+        for number, divergence in enumerate(divergences):
+            those = [run for run in runs if run["divergence"] == divergence]
+            places = [sources.index(run["source"]) + (number - (len(divergences) - 1) / 2) * width for run in those]
+            spread = [[abs(run["interval"][side] - run["alpha"]) for run in those] for side in (0, 1)]
+            axis.bar(places, [run["alpha"] for run in those], 0.9 * width, yerr=spread, capsize=2, label=divergence)
+        axis.axhline(runs[0]["static"], color="0.4", linestyle="--", label="static draft")
+        for run in [run for run in learner if run["dataset"] == runs[0]["dataset"]][:1]:
+            axis.axhline(run["alpha"], color="black", label="online learner, one pass")
+        axis.set_xticks(range(len(sources)), sources)
+        low = min(run["interval"][0] for run in runs)
+        axis.set(
+            ylabel="held-out alpha", ylim=(max(low - 0.05, 0), None), title=f"{runs[0]['dataset']}, whose samples"
+        )
+        figure.legend(fontsize=8, ncols=5, loc="outside lower center")
+        axis.grid(axis="y", alpha=0.3)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "lab_offline", seed=False)
     parser.add_argument("--parts", nargs="+", choices=("table", "rates", "best", "online"))
     parser.add_argument("--datasets", nargs="+", default=list(TEMPLATES))
     parser.add_argument("--sources", nargs="+", default=list(SAMPLE_SOURCES))
@@ -208,9 +196,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--max-new-tokens", type=int, default=MAX_NEW_TOKENS)
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=False)
-    parser.add_argument("--traces", type=Path, default=Path("traces"), help="where recorded traces are kept")
     parser.add_argument("--runs", type=Path, default=Path("runs/lab_offline"), help="where finished runs are kept")
-    parser.add_argument("--name", default="lab_offline", help="of the report")
     args = parser.parse_args()
     lab, parts = Lab(args), {"table": table, "rates": rates, "best": best, "online": online}
     found = {name: part(lab, args) for name, part in parts.items() if not args.parts or name in args.parts}
@@ -221,7 +207,7 @@ def main() -> None:
         key: getattr(args, key) for key in ("requests", "held_out", "epochs", "batch_size", "max_new_tokens", "bf16")
     }
     write_report(args.name, {"settings": settings, **found}, **facts)
-    plot(RESULTS / f"{args.name}.png", found["table"], found["online"])
+    plot(args.name, found["table"], found["online"])
 
 
 if __name__ == "__main__":

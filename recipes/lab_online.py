@@ -12,26 +12,35 @@ requests, beside the static draft's on those same requests.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from common import MAX_NEW_TOKENS, TEMPLATES, last_share, load_pair, prompts, recorded, write_report
+from common import (
+    MAX_NEW_TOKENS,
+    TEMPLATES,
+    K,
+    equal_counts,
+    gain,
+    last_share,
+    load_pair,
+    make_parser,
+    prompts,
+    recorded,
+    run_facts,
+    served_live,
+    simulated,
+    write_report,
+)
 from tqdm import tqdm
 
-from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig, Trace, replay, simulate
+from osd_hf import AcceptanceStats, OnlineConfig, Trace, replay, simulate
 from osd_hf.learning.updater import Updater
-from osd_hf.metrics import alpha_gain_interval
 from osd_hf.replay import redraft, replay_each
 
 PAPER_RATES = (1e-4, 3e-4, 1e-3)
-K = 5
 
 
 def repeated(trace: Trace, n: int = 4) -> np.ndarray:
@@ -80,58 +89,39 @@ def ceiling(
 
 def run_rule(draft: Any, traces: list[Trace], config: OnlineConfig, name: str) -> tuple[Any, float]:
     """Simulate one rule over the traces; the report and the learner's seconds per request."""
-    bar = tqdm(total=len(traces), desc=name, leave=False)
-    report = simulate(draft, traces, config, on_request=lambda i, stats: bar.update())
-    bar.close()
+    report = simulated(draft, traces, config, bar=name)
     return report, sum(u.seconds for u in report.updates) / len(traces)
 
 
-def gain(report: Any, static: list[AcceptanceStats]) -> dict[str, Any]:
-    before, after = last_share(static), last_share(report.stats)
-    low, high = alpha_gain_interval(before, after)
-    return {"alpha": after.alpha, "gain": after.alpha - before.alpha, "gain_interval": [low, high]}
+def last_fifth(report: Any, static: list[AcceptanceStats]) -> dict[str, Any]:
+    after = last_share(report.stats)
+    return {"alpha": after.alpha, **gain(last_share(static), after)}
 
 
-def live(pair: tuple[Any, Any, Any], name: str, n: int, seed: int, recorded_run: Any) -> dict[str, Any]:
+def live(pair: Any, name: str, n: int, seed: int, recorded_run: Any) -> dict[str, Any]:
     """Serve the first `n` requests with the real target; compare its counts, request by request, with the simulation
     on the traces that it captured, and with the one on the recorded traces."""
-    target, draft, tokenizer = pair
-    identical, counts, store = 0, [], CorrectionStore()
-    with OnlineAssistant(target, draft, tokenizer, OnlineConfig(seed=seed), store=store) as assistant:
-        for prompt in tqdm(prompts(name, tokenizer, 600, seed)[:n], desc=f"live {name}", leave=False):
-            ids = torch.tensor([prompt])
-            alone = target.generate(ids, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
-            answer = assistant.generate(ids, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
-            identical += int(torch.equal(alone, answer))
-            counts.append((assistant.stats.examined, assistant.stats.accepted, assistant.stats.emitted))
-            assistant.reset_stats()
-    captured_run = simulate(draft, list(store), OnlineConfig(seed=seed))
-
-    def equal(run: Any) -> int:
-        pairs = zip(counts, run.stats, strict=False)
-        return sum(c == (s.examined, s.accepted, s.emitted) for c, s in pairs)
-
+    asked, config = prompts(name, pair.tokenizer, 600, seed)[:n], OnlineConfig(seed=seed)
+    identical, counts, captured = served_live(pair, asked, config, MAX_NEW_TOKENS, bar=f"live {name}")
     return {
         "requests": n,
         "token_identical": identical,
-        "equal_counts_by_replay_of_captured": equal(captured_run),
-        "equal_counts_by_replay_of_recorded": equal(recorded_run),
+        "equal_counts_by_replay_of_captured": equal_counts(counts, simulate(pair.draft, captured, config).stats),
+        "equal_counts_by_replay_of_recorded": equal_counts(counts, recorded_run.stats),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "lab_online", seed=False)
     parser.add_argument("--datasets", nargs="+", default=list(TEMPLATES))
     parser.add_argument("--requests", type=int, default=600)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, default=20, help="of the offline ceiling; 0 = leave it out")
     parser.add_argument("--rates", type=float, nargs="*", default=PAPER_RATES, help="of the paper's rule")
     parser.add_argument("--live", type=int, default=0, help="requests served live, first seed")
-    parser.add_argument("--traces", type=Path, default=Path("traces"), help="where recorded traces are kept")
-    parser.add_argument("--name", default="lab_online", help="of the report")
     args = parser.parse_args()
     pair = load_pair()
-    draft, rows, started = pair[1], [], time.time()
+    draft, rows, started = pair.draft, [], time.time()
     for seed in args.seeds:
         for name in args.datasets:
             traces = recorded(name, seed, args.requests, args.traces, pair)
@@ -141,11 +131,11 @@ def main() -> None:
             report, seconds = run_rule(
                 draft, traces, OnlineConfig(gate=False, seed=seed), f"{name} seed {seed} default"
             )
-            row["default"] = {**gain(report, static), "learner_seconds_per_request": seconds}
+            row["default"] = {**last_fifth(report, static), "learner_seconds_per_request": seconds}
             for rate in args.rates:
                 rule = OnlineConfig.paper(learning_rate=rate, seed=seed)
                 paper, seconds = run_rule(draft, traces, rule, f"{name} paper {rate:g}")
-                row[f"paper {rate:g}"] = {**gain(paper, static), "learner_seconds_per_request": seconds}
+                row[f"paper {rate:g}"] = {**last_fifth(paper, static), "learner_seconds_per_request": seconds}
             best_paper = max((row[f"paper {rate:g}"]["gain"] for rate in args.rates), default=float("nan"))
             row["gain_over_best_paper"] = row["default"]["gain"] / best_paper
             held_out = traces[split:]
@@ -165,13 +155,7 @@ def main() -> None:
                 f"{d['learner_seconds_per_request'] * 1e3:.0f} ms/request",
                 flush=True,
             )
-    facts = {
-        "seeds": args.seeds,
-        "requests": args.requests,
-        "minutes": round((time.time() - started) / 60, 1),
-        "mixed_precision": os.environ.get("ACCELERATE_MIXED_PRECISION", "no"),
-        "threads": torch.get_num_threads(),
-    }
+    facts = {"seeds": args.seeds, "requests": args.requests, **run_facts(started)}
     write_report(args.name, {"config": OnlineConfig().to_dict(), "rows": rows}, **facts)
 
 

@@ -12,14 +12,12 @@ request beside it. Rows are added to the report, so that a part can be run again
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-from pathlib import Path
 from typing import Any
 
-from common import RESULTS, TEMPLATES, last_share, load_pair, recorded, write_report
-from lab_online import K, run_rule
+from common import RESULTS, TEMPLATES, K, drawing, last_share, load_pair, make_parser, pooled, recorded, write_report
+from lab_online import run_rule
 
 from osd_hf import OnlineConfig
 from osd_hf.replay import replay_each
@@ -48,43 +46,34 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+def plot(rows: list[dict[str, Any]], report: str) -> None:
     names = list(dict.fromkeys(r["dataset"] for r in rows))
-    figure, axes = plt.subplots(1, len(names), figsize=(4.2 * len(names), 4.2), squeeze=False, layout="constrained")
-    for axis, name in zip(axes[0], names, strict=True):
-        for r in (r for r in rows if r["dataset"] == name):
-            point = (r["learner_seconds_per_request"] * 1e3, r["gain"])
-            axis.scatter(*point, **({"color": "C3", "s": 60} if r["rule"] == "default" else {"color": "C0", "s": 18}))
-            axis.annotate(r["rule"], point, fontsize=6, xytext=(3, 2), textcoords="offset points")
-        axis.set(title=name, xlabel="learner ms per request", xscale="log")
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("gain in acceptance, last 20% of requests")
-    figure.savefig(path, dpi=130)
+    with drawing(report, 1, len(names), figsize=(4.2 * len(names), 4.2)) as (_, axes):
+        for axis, name in zip(axes[0], names, strict=True):
+            for r in (r for r in rows if r["dataset"] == name):
+                point, is_default = (r["learner_seconds_per_request"] * 1e3, r["gain"]), r["rule"] == "default"
+                axis.scatter(*point, color="C3" if is_default else "C0", s=60 if is_default else 18)
+                axis.annotate(r["rule"], point, fontsize=6, xytext=(3, 2), textcoords="offset points")
+            axis.set(title=name, xlabel="learner ms per request", xscale="log")
+            axis.grid(alpha=0.3)
+        axes[0, 0].set_ylabel("gain in acceptance, last 20% of requests")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "online_rules")
     parser.add_argument("--rules", nargs="+", default=list(RULES), choices=list(RULES))
     parser.add_argument("--datasets", nargs="+", default=list(TEMPLATES))
     parser.add_argument("--requests", type=int, default=600)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--traces", type=Path, default=Path("traces"))
-    parser.add_argument("--name", default="online_rules")
     args = parser.parse_args()
     pair = load_pair()
     report = RESULTS / f"{args.name}.json"
     rows = json.loads(report.read_text())["rows"] if report.is_file() else []
     for name in args.datasets:
         traces = recorded(name, args.seed, args.requests, args.traces, pair)
-        static = last_share(replay_each(pair[1], traces, K)).alpha
+        static = last_share(replay_each(pair.draft, traces, K)).alpha
         for rule in args.rules:
             config = OnlineConfig(**{"gate": False, "seed": args.seed, **RULES[rule]})
-            run, seconds = run_rule(pair[1], traces, config, f"{name} {rule}")
+            run, seconds = run_rule(pair.draft, traces, config, f"{name} {rule}")
             row = {
                 "rule": rule,
                 "dataset": name,
@@ -92,7 +81,7 @@ def main() -> None:
                 "static": static,
                 "alpha": last_share(run.stats).alpha,
                 "gain": last_share(run.stats).alpha - static,
-                "gain_all": sum(s.accepted for s in run.stats) / sum(s.examined for s in run.stats) - static,
+                "gain_all": pooled(run.stats) - static,
                 "learner_seconds_per_request": seconds,
             }
             rows = [r for r in rows if (r["rule"], r["dataset"]) != (rule, name)] + [row]
@@ -103,7 +92,7 @@ def main() -> None:
                 "mixed_precision": os.environ.get("ACCELERATE_MIXED_PRECISION", "no"),
             }
             write_report(args.name, {"config": OnlineConfig().to_dict(), "rows": rows}, **facts)
-    plot(rows, RESULTS / f"{args.name}.png")
+    plot(rows, args.name)
 
 
 if __name__ == "__main__":

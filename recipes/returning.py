@@ -18,79 +18,75 @@ hard they are.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-from common import RESULTS, last_share, load_pair, plot_ways, recorded, requests_stats, run_facts, write_report
-from peft import LoraConfig
-from tqdm import tqdm
+from common import (
+    K,
+    drawing,
+    kept,
+    last_share,
+    load_pair,
+    lora,
+    make_parser,
+    plot_ways,
+    recorded,
+    requests_stats,
+    run_facts,
+    simulated,
+    write_report,
+)
 
-from osd_hf import AcceptanceStats, LabelRouter, OnlineConfig, Trace, simulate
+from osd_hf import AcceptanceStats, LabelRouter, OnlineConfig, Trace
 from osd_hf.replay import replay_each
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-K = 5
 VISITS = ("gsm8k", "spider", "finance_alpaca", "gsm8k")
 WAYS = ("replay", "no-replay", "lora-labels", "full-labels")
-LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
 
 
 def setting(way: str, args: argparse.Namespace) -> dict[str, Any]:
-    """What `simulate` is called with."""
+    """The arguments of `simulate` for a way."""
     if way == "replay":
         return {"config": OnlineConfig(seed=args.seed)}
     if way == "no-replay":
         return {"config": OnlineConfig(seed=args.seed, replay_fraction=0.0, batch_size=8)}
     if way == "full-labels":
         return {"config": OnlineConfig(seed=args.seed), "router": LabelRouter()}
-    lora = LoraConfig(r=args.rank, lora_alpha=args.rank, target_modules=LAYERS)
     config = OnlineConfig(seed=args.seed, learning_rate=args.lora_rate)
-    return {"config": config, "router": LabelRouter(), "peft_config": lora}
+    return {"config": config, "router": LabelRouter(), "peft_config": lora(args.rank)}
 
 
 def run(
     way: str, draft: Any, stream: list[Trace], static: list[AcceptanceStats], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """One way, or what it showed when it was run before."""
-    path = Path(args.runs, f"{way}-{args.visit}-{args.seed}.json")
-    if path.exists():
-        return dict(json.loads(path.read_text()))
+    """The results of one way."""
     started = time.time()
-    with tqdm(total=len(stream), desc=way) as bar:
-        report = simulate(draft, stream, **setting(way, args), on_request=lambda i, stats: bar.update())
+    report = simulated(draft, stream, **setting(way, args), bar=way)
     before, after = slice(0, args.visit), slice(3 * args.visit, 3 * args.visit + args.first)
     had, still = last_share(report.stats[before]), last_share(static[before])
     now, then = (sum(stats[after], AcceptanceStats()) for stats in (report.stats, tuple(static)))
-    row = {
+    return {
         "way": way, "had_been": had.alpha, "comes_back_at": now.alpha, "ratio": now.alpha / had.alpha,
         "interval": list(now.alpha_interval), "gain_had_been": had.alpha - still.alpha,
         "gain_comes_back_at": now.alpha - then.alpha,
         "ends_at": last_share(report.stats[3 * args.visit :]).alpha,
         "requests_stats": requests_stats(report), **run_facts(started),
     }  # fmt: skip
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(row))
-    return row
 
 
-def plot(path: Path, rows: list[dict[str, Any]], static: list[AcceptanceStats], visit: int, window: int) -> None:
-    figure, axis = plt.subplots(figsize=(9, 4), layout="constrained")
-    plot_ways(axis, rows, static, window)
-    for i, name in enumerate(VISITS):
-        axis.axvline(i * visit + 0.5, color="0.6", linewidth=1)
-        axis.annotate(name, (i * visit + 1, 1.01), xycoords=("data", "axes fraction"), fontsize=8)
-    axis.set(xlabel="request", ylabel=f"alpha, last {window} requests")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+def plot(name: str, rows: list[dict[str, Any]], static: list[AcceptanceStats], visit: int, window: int) -> None:
+    with drawing(name, figsize=(9, 4)) as (_, axes):
+        axis = axes[0, 0]
+        plot_ways(axis, rows, static, window)
+        for i, visited in enumerate(VISITS):
+            axis.axvline(i * visit + 0.5, color="0.6", linewidth=1)
+            axis.annotate(visited, (i * visit + 1, 1.01), xycoords=("data", "axes fraction"), fontsize=8)
+        axis.set(xlabel="request", ylabel=f"alpha, last {window} requests")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "returning")
     parser.add_argument("--ways", nargs="+", choices=WAYS)
     parser.add_argument("--visit", type=int, default=400, help="requests of a visit")
     parser.add_argument("--first", type=int, default=50, help="requests that a return is judged by")
@@ -98,19 +94,17 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=64)
     parser.add_argument("--lora-rate", type=float, default=4e-3, help="learning rate of the adapters")
     parser.add_argument("--window", type=int, default=48, help="requests pooled in a point of the plot")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--traces", type=Path, default=Path("traces"), help="where recorded traces are kept")
     parser.add_argument("--runs", type=Path, default=Path("runs/returning"), help="where finished ways are kept")
-    parser.add_argument("--name", default="returning", help="of the report and the plot")
     args = parser.parse_args()
     pair, started, n = load_pair(), time.time(), args.recorded
     first = {name: recorded(name, args.seed, n, args.traces, pair)[: args.visit] for name in VISITS[:3]}
     again = recorded(VISITS[3], args.seed, n + args.visit, args.traces, pair, start=n)
     stream = [trace for those in (*first.values(), again) for trace in those]
-    static = replay_each(pair[1], stream, K)
+    static = replay_each(pair.draft, stream, K)
     rows = []
     for way in args.ways or WAYS:
-        rows.append(run(way, pair[1], stream, static, args))
+        path = args.runs / f"{way}-{args.visit}-{args.seed}.json"
+        rows.append(kept(path, lambda way=way: run(way, pair.draft, stream, static, args)))
         r = rows[-1]
         print(
             f"{way:12s} had been {r['had_been']:.3f}, comes back at {r['comes_back_at']:.3f} "
@@ -120,8 +114,7 @@ def main() -> None:
         )
     if args.ways:
         return  # the report is of all of them
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    plot(RESULTS / f"{args.name}.png", rows, static, args.visit, args.window)
+    plot(args.name, rows, static, args.visit, args.window)
     rows = [{key: value for key, value in row.items() if key != "requests_stats"} for row in rows]
     facts = {"seed": args.seed, "visit": args.visit, **run_facts(started)}
     write_report(args.name, {"rank": args.rank, "lora_rate": args.lora_rate, "rows": rows}, **facts)

@@ -4,20 +4,19 @@ How well prompts are routed to drafts per domain, without labels: by language, a
     OSD_HF_DATA=... python recipes/routing.py                                          # 5 minutes on one core
     OSD_HF_DATA=... python recipes/routing.py --requests 30 --seeds 0 --chat 10 --repeats 5   # smoke
 
-Language: the real chat prompts of `arena_languages`, as ids of the target's chat template, alone and behind an English
+Language: the real chat prompts of `arena_languages`, as ids of the target's chat template, alone and after an English
 system prompt. Topics: four data sets, mixed at random, one after the other, and switched every 50 requests, each in
-several orders; the same behind a shared system prompt; then real mixed chat, where nobody knows the right topics.
+several orders; the same after a shared system prompt; then real mixed chat, where nobody knows the right topics.
 Purity is the share of the routed prompts whose data set is the commonest of their topic. Needs the extra `language`.
 """
 
 import argparse
-import json
 import random
 import time
 from collections import Counter, defaultdict
 
 import numpy as np
-from common import RESULTS, TEMPLATES, data_folder, load_pair, prompts, run_facts, write_report
+from common import TEMPLATES, drawing, load_pair, prompts, rows, run_facts, write_report
 from tqdm import tqdm
 
 from osd_hf.routing import LanguageRouter, RoutedPrompt, TopicRouter
@@ -33,10 +32,6 @@ CHAT = {
     "alpaca": lambda row: "\n".join(filter(None, (row["instruction"], row["input"]))),
     "piqa": lambda row: row["goal"],
 }
-
-
-def rows(name):
-    return [json.loads(line) for line in (data_folder() / f"data/{name}.jsonl").read_text().rstrip("\n").split("\n")]
 
 
 def encoded(text, tokenizer, system=None):
@@ -60,7 +55,7 @@ def chat_prompts(tokenizer, n):
 
 
 def stream(sets, traffic, seed):
-    """(data set, ids) of all prompts, in an order that hangs on the seed."""
+    """(data set, ids) of all prompts, in an order that depends on the seed."""
     rng = random.Random(seed)
     names = rng.sample(list(sets), len(sets))
     left = {name: [(name, ids) for ids in sets[name]] for name in names}
@@ -147,29 +142,23 @@ def by_language(tokenizer):
     return figures
 
 
-def plot(panels, path):
+def plot(panels):
     """Where the prompts of each source went: one stacked bar per source, one color per topic."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 4.2), layout="constrained")
-    for axis, (title, figures) in zip(axes, panels.items(), strict=True):
-        counts = {(c["source"], c["topic"]): c["requests"] for c in figures["counts"]}
-        sources = sorted({source for source, _ in counts})
-        totals = np.array([sum(n for (s, _), n in counts.items() if s == source) for source in sources])
-        bottom = np.zeros(len(sources))
-        for topic in sorted({t for _, t in counts if t is not None}) + [None]:
-            share = np.array([counts.get((source, topic), 0) for source in sources]) / totals
-            color = "0.8" if topic is None else f"C{int(topic.split('-')[1]) - 1}"
-            axis.bar(sources, share, bottom=bottom, color=color, label=topic or "base draft")
-            bottom += share
-        axis.set(title=title, ylim=(0, 1))
-        axis.tick_params(axis="x", rotation=60, labelsize=7)
-        axis.legend(fontsize=6, loc="lower right")
-    axes[0].set_ylabel("share of the prompts")
-    figure.savefig(path, dpi=130)
+    with drawing("routing", 1, len(panels), figsize=(4.2 * len(panels), 4.2)) as (_, axes):
+        for axis, (title, figures) in zip(axes[0], panels.items(), strict=True):
+            counts = {(c["source"], c["topic"]): c["requests"] for c in figures["counts"]}
+            sources = sorted({source for source, _ in counts})
+            totals = np.array([sum(n for (s, _), n in counts.items() if s == source) for source in sources])
+            bottom = np.zeros(len(sources))
+            for topic in sorted({t for _, t in counts if t is not None}) + [None]:
+                share = np.array([counts.get((source, topic), 0) for source in sources]) / totals
+                color = "0.8" if topic is None else f"C{int(topic.split('-')[1]) - 1}"
+                axis.bar(sources, share, bottom=bottom, color=color, label=topic or "base draft")
+                bottom += share
+            axis.set(title=title, ylim=(0, 1))
+            axis.tick_params(axis="x", rotation=60, labelsize=7)
+            axis.legend(fontsize=6, loc="lower right")
+        axes[0, 0].set_ylabel("share of the prompts")
 
 
 def main():
@@ -225,7 +214,7 @@ def main():
         report["time"][name] = timed(each, pool, tokenizer, args.repeats)
     facts = {"requests_per_data_set": args.requests, "seeds": args.seeds, **run_facts(began)}
     write_report("routing", report, **facts)
-    plot(panels, RESULTS / "routing.png")
+    plot(panels)
 
 
 if __name__ == "__main__":

@@ -19,31 +19,24 @@ level of the last fifth of its segment. Gains are pooled over a window, as in th
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
-import matplotlib
+import common
 import numpy as np
-from common import RESULTS, last_share, load_pair, recorded, write_report
-from tqdm import tqdm
+from common import K, drawing, last_share, load_pair, make_parser, pooled, recorded, simulated, write_report
 
-from osd_hf import AcceptanceStats, OnlineConfig, Trace, simulate
+from osd_hf import AcceptanceStats, OnlineConfig, Trace
 from osd_hf.bench.display import rolling_alpha
 from osd_hf.replay import replay_each
 from osd_hf.utils.report import provenance
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-K = 5
 DATASETS = {
-    "sharp": ("gsm8k", "spider", "finance_alpaca", "code_search_net_python"),
+    "sharp": common.DATASETS,
     "smooth": ("spider", "gsm8k", "finance_alpaca"),
     "two_mix": ("gsm8k", "finance_alpaca"),
 }
@@ -56,7 +49,7 @@ def sharp(traces: dict[str, list[Trace]], rng: random.Random) -> list[Trace]:
 
 def smooth(traces: dict[str, list[Trace]], rng: random.Random) -> list[Trace]:
     left = [list(reversed(t)) for t in traces.values()]
-    # Of three data sets none serves more than about half of the traffic.
+    # None of the three data sets serves more than about half of the traffic.
     total, stream = len(left[0]) * 3 // 2, []
     for i in range(total):
         shares = (0.1 + 0.7 * i / total, 0.8 - 0.7 * i / total, 0.1)
@@ -76,7 +69,7 @@ def two_mix(traces: dict[str, list[Trace]], rng: random.Random) -> list[Trace]:
 
 
 def not_learned(trace: Trace) -> Trace:
-    """As captured with `learn=False`: without the target's rows."""
+    """The trace as it is captured with `learn=False`: without the target's rows."""
     nothing = np.zeros((len(trace), 0))
     return replace(
         trace, top_logits=nothing.astype(trace.top_logits.dtype), top_ids=nothing.astype(trace.top_ids.dtype)
@@ -109,7 +102,7 @@ def recoveries(stream: list[Trace], learned: Stats, static: Stats, window: int, 
 
 
 def recovery(stream: list[Trace], learned: Stats, static: Stats, window: int) -> dict[str, Any]:
-    """Of the data set that is served throughout and learned from only in the second half: what that had cost it, and
+    """For the data set that is served throughout and learned from only in the second half: what that had cost it, and
     the requests of the stream until 90% was won back."""
     half, name = len(stream) // 2, str(list(dict.fromkeys(t.domain for t in stream if t.num_kept))[-1])
     places = np.array([i for i, trace in enumerate(stream) if trace.domain == name])
@@ -123,10 +116,6 @@ def recovery(stream: list[Trace], learned: Stats, static: Stats, window: int) ->
         "alpha_level": last_share(served).alpha, "loss": level - low,
         "requests_to_recover": int(places[recovered[0]]) - half + 1 if len(recovered) else None,
     }  # fmt: skip
-
-
-def pooled(stats: Stats) -> float:
-    return sum(stats, AcceptanceStats()).alpha
 
 
 def by_part(stream: list[Trace], learned: Stats, static: Stats, parts: int) -> list[dict[str, Any]]:
@@ -147,48 +136,44 @@ def by_part(stream: list[Trace], learned: Stats, static: Stats, parts: int) -> l
     return rows
 
 
-def plot(path: Path, kind: str, stream: list[Trace], learned: Stats, static: Stats, window: int, title: str) -> None:
+def plot(name: str, kind: str, stream: list[Trace], learned: Stats, static: Stats, window: int) -> None:
     """Rolling alpha over the requests: one pair of lines, or where two are mixed, one for each data set."""
-    figure, axis = plt.subplots(figsize=(9, 4), layout="constrained")
     domains = [str(trace.domain) for trace in stream]
     lines = {"": range(len(stream))}
     if kind == "two_mix":
         lines = {name: [i for i, d in enumerate(domains) if d == name] for name in dict.fromkeys(domains)}
-    for number, (name, places) in enumerate(lines.items()):
-        for label, stats, style in (("learning", learned, "-"), ("static", static, "--")):
-            alpha = rolling_alpha([stats[i] for i in places], window)
-            axis.plot([i + 1 for i in places], alpha, style, color=f"C{number}", label=f"{label} {name}".strip())
-    notes = {}
-    if kind == "sharp":
-        notes = {i: name for i, name in enumerate(domains) if i == 0 or name != domains[i - 1]}
-    elif kind == "two_mix":
-        notes = {i * len(stream) // 2: f"learns from {name}" for i, name in enumerate(DATASETS[kind])}
-    for start, note in notes.items():
-        axis.axvline(start + 0.5, color="0.6", linewidth=1)
-        axis.annotate(note, (start + 1, 1.01), xycoords=("data", "axes fraction"), fontsize=8)
-    axis.set_title(title, loc="left", pad=18)
-    axis.set(xlabel="request", ylabel=f"alpha, last {window} requests")
-    axis.legend(fontsize=8)
-    axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    with drawing(f"{name}_{kind}", figsize=(9, 4)) as (_, axes):
+        axis = axes[0, 0]
+        for number, (domain, places) in enumerate(lines.items()):
+            for label, stats, style in (("learning", learned, "-"), ("static", static, "--")):
+                alpha = rolling_alpha([stats[i] for i in places], window)
+                axis.plot([i + 1 for i in places], alpha, style, color=f"C{number}", label=f"{label} {domain}".strip())
+        notes = {}
+        if kind == "sharp":
+            notes = {i: name for i, name in enumerate(domains) if i == 0 or name != domains[i - 1]}
+        elif kind == "two_mix":
+            notes = {i * len(stream) // 2: f"learns from {name}" for i, name in enumerate(DATASETS[kind])}
+        for start, note in notes.items():
+            axis.axvline(start + 0.5, color="0.6", linewidth=1)
+            axis.annotate(note, (start + 1, 1.01), xycoords=("data", "axes fraction"), fontsize=8)
+        axis.set_title(f"{kind} stream", loc="left", pad=18)
+        axis.set(xlabel="request", ylabel=f"alpha, last {window} requests")
+        axis.legend(fontsize=8)
+        axis.grid(alpha=0.3)
 
 
 def earlier(name: str) -> dict[str, Any]:
-    """Streams of an earlier report; those run now take their places."""
-    path = RESULTS / f"{name}.json"
+    """The streams of an earlier report; those run now take their places."""
+    path = common.RESULTS / f"{name}.json"
     return dict(json.loads(path.read_text())["streams"]) if path.exists() else {}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "streams")
     parser.add_argument("--stream", nargs="+", choices=tuple(DATASETS), default=list(DATASETS))
     parser.add_argument("--requests", type=int, default=600, help="of each data set")
     parser.add_argument("--window", type=int, default=32, help="requests pooled in a point")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--paper-rule", action="store_true", help="the paper's update in place of ours")
-    parser.add_argument("--traces", type=Path, default=Path("traces"), help="where recorded traces are kept")
-    parser.add_argument("--name", default="streams", help="of the report and the plots")
     args = parser.parse_args()
     pair = load_pair()
     config = (OnlineConfig.paper if args.paper_rule else OnlineConfig)(gate=False, seed=args.seed)
@@ -197,9 +182,8 @@ def main() -> None:
     for kind in args.stream:
         traces = {name: recorded(name, args.seed, args.requests, args.traces, pair) for name in DATASETS[kind]}
         stream = make[kind](traces, random.Random(args.seed))
-        static = replay_each(pair[1], stream, K)
-        with tqdm(total=len(stream), desc=kind, leave=False) as bar:
-            learned = simulate(pair[1], stream, config, on_request=lambda i, s, bar=bar: bar.update()).stats
+        static = replay_each(pair.draft, stream, K)
+        learned = simulated(pair.draft, stream, config, bar=kind).stats
         found: dict[str, Any] = {
             "config": config.to_dict(), "requests": len(stream), "alpha": pooled(learned), "static": pooled(static),
             "parts": by_part(stream, learned, static, 2 if kind == "two_mix" else 4),
@@ -220,8 +204,7 @@ def main() -> None:
             )
         found["provenance"] = provenance(seed=args.seed, requests=args.requests)
         report["streams"][kind] = found
-        RESULTS.mkdir(parents=True, exist_ok=True)
-        plot(RESULTS / f"{args.name}_{kind}.png", kind, stream, learned, static, args.window, f"{kind} stream")
+        plot(args.name, kind, stream, learned, static, args.window)
     write_report(args.name, report, seed=args.seed, requests=args.requests)
 
 

@@ -32,10 +32,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 import torch
-from common import RESULTS, data_folder, last_share, write_report
+from common import (
+    K,
+    data_folder,
+    drawing,
+    equal_counts,
+    gain,
+    kept,
+    last_share,
+    make_parser,
+    served_live,
+    simulated,
+    write_report,
+)
+from common import rows as rows_of
 from tokenizers.processors import TemplateProcessing
 from tqdm import tqdm
 from transformers import (
@@ -47,26 +59,10 @@ from transformers import (
     set_seed,
 )
 
-from osd_hf import (
-    AcceptanceStats,
-    CorrectionStore,
-    DistillConfig,
-    OnlineAssistant,
-    OnlineConfig,
-    Trace,
-    distill,
-    record_traces,
-    replay,
-    simulate,
-)
+from osd_hf import AcceptanceStats, CorrectionStore, DistillConfig, OnlineConfig, Trace, distill, record_traces, replay
 from osd_hf.bench.display import rolling_alpha, rolling_window
-from osd_hf.metrics import alpha_gain_interval
 from osd_hf.replay import replay_each
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-K = 5
 STAGES = ("train", "record", "offline", "online", "live")
 PROMPTS = {"dialogsum": "summarize: {document}", "spider": "SQL: db: {db_id}\n{question}"}
 ANSWERS = {"dialogsum": "summary", "spider": "query"}
@@ -96,8 +92,7 @@ def make_tokenizer() -> Any:
 
 def read(name: str, tokenizer: Any) -> list[Row]:
     """Token ids of a data set's prompts and answers, in an order that never changes, as it parts the two uses."""
-    lines = (data_folder() / f"data/{name}.jsonl").read_text().rstrip("\n").split("\n")
-    rows = [json.loads(line) for line in lines]
+    rows = rows_of(name)
     random.Random(0).shuffle(rows)
     sides = (
         ([PROMPTS[name].format(**row) for row in rows], MAX_PROMPT_TOKENS),
@@ -173,7 +168,7 @@ def train(kind: str, rows: list[Row], tokenizer: Any, args: argparse.Namespace) 
 
 
 class Lab:
-    """The pair, of each data set the requests learned from and those held out, and what was found so far."""
+    """The pair, the requests of each data set that are learned from, those held out, and what was found so far."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.made = args, {}
@@ -200,12 +195,12 @@ class Lab:
         learned, held_out = self.split(name)
         requests, args = [row[0] for row in (*learned, *held_out)], self.args
         store = CorrectionStore(path := args.pair / f"traces/{self.label(name)}")
-        # Of about one length, as each batch is padded to its longest prompt.
+        # By length, as each batch is padded to its longest prompt.
         order = sorted(range(len(requests)), key=lambda i: len(requests[i]))
         if len(store) == 0:
             asked = [requests[i] for i in order]
             answers = record_traces(self.target, asked, max_new_tokens=args.max_new_tokens, domain=name)
-            # All or nothing: a killed recording leaves no half of a data set behind.
+            # All or nothing: a killed recording leaves no part of a data set.
             for trace in list(tqdm(answers, total=len(asked), desc=f"record {name}")):
                 store.append(trace)
             store.close()
@@ -217,12 +212,7 @@ class Lab:
         return f"{name}-{'-'.join(str(len(part)) for part in self.split(name))}-{self.args.max_new_tokens}"
 
     def kept(self, name: str, what: str, find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What was found before, or is now: a killed run goes on where it stopped."""
-        path = self.args.pair / f"found/{self.label(name)}-seed{self.args.seed}-{what}.json"
-        if not path.exists():
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(json.dumps(find()))
-        return dict(json.loads(path.read_text()))
+        return kept(self.args.pair / f"found/{self.label(name)}-seed{self.args.seed}-{what}.json", find)
 
 
 # --- stages ---------------------------------------------------------------------------------------------------------
@@ -268,11 +258,9 @@ def answers(lab: Lab, name: str) -> dict[str, Any]:
 
 
 def compared(before: AcceptanceStats, after: AcceptanceStats) -> dict[str, Any]:
-    low, high = alpha_gain_interval(before, after)
     return {
         "requests": before.num_requests, "static": before.alpha, "static_interval": list(before.alpha_interval),
-        "alpha": after.alpha, "interval": list(after.alpha_interval), "gain": after.alpha - before.alpha,
-        "gain_interval": [low, high],
+        "alpha": after.alpha, "interval": list(after.alpha_interval), **gain(before, after),
     }  # fmt: skip
 
 
@@ -309,7 +297,7 @@ def online(lab: Lab, name: str) -> dict[str, Any]:
     """One pass over the requests: alpha over the last fifth, and of what was learned on those held out."""
     learned, held_out = lab.traces(name)
     static, began = replay_each(lab.draft, learned, K), time.perf_counter()
-    report = simulated(lab, name, learned)
+    report = simulated(lab.draft, learned, OnlineConfig(seed=lab.args.seed), bar=f"online {name}")
     found = {
         "steps": sum(u.steps for u in report.updates), "seconds": time.perf_counter() - began,
         "last_fifth": compared(last_share(static), last_share(report.stats)),
@@ -324,30 +312,15 @@ def online(lab: Lab, name: str) -> dict[str, Any]:
     return found
 
 
-def simulated(lab: Lab, name: str, traces: list[Trace]) -> Any:
-    with tqdm(total=len(traces), desc=f"online {name}", leave=False) as bar:
-        return simulate(lab.draft, traces, OnlineConfig(seed=lab.args.seed), on_request=lambda i, stats: bar.update())
-
-
 def live(lab: Lab, name: str) -> dict[str, Any]:
     """Serve the first requests with the target; its tokens alone, and the counts of both simulations, beside it."""
-    recorded = lab.traces(name)[0][: lab.args.live]
-    identical, counts, store = 0, [], CorrectionStore()
-    config = OnlineConfig(seed=lab.args.seed)
-    with OnlineAssistant(lab.target, lab.draft, lab.tokenizer, config, store=store) as assistant:
-        for trace in tqdm(recorded, desc=f"live {name}", leave=False):
-            ids = torch.from_numpy(trace.prompt_ids.astype(np.int64))[None]
-            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-            settings = {"do_sample": False, "max_new_tokens": lab.args.max_new_tokens}
-            alone = lab.target.generate(**inputs, **settings)
-            identical += int(torch.equal(alone, assistant.generate(**inputs, **settings)))
-            counts.append((assistant.stats.examined, assistant.stats.accepted, assistant.stats.emitted))
-            assistant.reset_stats()
+    recorded, config = lab.traces(name)[0][: lab.args.live], OnlineConfig(seed=lab.args.seed)
+    pair, asked = (lab.target, lab.draft, lab.tokenizer), [trace.prompt_ids for trace in recorded]
+    identical, counts, captured = served_live(pair, asked, config, lab.args.max_new_tokens, bar=f"live {name}")
     found = {"requests": len(recorded), "token_identical": identical}
-    for label, traces in (("captured", list(store)), ("recorded", recorded)):
-        stats = simulated(lab, name, traces).stats
-        equal = [c == (s.examined, s.accepted, s.emitted) for c, s in zip(counts, stats, strict=True)]
-        found[f"equal_counts_by_replay_of_{label}"] = sum(equal)
+    for label, traces in (("captured", captured), ("recorded", recorded)):
+        stats = simulated(lab.draft, traces, config, bar=f"online {name}").stats
+        found[f"equal_counts_by_replay_of_{label}"] = equal_counts(counts, stats)
     print(f"{name:10s} live: {found}", flush=True)
     return found
 
@@ -361,26 +334,24 @@ def show(label: str, run: dict[str, Any]) -> None:
     )
 
 
-def plot(path: Path, online: dict[str, Any], offline: dict[str, Any]) -> None:
+def plot(name: str, online: dict[str, Any], offline: dict[str, Any]) -> None:
     """Rolling alpha over the requests of each data set; what offline distillation reaches, as a line."""
-    figure, panels = plt.subplots(1, len(online), figsize=(5 * len(online), 4), layout="constrained", squeeze=False)
-    for axis, (name, run) in zip(panels[0], online.items(), strict=True):
-        for (label, alpha), style in zip(run["rolling"].items(), ("-", "--"), strict=True):
-            axis.plot(range(1, len(alpha) + 1), alpha, style, label=label)
-        best = max(offline.get(name, []), key=lambda run: run["alpha"], default=None)
-        if best is not None:
-            note = f"offline, {best['epochs']:g} epochs, held out"
-            axis.axhline(best["alpha"], color="0.5", linestyle=":", label=note)
-        window = rolling_window(len(run["rolling"]["static"]))
-        axis.set(xlabel="request", ylabel=f"alpha, last {window} requests", title=name, ylim=(0, 1))
-        axis.legend(fontsize=8, loc="lower right")
-        axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    with drawing(name, 1, len(online), figsize=(5 * len(online), 4)) as (_, panels):
+        for axis, (dataset, run) in zip(panels[0], online.items(), strict=True):
+            for (label, alpha), style in zip(run["rolling"].items(), ("-", "--"), strict=True):
+                axis.plot(range(1, len(alpha) + 1), alpha, style, label=label)
+            best = max(offline.get(dataset, []), key=lambda run: run["alpha"], default=None)
+            if best is not None:
+                note = f"offline, {best['epochs']:g} epochs, held out"
+                axis.axhline(best["alpha"], color="0.5", linestyle=":", label=note)
+            window = rolling_window(len(run["rolling"]["static"]))
+            axis.set(xlabel="request", ylabel=f"alpha, last {window} requests", title=dataset, ylim=(0, 1))
+            axis.legend(fontsize=8, loc="lower right")
+            axis.grid(alpha=0.3)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "t5_pair", traces=False)
     parser.add_argument("--stage", nargs="+", choices=STAGES, help="all by default")
     parser.add_argument("--datasets", nargs="+", choices=tuple(PROMPTS), default=list(PROMPTS))
     parser.add_argument("--pair", type=Path, default=Path("runs/t5_pair"), help="folder of the pair, used if there")
@@ -393,8 +364,6 @@ def main() -> None:
     parser.add_argument("--epochs", type=float, nargs="+", default=[2.0, 10.0], help="offline")
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 3e-3], help="offline learning rates")
     parser.add_argument("--live", type=int, default=50, help="requests of a data set that are served live")
-    parser.add_argument("--seed", type=int, default=0, help="of training, distillation and replay")
-    parser.add_argument("--name", default="t5_pair", help="of the report and the plot")
     args = parser.parse_args()
     args.train_epochs = {"target": args.target_epochs, "draft": args.draft_epochs}
     lab = Lab(args)
@@ -412,8 +381,7 @@ def main() -> None:
     settings |= {"num_assistant_tokens": K, "online": OnlineConfig(seed=args.seed).to_dict()}
     mixed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     facts = {"seed": args.seed, "mixed_precision": mixed, "threads": torch.get_num_threads()}
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    plot(RESULTS / f"{args.name}.png", found["online"], found["offline"])
+    plot(args.name, found["online"], found["offline"])
     for run in found["online"].values():
         del run["rolling"]  # drawn
     write_report(args.name, {"pair": lab.made, "settings": settings, **found}, **facts)

@@ -18,27 +18,32 @@ seconds.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import time
-from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
-from common import RESULTS, last_share, load_pair, processor_timed, recorded, rotate, run_facts, write_report
-from tqdm import tqdm
+from common import (
+    DATASETS,
+    K,
+    drawing,
+    last_share,
+    load_pair,
+    make_parser,
+    pooled,
+    processor_timed,
+    recorded,
+    rotate,
+    run_facts,
+    simulated,
+    write_report,
+)
 
-from osd_hf import AcceptanceStats, OnlineConfig, Trace, simulate
+from osd_hf import AcceptanceStats, OnlineConfig, Trace
 from osd_hf.learning.updater import Updater
 from osd_hf.metrics import alpha_gain_interval
 from osd_hf.replay import replay_each
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-K = 5
-DATASETS = ("gsm8k", "spider", "finance_alpaca", "code_search_net_python")
 INTERVALS = (1, 2, 4, 8, 16, 32, 64, 128)
 KEYS = ("alpha", "static", "low", "high")
 
@@ -56,7 +61,7 @@ def draws(config: OnlineConfig) -> dict[str, float]:
 
 
 def publish_seconds(draft: Any, repeats: int = 20) -> float:
-    """Of casting the learned weights into the serving draft, median."""
+    """Median time of casting the learned weights into the serving draft."""
     updater, serving, seconds = Updater(draft, OnlineConfig()), copy.deepcopy(draft), []
     for _ in range(repeats):
         started = time.perf_counter()
@@ -67,10 +72,7 @@ def publish_seconds(draft: Any, repeats: int = 20) -> float:
 
 def run(draft: Any, stream: list[Trace], static: list[AcceptanceStats], config: OnlineConfig, name: str) -> Any:
     """One row of the report."""
-    with tqdm(total=len(stream), desc=name, leave=False) as bar:
-        report = simulate(
-            draft, stream, learner=processor_timed(draft, config), on_request=lambda i, stats: bar.update()
-        )
+    report = simulated(draft, stream, learner=processor_timed(draft, config), bar=name)
     stats, updates = report.stats, report.updates
     return {
         "interval": config.update_interval, **draws(config),
@@ -89,36 +91,33 @@ def gain(static: AcceptanceStats, learned: AcceptanceStats) -> dict[str, float]:
     }  # fmt: skip
 
 
-def plot(path: Path, rows: dict[str, list[dict[str, Any]]]) -> None:
+def plot(name: str, rows: dict[str, list[dict[str, Any]]]) -> None:
     """Gain over the static draft by interval, a panel for each traffic."""
-    figure, axes = plt.subplots(1, len(rows), figsize=(11, 4.2), sharey=True, layout="constrained")
-    for axis, (traffic, those) in zip(axes, rows.items(), strict=True):
-        intervals = [r["interval"] for r in those]
-        for number, part in enumerate(("whole_run", "last_fifth")):
-            alpha, static, low, high = (np.array([r[part][key] for r in those]) for key in KEYS)
-            label = part.replace("_", " ")
-            axis.fill_between(intervals, static + low, static + high, color=f"C{number}", alpha=0.15, linewidth=0)
-            axis.plot(intervals, alpha, "o-", color=f"C{number}", label=f"learning, {label}")
-            axis.plot(intervals, static, "--", color=f"C{number}", label=f"static, {label}")
-        axis.set(xscale="log", xlabel="requests between updates (one step a request)", ylabel="alpha", title=traffic)
-        axis.set_xticks(intervals, intervals)
-        axis.minorticks_off()
-        axis.tick_params(labelleft=True)
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    with drawing(name, 1, len(rows), figsize=(11, 4.2), sharey=True) as (_, axes):
+        for axis, (traffic, those) in zip(axes[0], rows.items(), strict=True):
+            intervals = [r["interval"] for r in those]
+            for number, part in enumerate(("whole_run", "last_fifth")):
+                alpha, static, low, high = (np.array([r[part][key] for r in those]) for key in KEYS)
+                label = part.replace("_", " ")
+                axis.fill_between(intervals, static + low, static + high, color=f"C{number}", alpha=0.15, linewidth=0)
+                axis.plot(intervals, alpha, "o-", color=f"C{number}", label=f"learning, {label}")
+                axis.plot(intervals, static, "--", color=f"C{number}", label=f"static, {label}")
+            axis.set(
+                xscale="log", xlabel="requests between updates (one step a request)", ylabel="alpha", title=traffic
+            )
+            axis.set_xticks(intervals, intervals)
+            axis.minorticks_off()
+            axis.tick_params(labelleft=True)
+            axis.grid(alpha=0.3)
+            axis.legend(fontsize=8)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "update_interval")
     parser.add_argument("--intervals", type=int, nargs="+", default=INTERVALS)
     parser.add_argument("--requests", type=int, default=256, help="of each run")
     parser.add_argument("--segment", type=int, default=50, help="requests between switches of changing traffic")
     parser.add_argument("--recorded", type=int, default=600, help="requests recorded of each data set")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--traces", type=Path, default=Path("traces"), help="where recorded traces are kept")
-    parser.add_argument("--name", default="update_interval", help="of the report and the plot")
     args = parser.parse_args()
     if args.requests > args.recorded:
         parser.error(f"--requests {args.requests} are more than the {args.recorded} recorded ones of a data set.")
@@ -128,14 +127,14 @@ def main() -> None:
         f"{DATASETS[0]} only": traces[DATASETS[0]][: args.requests],
         f"four data sets, switched every {args.segment}": rotate(traces, args.segment, args.requests),
     }
-    publish, rows = publish_seconds(pair[1]), {}
+    publish, rows = publish_seconds(pair.draft), {}
     for traffic, stream in streams.items():
-        static = replay_each(pair[1], stream, K)
-        print(f"{traffic}: {len(stream)} requests, static {sum(static, AcceptanceStats()).alpha:.3f}", flush=True)
+        static = replay_each(pair.draft, stream, K)
+        print(f"{traffic}: {len(stream)} requests, static {pooled(static):.3f}", flush=True)
         rows[traffic] = []
         for interval in args.intervals:
             config = OnlineConfig(update_interval=interval, steps_per_update=interval, gate=False, seed=args.seed)
-            row = run(pair[1], stream, static, config, f"every {interval}")
+            row = run(pair.draft, stream, static, config, f"every {interval}")
             rows[traffic].append(row)
             whole, end = row["whole_run"], row["last_fifth"]
             print(
@@ -145,11 +144,8 @@ def main() -> None:
                 f"{row['updates']} versions  longest update {row['longest_update_seconds']:.1f} s",
                 flush=True,
             )
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    plot(RESULTS / f"{args.name}.png", rows)
-    facts = {
-        "seed": args.seed, "requests": args.requests, "segment": args.segment, **run_facts(started),
-    }  # fmt: skip
+    plot(args.name, rows)
+    facts = {"seed": args.seed, "requests": args.requests, "segment": args.segment, **run_facts(started)}
     write_report(args.name, {"publish_seconds": publish, "rows": rows}, **facts)
 
 

@@ -7,12 +7,12 @@ the draft meanwhile, the new version is deployed, and vLLM's own counters on lat
     OSD_HF_DATA=... python recipes/vllm_loop.py --vllm .venv-vllm --requests 32 --later 8        # smoke
 
 Reported: time of each step; of the later prompts vLLM's counters with the static draft, the learnt one loaded into
-the running server, and the learnt one behind a restart, beside what replay says of the same answers; whether each
+the running server, and the learnt one after a restart, beside what replay says of the same answers; whether each
 completion is transformers' own greedy one in float32; bytes per token of the store.
 
 vLLM counts accepted over drafted tokens. Its first token comes with the prompt and is not drafted, so that its rounds
-begin one token later than transformers' ones, and it counts what is accepted behind the end of an answer. `examined`
-is made of its counts by position: a draft examines its first token, and each one behind an accepted one.
+begin one token later than transformers' ones, and it counts what is accepted after the end of an answer. `examined`
+is made of its counts by position: a draft examines its first token, and each one after an accepted one.
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ from typing import Any
 import httpx2
 import numpy as np
 import torch
-from common import MAX_NEW_TOKENS, TEMPLATES, data_folder, run_facts, write_report
+from common import MAX_NEW_TOKENS, TEMPLATES, K, data_folder, rows, run_facts, write_report
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from osd_hf import CorrectionStore, Trace, replay
 from osd_hf.engine.versions import LATEST, latest_version
 
-K = 5
 NUM_LOGPROBS = 64
 COUNTER = "vllm:spec_decode_num_"
 READY_SECONDS = 300
@@ -185,7 +184,7 @@ def as_vllm(trace: Trace) -> Trace:
 
 
 def ours(draft: Path, traces: Sequence[Trace]) -> dict[str, Any]:
-    """What replay says of a draft on the answers, in rounds as of transformers, and as of vLLM."""
+    """What replay says of a draft on the answers, in the rounds of transformers, and in those of vLLM."""
     model = AutoModelForCausalLM.from_pretrained(draft, dtype=torch.float32).eval()
     found = {}
     for name, those in (
@@ -245,8 +244,7 @@ def main() -> None:
         if place.exists() and any(place.iterdir()):
             raise SystemExit(f"{place} is not empty. Choose another --folder.")
     folder.mkdir(parents=True, exist_ok=True)
-    lines = (data_folder() / f"data/{args.dataset}.jsonl").read_text().rstrip("\n").split("\n")
-    texts = [TEMPLATES[args.dataset].format(**json.loads(line)) for line in lines]
+    texts = [TEMPLATES[args.dataset].format(**row) for row in rows(args.dataset)]
     # A prompt that is asked twice would have one place in the store.
     texts = random.Random(args.seed).sample(sorted(set(texts)), args.requests + args.later + WARM_UP)
     parts = {

@@ -68,8 +68,7 @@ def results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Where reports go; recipes can be imported."""
     monkeypatch.syspath_prepend(str(RECIPES))
     monkeypatch.chdir(tmp_path)
-    for module in ("common", "streams"):
-        monkeypatch.setattr(importlib.import_module(module), "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(importlib.import_module("common"), "RESULTS", tmp_path / "results")
     return tmp_path / "results"
 
 

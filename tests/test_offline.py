@@ -36,11 +36,10 @@ from osd_hf import (
     record_traces,
     replay,
 )
-from osd_hf.capture import guards
+from osd_hf import pair as pairs
 from osd_hf.distillation import data as offline_data
 from osd_hf.distillation import loss as offline_loss
-from osd_hf.distillation.data import HeldOut
-from osd_hf.distillation.loss import SAMPLE_SOURCES, Sampler, unanswered
+from osd_hf.distillation.data import SAMPLE_SOURCES, HeldOut, Sampler, unanswered
 from osd_hf.distillation.trainer import DistillConfig, distill, last_checkpoint
 from osd_hf.losses import DIVERGENCES
 from osd_hf.pair import prompt_room
@@ -803,11 +802,11 @@ def test_the_target_s_tokenizer_reads_and_must_be_the_draft_s(
 ) -> None:
     target, draft = pair
     found = {id(target): chat_tokenizer(), id(draft): chat_tokenizer()}
-    monkeypatch.setattr(guards, "find_tokenizer", lambda model: found.get(id(model)))
-    assert guards.common_tokenizer(None, target, draft) is found[id(target)]
-    assert guards.common_tokenizer(None, None, draft) is found[id(draft)]
+    monkeypatch.setattr(pairs, "find_tokenizer", lambda model: found.get(id(model)))
+    assert pairs.common_tokenizer(None, target, draft) is found[id(target)]
+    assert pairs.common_tokenizer(None, None, draft) is found[id(draft)]
     given = chat_tokenizer()
-    assert guards.common_tokenizer(given, target, draft) is given
+    assert pairs.common_tokenizer(given, target, draft) is given
     found[id(draft)].chat_template = None
     dataset = [{"messages": [{"role": "user", "content": "abc"}]}]
     distill(target=target, draft=draft, dataset=dataset, config=config(tmp_path, max_steps=1))

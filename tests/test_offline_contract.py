@@ -1,4 +1,4 @@
-"""What offline distillation assumes of trl's and transformers' trainers; a test here fails first when they move."""
+"""What offline distillation assumes of trl and of transformers' trainer; a test here fails first when they move."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ import inspect
 from dataclasses import fields
 from typing import Any
 
-import datasets
 import models
-import pytest
 import torch
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
-from trl import SFTConfig, SFTTrainer
-from trl.experimental.gkd import GKDConfig, GKDTrainer
-from trl.models.utils import unwrap_model_for_generation
+from transformers import Trainer, TrainingArguments
+from trl import SFTConfig
+from trl.experimental.gkd import GKDConfig
+from trl.models import (
+    enable_selective_activation_checkpointing,
+    get_act_offloading_ctx_manager,
+    prepare_deepspeed,
+    unwrap_model_for_generation,
+)
 
 from osd_hf.distillation import trainer as offline
+from osd_hf.distillation.data import bare_trace
 
 
 def parameters(function: Any) -> list[str]:
@@ -24,22 +28,21 @@ def parameters(function: Any) -> list[str]:
 
 
 def test_classes_stand_to_each_other_as_assumed() -> None:
-    # `training_step` of the class behind `GKDTrainer` is called past it.
-    assert GKDTrainer.__mro__[1] is SFTTrainer
-    assert issubclass(SFTTrainer, Trainer)
-    assert issubclass(Seq2SeqTrainer, Trainer)
+    assert offline.Distiller.__mro__[1] is Trainer
     assert issubclass(GKDConfig, SFTConfig)
     assert issubclass(SFTConfig, TrainingArguments)
-    assert issubclass(Seq2SeqTrainingArguments, TrainingArguments)
 
 
 def test_methods_that_are_overridden_or_called_take_what_is_assumed() -> None:
     assert parameters(Trainer.get_batch_samples) == ["self", "epoch_iterator", "num_batches", "device"]
     assert parameters(Trainer._get_num_items_in_batch) == ["self", "batch_samples", "device"]
-    for kind in (GKDTrainer, Seq2SeqTrainer):
-        assert parameters(kind.compute_loss) == ["self", "model", "inputs", "return_outputs", "num_items_in_batch"]
-        assert parameters(kind.evaluate)[:4] == ["self", "eval_dataset", "ignore_keys", "metric_key_prefix"]
+    assert parameters(Trainer.training_step) == ["self", "model", "inputs", "num_items_in_batch"]
+    assert parameters(Trainer.compute_loss) == ["self", "model", "inputs", "return_outputs", "num_items_in_batch"]
+    assert parameters(Trainer.evaluate) == ["self", "eval_dataset", "ignore_keys", "metric_key_prefix"]
     assert "gradient_checkpointing_kwargs" in parameters(unwrap_model_for_generation)
+    assert parameters(prepare_deepspeed) == ["model", "accelerator"]
+    assert parameters(get_act_offloading_ctx_manager)[0] == "model"
+    assert parameters(enable_selective_activation_checkpointing) == ["model"]
     assert Trainer.loss_is_scaled_for_ga is None
 
 
@@ -48,7 +51,8 @@ def test_settings_that_are_read_or_refused_exist() -> None:
     read = {
         "lmbda", "beta", "temperature", "max_new_tokens", "disable_dropout", "metric_for_best_model", "max_length",
         "gradient_checkpointing", "gradient_checkpointing_kwargs", "bf16", "average_tokens_across_devices",
-        "eval_on_start", "resume_from_checkpoint", "push_to_hub", "dataloader_pin_memory",
+        "eval_on_start", "resume_from_checkpoint", "push_to_hub", "dataloader_pin_memory", "remove_unused_columns",
+        "use_liger_kernel", "liger_kernel_config",
     }  # fmt: skip
     assert read | set(offline._WITHOUT_MEANING) <= names
     # And none of TRL's own that is neither read nor refused.
@@ -57,35 +61,23 @@ def test_settings_that_are_read_or_refused_exist() -> None:
     assert own <= read | set(offline._WITHOUT_MEANING) | elsewhere
 
 
-def trainer(folder: Any, teacher: Any, draft: Any, **settings: Any) -> Any:
+def trainer(folder: Any, target: Any, draft: Any) -> Any:
     config = offline.DistillConfig(
         output_dir=str(folder), max_steps=1, use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no"
     )
-    return GKDTrainer(
-        model=draft, teacher_model=teacher, args=config, data_collator=lambda rows: {"rows": rows},
-        train_dataset=datasets.Dataset.from_dict({"row": [0, 1]}), processing_class=models.tokenizer(), **settings,
-    )  # fmt: skip
+    data = offline.Data([bare_trace([5, 6], [7], models.VOCAB)] * 2, target, None)
+    return offline.Distiller(draft, data, config, models.tokenizer(), None, [])
 
 
-def test_gkd_takes_a_module_with_a_configuration_for_a_target(tmp_path: Any) -> None:
-    draft = models.build()
-    stand_in = offline.NoTarget(draft.config)
-    made = trainer(tmp_path, stand_in, draft)
-    assert made.teacher_model is stand_in
-    with pytest.raises(ValueError, match="vocab_size"):
-        trainer(tmp_path, offline.NoTarget(models.build(vocab_size=48).config), draft)
-
-
-def test_gkd_hands_batches_on_as_the_collator_made_them(tmp_path: Any) -> None:
-    draft = models.build()
-    made = trainer(tmp_path, models.build(), draft)
-    rows = [row["row"] for batch in made.get_train_dataloader() for row in batch["rows"]]
+def test_the_trainer_hands_batches_on_as_the_collator_made_them(tmp_path: Any) -> None:
+    made = trainer(tmp_path, models.build(), models.build())
+    rows = [row for batch in made.get_train_dataloader() for row in batch["rows"]]
     assert sorted(rows) == [0, 1]
 
 
 def test_the_trainer_counts_labels_of_both_kinds_alike(tmp_path: Any) -> None:
     made = trainer(tmp_path, models.build(), models.build())
-    made.model_accepts_loss_kwargs = True
+    assert made.model_accepts_loss_kwargs
     labels = torch.tensor([[-100, 5, 6, -100], [-100, 7, -100, -100]])
     for shifts in (True, False):
         made._loss_shifts_labels = shifts
@@ -93,7 +85,7 @@ def test_the_trainer_counts_labels_of_both_kinds_alike(tmp_path: Any) -> None:
         assert int(count) == 6
 
 
-def test_a_head_of_trl_s_leaves_the_plain_forward_as_it_was(tmp_path: Any) -> None:
+def test_the_trainer_leaves_the_plain_forward_as_it_was(tmp_path: Any) -> None:
     draft = models.build()
     plain = copy.deepcopy(draft)
     trainer(tmp_path, models.build(), draft)

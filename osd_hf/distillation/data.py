@@ -1,50 +1,62 @@
-"""What offline distillation learns from: rows of a data set, or recorded requests, each as a trace."""
+"""The requests of offline distillation, each a trace: read from rows or recordings, completed by samples, held out."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import datasets
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import LogitsProcessor
 
 from osd_hf.capture.hook import capture_traces
 from osd_hf.capture.recording import record_traces
 from osd_hf.capture.request import NO_WARPING, sampling_settings
-from osd_hf.distillation.loss import unanswered
 from osd_hf.errors import ConfigError, DataError, StateError, UnsupportedModelError, VocabularyMismatchError
 from osd_hf.metrics import AcceptanceStats
-from osd_hf.pair import check_draft, check_pair, prompt_room, unwrap
+from osd_hf.pair import check_draft, check_pair, eos_ids, prompt_room, unwrap
 from osd_hf.replay import replay
 from osd_hf.store.store import CorrectionStore
-from osd_hf.trace import Trace
+from osd_hf.trace import Trace, ids_dtype
 
-__all__ = ["Data", "HeldOut", "collate", "numbered", "read_data"]
+__all__ = ["SAMPLE_SOURCES", "Data", "HeldOut", "Sampler", "bare_trace", "read_data", "unanswered"]
+
+SAMPLE_SOURCES = ("teacher", "student", "mix_request", "mix_token")
+COLUMNS = "`prompt`, with or without `completion`, or `messages`"
+
+
+def bare_trace(
+    prompt_ids: Any, completion_ids: Any, vocab_size: int, decoder_prompt_ids: NDArray[np.int32] | None = None
+) -> Trace:
+    """A request without rows of the target."""
+    ids = np.asarray(completion_ids, dtype=np.int32)
+    return Trace(
+        prompt_ids=np.asarray(prompt_ids, dtype=np.int32), completion_ids=ids, rounds=(),
+        top_logits=np.zeros((len(ids), 0), np.float16), top_ids=np.zeros((len(ids), 0), ids_dtype(vocab_size)),
+        tail_logprob=np.zeros(len(ids), np.float32), vocab_size=vocab_size, decoder_prompt_ids=decoder_prompt_ids,
+    )  # fmt: skip
+
+
+def unanswered(trace: Trace, completion_ids: Any = ()) -> Trace:
+    """The trace's prompt with another completion, or none, and no rows."""
+    return bare_trace(trace.prompt_ids, completion_ids, trace.vocab_size, trace.decoder_prompt_ids)
+
+
+# --- training and held-out requests ---------------------------------------------------------------------------------
 
 
 @dataclass
 class HeldOut:
     """
-    Held-out requests. Recorded ones are replayed; of prompts the target's greedy answers are recorded once, when they
-    are first asked for, and replayed from then on; sampled answers are made anew by assisted decoding each time.
-
-    Args:
-        requests (`Sequence[Trace]`):
-            Recorded requests, or prompts: traces without a token.
-        target (`PreTrainedModel`, *optional*):
-            Needed for prompts.
-        num_assistant_tokens (`int`):
-            k, tokens drafted per round.
-        temperature (`float`):
-            Of answers to prompts; 0 is greedy.
-        max_new_tokens (`int`):
-            Bound of an answer to a prompt.
-        seed (`int`):
-            Of sampled answers, the same at each measurement.
+    Held-out requests: recorded ones, or prompts, which are traces without a token and need the target. Recorded
+    requests are replayed. For prompts, the target's greedy answers are recorded at the first measurement and replayed
+    from then on; with a temperature, answers are sampled by assisted decoding at each measurement, from the same seed.
     """
 
     requests: Sequence[Trace]
@@ -67,49 +79,35 @@ class HeldOut:
 
     def _sampled(self, draft: Any, prompts: Sequence[Trace]) -> AcceptanceStats:
         traces: list[Trace] = []
-        was_training = draft.training
         devices = [self.target.device] if self.target.device.type == "cuda" else []
+        inner = unwrap(draft)
+        was_training, before = draft.training, inner.generation_config
         draft.eval()
+        inner.generation_config = copy.deepcopy(before)  # from which `generate` reads k
+        inner.generation_config.update(
+            num_assistant_tokens=self.num_assistant_tokens,
+            num_assistant_tokens_schedule="constant",
+            assistant_confidence_threshold=0.0,
+        )
+        settings = {**NO_WARPING, "temperature": self.temperature, "max_new_tokens": self.max_new_tokens}
         try:
-            with (
-                torch.random.fork_rng(devices),
-                _drafting(draft, self.num_assistant_tokens),
-                capture_traces(self.target, traces.append, num_logprobs=1),
-            ):
+            with torch.random.fork_rng(devices), capture_traces(self.target, traces.append, num_logprobs=1):
                 torch.manual_seed(self.seed)
                 for prompt in prompts:
                     ids = torch.from_numpy(prompt.prompt_ids)[None].long().to(self.target.device)
+                    mask = torch.ones_like(ids)
                     self.target.generate(
-                        input_ids=ids, attention_mask=torch.ones_like(ids), assistant_model=draft,
-                        max_new_tokens=self.max_new_tokens, do_sample=True, pad_token_id=0,
-                        **{**NO_WARPING, "temperature": self.temperature},
-                    )  # fmt: skip
+                        ids, attention_mask=mask, assistant_model=draft, do_sample=True, pad_token_id=0, **settings
+                    )
         finally:
+            inner.generation_config = before
             draft.train(was_training)
         return sum(map(AcceptanceStats.from_trace, traces), AcceptanceStats())
 
 
-@contextmanager
-def _drafting(draft: Any, k: int) -> Iterator[None]:
-    """k drafted tokens in every round; `generate` reads that from the draft's own configuration."""
-    inner = unwrap(draft)
-    before = inner.generation_config
-    inner.generation_config = copy.deepcopy(before)
-    inner.generation_config.update(
-        num_assistant_tokens=k, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
-    )
-    try:
-        yield
-    finally:
-        inner.generation_config = before
-
-
-COLUMNS = "`prompt`, with or without `completion`, or `messages`"
-
-
 @dataclass(frozen=True)
 class Data:
-    """The training requests, the target where it is asked for rows, and the held-out requests."""
+    """The training requests, the target if its rows are to be computed, and the held-out requests."""
 
     requests: list[Trace]
     target: Any
@@ -118,17 +116,16 @@ class Data:
 
 def read_data(target: Any, draft: Any, dataset: Any, eval_dataset: Any, tokenizer: Any, config: Any) -> Data:
     """
-    Read the training and the held-out requests, as `distill` takes them, and say whether the target is needed.
+    Read the training and the held-out requests as `distill` takes them, and decide whether the target is needed.
 
     Raises:
-        ConfigError, DataError, StateError, UnsupportedModelError, VocabularyMismatchError: as of `distill`.
+        ConfigError, DataError, StateError, UnsupportedModelError, VocabularyMismatchError: see `distill`.
     """
     if target is not None:
         check_pair(unwrap(target), unwrap(draft))
     else:
         check_draft(draft)
-    text_config = draft.config.get_text_config()
-    vocab_size = int(text_config.vocab_size)
+    vocab_size = int(draft.config.get_text_config().vocab_size)
     is_encoder_decoder = draft.config.is_encoder_decoder
     start = unwrap(draft).generation_config.decoder_start_token_id if is_encoder_decoder else None
     if is_encoder_decoder and start is None:
@@ -136,10 +133,9 @@ def read_data(target: Any, draft: Any, dataset: Any, eval_dataset: Any, tokenize
             f"The draft ({type(unwrap(draft)).__name__}) is an encoder-decoder without a `decoder_start_token_id`. "
             "Set it on `draft.generation_config`, to that of the target."
         )
-    positions = prompt_room(draft.config if target is None else target.config, draft.config, 0)
-    # What can be gone through only once is looked at before it is read.
+    # An iterator can be read only once, and its first element tells what it holds.
     dataset, eval_dataset = (list(d) if isinstance(d, Iterator) else d for d in (dataset, eval_dataset))
-    stored = _is_recorded(dataset) and config.sample_source == "teacher"
+    is_stored = _is_recorded(dataset) and config.sample_source == "teacher"
 
     def read(data: Any, *, needs_rows: bool, prompts_only: bool) -> list[Trace]:
         if _is_recorded(data):
@@ -147,44 +143,34 @@ def read_data(target: Any, draft: Any, dataset: Any, eval_dataset: Any, tokenize
         return _read_rows(data, tokenizer, vocab_size=vocab_size, decoder_start=start, prompts_only=prompts_only)
 
     prompts_only = config.sample_source in ("student", "mix_token")
-    requests = read(dataset, needs_rows=stored, prompts_only=prompts_only)
-    if not stored:
+    requests = read(dataset, needs_rows=is_stored, prompts_only=prompts_only)
+    if not is_stored:
         if target is None:
             raise ConfigError("`target` must be given: only recorded requests bring its distributions along.")
         if _is_recorded(dataset):
             requests = [unanswered(t, () if prompts_only else t.completion_ids) for t in requests]
         if config.sample_source != "student" and not all(len(t) for t in requests):
             _check_answers(target)
+    positions = prompt_room(draft.config if target is None else target.config, draft.config, 0)
     sampled = config.max_new_tokens if config.sample_source == "mix_request" else 0
     _check_lengths(requests, positions, config.max_new_tokens, at_least=sampled)
+    rows_of = None if is_stored else target
     if eval_dataset is None:
         if config.eval_strategy != "no":
             raise ConfigError(f"`eval_strategy` is {config.eval_strategy.value!r}: pass `eval_dataset=`.")
-        return Data(requests, None if stored else target, None)
+        return Data(requests, rows_of, None)
     held_out = read(eval_dataset, needs_rows=False, prompts_only=True)
     _check_lengths(held_out, positions, config.max_new_tokens)
-    if target is None and not _is_recorded(eval_dataset):
-        raise ConfigError("Held-out prompts need a `target` to answer them. Pass it, or recorded requests.")
     if not _is_recorded(eval_dataset):
+        if target is None:
+            raise ConfigError("Held-out prompts need a `target` to answer them. Pass it, or recorded requests.")
         _check_answers(target)
-    judge = HeldOut(
-        held_out, target, config.num_assistant_tokens, config.eval_temperature, config.max_new_tokens, config.seed
-    )
-    return Data(requests, None if stored else target, judge)
-
-
-def numbered(number: int) -> datasets.Dataset:
-    """What a trainer takes for its data set: the requests' numbers."""
-    return datasets.Dataset.from_dict({"row": list(range(number))})
-
-
-def collate(examples: Sequence[dict[str, int]]) -> dict[str, list[int]]:
-    """A batch of them."""
-    return {"rows": [example["row"] for example in examples]}
+    settings = (config.num_assistant_tokens, config.eval_temperature, config.max_new_tokens, config.seed)
+    return Data(requests, rows_of, HeldOut(held_out, target, *settings))
 
 
 def _is_recorded(dataset: Any) -> bool:
-    """Whether it holds recorded requests, and not rows with columns."""
+    """Whether a data set holds recorded requests, and not rows with columns."""
     if isinstance(dataset, CorrectionStore):
         return True
     return isinstance(dataset, list | tuple) and len(dataset) > 0 and isinstance(dataset[0], Trace)
@@ -201,18 +187,26 @@ def _check_answers(target: Any) -> None:
         )
 
 
+def _check_lengths(traces: Iterable[Trace], positions: int | None, max_new_tokens: int, *, at_least: int = 0) -> None:
+    """Raises DataError for a prompt that leaves no room for its completion. The positions of an encoder-decoder hold
+    prompt and completion each, those of a decoder both together."""
+    if positions is None:
+        return
+    for number, trace in enumerate(traces):
+        prompt, answer = len(trace.prompt_ids), max(len(trace) or max_new_tokens, at_least)
+        needed = max(prompt, answer) if trace.is_encoder_decoder else prompt + answer
+        if needed > positions:
+            raise DataError(
+                f"Row {number} is too long: a prompt of {prompt} tokens and a completion of {answer} do not fit into "
+                f"the models' {positions} positions. Shorten it, leave it out, or lower `max_new_tokens`."
+            )
+
+
 def _read_traces(
     dataset: Iterable[Trace], vocab_size: int, *, needs_rows: bool, is_encoder_decoder: bool
 ) -> list[Trace]:
-    """
-    Recorded requests, those without any token left out.
-
-    Raises:
-        DataError: nothing is left; a request of the other kind of model; `needs_rows`, and a request has been recorded
-            without the target's rows.
-        StateError: the requests keep rows of several widths.
-        VocabularyMismatchError: they were recorded with another vocabulary than the draft's.
-    """
+    """Recorded requests, without those that have no token. Refuses those of another kind of model or vocabulary and,
+    with `needs_rows`, those without rows of the target or with rows of several widths."""
     traces = [trace for trace in dataset if len(trace)]
     if not traces:
         raise DataError("The recordings hold no request with a token to learn from.")
@@ -227,54 +221,35 @@ def _read_traces(
             f"The recordings have a vocabulary of {', '.join(map(str, sorted(foreign)))} tokens, the draft "
             f"{vocab_size}. Use a draft of the target's vocabulary (see `align_vocab`)."
         )
-    if needs_rows:
-        bare = sum(t.num_kept == 0 for t in traces)
-        if bare:
-            raise DataError(
-                f"{bare} of {len(traces)} requests were recorded without the target's rows. Record them with "
-                "`num_logprobs`, or distill from prompts with a target."
-            )
-        widths = sorted({t.top_ids.shape[1] for t in traces})
-        if len(widths) > 1:
-            raise StateError(
-                f"The recordings keep {' and '.join(str(w or 'all') for w in widths)} entries per position; one run "
-                "takes one width. Distill from each part by itself."
-            )
+    if not needs_rows:
+        return traces
+    if bare := sum(t.num_kept == 0 for t in traces):
+        raise DataError(
+            f"{bare} of {len(traces)} requests were recorded without the target's rows. Record them with "
+            "`num_logprobs`, or distill from prompts with a target."
+        )
+    widths = sorted({t.top_ids.shape[1] for t in traces})
+    if len(widths) > 1:
+        raise StateError(
+            f"The recordings keep {' and '.join(str(w or 'all') for w in widths)} entries per position; one run "
+            "takes one width. Distill from each part by itself."
+        )
     return traces
 
 
+# --- rows -----------------------------------------------------------------------------------------------------------
+
+
 def _read_rows(
-    dataset: Iterable[Mapping[str, Any]],
-    tokenizer: Any,
-    *,
-    vocab_size: int,
-    decoder_start: int | None,
-    prompts_only: bool = False,
+    dataset: Iterable[Any], tokenizer: Any, *, vocab_size: int, decoder_start: int | None, prompts_only: bool = False
 ) -> list[Trace]:
     """
     Rows in the columns that TRL names: `prompt` and perhaps `completion`, each text, token ids or messages, or
-    `messages` alone, whose last turn is the completion if it is the assistant's.
-
-    Args:
-        dataset (`datasets.Dataset` or `Iterable[Mapping]`):
-            The rows.
-        tokenizer (`PreTrainedTokenizerBase`):
-            For text and messages. Text is taken as it is, and a completion ends with EOS; messages go through the
-            chat template.
-        vocab_size (`int`):
-            Of target and draft.
-        decoder_start (`int`, *optional*):
-            What the decoder of an encoder-decoder begins with.
-        prompts_only (`bool`, *optional*, defaults to `False`):
-            Leave completions out.
-
-    Returns:
-        `list[Trace]`: without rows, and without tokens where there is no completion.
-
-    Raises:
-        DataError: no rows, a missing column, an empty prompt or completion, an id outside of the vocabulary.
+    `messages` alone, whose last turn is the completion if it is the assistant's. Text is taken as it is, and a
+    completion ends with EOS; messages go through the chat template. The decoder of an encoder-decoder begins with
+    `decoder_start`.
     """
-    nothing = np.zeros((0, 0), np.float16)
+    start = None if decoder_start is None else np.asarray([decoder_start], np.int32)
     traces = []
     for number, row in enumerate(dataset):
         if not isinstance(row, Mapping) or not ("prompt" in row or "messages" in row):
@@ -288,55 +263,50 @@ def _read_rows(
         ids = [*prompt, *(completion or ())]
         if min(ids) < 0 or max(ids) >= vocab_size:
             raise DataError(f"Row {number} has token ids outside of the vocabulary of {vocab_size} tokens.")
-        trace = Trace(
-            prompt_ids=np.asarray(prompt, np.int32), completion_ids=np.zeros(0, np.int32), rounds=(),
-            top_logits=nothing, top_ids=nothing, tail_logprob=np.zeros(0, np.float32), vocab_size=vocab_size,
-            decoder_prompt_ids=None if decoder_start is None else np.asarray([decoder_start], np.int32),
-        )  # fmt: skip
-        traces.append(unanswered(trace, () if prompts_only else completion or ()))
+        traces.append(bare_trace(prompt, () if prompts_only else completion or (), vocab_size, start))
     if not traces:
         raise DataError("The data set has no rows.")
     return traces
 
 
-def _check_lengths(traces: Iterable[Trace], positions: int | None, max_new_tokens: int, *, at_least: int = 0) -> None:
-    """Refuse prompts that leave no room for their completion in the models' positions, of which an encoder-decoder has
-    as many for either; raises DataError."""
-    if positions is None:
-        return
-    for number, trace in enumerate(traces):
-        prompt, answer = len(trace.prompt_ids), max(len(trace) or max_new_tokens, at_least)
-        needed = max(prompt, answer) if trace.is_encoder_decoder else prompt + answer
-        if needed > positions:
-            raise DataError(
-                f"Row {number} is too long: a prompt of {prompt} tokens and a completion of {answer} do not fit into "
-                f"the models' {positions} positions. Shorten it, leave it out, or lower `max_new_tokens`."
-            )
-
-
 def _encoded(
     row: Mapping[str, Any], tokenizer: Any, number: int, *, is_encoder_decoder: bool
 ) -> tuple[list[int], list[int] | None]:
-    prompt, completion = row.get("prompt"), row.get("completion")
-    if prompt is None:
-        messages = row.get("messages") or []
-        if not isinstance(messages, list) or not all(isinstance(turn, Mapping) for turn in messages):
-            raise DataError(_kinds(number, messages, None))
-        has_answer = bool(messages) and messages[-1].get("role") == "assistant"
-        prompt, completion = (messages[:-1], messages[-1:]) if has_answer else (messages, None)
-    if not isinstance(prompt, str) and not (isinstance(prompt, list) and completion.__class__ in (type(None), list)):
-        raise DataError(_kinds(number, prompt, completion))
-    if isinstance(prompt, str):
-        if not isinstance(completion, str | None):
-            raise DataError(_kinds(number, prompt, completion))
-        _needs(tokenizer, "text")
-        ids = list(tokenizer(prompt)["input_ids"])
-        return ids, None if completion is None else _ended(tokenizer, completion, is_encoder_decoder)
-    if all(isinstance(part, int) for part in prompt) and all(isinstance(part, int) for part in completion or ()):
+    """Token ids of a row's prompt and completion; the latter is `None` where the row has none."""
+    prompt: Any = row.get("prompt")
+    completion: Any = row.get("completion")
+    of_messages = prompt is None
+    if of_messages:
+        prompt, completion = row.get("messages") or [], None
+        if not prompt:
+            return [], None
+        if _are(Mapping, prompt) and prompt[-1].get("role") == "assistant":
+            prompt, completion = prompt[:-1], prompt[-1:]
+    parts = [prompt] if completion is None else [prompt, completion]
+    if _are(int, *parts) and not of_messages:
         return prompt, completion
-    if not all(isinstance(part, Mapping) for part in [*prompt, *(completion or ())]):
-        raise DataError(_kinds(number, prompt, completion))
-    _needs(tokenizer, "messages")
+    is_text = all(isinstance(part, str) for part in parts) and not of_messages
+    if not is_text and not _are(Mapping, *parts):
+        raise DataError(
+            f"Row {number}: prompt and completion must both be text, token ids or messages, got {_kind(prompt)} and "
+            f"{_kind(completion)}."
+        )
+    if tokenizer is None:
+        kind = "text" if is_text else "messages"
+        raise DataError(f"The data set holds {kind}, and no tokenizer was found with the models. Pass `tokenizer=`.")
+    if not is_text:
+        return _encoded_messages(prompt, completion, tokenizer, number)
+    answer: list[int] | None = None if completion is None else []
+    if completion:
+        answer = list(tokenizer(completion, add_special_tokens=is_encoder_decoder)["input_ids"])
+        if tokenizer.eos_token_id not in (None, *answer[-1:]):
+            answer.append(tokenizer.eos_token_id)
+    return list(tokenizer(prompt)["input_ids"]), answer
+
+
+def _encoded_messages(
+    prompt: list[Any], completion: list[Any] | None, tokenizer: Any, number: int
+) -> tuple[list[int], list[int] | None]:
     if not getattr(tokenizer, "chat_template", None):
         raise DataError(f"Row {number} holds messages, but the tokenizer has no chat template. Give text instead.")
     head = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False) if prompt else ""
@@ -349,29 +319,138 @@ def _encoded(
             f"Row {number}: the chat template renders the prompt otherwise when an answer follows. Give text instead."
         )
     answer = list(tokenizer(whole[len(head) :], add_special_tokens=False)["input_ids"])
-    # What templates write behind the end of a turn, no target ever says.
+    # Some templates write more after the end of a turn, which no target ever says.
     return ids, answer[: answer.index(tokenizer.eos_token_id) + 1] if tokenizer.eos_token_id in answer else answer
 
 
-def _ended(tokenizer: Any, text: str, is_encoder_decoder: bool) -> list[int]:
-    if not text:
-        return []
-    ids = list(tokenizer(text, add_special_tokens=is_encoder_decoder)["input_ids"])
-    eos = tokenizer.eos_token_id
-    return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
-
-
-def _needs(tokenizer: Any, kind: str) -> None:
-    if tokenizer is None:
-        raise DataError(f"The data set holds {kind}, and no tokenizer was found with the models. Pass `tokenizer=`.")
-
-
-def _kinds(number: int, prompt: Any, completion: Any) -> str:
-    return (
-        f"Row {number}: prompt and completion must both be text, token ids or messages, got {_kind(prompt)} and "
-        f"{_kind(completion)}."
-    )
+def _are(kind: type, *parts: Any) -> bool:
+    return all(isinstance(part, list) and all(isinstance(item, kind) for item in part) for part in parts)
 
 
 def _kind(value: Any) -> str:
     return f"list of {type(value[0]).__name__}" if isinstance(value, list) and value else type(value).__name__
+
+
+# --- samples --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """
+    Completes requests. What is drawn for a request depends only on the seed, the step and its row of the data set. So
+    it does not matter how a batch is cut into micro-batches or over processes, or when a run was resumed. In the mixes
+    `student_share` is the probability that a request, or a token, is the draft's; a temperature of 0 takes the
+    likeliest token.
+    """
+
+    source: str
+    student_share: float
+    temperature: float
+    max_new_tokens: int
+    seed: int
+
+    @torch.no_grad()
+    def complete(
+        self, requests: Sequence[Trace], rows: Sequence[int], step: int, *, target: Any, draft: Any
+    ) -> list[Trace]:
+        """
+        The requests with completions to learn on; a completion that a request has counts as the target's. `rows` are
+        the requests' rows in the data set, `step` counts optimizer steps so far. The draft, the model that learns, is
+        in evaluation mode; it may be `None` for the source `"teacher"`.
+        """
+        draws = [np.random.default_rng((self.seed, step, row)) for row in rows]
+        students = {"teacher": 0.0, "student": 1.0, "mix_request": self.student_share}.get(self.source)
+        picks = np.stack([rng.random(self.max_new_tokens, dtype=np.float32) for rng in draws])
+        coins = np.stack([rng.random(self.max_new_tokens) < self.student_share for rng in draws])
+        if students is None:
+            return self._answered(target, requests, picks, target=target, mixed=(draft, coins))
+        is_student = np.array([rng.random() < students for rng in draws])
+        completed = list(requests)
+        missing = np.array([len(r) == 0 for r in requests])
+        for model, chosen in ((draft, is_student), (target, ~is_student & missing)):
+            indices = np.flatnonzero(chosen).tolist()
+            if indices:
+                part = self._answered(model, [requests[i] for i in indices], picks[indices], target=target)
+                for i, answered in zip(indices, part, strict=True):
+                    completed[i] = answered
+        return completed
+
+    def _answered(
+        self,
+        model: Any,
+        requests: Sequence[Trace],
+        picks: NDArray[np.float32],
+        *,
+        target: Any,
+        mixed: tuple[Any, NDArray[np.bool_]] | None = None,
+    ) -> list[Trace]:
+        is_encoder_decoder = requests[0].is_encoder_decoder
+        prompts = [torch.from_numpy(r.prompt_ids.astype(np.int64)) for r in requests]
+        side = "right" if is_encoder_decoder else "left"
+        ids, mask = (
+            pad_sequence(tensors, batch_first=True, padding_side=side).to(model.device)
+            for tensors in (prompts, [torch.ones_like(p) for p in prompts])
+        )
+        start = 1 if is_encoder_decoder else ids.shape[1]
+        processors: list[Any] = []
+        if mixed is not None:
+            draft, coins = mixed
+            processors.append(_DraftsTurn(draft, ids, mask, torch.from_numpy(coins).to(model.device), start))
+        if self.temperature > 0:
+            processors.append(_Draw(torch.from_numpy(picks).to(model.device), self.temperature, start))
+        sequences = model.generate(
+            input_ids=ids, attention_mask=mask, do_sample=False, num_beams=1, use_cache=True,
+            eos_token_id=target.generation_config.eos_token_id, pad_token_id=0, max_new_tokens=self.max_new_tokens,
+            logits_processor=processors,
+        )  # fmt: skip
+        ends = eos_ids(target.generation_config)
+        answered = []
+        for request, answer in zip(requests, sequences[:, start:].cpu().numpy(), strict=True):
+            found = np.flatnonzero(np.isin(answer, ends))
+            answered.append(unanswered(request, answer[: found[0] + 1] if len(found) else answer))
+        return answered
+
+
+class _Draw(LogitsProcessor):
+    """Draws each row's token by its own number from (0, 1), and leaves only that one: `generate` draws for a whole
+    batch, so that a request would depend on its neighbors."""
+
+    def __init__(self, picks: Tensor, temperature: float, start: int) -> None:
+        self.picks, self.temperature, self.start = picks, temperature, start
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        reached = (scores.float() / self.temperature).softmax(-1).cumsum(-1)
+        pick = self.picks[:, input_ids.shape[1] - self.start, None] * reached[:, -1:] * (1 - 1e-6)
+        chosen = torch.searchsorted(reached, pick, right=True).clamp(max=scores.shape[-1] - 1)
+        return torch.full_like(scores, -torch.inf).scatter_(-1, chosen, 0.0)
+
+
+class _DraftsTurn(LogitsProcessor):
+    """Puts the draft's logits in the place of the target's where the coin of a token says so."""
+
+    def __init__(self, draft: Any, ids: Tensor, mask: Tensor, coins: Tensor, start: int) -> None:
+        self.draft, self.mask, self.coins, self.start = draft, mask, coins, start
+        self.seen, self.cache = 0, None
+        self.accepted = inspect.signature(unwrap(draft).forward).parameters
+        self.source: dict[str, Any] = {}
+        if draft.config.is_encoder_decoder:
+            encoded = unwrap(draft).get_encoder()(input_ids=ids, attention_mask=mask)
+            self.source = {"encoder_outputs": encoded, "attention_mask": mask}
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        new = input_ids[:, self.seen :]
+        inputs: dict[str, Any] = {**self.source, "past_key_values": self.cache, "use_cache": True}
+        if self.source:
+            inputs["decoder_input_ids"] = new
+        else:
+            emitted = self.mask.new_ones(len(new), input_ids.shape[1] - self.start)
+            mask = torch.cat([self.mask, emitted], 1)
+            inputs |= {"input_ids": new, "attention_mask": mask}
+            if "position_ids" in self.accepted:
+                inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, self.seen :]
+        if "logits_to_keep" in self.accepted:
+            inputs["logits_to_keep"] = 1
+        output = self.draft(**inputs)
+        self.seen, self.cache = input_ids.shape[1], output.past_key_values
+        drafts = self.coins[:, input_ids.shape[1] - self.start, None]
+        return torch.where(drafts, output.logits[:, -1].to(scores), scores)

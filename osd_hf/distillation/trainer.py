@@ -1,4 +1,4 @@
-"""Offline distillation: `distill`, on TRL's trainer for decoder-only pairs, on transformers' for encoder-decoders."""
+"""Offline distillation: `distill`, its training arguments, and the trainer that both kinds of pairs share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
@@ -17,202 +17,76 @@ from typing import Any
 import numpy as np
 import torch
 from huggingface_hub import HfApi
-from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Seq2SeqTrainingArguments, set_seed
+from transformers import EarlyStoppingCallback, Trainer, TrainingArguments, set_seed
 
-from osd_hf.distillation.data import Data, collate, numbered, read_data
-from osd_hf.distillation.loss import SAMPLE_SOURCES, Sampler, check_head, divergence_sum, stored_rows, target_rows
+from osd_hf.distillation.data import SAMPLE_SOURCES, Data, Sampler, read_data
+from osd_hf.distillation.loss import check_head, divergence_sum, stored_rows, target_rows
 from osd_hf.errors import ConfigError, StateError, UnsupportedModelError
 from osd_hf.hub.push import TokenStaysHere, refuse_public
 from osd_hf.learning.updater import trainable_parameters
 from osd_hf.learning.weights import learning_context
 from osd_hf.losses import DIVERGENCES, generalized_jsd
-from osd_hf.pair import common_tokenizer, is_peft, merged, uncompiled, unwrap
+from osd_hf.pair import common_tokenizer, is_peft, merged, uncompiled
 from osd_hf.trace import Trace
-
-__all__ = [
-    "DistillConfig",
-    "DistillResult",
-    "NoTarget",
-    "as_it_was",
-    "check_adapters",
-    "check_types",
-    "distill",
-    "last_checkpoint",
-    "learner_of",
-    "let_run",
-    "trained_draft",
-    "without_dropout",
-]
-
-
-def check_adapters(draft: Any, peft_config: Any) -> None:
-    """Refuse adapters that could not be merged at the end; raises ConfigError or UnsupportedModelError."""
-    if peft_config is not None:
-        from peft import PEFT_TYPE_TO_TUNER_MAPPING
-
-        if is_peft(draft):
-            raise ConfigError(
-                "The draft is a `PeftModel`, and `peft_config` was given as well. Leave `peft_config` out, or merge "
-                "the draft's adapter first (`draft.merge_and_unload()`)."
-            )
-        if not hasattr(PEFT_TYPE_TO_TUNER_MAPPING.get(peft_config.peft_type), "merge_and_unload"):
-            raise ConfigError(
-                f"`peft_config` is a {type(peft_config).__name__}, which cannot be merged into the draft's weights. "
-                "Use one that can, such as `LoraConfig`."
-            )
-    elif is_peft(draft) and not hasattr(draft.base_model, "merge_and_unload"):
-        raise UnsupportedModelError(
-            f"The draft's adapter ({type(draft.active_peft_config).__name__}) cannot be merged into its weights. Use "
-            "one that can, such as LoRA."
-        )
-
-
-def learner_of(draft: Any, peft_config: Any) -> Any:
-    """A copy of the draft to train, in fp32 unless `peft_config` adds adapters that are; in evaluation mode, from
-    which the trainer takes it. Raises UnsupportedModelError where nothing could learn."""
-    learner = copy.deepcopy(draft).eval()
-    if peft_config is None:
-        learner = learner.float()
-        trainable_parameters(learner)
-    return learner
-
-
-def trained_draft(trainer: Any, draft: Any) -> Any:
-    """A copy of the draft with what was learned; trainers leave much on the model that they train."""
-    learner = trainer.accelerator.unwrap_model(trainer.model)
-    if is_peft(learner):
-        for model in (learner, unwrap(learner)):
-            vars(model).pop("forward", None)
-        learned = merged(learner).state_dict()
-    else:
-        learned = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    trained = merged(draft) if is_peft(draft) else copy.deepcopy(draft)
-    if learned:  # shards are gathered in the main process only
-        trained.load_state_dict(learned)
-    return trained.eval()
-
-
-class NoTarget(torch.nn.Module):
-    """Stands where GKD wants a target, of which it looks at the vocabulary."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.config = config
-
-
-def let_run(model: Any) -> None:
-    """Let `model(run=f)` give `f()`: what wraps a model for several processes sees only what its forward does."""
-    inner = model.forward
-
-    @functools.wraps(inner)  # `generate` reads the signature
-    def forward(*args: Any, run: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        return inner(*args, **kwargs) if run is None else run()
-
-    model.forward = forward
-
-
-def without_dropout(model: Any) -> None:
-    """Also where a model keeps the probability as a number and not as a module, which trl passes over."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        for name, value in list(vars(module).items()):
-            if "drop" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
-
-
-@contextmanager
-def as_it_was(target: Any) -> Iterator[None]:
-    """What preparing a target for several processes and precisions sets on the model itself is taken back."""
-    if target is None:
-        yield
-        return
-    was_training, before = target.training, dict(vars(target))
-    target.eval()
-    try:
-        yield
-    finally:
-        for name in ("forward", "_original_forward", "_is_accelerate_prepared"):
-            vars(target).pop(name, None)
-            if name in before:
-                vars(target)[name] = before[name]
-        target.train(was_training)
-
-
-def check_types(config: Any) -> None:
-    """Refuse anything but a number where a field takes nothing else; raises ConfigError. The trainers do not ask, and
-    fail on what a file or a flag says much later."""
-    for f in fields(config):
-        value = getattr(config, f.name)
-        words = set(re.findall(r"\w+", f.type.__name__ if isinstance(f.type, type) else str(f.type)))
-        if value == f.default or not words & {"int", "float"} or words & {"str", "bool", "list", "dict"}:
-            continue
-        kind, rule = (Real, "a number") if "float" in words else (Integral, "an integer")
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise ConfigError(f"`{f.name}` must be {rule}, got {value!r}.")
-
-
-def last_checkpoint(config: Any) -> str | None:
-    """Where to go on. The trainer's state is written last, so that a checkpoint without it was cut off; raises
-    StateError where there is none."""
-    given = config.resume_from_checkpoint
-    if given is not True:
-        return given or None
-    found = [path.parent for path in Path(config.output_dir).glob("checkpoint-*/trainer_state.json")]
-    whole = [path for path in found if re.fullmatch(r"checkpoint-\d+", path.name)]  # not a copy by another name
-    if not whole:
-        raise StateError(f"There is no checkpoint in {config.output_dir} to resume from. Leave it out to begin anew.")
-    return str(max(whole, key=lambda path: int(path.name.removeprefix("checkpoint-"))))
-
 
 try:
     with warnings.catch_warnings():
-        # What is used from there is pinned by a contract test.
+        # A contract test pins what is used from there.
         warnings.filterwarnings("ignore", "You are importing from 'trl.experimental'")
-        from trl.experimental.gkd import GKDConfig, GKDTrainer
-    from peft import get_peft_model
-    from trl.models.utils import unwrap_model_for_generation
+        from trl.experimental.gkd import GKDConfig
+    from peft import PEFT_TYPE_TO_TUNER_MAPPING, get_peft_model
+    from trl.models.activation_offloading import get_act_offloading_ctx_manager
+    from trl.models.selective_activation_checkpointing import enable_selective_activation_checkpointing
+    from trl.models.utils import prepare_deepspeed, unwrap_model_for_generation
 except ImportError as error:
     raise ImportError(
         f"Offline distillation needs trl and peft ({error}). Install them with `pip install 'osd-hf[distill]'`."
     ) from error
 
+__all__ = ["DistillConfig", "DistillResult", "distill", "last_checkpoint"]
 
-# Settings that TRL's trainers take and that would do nothing here.
-_WITHOUT_MEANING = (
-    "assistant_only_loss", "chat_template_path", "completion_only_loss", "dataset_kwargs", "dataset_num_proc",
-    "dataset_text_field", "eos_token", "eval_packing", "label_smoothing_factor", "loss_type", "max_length",
-    "model_init_kwargs", "packing", "packing_strategy", "pad_to_multiple_of", "pad_token", "padding_free", "seq_kd",
-    "router_aux_loss_coef", "shuffle_dataset", "teacher_model_init_kwargs", "teacher_model_name_or_path",
-    "truncation_mode",
-)  # fmt: skip
+
+# --- settings -------------------------------------------------------------------------------------------------------
+
+# The settings that TRL adds to transformers' and that mean something here. The others prepare text or load models.
+_OF_TRL = {
+    "activation_offloading", "beta", "disable_dropout", "lmbda", "max_new_tokens", "temperature", "trust_remote_code",
+}  # fmt: skip
+_WITHOUT_MEANING = sorted(
+    {f.name for f in fields(GKDConfig)} - {f.name for f in fields(TrainingArguments)} - _OF_TRL
+    | {"label_smoothing_factor"}
+)
+
+
+def _setting(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
 
 
 @dataclass
 class DistillConfig(TokenStaysHere, GKDConfig):
     """
-    Training arguments of [`distill`]: those of `transformers.TrainingArguments`, which work as users know them, and of
-    TRL's `GKDConfig`, of which those about how TRL prepares text are refused; with these besides, or with another
-    default.
+    Training arguments of [`distill`]. They are those of `transformers.TrainingArguments` and of TRL's `GKDConfig`,
+    except that settings of how TRL prepares text are refused. These are added or have another default:
 
     Args:
         sample_source (`str`, *optional*, defaults to `"teacher"`):
-            Whose tokens are learned on: `"teacher"`, the target's (of rows with completions, those); `"student"`, the
-            draft's own; `"mix_request"`, per request the draft's with probability `lmbda`; `"mix_token"`, per token.
+            Whose tokens are learned on: `"teacher"`, the target's (the completions of rows that have them);
+            `"student"`, the draft's own; `"mix_request"`, per request the draft's with probability `lmbda`;
+            `"mix_token"`, the same per token.
         divergence (`str`, *optional*, defaults to `"forward_kl"`):
-            What is lowered between the target's and the draft's distribution; a key of `osd_hf.losses`.
+            The loss between the target's and the draft's distribution; a key of `osd_hf.losses.DIVERGENCES`.
         lmbda (`float`, *optional*, defaults to 0.5):
-            Of the mixes: the draft's share.
+            The draft's share in the mixes.
         beta (`float`, *optional*, defaults to 0.5):
-            Of the divergence `"jsd"`: weight of the target.
+            Weight of the target in the divergence `"jsd"`.
         temperature (`float`, *optional*, defaults to 1.0):
-            Of the samples; 0 takes the likeliest token. The loss compares distributions at 1.
+            Temperature of the samples; 0 takes the likeliest token. The loss compares distributions at 1.
         max_new_tokens (`int`, *optional*, defaults to 128):
-            Bound of a sample, and of the answers to held-out prompts.
+            Most tokens of a sample, and of the answers to held-out prompts.
         num_assistant_tokens (`int`, *optional*, defaults to 5):
-            k at which acceptance on held-out requests is measured, whenever `eval_strategy` says.
+            k at which acceptance on held-out requests is measured, as often as `eval_strategy` says.
         eval_temperature (`float`, *optional*, defaults to 0.0):
-            Of the target's answers to held-out prompts; 0 is greedy, measured by replay.
+            Temperature of the target's answers to held-out prompts; 0 is greedy, measured by replay.
         early_stopping_patience (`int`, *optional*):
             Stop after so many evaluations without a new best `metric_for_best_model`; needs an `eval_strategy`.
         metric_for_best_model (`str`, *optional*, defaults to `"alpha"`):
@@ -220,48 +94,37 @@ class DistillConfig(TokenStaysHere, GKDConfig):
         bf16 (`bool`, *optional*, defaults to `False`):
             Compute in bf16; off unless asked for, and so is `gradient_checkpointing`.
         hub_private_repo (`bool`, *optional*, defaults to `True`):
-            With `push_to_hub`, a new repo is private, and one that is there and open to everybody is refused, unless
-            this is `False`.
+            With `push_to_hub`, a new repo is private and an existing public one is refused, unless this is `False`.
 
     Raises:
-        ConfigError: a value of another type or outside its range, or a setting of TRL's that has no meaning here.
+        ConfigError: a value has another type or is outside its range, or a setting of TRL's has no meaning here.
     """
 
-    sample_source: str = field(
-        default="teacher", metadata={"help": "Whose tokens are learned on: " + ", ".join(SAMPLE_SOURCES) + "."}
+    sample_source: str = _setting("teacher", "Whose tokens are learned on: " + ", ".join(SAMPLE_SOURCES) + ".")
+    divergence: str = _setting("forward_kl", "Loss between target and draft: " + ", ".join(DIVERGENCES) + ".")
+    temperature: float = _setting(1.0, "Of the samples; 0 takes the likeliest token.")
+    num_assistant_tokens: int = _setting(5, "Tokens drafted per round where acceptance is measured.")
+    eval_temperature: float = _setting(0.0, "Of the target's answers to held-out prompts; 0 is greedy.")
+    early_stopping_patience: int | None = _setting(None, "Stop after so many evaluations without a new best.")
+    metric_for_best_model: str | None = _setting(
+        "alpha", "What the best checkpoint is best at: alpha or block_efficiency."
     )
-    divergence: str = field(
-        default="forward_kl", metadata={"help": "Loss between target and draft: " + ", ".join(DIVERGENCES) + "."}
+    max_length: int | None = _setting(None, "Without meaning here.")
+    gradient_checkpointing: bool | None = _setting(  # type: ignore[assignment]
+        None, "Deprecated in transformers; use activation_checkpointing."
     )
-    temperature: float = field(default=1.0, metadata={"help": "Of the samples; 0 takes the likeliest token."})
-    num_assistant_tokens: int = field(
-        default=5, metadata={"help": "Tokens drafted per round where acceptance is measured."}
+    dataloader_pin_memory: bool = _setting(False, "Of no use: batches hold numbers of rows.")
+    hub_private_repo: bool | None = _setting(
+        True, "Push to a private repo; a draft may have learned answers by heart."
     )
-    eval_temperature: float = field(
-        default=0.0, metadata={"help": "Of the target's answers to held-out prompts; 0 is greedy."}
-    )
-    early_stopping_patience: int | None = field(
-        default=None, metadata={"help": "Stop after so many evaluations without a new best."}
-    )
-    metric_for_best_model: str | None = field(
-        default="alpha", metadata={"help": "What the best checkpoint is best at: alpha or block_efficiency."}
-    )
-    max_length: int | None = field(default=None, metadata={"help": "Without meaning here."})
-    gradient_checkpointing: bool | None = field(  # type: ignore[assignment]
-        default=None, metadata={"help": "Deprecated in transformers; use activation_checkpointing."}
-    )
-    dataloader_pin_memory: bool = field(default=False, metadata={"help": "Of no use: batches hold numbers of rows."})
-    hub_private_repo: bool | None = field(
-        default=True, metadata={"help": "Push to a private repo; a draft may have learned answers by heart."}
-    )
-    bf16: bool = field(default=False, metadata={"help": "Compute in bf16; the draft's weights are kept in fp32."})
+    bf16: bool = _setting(False, "Compute in bf16; the draft's weights are kept in fp32.")
 
     def __post_init__(self) -> None:
         def must(name: str, holds: bool, rule: str) -> None:
             if not holds:
                 raise ConfigError(f"`{name}` must be {rule}, got {getattr(self, name)!r}.")
 
-        check_types(self)
+        _check_types(self)
         must("sample_source", self.sample_source in SAMPLE_SOURCES, f"one of {', '.join(SAMPLE_SOURCES)}")
         must("divergence", self.divergence in DIVERGENCES, f"one of {', '.join(DIVERGENCES)}")
         for name in ("lmbda", "beta"):
@@ -287,19 +150,19 @@ class DistillConfig(TokenStaysHere, GKDConfig):
 @dataclass(frozen=True)
 class DistillResult:
     """
-    What a run leaves.
+    The outcome of a run of [`distill`].
 
     Args:
         draft (`PreTrainedModel`):
             The trained draft in evaluation mode and in the dtype of the one given, adapters merged. Under FSDP or
             ZeRO-3, only the main process gets what was learned; the others get the draft as it was given.
         state (`TrainerState`):
-            The trainer's, with the best metric and checkpoint.
+            The trainer's state, with the best metric and checkpoint.
         log_history (`list[dict[str, Any]]`):
-            What was logged, in order.
+            All logged entries, in order.
         alpha (`dict[int, float]`):
-            Acceptance on the held-out requests by optimizer step; 0 is before the first. It is that of the learner, in
-            the precision of the run, from which the draft's own dtype may differ a little.
+            Acceptance on the held-out requests by optimizer step; 0 is before the first. It is measured on the
+            learner in the precision of the run, and may differ a little in the draft's own dtype.
     """
 
     draft: Any
@@ -324,41 +187,42 @@ def distill(
 
     Args:
         target (`PreTrainedModel`, *optional*):
-            Whose distributions are learned. `None` where `dataset` brings them along and nothing is sampled.
+            The model whose distributions are learned. It may be `None` if `dataset` brings them along and nothing is
+            sampled.
         draft (`PreTrainedModel` or `PeftModel`):
-            Where learning starts; not changed. The copy learns in fp32; of a `PeftModel`, and with `peft_config`, the
-            adapters do.
+            The model that learning starts from; it is not changed. The copy learns in fp32. Only the adapters learn if
+            it is a `PeftModel` or `peft_config` is given.
         dataset (`datasets.Dataset`, iterable of rows or of [`Trace`], or [`CorrectionStore`]):
-            Rows with the columns `prompt` and perhaps `completion` (text, token ids or messages), or `messages`; what
-            is missing is sampled as `config.sample_source` says. Of recorded requests the stored rows are learned
-            from; with another source than `"teacher"`, they give prompts.
+            Rows with the columns `prompt` and perhaps `completion` (text, token ids or messages), or `messages`;
+            missing completions are sampled as `config.sample_source` says. From recorded requests the stored rows of
+            the target are learned; with another source than `"teacher"`, only their prompts are used.
         config (`DistillConfig`):
             Training arguments. With `resume_from_checkpoint` the run goes on from there; `True` is the last checkpoint
             in `output_dir` that was written whole.
         eval_dataset (same, *optional*):
-            Held-out requests. Of rows only the prompts are used.
+            Held-out requests; rows contribute their prompts only.
         tokenizer (`PreTrainedTokenizerBase`, *optional*):
-            Of both models; by default the one found where the target came from, else the draft's.
+            The tokenizer of both models; by default the one found where the target came from, otherwise the draft's.
         peft_config (`PeftConfig`, *optional*):
-            Train adapters only, of a kind that can be merged, and merge them at the end.
+            Train only adapters, of a kind that can be merged, and merge them at the end.
         callbacks (`Sequence[TrainerCallback]`, *optional*):
-            Of transformers.
+            Callbacks of the trainer.
 
     Returns:
         `DistillResult`
 
     Raises:
-        ConfigError: something needs a target or a tokenizer that is not there; several GPUs in one process; adapters
-            that cannot be merged; a target that would have to answer under logits processors.
-        StateError: there is no checkpoint to resume from; recordings that keep rows of several widths.
-        DataError: no rows, a missing column, an empty prompt or completion, a prompt longer than the models,
-            recordings of another kind of model.
-        UnsupportedModelError: models that are no pair, or whose logits cannot be computed in parts; a draft that has
+        ConfigError: a target or a tokenizer is needed and missing; one process sees several GPUs; the adapters cannot
+            be merged; the target would have to answer under logits processors.
+        StateError: there is no checkpoint to resume from, or recordings keep rows of several widths.
+        DataError: there are no rows, a column is missing, a prompt or completion is empty, a request is too long for
+            the models, or recordings come from another kind of model.
+        UnsupportedModelError: the models are no pair, their logits cannot be computed in parts, or the draft has
             nothing to train.
-        VocabularyMismatchError: models, tokenizers or recordings with different vocabularies.
+        VocabularyMismatchError: models, tokenizers or recordings have different vocabularies.
     """
     target, draft = uncompiled(target), uncompiled(draft)
-    check_adapters(draft, peft_config)
+    _check_adapters(draft, peft_config)
     tokenizer = common_tokenizer(tokenizer, target, draft)
     if tokenizer is None and not draft.config.is_encoder_decoder:
         raise ConfigError("No tokenizer was found where the models came from. Pass `tokenizer=`.")
@@ -375,13 +239,12 @@ def distill(
         callbacks.append(EarlyStoppingCallback(config.early_stopping_patience))
     checkpoint = last_checkpoint(config)
     config.eval_on_start |= data.held_out is not None and checkpoint is None
-    with learning_context(), as_it_was(target):
+    with learning_context(), _as_it_was(target):
         learner = learner_of(draft, peft_config)
         for model in (learner, data.target):
             if model is not None:
                 check_head(model)
-        kind = _Seq2SeqDistiller if draft.config.is_encoder_decoder else _CausalDistiller
-        trainer = kind(learner, data, config, tokenizer, peft_config, callbacks)
+        trainer = Distiller(learner, data, config, tokenizer, peft_config, callbacks)
         if config.push_to_hub and config.hub_private_repo and trainer.is_world_process_zero():
             refuse_public(HfApi(token=config.hub_token), trainer.hub_model_id)
         trainer.train(resume_from_checkpoint=checkpoint)
@@ -389,31 +252,127 @@ def distill(
             trainer.evaluate()
         if config.push_to_hub:
             trainer.push_to_hub()
-        trained = trained_draft(trainer, draft)
+        trained = _trained_draft(trainer, draft)
     history = trainer.state.log_history
     alpha = {int(entry["step"]): float(entry["eval_alpha"]) for entry in history if "eval_alpha" in entry}
     return DistillResult(trained, trainer.state, history, alpha)
 
 
-# --- trainers -------------------------------------------------------------------------------------------------------
+def last_checkpoint(config: Any) -> str | None:
+    """
+    The checkpoint to resume from; `None` to begin anew. The trainer writes its state last, so a checkpoint without it
+    was cut off. Raises StateError if `resume_from_checkpoint` is `True` and there is no whole checkpoint.
+    """
+    given = config.resume_from_checkpoint
+    if given is not True:
+        return given or None
+    found = [path.parent for path in Path(config.output_dir).glob("checkpoint-*/trainer_state.json")]
+    whole = [path for path in found if re.fullmatch(r"checkpoint-\d+", path.name)]  # not a copy by another name
+    if not whole:
+        raise StateError(f"There is no checkpoint in {config.output_dir} to resume from. Leave it out to begin anew.")
+    return str(max(whole, key=lambda path: int(path.name.removeprefix("checkpoint-"))))
 
 
-class _Distiller:
-    """Mixed in front of a trainer: what a batch consists of, its loss, and what the draft is judged by."""
+def learner_of(draft: Any, peft_config: Any) -> Any:
+    """
+    A copy of the draft to train, in fp32 unless `peft_config` adds adapters, which are. It is in evaluation mode; the
+    trainer changes that. Raises UnsupportedModelError if no parameter can learn.
+    """
+    learner = copy.deepcopy(draft).eval()
+    if peft_config is None:
+        learner = learner.float()
+        trainable_parameters(learner)
+    return learner
 
-    # Of all transformers' trainers: the loss is normalized by the tokens of the whole accumulated batch.
-    loss_is_scaled_for_ga = True
 
-    model: Any
-    model_wrapped: Any
-    accelerator: Any
-    args: Any
-    state: Any
+def _check_types(config: Any) -> None:
+    """Refuse anything but a number in fields that take nothing else; raises ConfigError. The trainer does not check,
+    and a wrong value from a file or a flag would fail much later."""
+    for f in fields(config):
+        value = getattr(config, f.name)
+        words = set(re.findall(r"\w+", f.type.__name__ if isinstance(f.type, type) else str(f.type)))
+        if value == f.default or not words & {"int", "float"} or words & {"str", "bool", "list", "dict"}:
+            continue
+        kind, rule = (Real, "a number") if "float" in words else (Integral, "an integer")
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise ConfigError(f"`{f.name}` must be {rule}, got {value!r}.")
+
+
+def _check_adapters(draft: Any, peft_config: Any) -> None:
+    """Refuse adapters that could not be merged at the end; raises ConfigError or UnsupportedModelError."""
+    if peft_config is None:
+        if is_peft(draft) and not hasattr(draft.base_model, "merge_and_unload"):
+            raise UnsupportedModelError(
+                f"The draft's adapter ({type(draft.active_peft_config).__name__}) cannot be merged into its weights. "
+                "Use one that can, such as LoRA."
+            )
+    elif is_peft(draft):
+        raise ConfigError(
+            "The draft is a `PeftModel`, and `peft_config` was given as well. Leave `peft_config` out, or merge "
+            "the draft's adapter first (`draft.merge_and_unload()`)."
+        )
+    elif not hasattr(PEFT_TYPE_TO_TUNER_MAPPING.get(peft_config.peft_type), "merge_and_unload"):
+        raise ConfigError(
+            f"`peft_config` is a {type(peft_config).__name__}, which cannot be merged into the draft's weights. "
+            "Use one that can, such as `LoraConfig`."
+        )
+
+
+@contextmanager
+def _as_it_was(target: Any) -> Iterator[None]:
+    """Take back what accelerate sets on a target that it prepares for several processes and precisions."""
+    if target is None:
+        yield
+        return
+    was_training, before = target.training, dict(vars(target))
+    target.eval()
+    try:
+        yield
+    finally:
+        for name in ("forward", "_original_forward", "_is_accelerate_prepared"):
+            vars(target).pop(name, None)
+            if name in before:
+                vars(target)[name] = before[name]
+        target.train(was_training)
+
+
+# --- trainer --------------------------------------------------------------------------------------------------------
+
+
+class Distiller(Trainer):
+    """
+    Transformers' trainer on numbers of requests. It makes batches of their traces, its loss is the divergence between
+    target and draft, and its evaluation measures acceptance on the held-out requests. It writes into `config`.
+    """
+
     control: Any
+    loss_is_scaled_for_ga = True  # `compute_loss` divides by the tokens of the whole accumulated batch
 
-    def _begin(self, data: Data, target: Any, config: DistillConfig) -> None:
-        self.data, self.target = data, target
-        self.model_accepts_loss_kwargs = True  # or the trainer would not count the tokens
+    def __init__(
+        self, learner: Any, data: Data, config: DistillConfig, tokenizer: Any, peft_config: Any, callbacks: list[Any]
+    ) -> None:
+        set_seed(config.seed)  # for the weights of the adapters
+        if peft_config is not None:
+            learner = get_peft_model(learner, peft_config)
+        _prepare_checkpointing(learner, config)
+        config.remove_unused_columns = False
+        if config.use_liger_kernel:  # its fused loss would replace the forward that `_let_run` sets
+            config.liger_kernel_config = {**(config.liger_kernel_config or {}), "fused_linear_cross_entropy": False}
+        super().__init__(
+            model=learner,
+            args=config,
+            data_collator=_collate,
+            train_dataset=range(len(data.requests)),
+            eval_dataset=data.held_out and range(len(data.held_out.requests)),
+            processing_class=tokenizer,
+            callbacks=callbacks,
+        )
+        self.model_accepts_loss_kwargs = True  # otherwise the trainer would not count the tokens
+        self.data, self.target = data, data.target
+        if self.target is not None and self.is_deepspeed_enabled:
+            self.target = prepare_deepspeed(self.target, self.accelerator)
+        elif self.target is not None:
+            self.target = self.accelerator.prepare_model(self.target, evaluation_mode=True)
         self.sampler = Sampler(
             config.sample_source, config.lmbda, config.temperature, config.max_new_tokens, config.seed
         )
@@ -421,13 +380,14 @@ class _Distiller:
         if config.divergence == "jsd":
             self.divergence = functools.partial(generalized_jsd, beta=config.beta)
         if config.disable_dropout:
-            without_dropout(self.model)
-        let_run(self.model)
+            _disable_dropout(self.model)
+        _let_run(self.model)
+        self.offloading = get_act_offloading_ctx_manager(self.model) if config.activation_offloading else nullcontext()
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        # Here and not later, as the tokens of all micro-batches are counted before the first is learned from.
+        # Completions are sampled here, as the tokens of all micro-batches are counted before the first is learned.
         batches = [self._batch(batch["rows"]) for batch in itertools.islice(epoch_iterator, num_batches)]
-        return batches, self._get_num_items_in_batch(batches, device)  # type: ignore[attr-defined]
+        return batches, self._get_num_items_in_batch(batches, device)
 
     def _batch(self, rows: Sequence[int]) -> dict[str, Any]:
         traces = [self.data.requests[row] for row in rows]
@@ -438,7 +398,7 @@ class _Distiller:
             tensors = [torch.from_numpy(np.asarray(part, dtype=np.int64)) for part in parts]
             return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
 
-        # Of these the trainer only counts tokens; it takes the first label for one that nothing predicts.
+        # The trainer only counts tokens of the tensors; it takes the first label for one that nothing predicts.
         return {
             "traces": traces,
             "labels": padded((np.append(-100, t.completion_ids) for t in traces), -100),
@@ -466,6 +426,11 @@ class _Distiller:
                 self.data.requests[row] = trace  # the target would answer the same in every epoch
         return completed
 
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with self.offloading:
+            loss: torch.Tensor = super().training_step(*args, **kwargs)
+        return loss
+
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:
@@ -484,61 +449,61 @@ class _Distiller:
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         assert self.data.held_out is not None
-        # Every process measures all of it: nothing is left to agree upon.
+        # Every process measures all requests, so that nothing has to be gathered.
         stats = self.data.held_out.stats(self.accelerator.unwrap_model(self.model))
         metrics = {
             f"{metric_key_prefix}_alpha": stats.alpha,
             f"{metric_key_prefix}_block_efficiency": stats.block_efficiency,
         }
-        self.log(dict(metrics))  # type: ignore[attr-defined]
-        self.control = self.callback_handler.on_evaluate(  # type: ignore[attr-defined]
-            self.args, self.state, self.control, metrics
-        )
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
 
-class _CausalDistiller(_Distiller, GKDTrainer):  # type: ignore[misc]
-    def __init__(
-        self, learner: Any, data: Data, config: DistillConfig, tokenizer: Any, peft_config: Any, callbacks: list[Any]
-    ) -> None:
-        super().__init__(
-            model=learner,
-            teacher_model=data.target or NoTarget(learner.config),
-            args=config,
-            data_collator=collate,
-            train_dataset=numbered(len(data.requests)),
-            eval_dataset=data.held_out and numbered(len(data.held_out.requests)),
-            processing_class=tokenizer,
-            peft_config=peft_config,
-            callbacks=callbacks,
-        )
-        self._begin(data, data.target and self.teacher_model, config)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        # Past GKD's own, which would replace the completions by samples of its own.
-        step: torch.Tensor = super(GKDTrainer, self).training_step(*args, **kwargs)  # type: ignore[no-untyped-call]
-        return step
+def _collate(rows: list[int]) -> dict[str, list[int]]:
+    return {"rows": rows}
 
 
-class _Seq2SeqArguments(TokenStaysHere, Seq2SeqTrainingArguments):
-    pass
+def _prepare_checkpointing(learner: Any, config: Any) -> None:
+    """Prepare a learner for gradient checkpointing where transformers' trainer does not."""
+    if not config.gradient_checkpointing:
+        return
+    if is_peft(learner):  # https://github.com/huggingface/transformers/issues/42489
+        learner.enable_input_require_grads()
+    if (config.gradient_checkpointing_kwargs or {}).get("selective"):  # a key of TRL's own
+        enable_selective_activation_checkpointing(learner)
 
 
-class _Seq2SeqDistiller(_Distiller, Seq2SeqTrainer):
-    def __init__(
-        self, learner: Any, data: Data, config: DistillConfig, tokenizer: Any, peft_config: Any, callbacks: list[Any]
-    ) -> None:
-        shared = {f.name for f in fields(config)} & {f.name for f in fields(Seq2SeqTrainingArguments) if f.init}
-        args = _Seq2SeqArguments(**{name: getattr(config, name) for name in shared})
-        args.remove_unused_columns = False
-        set_seed(config.seed)  # of the adapter's weights
-        super().__init__(
-            model=learner if peft_config is None else get_peft_model(learner, peft_config),
-            args=args,
-            data_collator=collate,
-            train_dataset=numbered(len(data.requests)),
-            eval_dataset=data.held_out and numbered(len(data.held_out.requests)),
-            processing_class=tokenizer,
-            callbacks=callbacks,
-        )
-        self._begin(data, data.target and self.accelerator.prepare_model(data.target, evaluation_mode=True), config)
+def _disable_dropout(model: Any) -> None:
+    """Turn off dropout, also where a model keeps the probability as a number and not as a module."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+def _let_run(model: Any) -> None:
+    """Let `model(run=f)` return `f()`: what wraps a model for several processes only sees what its forward does."""
+    inner = model.forward
+
+    @functools.wraps(inner)  # `generate` reads the signature
+    def forward(*args: Any, run: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        return inner(*args, **kwargs) if run is None else run()
+
+    model.forward = forward
+
+
+def _trained_draft(trainer: Any, draft: Any) -> Any:
+    """A copy of the draft with the learned weights; the trained model itself still carries the trainer's hooks."""
+    learner = trainer.accelerator.unwrap_model(trainer.model)
+    if is_peft(learner):
+        vars(learner).pop("forward", None)
+        learned = merged(learner).state_dict()
+    else:
+        learned = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    trained = merged(draft) if is_peft(draft) else copy.deepcopy(draft)
+    if learned:  # shards are gathered in the main process only
+        trained.load_state_dict(learned)
+    return trained.eval()
