@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from osd_hf.cli.main import main
-from osd_hf_app.answers import Batch
+from osd_hf_app.chats import Batch
 from osd_hf_app.service import Service
 
 HELD = ("python", "sql")
