@@ -19,8 +19,6 @@ from gradio.state_holder import SessionState, StateHolder
 
 from osd_hf_app.sharing import Rate, is_fair, visitor_at
 
-__all__ = ["FULL", "bound_console", "bound_heap", "bound_queue", "bound_states"]
-
 MAX_EVENTS = 150  # of strangers at once: those that wait, and those that are being worked on
 MAX_UNREAD = 512  # messages to strangers
 FEW = 4  # messages that may be unread without more ado

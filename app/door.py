@@ -14,8 +14,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from osd_hf_app.bounds import FULL
 from osd_hf_app.sharing import Rate, Shares, visitor_at
 
-__all__ = ["Door", "is_loopback"]
-
 API = "/gradio_api/"
 MAX_BODY_BYTES = 512 * 1024  # a prompt of 20,000 characters, however they are escaped, and the settings around it
 TOO_LARGE = 413, f"At most {MAX_BODY_BYTES:,} bytes are taken at once."

@@ -22,8 +22,6 @@ from osd_hf_app.pair import ServedPair
 from osd_hf_app.service import Service
 from osd_hf_app.view import CSS
 
-__all__ = ["exposure", "forget_variables", "launch", "served_page", "theme"]
-
 THREADS = 200  # of pages that watch an answer
 WAITING = 64  # events that wait for such a thread
 PAGE_STATES = 500  # pages of which gradio remembers something; what is forgotten is sent anew

@@ -13,12 +13,10 @@ import gradio as gr
 from osd_hf import ConfigError, OSDError
 from osd_hf.bundled import DOMAINS
 from osd_hf_app import view
-from osd_hf_app.chats import MAX_NEW_TOKENS, Answer, Session, Settings
 from osd_hf_app.rooms import OTHER, Record
 from osd_hf_app.service import PUBLIC_NEW_TOKENS, Service
 from osd_hf_app.sharing import visitor_at
-
-__all__ = ["ALL", "AUTOMATIC", "FRAME_SECONDS", "build", "watch"]
+from osd_hf_app.visitors import MAX_NEW_TOKENS, Answer, Session, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +173,7 @@ def _owners(service: Service, events: _Events, visitor: gr.BrowserState) -> None
 
 
 class _Events:
-    """What the page and the programs call; Gradio passes the requests by their annotation."""
+    """What the page and the programs call; Gradio passes a request where the annotation says so."""
 
     def __init__(self, service: Service, output_dir: Path) -> None:
         self.service, self.output_dir = service, output_dir
@@ -202,9 +200,7 @@ class _Events:
     def follow(self, request: gr.Request, session_id: str) -> Iterator[str]:
         yield from watch(self._session(request, session_id))
 
-    def submit(
-        self, request: gr.Request, prompt: str, session_id: str, private: bool, *values: Any
-    ) -> Iterator[tuple[Any, Any]]:
+    def submit(self, request: gr.Request, prompt: str, session_id: str, private: bool, *values: Any) -> Iterator[Any]:
         session, ask = self._session(request, session_id), self.service.ask
         began = _begun(session, lambda: ask(session, prompt or "", _chosen(*values), wants_private=private))
         for html in watch(session):
@@ -267,11 +263,9 @@ class _Events:
         if not re.fullmatch(r"[\w.-]{1,64}", name) or name.strip(".") == "":
             return f"A folder's name has letters, digits, `.`, `_` and `-`, got {name!r}."
 
-        def save() -> str:
-            written = self._session(request, session_id).room.save(self.output_dir / name)
-            return "Saved: " + ", ".join(f"`{path}`" for path in written)
-
-        return _outcome("Not all saved", save)
+        save = self._session(request, session_id).room.save
+        place = self.output_dir / name
+        return _outcome("Not all saved", lambda: "Saved: " + ", ".join(f"`{path}`" for path in save(place)))
 
     def publish(self, request: gr.Request, session_id: str, which: str, repo: str, token: str) -> Iterator[str]:
         self._refuse_strangers()
@@ -283,18 +277,15 @@ class _Events:
         self._refuse_strangers()
         yield "Loading …"
 
-        def load() -> str:
-            self.service.load(target.strip() or None, draft.strip() or None)
-            return f"Serving {self.service.pair.name}."
-
-        yield _outcome(f"Still serving {self.service.pair.name}", load)
-
-    # The endpoints for programs, as `gradio_client` calls them.
+        load = self.service.load
+        failed = f"Still serving {self.service.pair.name}"
+        yield _outcome(failed, lambda: f"Serving {load(target.strip() or None, draft.strip() or None).name}.")
 
     def chat(self, prompt: str, domain: str = AUTOMATIC, max_new_tokens: int = 96, k: str = "5",
              do_sample: bool = False, temperature: float = 1.0, top_p: float = 1.0, learn: bool = True,
              remember: bool = False, request: gr.Request = None) -> Iterator[dict[str, Any]]:  # fmt: skip
         """Answer a prompt as the page does; streams what there is so far, the last item with all figures."""
+        # An endpoint for programs, as is `statistics`; Gradio shows both docstrings.
         visitors, visitor = self.service.visitors, self._visitor(request)
         try:
             name = f"program {request.session_hash}"

@@ -13,8 +13,6 @@ from osd_hf.bundled import DOMAINS, bundled_prompts
 from osd_hf.pair import load_pair, prompt_room
 from osd_hf.prompts import encode_turn
 
-__all__ = ["Pieces", "ServedPair", "text_of"]
-
 MAX_TURNS = 8  # of the chat that the model sees at most, where it sees any
 MAX_SAMPLES = 4096  # prompts of a domain that are made, in some seconds and megabytes; then they come again
 INCOMPLETE = "\ufffd"  # what an unfinished character decodes to

@@ -18,8 +18,6 @@ from osd_hf import AcceptanceStats, CallableRouter, ConfigError, LearnerError, O
 from osd_hf.bundled import DOMAINS, bundled_prompts
 from osd_hf_app.pair import ServedPair
 
-__all__ = ["OTHER", "Record", "Room", "compared", "domain_router", "pooled"]
-
 OTHER = "general"
 SAMPLES = 200  # prompts per domain that the words of domains are learned from
 LEAST_KNOWN = 0.5  # share of a prompt's words that the samples know

@@ -20,13 +20,10 @@ from osd_hf import AcceptanceStats, ConfigError, LearnerError, OnlineConfig, OSD
 from osd_hf.bench.controlled import cores
 from osd_hf.bundled import DOMAINS
 from osd_hf.replay import replay_each
-from osd_hf_app.chats import Answer, Batch, Session, Settings, ShownToken
 from osd_hf_app.pair import Pieces, ServedPair, text_of
 from osd_hf_app.rooms import OTHER, Room, domain_router
 from osd_hf_app.sharing import MAX_BEGUN, Turn, Turns
-from osd_hf_app.visitors import MAX_WAITING, PAIR_LEFT, Visitors
-
-__all__ = ["PUBLIC_NEW_TOKENS", "Service"]
+from osd_hf_app.visitors import MAX_WAITING, PAIR_LEFT, Answer, Batch, Session, Settings, ShownToken, Visitors
 
 logger = logging.getLogger(__name__)
 
@@ -128,9 +125,9 @@ class Service:
             room.reset()
         self.visitors.touch(room)
 
-    def load(self, target: str | None, draft: str | None) -> None:
-        """Serve another pair, with new rooms; chats stay, to be read. Raises OSDError where the models cannot be
-        loaded, or do not fit together; those that serve stay then."""
+    def load(self, target: str | None, draft: str | None) -> ServedPair:
+        """Serve another pair, with new rooms, and return it; chats stay, to be read. Raises OSDError where the models
+        cannot be loaded, or do not fit together; those that serve stay then."""
         pair = ServedPair(target, draft, **self._load_settings)
         with self.turns.turn(alone=True):
             try:
@@ -139,6 +136,7 @@ class Service:
                 self._use_threads(self.pair)
                 raise
             self.visitors.share(shared)
+        return pair
 
     def close(self) -> None:
         """End learning in all rooms."""
@@ -154,7 +152,7 @@ class Service:
                 wait, or the visitor's own draft is gone.
         """
         text = self._checked(prompt, settings)
-        # The words that were typed, without those of a chat template or of earlier turns.
+        # By the words that were typed: an encoded prompt has those of a template and of earlier turns as well.
         answer = Answer(text, settings, settings.domain or str(domain_router().function(text)))
         history = [
             (entry.prompt, entry.text)
@@ -170,10 +168,8 @@ class Service:
         if len(prompt) > 2 * MAX_CHARACTERS:  # nobody's is so long, and all that follows costs time
             raise ConfigError(_too_long(prompt.strip()))
         if self.is_public and settings.max_new_tokens > PUBLIC_NEW_TOKENS:
-            raise ConfigError(
-                f"Visitors share this app: `max_new_tokens` is at most {PUBLIC_NEW_TOKENS}, got "
-                f"{settings.max_new_tokens}."
-            )
+            rule = f"`max_new_tokens` is at most {PUBLIC_NEW_TOKENS}"
+            raise ConfigError(f"Visitors share this app: {rule}, got {settings.max_new_tokens}.")
         text = "".join(c for c in prompt if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs")).strip()
         if not text:
             raise ConfigError("The prompt is empty. Write something first.")
@@ -183,9 +179,8 @@ class Service:
             raise ConfigError(f"The domain must be one of {', '.join((*DOMAINS, OTHER))}, got {settings.domain!r}.")
         return text
 
-    def send(
-        self, session: Session, domain: str, count: int, settings: Settings, *, wants_private: bool | None = None
-    ) -> Batch:
+    def send(self, session: Session, domain: str, count: int, settings: Settings, *,
+             wants_private: bool | None = None) -> Batch:  # fmt: skip
         """
         Begin to send prompts of a domain one after the other, letting the draft learn in between what is due, as long
         as nobody else asks. Raises ConfigError as [`~Service.ask`] does.

@@ -11,8 +11,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-__all__ = ["Rate", "Shares", "Turn", "Turns", "is_fair", "visitor_at"]
-
 MARGIN_SECONDS = 0.03  # a running visitor gives way to a waiting one that has had this much less work
 PAUSE_SECONDS = 0.03  # the most work by which a visitor that comes back is ahead of the others
 MAX_BEGUN = 3  # answers under way at once: each holds its caches
@@ -35,11 +33,8 @@ def visitor_at(host: str | None) -> str:
 
 
 def is_fair(held: Counter[str | None], visitor: str | None, capacity: int) -> bool:
-    """
-    Whether a visitor may hold one more place: a visitor may hold as many as are still free, and the first one until
-    twice the capacity is taken. So one visitor alone leaves half of them. `None` is a trusted visitor, who is bound by
-    the capacity alone.
-    """
+    """Whether a visitor may hold one more place: as many as are still free, and the first one until twice the capacity
+    is taken; one visitor alone leaves half of it. `None` is a trusted visitor, whom the capacity alone bounds."""
     total = held.total()
     if visitor is None or held[visitor]:
         return total < capacity if visitor is None else held[visitor] < capacity - total
@@ -132,14 +127,8 @@ class Turns:
         return len(self._line)
 
     @contextlib.contextmanager
-    def turn(
-        self,
-        moved: Callable[[int], object] = lambda before: None,
-        *,
-        visitor: str | None = None,
-        is_gone: Callable[[], bool] | None = None,
-        alone: bool = False,
-    ) -> Iterator[Turn | None]:
+    def turn(self, moved: Callable[[int], object] = lambda before: None, *, visitor: str | None = None,
+             is_gone: Callable[[], bool] | None = None, alone: bool = False) -> Iterator[Turn | None]:  # fmt: skip
         """
         Wait for a turn and hold it inside the `with` block; yields `None` where the visitor has gone meanwhile.
 
@@ -216,11 +205,8 @@ class Turns:
                 places = places[: i + 1] + [other for other in places[i + 1 :] if other.has_begun]
                 break
         held = Counter(place.visitor for place in begun)
-        places = [
-            place
-            for place in places
-            if place.has_begun or (len(begun) < self.max_begun and is_fair(held, place.visitor, self.max_begun))
-        ]
+        may_begin = len(begun) < self.max_begun
+        places = [p for p in places if p.has_begun or (may_begin and is_fair(held, p.visitor, self.max_begun))]
         others = [place for place in places if not place.is_alone]
         if others:
             return min(others, key=self._of)

@@ -8,10 +8,8 @@ from html import escape
 from pathlib import Path
 
 from osd_hf import GateDecision
-from osd_hf_app.chats import Answer, Batch, Session, ShownToken
 from osd_hf_app.rooms import Record, Room, by_domain, compared, pooled
-
-__all__ = ["CSS", "LEGEND", "WINDOW", "corrections", "curves", "domain_table", "learner_state", "points", "transcript"]
+from osd_hf_app.visitors import Answer, Batch, Session, ShownToken
 
 MOST_CORRECTIONS = 8
 SHOWN = 20  # newest entries of a chat

@@ -31,7 +31,7 @@ from tqdm import tqdm
 import osd_hf_app.page
 from osd_hf.bench.controlled import median_ratio
 from osd_hf.bundled import DOMAINS, bundled_prompts
-from osd_hf_app.chats import Settings
+from osd_hf_app.visitors import Settings
 from osd_hf_app.launch import theme
 from osd_hf_app.page import build
 from osd_hf_app.pair import ServedPair

@@ -22,11 +22,11 @@ from waiting import LONG
 import osd_hf
 from osd_hf import AcceptanceStats, ConfigError
 from osd_hf.bundled import DOMAINS, bundled_prompts
-from osd_hf_app.chats import Settings
 from osd_hf_app.pair import INCOMPLETE, Pieces, text_of
 from osd_hf_app.rooms import OTHER, SAMPLES, Record, classifier
 from osd_hf_app.sharing import MAX_VISITORS, Rate, Shares, Turns, _Place, visitor_at
 from osd_hf_app.view import MOST_POINTS, WINDOW, curves, points
+from osd_hf_app.visitors import Settings
 
 PATIENCE = LONG
 

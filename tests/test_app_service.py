@@ -19,14 +19,13 @@ from waiting import LONG
 from osd_hf import ConfigError, CorrectionStore, StateError, UnsupportedModelError, VocabularyMismatchError
 from osd_hf.bundled import bundled_prompts
 from osd_hf.capture.processors import check_criteria
-from osd_hf_app import chats as chats_module
 from osd_hf_app import pair as pair_module
 from osd_hf_app import service as service_module
 from osd_hf_app import visitors as visitors_module
-from osd_hf_app.chats import Answer, Batch, Session, Settings
 from osd_hf_app.pair import Pieces, ServedPair
 from osd_hf_app.rooms import SAVED, Room
 from osd_hf_app.service import MAX_CHARACTERS, Service, _Stop
+from osd_hf_app.visitors import Answer, Batch, Session, Settings
 
 PATIENCE = LONG
 SHORT = Settings(domain="sql", max_new_tokens=16)
@@ -468,7 +467,7 @@ def test_the_chat_that_was_not_used_for_longest_goes(service: Service, monkeypat
 
 
 def test_the_oldest_entries_of_a_chat_go(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chats_module, "MAX_ENTRIES", 2)
+    monkeypatch.setattr(visitors_module, "MAX_ENTRIES", 2)
     session = service.visitors.session(None)
     answers = [asked(service, session, prompt, Settings("sql", max_new_tokens=2)) for prompt in ("a", "b", "c")]
     assert session.entries == answers[1:]
@@ -1053,7 +1052,7 @@ def test_one_visitor_cannot_hold_all_places(public: Service, monkeypatch: pytest
 def test_what_a_stranger_has_left_is_stopped_in_the_line_and_in_its_middle(
     public: Service, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chats_module, "AWAY_SECONDS", -1.0)
+    monkeypatch.setattr(visitors_module, "AWAY_SECONDS", -1.0)
     waiting, running, back = (public.visitors.session(None, f"192.0.2.{i}") for i in range(3))
     long = Settings("sql", max_new_tokens=100)
     with public.turns.turn():
