@@ -59,11 +59,9 @@ def _sender(request: Any) -> str:
 
 
 def bound_queue(page: gr.Blocks, clock: Callable[[], float] = time.monotonic) -> Callable[[str], bool]:
-    """
-    Let a page's queue, made and not launched, hold no more than its share for any visitor, and nothing for long that
-    nobody reads. Its statistics, which it makes a table of after each event, are switched off: nobody sees them.
-    Returns a function that tells whether one more event of a visitor would be taken.
-    """
+    """Let a page's queue, made and not launched, hold no more than its share for any visitor, and nothing for long
+    that nobody reads. Its statistics, which it makes a table of after each event, are switched off: nobody sees them.
+    Returns a function that tells whether one more event of a visitor would be taken."""
     queue = page._queue
     push, send_message = queue.push, queue.send_message
     events = queue.event_ids_to_events = _Events()

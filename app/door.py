@@ -163,10 +163,8 @@ async def _body(receive: Receive) -> bytes | None:
 
 
 def _is_of_no_other_site(scope: Scope, headers: dict[str, str], netloc: str) -> bool:
-    """
-    Whether no page of another site has sent this. Reads count as well: gradio lets any page read what it is answered,
-    the key of whoever is logged in included.
-    """
+    """Whether no page of another site has sent this. Reads count as well: gradio lets any page read what it is
+    answered, the key of whoever is logged in included."""
     if scope["method"] == "OPTIONS":  # asked by pages of other sites alone; refused, they cannot set a header
         return False
     site = headers.get("sec-fetch-site")

@@ -43,10 +43,8 @@ def theme() -> gr.themes.Base:
 
 
 def exposure(host: str, environment: Mapping[str, str], *, share: bool = False) -> str | None:
-    """
-    Why others than this machine reach a page that is bound to the address or name `host` in a process with this
-    environment; `None` if they do not. With `share` a public address of gradio's leads here as well.
-    """
+    """Why others than this machine reach a page that is bound to the address or name `host` in a process with this
+    environment; `None` if they do not. With `share` a public address of gradio's leads here as well."""
     if environment.get("SPACE_ID"):
         return "this is a Space"
     if share:
@@ -73,11 +71,9 @@ def forget_variables(environment: MutableMapping[str, str]) -> list[str]:
 
 def served_page(service: Service, host: str, port: int | None, *, output_dir: Path, share: bool = False,
                 login: tuple[str, str] | None = None) -> gr.Blocks:  # fmt: skip
-    """
-    Launch the page with all bounds in place, at the first free port by default; with `share` at a public address of
+    """Launch the page with all bounds in place, at the first free port by default; with `share` at a public address of
     gradio's as well. All have to give the name and the password of `login`, where there is one. Raises ConfigError
-    where the page is not public, but others can reach it.
-    """
+    where the page is not public, but others can reach it."""
     page = build(service, output_dir=output_dir)
     # Answers wait for their turn in the service, which says so; whoever watches one only takes a thread.
     page.queue(default_concurrency_limit=None, max_size=WAITING, api_open=False)

@@ -37,10 +37,8 @@ class ServedPair:
         OnlineAssistant(self.target, self.draft, self.tokenizer, OnlineConfig(update_strategy="manual")).close()
 
     def encode(self, prompt: str, max_new_tokens: int, history: Sequence[tuple[str, str]] = ()) -> torch.Tensor:
-        """
-        Ids of shape `(1, tokens)`, int64, of a prompt and the turns before it, of which the oldest go where there is
-        no room for them; raises ConfigError where there is none for the prompt itself.
-        """
+        """Ids of shape `(1, tokens)`, int64, of a prompt and the turns before it, of which the oldest go where there
+        is no room for them; raises ConfigError where there is none for the prompt itself."""
         room = prompt_room(self.target.config, self.draft.config, max_new_tokens)
         history = history[-MAX_TURNS:]
         for first in range(len(history) + 1):
@@ -79,10 +77,8 @@ class ServedPair:
 
 
 class Pieces:
-    """
-    Decodes an answer token by token, without special tokens; the pieces joined are the text of the whole. A token that
-    ends in the middle of a character shows nothing, and the one that completes it shows the whole character.
-    """
+    """Decodes an answer token by token, without special tokens; the pieces joined are the text of the whole. A token
+    that ends in the middle of a character shows nothing, and the one that completes it shows the whole character."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

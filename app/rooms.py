@@ -30,10 +30,8 @@ KEPT = 5000  # newest requests that curves are drawn of
 
 
 def classifier(samples: Mapping[str, Sequence[str]]) -> Callable[[str], str]:
-    """
-    A function from a prompt to its domain, by naive Bayes over words; to `OTHER` where the prompt is like none of the
-    samples, or like those of two domains. Each domain has at least one sample.
-    """
+    """A function from a prompt to its domain, by naive Bayes over words; to `OTHER` where the prompt is like none of
+    the samples, or like those of two domains. Each domain has at least one sample."""
     counts = {domain: Counter(word for text in texts for word in _words(text)) for domain, texts in samples.items()}
     vocabulary = set().union(*counts.values())
     totals = {domain: sum(count.values()) + len(vocabulary) for domain, count in counts.items()}
@@ -67,10 +65,8 @@ def domain_router() -> CallableRouter:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """
-    What is kept of a request, without any text. Both drafts are replayed on the same answer at the same k, so the
-    curves compare drafts and nothing else.
-    """
+    """What is kept of a request, without any text. Both drafts are replayed on the same answer at the same k, so the
+    curves compare drafts and nothing else."""
 
     number: int
     domain: str
@@ -80,10 +76,8 @@ class Record:
 
 
 class Room:
-    """
-    One assistant, with a draft per domain or one that all domains share, as the pair has it; the pair's own draft is
-    the frozen one. With `state` a saved session goes on.
-    """
+    """One assistant, with a draft per domain or one that all domains share, as the pair has it; the pair's own draft
+    is the frozen one. With `state` a saved session goes on."""
 
     def __init__(self, pair: ServedPair, config: OnlineConfig, state: Path | None = None) -> None:
         self.pair = pair
@@ -165,11 +159,9 @@ class Room:
         }
 
     def save(self, folder: Path) -> list[Path]:
-        """
-        Save the session, and each learned draft as an ordinary model folder; returns what was written. Files of drafts
-        of an earlier save are deleted, other files there stay. Raises ConfigError where a folder that a draft should
-        get holds something else: the session is saved then, and no draft is.
-        """
+        """Save the session, and each learned draft as an ordinary model folder; returns what was written. Files of
+        drafts of an earlier save are deleted, other files there stay. Raises ConfigError where a folder that a draft
+        should get holds something else: the session is saved then, and no draft is."""
         session, drafts = folder / "session", self.assistant.drafts
         self.assistant.save_state(session)
         places: dict[Path, str | None] = {}

@@ -181,10 +181,8 @@ class Service:
 
     def send(self, session: Session, domain: str, count: int, settings: Settings, *,
              wants_private: bool | None = None) -> Batch:  # fmt: skip
-        """
-        Begin to send prompts of a domain one after the other, letting the draft learn in between what is due, as long
-        as nobody else asks. Raises ConfigError as [`~Service.ask`] does.
-        """
+        """Begin to send prompts of a domain one after the other, letting the draft learn in between what is due, as
+        long as nobody else asks. Raises ConfigError as [`~Service.ask`] does."""
         if domain not in DOMAINS:
             raise ConfigError(f"There are prompts of {', '.join(DOMAINS)}, got {domain!r}.")
         batch = Batch(domain, count)

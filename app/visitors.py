@@ -72,10 +72,8 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class ShownToken:
-    """
-    A token of an answer: its text, its origin (`EmittedToken.origin`, or `"target"` until it is known which of the
-    target's it is), and for a correction what the draft had said and with what probability.
-    """
+    """A token of an answer: its text, its origin (`EmittedToken.origin`, or `"target"` until it is known which of the
+    target's it is), and for a correction what the draft had said and with what probability."""
 
     text: str
     origin: str
@@ -201,12 +199,10 @@ class Session:
                 self._urgent.notify_all()
 
     def frames(self, seconds: float, look_seconds: float, job: Answer | Batch | None = None) -> Iterator[None]:
-        """
-        The moments at which to show what has come of a job, by default of what is being answered: at once, then when
-        something is new, but no more often than every `seconds`, or when nothing was new for `look_seconds`, to find
-        out whether the page is still there. The last moment is when the job has ended. Whoever goes on with them
-        counts as watching.
-        """
+        """The moments at which to show what has come of a job, by default of what is being answered: at once, then
+        when something is new, but no more often than every `seconds`, or when nothing was new for `look_seconds`, to
+        find out whether the page is still there. The last moment is when the job has ended. Whoever goes on with them
+        counts as watching."""
         job = job or self.job
         with self.watched():
             while True:
@@ -242,10 +238,8 @@ class Session:
 
 
 class Visitors:
-    """
-    The chats of all visitors, each served by the room that all share or by a private one. A stranger is told apart by
-    the `visitor` of a chat; `None` is a trusted visitor, without limits of their own.
-    """
+    """The chats of all visitors, each served by the room that all share or by a private one. A stranger is told apart
+    by the `visitor` of a chat; `None` is a trusted visitor, without limits of their own."""
 
     def __init__(self, shared: Room) -> None:
         self.shared = shared
@@ -258,10 +252,8 @@ class Visitors:
         self._lock = threading.RLock()
 
     def session(self, session_id: str | None, visitor: str | None = None) -> Session:
-        """
-        A visitor's chat, by a name that cannot be guessed; a new one where there is none of that name. Raises
-        ConfigError where so many strangers chat that none of their chats can go.
-        """
+        """A visitor's chat, by a name that cannot be guessed; a new one where there is none of that name. Raises
+        ConfigError where so many strangers chat that none of their chats can go."""
         evicted: list[Session] = []
         with self._lock:
             found = self.sessions.get(session_id or "")
@@ -285,11 +277,9 @@ class Visitors:
         return Session("", self.shared, visitor=visitor)
 
     def _make_room(self, visitor: str | None) -> list[Session]:
-        """
-        Let go of chats, so that one more can come, and return them. A stranger may have as many as there are places
+        """Let go of chats, so that one more can come, and return them. A stranger may have as many as there are places
         left, and makes room with chats of their own first; otherwise whoever has most makes room, if they have more
-        than one more. Empty ones go before others.
-        """
+        than one more. Empty ones go before others."""
         held = sum(session.visitor == visitor for session in self.sessions.values())
         free = MAX_SESSIONS - len(self.sessions)
         if held < free if visitor is not None else free > 0:
@@ -362,12 +352,10 @@ class Visitors:
         session.touch()
 
     def go_private(self, session: Session, is_private: bool) -> None:
-        """
-        Give a visitor a draft of their own, which learns from nobody else; or let them share again, when their own is
-        forgotten. There are never more drafts than `MAX_PRIVATE`, those included that are being made. Raises
+        """Give a visitor a draft of their own, which learns from nobody else; or let them share again, when their own
+        is forgotten. There are never more drafts than `MAX_PRIVATE`, those included that are being made. Raises
         ConfigError in the middle of an answer, while one is being made for this chat already, where there is no place
-        for one more, and where a stranger has had too many of late.
-        """
+        for one more, and where a stranger has had too many of late."""
         with self._lock:
             if is_private == session.is_private:
                 return
