@@ -1,5 +1,4 @@
-"""Bounds for what gradio keeps, what strangers can make the process print, and the memory that it does not give back.
-The one place that knows gradio's insides."""
+"""Bounds for what gradio keeps (the one place that knows its insides), what the process prints, and its memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes in at all: whose address, from which page, to what, how much, and how often."""
+"""The door: which requests come in, by their address, page, path, size and rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rooms: a room is a draft per domain that learns from all who share it, and what these drafts have shown."""
+"""Rooms: the drafts of each domain, which learn from all visitors of a room, and the figures of their acceptance."""
 
 from __future__ import annotations
 

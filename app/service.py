@@ -1,4 +1,4 @@
-"""What answers: one pair of models for all visitors, whose turn at it is it, and how each answer is made."""
+"""The service: takes prompts, lets them have their turn at the models, and makes the answers."""
 
 from __future__ import annotations
 

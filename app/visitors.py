@@ -1,4 +1,4 @@
-"""Who is here: visitors' chats with what is asked and answered, drafts of their own, and the limits of strangers."""
+"""Visitors: their chats with prompts and answers, drafts of their own, and the limits of strangers."""
 
 from __future__ import annotations
 
