@@ -16,6 +16,7 @@ from osd_hf_app.sharing import Rate, Shares, visitor_at
 
 API = "/gradio_api/"
 MAX_BODY_BYTES = 512 * 1024  # a prompt of 20,000 characters, however they are escaped, and the settings around it
+TOO_OFTEN = 429, "Too many requests from your address. Try again in a few seconds."
 TOO_LARGE = 413, f"At most {MAX_BODY_BYTES:,} bytes are taken at once."
 BODY_SECONDS = 30.0  # until all of a body is there
 OPEN = 200  # requests of strangers at once, those that are streamed to included
@@ -84,9 +85,7 @@ class Door:
         visitor = visitor_at(scope["client"][0] if scope.get("client") else None)
         is_file = scope["method"] in ("GET", "HEAD") and scope["path"].strip("/").split("/")[0] in FOLDERS
         if not (self._files if is_file else self._calls).take(visitor) or not self._open.take(visitor):
-            await _answer(429, "Too many requests from your address. Try again in a few seconds.")(
-                scope, receive, send
-            )
+            await _answer(*TOO_OFTEN)(scope, receive, send)
             return
         try:
             if self._has_room is not None and _is_event(scope) and not self._has_room(visitor):

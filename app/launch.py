@@ -122,11 +122,8 @@ def launch(args: argparse.Namespace) -> int:
             # By default uvicorn believes whatever comes from this machine, and what merely forwards connections here
             # passes on the addresses that strangers invent.
             os.environ.setdefault(TRUSTED, "")
-        print(
-            f"strangers may come ({why or '--public'}): nobody loads models, saves, pushes or resets here. For these, "
-            "use 127.0.0.1, or --login",
-            flush=True,
-        )
+        refused = "nobody loads models, saves, pushes or resets here. For these, use 127.0.0.1, or --login"
+        print(f"strangers may come ({why or '--public'}): {refused}", flush=True)
     if login is not None:
         told = f"the password of {PASSWORD}" if os.environ.get(PASSWORD) else f"the password {login[1]}"
         print(f"log in as {USER} with {told}; whoever does has all controls", flush=True)

@@ -92,14 +92,25 @@ class Rate:
 
 
 @dataclass(eq=False)
-class _Place:
+class Turn:
+    """A place in the line, and the turn itself while it is held."""
+
     visitor: str | None
     moved: Callable[[int], object]
     is_alone: bool
+    turns: Turns | None = None
     has_turn: threading.Event = field(default_factory=threading.Event)
     has_begun: bool = False
     since: float = 0.0  # work of its thread at the last count
     told: int | None = None
+    waited_seconds: float = 0.0
+
+    def give_way(self) -> None:
+        """Wait where another visitor should go first; called again and again by whoever has the turn."""
+        assert self.turns is not None
+        before = time.perf_counter()
+        self.turns.give_way(self)
+        self.waited_seconds += time.perf_counter() - before
 
 
 class Turns:
@@ -117,8 +128,8 @@ class Turns:
         self.max_begun = MAX_BEGUN  # answers that may have begun at once; each visitor has a share of them
         self._work = work
         self._lock = threading.Lock()
-        self._line: deque[_Place] = deque()  # in the order of arrival, whoever has the turn among them
-        self._running: _Place | None = None
+        self._line: deque[Turn] = deque()  # in the order of arrival, whoever has the turn among them
+        self._running: Turn | None = None
         self._least = 0.0  # work that has been done for each of those who wait
         self._done: dict[str, float] = {}  # work, of those who wait or were here lately
 
@@ -142,7 +153,7 @@ class Turns:
             alone (`bool`, *optional*, defaults to `False`):
                 Whether answers that have begun must end first, and no other may begin before this turn.
         """
-        place = _Place(visitor, moved, alone)
+        place = Turn(visitor, moved, alone, self)
         with self._lock:
             if visitor is not None:
                 # A new visitor comes before those who have had more work, and not before whoever has had least:
@@ -162,7 +173,7 @@ class Turns:
             return
         try:
             place.since = self._work()
-            yield Turn(self, place)
+            yield place
         finally:
             with self._lock:
                 self._count(place)
@@ -171,7 +182,8 @@ class Turns:
                 self._running = None
                 self._go_on()
 
-    def _give_way(self, place: _Place) -> None:
+    def give_way(self, place: Turn) -> None:
+        """Let another visitor go first who has had less work done, and wait for the next turn."""
         with self._lock:
             self._count(place)
             self._advance()
@@ -192,12 +204,12 @@ class Turns:
             self._let(best)
         self._tell()
 
-    def _let(self, place: _Place) -> None:
+    def _let(self, place: Turn) -> None:
         self._running = place
         place.has_begun = True
         place.has_turn.set()
 
-    def _best(self, places: list[_Place]) -> _Place | None:
+    def _best(self, places: list[Turn]) -> Turn | None:
         """Which of these places is next, if one of them may run; `None` otherwise."""
         begun = [place for place in self._line if place.has_begun]
         for i, place in enumerate(places):
@@ -220,11 +232,11 @@ class Turns:
                 place.told = before
                 place.moved(before)
 
-    def _of(self, place: _Place) -> float:
+    def _of(self, place: Turn) -> float:
         """Work that has been done for the visitor."""
         return -math.inf if place.visitor is None else self._done[place.visitor]
 
-    def _count(self, place: _Place) -> None:
+    def _count(self, place: Turn) -> None:
         """Add the work of the calling thread, whose turn it is, since the last count."""
         work = self._work()
         if place.visitor is not None:
@@ -240,17 +252,3 @@ class Turns:
         self._least = max(self._least, min((self._done[visitor] for visitor in begun or waiting), default=all_done))
         if len(self._done) > max(MAX_VISITORS, len(waiting)):
             self._done.pop(min(self._done.keys() - waiting, key=self._done.__getitem__))
-
-
-class Turn:
-    """A turn while it is held."""
-
-    def __init__(self, turns: Turns, place: _Place) -> None:
-        self._turns, self._place = turns, place
-        self.waited_seconds = 0.0
-
-    def give_way(self) -> None:
-        """Wait where another visitor should go first; called again and again by whoever has the turn."""
-        before = time.perf_counter()
-        self._turns._give_way(self._place)
-        self.waited_seconds += time.perf_counter() - before
