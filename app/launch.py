@@ -12,19 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
-from fastapi import FastAPI
 from starlette.middleware import Middleware
 
 from osd_hf import ConfigError
+from osd_hf_app.bounds import bound_console, bound_heap, bound_queue, bound_states
 from osd_hf_app.door import Door, is_loopback
-from osd_hf_app.mail import bound_queue, bound_states
 from osd_hf_app.page import build
-from osd_hf_app.pair import Pair
-from osd_hf_app.process import bound_console, bound_heap
+from osd_hf_app.pair import ServedPair
 from osd_hf_app.service import Service
 from osd_hf_app.view import CSS
-
-__all__ = ["exposure", "launch", "served_page"]
 
 THREADS = 200  # of pages that watch an answer
 WAITING = 64  # events that wait for such a thread
@@ -35,29 +31,20 @@ PASSWORD = "OSD_HF_APP_PASSWORD"
 TRUSTED = "FORWARDED_ALLOW_IPS"  # of uvicorn, read at the launch: proxies whose word on addresses is taken
 # Gradio's variables that are heeded; the others could open what the app keeps closed.
 HEEDED = {
-    "GRADIO_SERVER_NAME", "GRADIO_SERVER_PORT", "GRADIO_NUM_PORTS", "GRADIO_ROOT_PATH", "GRADIO_TEMP_DIR",
-    "GRADIO_ANALYTICS_ENABLED", "GRADIO_IS_E2E_TEST",
-}  # fmt: skip
+    f"GRADIO_{name}"
+    for name in "SERVER_NAME SERVER_PORT NUM_PORTS ROOT_PATH TEMP_DIR ANALYTICS_ENABLED IS_E2E_TEST".split()
+}
 
 
 def theme() -> gr.themes.Base:
-    """Without fonts from elsewhere, so that the page needs no network."""
+    """A theme without fonts from elsewhere: the page needs no network."""
     fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
     return gr.themes.Soft(primary_hue="emerald", neutral_hue="slate", **fonts)
 
 
 def exposure(host: str, environment: Mapping[str, str], *, share: bool = False) -> str | None:
-    """
-    Why others than this machine reach the page; `None` if they do not.
-
-    Args:
-        host (`str`):
-            The address that is bound, or a name of it.
-        environment (`Mapping[str, str]`):
-            Of the process.
-        share (`bool`, *optional*, defaults to `False`):
-            Whether a public address of gradio's leads here.
-    """
+    """Why others than this machine reach a page that is bound to the address or name `host` in a process with this
+    environment; `None` if they do not. With `share` a public address of gradio's leads here as well."""
     if environment.get("SPACE_ID"):
         return "this is a Space"
     if share:
@@ -84,34 +71,14 @@ def forget_variables(environment: MutableMapping[str, str]) -> list[str]:
 
 def served_page(service: Service, host: str, port: int | None, *, output_dir: Path, share: bool = False,
                 login: tuple[str, str] | None = None) -> gr.Blocks:  # fmt: skip
-    """
-    The page, launched; with all bounds in place.
-
-    Args:
-        service (`Service`):
-            What answers; public where strangers come.
-        host (`str`), port (`int`, *optional*):
-            Where to serve; by default at the first free port.
-        output_dir (`Path`):
-            Where "Save" puts its folders.
-        share (`bool`, *optional*, defaults to `False`):
-            Whether to open a public address of gradio's as well.
-        login (`tuple[str, str]`, *optional*):
-            Name and password that all have to give.
-
-    Raises:
-        ConfigError: the page is not public, and reached by others for all that.
-    """
+    """Launch the page with all bounds in place, at the first free port by default; with `share` at a public address of
+    gradio's as well. All have to give the name and the password of `login`, where there is one. Raises ConfigError
+    where the page is not public, but others can reach it."""
     page = build(service, output_dir=output_dir)
     # Answers wait for their turn in the service, which says so; whoever watches one only takes a thread.
     page.queue(default_concurrency_limit=None, max_size=WAITING, api_open=False)
     bounds: dict[str, Any] = {"has_room": bound_queue(page)} if service.is_public else {}
-    door: Middleware = Middleware(
-        Door,  # type: ignore[arg-type]
-        is_public=service.is_public,
-        has_login=login is not None,
-        **bounds,
-    )
+    door: Any = Middleware(Door, is_public=service.is_public, has_login=login is not None, **bounds)  # type: ignore
     page.launch(
         server_name=host, server_port=port, share=share, auth=login, css=CSS, theme=theme(), ssr_mode=False,
         prevent_thread_lock=True, quiet=True, show_error=True, max_threads=THREADS, mcp_server=False, pwa=False,
@@ -119,7 +86,10 @@ def served_page(service: Service, host: str, port: int | None, *, output_dir: Pa
         footer_links=["api", "settings"], app_kwargs={"middleware": [door]},
     )  # fmt: skip
     bound_states(page)
-    _put_first(page.app, door)
+    # The door stands before gradio's own middlewares, one of which allows other sites what they ask for.
+    page.app.user_middleware.remove(door)
+    page.app.user_middleware.insert(0, door)
+    page.app.middleware_stack = page.app.build_middleware_stack()
     bound = [s.getsockname()[0] for server in page.server.servers for s in server.sockets]
     if not service.is_public and login is None and not all(is_loopback(str(address)) for address in bound):
         page.close()
@@ -129,24 +99,9 @@ def served_page(service: Service, host: str, port: int | None, *, output_dir: Pa
     return page
 
 
-def _put_first(app: FastAPI, door: Middleware) -> None:
-    """Have a middleware stand before those of gradio, of which one allows other sites what they ask for by itself."""
-    app.user_middleware.remove(door)
-    app.user_middleware.insert(0, door)
-    app.middleware_stack = app.build_middleware_stack()
-
-
 def launch(args: argparse.Namespace) -> int:
-    """
-    Serve the page until interrupted.
-
-    Args:
-        args (`argparse.Namespace`):
-            Of `osd-hf app`.
-
-    Raises:
-        OSDError: models that cannot be loaded or do not fit together, or a state that cannot be read.
-    """
+    """Serve the page until interrupted, by the arguments of `osd-hf app`. Raises OSDError where models cannot be
+    loaded or do not fit together, or a state cannot be read."""
     print("loading the models ...", flush=True)
     host = args.host or os.environ.get("GRADIO_SERVER_NAME") or "127.0.0.1"
     why = exposure(host, os.environ, share=args.share)
@@ -158,29 +113,24 @@ def launch(args: argparse.Namespace) -> int:
     if ignored:
         print(f"ignored: {', '.join(ignored)} (see osd-hf app --help for flags)", flush=True)
     settings = {"dtype": args.dtype, "device": args.device}
-    pair = Pair(args.target, args.draft, **settings)
+    pair = ServedPair(args.target, args.draft, **settings)
     state = None if args.state is None else Path(args.state)
     service = Service(pair, state=state, threads=args.threads, is_public=is_public, **settings)
     if is_public:
         bound_console()
         if not (args.share or os.environ.get("SPACE_ID")):
-            # By itself uvicorn believes whatever comes from this machine, and what merely forwards connections here
+            # By default uvicorn believes whatever comes from this machine, and what merely forwards connections here
             # passes on the addresses that strangers invent.
             os.environ.setdefault(TRUSTED, "")
-        print(
-            f"strangers may come ({why or '--public'}): nobody loads models, saves, pushes or resets here. For these, "
-            "use 127.0.0.1, or --login",
-            flush=True,
-        )
+        refused = "nobody loads models, saves, pushes or resets here. For these, use 127.0.0.1, or --login"
+        print(f"strangers may come ({why or '--public'}): {refused}", flush=True)
     if login is not None:
         told = f"the password of {PASSWORD}" if os.environ.get(PASSWORD) else f"the password {login[1]}"
         print(f"log in as {USER} with {told}; whoever does has all controls", flush=True)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
-        page = served_page(
-            service, host, args.port, output_dir=args.output_dir, share=args.share, login=login
-        )  # fmt: skip
+        page = served_page(service, host, args.port, output_dir=args.output_dir, share=args.share, login=login)
         print(f"{page.local_url} serves {pair.name}; Ctrl+C ends it", flush=True)
         page.block_thread()
     finally:

@@ -1,20 +1,28 @@
-"""What the page shows, as HTML: nothing of a visitor or a model gets into it but as text."""
+"""What the page shows, as HTML and SVG: nothing of a visitor or a model gets into it but as text."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 
-from osd_hf_app.answers import Answer, Batch, ShownToken
-from osd_hf_app.room import Room, compared
-from osd_hf_app.service import Session
-
-__all__ = ["CSS", "LEGEND", "corrections", "domain_table", "learner_state", "transcript"]
+from osd_hf import GateDecision
+from osd_hf_app.rooms import Record, Room, by_domain, compared, pooled
+from osd_hf_app.visitors import Answer, Batch, Session, ShownToken
 
 MOST_CORRECTIONS = 8
 SHOWN = 20  # newest entries of a chat
 SHOWN_CHARACTERS = 400_000  # of their HTML, the newest entry apart: it is sent again and again
 STOP = ' tabindex="0" role="note"'
+
+WINDOW = 8  # requests pooled in a point of a curve
+MOST_POINTS = 150
+LEAST_REQUESTS = 20  # that the axis has room for
+WIDTH, HEIGHT = 440, 230
+LEFT, RIGHT, TOP, BOTTOM = 34, 428, 12, 184
+
+CSS = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
 
 BUNDLED = (
     "<br><br>The bundled target is tiny: it knows simple SQL, sums, short Python functions and small talk about "
@@ -27,68 +35,6 @@ LEGEND = """<div class="osd-legend" aria-label="What the colors mean">
 <span class="osd-t osd-bonus">bonus</span> the target's own next token, free with each check
 </div>"""
 
-CSS = """
-#chat {border: 1px solid var(--border-color-primary); border-radius: var(--radius-lg);
-  background: var(--background-fill-secondary)}
-.osd-chat {padding: .75rem; color: var(--body-text-color)}
-.osd-chat:focus-visible {outline: 2px solid var(--color-accent)}
-.osd-hint {opacity: .8; padding: 1rem}
-.osd-you {margin: .4rem 0 .4rem auto; max-width: 85%; width: fit-content; padding: .45rem .75rem;
-  border-radius: var(--radius-lg); background: var(--color-accent-soft); white-space: pre-wrap;
-  overflow-wrap: anywhere}
-.osd-answer {margin: .4rem 0 .2rem; font-family: var(--font-mono); font-size: .92rem; line-height: 1.75;
-  white-space: pre-wrap; overflow-wrap: anywhere; min-height: 1.75em}
-.osd-t {border-radius: 3px; padding: 1px 0; position: relative}
-.osd-legend .osd-t {padding: 1px 6px; margin-left: .5rem; font-family: var(--font-mono)}
-.osd-accepted {background: rgba(34, 160, 94, .24)}
-.osd-corrected {background: rgba(235, 120, 10, .30); border-bottom: 2px solid rgb(225, 110, 0); cursor: help}
-.osd-bonus, .osd-plain, .osd-target {background: rgba(70, 130, 240, .20); border-bottom: 1px dotted rgb(70, 130, 240)}
-.osd-legend {font-size: .85rem; line-height: 1.9; color: var(--body-text-color)}
-.osd-corrected[data-said]:hover::after, .osd-corrected[data-said]:focus::after {content: attr(data-said);
-  position: absolute; left: 0; top: 1.7em; z-index: 20; white-space: pre; padding: .15rem .5rem; border-radius: 5px;
-  font-size: .8rem; line-height: 1.5; color: #fff; background: #222; box-shadow: 0 1px 6px rgba(0, 0, 0, .4)}
-.osd-figures {font-size: .82rem; color: var(--body-text-color); opacity: .85; margin-bottom: .9rem; min-height: 1.3em;
-  font-variant-numeric: tabular-nums}
-.osd-error {color: var(--error-text-color, #b91c1c); border-left: 3px solid currentColor; padding-left: .5rem;
-  margin-bottom: .9rem; overflow-wrap: anywhere}
-.osd-bar {height: .6rem; border-radius: 4px; background: var(--border-color-primary); overflow: hidden;
-  margin: .3rem 0}
-.osd-bar > div {height: 100%; background: var(--color-accent)}
-.osd-state {min-height: 8.2rem; font-size: .92rem; color: var(--body-text-color)}
-.osd-state b {font-weight: 600}
-.osd-dot {display: inline-block; width: .7rem; height: .7rem; border-radius: 50%; margin-right: .4rem;
-  background: #888}
-.osd-dot.learning {background: #22a05e}
-.osd-dot.failed {background: #d33}
-.osd-table {width: 100%; border: none !important; border-collapse: collapse; font-size: .88rem;
-  color: var(--body-text-color);
-  font-variant-numeric: tabular-nums}
-.osd-table th, .osd-table td {text-align: right; padding: .2rem .4rem; border: none !important;
-  border-bottom: 1px solid var(--border-color-primary) !important; font-weight: inherit}
-.osd-table tr, .osd-table thead, .osd-table tbody {border: none !important}
-.osd-table th:first-child, .osd-table td:first-child {text-align: left}
-.osd-table caption {text-align: left; font-weight: 600; padding-bottom: .2rem}
-.osd-table td code {white-space: pre; background: none}
-.osd-side {min-height: 9rem}
-.osd-curves {margin: 0; padding: .6rem .75rem .2rem; border: 1px solid var(--border-color-primary);
-  border-radius: var(--radius-lg); color: var(--body-text-color)}
-.osd-curves figcaption {font-weight: 600; font-size: .92rem; white-space: nowrap; overflow: hidden;
-  text-overflow: ellipsis}
-.osd-curves svg {width: 100%; height: auto; aspect-ratio: 440 / 230; display: block}
-.osd-curves text {font-size: 12px; fill: currentColor; opacity: .8}
-.osd-grid {stroke: var(--border-color-primary); stroke-width: 1}
-.osd-learning, .osd-frozen {fill: none; stroke-width: 2.5; stroke-linejoin: round}
-.osd-learning {stroke: #1fa463}
-.osd-frozen {stroke: #8a8f98; stroke-dasharray: 7 5}
-.osd-learning-dot, .osd-promoted {fill: #1fa463}
-.osd-frozen-dot {fill: #8a8f98}
-.osd-key {font-weight: 400; margin-right: .7rem; font-size: .85rem}
-.osd-key::before {content: ""; display: inline-block; width: 1.6rem; vertical-align: middle; margin-right: .3rem;
-  border-top: 3px solid #1fa463}
-.osd-key-frozen::before {border-top: 3px dashed #8a8f98}
-.osd-key-promoted {font-weight: 400; white-space: nowrap; font-size: .85rem}
-"""
-
 
 def transcript(session: Session) -> str:
     """The newest entries of the chat, for a screen reader as a log."""
@@ -97,8 +43,6 @@ def transcript(session: Session) -> str:
     drawn = [_drawn(entry, is_newest=i == newest) for i, entry in enumerate(shown)]
     while len(drawn) > 1 and sum(map(len, drawn)) > SHOWN_CHARACTERS:
         del drawn[0]
-    entries = "".join(drawn)
-    notice = f'<div class="osd-error" role="alert">{escape(session.notice)}</div>' if session.notice else ""
     hint = "" if session.entries else (
         '<div class="osd-hint">Ask something, or let twenty prompts through. A small draft guesses what the target '
         "will say; the target checks several guesses at once, so that a good draft makes it faster, and never changes "
@@ -107,56 +51,57 @@ def transcript(session: Session) -> str:
     )  # fmt: skip
     return (
         f'<div class="osd-chat" role="log" aria-label="Chat" aria-live="polite" '
-        f'aria-busy="{str(session.job is not None).lower()}" tabindex="0">{hint}{entries}{notice}'
-        "</div>"
+        f'aria-busy="{str(session.job is not None).lower()}" tabindex="0">{hint}{"".join(drawn)}'
+        f"{_alert(session.notice)}</div>"
     )
 
 
 def _drawn(entry: Answer | Batch, *, is_newest: bool) -> str:
-    """An entry; what is done and not the newest any more is drawn once."""
+    """An entry; one that is done and no longer the newest is drawn once."""
+    draw = _batch if isinstance(entry, Batch) else _answer
     if is_newest or not entry.is_done:
-        return _batch(entry, is_newest) if isinstance(entry, Batch) else _answer(entry, is_newest)
+        return draw(entry, is_newest)
     if entry.drawn is None:
-        entry.drawn = _batch(entry, False) if isinstance(entry, Batch) else _answer(entry, False)
+        entry.drawn = draw(entry, False)
     return entry.drawn
 
 
+def _alert(text: str | None) -> str:
+    return f'<div class="osd-error" role="alert">{escape(text)}</div>' if text else ""
+
+
 def _answer(answer: Answer, is_newest: bool) -> str:
-    return f'<div class="osd-you">{escape(answer.prompt)}</div>{_answered(answer, is_newest)}'
-
-
-def _answered(answer: Answer, is_newest: bool) -> str:
-    error = f'<div class="osd-error" role="alert">{escape(answer.error)}</div>' if answer.error else ""
     tokens = "".join(_token(token, is_newest) for token in answer.tokens)
-    return f'<div class="osd-answer">{tokens}</div>{error}<div class="osd-figures">{_figures(answer)}</div>'
+    return (
+        f'<div class="osd-you">{escape(answer.prompt)}</div><div class="osd-answer">{tokens}</div>'
+        f'{_alert(answer.error)}<div class="osd-figures">{_figures(answer)}</div>'
+    )
 
 
 def _token(token: ShownToken, is_newest: bool) -> str:
-    """A token; of the newest answer the tab key stops at corrections, of older ones the pointer alone."""
+    """A token; in the newest answer the tab key stops at corrections, in older ones only the pointer does."""
     if token.said is None:
         return f'<span class="osd-t osd-{token.origin}">{escape(token.text)}</span>'
     sure = "" if token.prob is None else f" ({token.prob:.0%})"
-    said = escape(f"the draft said {visible(token.said)}{sure}", quote=True)
+    said = escape(f"the draft said {visible(token.said)}{sure}")
     return (
         f'<span class="osd-t osd-corrected"{STOP if is_newest else ""} data-said="{said}" '
-        f'aria-label="{escape(token.text, quote=True)}, corrected: {said}">{escape(token.text)}</span>'
+        f'aria-label="{escape(token.text)}, corrected: {said}">{escape(token.text)}</span>'
     )
 
 
 def visible(text: str) -> str:
-    """A token in quotes, with its line breaks and tabs to be seen."""
+    """A token in quotes, with line breaks and tabs made visible."""
     shown = text.replace("\n", "⏎").replace("\t", "⇥")
     return f"“{shown}”"
 
 
 def _figures(answer: Answer) -> str:
+    stats = answer.stats
     if answer.error:
         return ""
-    if answer.stats is None:
-        if answer.waiting:
-            return f"{answer.waiting} before you"
-        return "stopped" if answer.is_done else "answering …"
-    stats = answer.stats
+    if stats is None:
+        return f"{answer.waiting} before you" if answer.waiting else "stopped" if answer.is_done else "answering …"
     parts = [f"{escape(answer.domain)}", f"{stats.emitted} tokens"]
     if answer.tokens_per_second is not None:
         parts.append(f"{answer.tokens_per_second:.0f} tokens/s")
@@ -166,11 +111,11 @@ def _figures(answer: Answer) -> str:
     if answer.speedup is not None:
         rate = f"{answer.speedup:.2f}× the target alone"
         parts.append(rate if answer.is_measured else f"about {rate}")
-    if answer.is_identical is not None:
-        differs = (
-            "✗ the target alone differs" if answer.is_exact else "the target alone differs (half precision: ties)"
-        )
-        parts.append("✓ the target alone says the same" if answer.is_identical else differs)
+    if answer.is_identical:
+        parts.append("✓ the target alone says the same")
+    elif answer.is_identical is not None:
+        ties = "the target alone differs (half precision: ties)"
+        parts.append("✗ the target alone differs" if answer.is_exact else ties)
     parts.append(f"draft version {answer.version}")
     if answer.stopped:
         parts.append("stopped")
@@ -182,24 +127,20 @@ def _figures(answer: Answer) -> str:
 def _batch(batch: Batch, is_newest: bool) -> str:
     done = sum(answer.stats is not None for answer in batch.answers)
     doing = "stopped" if batch.stop.is_set() else "done" if batch.is_done else "learning" if batch.is_learning else "…"
-    shown = batch.answers[-1] if batch.answers else None
-    last = "" if shown is None else _answer(shown, is_newest)
-    error = f'<div class="osd-error" role="alert">{escape(batch.error)}</div>' if batch.error else ""
+    last = "".join(_answer(answer, is_newest) for answer in batch.answers[-1:])
     return (
         f'<div class="osd-you">{batch.total} prompts of {escape(batch.domain)}</div>'
         f'<div class="osd-figures" aria-hidden="{str(not batch.is_done).lower()}">{done} of {batch.total} answered, '
         f'{doing}<div class="osd-bar"><div style="width: {100 * done / batch.total:.0f}%"></div></div></div>'
-        f"{last}{error}"
+        f"{last}{_alert(batch.error)}"
     )
 
 
 def learner_state(room: Room, is_private: bool, is_public: bool = False) -> str:
-    """What the learner does, and what became of its last versions; to strangers no error is told word by word."""
-    assistant, state = room.assistant, room.state
-    drafts = assistant.drafts
+    """What the learner does, and what became of its last versions; strangers are told of no error word by word."""
+    drafts, decisions, state = room.assistant.drafts, room.assistant.decisions, room.state
     versions = [f"{domain or 'all'} v{drafts.serving_version(domain)}" for domain in drafts.domains]
     whose = "your own, which learns from nobody else" if is_private else "shared by all visitors, from whom it learns"
-    decisions = assistant.decisions
     told = [f"{escape(d.domain or 'all')} v{d.version} {escape(d.outcome)}{_gain(d)}" for d in decisions[:-4:-1]]
     told_failure = "The log of the app says why." if is_public else escape(room.failure or "")
     failure = f'<div class="osd-error">{told_failure}</div>' if room.failure else ""
@@ -210,32 +151,21 @@ def learner_state(room: Room, is_private: bool, is_public: bool = False) -> str:
     )
 
 
-def _gain(decision: object) -> str:
-    before, after = getattr(decision, "alpha_before", None), getattr(decision, "alpha_after", None)
+def _gain(decision: GateDecision) -> str:
+    before, after = decision.alpha_before, decision.alpha_after
     return "" if before is None or after is None else f" (held-back α {before:.2f} → {after:.2f})"
 
 
 def domain_table(room: Room) -> str:
     """Acceptance by domain, over the last twenty requests of each."""
     records = room.snapshot()
-    names = list(dict.fromkeys(record.domain for record in records))
-    rows = [("all", compared(records))] + [
-        (name, compared([record for record in records if record.domain == name])) for name in names
-    ]
+    rows = [("all", compared(records)), *((name, compared(part)) for name, part in by_domain(records).items())]
     cells = "".join(
         f"<tr><td>{escape(name)}</td><td>{row['requests']}</td><td>{_two(row['last_frozen_alpha'])}</td>"
         f"<td>{_two(row['last_learning_alpha'])}</td></tr>"
         for name, row in rows
     )
-    return (
-        '<div class="osd-side"><table class="osd-table"><caption>Acceptance α, last 20 requests</caption><thead><tr>'
-        '<th scope="col">domain</th><th scope="col">requests</th><th scope="col">frozen</th>'
-        f'<th scope="col">learning</th></tr></thead><tbody>{cells}</tbody></table></div>'
-    )
-
-
-def _two(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
+    return _table("Acceptance α, last 20 requests", "domain requests frozen learning".split(), cells)
 
 
 def corrections(counted: Counter[tuple[str, str]]) -> str:
@@ -245,8 +175,70 @@ def corrections(counted: Counter[tuple[str, str]]) -> str:
         "</tr>"
         for (said, meant), n in counted.most_common(MOST_CORRECTIONS)
     )
+    empty = "<tr><td>none yet</td><td></td><td></td></tr>"
+    return _table("Most frequent corrections in your chat", ["draft said", "target said", "times"], rows or empty)
+
+
+def _table(caption: str, columns: Sequence[str], rows: str) -> str:
+    heads = "".join(f'<th scope="col">{column}</th>' for column in columns)
     return (
-        '<div class="osd-side"><table class="osd-table"><caption>Most frequent corrections in your chat</caption>'
-        '<thead><tr><th scope="col">draft said</th><th scope="col">target said</th><th scope="col">times</th></tr>'
-        f"</thead><tbody>{rows or '<tr><td>none yet</td><td></td><td></td></tr>'}</tbody></table></div>"
+        f'<div class="osd-side"><table class="osd-table"><caption>{caption}</caption><thead><tr>{heads}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _two(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def points(records: Sequence[Record], side: str) -> list[tuple[int, float]]:
+    """The curve of one side, `"learning"` or `"frozen"`: numbers of requests, and alpha pooled over the last `WINDOW`
+    of them; at most `MOST_POINTS`."""
+    step = -(-len(records) // MOST_POINTS) or 1
+    ends = range(len(records), 0, -step)
+    found = [(end, pooled(records[max(end - WINDOW, 0) : end], side)) for end in reversed(ends)]
+    return [(end, alpha) for end, alpha in found if alpha is not None]
+
+
+def curves(records: Sequence[Record], title: str) -> str:
+    """Both drafts over requests, and where a new version began to serve; in the page's own colors, read by a screen
+    reader, and small enough to be sent often."""
+    last = max(len(records), LEAST_REQUESTS)
+
+    def x(request: float) -> float:
+        return round(LEFT + (RIGHT - LEFT) * request / last, 1)
+
+    def y(alpha: float) -> float:
+        return round(BOTTOM - (BOTTOM - TOP) * alpha, 1)
+
+    lines = "".join(
+        f'<line x1="{LEFT}" x2="{RIGHT}" y1="{y(a / 5)}" y2="{y(a / 5)}" class="osd-grid"/>'
+        f'<text x="{LEFT - 6}" y="{y(a / 5) + 4}" text-anchor="end">{a / 5:.1f}</text>'
+        for a in range(6)
+    )
+    step = next(s for s in (5, 10, 20, 50, 100, 200, 500, 1000) if last / s <= 8 or s == 1000)
+    lines += "".join(
+        f'<text x="{x(r)}" y="{BOTTOM + 16}" text-anchor="middle">{r}</text>' for r in range(0, last + 1, step)
+    )
+    # By domain each draft has versions of its own.
+    serving: dict[str, int] = {}
+    for i, record in enumerate(records, 1):
+        if record.version > serving.get(record.domain, record.version):
+            lines += f'<path d="M{x(i)} {BOTTOM} l-4 7 h8 z" class="osd-promoted"/>'
+        serving[record.domain] = record.version
+    drawn, said = "", []
+    for side in ("frozen", "learning"):
+        if curve := points(records, side):
+            path = " ".join(f"{x(request)},{y(alpha)}" for request, alpha in curve)
+            request, alpha = curve[-1]
+            drawn += f'<polyline points="{path}" class="osd-{side}" data-last="{alpha:.4f}"/>'
+            drawn += f'<circle cx="{x(request)}" cy="{y(alpha)}" r="3.5" class="osd-{side}-dot"/>'
+            said.append(f"{side} draft {alpha:.2f}")
+    label = f"{title}: " + (", ".join(said) + " at the end" if said else "no requests yet")
+    return (
+        f'<figure class="osd-curves"><figcaption>{escape(title)}<br><span class="osd-key osd-key-learning">learning'
+        '</span> <span class="osd-key osd-key-frozen">frozen</span> <span class="osd-key-promoted">▲ new version'
+        f'</span></figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">'
+        f'{lines}<text x="{(LEFT + RIGHT) / 2}" y="{BOTTOM + 36}" text-anchor="middle">requests</text>{drawn}</svg>'
+        "</figure>"
     )

@@ -155,13 +155,13 @@ def load_pair(
         VocabularyMismatchError: the vocabularies differ in more than padding.
     """
     if (target is None) != (draft is None):
-        raise ConfigError("A pair is two models: name both a target and a draft, or neither for the bundled pair.")
+        raise ConfigError("A pair is two models: name a target and a draft, or neither for the bundled pair.")
     if target is None or draft is None:
-        answers, drafts, tokenizer = load_bundled()
-        return Pair(placed(answers, device or "cpu"), placed(drafts, device or "cpu"), tokenizer)
+        bundled = Pair(*load_bundled())
+        return Pair(placed(bundled.target, device or "cpu"), placed(bundled.draft, device or "cpu"), bundled.tokenizer)
+    models = [load_model(name, dtype=dtype, device=device) for name in (target, draft)]
     tokenizer = load_tokenizer(target)
-    loaded = load_model(target, dtype=dtype, device=device)
-    return Pair(loaded, of_one_size(load_model(draft, dtype=dtype, device=device), loaded), tokenizer)
+    return Pair(models[0], of_one_size(models[1], models[0]), tokenizer)
 
 
 def load_eos_ids(source: str) -> tuple[int, ...]:

@@ -29,13 +29,13 @@ from tqdm import tqdm
 
 import osd_hf_app.page
 from osd_hf.bench.timing import median_ratio
-from osd_hf.bundled.prompts import DOMAINS, bundled_prompts
-from osd_hf_app.answers import Settings
+from osd_hf.bundled import DOMAINS, bundled_prompts
 from osd_hf_app.launch import theme
 from osd_hf_app.page import build
-from osd_hf_app.pair import Pair
+from osd_hf_app.pair import ServedPair
 from osd_hf_app.service import Service
 from osd_hf_app.view import CSS
+from osd_hf_app.visitors import Settings
 
 SETTINGS = Settings(learn=False)
 WAYS = ("live", "still", "alone")
@@ -43,11 +43,11 @@ FRAME = osd_hf_app.page.FRAME_SECONDS
 
 
 def without(service: Service, prompt: str) -> dict[str, float]:
-    """An answer with nobody watching."""
-    session = service.session(None)
+    """Answered with nobody watching."""
+    session = service.visitors.session(None)
     answer = service.ask(session, prompt, SETTINGS)
-    while not answer.is_done:
-        session.wait(session.revision, 1.0)
+    for _ in session.frames(1.0, 1.0, answer):
+        pass
     return {"seconds": answer.seconds, "first": answer.first_token_seconds or 0.0}
 
 
@@ -59,7 +59,7 @@ def watched(service: Service, page: Page, prompt: str) -> dict[str, float]:
     page.wait_for_selector("#chat .osd-t")
     first = time.perf_counter() - began
     page.wait_for_function("document.querySelector('#chat').innerText.includes('target pass')")
-    session = next(reversed(service.sessions.values()))
+    session = next(reversed(service.visitors.sessions.values()))
     while session.job is not None:
         page.wait_for_timeout(20)
     seconds = session.entries[-1].seconds  # type: ignore[union-attr]
@@ -107,7 +107,7 @@ def main() -> None:
     # The browser is on another machine, as a visitor's is: here on another core.
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[0]})
-    started, service = time.time(), Service(Pair())
+    started, service = time.time(), Service(ServedPair())
     each = -(-args.prompts // len(DOMAINS))
     samples = [bundled_prompts(domain, each, seed=args.seed) for domain in DOMAINS]
     prompts = [example.prompt for group in zip(*samples, strict=True) for example in group][: args.prompts]

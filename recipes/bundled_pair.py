@@ -39,7 +39,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from osd_hf.bundled.prompts import DOMAINS, bundled_prompts, check_answer, stream_examples
+from osd_hf.bundled import DOMAINS, bundled_prompts, check_answer
+from osd_hf.bundled.prompts import stream_examples
 from osd_hf.bundled.small_talk import make as small_talk
 
 SEED = 0

@@ -30,8 +30,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from osd_hf import OnlineAssistant, OnlineConfig, replay
 from osd_hf.bench.benchmark import System, benchmark
-from osd_hf.bundled import load_bundled
-from osd_hf.bundled.prompts import DOMAINS, bundled_prompts
+from osd_hf.bundled import DOMAINS, bundled_prompts, load_bundled
 from osd_hf.prompts import encode_turn
 from osd_hf.utils.report import provenance
 

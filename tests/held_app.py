@@ -6,8 +6,8 @@ import sys
 from typing import Any
 
 from osd_hf.cli.main import main
-from osd_hf_app.answers import Batch
 from osd_hf_app.service import Service
+from osd_hf_app.visitors import Batch
 
 HELD = ("python", "sql")
 ANSWERS = 3

@@ -21,15 +21,12 @@ from waiting import LONG
 
 import osd_hf
 from osd_hf import AcceptanceStats, ConfigError
-from osd_hf.bundled.prompts import DOMAINS, bundled_prompts
-from osd_hf_app.answers import Settings
-from osd_hf_app.curves import MOST_POINTS, WINDOW, curves, points
-from osd_hf_app.domains import OTHER, classifier
-from osd_hf_app.pieces import INCOMPLETE, Pieces, text_of
-from osd_hf_app.room import Record
-from osd_hf_app.service import SAMPLES
-from osd_hf_app.turns import MAX_VISITORS, Turns, _Place
-from osd_hf_app.visitors import Rate, Shares, visitor_at
+from osd_hf.bundled import DOMAINS, bundled_prompts
+from osd_hf_app.pair import INCOMPLETE, Pieces, text_of
+from osd_hf_app.rooms import OTHER, SAMPLES, Record, classifier
+from osd_hf_app.sharing import MAX_VISITORS, Rate, Shares, Turn, Turns, visitor_at
+from osd_hf_app.view import MOST_POINTS, WINDOW, curves, points
+from osd_hf_app.visitors import Settings
 
 PATIENCE = LONG
 
@@ -568,12 +565,12 @@ def test_a_visitor_may_begin_so_many_answers_that_others_can_begin_as_well() -> 
     with visits.turns.turn():
         assert visits.line.queued.acquire(timeout=PATIENCE)
         for _ in range(6):
-            place = _Place("hog", lambda before: None, False)
+            place = Turn("hog", lambda before: None, False)
             place.has_begun = visits.turns._best([place]) is place
             visits.turns._line.append(place)  # type: ignore[arg-type]
             held.append(place.has_begun)
         assert held == [True, True, False, False, False, False]
-        other = _Place("other", lambda before: None, False)
+        other = Turn("other", lambda before: None, False)
         assert visits.turns._best([other]) is other
 
 

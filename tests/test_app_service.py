@@ -17,15 +17,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from waiting import LONG
 
 from osd_hf import ConfigError, CorrectionStore, StateError, UnsupportedModelError, VocabularyMismatchError
-from osd_hf.bundled.prompts import bundled_prompts
+from osd_hf.bundled import bundled_prompts
 from osd_hf.capture.guards import check_criteria
 from osd_hf_app import pair as pair_module
 from osd_hf_app import service as service_module
-from osd_hf_app.answers import Answer, Batch, Settings
-from osd_hf_app.pair import Pair
-from osd_hf_app.pieces import Pieces
-from osd_hf_app.room import SAVED, Room
-from osd_hf_app.service import MAX_CHARACTERS, Service, Session, _Stop
+from osd_hf_app import visitors as visitors_module
+from osd_hf_app.pair import Pieces, ServedPair
+from osd_hf_app.rooms import SAVED, Room
+from osd_hf_app.service import MAX_CHARACTERS, Service, _Stop
+from osd_hf_app.visitors import Answer, Batch, Session, Settings
 
 PATIENCE = LONG
 SHORT = Settings(domain="sql", max_new_tokens=16)
@@ -38,20 +38,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pair(folder: Path) -> Pair:
-    pair = Pair(str(folder / "target"), str(folder / "draft"))
+def pair(folder: Path) -> ServedPair:
+    pair = ServedPair(str(folder / "target"), str(folder / "draft"))
     pair.per_domain = True  # as the bundled pair
     return pair
 
 
-@pytest.fixture(autouse=True)
-def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The classifier has tests of its own."""
-    monkeypatch.setattr(service_module, "SAMPLES", 20)
-
-
 @pytest.fixture
-def service(pair: Pair) -> Iterator[Service]:
+def service(pair: ServedPair) -> Iterator[Service]:
     made = Service(pair, config=MANUAL)
     yield made
     made.close()
@@ -83,13 +77,13 @@ def told(session: Session, react: Callable[[], None]) -> None:
     session.touch = touched  # type: ignore[method-assign]
 
 
-def targets_own(pair: Pair, prompt: str, settings: Settings = SHORT) -> list[int]:
+def targets_own(pair: ServedPair, prompt: str, settings: Settings = SHORT) -> list[int]:
     ids = pair.encode(prompt, settings.max_new_tokens)
     output = pair.target.generate(ids, attention_mask=torch.ones_like(ids), **settings.generate_kwargs)
     return list(output[0, ids.shape[1] :].tolist())
 
 
-def texts(pair: Pair, ids: list[int]) -> list[str]:
+def texts(pair: ServedPair, ids: list[int]) -> list[str]:
     pieces = Pieces(pair.tokenizer)
     pieces.push(ids)
     return pieces.texts
@@ -98,14 +92,14 @@ def texts(pair: Pair, ids: list[int]) -> list[str]:
 def generated(service: Service, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Ids of prompts with their answers, as the shared assistant gives them from now on."""
     found: list[list[int]] = []
-    generate = service.shared.assistant.generate
+    generate = service.visitors.shared.assistant.generate
 
     def spied(*args: Any, **kwargs: Any) -> Any:
         output = generate(*args, **kwargs)
         found.append(output[0].tolist())
         return output
 
-    monkeypatch.setattr(service.shared.assistant, "generate", spied)
+    monkeypatch.setattr(service.visitors.shared.assistant, "generate", spied)
     return found
 
 
@@ -114,11 +108,11 @@ def generated(service: Service, monkeypatch: pytest.MonkeyPatch) -> list[list[in
 
 @pytest.mark.parametrize("k", [1, 5, "auto"])
 def test_a_greedy_answer_is_the_targets_own(
-    service: Service, pair: Pair, k: Any, monkeypatch: pytest.MonkeyPatch
+    service: Service, pair: ServedPair, k: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = generated(service, monkeypatch)
     settings = Settings(domain="sql", max_new_tokens=40, k=k)
-    session = service.session(None)
+    session = service.visitors.session(None)
     answer = asked(service, session, "one two", settings)
     own = targets_own(pair, "one two", settings)
     assert len(own) > 10
@@ -141,7 +135,7 @@ def test_a_greedy_answer_is_the_targets_own(
 
 
 def test_an_answer_grows_while_it_is_made(service: Service) -> None:
-    session, lengths = service.session(None), []
+    session, lengths = service.visitors.session(None), []
     told(session, lambda: lengths.append(len(session.entries[0].tokens)))  # type: ignore[union-attr]
     answer = asked(service, session, "one", Settings(domain="sql", max_new_tokens=30))
     assert len(set(lengths)) > 3
@@ -150,7 +144,7 @@ def test_an_answer_grows_while_it_is_made(service: Service) -> None:
 
 
 def test_first_tokens_and_the_end_are_shown_at_once_and_what_is_between_now_and_then(service: Service) -> None:
-    session, shown, drawn = service.guest(), [], threading.Semaphore(0)
+    session, shown, drawn = service.visitors.guest(), [], threading.Semaphore(0)
     session.job = Answer("one", Settings())
 
     def watch() -> None:
@@ -174,7 +168,7 @@ def test_first_tokens_and_the_end_are_shown_at_once_and_what_is_between_now_and_
 
 
 def test_a_checked_answer_is_compared_with_the_target_alone(service: Service) -> None:
-    session = service.session(None)
+    session = service.visitors.session(None)
     checked = asked(service, session, "one", Settings(domain="sql", max_new_tokens=16, check=True))
     assert (checked.is_identical, checked.is_measured) == (True, True)
     assert checked.speedup is not None
@@ -187,37 +181,37 @@ def test_a_checked_answer_is_compared_with_the_target_alone(service: Service) ->
 
 
 def test_what_is_not_to_be_learned_from_leaves_nothing_but_counts(service: Service, tmp_path: Path) -> None:
-    session, assistant = service.session(None), service.shared.assistant
+    session, assistant = service.visitors.session(None), service.visitors.shared.assistant
     assistant.store = CorrectionStore(tmp_path / "store")
     asked(service, session, "one", Settings(domain="sql", max_new_tokens=16, learn=False))
     assert assistant.drafts.domains == ()
     assert assistant._learner.lessons == {}
     assert len(assistant.store) == 0
     assert assistant.version == 0
-    assert service.shared.count == 1
-    assert [record.domain for record in service.shared.snapshot()] == ["sql"]
+    assert service.visitors.shared.count == 1
+    assert [record.domain for record in service.visitors.shared.snapshot()] == ["sql"]
     asked(service, session, "one")
     assert assistant.drafts.domains == ("sql",)
     assert len(assistant.store) == 1
 
 
 def test_both_drafts_are_counted_on_each_answer(service: Service) -> None:
-    session = service.session(None)
+    session = service.visitors.session(None)
     first = asked(service, session, "one")
     assert first.learning is not None
     assert first.frozen is not None
     assert first.learning.accepted == first.frozen.accepted  # nothing has been learned
-    service.shared.assistant.update(2, domain="sql")
+    service.visitors.shared.assistant.update(2, domain="sql")
     second = asked(service, session, "one")
     assert second.version == 1
-    versions = [(record.number, record.domain, record.version) for record in service.shared.snapshot()]
+    versions = [(record.number, record.domain, record.version) for record in service.visitors.shared.snapshot()]
     assert versions == [(1, "sql", 0), (2, "sql", 1)]
-    assert service.shared.snapshot("math") == []
+    assert service.visitors.shared.snapshot("math") == []
 
 
-def test_a_stopped_answer_ends_early(service: Service, pair: Pair) -> None:
+def test_a_stopped_answer_ends_early(service: Service, pair: ServedPair) -> None:
     settings = Settings(domain="sql", max_new_tokens=100, check=True)
-    session = service.session(None)
+    session = service.visitors.session(None)
 
     def stop_soon() -> None:
         answer = session.entries[0]
@@ -233,12 +227,12 @@ def test_a_stopped_answer_ends_early(service: Service, pair: Pair) -> None:
     assert len(answer.tokens) < len(own)
     assert [token.text for token in answer.tokens] == texts(pair, own[: len(answer.tokens)])
     assert not answer.is_measured
-    assert service.shared.count == 1
+    assert service.visitors.shared.count == 1
     assert asked(service, session, "two").error is None
 
 
 def test_an_answer_stopped_before_its_turn_is_hardly_begun(service: Service) -> None:
-    session = service.session(None)
+    session = service.visitors.session(None)
     with service.turns.turn():
         answer = service.ask(session, "one", Settings(domain="sql", max_new_tokens=100))
         answer.stop.set()
@@ -262,17 +256,17 @@ def test_a_stop_at_any_moment_is_no_error() -> None:
 
 
 def test_earlier_turns_are_remembered_where_asked(
-    service: Service, pair: Pair, monkeypatch: pytest.MonkeyPatch
+    service: Service, pair: ServedPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     histories = []
-    encode = Pair.encode
+    encode = ServedPair.encode
 
-    def spied(self: Pair, prompt: str, max_new_tokens: int, history: Any = ()) -> torch.Tensor:
+    def spied(self: ServedPair, prompt: str, max_new_tokens: int, history: Any = ()) -> torch.Tensor:
         histories.append((prompt, list(history)))
         return encode(self, prompt, max_new_tokens, history)
 
-    monkeypatch.setattr(Pair, "encode", spied)
-    session = service.session(None)
+    monkeypatch.setattr(ServedPair, "encode", spied)
+    session = service.visitors.session(None)
     first = asked(service, session, "one", Settings("sql", max_new_tokens=4))
     asked(service, session, "two", Settings("sql", max_new_tokens=4))
     asked(service, session, "three", Settings("sql", max_new_tokens=4, remember=True))
@@ -282,7 +276,7 @@ def test_earlier_turns_are_remembered_where_asked(
     assert remembered[0][0] == ("one", first.text)
 
 
-def test_the_oldest_turns_go_where_there_is_no_room(pair: Pair) -> None:
+def test_the_oldest_turns_go_where_there_is_no_room(pair: ServedPair) -> None:
     history = [("a" * 60, "b" * 60), ("c" * 30, "d" * 30)]
     prompt = "e" * 40
     ids = pair.encode(prompt, 16, history)[0].tolist()
@@ -313,17 +307,17 @@ def test_the_oldest_turns_go_where_there_is_no_room(pair: Pair) -> None:
 def test_a_prompt_that_cannot_be_answered_is_refused_and_leaves_nothing(
     service: Service, prompt: str, words: str
 ) -> None:
-    session = service.session(None)
+    session = service.visitors.session(None)
     with pytest.raises(ConfigError, match=words):
         service.ask(session, prompt, SHORT)
     assert session.entries == []
     assert session.job is None
-    assert service.shared.count == 0
-    assert service.shared.assistant.drafts.domains == ()
+    assert service.visitors.shared.count == 0
+    assert service.visitors.shared.assistant.drafts.domains == ()
 
 
 def test_control_characters_are_removed_and_nothing_else(service: Service) -> None:
-    session = service.session(None)
+    session = service.visitors.session(None)
     assert asked(service, session, " a\x00b\x1b[0m\r\n\tc\x7f\x85 ").prompt == "ab[0m\n\tc"
     # Spaces of other widths and joiners are part of what is written.
     written = "a\u00a0b\u3000c \u0646\u200c\u0645 \U0001f469\u200d\U0001f680"
@@ -331,7 +325,7 @@ def test_control_characters_are_removed_and_nothing_else(service: Service) -> No
 
 
 def test_an_unknown_domain_is_refused(service: Service) -> None:
-    session = service.session(None)
+    session = service.visitors.session(None)
     with pytest.raises(ConfigError, match="must be one of sql, math, python, finance, general, got 'poems'"):
         service.ask(session, "one", Settings(domain="poems"))
     with pytest.raises(ConfigError, match="There are prompts of sql, math, python, finance, got 'general'"):
@@ -340,30 +334,30 @@ def test_an_unknown_domain_is_refused(service: Service) -> None:
 
 
 def test_a_domain_is_found_by_the_prompt(service: Service) -> None:
-    session = service.session(None)
+    session = service.visitors.session(None)
     settings = Settings(max_new_tokens=4)
     assert asked(service, session, "CREATE TABLE t (id INTEGER, name TEXT);", settings).domain == "sql"
     assert asked(service, session, "qwzx", settings).domain == "general"
-    assert service.shared.assistant.drafts.domains == ("sql", "general")
+    assert service.visitors.shared.assistant.drafts.domains == ("sql", "general")
 
 
 def test_a_chat_that_is_being_answered_takes_nothing_else(service: Service) -> None:
-    session = service.session(None)
+    session = service.visitors.session(None)
     with service.turns.turn():
         answer = service.ask(session, "one", SHORT)
         for refused in (
             lambda: service.ask(session, "two", SHORT),
             lambda: service.send(session, "finance", 2, SHORT),
-            lambda: service.go_private(session, True),
-            lambda: service.clear(session),
+            lambda: service.visitors.go_private(session, True),
+            lambda: service.visitors.clear(session),
         ):
             with pytest.raises(ConfigError, match="still being answered"):
                 refused()
         assert session.entries == [answer]
     ended(session)
     assert answer.error is None
-    assert service.shared.count == 1
-    service.clear(session)
+    assert service.visitors.shared.count == 1
+    service.visitors.clear(session)
     assert session.entries == []
     assert not session.corrections
 
@@ -371,7 +365,7 @@ def test_a_chat_that_is_being_answered_takes_nothing_else(service: Service) -> N
 def test_an_answer_that_fails_says_so_and_the_next_one_is_served(
     service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    session = service.session(None)
+    session = service.visitors.session(None)
     with monkeypatch.context() as patched:
         patched.setattr(service, "_generated", lambda *_: 1 / 0)
         failed = asked(service, session, "one")
@@ -382,8 +376,8 @@ def test_an_answer_that_fails_says_so_and_the_next_one_is_served(
     assert asked(service, session, "two").error is None
 
 
-def test_a_failure_of_learning_costs_no_answer_and_is_shown(service: Service, pair: Pair) -> None:
-    session, room = service.session(None), service.shared
+def test_a_failure_of_learning_costs_no_answer_and_is_shown(service: Service, pair: ServedPair) -> None:
+    session, room = service.visitors.session(None), service.visitors.shared
     room.assistant._upkeep.failed(RuntimeError("x"))
     answer = asked(service, session, "one")
     assert answer.error is None
@@ -396,9 +390,9 @@ def test_a_failure_of_learning_costs_no_answer_and_is_shown(service: Service, pa
 
 
 def test_a_failure_that_comes_to_light_late_shows_no_prompt_as_an_answer(
-    service: Service, pair: Pair, monkeypatch: pytest.MonkeyPatch
+    service: Service, pair: ServedPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    upkeep = service.shared.assistant._upkeep
+    upkeep = service.visitors.shared.assistant._upkeep
     raise_failure, calls = upkeep.raise_failure, []
 
     def failing_late() -> None:
@@ -408,7 +402,7 @@ def test_a_failure_that_comes_to_light_late_shows_no_prompt_as_an_answer(
         raise_failure()
 
     monkeypatch.setattr(upkeep, "raise_failure", failing_late)
-    session, shown = service.session(None), []
+    session, shown = service.visitors.session(None), []
     told(session, lambda: shown.append(session.entries[0].text))  # type: ignore[union-attr]
     answer = asked(service, session, "one two")
     assert len(calls) > 1
@@ -420,8 +414,8 @@ def test_a_failure_that_comes_to_light_late_shows_no_prompt_as_an_answer(
 # --- visitors beside each other -------------------------------------------------------------------------------------
 
 
-def test_two_visitors_at_once_get_their_own_answers(service: Service, pair: Pair) -> None:
-    prompts = {"one two three": service.session(None), "seven eight": service.session(None)}
+def test_two_visitors_at_once_get_their_own_answers(service: Service, pair: ServedPair) -> None:
+    prompts = {"one two three": service.visitors.session(None), "seven eight": service.visitors.session(None)}
     said = {session.id: threading.Event() for session in prompts.values()}
     for session in prompts.values():
         told(session, lambda session=session: session.entries[0].waiting and said[session.id].set())
@@ -436,12 +430,12 @@ def test_two_visitors_at_once_get_their_own_answers(service: Service, pair: Pair
         assert answer.waiting == 0
         assert [token.text for token in answer.tokens] == texts(pair, targets_own(pair, prompt))
         assert session.corrections.total() == sum(token.said is not None for token in answer.tokens) > 0
-    assert service.shared.count == 2
-    assert sorted(record.number for record in service.shared.snapshot()) == [1, 2]
+    assert service.visitors.shared.count == 2
+    assert sorted(record.number for record in service.visitors.shared.snapshot()) == [1, 2]
 
 
 def test_corrections_can_be_read_while_they_are_counted(service: Service) -> None:
-    session = service.session(None)
+    session = service.visitors.session(None)
     asked(service, session, "one two three")
     reading = iter(session.corrections)
     next(reading)
@@ -450,31 +444,31 @@ def test_corrections_can_be_read_while_they_are_counted(service: Service) -> Non
 
 
 def test_a_chat_has_a_name_that_cannot_be_guessed_and_is_found_by_it(service: Service) -> None:
-    session = service.session("mine")
+    session = service.visitors.session("mine")
     assert session.id != "mine"
     assert len(session.id) >= 20
-    assert service.session(session.id) is session
-    assert service.session("mine") is not session
-    assert service.session(None) is not session
+    assert service.visitors.session(session.id) is session
+    assert service.visitors.session("mine") is not session
+    assert service.visitors.session(None) is not session
 
 
 def test_the_chat_that_was_not_used_for_longest_goes(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "MAX_SESSIONS", 2)
-    busy, other = service.session(None), service.session(None)
+    monkeypatch.setattr(visitors_module, "MAX_SESSIONS", 2)
+    busy, other = service.visitors.session(None), service.visitors.session(None)
     with service.turns.turn():
         service.ask(busy, "one", SHORT)
-        third = service.session(None)
-        assert list(service.sessions) == [busy.id, third.id]  # a chat that is being answered stays
+        third = service.visitors.session(None)
+        assert list(service.visitors.sessions) == [busy.id, third.id]  # a chat that is being answered stays
     ended(busy)
-    service.session(busy.id)
-    fourth = service.session(None)
-    assert list(service.sessions) == [busy.id, fourth.id]
-    assert other.id not in service.sessions
+    service.visitors.session(busy.id)
+    fourth = service.visitors.session(None)
+    assert list(service.visitors.sessions) == [busy.id, fourth.id]
+    assert other.id not in service.visitors.sessions
 
 
 def test_the_oldest_entries_of_a_chat_go(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "MAX_ENTRIES", 2)
-    session = service.session(None)
+    monkeypatch.setattr(visitors_module, "MAX_ENTRIES", 2)
+    session = service.visitors.session(None)
     answers = [asked(service, session, prompt, Settings("sql", max_new_tokens=2)) for prompt in ("a", "b", "c")]
     assert session.entries == answers[1:]
 
@@ -483,31 +477,31 @@ def test_the_oldest_entries_of_a_chat_go(service: Service, monkeypatch: pytest.M
 
 
 def test_a_visitor_can_have_a_draft_of_their_own(service: Service) -> None:
-    session, other = service.session(None), service.session(None)
-    service.go_private(session, True)
-    service.go_private(session, True)  # as it is already
+    session, other = service.visitors.session(None), service.visitors.session(None)
+    service.visitors.go_private(session, True)
+    service.visitors.go_private(session, True)  # as it is already
     assert session.is_private
-    assert session.room is not service.shared
-    assert other.room is service.shared
+    assert session.room is not service.visitors.shared
+    assert other.room is service.visitors.shared
     asked(service, session, "one")
-    assert (session.room.count, service.shared.count) == (1, 0)
+    assert (session.room.count, service.visitors.shared.count) == (1, 0)
     assert session.room.assistant.drafts.domains == ("sql",)
-    assert service.shared.assistant.drafts.domains == ()
+    assert service.visitors.shared.assistant.drafts.domains == ()
     asked(service, other, "two")
-    assert (session.room.count, service.shared.count) == (1, 1)
-    service.go_private(session, False)
+    assert (session.room.count, service.visitors.shared.count) == (1, 1)
+    service.visitors.go_private(session, False)
     assert not session.is_private
-    assert session.room is service.shared
+    assert session.room is service.visitors.shared
     assert session.notice is None
-    assert not service.private
+    assert not service.visitors.private
     asked(service, session, "three")
-    assert service.shared.count == 2
+    assert service.visitors.shared.count == 2
 
 
 def test_nobody_learns_during_an_answer(service: Service) -> None:
-    session, other = service.session(None), service.session(None)
-    service.go_private(other, True)
-    learners = [service.shared.assistant._learner, other.room.assistant._learner]
+    session, other = service.visitors.session(None), service.visitors.session(None)
+    service.visitors.go_private(other, True)
+    learners = [service.visitors.shared.assistant._learner, other.room.assistant._learner]
     seen = set()
     told(
         session,
@@ -523,24 +517,24 @@ def test_nobody_learns_during_an_answer(service: Service) -> None:
 def test_what_is_meant_for_a_draft_of_ones_own_teaches_no_other(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service_module, "MAX_PRIVATE", 1)
-    first, second = service.session(None), service.session(None)
-    service.go_private(first, True)
-    service.go_private(second, True)  # the first one's is let go
+    monkeypatch.setattr(visitors_module, "MAX_PRIVATE", 1)
+    first, second = service.visitors.session(None), service.visitors.session(None)
+    service.visitors.go_private(first, True)
+    service.visitors.go_private(second, True)  # the first one's is let go
     with pytest.raises(ConfigError, match="Nothing was sent"):
         service.ask(first, "a secret", SHORT, wants_private=True)
     with pytest.raises(ConfigError, match="Nothing was sent"):
         service.send(first, "sql", 2, SHORT, wants_private=True)
     assert first.entries == []
-    assert service.shared.count == 0
+    assert service.visitors.shared.count == 0
     service.ask(first, "no secret", SHORT, wants_private=False)
     ended(first)
-    assert service.shared.count == 1
+    assert service.visitors.shared.count == 1
 
 
 def test_too_many_who_wait_are_told(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_module, "MAX_WAITING", 2)
-    sessions = [service.session(None) for _ in range(2)]
+    sessions = [service.visitors.session(None) for _ in range(2)]
     with service.turns.turn():
         answer = service.ask(sessions[0], "one", SHORT)
         until(sessions[0], lambda: answer.waiting == 1)
@@ -551,7 +545,7 @@ def test_too_many_who_wait_are_told(service: Service, monkeypatch: pytest.Monkey
 
 
 def test_an_answer_that_is_stopped_in_the_line_costs_nothing(service: Service) -> None:
-    session = service.session(None)
+    session = service.visitors.session(None)
     with service.turns.turn():
         answer = service.ask(session, "one", SHORT)
         until(session, lambda: answer.waiting == 1)
@@ -559,33 +553,33 @@ def test_an_answer_that_is_stopped_in_the_line_costs_nothing(service: Service) -
     ended(session)
     assert answer.stopped
     assert answer.tokens == []
-    assert service.shared.count == 0
+    assert service.visitors.shared.count == 0
 
 
 def test_a_chat_keeps_its_name_while_the_app_is_started_anew(service: Service) -> None:
-    name = service.session(None).id
-    service.sessions.clear()
-    assert service.session(name).id == name
+    name = service.visitors.session(None).id
+    service.visitors.sessions.clear()
+    assert service.visitors.session(name).id == name
     for other in ("short", "../../etc/passwd", name + "x", "<script>"):
-        assert service.session(other).id not in (other, name)
+        assert service.visitors.session(other).id not in (other, name)
 
 
 def test_private_drafts_make_room_for_new_ones(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "MAX_PRIVATE", 1)
-    first, second = service.session(None), service.session(None)
-    service.go_private(first, True)
-    service.go_private(second, True)
+    monkeypatch.setattr(visitors_module, "MAX_PRIVATE", 1)
+    first, second = service.visitors.session(None), service.visitors.session(None)
+    service.visitors.go_private(first, True)
+    service.visitors.go_private(second, True)
     assert (first.is_private, second.is_private) == (False, True)
-    assert first.room is service.shared
+    assert first.room is service.visitors.shared
     assert first.notice is not None
     assert "make room" in first.notice
-    assert list(service.private) == [second.id]
+    assert list(service.visitors.private) == [second.id]
     assert asked(service, first, "one").error is None
     assert first.notice is None
     with service.turns.turn():  # the one that is being answered keeps its own
         answer = service.ask(second, "two", SHORT)
         with pytest.raises(ConfigError, match="in use at the moment"):
-            service.go_private(first, True)
+            service.visitors.go_private(first, True)
         assert second.is_private
     ended(second)
     assert answer.error is None
@@ -595,24 +589,24 @@ def test_private_drafts_make_room_for_new_ones(service: Service, monkeypatch: py
 def test_of_private_drafts_the_one_not_used_for_longest_goes(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service_module, "MAX_PRIVATE", 2)
-    first, second, third = (service.session(None) for _ in range(3))
-    service.go_private(first, True)
-    service.go_private(second, True)
-    service.session(first.id)
-    service.go_private(third, True)
+    monkeypatch.setattr(visitors_module, "MAX_PRIVATE", 2)
+    first, second, third = (service.visitors.session(None) for _ in range(3))
+    service.visitors.go_private(first, True)
+    service.visitors.go_private(second, True)
+    service.visitors.session(first.id)
+    service.visitors.go_private(third, True)
     assert [s.is_private for s in (first, second, third)] == [True, False, True]
 
 
 def test_a_chat_that_goes_takes_its_private_draft_along(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "MAX_SESSIONS", 1)
-    service.go_private(service.session(None), True)
-    service.session(None)
-    assert not service.private
+    monkeypatch.setattr(visitors_module, "MAX_SESSIONS", 1)
+    service.visitors.go_private(service.visitors.session(None), True)
+    service.visitors.session(None)
+    assert not service.visitors.private
 
 
 def test_reset_forgets_what_was_learned_and_counted(service: Service) -> None:
-    session, room = service.session(None), service.shared
+    session, room = service.visitors.session(None), service.visitors.shared
     asked(service, session, "one")
     room.assistant.update(1, domain="sql")
     assert room.assistant.version == 1
@@ -625,8 +619,8 @@ def test_reset_forgets_what_was_learned_and_counted(service: Service) -> None:
     assert room.count == 1
 
 
-def test_a_saved_session_goes_on_and_its_drafts_load(service: Service, pair: Pair, tmp_path: Path) -> None:
-    session, room = service.session(None), service.shared
+def test_a_saved_session_goes_on_and_its_drafts_load(service: Service, pair: ServedPair, tmp_path: Path) -> None:
+    session, room = service.visitors.session(None), service.visitors.shared
     asked(service, session, "one")
     asked(service, session, "two", Settings("math", max_new_tokens=8))
     room.assistant.update(2, domain="sql")
@@ -640,8 +634,8 @@ def test_a_saved_session_goes_on_and_its_drafts_load(service: Service, pair: Pai
     assert len(AutoTokenizer.from_pretrained(written[1])) == len(pair.tokenizer)
     again = Service(pair, state=written[0], config=MANUAL)
     try:
-        assert again.shared.assistant.drafts.domains == ("sql", "math")
-        assert asked(again, again.session(None), "one").version == 1
+        assert again.visitors.shared.assistant.drafts.domains == ("sql", "math")
+        assert asked(again, again.visitors.session(None), "one").version == 1
     finally:
         again.close()
     with pytest.raises(StateError):
@@ -649,7 +643,7 @@ def test_a_saved_session_goes_on_and_its_drafts_load(service: Service, pair: Pai
 
 
 def test_saving_deletes_drafts_of_an_earlier_save_and_nothing_else(service: Service, tmp_path: Path) -> None:
-    room = service.shared
+    room = service.visitors.shared
 
     def learn(domain: str) -> None:
         ids = torch.tensor([[3, 4, 5]])
@@ -675,22 +669,22 @@ def test_saving_deletes_drafts_of_an_earlier_save_and_nothing_else(service: Serv
 
 
 def test_a_session_is_saved_where_a_folder_is_in_the_way_of_a_draft(service: Service, tmp_path: Path) -> None:
-    asked(service, service.session(None), "one", Settings("sql", max_new_tokens=8))
-    service.shared.assistant.update(1, domain="sql")
+    asked(service, service.visitors.session(None), "one", Settings("sql", max_new_tokens=8))
+    service.visitors.shared.assistant.update(1, domain="sql")
     (tmp_path / "demo" / "drafts" / "sql").mkdir(parents=True)
     with pytest.raises(ConfigError, match="The session is saved as .*session, the drafts are not: .*sql is no draft"):
-        service.shared.save(tmp_path / "demo")
+        service.visitors.shared.save(tmp_path / "demo")
     again = Service(service.pair, state=tmp_path / "demo" / "session", config=MANUAL)
     again.close()
-    assert again.shared.assistant.drafts.domains == ("sql",)
+    assert again.visitors.shared.assistant.drafts.domains == ("sql",)
     assert list((tmp_path / "demo" / "drafts" / "sql").iterdir()) == []
 
 
 def test_saving_leaves_a_file_of_ones_own_in_a_drafts_folder(service: Service, tmp_path: Path) -> None:
-    room = service.shared
+    room = service.visitors.shared
 
     def learn() -> None:
-        asked(service, service.session(None), "one", Settings("sql", max_new_tokens=8))
+        asked(service, service.visitors.session(None), "one", Settings("sql", max_new_tokens=8))
         room.assistant.update(1, domain="sql")
 
     learn()
@@ -720,11 +714,11 @@ def test_saving_leaves_a_file_of_ones_own_in_a_drafts_folder(service: Service, t
 
 
 def test_a_pair_that_cannot_serve_leaves_the_one_that_does(
-    service: Service, pair: Pair, folder: Path, tmp_path: Path
+    service: Service, pair: ServedPair, folder: Path, tmp_path: Path
 ) -> None:
     other = save_pair(tmp_path / "other", vocab_size=320)
     models.tokenizer().save_pretrained(other / "draft")
-    session, shared = service.session(None), service.shared
+    session, shared = service.visitors.session(None), service.visitors.shared
     before = asked(service, session, "one")
     target, draft = str(folder / "target"), str(other / "draft")
     with pytest.raises(VocabularyMismatchError):
@@ -733,35 +727,35 @@ def test_a_pair_that_cannot_serve_leaves_the_one_that_does(
         service.load(target, str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="name a target and a draft, or neither"):
         service.load(target, None)
-    assert (service.pair, service.shared, session.room) == (pair, shared, shared)
+    assert (service.pair, service.visitors.shared, session.room) == (pair, shared, shared)
     assert len(service.turns) == 0
     assert asked(service, session, "one").text == before.text
     assert shared.count == 2
 
 
-def test_another_pair_serves_all_chats_which_stay(service: Service, pair: Pair, tmp_path: Path) -> None:
+def test_another_pair_serves_all_chats_which_stay(service: Service, pair: ServedPair, tmp_path: Path) -> None:
     other = save_pair(tmp_path / "other", vocab_size=320)
-    session, private = service.session(None), service.session(None)
+    session, private = service.visitors.session(None), service.visitors.session(None)
     asked(service, session, "one")
-    service.go_private(private, True)
+    service.visitors.go_private(private, True)
     service.load(str(other / "target"), str(other / "draft"))
     assert service.pair is not pair
-    assert service.shared.pair is service.pair
-    assert session.room is private.room is service.shared
+    assert service.visitors.shared.pair is service.pair
+    assert session.room is private.room is service.visitors.shared
     assert not private.is_private
-    assert not service.private
-    assert service.shared.count == 0
+    assert not service.visitors.private
+    assert service.visitors.shared.count == 0
     answer = asked(service, session, "two")
     assert [token.text for token in answer.tokens] == texts(service.pair, targets_own(service.pair, "two"))
     assert len(session.entries) == 2
-    assert service.shared.count == 1
+    assert service.visitors.shared.count == 1
 
 
 # --- batches --------------------------------------------------------------------------------------------------------
 
 
 def test_a_batch_answers_different_prompts_of_a_domain(service: Service) -> None:
-    session = service.session(None)
+    session = service.visitors.session(None)
     batch = service.send(session, "finance", 3, Settings(domain="sql", max_new_tokens=4, check=True))
     ended(session)
     assert session.entries == [batch]
@@ -770,14 +764,14 @@ def test_a_batch_answers_different_prompts_of_a_domain(service: Service) -> None
     assert all(answer.is_done and answer.stats is not None for answer in batch.answers)
     assert {answer.domain for answer in batch.answers} == {"finance"}
     assert not any(answer.is_measured for answer in batch.answers)
-    assert service.shared.count == 3
+    assert service.visitors.shared.count == 3
     more = service.send(session, "finance", 2, Settings(max_new_tokens=4))
     ended(session)
     assert not {a.prompt for a in more.answers} & {a.prompt for a in batch.answers}
 
 
 def test_a_batch_stops_in_the_middle(service: Service) -> None:
-    session = service.session(None)
+    session = service.visitors.session(None)
 
     def stop_at_the_second() -> None:
         batch = session.entries[0]
@@ -790,11 +784,11 @@ def test_a_batch_stops_in_the_middle(service: Service) -> None:
     assert (batch.is_done, batch.error) == (True, None)
     assert [answer.stopped for answer in batch.answers] == [False, True]
     assert all(answer.is_done for answer in batch.answers)
-    assert service.shared.count == 2
+    assert service.visitors.shared.count == 2
 
 
 def test_a_batch_with_a_prompt_that_does_not_fit_says_so(service: Service) -> None:
-    session = service.session(None)
+    session = service.visitors.session(None)
     batch = service.send(session, "sql", 3, Settings(max_new_tokens=200))
     ended(session)
     assert batch.is_done
@@ -803,27 +797,27 @@ def test_a_batch_with_a_prompt_that_does_not_fit_says_so(service: Service) -> No
     assert asked(service, session, "one").error is None
 
 
-def test_a_batch_learns_between_its_prompts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_learns_between_its_prompts(pair: ServedPair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_module, "LEARNING_SECONDS", LONG)  # however slow learning is
     eager = {"update_strategy": "idle", "update_interval": 2, "steps_per_update": 1, "gate": False, "batch_size": 2}
     service = Service(pair, config=eager)
     try:
-        session = service.session(None)
+        session = service.visitors.session(None)
         batch = service.send(session, "finance", 4, Settings(max_new_tokens=4))
         ended(session)
         assert batch.error is None
         assert not batch.is_learning
         assert [answer.version for answer in batch.answers] == [0, 0, 1, 1]
-        assert len(service.shared.assistant.decisions) == 2
-        assert service.shared.statistics()["learning_seconds"] > 0
+        assert len(service.visitors.shared.assistant.decisions) == 2
+        assert service.visitors.shared.statistics()["learning_seconds"] > 0
     finally:
         service.close()
 
 
-def test_a_closed_service_leaves_no_thread(pair: Pair) -> None:
+def test_a_closed_service_leaves_no_thread(pair: ServedPair) -> None:
     before = set(threading.enumerate())
     service = Service(pair, config={"update_strategy": "idle"})
-    service.go_private(service.session(None), True)
+    service.visitors.go_private(service.visitors.session(None), True)
     assert len(set(threading.enumerate()) - before) == 2
     service.close()
     assert not [thread for thread in set(threading.enumerate()) - before if thread.is_alive()]
@@ -833,10 +827,10 @@ def test_a_closed_service_leaves_no_thread(pair: Pair) -> None:
 
 
 def test_statistics_hold_no_text_of_anyone(service: Service) -> None:
-    session = service.session(None)
+    session = service.visitors.session(None)
     answer = asked(service, session, "swordfish 4711", Settings("sql", max_new_tokens=30))
-    service.shared.assistant.update(1, domain="sql")
-    told = service.shared.statistics()
+    service.visitors.shared.assistant.update(1, domain="sql")
+    told = service.visitors.shared.statistics()
     written = json.dumps(told, ensure_ascii=False)
     assert "swordfish" not in written
     assert "4711" not in written
@@ -853,18 +847,18 @@ def test_a_push_is_of_a_draft_that_has_learned_and_says_where_it_is(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match="draft of 'sql' has learned nothing yet"):
-        service.shared.push("sql", "me/draft", "t")
-    asked(service, service.session(None), "one", Settings("sql", max_new_tokens=4))
-    service.shared.assistant.update(1, domain="sql")
+        service.visitors.shared.push("sql", "me/draft", "t")
+    asked(service, service.visitors.session(None), "one", Settings("sql", max_new_tokens=4))
+    service.visitors.shared.assistant.update(1, domain="sql")
     calls = []
 
     def push_to_hub(*args: Any, **kwargs: Any) -> str:
         calls.append((args, kwargs))
         return "https://hub/me/draft"
 
-    monkeypatch.setattr(service.shared.assistant, "push_to_hub", push_to_hub)
-    assert service.shared.push("sql", " me/draft ", " t ") == "https://hub/me/draft"
-    assert service.shared.push("sql", "me/draft", "") == "https://hub/me/draft"
+    monkeypatch.setattr(service.visitors.shared.assistant, "push_to_hub", push_to_hub)
+    assert service.visitors.shared.push("sql", " me/draft ", " t ") == "https://hub/me/draft"
+    assert service.visitors.shared.push("sql", "me/draft", "") == "https://hub/me/draft"
     assert calls == [(("me/draft",), {"domain": "sql", "token": token}) for token in ("t", None)]
 
 
@@ -872,7 +866,7 @@ def test_a_push_is_of_a_draft_that_has_learned_and_says_where_it_is(
 
 
 @pytest.fixture
-def public(pair: Pair) -> Iterator[Service]:
+def public(pair: ServedPair) -> Iterator[Service]:
     made = Service(pair, config=MANUAL, is_public=True)
     yield made
     made.close()
@@ -882,8 +876,8 @@ def test_what_waited_for_a_private_draft_teaches_no_other_when_models_are_exchan
     service: Service, tmp_path: Path
 ) -> None:
     other = save_pair(tmp_path / "other", vocab_size=320)
-    session, begun = service.session(None), service.session(None)
-    service.go_private(session, True)
+    session, begun = service.visitors.session(None), service.visitors.session(None)
+    service.visitors.go_private(session, True)
     room = session.room
     loading = threading.Thread(target=service.load, args=(str(other / "target"), str(other / "draft")))
     line = service.turns._line
@@ -897,12 +891,12 @@ def test_what_waited_for_a_private_draft_teaches_no_other_when_models_are_exchan
     ended(session)
     ended(begun)
     assert not session.is_private
-    assert session.room is service.shared is not room
+    assert session.room is service.visitors.shared is not room
     assert answer.error is None
     assert [token.text for token in answer.tokens] == texts(service.pair, targets_own(service.pair, "a secret"))
     assert session.notice is not None
     assert "no draft learns from it" in session.notice
-    learned = service.shared.assistant._learner.lessons
+    learned = service.visitors.shared.assistant._learner.lessons
     assert {domain: len(lesson.pending) for domain, lesson in learned.items()} == {"sql": len(batch.answers)} or (
         sum(len(lesson.pending) for lesson in learned.values()) == len(batch.answers)
     )
@@ -913,7 +907,7 @@ def test_what_waited_for_a_private_draft_teaches_no_other_when_models_are_exchan
 def test_a_private_draft_of_models_that_went_meanwhile_does_not_serve(
     service: Service, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session, made = service.session(None), []
+    session, made = service.visitors.session(None), []
 
     def late(*args: Any, **kwargs: Any) -> Room:
         room = Room(*args, **kwargs)
@@ -922,18 +916,18 @@ def test_a_private_draft_of_models_that_went_meanwhile_does_not_serve(
             service.load(str(folder / "target"), str(folder / "draft"))
         return room
 
-    monkeypatch.setattr(service_module, "Room", late)
+    monkeypatch.setattr(visitors_module, "Room", late)
     with pytest.raises(ConfigError, match="Another pair was loaded meanwhile"):
-        service.go_private(session, True)
+        service.visitors.go_private(session, True)
     assert not session.is_private
-    assert session.room is service.shared
-    assert not service.private
+    assert session.room is service.visitors.shared
+    assert not service.visitors.private
 
 
 def test_many_who_want_drafts_of_their_own_at_once_get_no_more_copies_than_there_are_places(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service_module, "MAX_PRIVATE", 2)
+    monkeypatch.setattr(visitors_module, "MAX_PRIVATE", 2)
     copies, most, go_on = [0], [0], threading.Event()
     lock, under_way = threading.Lock(), threading.Semaphore(0)
 
@@ -951,23 +945,23 @@ def test_many_who_want_drafts_of_their_own_at_once_get_no_more_copies_than_there
             with lock:
                 copies[0] -= 1
 
-    monkeypatch.setattr(service_module, "Room", Counted)
+    monkeypatch.setattr(visitors_module, "Room", Counted)
     refused = []
 
     def toggle(session: Session) -> None:
         try:
-            service.go_private(session, True)
+            service.visitors.go_private(session, True)
         except ConfigError as error:
             refused.append(str(error))
 
-    one = service.session(None)
-    first = [threading.Thread(target=toggle, args=(session,)) for session in (one, service.session(None))]
+    one = service.visitors.session(None)
+    first = [threading.Thread(target=toggle, args=(session,)) for session in (one, service.visitors.session(None))]
     for thread in first:
         thread.start()
         assert under_way.acquire(timeout=PATIENCE)
     toggle(one)  # a second click meanwhile
     for _ in range(50):
-        toggle(service.session(None))
+        toggle(service.visitors.session(None))
     assert len(refused) == 51
     with pytest.raises(ConfigError, match="still being made"):
         service.ask(one, "one", SHORT)
@@ -975,65 +969,65 @@ def test_many_who_want_drafts_of_their_own_at_once_get_no_more_copies_than_there
     for thread in first:
         thread.join(PATIENCE)
     assert most == [2]
-    assert len(service.private) == 2
-    service.go_private(service.session(None), True)  # one makes room before the new one is made
+    assert len(service.visitors.private) == 2
+    service.visitors.go_private(service.visitors.session(None), True)  # one makes room before the new one is made
     assert most == [2]
 
 
 def test_a_stranger_takes_no_draft_from_another_and_makes_few(
     public: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = public.session(None, "192.0.2.1")
-    public.go_private(own, True)
+    own = public.visitors.session(None, "192.0.2.1")
+    public.visitors.go_private(own, True)
     for _ in range(3):
-        public.go_private(public.session(None, "192.0.2.2"), True)
+        public.visitors.go_private(public.visitors.session(None, "192.0.2.2"), True)
     assert own.is_private
-    assert len(public.private) == 3  # theirs made room for their next
+    assert len(public.visitors.private) == 3  # theirs made room for their next
     with pytest.raises(ConfigError, match="made just now"):
         for _ in range(9):
-            session = public.session(None, "192.0.2.2")
-            public.go_private(session, True)
-            public.go_private(session, False)
+            session = public.visitors.session(None, "192.0.2.2")
+            public.visitors.go_private(session, True)
+            public.visitors.go_private(session, False)
     assert own.is_private
 
 
 def test_invented_names_evict_no_chat_of_another_visitor(public: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "MAX_SESSIONS", 12)
-    own = public.session(None, "192.0.2.1")
+    monkeypatch.setattr(visitors_module, "MAX_SESSIONS", 12)
+    own = public.visitors.session(None, "192.0.2.1")
     answer = asked(public, own, "one")
-    empty = public.session(None, "192.0.2.1")
+    empty = public.visitors.session(None, "192.0.2.1")
     for address in ("192.0.2.2", "192.0.2.3"):
         for i in range(40):
-            public.session(f"program {address}-{i}", address)
-            public.session(f"{i:022}", address)
-    assert len(public.sessions) <= 12
-    assert public.session(own.id, "192.0.2.1") is own
-    assert public.session(empty.id, "192.0.2.1") is empty
+            public.visitors.session(f"program {address}-{i}", address)
+            public.visitors.session(f"{i:022}", address)
+    assert len(public.visitors.sessions) <= 12
+    assert public.visitors.session(own.id, "192.0.2.1") is own
+    assert public.visitors.session(empty.id, "192.0.2.1") is empty
     assert own.entries == [answer]
-    newcomer = public.session(None, "192.0.2.4")
-    assert public.session(newcomer.id, "192.0.2.4") is newcomer
+    newcomer = public.visitors.session(None, "192.0.2.4")
+    assert public.visitors.session(newcomer.id, "192.0.2.4") is newcomer
 
 
 def test_of_ones_own_chats_empty_ones_go_first(public: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "MAX_SESSIONS", 4)
-    first = public.session(None, "192.0.2.1")
+    monkeypatch.setattr(visitors_module, "MAX_SESSIONS", 4)
+    first = public.visitors.session(None, "192.0.2.1")
     asked(public, first, "one")
     for _ in range(5):
-        public.session(None, "192.0.2.1")
-    assert public.sessions.get(first.id) is first
+        public.visitors.session(None, "192.0.2.1")
+    assert public.visitors.sessions.get(first.id) is first
 
 
 def test_where_all_chats_are_in_use_one_more_is_refused_until_some_are_old(
     public: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service_module, "MAX_SESSIONS", 2)
-    sessions = [public.session(None, f"192.0.2.{i}") for i in range(2)]
+    monkeypatch.setattr(visitors_module, "MAX_SESSIONS", 2)
+    sessions = [public.visitors.session(None, f"192.0.2.{i}") for i in range(2)]
     with pytest.raises(ConfigError, match="Too many visitors are here"):
-        public.session(None, "192.0.2.9")
-    sessions[0].used -= service_module.ACTIVE_SECONDS + 1
-    public.session(None, "192.0.2.9")
-    assert sessions[0].id not in public.sessions
-    assert sessions[1].id in public.sessions
+        public.visitors.session(None, "192.0.2.9")
+    sessions[0].used -= visitors_module.ACTIVE_SECONDS + 1
+    public.visitors.session(None, "192.0.2.9")
+    assert sessions[0].id not in public.visitors.sessions
+    assert sessions[1].id in public.visitors.sessions
 
 
 def test_one_visitor_cannot_hold_all_places(public: Service, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1041,10 +1035,10 @@ def test_one_visitor_cannot_hold_all_places(public: Service, monkeypatch: pytest
         taken = []
         with pytest.raises(ConfigError, match="from your address are waiting"):
             for _ in range(service_module.MAX_WAITING):
-                guest = public.guest("192.0.2.1")
+                guest = public.visitors.guest("192.0.2.1")
                 taken.append((guest, public.ask(guest, "one", SHORT)))
         assert len(taken) == service_module.MAX_WAITING // 2
-        other = public.guest("192.0.2.2")
+        other = public.visitors.guest("192.0.2.2")
         answer = public.ask(other, "two", SHORT)
         for _, theirs in taken:
             theirs.stop.set()
@@ -1058,8 +1052,8 @@ def test_one_visitor_cannot_hold_all_places(public: Service, monkeypatch: pytest
 def test_what_a_stranger_has_left_is_stopped_in_the_line_and_in_its_middle(
     public: Service, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service_module, "AWAY_SECONDS", -1.0)
-    waiting, running, back = (public.session(None, f"192.0.2.{i}") for i in range(3))
+    monkeypatch.setattr(visitors_module, "AWAY_SECONDS", -1.0)
+    waiting, running, back = (public.visitors.session(None, f"192.0.2.{i}") for i in range(3))
     long = Settings("sql", max_new_tokens=100)
     with public.turns.turn():
         queued = public.ask(waiting, "one", long)
@@ -1075,17 +1069,17 @@ def test_what_a_stranger_has_left_is_stopped_in_the_line_and_in_its_middle(
     assert answer.stopped
     with back.watched():
         assert not asked(public, back, "one").stopped
-    assert not asked(service, service.session(None), "one").stopped  # an owner may leave
+    assert not asked(service, service.visitors.session(None), "one").stopped  # an owner may leave
 
 
 def test_strangers_get_shorter_answers(public: Service, service: Service) -> None:
-    session = public.session(None, "192.0.2.1")
+    session = public.visitors.session(None, "192.0.2.1")
     with pytest.raises(ConfigError, match="`max_new_tokens` is at most 192, got 200"):
         public.ask(session, "one", Settings(max_new_tokens=200))
     batch = public.send(session, "sql", 1, Settings(max_new_tokens=200))
     ended(session)
     assert batch.answers[0].settings.max_new_tokens == 192
-    assert asked(service, service.session(None), "one", Settings(max_new_tokens=200)).error is None
+    assert asked(service, service.visitors.session(None), "one", Settings(max_new_tokens=200)).error is None
 
 
 def test_a_huge_prompt_is_refused_before_it_is_looked_through(
@@ -1096,44 +1090,46 @@ def test_a_huge_prompt_is_refused_before_it_is_looked_through(
 
     monkeypatch.setattr(service_module.unicodedata, "category", looked)
     with pytest.raises(ConfigError, match="10,000,000 characters, at most"):
-        service.ask(service.session(None), "x" * 10_000_000, SHORT)
+        service.ask(service.visitors.session(None), "x" * 10_000_000, SHORT)
 
 
 def test_texts_of_all_chats_are_bounded_and_those_of_whoever_has_most_go(
     public: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    modest = public.session(None, "192.0.2.1")
+    modest = public.visitors.session(None, "192.0.2.1")
     kept = asked(public, modest, "one", Settings("sql", max_new_tokens=2))
-    monkeypatch.setattr(service_module, "MAX_KEPT_BYTES", 4 * kept.kept_bytes)
+    monkeypatch.setattr(visitors_module, "MAX_KEPT_BYTES", 4 * kept.kept_bytes)
     for _ in range(6):
-        asked(public, public.session(None, "192.0.2.2"), "two", Settings("sql", max_new_tokens=2))
+        asked(public, public.visitors.session(None, "192.0.2.2"), "two", Settings("sql", max_new_tokens=2))
     assert modest.entries == [kept]
-    assert sum(entry.kept_bytes for s in public.sessions.values() for entry in s.entries) <= 4 * kept.kept_bytes
+    assert (
+        sum(entry.kept_bytes for s in public.visitors.sessions.values() for entry in s.entries) <= 4 * kept.kept_bytes
+    )
 
 
 def test_a_chat_that_was_cleared_weighs_nothing(public: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    cleared = public.session(None, "192.0.2.1")
+    cleared = public.visitors.session(None, "192.0.2.1")
     kept = asked(public, cleared, "one", Settings("sql", max_new_tokens=2))
-    public.clear(cleared)
+    public.visitors.clear(cleared)
     assert cleared.kept_bytes == 0
-    monkeypatch.setattr(service_module, "MAX_KEPT_BYTES", kept.kept_bytes)
-    other = public.session(None, "192.0.2.1")
+    monkeypatch.setattr(visitors_module, "MAX_KEPT_BYTES", kept.kept_bytes)
+    other = public.visitors.session(None, "192.0.2.1")
     assert other.entries == [asked(public, other, "one", Settings("sql", max_new_tokens=2))]
 
 
 def test_a_chat_that_is_being_answered_keeps_no_other_from_making_room(
     public: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    busy, done, last = (public.session(None, f"192.0.2.{number}") for number in (1, 2, 3))
+    busy, done, last = (public.visitors.session(None, f"192.0.2.{number}") for number in (1, 2, 3))
     busy.entries, done.entries = [Answer("x" * 9000, SHORT)], [Answer("y" * 100, SHORT, is_done=True)]
     busy.kept_bytes, done.kept_bytes = busy.entries[0].kept_bytes, done.entries[0].kept_bytes
-    monkeypatch.setattr(service_module, "MAX_KEPT_BYTES", 1)
+    monkeypatch.setattr(visitors_module, "MAX_KEPT_BYTES", 1)
     asked(public, last, "one", Settings("sql", max_new_tokens=2))  # ends, though there is more than may be
     assert (len(busy.entries), done.entries, last.entries) == (1, [], [])
 
 
 def test_suggested_prompts_come_again_rather_than_growing_without_bound(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    pair: ServedPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pair_module, "MAX_SAMPLES", 8)
     monkeypatch.setattr(pair, "_samples", {"sql": []})
@@ -1151,8 +1147,8 @@ def test_suggested_prompts_come_again_rather_than_growing_without_bound(
     assert asked_for == [6, 8]
 
 
-def test_an_answer_that_gives_way_is_the_targets_own(public: Service, pair: Pair) -> None:
-    hog, modest = public.session(None, "192.0.2.1"), public.session(None, "192.0.2.2")
+def test_an_answer_that_gives_way_is_the_targets_own(public: Service, pair: ServedPair) -> None:
+    hog, modest = public.visitors.session(None, "192.0.2.1"), public.visitors.session(None, "192.0.2.2")
     settings = Settings("sql", max_new_tokens=40, check=True)
     asked(public, hog, "one", settings)
     beside: list[Answer] = []
@@ -1179,4 +1175,4 @@ def test_an_answer_that_gives_way_is_the_targets_own(public: Service, pair: Pair
     assert first.is_identical is beside[0].is_identical is True
     assert [t.text for t in first.tokens] == texts(pair, targets_own(pair, "three", settings))
     assert [t.text for t in beside[0].tokens] == texts(pair, targets_own(pair, "two", settings))
-    assert public.shared.assistant._learner.is_paused is False
+    assert public.visitors.shared.assistant._learner.is_paused is False

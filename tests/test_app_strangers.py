@@ -28,13 +28,21 @@ from osd_hf import ConfigError
 from osd_hf.cli.app import AppSettings, app_command
 from osd_hf.cli.flags import add_flags, settings_from
 from osd_hf_app import launch as launch_module
-from osd_hf_app import service as service_module
+from osd_hf_app.bounds import (
+    FAILURES,
+    MAX_EVENTS,
+    MAX_NAME,
+    MAX_UNREAD,
+    MAX_UNREAD_OF_ONE,
+    UNREAD_SECONDS,
+    _States,
+    bound_console,
+    bound_queue,
+)
 from osd_hf_app.door import API, CALLS, MAX_BODY_BYTES, Door, is_loopback
 from osd_hf_app.launch import exposure, forget_variables, served_page
-from osd_hf_app.mail import MAX_EVENTS, MAX_NAME, MAX_UNREAD, MAX_UNREAD_OF_ONE, UNREAD_SECONDS, _States, bound_queue
 from osd_hf_app.page import build
-from osd_hf_app.pair import Pair
-from osd_hf_app.process import FAILURES, bound_console
+from osd_hf_app.pair import ServedPair
 from osd_hf_app.service import Service
 
 # --- who is a stranger ----------------------------------------------------------------------------------------------
@@ -85,7 +93,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     def made(pair: Any, **settings: Any) -> Any:
         return SimpleNamespace(is_public=settings["is_public"], close=lambda: None)
 
-    for name, value in (("served_page", serve), ("Service", made), ("Pair", lambda *_, **__: None),
+    for name, value in (("served_page", serve), ("Service", made), ("ServedPair", lambda *_, **__: None),
                         ("bound_console", lambda: None)):  # fmt: skip
         monkeypatch.setattr(launch_module, name, value)
     monkeypatch.setattr(launch_module, "bound_heap", lambda: found.update(has_bounded_heap=True))
@@ -439,7 +447,7 @@ def test_large_blocks_do_not_stay_in_the_heap() -> None:
     # In a process of its own: what is set stays set.
     script = """
 import ctypes
-from osd_hf_app.process import MAPPED_BYTES, bound_heap
+from osd_hf_app.bounds import MAPPED_BYTES, bound_heap
 class Info(ctypes.Structure):
     names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
     _fields_ = [(name, ctypes.c_size_t) for name in names]
@@ -484,9 +492,9 @@ def test_no_more_failures_are_printed_than_a_few(
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> ServedPair:
     folder = save_pair(tmp_path_factory.mktemp("pair"))
-    return Pair(str(folder / "target"), str(folder / "draft"))
+    return ServedPair(str(folder / "target"), str(folder / "draft"))
 
 
 def test_a_public_page_refuses_all_that_is_the_owners_to_whoever_calls_it(tmp_path: Path) -> None:
@@ -536,9 +544,8 @@ def test_a_page_of_another_site_is_not_answered_for_who_is_logged_in(
 
 
 def test_an_answer_stops_when_the_program_that_asked_for_it_has_gone(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    pair: ServedPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service_module, "SAMPLES", 20)
     service = Service(pair, config={"update_strategy": "manual"}, is_public=True)
     answers, ask = [], service.ask
 

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from osd_hf import AcceptanceStats, GateDecision
 from osd_hf_app import view
-from osd_hf_app.answers import Answer, Batch, Settings, ShownToken
-from osd_hf_app.room import Record
-from osd_hf_app.service import Session
+from osd_hf_app.rooms import Record
+from osd_hf_app.visitors import Answer, Batch, Session, Settings, ShownToken
 
 # What view.py writes: tags, and their attributes.
 MARKUP = {

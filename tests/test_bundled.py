@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from osd_hf import bundled
-from osd_hf.bundled import load_bundled
+from osd_hf.bundled import DOMAINS, bundled_prompts, check_answer, load_bundled
 from osd_hf.bundled.example import equations_hold
-from osd_hf.bundled.prompts import DOMAINS, bundled_prompts, check_answer
 
 FOLDER = Path(bundled.__file__).parent
 

@@ -21,8 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from osd_hf import ConfigError, CorrectionStore, HubError, OnlineAssistant, OnlineConfig, capture_traces
 from osd_hf.bench.evaluate import evaluate
-from osd_hf.bundled import load_bundled
-from osd_hf.bundled.prompts import bundled_prompts
+from osd_hf.bundled import bundled_prompts, load_bundled
 from osd_hf.cli.main import main
 from osd_hf.hub.cards import DraftFacts, EvaluationSet, draft_card, hub_id
 from osd_hf.hub.export import export_to_vllm

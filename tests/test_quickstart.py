@@ -14,7 +14,7 @@ from osd_hf import AcceptanceStats
 from osd_hf.bench.display import plot_alpha, rolling_alpha
 from osd_hf.bench.quickstart import QuickstartSizes, learned_and_later
 from osd_hf.bench.timing import answer_greedily, compare_outputs, median_ratio
-from osd_hf.bundled.prompts import DOMAINS
+from osd_hf.bundled import DOMAINS
 from osd_hf.cli.main import main
 
 SIZES = {

@@ -17,7 +17,7 @@ from osd_hf.bench.controlled import LABEL, SHAPES, ControlledAcceptance, control
 from osd_hf.bench.display import figure, plot_speedups, ratio_text, text_table
 from osd_hf.bench.quickstart import QuickstartSizes, learned_and_later, serve_stream
 from osd_hf.bench.timing import faster_threads
-from osd_hf.bundled.prompts import DOMAINS
+from osd_hf.bundled import DOMAINS
 from osd_hf.cli.flags import FAILED, Reporting, flag, in_groups
 from osd_hf.cli.settings import Placement
 from osd_hf.config import OnlineConfig

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from osd_hf.bundled.prompts import DOMAINS, bundled_prompts
+from osd_hf.bundled import DOMAINS, bundled_prompts
 from osd_hf.cli.flags import Settings, in_groups, part
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError

@@ -12,7 +12,7 @@ from huggingface_hub import DatasetCard, DatasetCardData, EvalResult, ModelCard,
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils._validators import validate_repo_id
 
-from osd_hf.bundled.prompts import DOMAINS, bundled_prompts
+from osd_hf.bundled import DOMAINS, bundled_prompts
 from osd_hf.errors import ConfigError
 from osd_hf.metrics import AcceptanceStats, alpha_gain_interval
 from osd_hf.prompts import Prompt

@@ -1,20 +1,27 @@
-"""A draft that learns from those who share it, and what it has shown: every visitor's, or one visitor's own."""
+"""Rooms: the drafts of each domain, which learn from all visitors of a room, and the figures of their acceptance."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 import re
 import shutil
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from osd_hf import AcceptanceStats, ConfigError, LabelRouter, LearnerError, OnlineAssistant, OnlineConfig
-from osd_hf_app.pair import Pair
+from osd_hf import AcceptanceStats, CallableRouter, ConfigError, LearnerError, OnlineAssistant, OnlineConfig
+from osd_hf.bundled import DOMAINS, bundled_prompts
+from osd_hf_app.pair import ServedPair
 
-__all__ = ["Record", "Room", "compared", "pooled"]
+OTHER = "general"
+SAMPLES = 200  # prompts per domain that the words of domains are learned from
+LEAST_KNOWN = 0.5  # share of a prompt's words that the samples know
+LEAST_MARGIN = 2.0  # nats between the two likeliest domains
 
 SHARED = "shared"
 SAVED = ".osd_hf_app_saved"  # in a folder that a save made: names of its files, which a later one may delete
@@ -22,12 +29,44 @@ MAKING = ".osd_hf_app_making"  # where a save puts together what it then moves t
 KEPT = 5000  # newest requests that curves are drawn of
 
 
+def classifier(samples: Mapping[str, Sequence[str]]) -> Callable[[str], str]:
+    """A function from a prompt to its domain, by naive Bayes over words; to `OTHER` where the prompt is like none of
+    the samples, or like those of two domains. Each domain has at least one sample."""
+    counts = {domain: Counter(word for text in texts for word in _words(text)) for domain, texts in samples.items()}
+    vocabulary = set().union(*counts.values())
+    totals = {domain: sum(count.values()) + len(vocabulary) for domain, count in counts.items()}
+
+    def domain_of(prompt: str) -> str:
+        words = _words(prompt)
+        known = [word for word in words if word in vocabulary]
+        if not known or len(known) < LEAST_KNOWN * len(words):
+            return OTHER
+        scores = sorted(
+            (sum(math.log((count[word] + 1) / totals[domain]) for word in known), domain)
+            for domain, count in counts.items()
+        )
+        if len(scores) > 1 and scores[-1][0] - scores[-2][0] < LEAST_MARGIN:
+            return OTHER
+        return scores[-1][1]
+
+    return domain_of
+
+
+def _words(text: str) -> list[str]:
+    # Digits stand for each other; signs tell code from prose.
+    return re.findall(r"[^\W\d]+|\d|[^\w\s]", re.sub(r"\d", "0", text.lower()))
+
+
+@functools.cache
+def domain_router() -> CallableRouter:
+    """What says which domain a prompt belongs to, learned from the bundled prompts."""
+    return CallableRouter(classifier({d: [e.prompt for e in bundled_prompts(d, SAMPLES, seed=1)] for d in DOMAINS}))
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
-    """
-    What is kept of a request: no text. Both drafts by replay on the same answer at the same k, so that the curves
-    compare drafts and nothing else.
-    """
+    """What is kept of a request, without any text. Both drafts are replayed on the same answer at the same k, so the
+    curves compare drafts and nothing else."""
 
     number: int
     domain: str
@@ -37,42 +76,27 @@ class Record:
 
 
 class Room:
-    """
-    One assistant, with a draft per domain or one that all domains share, as the pair has it.
+    """One assistant, with a draft per domain or one that all domains share, as the pair has it; the pair's own draft
+    is the frozen one. With `state` a saved session goes on."""
 
-    Args:
-        pair (`Pair`):
-            The models; the pair's own draft is the frozen one.
-        config (`OnlineConfig`):
-            How to draft and learn.
-        state (`Path`, *optional*):
-            A saved session to go on with.
-    """
-
-    def __init__(self, pair: Pair, config: OnlineConfig, state: Path | None = None) -> None:
+    def __init__(self, pair: ServedPair, config: OnlineConfig, state: Path | None = None) -> None:
         self.pair = pair
         self.config = config
         self.records: list[Record] = []
         self.count = 0
         self._failure: tuple[str, int] | None = None
         self._lock = threading.Lock()
-        self.assistant = self._assistant(state)
-
-    def _assistant(self, state: Path | None = None) -> OnlineAssistant:
-        assistant = OnlineAssistant(
-            self.pair.target,
-            self.pair.draft,
-            self.pair.tokenizer,
-            self.config,
-            router=LabelRouter() if self.pair.per_domain else None,
-        )
+        self.assistant = self._new_assistant()
         if state is not None:
             try:
-                assistant.load_state(state)
+                self.assistant.load_state(state)
             except BaseException:
-                assistant.close()
+                self.assistant.close()
                 raise
-        return assistant
+
+    def _new_assistant(self) -> OnlineAssistant:
+        router = domain_router() if self.pair.per_domain else None
+        return OnlineAssistant(self.pair.target, self.pair.draft, self.pair.tokenizer, self.config, router=router)
 
     def add(self, domain: str, learning: AcceptanceStats, frozen: AcceptanceStats, version: int) -> None:
         """A request has ended."""
@@ -83,10 +107,16 @@ class Room:
 
     def reset(self) -> None:
         """Forget what was learned and what was counted; while no request of this room runs."""
-        old, self.assistant = self.assistant, self._assistant()
-        close_quietly(old)
+        old, self.assistant = self.assistant, self._new_assistant()
+        with contextlib.suppress(LearnerError):
+            old.close()
         with self._lock:
             self.records, self.count, self._failure = [], 0, None
+
+    def close(self) -> None:
+        """End learning. Nobody asks this room again, and a failure of its learner was logged."""
+        with contextlib.suppress(LearnerError):
+            self.assistant.close()
 
     def snapshot(self, domain: str | None = None) -> list[Record]:
         """The requests so far, of all domains or one."""
@@ -99,16 +129,10 @@ class Room:
 
     @property
     def failure(self) -> str | None:
-        """What learning failed of, if nothing has been learned since."""
+        """Why learning failed, if nothing has been learned since."""
         if self._failure is None or len(self.assistant.decisions) > self._failure[1]:
             return None
         return self._failure[0]
-
-    @property
-    def learned(self) -> dict[str, str | None]:
-        """Drafts that have learned something: a name for a folder or a list, and the domain."""
-        drafts = self.assistant.drafts
-        return {domain or SHARED: domain for domain in drafts.domains if drafts.serving_version(domain) > 0}
 
     @property
     def state(self) -> str:
@@ -120,7 +144,6 @@ class Room:
     def statistics(self) -> dict[str, Any]:
         """Counts and figures of all requests, ready for JSON; no text of anyone."""
         records = self.snapshot()
-        domains = list(dict.fromkeys(record.domain for record in records))
         decisions = [
             {key: value for key, value in decision.to_dict().items() if key != "reason"}
             for decision in self.assistant.decisions[-20:]
@@ -130,24 +153,22 @@ class Room:
             "requests": self.count,
             "state": self.state,
             "overall": compared(records),
-            "by_domain": {domain: compared([r for r in records if r.domain == domain]) for domain in domains},
+            "by_domain": {domain: compared(part) for domain, part in by_domain(records).items()},
             "learning_seconds": self.assistant.learning_seconds,
             "decisions": decisions,
         }
 
     def save(self, folder: Path) -> list[Path]:
-        """
-        Save the session, and each learned draft as an ordinary model folder; returns what was written. The files of
-        drafts of an earlier save go, what else lies there stays.
-
-        Raises:
-            ConfigError: a folder that a draft should get holds something else; the session is saved, and no draft is.
-        """
-        session = folder / "session"
+        """Save the session, and each learned draft as an ordinary model folder; returns what was written. Files of
+        drafts of an earlier save are deleted, other files there stay. Raises ConfigError where a folder that a draft
+        should get holds something else: the session is saved then, and no draft is."""
+        session, drafts = folder / "session", self.assistant.drafts
         self.assistant.save_state(session)
         places: dict[Path, str | None] = {}
-        for name, domain in self.learned.items():
-            place = folder / "drafts" / (re.sub(r"[^\w.-]", "_", name).lstrip(".") or "_")
+        for domain in drafts.domains:
+            if drafts.serving_version(domain) == 0:  # has learned nothing
+                continue
+            place = folder / "drafts" / (re.sub(r"[^\w.-]", "_", domain or SHARED).lstrip(".") or "_")
             while place in places:  # two names may differ in what a folder's name cannot hold
                 place = place.with_name(f"{place.name}_")
             if place.exists() and not (place / SAVED).exists():
@@ -157,7 +178,7 @@ class Room:
                 )
             places[place] = domain
         making = folder / "drafts" / MAKING
-        shutil.rmtree(making, ignore_errors=True)  # what a kill has left
+        shutil.rmtree(making, ignore_errors=True)  # left where a save was killed
         for saved in list((folder / "drafts").glob(f"*/{SAVED}")):
             _forget(saved.parent)
         for place, domain in places.items():
@@ -166,25 +187,20 @@ class Room:
         return [session, *places]
 
     def push(self, domain: str, repo_id: str, token: str | None) -> str:
-        """Push the draft that serves a domain as an ordinary model repo; gives its address. Raises ConfigError or
+        """Push the draft that serves a domain as an ordinary model repo; returns its address. Raises ConfigError or
         HubError."""
         drafts = self.assistant.drafts
         if drafts.serving_version(domain) == 0:
             raise ConfigError(f"The draft of {domain!r} has learned nothing yet: there is nothing to push.")
-        return self.assistant.push_to_hub(
-            repo_id.strip(), domain=drafts.key(domain), token=(token or "").strip() or None
-        )
-
-    def close(self) -> None:
-        """End learning."""
-        close_quietly(self.assistant)
+        token = (token or "").strip() or None
+        return self.assistant.push_to_hub(repo_id.strip(), domain=drafts.key(domain), token=token)
 
 
 def _move(made: Path, place: Path) -> None:
     """Move the files of a folder to where others may be, and note which ones have come."""
     names = sorted(str(path.relative_to(made)) for path in made.rglob("*") if path.is_file())
     place.mkdir(parents=True, exist_ok=True)
-    (place / SAVED).write_text("\n".join(names), encoding="utf-8")  # first: what a kill leaves is known, too
+    (place / SAVED).write_text("\n".join(names), encoding="utf-8")  # first: files that a kill leaves are known, too
     for name in names:
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (made / name).replace(place / name)
@@ -195,7 +211,7 @@ def _forget(place: Path) -> None:
     """Delete the files that a save has put into a folder, and the folder where there are no others."""
     names = [Path(line) for line in (place / SAVED).read_text(encoding="utf-8").splitlines()]
     for name in names:
-        if name.is_absolute() or ".." in name.parts:  # nothing that a save writes
+        if name.is_absolute() or ".." in name.parts:  # no save writes such a name
             continue
         (place / name).unlink(missing_ok=True)
         for inner in name.parents[:-1]:
@@ -203,14 +219,16 @@ def _forget(place: Path) -> None:
                 (place / inner).rmdir()
     if [path.name for path in place.iterdir()] == [SAVED]:
         shutil.rmtree(place)
-    else:  # known as a place for drafts for all that
+    else:  # still known as a place for drafts
         (place / SAVED).write_text("", encoding="utf-8")
 
 
-def close_quietly(assistant: OnlineAssistant) -> None:
-    """Close an assistant that nobody will ask again; what its learner failed of was logged."""
-    with contextlib.suppress(LearnerError):
-        assistant.close()
+def by_domain(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """The requests of each domain, in the order in which the domains came."""
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        found.setdefault(record.domain, []).append(record)
+    return found
 
 
 def compared(records: Sequence[Record], last: int = 20) -> dict[str, Any]:
@@ -223,6 +241,6 @@ def compared(records: Sequence[Record], last: int = 20) -> dict[str, Any]:
 
 
 def pooled(records: Sequence[Record], side: str) -> float | None:
-    """Alpha of one of the drafts over these requests."""
+    """Alpha of one of the drafts, `"learning"` or `"frozen"`, over these requests."""
     examined = sum(getattr(record, side).examined for record in records)
     return sum(getattr(record, side).accepted for record in records) / examined if examined else None
