@@ -170,6 +170,7 @@ def test_a_child_drafts_with_what_a_thread_of_its_parent_was_running(monkeypatch
 
     @torch.inference_mode()
     def draft() -> None:
+        torch.set_num_threads(1)  # torch's own threads are not in the child
         under_way.feed(ids)
         again = compiled.forward(4)
         assert isinstance(again, StaticForward)
