@@ -113,7 +113,8 @@ def test_a_greedy_answer_is_the_targets_own_or_refused_before_any_work(drawn: An
 @given(requests(), st.fixed_dictionaries({}, optional=TEMPERED), st.integers(0, 4))
 def test_sampled_tokens_are_verified_with_the_targets_own_rows(drawn: Any, tempered: Any, number: int) -> None:
     chosen, foreign, _ = drawn
-    foreign = [name for name in foreign if name in FORGETS]
+    # A grammar comes last, as its next call fails for a token that it has forbidden: for the target alone as well.
+    foreign = sorted((name for name in foreign if name in FORGETS), key="opted in".__eq__)
     assistant, ids = assistant_of("lean"), models.prompts(5)[number]
     target = assistant.target
     kwargs = {"attention_mask": torch.ones_like(ids), "do_sample": True, **tempered}
