@@ -18,7 +18,7 @@ MOST_OF_A_REQUEST = 16  # examined tokens of it that count
 
 
 class Average:
-    """Mean of recent values; one that is more than `memory` values old hardly counts."""
+    """Mean of recent values: the older one is, the less it counts; `memory` values later, a third."""
 
     def __init__(self, mean: float = 0.0, weight: float = 0.0, memory: int = MEMORY) -> None:
         self.mean = mean
@@ -119,7 +119,8 @@ class Acceptance:
         self.emitted, self.drafted = Average(), Average()  # of rounds that drafted
 
     def chances(self, confidence: float, alpha: float) -> tuple[float, float]:
-        """Probabilities that a token of this confidence is accepted, and that the next one is once it was."""
+        """Probability that a token of this confidence is accepted in a request with this `alpha`, and the probability
+        that the next one is once it was."""
         i = bisect_left(EDGES, confidence)
         behind = self._next_by_confidence[i]
         # Little was seen behind some tokens: as far, the next one is taken for any.

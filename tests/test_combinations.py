@@ -67,6 +67,8 @@ def requests(draw: st.DrawFn) -> tuple[dict[str, Any], list[str], str | None]:
     chosen = {name: draw(SETTINGS[name]) for name in names}
     if "exponential_decay_length_penalty" in chosen:
         chosen.setdefault("eos_token_id", 2)  # without one it cannot be computed
+    if chosen.get("forced_bos_token_id") in chosen.get("suppress_tokens", ()):
+        del chosen["suppress_tokens"]  # transformers refuses both for one token
     return chosen, draw(st.lists(foreign, max_size=2, unique=True)), draw(function)
 
 
@@ -100,11 +102,12 @@ def test_a_greedy_answer_is_the_targets_own_or_refused_before_any_work(drawn: An
             failure = error
         else:
             failure = None
-    assert forgets
-    if failure is not None:  # such as a grammar that bears none of the tokens that the settings leave
-        with pytest.raises(type(failure), match=re.escape(str(failure).splitlines()[0])):
+    if failure is not None:  # a grammar that bears none of the tokens that the settings leave fails the target as well
+        assert forgets and ("opted in" in foreign or function is not None), failure
+        with pytest.raises(type(failure), match=re.escape(str(failure))):
             assistant.target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **asked())
         return
+    assert forgets
     wrong, ties = greedy_divergences(assistant.target, assistant.generate, [(ids, asked())])
     assert wrong == []
 
@@ -113,8 +116,9 @@ def test_a_greedy_answer_is_the_targets_own_or_refused_before_any_work(drawn: An
 @given(requests(), st.fixed_dictionaries({}, optional=TEMPERED), st.integers(0, 4))
 def test_sampled_tokens_are_verified_with_the_targets_own_rows(drawn: Any, tempered: Any, number: int) -> None:
     chosen, foreign, _ = drawn
-    # A grammar comes last, as its next call fails for a token that it has forbidden: for the target alone as well.
-    foreign = sorted((name for name in foreign if name in FORGETS), key="opted in".__eq__)
+    foreign = [name for name in foreign if name in FORGETS]
+    if {"opted in", "a function"} <= {*foreign}:
+        foreign.remove("a function")  # it moves what the grammar allows to tokens that the grammar does not bear
     assistant, ids = assistant_of("lean"), models.prompts(5)[number]
     target = assistant.target
     kwargs = {"attention_mask": torch.ones_like(ids), "do_sample": True, **tempered}

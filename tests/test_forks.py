@@ -269,7 +269,8 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 def child(assistant, config, folder):
-    signal.alarm(2 * LONG)  # the parent's timer does not run here
+    faulthandler.register(signal.SIGALRM, chain=True)  # the parent's timer does not run here
+    signal.alarm(LONG)
     Updater._average = average
     version = assistant.version
     said = {"same": test_faults.answers(assistant.generate, range(6)) == alone}
