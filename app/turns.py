@@ -182,8 +182,8 @@ class Turns:
         place.since = work
 
     def _advance(self) -> None:
-        """Bring the least forward. Those who may not begin yet do not hold it back: else whoever came anew, again and
-        again, would be before those who have begun."""
+        """Bring the least forward. Those who may not begin yet do not hold it back: otherwise whoever came anew, again
+        and again, would be before those who have begun."""
         waiting = {place.visitor for place in self._line if place.visitor is not None}
         begun = {place.visitor for place in self._line if place.has_begun and place.visitor is not None}
         all_done = max(self._done.values(), default=0.0)

@@ -133,8 +133,8 @@ class Acceptance:
             self.alpha.add(accepted / examined, min(examined, MOST_OF_A_REQUEST))
 
     def judged(self, confidences: Sequence[float], accepted: int, emitted: int) -> int:
-        """Of the probabilities of a round's drafted tokens, how many were accepted, and how many tokens it emitted;
-        gives the number of drafted tokens that were examined."""
+        """Take in a round: the probabilities of its drafted tokens, how many of them were accepted, and how many
+        tokens it emitted. Returns the number of drafted tokens that were examined."""
         if not confidences:
             return 0
         examined = min(accepted + 1, len(confidences), emitted)

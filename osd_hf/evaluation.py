@@ -96,7 +96,7 @@ class Evaluation:
         return list(dict.fromkeys(p.domain for p in self.dataset.prompts if p.domain is not None))
 
     def stats(self, side: str, domain: str | None = None) -> AcceptanceStats:
-        """Of the draft `"before"` or `"after"`, over all prompts or those of a domain."""
+        """Acceptance of the draft `"before"` or `"after"`, over all prompts or those of a domain."""
         each: Sequence[AcceptanceStats] = getattr(self, side)
         chosen = [s for s, p in zip(each, self.dataset.prompts, strict=True) if domain in (None, p.domain)]
         return sum(chosen, AcceptanceStats())

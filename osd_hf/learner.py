@@ -362,8 +362,8 @@ class Learner:
     # --- keeping ----------------------------------------------------------------------------------------------------
 
     def lesson_states(self) -> list[dict[str, Any]]:
-        """Of each draft that learns or is about to: its requests by what they are for, counts, and its learner's
-        state (`None` before its first update)."""
+        """One state for each draft that learns or is about to: its requests by what they are for, counts, and the
+        state of its learner (`None` before its first update)."""
         with self._lock:
             lessons = list(self.lessons.values())
         states = []

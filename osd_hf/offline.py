@@ -275,7 +275,7 @@ def distill(
 class _Distiller:
     """Mixed in front of a trainer: what a batch consists of, its loss, and what the draft is judged by."""
 
-    # Of all transformers' trainers: the loss is normalized by the tokens of the whole accumulated batch.
+    # Every trainer of transformers reads this: the loss is normalized by the tokens of the whole accumulated batch.
     loss_is_scaled_for_ga = True
 
     model: Any
@@ -312,7 +312,7 @@ class _Distiller:
             tensors = [torch.from_numpy(np.asarray(part, dtype=np.int64)) for part in parts]
             return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
 
-        # Of these the trainer only counts tokens; it takes the first label for one that nothing predicts.
+        # The trainer only counts the tokens of these; it takes the first label for one that nothing predicts.
         return {
             "traces": traces,
             "labels": padded((np.append(-100, t.completion_ids) for t in traces), -100),

@@ -25,7 +25,7 @@ def make_folder(folder: Path) -> None:
 
 
 def json_text(data: Any, indent: int | None = None) -> str:
-    """As of `json.dumps`, with `null` in place of what JSON has no number for: NaN and infinities."""
+    """The text that `json.dumps` makes, with `null` in place of what JSON has no number for: NaN and infinities."""
     return json.dumps(_finite(data), indent=indent, allow_nan=False)
 
 
