@@ -17,7 +17,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from waiting import LONG
 
-from osd_hf import CorrectionStore, LearnerError, OnlineAssistant, OnlineConfig, StateError
+from osd_hf import CorrectionStore, LearnerError, OnlineAssistant, OnlineConfig, StateError, Trace
 from osd_hf import upkeep as upkeep_module
 from osd_hf.learning import session as session_module
 from osd_hf.learning.updater import Updater
@@ -222,36 +222,60 @@ class Watched:
         self.lock.release()
 
 
-def test_a_request_that_ends_while_a_session_is_read_is_in_all_of_it_or_in_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("moment", ["its counts were read", "its lessons are read", "the request is taken in"])
+def test_a_request_that_ends_while_a_session_is_saved_is_in_all_of_it_or_in_none(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, draft = models.pair()
-    moved_on = threading.Event()  # it has ended, or it waits
     with OnlineAssistant(target, draft, config=replace(CONFIG, update_strategy="manual", gate=True)) as assistant:
         ask(assistant.generate, 0)
+        learner, moved_on = assistant._learner, threading.Event()
+        # What goes on beside has come to its end, or it waits.
         monkeypatch.setattr(assistant._upkeep, "_taking_in", Watched(moved_on))
-        count = assistant._upkeep.tally.state
+        is_saved_beside = moment == "the request is taken in"
+        count, read, observe = assistant._upkeep.tally.state, learner.lesson_states, learner.observe
 
-        def end() -> None:
-            ask(assistant.generate, 1)
+        def beside() -> None:
+            if is_saved_beside:
+                assistant.save_state(tmp_path)
+            else:
+                ask(assistant.generate, 1)
             moved_on.set()
 
-        request = threading.Thread(target=end)
+        other = threading.Thread(target=beside)
 
-        def read() -> dict[str, Any]:
-            counts = count()
-            request.start()
+        def meanwhile() -> None:
+            other.start()
             assert moved_on.wait(LONG)
+
+        def counted() -> dict[str, Any]:
+            counts = count()
+            meanwhile()
             return counts
 
+        def lessons() -> list[dict[str, Any]]:
+            meanwhile()
+            return read()
+
+        def observed(domain: str | None, trace: Trace) -> None:
+            meanwhile()
+            observe(domain, trace)
+
         with monkeypatch.context() as patch:
-            patch.setattr(assistant._upkeep.tally, "state", read)
-            assistant.save_state(tmp_path)
-        request.join()
+            if is_saved_beside:
+                patch.setattr(learner, "observe", observed)
+                ask(assistant.generate, 1)
+            else:
+                if moment == "its counts were read":
+                    patch.setattr(assistant._upkeep.tally, "state", counted)
+                else:
+                    patch.setattr(learner, "lesson_states", lessons)
+                assistant.save_state(tmp_path)
+            other.join()
         assert assistant.stats.num_requests == 2
         assistant.load_state(tmp_path)
-        (lesson,) = assistant._learner.lesson_states()
-        assert assistant.stats.num_requests == lesson["observed"] == 1
+        (lesson,) = learner.lesson_states()
+        assert assistant.stats.num_requests == lesson["observed"] == (2 if is_saved_beside else 1)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="restarts by fork")

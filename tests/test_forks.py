@@ -185,6 +185,7 @@ def test_a_child_drafts_with_what_a_thread_of_its_parent_was_running(monkeypatch
 
     @torch.inference_mode()
     def draft() -> None:
+        torch.set_num_threads(1)  # torch's own threads are not in the child
         under_way.feed(ids)
         again = compiled.forward(4)
         assert isinstance(again, StaticForward)
@@ -283,7 +284,8 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 def child(assistant, config, folder):
-    signal.alarm(2 * LONG)  # the parent's timer does not run here
+    faulthandler.register(signal.SIGALRM, chain=True)  # the parent's timer does not run here
+    signal.alarm(LONG)
     Updater._average = average
     version = assistant.version
     said = {"same": test_faults.answers(assistant.generate, range(6)) == alone}

@@ -24,8 +24,8 @@ __all__ = ["Rows", "check_head", "divergence_sum", "stored_rows", "target_rows"]
 CHUNK_LOGITS = 10 << 20
 
 Rows = Callable[[slice], tuple[Tensor | None, Tensor]]
-"""Takes a slice of positions; returns the ids of the kept tokens (`None` for whole rows) and the target's log-probs,
-the tail last, as `outcome_logprobs` takes and returns them."""
+"""Returns, for the positions in a slice, the ids of the kept tokens (`None` for whole rows) and the target's
+log-probs, tail last: what `outcome_logprobs` takes and returns."""
 
 
 def divergence_sum(
@@ -118,7 +118,7 @@ def _completion_states(model: Any, traces: Sequence[Trace]) -> Tensor:
 
     def stand_aside(states: Tensor) -> Tensor:
         seen.append(states)
-        # Logits of no position but of full width: whatever the model does to them costs nothing.
+        # No position but the full width, so that whatever the model does to logits costs nothing.
         return states.new_empty((*states.shape[:-2], 0, size))
 
     before = vars(head).get("forward")

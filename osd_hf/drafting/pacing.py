@@ -33,7 +33,7 @@ EXPLORE = 32  # rounds between two that draft one token more than is worth it
 
 
 class Average:
-    """Mean of recent values; one that is more than `memory` values old hardly counts."""
+    """Mean of recent values: the older one is, the less it counts; `memory` values later, a third."""
 
     def __init__(self, mean: float = 0.0, weight: float = 0.0, memory: int = MEMORY) -> None:
         self.mean, self.weight, self.memory = mean, weight, memory
@@ -126,7 +126,8 @@ class Acceptance:
         self.emitted, self.drafted = Average(), Average()  # of rounds that drafted
 
     def chances(self, confidence: float, alpha: float) -> tuple[float, float]:
-        """Probabilities that a token of this confidence is accepted, and that the next one is once it was."""
+        """Probability that a token of this confidence is accepted in a request with this `alpha`, and the probability
+        that the next one is once it was."""
         i = bisect_left(EDGES, confidence)
         after = self._next_by_confidence[i]
         # Little was seen after some tokens: to that extent, the next one is taken for any.
@@ -139,8 +140,8 @@ class Acceptance:
             self.alpha.add(accepted / examined, min(examined, MOST_OF_A_REQUEST))
 
     def judged(self, confidences: Sequence[float], accepted: int, emitted: int) -> int:
-        """A round has ended, with these probabilities of its drafted tokens, so many accepted and so many emitted
-        tokens. Returns how many drafted tokens were examined."""
+        """Take in a round: the probabilities of its drafted tokens, how many of them were accepted, and how many
+        tokens it emitted. Returns the number of drafted tokens that were examined."""
         if not confidences:
             return 0
         examined = min(accepted + 1, len(confidences), emitted)
