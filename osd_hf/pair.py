@@ -18,8 +18,7 @@ from transformers import (
 )
 
 from osd_hf.bundled import load_bundled
-from osd_hf.errors import ConfigError, UnsupportedModelError, VocabularyMismatchError
-from osd_hf.utils.masking import without_credentials
+from osd_hf.errors import ConfigError, UnsupportedModelError, VocabularyMismatchError, first_line
 
 MOST_WRAPPERS = 16  # one inside the other; what makes up every attribute that it is asked for has no end
 
@@ -206,12 +205,6 @@ def prompt_room(target_config: Any, draft_config: Any, max_new_tokens: int) -> i
             f"{max_new_tokens} new tokens leave no room for a prompt: the models have {positions} positions."
         )
     return positions - max_new_tokens
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, cut to one line without its full stop, and without passwords and keys."""
-    lines = (line.strip() for line in without_credentials(str(error)).splitlines())
-    return next((line.rstrip(".") for line in lines if line), type(error).__name__)
 
 
 def check_draft(draft: Any) -> None:
