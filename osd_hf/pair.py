@@ -156,11 +156,11 @@ def load_pair(
     if (target is None) != (draft is None):
         raise ConfigError("A pair is two models: name a target and a draft, or neither for the bundled pair.")
     if target is None or draft is None:
-        bundled = Pair(*load_bundled())
-        return Pair(placed(bundled.target, device or "cpu"), placed(bundled.draft, device or "cpu"), bundled.tokenizer)
-    models = [load_model(name, dtype=dtype, device=device) for name in (target, draft)]
+        large, small, tokenizer = load_bundled()
+        return Pair(placed(large, device or "cpu"), placed(small, device or "cpu"), tokenizer)
+    large, small = (load_model(name, dtype=dtype, device=device) for name in (target, draft))
     tokenizer = load_tokenizer(target)
-    return Pair(models[0], of_one_size(models[1], models[0]), tokenizer)
+    return Pair(large, of_one_size(small, large), tokenizer)
 
 
 def load_eos_ids(source: str) -> tuple[int, ...]:

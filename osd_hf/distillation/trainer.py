@@ -199,8 +199,8 @@ def distill(
             The model whose distributions are learned. It may be `None` if `dataset` brings them along and nothing is
             sampled.
         draft (`PreTrainedModel` or `PeftModel`):
-            The model that learning starts from; it is not changed. The copy learns in fp32. Only the adapters learn if
-            it is a `PeftModel` or `peft_config` is given.
+            The model that learning starts from; it is not changed. A copy learns, in fp32; only its adapters do if it
+            is a `PeftModel` or `peft_config` is given.
         dataset (`datasets.Dataset`, iterable of rows or of [`Trace`], or [`CorrectionStore`]):
             Rows with the columns `prompt` and perhaps `completion` (text, token ids or messages), or `messages`;
             missing completions are sampled as `config.sample_source` says. From recorded requests the stored rows of
