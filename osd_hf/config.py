@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from osd_hf.errors import ConfigError
@@ -169,4 +169,4 @@ class OnlineConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Field by field, ready for JSON."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        return asdict(self)

@@ -49,12 +49,10 @@ class RoutedPrompt:
     A prompt, as a router sees it.
 
     Args:
-        ids (`np.ndarray` of shape `(tokens,)`):
-            Token ids without padding, int32 or int64.
+        ids (`np.ndarray` of shape `(tokens,)`): Token ids without padding, int32 or int64.
         tokenizer (`PreTrainedTokenizerBase`, *optional*):
             What the ids were made with; needed by routers that read text.
-        learn (`bool`, *optional*, defaults to `True`):
-            With `False` a router keeps nothing of it.
+        learn (`bool`, *optional*, defaults to `True`): With `False` a router keeps nothing of it.
     """
 
     ids: NDArray[np.integer[Any]]
@@ -193,8 +191,7 @@ class TopicRouter(Router):
     Args:
         target (`PreTrainedModel`):
             Gives the embeddings; also compiled, or with an adapter around it. Only their weight is kept.
-        max_topics (`int`, *optional*, defaults to 8):
-            Topics at most, at least 1.
+        max_topics (`int`, *optional*, defaults to 8): Topics at most, at least 1.
 
     Raises:
         ConfigError: `max_topics` is out of range.

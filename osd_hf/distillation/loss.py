@@ -38,14 +38,10 @@ def divergence_sum(
     backward instead of being kept.
 
     Args:
-        draft (`PreTrainedModel` or `PeftModel`):
-            The model whose parameters get gradients.
-        traces (`Sequence[Trace]`):
-            The batch.
-        rows (`Rows`):
-            The target's rows at the positions, in the order of the traces.
-        divergence (`Callable`):
-            A value of `osd_hf.losses.DIVERGENCES`.
+        draft (`PreTrainedModel` or `PeftModel`): The model whose parameters get gradients.
+        traces (`Sequence[Trace]`): The batch.
+        rows (`Rows`): The target's rows at the positions, in the order of the traces.
+        divergence (`Callable`): A value of `osd_hf.losses.DIVERGENCES`.
 
     Returns:
         Scalar `torch.Tensor`, float32, in nats.

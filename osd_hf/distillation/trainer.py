@@ -27,7 +27,7 @@ from osd_hf.hub.push import refuse_public
 from osd_hf.learning.updater import trainable_parameters
 from osd_hf.learning.weights import adapted, learning_context
 from osd_hf.losses import DIVERGENCES, generalized_jsd
-from osd_hf.pair import common_tokenizer, evaluating, is_peft, merged, ties_embeddings, uncompiled, unwrap
+from osd_hf.pair import common_tokenizer, evaluating, is_peft, merged, uncompiled, unwrap
 from osd_hf.replay import padded
 from osd_hf.trace import Trace
 
@@ -74,10 +74,8 @@ class DistillConfig(GKDConfig):
             `"mix_token"`, the same per token.
         divergence (`str`, *optional*, defaults to `"forward_kl"`):
             The loss between the target's and the draft's distribution; a key of `osd_hf.losses.DIVERGENCES`.
-        lmbda (`float`, *optional*, defaults to 0.5):
-            The draft's share in the mixes.
-        beta (`float`, *optional*, defaults to 0.5):
-            Weight of the target in the divergence `"jsd"`.
+        lmbda (`float`, *optional*, defaults to 0.5): The draft's share in the mixes.
+        beta (`float`, *optional*, defaults to 0.5): Weight of the target in the divergence `"jsd"`.
         temperature (`float`, *optional*, defaults to 1.0):
             Temperature of the samples; 0 takes the likeliest token. The loss compares distributions at 1.
         max_new_tokens (`int`, *optional*, defaults to 128):
@@ -165,10 +163,8 @@ class DistillResult:
         draft (`PreTrainedModel`):
             The trained draft in evaluation mode and in the dtype of the one given, adapters merged. Under FSDP or
             ZeRO-3, only the main process gets what was learned; the others get the draft as it was given.
-        state (`TrainerState`):
-            The trainer's state, with the best metric and checkpoint.
-        log_history (`list[dict[str, Any]]`):
-            All logged entries, in order.
+        state (`TrainerState`): The trainer's state, with the best metric and checkpoint.
+        log_history (`list[dict[str, Any]]`): All logged entries, in order.
         alpha (`dict[int, float]`):
             Acceptance on the held-out requests by optimizer step; 0 is before the first. It is measured on the
             learner in the precision of the run, and may differ a little in the draft's own dtype.
@@ -214,8 +210,7 @@ def distill(
             The tokenizer of both models; by default the one found where the target came from, otherwise the draft's.
         peft_config (`PeftConfig`, *optional*):
             Train only adapters, of a kind that can be merged, and merge them at the end.
-        callbacks (`Sequence[TrainerCallback]`, *optional*):
-            Callbacks of the trainer.
+        callbacks (`Sequence[TrainerCallback]`, *optional*): Callbacks of the trainer.
 
     Returns:
         `DistillResult`
@@ -470,7 +465,8 @@ def _prepared(learner: Any, config: Any, peft_config: Any) -> Any:
         if is_sharded:  # which gathers weights of one dtype: https://github.com/deepspeedai/DeepSpeed/issues/8072
             learner = learner.to(dtype)
     if is_peft(learner):
-        if ties_embeddings(learner) and isinstance(learner.get_output_embeddings(), BaseTunerLayer):
+        head = learner.get_output_embeddings()
+        if isinstance(head, BaseTunerLayer) and head.weight is learner.get_input_embeddings().weight:
             raise ConfigError(
                 "The draft ties its output head to its input embeddings, so that an adapter of the head, once merged, "
                 "would change both. Leave the head out of the adapter's `target_modules`."
