@@ -221,8 +221,8 @@ def distill(
         StateError: there is no checkpoint to resume from, or recordings keep rows of several widths.
         DataError: there are no rows, a column is missing, a prompt or completion is empty, a request is too long for
             the models, or recordings come from another kind of model.
-        UnsupportedModelError: the models are no pair, their logits cannot be computed in parts, or the draft has
-            nothing to train.
+        UnsupportedModelError: the models are no pair, their logits cannot be computed in parts, the adapters do not
+            fit, or the draft has nothing to train.
         VocabularyMismatchError: models, tokenizers or recordings have different vocabularies.
     """
     target, draft = uncompiled(target), uncompiled(draft)
