@@ -365,14 +365,9 @@ class Sampler:
         return completed
 
     def _answered(
-        self,
-        model: Any,
-        requests: Sequence[Trace],
-        picks: NDArray[np.float32],
-        *,
-        target: Any,
+        self, model: Any, requests: Sequence[Trace], picks: NDArray[np.float32], *, target: Any,
         mixed: tuple[Any, NDArray[np.bool_]] | None = None,
-    ) -> list[Trace]:
+    ) -> list[Trace]:  # fmt: skip
         is_encoder_decoder = requests[0].is_encoder_decoder
         prompts = [r.prompt_ids for r in requests]
         ids, mask = padded(prompts, "right" if is_encoder_decoder else "left", model.device)

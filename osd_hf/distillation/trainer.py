@@ -355,14 +355,10 @@ class Distiller(Trainer):
         if config.use_liger_kernel:  # its fused loss would replace the forward that `_let_run` sets
             config.liger_kernel_config = {**(config.liger_kernel_config or {}), "fused_linear_cross_entropy": False}
         super().__init__(
-            model=_prepared(learner, config, peft_config),
-            args=config,
-            data_collator=_collate,
-            train_dataset=range(len(data.requests)),
+            model=_prepared(learner, config, peft_config), args=config, data_collator=_collate,
+            train_dataset=range(len(data.requests)), processing_class=tokenizer, callbacks=callbacks,
             eval_dataset=data.held_out and range(len(data.held_out.requests)),
-            processing_class=tokenizer,
-            callbacks=callbacks,
-        )
+        )  # fmt: skip
         self.model_accepts_loss_kwargs = True  # otherwise the trainer would not count the tokens
         self.data, self.target = data, data.target
         if self.target is not None and self.is_deepspeed_enabled:

@@ -214,12 +214,9 @@ def hold_lock(path: Path, refusal: str) -> FileLock | None:
 
 
 def wait_for_lock(
-    path: Path,
-    seconds: float,
-    *,
-    clock: Callable[[], float] = time.monotonic,
+    path: Path, seconds: float, *, clock: Callable[[], float] = time.monotonic,
     rest: Callable[[float], None] = time.sleep,
-) -> FileLock | None:
+) -> FileLock | None:  # fmt: skip
     """
     A lock on that file, made where it is missing, as soon as nobody else holds it; `None` where the system has no such
     locks. A wait that takes longer than a moment is logged.
