@@ -11,9 +11,7 @@ from typing import Any
 
 import httpx2
 
-from osd_hf.errors import ConfigError, ServerError
-from osd_hf.pair import first_line
-from osd_hf.utils.masking import shown_address, without_credentials
+from osd_hf.errors import ConfigError, ServerError, first_line, shown_address, without_credentials
 
 __all__ = ["CompletionClient", "RequestRefusedError", "environment_key", "parse_address"]
 

@@ -18,13 +18,12 @@ from typing import Any
 
 from osd_hf.engine.client import CompletionClient, RequestRefusedError
 from osd_hf.engine.responses import ResponseReader, unwrapped
-from osd_hf.errors import DataError, ServerError
+from osd_hf.errors import DataError, ServerError, without_credentials
 from osd_hf.prompts import Prompt
 from osd_hf.store.folder import store_errors
 from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace
 from osd_hf.utils.disk import FileLock, hold_lock, write_whole
-from osd_hf.utils.masking import without_credentials
 
 __all__ = ["CollectionReport", "LogReader", "collect", "collect_log"]
 

@@ -20,14 +20,14 @@ from huggingface_hub.errors import (
 from huggingface_hub.errors import HTTPError as NetworkError  # type: ignore[attr-defined]  # httpx's
 from huggingface_hub.utils._validators import validate_repo_id
 
-from osd_hf.errors import ConfigError, HubError
+from osd_hf.errors import ConfigError, HubError, first_line
 from osd_hf.hub.cards import EVALUATION, DraftFacts, Evaluation, draft_card, store_card
-from osd_hf.pair import first_line, is_peft
+from osd_hf.pair import is_peft
 from osd_hf.store.store import CorrectionStore
 from osd_hf.utils.report import make_folder
 
 __all__ = [
-    "TokenStaysHere", "check_push", "check_visibility", "push_folder", "push_store", "refuse_public", "save_draft",
+    "check_push", "check_visibility", "push_folder", "push_store", "refuse_public", "save_draft",
 ]  # fmt: skip
 
 NO_TOKEN = "There is no token to push with. Pass one, or run `hf auth login` first."
@@ -50,13 +50,6 @@ def check_visibility(repo_id: str, token: str | None, private: bool | None) -> N
         return
     with contextlib.suppress(HfHubHTTPError, NetworkError, OSError, RuntimeError):
         refuse_public(HfApi(token=token), repo_id)
-
-
-class TokenStaysHere:
-    """Put before training arguments as a base class, as trainers write these beside the weights and push them."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "hub_token": None}
 
 
 def save_draft(
