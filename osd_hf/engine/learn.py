@@ -19,8 +19,7 @@ from osd_hf.config import OnlineConfig
 from osd_hf.engine.versions import VersionFolder
 from osd_hf.errors import ConfigError, OSDError, StateError, StoreError
 from osd_hf.hub.cards import DraftFacts
-from osd_hf.hub.export import check_written
-from osd_hf.hub.push import push_folder, save_draft
+from osd_hf.hub.push import check_written, push_folder, save_draft
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.faults import Readable
 from osd_hf.learning.gate import GateDecision

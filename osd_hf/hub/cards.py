@@ -13,8 +13,9 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils._validators import validate_repo_id
 
 from osd_hf.bundled import DOMAINS, bundled_prompts
+from osd_hf.comparison import Comparison
 from osd_hf.errors import ConfigError
-from osd_hf.metrics import AcceptanceStats, alpha_gain_interval
+from osd_hf.metrics import AcceptanceStats
 from osd_hf.prompts import Prompt
 from osd_hf.utils.disk import write_whole
 from osd_hf.utils.masking import without_credentials
@@ -99,16 +100,14 @@ class Evaluation:
     speedups: dict[str, dict[str, Any]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
-    def stats(self, side: str, domain: str | None = None) -> AcceptanceStats:
-        """Counts of the draft `"before"` or `"after"`, over all prompts or those of a domain."""
-        each: Sequence[AcceptanceStats] = getattr(self, side)
-        chosen = [s for s, p in zip(each, self.dataset.prompts, strict=True) if domain in (None, p.domain)]
-        return sum(chosen, AcceptanceStats())
+    def parts(self) -> dict[str | None, Comparison]:
+        """The drafts `"before"` and `"after"` over all prompts (`None`) and by domain, in the order of the prompts."""
+        compared = Comparison([p.domain for p in self.dataset.prompts], {"before": self.before, "after": self.after})
+        return {None: compared, **{name: compared.of(name) for name in compared.names if name is not None}}
 
-    def sides(self) -> dict[str | None, tuple[AcceptanceStats, AcceptanceStats]]:
-        """Counts of both drafts, over all prompts (`None`) and by domain, in the order of the prompts."""
-        domains = dict.fromkeys(p.domain for p in self.dataset.prompts if p.domain is not None)
-        return {domain: (self.stats("before", domain), self.stats("after", domain)) for domain in (None, *domains)}
+    def stats(self, side: str) -> AcceptanceStats:
+        """Counts of the draft `"before"` or `"after"` over all prompts."""
+        return self.parts()[None].totals[side]
 
     def to_dict(self) -> dict[str, Any]:
         """All figures, ready for JSON."""
@@ -118,12 +117,11 @@ class Evaluation:
 
         parts = {
             domain: {
-                "requests": after.num_requests,
-                "before": figures(before),
-                "after": figures(after),
-                "gain_interval": list(alpha_gain_interval(before, after)),
+                "requests": part.totals["after"].num_requests,
+                **{side: figures(stats) for side, stats in part.totals.items()},
+                "gain_interval": list(part.gain_interval),
             }
-            for domain, (before, after) in self.sides().items()
+            for domain, part in self.parts().items()
         }
         return {
             "dataset": self.dataset.name,
@@ -137,13 +135,8 @@ class Evaluation:
 
     def bars(self) -> dict[str, dict[str, tuple[float, tuple[float, float]]]]:
         """Alpha of both drafts with its interval, over all prompts and by domain, as `plot_domains` takes them."""
-        return {
-            "all" if domain is None else domain: {
-                "draft before": (before.alpha, before.alpha_interval),
-                "this draft": (after.alpha, after.alpha_interval),
-            }
-            for domain, (before, after) in self.sides().items()
-        }
+        labels = {"before": "draft before", "after": "this draft"}
+        return {"all" if domain is None else domain: part.bars(labels)["all"] for domain, part in self.parts().items()}
 
     def write(self, folder: Path) -> None:
         """Write `prompts.jsonl` and `results.json` into a folder, made where it is missing."""

@@ -1,34 +1,37 @@
-"""Publishing on the Hub: a draft as the folder of its repo, whether and how it is pushed, a store of requests."""
+"""Publishing: a draft as the folder of its repo or for a serving engine, and a draft or a store on the Hub."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
     LocalTokenNotFoundError,
     OfflineModeIsEnabled,
-    RepositoryNotFoundError,
 )
 from huggingface_hub.errors import HTTPError as NetworkError  # type: ignore[attr-defined]  # httpx's
 from huggingface_hub.utils._validators import validate_repo_id
 
-from osd_hf.errors import ConfigError, HubError
+from osd_hf.errors import ConfigError, HubError, StateError
 from osd_hf.hub.cards import EVALUATION, DraftFacts, Evaluation, draft_card, store_card
-from osd_hf.pair import first_line, is_peft
+from osd_hf.pair import align_vocab, first_line, fixed_k, is_peft, load_model, merged, unwrap
 from osd_hf.store.store import CorrectionStore
 from osd_hf.utils.report import make_folder
 
 __all__ = [
-    "TokenStaysHere", "check_push", "check_visibility", "push_folder", "push_store", "refuse_public", "save_draft",
+    "TokenStaysHere", "check_push", "check_visibility", "check_written", "export_to_vllm", "push_folder", "push_store",
+    "refuse_public", "save_draft",
 ]  # fmt: skip
+
+TOLERANCE, HALF_TOLERANCE = 1e-4, 5e-2  # of log-probs; half precisions round in other places
 
 NO_TOKEN = "There is no token to push with. Pass one, or run `hf auth login` first."
 
@@ -94,10 +97,10 @@ def save_draft(
     make_folder(folder)
     k = num_assistant_tokens or (evaluation.num_assistant_tokens if evaluation is not None else None)
     is_adapter = is_peft(draft)
-    with _drafting(draft, k):
+    with fixed_k(draft, k):
         draft.save_pretrained(folder)
         if is_adapter:  # which transformers reads beside an adapter, too
-            draft.generation_config.save_pretrained(folder)
+            unwrap(draft).generation_config.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     if evaluation is not None:
@@ -106,21 +109,71 @@ def save_draft(
     card.save(folder / "README.md")
 
 
-@contextlib.contextmanager
-def _drafting(draft: Any, k: int | None) -> Iterator[None]:
-    """The draft's generation config drafts k tokens a round inside."""
-    config = draft.generation_config
-    wanted = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
-    if k is not None:
-        wanted["num_assistant_tokens"] = k
-    before = {name: getattr(config, name, None) for name in wanted}
-    try:
-        for name, value in wanted.items():
-            setattr(config, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(config, name, value)
+def export_to_vllm(
+    directory: str | os.PathLike[str],
+    draft: Any,
+    target: Any,
+    tokenizer: Any,
+    *,
+    num_assistant_tokens: int = 5,
+    target_name: str | None = None,
+) -> list[str]:
+    """
+    Write a draft as vLLM's `draft_model` method takes it: merged weights, the target's vocabulary size and tokenizer.
+    SGLang takes the same folder; llama.cpp converts it.
+
+    Args:
+        directory (`str` or `Path`):
+            A new or empty folder.
+        draft (`PreTrainedModel` or `PeftModel`), target (`PreTrainedModel`):
+            Decoder-only models; left as they are.
+        tokenizer (`PreTrainedTokenizerBase`):
+            The tokenizer of both.
+        num_assistant_tokens (`int`, *optional*, defaults to 5):
+            k.
+        target_name (`str`, *optional*):
+            How the command names the target; where it came from by default.
+
+    Returns:
+        `list[str]`: the command that serves the pair.
+
+    Raises:
+        ConfigError: a folder that is not empty or cannot be written, a k below 1, an encoder-decoder.
+        VocabularyMismatchError: the vocabularies differ in more than padding.
+        StateError: what was written does not load, or has other logits than the draft.
+    """
+    folder = Path(directory)
+    if num_assistant_tokens < 1:
+        raise ConfigError(f"`num_assistant_tokens` must be at least 1, got {num_assistant_tokens}.")
+    if draft.config.is_encoder_decoder:
+        raise ConfigError("vLLM drafts with decoder-only models, got an encoder-decoder. Serve it with transformers.")
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} is not empty. Choose another folder.")
+    make_folder(folder)
+    draft = merged(draft)
+    exported = align_vocab(draft, target, tokenizer)
+    save_draft(folder, exported, tokenizer, num_assistant_tokens=num_assistant_tokens, repo_id=folder.name)
+    check_written(folder, exported, draft)
+    config = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": num_assistant_tokens}
+    name = target_name or target.config.name_or_path
+    return ["vllm", "serve", name, "--speculative-config", json.dumps(config)]
+
+
+@torch.inference_mode()
+def check_written(folder: Path, exported: Any, draft: Any) -> None:
+    """Raises StateError where the model in a folder does not have the log-probs of the draft that it was made of."""
+    again = load_model(str(folder), dtype="auto", device=str(exported.device))
+    rows = min(int(m.config.get_text_config().vocab_size) for m in (exported, draft))
+    size = min(32, int(getattr(exported.config.get_text_config(), "max_position_embeddings", 32)))
+    ids = torch.randint(rows, (1, size), generator=torch.Generator().manual_seed(0)).to(exported.device)
+    wanted, found = (m.eval()(ids).logits.float()[..., :rows].log_softmax(-1) for m in (draft, again))
+    error = float((wanted - found).abs().max())
+    tolerance = TOLERANCE if again.dtype == torch.float32 else HALF_TOLERANCE
+    if not error <= tolerance:
+        raise StateError(
+            f"What was written to {folder} differs from the draft by {error:.2g} in log-probabilities (at most "
+            f"{tolerance:g} is expected). Do not serve it; export again, in float32."
+        )
 
 
 def push_folder(
@@ -199,16 +252,14 @@ def check_push(repo_id: str, token: str | None = None, kept: str = "") -> str:
 
 
 def _refusal(error: HfHubHTTPError, repo_id: str) -> str:
-    status = getattr(error.response, "status_code", None)
-    if status == 409:
-        return f"There is a repo {repo_id!r} already. Choose another name, or allow an existing one."
-    if status == 401:
-        return "The Hub does not know this token. Log in again, or pass another one."
-    if status == 403:
-        return f"This token may not write to {repo_id!r}. Take one with the right to write there."
-    if status == 404 or isinstance(error, RepositoryNotFoundError):
-        return f"There is no place for {repo_id!r}: the user or organization is unknown, or hidden from this token."
-    return f"The Hub refused {repo_id!r} with status {status}: {first_line(error)}."
+    status = getattr(error.response, "status_code", 0)
+    known = {
+        401: "The Hub does not know this token. Log in again, or pass another one.",
+        403: f"This token may not write to {repo_id!r}. Take one with the right to write there.",
+        404: f"There is no place for {repo_id!r}: the user or organization is unknown, or hidden from this token.",
+        409: f"There is a repo {repo_id!r} already. Choose another name, or allow an existing one.",
+    }
+    return known.get(status) or f"The Hub refused {repo_id!r} with status {status}: {first_line(error)}."
 
 
 def push_store(
