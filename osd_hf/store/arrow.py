@@ -55,8 +55,12 @@ def _leaf(field: Any) -> tuple[str, Any]:
     return name, kind
 
 
-DICTIONARY_COLUMNS = [name for name, kind in map(_leaf, SCHEMA) if not pa.types.is_floating(kind)]
-SPLIT_COLUMNS = [name for name, kind in map(_leaf, SCHEMA) if kind in (pa.float16(), pa.float32())]
+# How Parquet writes such tables.
+PARQUET = {
+    "compression": "zstd", "write_statistics": False, "write_page_checksum": True,
+    "use_dictionary": [name for name, kind in map(_leaf, SCHEMA) if not pa.types.is_floating(kind)],
+    "use_byte_stream_split": [name for name, kind in map(_leaf, SCHEMA) if kind in (pa.float16(), pa.float32())],
+}  # fmt: skip
 # What odd contents of a table raise on their way to traces.
 _ODD = (StoreError, ValueError, TypeError, IndexError, OverflowError, RecursionError, pa.ArrowException)
 
@@ -86,13 +90,17 @@ def table_to_traces(table: pa.Table) -> list[Trace]:
 
 def readable_traces(table: pa.Table) -> list[Trace | None]:
     """The traces of a table as [`table_to_traces`] reads them, with `None` for each row that holds no trace."""
-    traces: list[Trace | None] = []
-    for batch in _columns_of_traces(table).to_batches():
-        try:
-            traces += _batch_to_traces(batch)
-        except _ODD:
-            traces += [_row_to_trace(batch, i) for i in range(batch.num_rows)]
-    return traces
+    return [trace for batch in _columns_of_traces(table).to_batches() for trace in _readable(batch)]
+
+
+def _readable(batch: Any) -> list[Trace | None]:
+    try:
+        return [*_batch_to_traces(batch)]
+    except _ODD:
+        if batch.num_rows == 1:
+            return [None]
+        # Each row is copied, as a slice of the batch would have what is odd in the others with it.
+        return [trace for row in range(batch.num_rows) for trace in _readable(batch.take(pa.array([row])))]
 
 
 def _columns_of_traces(table: pa.Table) -> pa.Table:
@@ -103,13 +111,6 @@ def _columns_of_traces(table: pa.Table) -> pa.Table:
         return table if table.schema.equals(SCHEMA) else table.cast(SCHEMA)
     except pa.ArrowException as error:
         raise StoreError(f"the table holds no traces: {error}") from error
-
-
-def _row_to_trace(batch: Any, row: int) -> Trace | None:
-    try:
-        return _batch_to_traces(batch.take(pa.array([row])))[0]  # alone: what is odd in others is not with it
-    except _ODD:
-        return None
 
 
 def split_by_bytes(traces: Sequence[Trace], limit: int) -> Iterator[Sequence[Trace]]:

@@ -23,14 +23,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from osd_hf.errors import StoreError
-from osd_hf.store.arrow import (
-    DICTIONARY_COLUMNS,
-    SCHEMA,
-    SPLIT_COLUMNS,
-    split_by_bytes,
-    table_to_traces,
-    traces_to_table,
-)
+from osd_hf.store.arrow import PARQUET, SCHEMA, split_by_bytes, table_to_traces, traces_to_table
 from osd_hf.trace import Trace
 from osd_hf.utils.disk import FileLock, is_open_to_others, lock_file, make_private_folder, sync_folder, write_whole
 
@@ -159,8 +152,7 @@ class Folder:
         self._warn_of_readers()
 
     def _warn_of_readers(self) -> None:
-        """Say once that other users of this machine can read a store, which an earlier version made so, or somebody on
-        purpose."""
+        """Say once that other users of this machine can read a store, as they can where it was copied."""
         folders = {os.path.dirname(path) for path in self.shards}
         with contextlib.suppress(OSError):
             if is_open_to_others(self.path) and any(is_open_to_others(Path(folder)) for folder in folders):
@@ -200,21 +192,17 @@ class Folder:
         group = int(np.searchsorted(shard.group_starts, row, side="right")) - 1
         key = (shard.path, group)
         with self.cache_lock:
-            traces = self.cache.get(key)
-            if traces is not None:
-                self.cache.move_to_end(key)
-        if traces is None:
-            traces = read_from(shard.path, lambda f: table_to_traces(f.read_row_group(group, use_threads=False)))
-            if traces is None:
-                return None
-            with self.cache_lock:
-                if key not in self.cache:
-                    self.cache[key] = traces
-                    self.cache_nbytes += sum(t.nbytes for t in traces)
+            if key not in self.cache:
+                traces = read_from(shard.path, lambda f: table_to_traces(f.read_row_group(group, use_threads=False)))
+                if traces is None:
+                    return None
+                self.cache[key] = traces
+                self.cache_nbytes += sum(t.nbytes for t in traces)
                 while self.cache_nbytes > CACHE_BYTES and len(self.cache) > 1:
                     _, dropped = self.cache.popitem(last=False)
                     self.cache_nbytes -= sum(t.nbytes for t in dropped)
-        return traces[row - int(shard.group_starts[group])]
+            self.cache.move_to_end(key)
+            return self.cache[key][row - int(shard.group_starts[group])]
 
     def start_writing(self) -> None:
         """Make this process its own folder, and tidy up after writers that died."""
@@ -237,20 +225,10 @@ class Folder:
     def write(self, traces: Sequence[Trace]) -> None:
         self.start_writing()
         assert self.own is not None
-        sink = pa.BufferOutputStream()
-        sizes = []
-        with pq.ParquetWriter(
-            sink,
-            SCHEMA,
-            compression="zstd",
-            use_dictionary=DICTIONARY_COLUMNS,
-            use_byte_stream_split=SPLIT_COLUMNS,
-            write_statistics=False,
-            write_page_checksum=True,
-        ) as writer:
-            for group in split_by_bytes(traces, GROUP_BYTES):
+        sink, groups = pa.BufferOutputStream(), list(split_by_bytes(traces, GROUP_BYTES))
+        with pq.ParquetWriter(sink, SCHEMA, **PARQUET) as writer:
+            for group in groups:
                 writer.write_table(traces_to_table(group), row_group_size=len(group))
-                sizes.append(len(group))
         data = sink.getvalue()
         path = self.own / f"shard-{self.own_count + 1:06d}.parquet"
         with store_errors("write", path):
@@ -258,7 +236,7 @@ class Folder:
         self.own_count += 1
         self.written_nbytes += data.size
         times = np.array([t.created_at_seconds for t in traces], np.float64)
-        domains = [t.domain for t in traces]
+        domains, sizes = [t.domain for t in traces], [len(group) for group in groups]
         self.shards[str(path)] = Shard(str(path), data.size, times, domains, sizes)
         self._tally()
 
@@ -279,23 +257,18 @@ class Folder:
         self.own_count = 0
 
     def _sweep(self) -> None:
-        """
-        Delete the unfinished files of dead writers, and their folders where no shard is left. A live writer holds
-        its lock.
-        """
+        """Delete unfinished files of dead writers, which hold no lock, and their folders where no shard is left."""
         for writer in [p for p in self.path.iterdir() if p.is_dir() and WRITER.fullmatch(p.name)]:
             try:
                 lock = lock_file(writer / LOCK_NAME, wait=False)
                 if lock is None:
                     continue
-                try:
+                with contextlib.closing(lock):
                     for file in writer.iterdir():
                         if UNFINISHED.fullmatch(file.name):
                             file.unlink()
                     if {p.name for p in writer.iterdir()} == {LOCK_NAME}:
                         (writer / LOCK_NAME).unlink()
                         writer.rmdir()
-                finally:
-                    lock.close()
             except OSError as error:  # it may belong to another user; being untidy harms nobody
                 logger.debug("did not tidy up %s: %s", writer, error)
