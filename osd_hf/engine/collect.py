@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from osd_hf.engine.client import CompletionClient, RequestRefusedError
-from osd_hf.engine.responses import ResponseReader, unwrapped
+from osd_hf.engine.completions import CompletionClient, RequestRefusedError, ResponseReader, unwrapped
 from osd_hf.errors import DataError, ServerError
 from osd_hf.prompts import Prompt
 from osd_hf.store.folder import store_errors
@@ -223,8 +222,8 @@ class LogReader:
 
     def _begin(self, offset: int, *, is_inside: bool = False) -> None:
         """Go on at a line's start, or inside a line that is passed over."""
-        # What is dealt with ends at `offset`, the line handed out last at `_end`, and what has been read at `_read`.
-        self.offset = self._end = self._read = offset
+        # What is dealt with ends at `offset`, and what has been read at `_read`.
+        self.offset = self._read = offset
         self._rest, self._is_inside = bytearray(), is_inside  # of the line that has begun
 
     def _resume(self) -> None:
@@ -274,9 +273,10 @@ class LogReader:
 
     def _whole_lines(self) -> Iterator[bytes]:
         size, begun = os.fstat(self._file.fileno()).st_size, bytes(self._rest[:HEAD_BYTES])
+        is_accepted = self._read == self.offset + len(self._rest)
         if size < self.offset or self._bytes_at(0, len(self._head)) != self._head:
             self._begin(0)  # it was emptied in place, and may have grown since
-        elif self._end != self.offset or size < self._read or self._bytes_at(self.offset, len(begun)) != begun:
+        elif not is_accepted or size < self._read or self._bytes_at(self.offset, len(begun)) != begun:
             self._begin(self.offset, is_inside=self._is_inside)
         while True:
             *ended, rest = self._bytes_at(self._read, LOG_BYTES).split(b"\n")
@@ -284,15 +284,14 @@ class LogReader:
                 self._grow(piece)
                 line = None if self._is_inside else bytes(self._rest)
                 self._rest, self._is_inside = bytearray(), False
-                self._read = self._end = self._read + 1
+                self._read += 1
                 if line is not None:
                     yield line
-                self.offset = self._end
+                self.accept()
             if not rest and not ended:
                 break
             self._grow(rest)
-            if self._is_inside:
-                self.offset = self._end = self._read
+            self.accept()
         self.has_rest = bool(self._rest) and not self._rest.isspace()
         self._head = self._bytes_at(0, min(HEAD_BYTES, self.offset))
 
@@ -322,7 +321,7 @@ class LogReader:
 
     def accept(self) -> None:
         """Take the line that came last for dealt with, as happens by itself when the next one is asked for."""
-        self.offset = self._end
+        self.offset = self._read - len(self._rest)
 
     def commit(self) -> None:
         """Write how far the log has been read, without the line that came last if that is not accepted; raises
