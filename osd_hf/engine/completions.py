@@ -56,7 +56,7 @@ WARPERS = (
 )
 
 
-# --- asking ----------------------------------------------------------------------------------------------------------
+# --- asking ---------------------------------------------------------------------------------------------------------
 
 
 class RequestRefusedError(ServerError):
@@ -71,10 +71,8 @@ class CompletionClient:
         url (`str`):
             Such as `http://localhost:8000`, with or without `/v1`; with `user:password@` for basic authentication,
             percent-encoded. Requests to this machine go through no proxy, and no redirect is followed.
-        model (`str`, *optional*):
-            Name that the server knows the model by; its only one by default.
-        api_key (`str`, *optional*):
-            Sent as a bearer token.
+        model (`str`, *optional*): Name that the server knows the model by; its only one by default.
+        api_key (`str`, *optional*): Sent as a bearer token.
         allow_plain_http (`bool`, *optional*, defaults to `False`):
             Whether a key or a password may go to another machine over plain HTTP, where those in between can read it.
         patience_seconds (`float`, *optional*, defaults to 30):
@@ -270,7 +268,7 @@ def _hint(failed: str, status: int) -> str:
     return ""
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------------------------
 
 
 def unwrapped(line: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, Mapping[str, Any]]:
@@ -300,10 +298,8 @@ class ResponseReader:
     Turns responses of `/v1/completions` or `/v1/chat/completions` into traces.
 
     Args:
-        vocab_size (`int`):
-            Width of the target's logits.
-        num_logprobs (`int`):
-            Entries kept per position (K); a response must have as many.
+        vocab_size (`int`): Width of the target's logits.
+        num_logprobs (`int`): Entries kept per position (K); a response must have as many.
         eos_token_ids (`Sequence[int]`, *optional*):
             Ids that end an answer; the one that a response ends with is added to them.
         clock (`Callable[[], float]`, *optional*, defaults to `time.time`):

@@ -39,12 +39,9 @@ class EvaluationSet:
     Prompts that a draft is judged by, and that are published with it: public or generated ones, never traffic.
 
     Args:
-        name (`str`):
-            Name of the set, such as `"openai/gsm8k, test"`.
-        prompts (`tuple[Prompt, ...]`):
-            User turns, at least two.
-        max_new_tokens (`int`, *optional*, defaults to 128):
-            Most tokens of an answer.
+        name (`str`): Name of the set, such as `"openai/gsm8k, test"`.
+        prompts (`tuple[Prompt, ...]`): User turns, at least two.
+        max_new_tokens (`int`, *optional*, defaults to 128): Most tokens of an answer.
 
     Raises:
         ConfigError: fewer than two prompts.
@@ -81,16 +78,12 @@ class Evaluation:
     How two drafts were accepted, by replay on greedy answers of the target.
 
     Args:
-        dataset (`EvaluationSet`):
-            The prompts; those that left no room for an answer are not in it.
-        num_assistant_tokens (`int`):
-            k.
-        before (`tuple[AcceptanceStats, ...]`), after (`tuple[AcceptanceStats, ...]`):
-            Counts of each prompt.
+        dataset (`EvaluationSet`): The prompts; those that left no room for an answer are not in it.
+        num_assistant_tokens (`int`): k.
+        before (`tuple[AcceptanceStats, ...]`), after (`tuple[AcceptanceStats, ...]`): Counts of each prompt.
         speedups (`dict[str, dict[str, Any]]`, *optional*):
             System -> its tokens per second over the target alone, `median` and `interval`; empty where not timed.
-        facts (`dict[str, Any]`, *optional*):
-            Command, versions, machine.
+        facts (`dict[str, Any]`, *optional*): Command, versions, machine.
     """
 
     dataset: EvaluationSet
@@ -158,14 +151,10 @@ class DraftFacts:
             Hub id and commit of the model that it drafts for.
         base_model (`str`, *optional*), license (`str`, *optional*):
             Hub id and license of the draft that it was learned from.
-        is_adapter (`bool`, *optional*, defaults to `False`):
-            Whether the repo holds a LoRA adapter alone.
-        domains (`tuple[str, ...]`, *optional*):
-            Domains that it was learned on.
-        training (`Mapping[str, Any]`, *optional*):
-            Facts of the learning, such as requests, updates and settings.
-        command (`str`, *optional*):
-            The command that made it.
+        is_adapter (`bool`, *optional*, defaults to `False`): Whether the repo holds a LoRA adapter alone.
+        domains (`tuple[str, ...]`, *optional*): Domains that it was learned on.
+        training (`Mapping[str, Any]`, *optional*): Facts of the learning, such as requests, updates and settings.
+        command (`str`, *optional*): The command that made it.
     """
 
     target: str | None = None

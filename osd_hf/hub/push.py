@@ -11,18 +11,13 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi, get_token
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    LocalTokenNotFoundError,
-    OfflineModeIsEnabled,
-)
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 from huggingface_hub.errors import HTTPError as NetworkError  # type: ignore[attr-defined]  # httpx's
 from huggingface_hub.utils._validators import validate_repo_id
 
 from osd_hf.errors import ConfigError, HubError, StateError
 from osd_hf.hub.cards import EVALUATION, DraftFacts, Evaluation, draft_card, store_card
-from osd_hf.pair import align_vocab, first_line, fixed_k, is_peft, load_model, merged, unwrap
+from osd_hf.pair import align_vocab, first_line, fixed_k, is_peft, load_model, merged, unwrap, vocab_size_of
 from osd_hf.store.store import CorrectionStore
 from osd_hf.utils.report import make_folder
 
@@ -33,16 +28,14 @@ __all__ = [
 
 TOLERANCE, HALF_TOLERANCE = 1e-4, 5e-2  # of log-probs; half precisions round in other places
 
-NO_TOKEN = "There is no token to push with. Pass one, or run `hf auth login` first."
 
-
-def refuse_public(api: HfApi, repo_id: str, *, repo_type: str = "model", kept: str = "") -> None:
+def refuse_public(api: HfApi, repo_id: str, *, repo_type: str = "model") -> None:
     """Raises ConfigError for a repo that is not known to be private, and what the Hub raises where it cannot be
     asked."""
     if api.repo_info(repo_id, repo_type=repo_type).private is not True:
         raise ConfigError(
             f"{repo_id!r} is open to everybody, and a draft may have learned answers by heart. Make it private or "
-            f"take another name; to push there all the same, say so: `private=False` (--public). {kept}".strip()
+            "take another name; to push there all the same, say so: `private=False` (--public)."
         )
 
 
@@ -77,16 +70,13 @@ def save_draft(
     evaluation with its prompts, and the model card.
 
     Args:
-        directory (`str` or `Path`):
-            The folder, made where it is missing.
+        directory (`str` or `Path`): The folder, made where it is missing.
         draft (`PreTrainedModel` or `PeftModel`):
             An ordinary model is written with its weights, a `PeftModel` as its adapter alone. Left as it is.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*):
-            The target's.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's.
         num_assistant_tokens (`int`, *optional*):
             k of the generation config; that of the evaluation by default, otherwise what the draft has.
-        repo_id (`str`, *optional*):
-            What the snippets of the card load; the folder by default.
+        repo_id (`str`, *optional*): What the snippets of the card load; the folder by default.
         facts (`DraftFacts`, *optional*), evaluation (`Evaluation`, *optional*):
             What the card says of the draft, and what was measured.
 
@@ -123,16 +113,11 @@ def export_to_vllm(
     SGLang takes the same folder; llama.cpp converts it.
 
     Args:
-        directory (`str` or `Path`):
-            A new or empty folder.
-        draft (`PreTrainedModel` or `PeftModel`), target (`PreTrainedModel`):
-            Decoder-only models; left as they are.
-        tokenizer (`PreTrainedTokenizerBase`):
-            The tokenizer of both.
-        num_assistant_tokens (`int`, *optional*, defaults to 5):
-            k.
-        target_name (`str`, *optional*):
-            How the command names the target; where it came from by default.
+        directory (`str` or `Path`): A new or empty folder.
+        draft (`PreTrainedModel` or `PeftModel`), target (`PreTrainedModel`): Decoder-only models; left as they are.
+        tokenizer (`PreTrainedTokenizerBase`): The tokenizer of both.
+        num_assistant_tokens (`int`, *optional*, defaults to 5): k.
+        target_name (`str`, *optional*): How the command names the target; where it came from by default.
 
     Returns:
         `list[str]`: the command that serves the pair.
@@ -149,7 +134,6 @@ def export_to_vllm(
         raise ConfigError("vLLM drafts with decoder-only models, got an encoder-decoder. Serve it with transformers.")
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty. Choose another folder.")
-    make_folder(folder)
     draft = merged(draft)
     exported = align_vocab(draft, target, tokenizer)
     save_draft(folder, exported, tokenizer, num_assistant_tokens=num_assistant_tokens, repo_id=folder.name)
@@ -163,7 +147,7 @@ def export_to_vllm(
 def check_written(folder: Path, exported: Any, draft: Any) -> None:
     """Raises StateError where the model in a folder does not have the log-probs of the draft that it was made of."""
     again = load_model(str(folder), dtype="auto", device=str(exported.device))
-    rows = min(int(m.config.get_text_config().vocab_size) for m in (exported, draft))
+    rows = min(vocab_size_of(exported), vocab_size_of(draft))
     size = min(32, int(getattr(exported.config.get_text_config(), "max_position_embeddings", 32)))
     ids = torch.randint(rows, (1, size), generator=torch.Generator().manual_seed(0)).to(exported.device)
     wanted, found = (m.eval()(ids).logits.float()[..., :rows].log_softmax(-1) for m in (draft, again))
@@ -191,17 +175,14 @@ def push_folder(
     Make a repo, where there is none, and commit a folder to it. The folder stays as it is, whatever happens.
 
     Args:
-        folder (`str` or `Path`):
-            What is pushed, such as a folder that [`save_draft`] has written.
+        folder (`str` or `Path`): What is pushed, such as a folder that [`save_draft`] has written.
         repo_id (`str`), repo_type (`str`, *optional*, defaults to `"model"`):
             The repo as `user/name`, of a model or a `"dataset"`.
-        token (`str`, *optional*):
-            A token with the right to write; the login of this machine by default.
+        token (`str`, *optional*): A token with the right to write; the login of this machine by default.
         private (`bool`, *optional*):
             A new repo is private, and one that is there and open to everybody is refused, unless this is `False`: a
             draft may have learned answers by heart. The visibility of a repo that is there is never changed.
-        exist_ok (`bool`, *optional*, defaults to `True`):
-            Whether the repo may exist already.
+        exist_ok (`bool`, *optional*, defaults to `True`): Whether the repo may exist already.
         commit_message (`str`, *optional*), kept (`str`, *optional*):
             First line of the commit, and a sentence for errors about what is still there: by default that the local
             copy is.
@@ -214,19 +195,16 @@ def push_folder(
         HubError: the Hub refused, or could not be reached to the end.
     """
     kept = kept or f"The local copy stays in {folder}."
-    token = check_push(repo_id, token, kept)
-    api = HfApi(token=token)
     try:
+        api = HfApi(token=check_push(repo_id, token))
         url = api.create_repo(repo_id, private=private is not False, repo_type=repo_type, exist_ok=exist_ok)
         if private is not False:  # which the Hub does not look at where there is one already
-            refuse_public(api, repo_id, repo_type=repo_type, kept=kept)
+            refuse_public(api, repo_id, repo_type=repo_type)
         api.upload_folder(repo_id=repo_id, folder_path=str(folder), repo_type=repo_type, commit_message=commit_message)
-    except ConfigError:
-        raise
+    except ConfigError as error:
+        raise ConfigError(f"{error} {kept}") from error
     except OfflineModeIsEnabled as error:
         raise ConfigError(f"HF_HUB_OFFLINE is set: nothing can be pushed. Unset it and push again. {kept}") from error
-    except LocalTokenNotFoundError as error:
-        raise ConfigError(f"{NO_TOKEN} {kept}") from error
     except HfHubHTTPError as error:
         raise HubError(f"{_refusal(error, repo_id)} {kept}") from error
     except (NetworkError, OSError, RuntimeError, ValueError) as error:  # no network, and one that drops
@@ -237,7 +215,7 @@ def push_folder(
     return str(url)
 
 
-def check_push(repo_id: str, token: str | None = None, kept: str = "") -> str:
+def check_push(repo_id: str, token: str | None = None) -> str:
     """The token to push to a repo with; raises ConfigError for a name that is none, or where there is no token."""
     if "/" not in repo_id:
         raise ConfigError(f"A repo is named as user/name, got {repo_id!r}.")
@@ -247,7 +225,7 @@ def check_push(repo_id: str, token: str | None = None, kept: str = "") -> str:
         raise ConfigError(f"{repo_id!r} is no name of a repo: {first_line(error)}.") from error
     token = token or get_token()
     if not token:
-        raise ConfigError(f"{NO_TOKEN} {kept}".strip())
+        raise ConfigError("There is no token to push with. Pass one, or run `hf auth login` first.")
     return token
 
 
@@ -276,12 +254,9 @@ def push_store(
     its requests**; nothing else of this package publishes any.
 
     Args:
-        store (`CorrectionStore`):
-            A store with at least one request.
-        license (`str`):
-            License of the data, as the Hub names it.
-        target (`str`, *optional*):
-            Hub id of the model whose answers these are.
+        store (`CorrectionStore`): A store with at least one request.
+        license (`str`): License of the data, as the Hub names it.
+        target (`str`, *optional*): Hub id of the model whose answers these are.
         repo_id (`str`), token (`str`, *optional*), private (`bool`, *optional*, defaults to `True`):
             The same as for [`push_folder`].
 
@@ -289,13 +264,14 @@ def push_store(
         ConfigError: the store has no requests, or a reason of [`push_folder`].
         HubError: the Hub refused, or could not be reached to the end.
     """
-    domains = sorted({trace.domain for trace in store if trace.domain is not None})
-    if not len(store):
+    dataset = store.to_dataset()
+    if not len(dataset):
         raise ConfigError("The store has no requests; there is nothing to publish.")
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "data").mkdir()
-        store.to_dataset().to_parquet(Path(folder) / "data" / "requests.parquet")
-        card = store_card(repo_id, target=target, requests=len(store), domains=domains, license=license)
+        dataset.to_parquet(Path(folder) / "data" / "requests.parquet")
+        domains = sorted({domain for domain in dataset["domain"] if domain is not None})
+        card = store_card(repo_id, target=target, requests=len(dataset), domains=domains, license=license)
         card.save(Path(folder) / "README.md")
         return push_folder(
             folder, repo_id, token=token, private=private, repo_type="dataset",

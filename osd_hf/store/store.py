@@ -131,10 +131,8 @@ class CorrectionStore:
             if shorter) it deletes nothing that would still be kept without the leap. A pause that long looks like a
             leap: a process that ends sooner than an hour after opening deletes by the newest shard's time, until the
             next opening.
-        flush_every (`int`, defaults to 256):
-            Traces in a shard, at most.
-        clock (`Callable[[], float]`, *optional*, defaults to `time.time`):
-            Now, in Unix seconds.
+        flush_every (`int`, defaults to 256): Traces in a shard, at most.
+        clock (`Callable[[], float]`, *optional*, defaults to `time.time`): Now, in Unix seconds.
         steady (`Callable[[], float]`, *optional*):
             Seconds of a clock that nobody sets, by which leaps are told; by default the system's where `clock` is, and
             otherwise `clock`.
@@ -172,8 +170,8 @@ class CorrectionStore:
         self._tail_nbytes = 0
         self._closed = False
         self._folder = None if self.path is None else Folder(self.path)
-        age = math.inf if self.max_age_seconds is None else self.max_age_seconds
-        self._calendar = _Calendar(self.clock, self.steady, age / 8, min(HOLD_SECONDS, age))
+        self._age = math.inf if self.max_age_seconds is None else self.max_age_seconds
+        self._calendar = _Calendar(self.clock, self.steady, self._age / 8, min(HOLD_SECONDS, self._age))
         if self._folder is not None and self.max_age_seconds is not None and self.steady is not self.clock:
             # What was written just now may have been written by the clock that is in doubt.
             before = self.clock() - self._calendar.hold
@@ -201,7 +199,7 @@ class CorrectionStore:
             (trace.domain or "").encode()
         except UnicodeEncodeError as error:
             raise DataError(f"the domain {trace.domain!r} is no valid Unicode") from error
-        if self.max_age_seconds is not None and trace.created_at_seconds > self.clock() + self.max_age_seconds / 8:
+        if trace.created_at_seconds > self.clock() + self._age / 8:
             trace = replace(trace, created_at_seconds=self.clock())
         with self._lock:
             if self._closed:
@@ -225,7 +223,7 @@ class CorrectionStore:
             return True
         first, last = self._tail[0].created_at_seconds, self._tail[-1].created_at_seconds
         span = max(last, trace.created_at_seconds) - min(first, trace.created_at_seconds)
-        return self.max_age_seconds is not None and span > self.max_age_seconds / 8
+        return span > self._age / 8
 
     def flush(self) -> None:
         """
@@ -240,16 +238,15 @@ class CorrectionStore:
                     self._folder.write(self._tail)
                     self._tail, self._tail_nbytes = [], 0
                 self._folder.refresh()
-                if self.max_age_seconds is not None:
-                    now, cutoff = self.clock(), self._cutoff(self._calendar.now())
-                    shards = list(self._folder.shards.values())
-                    for shard in [s for s in shards if s.oldest > now and _written_at(s) < cutoff]:
-                        self._folder.delete(shard)
+                now, cutoff = self.clock(), self._calendar.now() - self._age
+                from_the_future = [s for s in self._folder.shards.values() if s.oldest > now]
+                for shard in [s for s in from_the_future if _written_at(s) < cutoff]:
+                    self._folder.delete(shard)
             self._enforce()
 
     def _enforce(self) -> None:
         """Delete what is over the limits."""
-        cutoff = self._cutoff(self._calendar.now())
+        cutoff = self._calendar.now() - self._age
         self._drop(bisect_left(self._tail, cutoff, key=CREATED))
         if self._folder is not None and self._folder.oldest < cutoff:
             for shard in [s for s in self._folder.shards.values() if s.oldest < cutoff]:
@@ -274,9 +271,6 @@ class CorrectionStore:
         self._tail_nbytes -= sum(t.nbytes for t in self._tail[:count])
         del self._tail[:count]
 
-    def _cutoff(self, now: float) -> float:
-        return -math.inf if self.max_age_seconds is None else now - self.max_age_seconds
-
     @property
     def nbytes(self) -> int:
         """Bytes of all shards known here, and of the arrays in memory."""
@@ -293,7 +287,7 @@ class CorrectionStore:
         with self._lock:
             if self._folder is not None:
                 self._folder.refresh()
-            return _Snapshot(self._folder, self._tail, self._cutoff(self.clock()))
+            return _Snapshot(self._folder, self._tail, self.clock() - self._age)
 
     def __len__(self) -> int:
         return len(self._snapshot().order)
@@ -315,10 +309,8 @@ class CorrectionStore:
         Different traces, drawn evenly.
 
         Args:
-            n (`int`):
-                How many; fewer come back where fewer exist.
-            rng (`np.random.Generator` or `int`, *optional*):
-                Where the randomness comes from.
+            n (`int`): How many; fewer come back where fewer exist.
+            rng (`np.random.Generator` or `int`, *optional*): Where the randomness comes from.
             domain (`str`, *optional*), newest (`int`, *optional*):
                 Draw from this domain only, and from so many of the newest traces only, counted within the domain.
 
