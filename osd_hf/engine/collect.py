@@ -360,9 +360,9 @@ def collect_log(
                 traces = _traces_of(line, reader, domain) if line.strip() else []
             except DataError as error:
                 report.skip(str(error))
-                traces = []
-            report.keep(store, traces, on_request)
-            kept += len(traces)
+            else:
+                report.keep(store, traces, on_request)
+                kept += len(traces)
             log.accept()
             if kept >= store.flush_every:
                 store.flush()

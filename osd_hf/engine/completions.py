@@ -312,11 +312,7 @@ class ResponseReader:
     clock: Callable[[], float] = time.time
 
     def traces(
-        self,
-        response: Mapping[str, Any],
-        request: Mapping[str, Any] | None = None,
-        *,
-        domain: str | None = None,
+        self, response: Mapping[str, Any], request: Mapping[str, Any] | None = None, *, domain: str | None = None
     ) -> list[Trace]:
         """
         One trace per choice, without rounds, from the body of an answer with token ids and log-probs: vLLM sends them

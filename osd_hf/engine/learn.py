@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 import secrets
@@ -339,23 +340,19 @@ class StoreLearner:
         return len(taken)
 
     def _fits(self, trace: Trace) -> bool:
-        kept, readable = self.config.num_logprobs, self.learner.updater(None).readable
-        width = 0 if kept is None or kept >= trace.vocab_size else kept
-        reason = None
-        if self.domain is not None and trace.domain != self.domain:
-            reason = "of another domain"
-        elif not len(trace) or not trace.num_kept:
-            reason = "without target rows"
-        elif trace.vocab_size != readable.vocab_size:
-            reason = f"of a vocabulary of {trace.vocab_size}, not {readable.vocab_size}"
-        elif trace.top_ids.shape[1] != width:
-            reason = f"with {trace.top_ids.shape[1] or 'all'} entries per position, not {width or 'all'}"
-        elif trace.is_encoder_decoder:
-            reason = "of an encoder-decoder"
-        elif readable.positions is not None and len(trace.prompt_ids) + len(trace) > readable.positions:
-            reason = f"longer than the draft's {readable.positions} positions"
-        elif trace.is_sampled and self.config.learn_from == "corrections":
-            reason = "sampled, whose corrections cannot be known"
+        kept, readable, size = self.config.num_logprobs, self.learner.updater(None).readable, trace.vocab_size
+        found, wanted = trace.top_ids.shape[1], 0 if kept is None or kept >= size else kept
+        most = math.inf if readable.positions is None else readable.positions
+        misfits = {
+            "of another domain": self.domain not in (None, trace.domain),
+            "without target rows": not len(trace) or not trace.num_kept,
+            f"of a vocabulary of {size}, not {readable.vocab_size}": size != readable.vocab_size,
+            f"with {found or 'all'} entries per position, not {wanted or 'all'}": found != wanted,
+            "of an encoder-decoder": trace.is_encoder_decoder,
+            f"longer than the draft's {most} positions": len(trace.prompt_ids) + len(trace) > most,
+            "sampled, whose corrections cannot be known": trace.is_sampled and self.config.learn_from == "corrections",
+        }
+        reason = next((reason for reason, is_so in misfits.items() if is_so), None)
         if reason is not None:
             if not self.skipped[reason]:
                 hint = " Set `num_logprobs` to what they were collected with." if "entries" in reason else ""

@@ -28,7 +28,7 @@ __all__ = [
 
 EVALUATION = "evaluation"  # folder of a repo
 PLOT = "alpha.png"  # in it, where it was drawn
-TEMPLATE = Path(__file__).with_name("draft_card.jinja")
+HERE = Path(__file__).parent  # the templates of both cards lie here
 
 # --- what was measured ----------------------------------------------------------------------------------------------
 
@@ -98,9 +98,9 @@ class Evaluation:
         compared = Comparison([p.domain for p in self.dataset.prompts], {"before": self.before, "after": self.after})
         return {None: compared, **{name: compared.of(name) for name in compared.names if name is not None}}
 
-    def stats(self, side: str) -> AcceptanceStats:
-        """Counts of the draft `"before"` or `"after"` over all prompts."""
-        return self.parts()[None].totals[side]
+    def stats(self, side: str, domain: str | None = None) -> AcceptanceStats:
+        """Counts of the draft `"before"` or `"after"`, over all prompts or those of a domain."""
+        return self.parts()[domain].totals[side]
 
     def to_dict(self) -> dict[str, Any]:
         """All figures, ready for JSON."""
@@ -219,7 +219,7 @@ def draft_card(repo_id: str, facts: DraftFacts, evaluation: Evaluation | None = 
     if facts.command is not None:
         made += f"\n\n```sh\n{facts.command}\n```"
     card: ModelCard = ModelCard.from_template(
-        data, str(TEMPLATE), repo=repo_id, name=data.model_name, facts=facts, evaluation=evaluation,
+        data, str(HERE / "draft_card.jinja"), repo=repo_id, name=data.model_name, facts=facts, evaluation=evaluation,
         made=without_credentials(made),  # facts are their writer's, and cards are for others
     )  # fmt: skip
     return card
@@ -237,13 +237,7 @@ def store_card(
         license=license, tags=["speculative-decoding", "distillation", "osd-hf"], task_categories=["text-generation"],
         pretty_name=repo_id.split("/")[-1], configs=[{"config_name": "default", "data_files": "**/*.parquet"}],
     )  # fmt: skip
-    whose = "a target model" if target is None else f"[{target}](https://huggingface.co/{target})"
-    labels = f" Domains: {', '.join(domains)}." if domains else ""
-    text = (
-        f"# {repo_id.split('/')[-1]}\n\n{requests:,} requests answered by {whose}, as token ids: prompt, completion, "
-        "the rounds of speculative decoding, and the target's largest log-probabilities per position with the mass of "
-        f"the tail.{labels} **It holds the text of the requests.** It was published by an explicit call, and is what "
-        "osd_hf replays drafts on and learns from.\n\n```python\nfrom datasets import load_dataset\n\n"
-        f'load_dataset("{repo_id}")\n```\n'
+    card: DatasetCard = DatasetCard.from_template(
+        data, str(HERE / "store_card.jinja"), repo=repo_id, target=target, requests=requests, domains=domains
     )
-    return DatasetCard(f"---\n{data.to_yaml()}\n---\n\n{text}")
+    return card
