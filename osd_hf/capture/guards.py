@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig, PrefixConstrainedLogitsProcessor
 
 from osd_hf.capture.processors import ReplayedProcessor
-from osd_hf.capture.reachable import CannotLookThrough, Snapshot, look_through
+from osd_hf.capture.reachable import CannotLookThrough, Reachable
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, UnsupportedGenerationError
 from osd_hf.pair import vocab_size_of
@@ -194,8 +194,8 @@ class TriedOut:
     remembers only certain tokens is found out after the request, by [`~TriedOut.has_remembered`]."""
 
     thing: Any
-    before: Snapshot
-    settled: Snapshot
+    before: Reachable
+    settled: Reachable
 
     def is_of(self, processor: Any) -> bool:
         """Whether it was this one, or its function, that was tried out."""
@@ -303,20 +303,20 @@ def _remembers(thing: Any, kind: str) -> UnsupportedGenerationError:
 @torch.no_grad()
 def _try_out(
     thing: Any, kind: str, input_ids: torch.Tensor, scores: Callable[[], torch.Tensor | None], vocab_size: int
-) -> tuple[Snapshot, Snapshot]:
+) -> tuple[Reachable, Reachable]:
     def ask(ids: torch.Tensor) -> Any:
         answer = thing(ids, scores())
         return answer.clone() if isinstance(answer, torch.Tensor) else answer
 
     try:
-        before = look_through(thing)
+        before = Reachable(thing)
         try:
             first = ask(input_ids)
-            settled = look_through(thing)  # what is built when it is first asked for is there by now
+            settled = Reachable(thing)  # what is built when it is first asked for is there by now
             for token in _named_tokens(settled, vocab_size):
                 with contextlib.suppress(Exception):  # no answer goes on like that
                     ask(torch.cat([input_ids, input_ids.new_full((input_ids.shape[0], 1), token)], dim=-1))
-            same = _answers_alike(ask, input_ids, first) and look_through(thing) == settled
+            same = _answers_alike(ask, input_ids, first) and Reachable(thing) == settled
         finally:
             if _has_changed(thing, before):  # otherwise other threads may be using what is shared
                 before.put_back()
@@ -336,16 +336,16 @@ def _try_out(
     return before, settled
 
 
-def _has_changed(thing: Any, *snapshots: Snapshot) -> bool:
+def _has_changed(thing: Any, *snapshots: Reachable) -> bool:
     """Whether it is as in none of these snapshots, or cannot be looked through any more."""
     try:
-        now = look_through(thing)
+        now = Reachable(thing)
     except CannotLookThrough:
         return True
     return now not in snapshots
 
 
-def _named_tokens(snapshot: Snapshot, vocab_size: int) -> list[int]:
+def _named_tokens(snapshot: Reachable, vocab_size: int) -> list[int]:
     """Numbers that code and attributes name and that may be tokens: what waits for one, such as the end of a thought,
     shows its memory only there."""
 
