@@ -309,7 +309,7 @@ def _try_out(
         return answer.clone() if isinstance(answer, torch.Tensor) else answer
 
     try:
-        before = Reachable(thing)
+        before = Reachable(thing, keep=True)
         try:
             first = ask(input_ids)
             settled = Reachable(thing)  # what is built when it is first asked for is there by now

@@ -43,15 +43,15 @@ VALUES = (
     datetime.time, datetime.timedelta, datetime.tzinfo, decimal.Decimal, fractions.Fraction, uuid.UUID,
     pathlib.PurePath,
 )  # fmt: skip
-# Told by their identity, and not looked into.
+# Told by their identity and, but for classes, not looked into.
 NAMED = (
-    types.ModuleType, types.CodeType, types.WrapperDescriptorType, types.MethodDescriptorType,
+    type, types.ModuleType, types.CodeType, types.WrapperDescriptorType, types.MethodDescriptorType,
     types.ClassMethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType, types.UnionType,
     types.GenericAlias, typing.TypeVar, enum.Enum, logging.Logger, PreTrainedTokenizerBase, np.ufunc,
     type(np.where),
 )  # fmt: skip
-PLAIN = (list, dict, set, tuple, frozenset)
-MARSHALED = (int, str, float, bool, type(None), bytes, complex)
+PLAIN = frozenset((list, dict, set, tuple, frozenset))
+MARSHALED = frozenset((int, str, float, bool, type(None), bytes, complex))
 # What Python classes may be built on, with nothing hidden beside their attributes; the nearest one counts.
 BASES = (
     list, dict, set, tuple, frozenset, collections.deque, collections.OrderedDict, collections.defaultdict, int, str,
@@ -98,10 +98,12 @@ class Reachable:
     """
     All that functions, closures, attributes, containers and the globals they name can reach from an object, in the
     order in which it was found. Two of them are equal where nothing has changed in between; things made anew with the
-    same contents are the same. Raises CannotLookThrough, which says what was met, and where.
+    same contents are the same. With `keep` it can be put back. Raises CannotLookThrough, which says what was met, and
+    where.
     """
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Any, *, keep: bool = False) -> None:
+        self.keep = keep
         self.trail: list[Any] = []
         self._undo: list[Callable[[], object]] = []
         self._met: dict[int, tuple[int, Any]] = {}  # by ids, which say something only as long as their objects live
@@ -133,7 +135,8 @@ class Reachable:
             undo()
 
     def _on_undo(self, undo: Callable[..., object], *args: Any) -> None:
-        self._undo.append(functools.partial(undo, *args))
+        if self.keep:
+            self._undo.append(functools.partial(undo, *args))
 
     def _kept(self, owner: Any, put: Any, drop: Any, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What is read now, by name, and will be again."""
@@ -158,7 +161,7 @@ class Reachable:
             return ()
         self._met[id(thing)] = len(self._met), thing
         of_tokenizers = kind.__module__.split(".")[0] == "tokenizers" and kind.__name__ != "DecodeStream"
-        is_named = isinstance(thing, (*NAMED, type)) or of_tokenizers
+        is_named = isinstance(thing, NAMED) or of_tokenizers
         self.trail.append(id(thing if is_named else kind))
         if is_named:
             return self._parts_of_class(thing) if isinstance(thing, type) else ()
@@ -169,7 +172,8 @@ class Reachable:
                 containers = _plain_containers(thing)
                 if containers is not None:
                     self.trail.append(written)
-                    self._undo += (functools.partial(_fill_again, *each) for each in containers)
+                    for container in containers if self.keep else ():
+                        self._on_undo(_fill_again, container, _contents(container))
                     return ()
         if kind in STATES:
             read, write = STATES[kind]
@@ -221,7 +225,7 @@ class Reachable:
         return [("", contents) for contents in self._kept(cell, setattr, delattr, read).values()]
 
     def _parts_of_sequence(self, thing: Any) -> Parts:
-        items = list(_base_of(thing).__iter__(thing))
+        items = _contents(thing)
         self.trail.append(len(items))
         if not isinstance(thing, tuple | frozenset):
             self._on_undo(_fill_again, thing, items)
@@ -230,7 +234,7 @@ class Reachable:
             yield from self._parts_of_instance(thing)
 
     def _parts_of_dict(self, thing: Any) -> Parts:
-        items = dict(dict.items(thing))
+        items = _contents(thing)
         self.trail.append(len(items))
         self._on_undo(_fill_again, thing, items)
         for i, (key, value) in enumerate(items.items()):
@@ -269,7 +273,7 @@ class Reachable:
             self.trail.append(_base_of(thing).__repr__(thing))
         attributes = getattr(thing, "__dict__", None) if kind.__dictoffset__ else None
         if attributes is not None:
-            saved = dict(attributes)
+            saved = _contents(attributes)
             self.trail.append(len(saved))
             self._on_undo(_fill_again, attributes, saved)
             yield from ((f".{name}", value) for name, value in saved.items())
@@ -329,20 +333,26 @@ def _names_in(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
     return tuple(sorted(names)), tuple(dict.fromkeys(name for part in codes for name in part.co_names)), tuple(modules)
 
 
-def _plain_containers(thing: Any) -> list[tuple[Any, Any]] | None:
-    """The containers in plain data that can be changed, with what lies in them; `None` where marshal would not bring
-    all of it back as it was: arrays, for one, it takes for bytes. Nothing in it contains itself, or it could not have
-    been written."""
+def _plain_containers(thing: Any) -> list[Any] | None:
+    """The containers in plain data that can be changed; `None` where something is not plain: marshal takes arrays for
+    bytes. Nothing contains itself, or it could not have been written."""
     todo, found = [thing], []
     while todo:
         one = todo.pop()
         kind = type(one)
-        if kind not in (*PLAIN, *MARSHALED):
-            return None
         if kind in PLAIN:
-            todo += [*one, *one.values()] if kind is dict else one
-            found.append((one, dict(one) if kind is dict else list(one)))
-    return [(one, contents) for one, contents in found if not isinstance(one, tuple | frozenset)]
+            todo += (*one, *one.values()) if kind is dict else one
+            found += () if kind in (tuple, frozenset) else (one,)
+        elif kind not in MARSHALED:
+            return None
+    return found
+
+
+def _contents(container: Any) -> Any:
+    """What lies in it, past any methods of its own: a dict or a list."""
+    if isinstance(container, dict):
+        return dict(dict.items(container))
+    return list(_base_of(container).__iter__(container))
 
 
 def _base_of(thing: Any) -> Any:
@@ -408,14 +418,9 @@ def _restore(owner: Any, put: Any, drop: Any, now: dict[Any, Any], saved: dict[A
 
 def _fill_again(thing: Any, saved: Any) -> None:
     """Put back what lies in a container, in place: others may hold it as well."""
-    if isinstance(thing, dict):
-        now = dict(dict.items(thing))
-        if [key for key in now if key in saved] == list(saved):
-            return _restore(thing, operator.setitem, operator.delitem, now, saved)
-    else:
-        items = list(_base_of(thing).__iter__(thing))
-        if len(items) == len(saved) and all(map(operator.is_, items, saved)):
-            return None
-    thing.clear()
-    (thing.extend if hasattr(thing, "extend") else thing.update)(saved)
-    return None
+    now = _contents(thing)
+    if isinstance(thing, dict) and [key for key in now if key in saved] == list(saved):
+        _restore(thing, operator.setitem, operator.delitem, now, saved)
+    elif isinstance(thing, dict) or len(now) != len(saved) or not all(map(operator.is_, now, saved)):
+        thing.clear()
+        (thing.extend if hasattr(thing, "extend") else thing.update)(saved)
