@@ -1,4 +1,4 @@
-"""What cannot be kept lossless, or cannot teach a draft, is refused: settings, inputs, processors and criteria."""
+"""What cannot be kept lossless, or cannot teach a draft, is refused; a processor with a memory may be replayed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PrefixConstrainedLogitsProcessor
+from transformers import GenerationConfig, LogitsProcessor, PrefixConstrainedLogitsProcessor
 
-from osd_hf.capture.processors import ReplayedProcessor
 from osd_hf.capture.reachable import CannotLookThrough, Reachable
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, UnsupportedGenerationError
@@ -36,6 +35,14 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("use_cache", (None, True), "assisted generation needs the key-value cache"),
     ("cache_implementation", _CROPPED_CACHES, "assisted generation needs a dynamic cache, which can be cropped"),
 )
+# Argument of the assistant's `generate`, why it is refused.
+_REFUSED_ARGUMENTS = (
+    ("assistant_model", "the assistant brings its own draft. Leave it out, or call `target.generate` inside `with "
+     "assistant.attached():`"),
+    ("custom_generate", "it replaces assisted decoding, so no draft is used. Leave it out"),
+    ("inputs_embeds", "the draft reads token ids. Pass `input_ids` instead"),
+    ("encoder_outputs", "the draft reads the source with an encoder of its own. Pass `input_ids` instead"),
+)  # fmt: skip
 # Settings that are served, and those that do nothing to an assisted answer. A field in none of these lists, as a newer
 # transformers may bring, is refused where it is set: what it does is not known here.
 _SERVED = frozenset({
@@ -134,42 +141,24 @@ def check_generation(*sources: Any, assistant_tokenizer: Any = None) -> None:
         )
 
 
-def check_drafted_by_us(generate_kwargs: dict[str, Any]) -> None:
-    """Refuse arguments that would bring another draft than the assistant's."""
-    if generate_kwargs.pop("assistant_model", None) is not None:
-        raise UnsupportedGenerationError(
-            "`assistant_model` was given, but the assistant brings its own draft. Leave it out, or call "
-            "`target.generate` inside `with assistant.attached():`."
-        )
-    if generate_kwargs.get("custom_generate") is not None:
-        raise UnsupportedGenerationError(
-            "`custom_generate` replaces assisted decoding, so no draft is used. Leave it out."
-        )
-
-
-def check_k(config: OnlineConfig, num_assistant_tokens: Any) -> None:
-    """Refuse a k of one request that its configuration could not have; raises ConfigError."""
-    if num_assistant_tokens is None:
-        return
-    if config.drafting != "lean":
-        raise ConfigError(
-            f'`num_assistant_tokens={num_assistant_tokens!r}` of one request needs `drafting="lean"`, got '
-            f'"{config.drafting}". Set it in the configuration.'
-        )
-    replace(config, num_assistant_tokens=num_assistant_tokens)
-
-
-def check_inputs(inputs: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse several prompts at once, and prompts of embeddings; raises UnsupportedGenerationError."""
-    if kwargs.get("inputs_embeds") is not None:
-        raise UnsupportedGenerationError(
-            "`inputs_embeds` cannot be used here: the draft reads token ids. Pass `input_ids` instead."
-        )
-    if kwargs.get("encoder_outputs") is not None:
-        raise UnsupportedGenerationError(
-            "`encoder_outputs` cannot be used here: the draft reads the source with an encoder of its own. Pass "
-            "`input_ids` instead."
-        )
+def check_request(
+    target: Any, config: OnlineConfig, inputs: Any, kwargs: dict[str, Any], num_assistant_tokens: Any
+) -> list[TriedOut]:
+    """
+    Refuse what an assistant's `generate` cannot be called with, before it does anything: arguments, settings, the
+    shape of the prompt, a k that `config` could not have, processors and criteria. Returns what [`check_processors`]
+    does; raises UnsupportedGenerationError or ConfigError.
+    """
+    for name, reason in _REFUSED_ARGUMENTS:
+        if kwargs.get(name) is not None:
+            raise UnsupportedGenerationError(f"`{name}` cannot be used here: {reason}.")
+    if num_assistant_tokens is not None:
+        if config.drafting != "lean":
+            raise ConfigError(
+                f'`num_assistant_tokens={num_assistant_tokens!r}` of one request needs `drafting="lean"`, got '
+                f'"{config.drafting}". Set it in the configuration.'
+            )
+        replace(config, num_assistant_tokens=num_assistant_tokens)
     for name, value in (("inputs", inputs), ("input_ids", kwargs.get("input_ids"))):
         shape = getattr(value, "shape", None)
         if value is not None and (shape is None or len(shape) != 2):
@@ -183,6 +172,29 @@ def check_inputs(inputs: Any, kwargs: dict[str, Any]) -> None:
                 f"`{name}` holds {shape[0]} prompts: assisted generation serves one at a time. Call `generate` once "
                 "per prompt."
             )
+    sources = (kwargs, kwargs.get("generation_config"), target.generation_config)
+    check_generation(*sources, assistant_tokenizer=kwargs.get("assistant_tokenizer"))
+    processors, criteria = (list(kwargs.get(name) or ()) for name in ("logits_processor", "stopping_criteria"))
+    if kwargs.get("prefix_allowed_tokens_fn") is not None:
+        processors.append(PrefixConstrainedLogitsProcessor(kwargs["prefix_allowed_tokens_fn"], 1))
+    prompt = inputs if inputs is not None else kwargs.get("input_ids")
+    if prompt is None or prompt.is_floating_point() or not (processors or criteria):
+        return []
+    if target.config.is_encoder_decoder:  # they are asked about the answer
+        begun = kwargs.get("decoder_input_ids")
+        prompt = begun if begun is not None else prompt.new_full((1, 1), _decoder_start(target, kwargs))
+    check_criteria(criteria, prompt, vocab_size_of(target))
+    return check_processors(processors, prompt, vocab_size_of(target))
+
+
+def _decoder_start(target: Any, kwargs: dict[str, Any]) -> int:
+    """The token that answers of an encoder-decoder begin with."""
+    configs = [c for c in (kwargs.get("generation_config"), target.generation_config) if c is not None]
+    for name in ("decoder_start_token_id", "bos_token_id"):
+        for value in (kwargs.get(name), *(getattr(config, name, None) for config in configs)):
+            if value is not None:
+                return int(value if isinstance(value, int) else torch.as_tensor(value).reshape(-1)[0])
+    return 0
 
 
 # --- processors and criteria ----------------------------------------------------------------------------------------
@@ -209,31 +221,6 @@ class TriedOut:
     def refusal(self) -> UnsupportedGenerationError:
         """The error that says that it remembers."""
         return _remembers(self.thing, "logits processor")
-
-
-def check_callables(target: Any, prompt: torch.Tensor, kwargs: dict[str, Any]) -> list[TriedOut]:
-    """[`check_processors`] and [`check_criteria`] of what `generate` was called with, before it does anything."""
-    processors = list(kwargs.get("logits_processor") or ())
-    if kwargs.get("prefix_allowed_tokens_fn") is not None:
-        processors.append(PrefixConstrainedLogitsProcessor(kwargs["prefix_allowed_tokens_fn"], 1))
-    criteria = list(kwargs.get("stopping_criteria") or ())
-    if not processors and not criteria:
-        return []
-    if target.config.is_encoder_decoder:  # they are asked about the answer
-        begun = kwargs.get("decoder_input_ids")
-        prompt = begun if begun is not None else prompt.new_full((1, 1), _decoder_start(target, kwargs))
-    check_criteria(criteria, prompt, vocab_size_of(target))
-    return check_processors(processors, prompt, vocab_size_of(target))
-
-
-def _decoder_start(target: Any, kwargs: dict[str, Any]) -> int:
-    """The token that answers of an encoder-decoder begin with."""
-    configs = [c for c in (kwargs.get("generation_config"), target.generation_config) if c is not None]
-    for name in ("decoder_start_token_id", "bos_token_id"):
-        for value in (kwargs.get(name), *(getattr(config, name, None) for config in configs)):
-            if value is not None:
-                return int(value if isinstance(value, int) else torch.as_tensor(value).reshape(-1)[0])
-    return 0
 
 
 def check_processors(
@@ -391,3 +378,74 @@ def _equal(a: Any, b: Any) -> bool:
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return bool(a == b)
     return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+# --- a processor with a memory --------------------------------------------------------------------------------------
+
+
+class ReplayedProcessor(LogitsProcessor):
+    """
+    Serves a logits processor that remembers the tokens it has seen, such as the matcher of a grammar: before each call
+    it is brought to where the sequence stands. Draft and target ask it in turns, also about tokens that are rejected
+    later. Every request begins with a fresh one.
+
+    ```python
+    grammar = ReplayedProcessor(lambda: xgrammar.contrib.hf.LogitsProcessor(compiled))
+    assistant.generate(**inputs, logits_processor=[grammar])
+    ```
+
+    What the processor remembers must follow from the tokens alone: calls that are repeated get another row of scores.
+
+    Args:
+        make (`Callable[[], LogitsProcessor]`):
+            Makes a processor as it is when an answer begins: its first call is about the prompt, each later one about
+            a token more.
+        take_back (`Callable[[LogitsProcessor, int], object]`, *optional*):
+            Makes a processor forget as many of its last calls, the very first excepted. Without it another one is made
+            and called again for each token of the answer so far, which takes the longer the longer the answer.
+    """
+
+    def __init__(
+        self, make: Callable[[], Callable[..., torch.Tensor]], take_back: Callable[[Any, int], object] | None = None
+    ) -> None:
+        self.make = make
+        self.take_back = take_back
+        self._starts_at: int | None = None  # tokens of the prompt, where a request says so
+        self._processor: Callable[..., torch.Tensor] | None = None
+        self._first = 0  # tokens at the first call of the processor
+        self._seen = torch.zeros(1, 0, dtype=torch.long)  # what its last call was about
+
+    def begin(self, prompt_tokens: int) -> ReplayedProcessor:
+        """The same for one request, which nothing outside of it shares."""
+        own = ReplayedProcessor(self.make, self.take_back)
+        own._starts_at = prompt_tokens
+        return own
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        length, seen = input_ids.shape[1], self._seen
+        common = _common(input_ids, seen)
+        first = self._first if self._starts_at is None else min(self._starts_at, length)
+        if self._starts_at is None and (common < first or length > seen.shape[1] + 1):
+            first = length  # outside of an assisted request: another prompt
+        known = min(common, length - 1)  # calls about more than these tokens are to be forgotten
+        processor, self._processor = self._processor, None  # after an error its state is anybody's guess
+        excess = seen.shape[1] - known
+        if processor is not None and first == self._first and known >= first and (not excess or self.take_back):
+            if excess and self.take_back is not None:
+                self.take_back(processor, excess)
+        else:
+            processor, known = self.make(), first - 1
+        for end in range(known + 1, length):
+            processor(input_ids[:, :end], scores.clone())
+        processed = processor(input_ids, scores)
+        self._processor, self._first, self._seen = processor, first, input_ids.clone()
+        return processed
+
+
+def _common(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Number of tokens with which both begin."""
+    length = min(a.shape[1], b.shape[1])
+    if length == 0 or a.shape[0] != b.shape[0]:
+        return 0
+    same = (a[:, :length] == b[:, :length].to(a.device)).all(0)
+    return length if bool(same.all()) else int(same.int().argmin())

@@ -336,7 +336,8 @@ def _names_in(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
 def _plain_containers(thing: Any) -> list[Any] | None:
     """The containers in plain data that can be changed; `None` where something is not plain: marshal takes arrays for
     bytes. Nothing contains itself, or it could not have been written."""
-    todo, found = [thing], []
+    todo: list[Any] = [thing]
+    found: list[Any] = []
     while todo:
         one = todo.pop()
         kind = type(one)

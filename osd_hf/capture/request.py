@@ -61,48 +61,32 @@ class Lease:
 class Binding:
     """One listener of a target's assisted requests."""
 
-    sink: Sink  # gets the trace when a request has ended well
-    owner: object  # among several bindings with one owner, the innermost alone listens
-    num_logprobs: int | None = 64  # target entries kept per position; 0 keeps no rows, `None` keeps whole rows
-    domain: str | None = None  # written into the traces, where `serving` finds no other
+    sink: Sink  # gets the trace when a request has ended well; what it raises would cost the answer
     # Called with the request's assistant model and its prompt (token ids, int32, `(prompt,)`; `None` where it is not
     # made of these alone), and entered around it; yields the draft that serves it.
-    serving: Callable[[Any, Any], AbstractContextManager[Lease]] | None = None
+    serving: Callable[[Any, Any], AbstractContextManager[Lease]]
+    owner: object  # among several bindings with one owner, the innermost alone listens
+    num_logprobs: int | None = 64  # target entries kept per position; 0 keeps no rows, `None` keeps whole rows
     # Whether an answer ends at the token that meets a stopping criterion. The stock loop looks at the criteria once a
     # round and may run past the token at which the target alone would have stopped.
     exact_stops: bool = False
     # k of these requests, where it is another than that of the draft that serves them. Traces tell it.
     num_assistant_tokens: int | str | None = None
     tried: Sequence[TriedOut] = ()  # processors of the request to come that were tried out already
-    failure: BaseException | None = field(default=None, init=False)
     target: Any = field(default=None, init=False)  # whose requests it listens to now
-
-    def lease(self, assistant_model: Any, prompt: Any) -> AbstractContextManager[Lease]:
-        """The draft of a request, entered around it."""
-        serving = self.serving
-        if serving is None:
-            return contextlib.nullcontext(Lease(domain=self.domain))
-        return serving(assistant_model, prompt)
 
     def end(self) -> None:
         """Listen no more: requests under way go on, their traces go nowhere. Contexts that outlive the block still
         hold this; what it held is let go."""
-        self.target, self.sink, self.serving = None, lambda trace: None, None
-
-    def deliver(self, trace: Trace) -> None:
-        # An answer must not be lost to a broken sink: the failure is kept and raised where the capture ends.
-        try:
-            self.sink(trace)
-        except Exception as error:
-            logger.exception("A trace sink failed; the answer is delivered, the error is raised when capture ends.")
-            self.failure = self.failure or error
+        self.target, self.sink = None, lambda trace: None
+        self.serving = lambda *_: contextlib.nullcontext(Lease())
 
 
 # --- what a trace keeps of a request --------------------------------------------------------------------------------
 
 
 def sampling_settings(generation_config: Any) -> dict[str, Any]:
-    """Those settings of `SAMPLING_FIELDS` that do something, ready for JSON."""
+    """Those of `SAMPLING_FIELDS` that do something, ready for JSON."""
     settings: dict[str, Any] = {}
     for name in SAMPLING_FIELDS:
         value = getattr(generation_config, name, None)
@@ -203,31 +187,16 @@ class _Rows:
                 parts.append(compress_rows(rows, width))
 
 
-class _RawRows(LogitsProcessor):
-    """First in the list, it sees each row as the target made it; later ones overwrite it in place, so it clones."""
-
-    def __init__(self) -> None:
-        self.rows: list[torch.Tensor] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.rows.append(scores[0].clone())
-        return scores
-
-
 class _WatchedProcessors(LogitsProcessorList):
-    """The list of a target that decodes alone: each row that it gets is a token's. A recorder inside the list would
-    have its signature inspected at every token."""
+    """The target's processors, which are told of each row before they overwrite it in place. A recorder inside the
+    list would have its signature inspected at every token."""
 
-    def __init__(self, processors: LogitsProcessorList, request: Request) -> None:
+    def __init__(self, processors: LogitsProcessorList, seen: Callable[[torch.Tensor], object]) -> None:
         super().__init__(processors)
-        self.rows = request.rows
-        self.clock = time.perf_counter if request.drafting is None else request.drafting.clock
-        self.times: list[float] = []
+        self.seen = seen
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        self.times.append(self.clock())
-        if self.rows.parts:
-            self.rows.add(scores.clone())
+        self.seen(scores)
         processed: torch.Tensor = super().__call__(input_ids, scores, **kwargs)
         return processed
 
@@ -270,7 +239,11 @@ class Request:
         self.sequence = input_ids  # as far as it has come
         self.rounds: list[_Round] = []
         self.rows = _Rows({b.num_logprobs for b in bindings})
-        self.raw: _RawRows | None = None
+        self.raw: list[torch.Tensor] = []  # rows of the round, where processors overwrite them
+        if self.rows.parts:
+            raw = self.raw
+            processors = _WatchedProcessors(kwargs["logits_processor"], lambda scores: raw.append(scores[0].clone()))
+            kwargs["logits_processor"] = processors
         self.drafted = input_ids[0, :0]
         self.draft_logits: torch.Tensor | None = None
 
@@ -280,7 +253,7 @@ class Request:
         prompt = None if self.prompts is None else self.prompts[0]
         with contextlib.ExitStack() as stack:
             for binding in self.bindings:
-                lease = stack.enter_context(binding.lease(self.kwargs.get("assistant_model"), prompt))
+                lease = stack.enter_context(binding.serving(self.kwargs.get("assistant_model"), prompt))
                 self.leases.append(lease)
                 if lease.drafting is not None:
                     k = binding.num_assistant_tokens
@@ -294,16 +267,23 @@ class Request:
 
     def decode_plainly(self) -> Any:
         """Let the target decode alone, by its own loop, while its rows are kept."""
+        assert self.drafting is not None
         assert self.pace is not None
-        self.num_cached = 0  # that loop knows by itself what a cache holds
-        watched = _WatchedProcessors(self.kwargs["logits_processor"], self)
-        output = self._sample(watched)
+        clock, rows = self.drafting.clock, self.rows
+        times: list[float] = []
+
+        def seen(scores: torch.Tensor) -> None:
+            times.append(clock())
+            if rows.parts:
+                rows.add(scores.clone())
+
+        output = self._sample(_WatchedProcessors(self.kwargs["logits_processor"], seen))
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         self.sequence = sequences[:1]
         self.rounds = [_Round(self.drafted, 1)] * (sequences.shape[1] - self.input_ids.shape[1])
-        if len(watched.times) > 1:
-            rounds = len(watched.times) - 1
-            self.pace.timed(0, 0.0, (watched.times[-1] - watched.times[0]) / rounds, rounds=rounds)
+        if len(times) > 1:
+            rounds = len(times) - 1
+            self.pace.timed(0, 0.0, (times[-1] - times[0]) / rounds, rounds=rounds)
         return output
 
     def answer_alone(self, processors: LogitsProcessorList, refusal: Exception) -> Any:
@@ -324,27 +304,26 @@ class Request:
         kwargs = {name: value for name, value in self.kwargs.items() if name not in ASSISTED_ONLY}
         return self.model._sample(self.input_ids, **{**kwargs, "logits_processor": processors})
 
-    def lean_generator(self, **kwargs: Any) -> LeanCandidateGenerator | None:
-        """The lean generator of a listener whose draft this is; `None` where the stock one is to serve."""
-        if self.drafting is None or self.pace is None:
-            return None
-        if self.prompts is None:
-            self.drafting.left("a prompt is not made of token ids alone")
-            return None
-        return self.drafting.generator(self.pace, vocab_size_of(self.model), **kwargs)
+    def make_generator(self, **kwargs: Any) -> Any:
+        """The generator of the candidates: a listener's lean one, or the stock one."""
+        generator: Any = None
+        if self.drafting is not None and self.pace is not None:
+            if self.prompts is None:
+                self.drafting.left("a prompt is not made of token ids alone")
+            else:
+                generator = self.drafting.generator(self.pace, vocab_size_of(self.model), **kwargs)
+        generator = generator or self.model._get_candidate_generator(**kwargs)
+        self.watch(generator)
+        return generator
 
-    def watch(self, generator: Any, logits_processor: LogitsProcessorList) -> None:
-        """Let this generator make the candidates, and record the rows that the loop's processors get."""
+    def watch(self, generator: Any) -> None:
+        """Let this generator make the candidates."""
         if type(generator) not in (AssistedCandidateGenerator, LeanCandidateGenerator):
             raise UnsupportedModelError(
                 f"Drafts made by {type(generator).__name__} cannot be watched: learning needs an ordinary assistant "
                 "model with the target's tokenizer, passed as `assistant_model`."
             )
         self.generator = generator
-        if len(logits_processor) > 0:
-            # The generator has copied the list already: the draft's own rows must not be recorded.
-            self.raw = _RawRows()
-            logits_processor.insert(0, self.raw)
         if any(b.exact_stops for b in self.bindings):
             criteria = self.kwargs["stopping_criteria"]
             self.stop_at.extend(c for c in criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria))
@@ -380,9 +359,8 @@ class Request:
         count = input_ids.shape[1] - self.sequence.shape[1]
         self.sequence = input_ids
         if self.rows.parts:
-            self.rows.add(scores[0, :count] if self.raw is None else torch.stack(self.raw.rows[:count]))
-        if self.raw is not None:
-            self.raw.rows.clear()
+            self.rows.add(torch.stack(self.raw[:count]) if self.raw else scores[0, :count])
+            self.raw.clear()
         p = q = None
         if self.settings.get("do_sample") and self.draft_logits is not None:
             examined = self.drafted[:count].to(scores.device)[:, None]
@@ -420,7 +398,7 @@ class Request:
                 top_logits=top_logits, top_ids=top_ids, tail_logprob=tail, vocab_size=size, domain=lease.domain,
                 draft_version=lease.version, sampling=self.settings, created_at_seconds=time.time(),
             )  # fmt: skip
-            binding.deliver(trace)
+            binding.sink(trace)
 
 
 class _NoDistribution(Exception):

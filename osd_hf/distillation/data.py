@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessor
 
-from osd_hf.capture.hook import capture_traces
-from osd_hf.capture.recording import record_traces
+from osd_hf.capture.hook import capture_traces, record_traces
 from osd_hf.capture.request import NO_WARPING, sampling_settings
 from osd_hf.errors import ConfigError, DataError, StateError, UnsupportedModelError, VocabularyMismatchError
 from osd_hf.metrics import AcceptanceStats
