@@ -89,12 +89,7 @@ STATEFUL = frozenset({
 MOST_NAMED = 32  # tokens tried out because they are named
 MOST_WRITTEN = 4096  # bytes of a container that is searched for them
 
-_ADVICE = {
-    "logits processor": "Derive what it needs from `input_ids` instead; or let `osd_hf.ReplayedProcessor` make it, "
-    "which serves a processor with a memory exactly",
-    "stopping criterion": "Derive what it needs from `input_ids` instead",
-}
-_VOUCH = "or, where its calls depend on their arguments alone, say so by an attribute `is_stateless = True` on it"
+_PROCESSOR, _CRITERION = "logits processor", "stopping criterion"
 
 
 # --- settings and inputs --------------------------------------------------------------------------------------------
@@ -108,7 +103,7 @@ def _unknown_settings(init: Any) -> dict[str, tuple[Any, ...]]:
     return {name: (None, fields[name], defaults.get(name)) for name in unknown}
 
 
-def check_generation(*sources: Any, assistant_tokenizer: Any = None) -> None:
+def check_generation(*sources: Any) -> None:
     """Refuse modes of `generate` that are lossy, or have no draft to teach. Settings are looked up in the sources,
     first come first served: dicts or generation configs; `None` is passed over. Raises UnsupportedGenerationError,
     which names the setting, its value and the reason."""
@@ -134,7 +129,7 @@ def check_generation(*sources: Any, assistant_tokenizer: Any = None) -> None:
             "`watermarking_config` with SynthID keeps state that target and draft would share. Leave it out, or use "
             "`WatermarkingConfig`, which is stateless."
         )
-    if assistant_tokenizer is not None:
+    if setting("assistant_tokenizer") is not None:
         raise UnsupportedGenerationError(
             "`assistant_tokenizer` was given: a draft with a tokenizer of its own cannot learn from the target's "
             "token distributions. Use a draft with the target's tokenizer."
@@ -172,8 +167,7 @@ def check_request(
                 f"`{name}` holds {shape[0]} prompts: assisted generation serves one at a time. Call `generate` once "
                 "per prompt."
             )
-    sources = (kwargs, kwargs.get("generation_config"), target.generation_config)
-    check_generation(*sources, assistant_tokenizer=kwargs.get("assistant_tokenizer"))
+    check_generation(kwargs, kwargs.get("generation_config"), target.generation_config)
     processors, criteria = (list(kwargs.get(name) or ()) for name in ("logits_processor", "stopping_criteria"))
     if kwargs.get("prefix_allowed_tokens_fn") is not None:
         processors.append(PrefixConstrainedLogitsProcessor(kwargs["prefix_allowed_tokens_fn"], 1))
@@ -203,24 +197,16 @@ def _decoder_start(target: Any, kwargs: dict[str, Any]) -> int:
 @dataclass(frozen=True)
 class TriedOut:
     """A processor that seemed to forget when it was tried out, as it was before and after its first call. One that
-    remembers only certain tokens is found out after the request, by [`~TriedOut.has_remembered`]."""
+    remembers only certain tokens is found out after the request, by [`~TriedOut.refusal`]."""
 
     thing: Any
     before: Reachable
     settled: Reachable
 
-    def is_of(self, processor: Any) -> bool:
-        """Whether it was this one, or its function, that was tried out."""
-        function = _function_of(self.thing)
-        return self.thing is processor or (function is not None and function is _function_of(processor))
-
-    def has_remembered(self) -> bool:
-        """Whether the calls of a request have changed more than its first call does."""
-        return _has_changed(self.thing, self.before, self.settled)
-
-    def refusal(self) -> UnsupportedGenerationError:
-        """The error that says that it remembers."""
-        return _remembers(self.thing, "logits processor")
+    def refusal(self) -> UnsupportedGenerationError | None:
+        """The error that says that it remembers, where the calls of a request have changed more than its first one
+        does."""
+        return _remembers(self.thing, _PROCESSOR) if _has_changed(self.thing, self.before, self.settled) else None
 
 
 def check_processors(
@@ -234,10 +220,10 @@ def check_processors(
     """
     row = functools.partial(torch.zeros, input_ids.shape[0], vocab_size, device=input_ids.device)
     return [
-        next((one for one in tried if one.is_of(processor)), None)
-        or TriedOut(processor, *_try_out(processor, "logits processor", input_ids, row, vocab_size))
+        next((one for one in tried if _asked(one.thing) is _asked(processor)), None)
+        or _try_out(processor, _PROCESSOR, input_ids, row, vocab_size)
         for processor in processors or ()
-        if not _is_known(processor, "logits processor")
+        if not _is_known(processor, _PROCESSOR)
     ]
 
 
@@ -249,48 +235,53 @@ def check_criteria(criteria: Any, input_ids: torch.Tensor, vocab_size: int) -> N
     Raises UnsupportedGenerationError.
     """
     for criterion in criteria or ():
-        if not _is_known(criterion, "stopping criterion"):
-            _try_out(criterion, "stopping criterion", input_ids, lambda: None, vocab_size)
+        if not _is_known(criterion, _CRITERION):
+            _try_out(criterion, _CRITERION, input_ids, lambda: None, vocab_size)
 
 
 def _is_known(thing: Any, kind: str) -> bool:
     """Whether nothing of it has to be tried out; raises where it is known to remember."""
-    cls = type(thing)
-    if cls is ReplayedProcessor or any(getattr(x, "is_stateless", None) is True for x in (thing, _function_of(thing))):
+    if type(thing) is ReplayedProcessor or any(getattr(x, "is_stateless", 0) is True for x in (thing, _asked(thing))):
         return True
-    if cls.__module__.split(".")[0] == "transformers" and cls.__name__ in STATEFUL:
+    if _is_listed(thing, STATEFUL):
         raise _remembers(thing, kind)
     return forgets(thing)
 
 
 def forgets(thing: Any) -> bool:
     """Whether it is one of transformers' own that depend on nothing but their arguments."""
-    return type(thing).__module__.split(".")[0] == "transformers" and type(thing).__name__ in STATELESS
+    return _is_listed(thing, STATELESS)
 
 
-def _function_of(processor: Any) -> Any:
-    is_prefix = type(processor).__name__ == "PrefixConstrainedLogitsProcessor"
-    return getattr(processor, "_prefix_allowed_tokens_fn", None) if is_prefix else None
+def _is_listed(thing: Any, names: frozenset[str]) -> bool:
+    return type(thing).__module__.split(".")[0] == "transformers" and type(thing).__name__ in names
+
+
+def _asked(thing: Any) -> Any:
+    """The function that a processor is as good as, or the thing itself."""
+    is_prefix = type(thing).__name__ == "PrefixConstrainedLogitsProcessor"
+    return getattr(thing, "_prefix_allowed_tokens_fn", thing) if is_prefix else thing
 
 
 def _name(thing: Any) -> str:
-    function = _function_of(thing)
-    if function is not None:
-        return f"of `prefix_allowed_tokens_fn={_name(function)}`"
+    if _asked(thing) is not thing:
+        return f"of `prefix_allowed_tokens_fn={_name(_asked(thing))}`"
     return str(getattr(thing, "__name__", type(thing).__name__))
 
 
-def _remembers(thing: Any, kind: str) -> UnsupportedGenerationError:
+def _remembers(thing: Any, kind: str, how: str = "keeps state between calls") -> UnsupportedGenerationError:
+    replayed = "or let `osd_hf.ReplayedProcessor` make it, which serves a processor with a memory exactly; "
     return UnsupportedGenerationError(
-        f"The {kind} {_name(thing)} keeps state between calls, and assisted generation also calls it on drafted "
-        f"tokens that are never emitted. {_ADVICE[kind]}; {_VOUCH}."
+        f"The {kind} {_name(thing)} {how}, and assisted generation also calls it on drafted tokens that are never "
+        f"emitted. Derive what it needs from `input_ids` instead; {replayed if kind == _PROCESSOR else ''}or, where "
+        "its calls depend on their arguments alone, say so by an attribute `is_stateless = True` on it."
     )
 
 
 @torch.no_grad()
 def _try_out(
     thing: Any, kind: str, input_ids: torch.Tensor, scores: Callable[[], torch.Tensor | None], vocab_size: int
-) -> tuple[Reachable, Reachable]:
+) -> TriedOut:
     def ask(ids: torch.Tensor) -> Any:
         answer = thing(ids, scores())
         return answer.clone() if isinstance(answer, torch.Tensor) else answer
@@ -308,19 +299,16 @@ def _try_out(
             if _has_changed(thing, before):  # otherwise other threads may be using what is shared
                 before.put_back()
     except CannotLookThrough as error:
-        raise UnsupportedGenerationError(
-            f"The {kind} {_name(thing)} may keep state between calls: it reaches {error}, which cannot be looked "
-            "through, and assisted generation also calls it on drafted tokens that are never emitted. "
-            f"{_ADVICE[kind]}; {_VOUCH}."
-        ) from None
+        how = f"may keep state between calls: it reaches {error}, which cannot be looked through"
+        raise _remembers(thing, kind, how) from None
     except Exception as error:
         raise UnsupportedGenerationError(
             f"The {kind} {_name(thing)} cannot be asked about drafted tokens ({error!r}): it must decide from "
-            f"`input_ids` {'and `scores` alone' if kind == 'logits processor' else 'alone, `scores` being None'}."
+            f"`input_ids` {'and `scores` alone' if kind == _PROCESSOR else 'alone, `scores` being None'}."
         ) from error
     if not same:
         raise _remembers(thing, kind)
-    return before, settled
+    return TriedOut(thing, before, settled)
 
 
 def _has_changed(thing: Any, *snapshots: Reachable) -> bool:

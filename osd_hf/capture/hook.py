@@ -236,7 +236,7 @@ def _listened_to(decode: Callable[..., Any]) -> Callable[..., Any]:
         bindings = _listening(self)
         if not bindings or input_ids.shape[0] != 1:  # batches are refused there
             return decode(self, input_ids, **kwargs)
-        check_generation(kwargs["generation_config"], assistant_tokenizer=kwargs.get("assistant_tokenizer"))
+        check_generation(kwargs, kwargs["generation_config"])
         given = kwargs["logits_processor"]
         tried = check_processors(given, input_ids, vocab_size_of(self), [one for b in bindings for one in b.tried])
         kwargs["logits_processor"] = _begun(given, input_ids)
@@ -259,7 +259,7 @@ def _listened_to(decode: Callable[..., Any]) -> Callable[..., Any]:
                 traceback.clear_frames(error.__traceback__)  # the caches of what was tried
             finally:
                 request.close()
-            refusal = refusal or next((one.refusal() for one in tried if one.has_remembered()), None)
+            refusal = refusal or next(filter(None, (one.refusal() for one in tried)), None)
             if refusal is not None:
                 for one in tried:
                     one.before.put_back()
