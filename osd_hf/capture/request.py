@@ -20,7 +20,8 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from osd_hf.capture.guards import TriedOut
-from osd_hf.drafting.generator import LeanCandidateGenerator, LeanDrafting, Pace, without_padding
+from osd_hf.drafting.generator import LeanCandidateGenerator, LeanDrafting, without_padding
+from osd_hf.drafting.pacing import Pace
 from osd_hf.errors import UnsupportedModelError
 from osd_hf.pair import unwrap, vocab_size_of
 from osd_hf.trace import DraftRound, Trace, ids_dtype, num_accepted

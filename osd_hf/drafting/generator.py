@@ -7,15 +7,15 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers import LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from osd_hf.drafting.forward import CompiledDraft, DraftForward
-from osd_hf.drafting.pacing import Pacer
+from osd_hf.drafting.pacing import FixedPace, Pace, Pacer
 from osd_hf.pair import is_peft
 from osd_hf.trace import num_accepted
 
@@ -28,53 +28,6 @@ def without_padding(ids: torch.Tensor, mask: Any) -> torch.Tensor:
     """The tokens of `ids`, of shape `(1, tokens)`, that a mask of the same shape does not hide; all without one."""
     row = ids[0]
     return row[mask[0].bool()] if isinstance(mask, torch.Tensor) and mask.shape == ids.shape else row
-
-
-class Pace(Protocol):
-    """What decides how many tokens one request drafts, round by round."""
-
-    reads_confidence: bool
-
-    def is_plain(self) -> bool:
-        """Whether no round of the request is to draft; asked once, as it begins."""
-
-    def tokens(self) -> int:
-        """Most tokens to draft in the round that begins; 0 is plain decoding."""
-
-    def goes_on(self, confidence: float) -> bool:
-        """Whether to draft one more, after a token that the draft gave this probability."""
-
-    def judged(self, confidences: Sequence[float], accepted: int, emitted: int) -> None:
-        """The target has verified the round's draft: the probabilities of its tokens, if they are read, how many were
-        accepted, and how many tokens the round emitted."""
-        return
-
-    def timed(self, drafted: int, draft_seconds: float, round_seconds: float | None, *, rounds: int = 1) -> None:
-        """Rounds have ended: the mean time of drafting in one, and of the whole; `None` where it also read a prompt or
-        caught up with one, which says nothing about others."""
-        return
-
-    def ended(self) -> None:
-        """The request has ended, well or not."""
-        return
-
-
-class FixedPace(Pace):
-    """The same number of tokens, k, each round; drafting ends after a token that the draft finds less probable than
-    the threshold."""
-
-    def __init__(self, k: int, threshold: float = 0.0) -> None:
-        self.k, self.threshold = k, threshold
-        self.reads_confidence = threshold > 0
-
-    def tokens(self) -> int:
-        return self.k
-
-    def goes_on(self, confidence: float) -> bool:
-        return confidence >= self.threshold
-
-    def is_plain(self) -> bool:
-        return False
 
 
 class LeanCandidateGenerator(CandidateGenerator):
