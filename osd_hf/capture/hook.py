@@ -22,16 +22,7 @@ import torch
 from transformers import GenerationMixin, LogitsProcessorList
 
 from osd_hf.capture.guards import ReplayedProcessor, check_generation, check_processors, forgets
-from osd_hf.capture.request import (
-    NO_WARPING,
-    Binding,
-    Lease,
-    Request,
-    Sink,
-    compress_rows,
-    sampling_settings,
-    stored_rows,
-)
+from osd_hf.capture.request import NO_WARPING, Binding, Lease, Request, Rows, Sink, sampling_settings
 from osd_hf.errors import CaptureError, ConfigError, OSDError, UnsupportedModelError
 from osd_hf.pair import eos_ids, unwrap, vocab_size_of
 from osd_hf.replay import padded
@@ -177,8 +168,9 @@ def record_traces(
             answer = sequences[row, start:]
             ended = np.flatnonzero(np.isin(answer, ends))
             answer = answer[: ended[0] + 1] if len(ended) else answer
-            rows = torch.stack([step[row] for step in output.logits[: len(answer)]])
-            top_logits, top_ids, tail = stored_rows([compress_rows(rows, num_logprobs)], len(answer), size)
+            rows = Rows({num_logprobs})
+            rows.add(torch.stack([step[row] for step in output.logits[: len(answer)]]))
+            top_logits, top_ids, tail = rows.stored(num_logprobs, len(answer), size)
             start_ids = sequences[row, :start] if is_encoder_decoder else None
             yield Trace(
                 prompt_ids=np.asarray(prompt, dtype=np.int32), decoder_prompt_ids=start_ids, completion_ids=answer,

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -134,42 +134,25 @@ def _prompt_ids(
     return prompt, input_ids[0].to(torch.int32).cpu().numpy() if is_encoder_decoder else None
 
 
-class CompressedRows(NamedTuple):
-    """Target rows, cut down to what a [`Trace`] keeps of them: `top_logits` (float16, `(rows, K)`, relative to the
-    largest), `top_ids` (int64, `(rows, K)`; `None` for whole rows) and `tail_logprob` (float32, `(rows,)`)."""
-
-    top_logits: torch.Tensor
-    top_ids: torch.Tensor | None
-    tail_logprob: torch.Tensor
-
-
-def compress_rows(logits: torch.Tensor, num_logprobs: int | None) -> CompressedRows:
-    """Cut raw target rows, `(rows, vocab)`, down to their K largest entries and the tail; `None` keeps whole rows."""
+def compress_rows(logits: torch.Tensor, num_logprobs: int | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Cut raw target rows, `(rows, vocab)`, down to what a [`Trace`] keeps of them: logits of the K largest entries
+    (float16, `(rows, K)`, relative to the largest), their ids (int64, `(rows, K)`) and the tail (float32, `(rows,)`).
+    `None` keeps whole rows, and no ids."""
     logits = logits.float()
     if num_logprobs is None or num_logprobs >= logits.shape[-1]:
         relative = logits - logits.amax(-1, keepdim=True)
-        return CompressedRows(relative.half(), None, torch.full_like(relative[:, 0], -torch.inf))
+        no_ids = torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
+        return relative.half(), no_ids, torch.full_like(relative[:, 0], -torch.inf)
     top, ids = logits.topk(num_logprobs, dim=-1)
     kept = (top.logsumexp(-1) - logits.logsumexp(-1)).clamp(max=0)
-    return CompressedRows((top - top[:, :1]).half(), ids, torch.log(-torch.expm1(kept)))
+    return (top - top[:, :1]).half(), ids, torch.log(-torch.expm1(kept))
 
 
-def stored_rows(
-    parts: Sequence[CompressedRows], num_tokens: int, vocab_size: int
-) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """`top_logits`, `top_ids` and `tail_logprob` of a [`Trace`] of so many tokens, from its rows in parts."""
-    top_logits = torch.cat([part.top_logits for part in parts])[:num_tokens].cpu().numpy()
-    tail = torch.cat([part.tail_logprob for part in parts])[:num_tokens].cpu().numpy()
-    ids = [part.top_ids for part in parts if part.top_ids is not None]
-    found = torch.cat(ids)[:num_tokens].cpu().numpy() if ids else np.zeros((num_tokens, 0))
-    return top_logits, found.astype(ids_dtype(vocab_size)), tail
-
-
-class _Rows:
+class Rows:
     """Target rows of one answer, in every width that a listener keeps; those of many rounds are cut down at once."""
 
     def __init__(self, widths: set[int | None]) -> None:
-        self.parts: dict[int | None, list[CompressedRows]] = {width: [] for width in widths - {0}}
+        self.parts: dict[int | None, list[tuple[torch.Tensor, ...]]] = {width: [] for width in widths - {0}}
         self.pending: list[torch.Tensor] = []
         self.num_pending = 0
 
@@ -178,14 +161,28 @@ class _Rows:
         self.pending.append(rows)
         self.num_pending += rows.numel()
         if self.num_pending > PENDING_LOGITS:
-            self.compress()
+            self._compress()
 
-    def compress(self) -> None:
+    def _compress(self) -> None:
         if self.pending:
             rows = torch.cat(self.pending)
             self.pending, self.num_pending = [], 0
             for width, parts in self.parts.items():
                 parts.append(compress_rows(rows, width))
+
+    def stored(
+        self, width: int | None, num_tokens: int, vocab_size: int
+    ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """`top_logits`, `top_ids` and `tail_logprob` of a [`Trace`] of so many tokens. The target's own loop may have
+        run on past them, by a step that it took back."""
+        dtype = ids_dtype(vocab_size)
+        if width == 0:
+            nothing = np.zeros((num_tokens, 0), np.float16)
+            return nothing, nothing.astype(dtype), np.zeros(num_tokens, np.float32)
+        self._compress()
+        columns = zip(*self.parts[width], strict=True)
+        top_logits, top_ids, tail = (torch.cat(column)[:num_tokens].cpu().numpy() for column in columns)
+        return top_logits, top_ids.astype(dtype), tail
 
 
 class _WatchedProcessors(LogitsProcessorList):
@@ -239,7 +236,7 @@ class Request:
         self.stop_at = StoppingCriteriaList()
         self.sequence = input_ids  # as far as it has come
         self.rounds: list[_Round] = []
-        self.rows = _Rows({b.num_logprobs for b in bindings})
+        self.rows = Rows({b.num_logprobs for b in bindings})
         self.raw: list[torch.Tensor] = []  # rows of the round, where processors overwrite them
         if self.rows.parts:
             raw = self.raw
@@ -383,17 +380,10 @@ class Request:
         if self.prompts is None:
             return
         completion, rounds = _as_draft_rounds(self.sequence[0, self.input_ids.shape[1] :], self.rounds)
-        self.rows.compress()
         prompt, decoder_prompt = self.prompts
         size = vocab_size_of(self.model)
         for binding, lease in zip(self.bindings, self.leases, strict=True):
-            total = len(completion)
-            # The target's own loop may have run on past the end, by a step that it took back.
-            top_logits, top_ids, tail = (
-                (np.zeros((total, 0), np.float16), np.zeros((total, 0), ids_dtype(size)), np.zeros(total, np.float32))
-                if binding.num_logprobs == 0
-                else stored_rows(self.rows.parts[binding.num_logprobs], total, size)
-            )
+            top_logits, top_ids, tail = self.rows.stored(binding.num_logprobs, len(completion), size)
             trace = Trace(
                 prompt_ids=prompt, decoder_prompt_ids=decoder_prompt, completion_ids=completion, rounds=rounds,
                 top_logits=top_logits, top_ids=top_ids, tail_logprob=tail, vocab_size=size, domain=lease.domain,

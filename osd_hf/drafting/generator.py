@@ -57,14 +57,13 @@ class LeanCandidateGenerator(CandidateGenerator):
         clock: Clock = time.perf_counter,
     ) -> None:
         self.forward, self.pace, self.clock = forward, pace, clock
-        # The loop's list gets a recorder of the target's rows, which the draft's are not to enter.
+        # The loop's own list tells of the rows that it gets, which are to be the target's alone.
         self.logits_processor = LogitsProcessorList(logits_processor)
         self.do_sample, self.eos_token_ids, self.vocab_size = do_sample, eos_token_ids, vocab_size
         self.max_length, self.max_positions = max_length, max_positions
         # What the draft has been, or is to be, fed.
         self._context: list[int] = without_padding(input_ids, attention_mask).tolist()
         self._seen = input_ids.shape[1]
-        self._rounds = 0
         self._drafted: list[int] = []
         self._confidences: list[float] = []
         self._began: float | None = None
@@ -74,8 +73,8 @@ class LeanCandidateGenerator(CandidateGenerator):
     def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Draft for the round that begins with this sequence, `(1, tokens)`: the sequence followed by the draft, and
         the draft's logits if they are drawn from; the sequence itself and `None` where nothing is drafted."""
-        now = self._end_round()
-        self._began = now
+        is_first = self._began is None
+        now = self._began = self._end_round()
         self._drafted, self._confidences = [], []
         room = self.max_length - self._seen - 1
         if self.max_positions is not None:
@@ -83,7 +82,7 @@ class LeanCandidateGenerator(CandidateGenerator):
         tokens = min(self.pace.tokens(), room) if self._context else 0
         # A round that also reads a prompt, or catches up, does not tell what a round costs.
         missing = len(self._context) - self.forward.length
-        self._is_typical = self._rounds > 0 and (tokens <= 0 or missing <= 2)
+        self._is_typical = not is_first and (tokens <= 0 or missing <= 2)
         if tokens <= 0:
             self._draft_seconds = 0.0
             return input_ids, None
@@ -158,7 +157,6 @@ class LeanCandidateGenerator(CandidateGenerator):
         if self.forward.length:
             # The last drafted token was not fed; the last emitted one is what the next round begins with.
             self.forward.crop(min(self.forward.length, known, len(self._context) - 1))
-        self._rounds += 1
         self.pace.judged(self._confidences, accepted, len(emitted))
 
     def close(self) -> None:
