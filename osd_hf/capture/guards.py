@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import marshal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -103,15 +103,16 @@ def _unknown_settings(init: Any) -> dict[str, tuple[Any, ...]]:
     return {name: (None, fields[name], defaults.get(name)) for name in unknown}
 
 
+def _setting(sources: tuple[Any, ...], name: str) -> Any:
+    found = (s.get(name) if isinstance(s, dict) else getattr(s, name, None) for s in sources)
+    return next((value for value in found if value is not None), None)
+
+
 def check_generation(*sources: Any) -> None:
     """Refuse modes of `generate` that are lossy, or have no draft to teach. Settings are looked up in the sources,
     first come first served: dicts or generation configs; `None` is passed over. Raises UnsupportedGenerationError,
     which names the setting, its value and the reason."""
-
-    def setting(name: str) -> Any:
-        found = (s.get(name) if isinstance(s, dict) else getattr(s, name, None) for s in sources)
-        return next((value for value in found if value is not None), None)
-
+    setting = functools.partial(_setting, sources)
     for name, harmless, reason in _REFUSED:
         value = setting(name)
         if not any(value is ok or value == ok for ok in harmless):
@@ -167,7 +168,8 @@ def check_request(
                 f"`{name}` holds {shape[0]} prompts: assisted generation serves one at a time. Call `generate` once "
                 "per prompt."
             )
-    check_generation(kwargs, kwargs.get("generation_config"), target.generation_config)
+    sources = (kwargs, kwargs.get("generation_config"), target.generation_config)
+    check_generation(*sources)
     processors, criteria = (list(kwargs.get(name) or ()) for name in ("logits_processor", "stopping_criteria"))
     if kwargs.get("prefix_allowed_tokens_fn") is not None:
         processors.append(PrefixConstrainedLogitsProcessor(kwargs["prefix_allowed_tokens_fn"], 1))
@@ -176,19 +178,13 @@ def check_request(
         return []
     if target.config.is_encoder_decoder:  # they are asked about the answer
         begun = kwargs.get("decoder_input_ids")
-        prompt = begun if begun is not None else prompt.new_full((1, 1), _decoder_start(target, kwargs))
+        if begun is None:
+            names = ("decoder_start_token_id", "bos_token_id")
+            start = next((value for name in names if (value := _setting(sources, name)) is not None), 0)
+            begun = prompt.new_full((1, 1), int(torch.as_tensor(start).reshape(-1)[0]))
+        prompt = begun
     check_criteria(criteria, prompt, vocab_size_of(target))
     return check_processors(processors, prompt, vocab_size_of(target))
-
-
-def _decoder_start(target: Any, kwargs: dict[str, Any]) -> int:
-    """The token that answers of an encoder-decoder begin with."""
-    configs = [c for c in (kwargs.get("generation_config"), target.generation_config) if c is not None]
-    for name in ("decoder_start_token_id", "bos_token_id"):
-        for value in (kwargs.get(name), *(getattr(config, name, None) for config in configs)):
-            if value is not None:
-                return int(value if isinstance(value, int) else torch.as_tensor(value).reshape(-1)[0])
-    return 0
 
 
 # --- processors and criteria ----------------------------------------------------------------------------------------
@@ -324,19 +320,19 @@ def _named_tokens(snapshot: Reachable, vocab_size: int) -> list[int]:
     """Numbers that code and attributes name and that may be tokens: what waits for one, such as the end of a thought,
     shows its memory only there."""
 
-    def numbers(fact: Any) -> Iterator[int]:
+    found: set[int] = set()
+    todo = [*snapshot.trail]
+    while todo:
+        fact = todo.pop()
         if type(fact) is int and 0 <= fact < vocab_size:
-            yield fact
+            found.add(fact)
         elif type(fact) is bytes and len(fact) <= MOST_WRITTEN:  # a plain container, written down
             with contextlib.suppress(ValueError, EOFError, TypeError):
-                yield from numbers(marshal.loads(fact))
-        elif isinstance(fact, list | tuple | set | frozenset):
-            for item in fact:
-                yield from numbers(item)
+                todo.append(marshal.loads(fact))
         elif isinstance(fact, dict):
-            yield from numbers([*fact, *fact.values()])
-
-    found = dict.fromkeys(number for fact in snapshot.trail for number in numbers(fact))
+            todo += (*fact, *fact.values())
+        elif isinstance(fact, list | tuple | set | frozenset):
+            todo += fact
     return sorted(found, reverse=True)[:MOST_NAMED]  # special tokens have large numbers, lengths have small ones
 
 

@@ -40,7 +40,7 @@ if hasattr(os, "register_at_fork"):
 
 
 @contextlib.contextmanager
-def bind(target: Any, binding: Binding) -> Iterator[Binding]:
+def bind(target: Any, binding: Binding) -> Iterator[None]:
     """Let `binding` listen to every assisted request that this context runs on `target`. The model itself, its class
     included, stays as it is."""
     model = unwrap(target)
@@ -53,7 +53,7 @@ def bind(target: Any, binding: Binding) -> Iterator[Binding]:
     try:
         binding.target = model
         _bindings.set((*_living(), binding))
-        yield binding
+        yield
     finally:
         # Contexts copied inside the block outlive it, and it may be left in another context than it was entered in.
         binding.end()
@@ -96,10 +96,8 @@ def capture_traces(
             logger.exception("A trace sink failed; the answer is delivered, the error is raised when capture ends.")
             failures.append(error)
 
-    def serving(*_: Any) -> contextlib.AbstractContextManager[Lease]:
-        return contextlib.nullcontext(Lease(domain=domain))
-
-    with bind(target, Binding(deliver, serving, owner=object(), num_logprobs=num_logprobs)):
+    lease = contextlib.nullcontext(Lease(domain=domain))
+    with bind(target, Binding(deliver, lambda *_: lease, owner=object(), num_logprobs=num_logprobs)):
         yield
     if failures:
         raise CaptureError(
