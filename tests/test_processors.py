@@ -622,6 +622,21 @@ def test_what_a_module_keeps_is_looked_through(imports: str, monkeypatch: pytest
     assert module.calls == [0]
 
 
+def test_names_that_are_made_in_a_module_while_it_is_tried_out_are_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = types.ModuleType("counting_module")
+    monkeypatch.setitem(sys.modules, "counting_module", module)
+    scope: dict[str, Any] = {"__name__": "a_users_module", "counting_module": module}
+    exec(
+        "def allowed(batch, ids):\n"
+        "    counting_module.calls = getattr(counting_module, 'calls', 0) + 1\n"
+        "    return [3, 4, 5]\n",
+        scope,
+    )
+    with pytest.raises(UnsupportedGenerationError, match="keeps state"):
+        check_processors([PrefixConstrainedLogitsProcessor(scope["allowed"], 1)], IDS, models.VOCAB)
+    assert not hasattr(module, "calls")
+
+
 def test_functions_of_numpy_and_getters_are_no_memory() -> None:
     first, where = operator.itemgetter(0), np.where
 
