@@ -1,5 +1,4 @@
-"""Traces of a target: of every assisted `generate`, by a hook, without an extra forward of either model; and of greedy
-answers of the target alone."""
+"""Traces of a target: of its assisted requests, by a hook without an extra forward, and of its own greedy answers."""
 
 from __future__ import annotations
 
