@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from osd_hf.assistant import OnlineAssistant
-    from osd_hf.capture.hook import capture_traces
-    from osd_hf.capture.processors import ReplayedProcessor
-    from osd_hf.capture.recording import record_traces
+    from osd_hf.capture.guards import ReplayedProcessor
+    from osd_hf.capture.hook import capture_traces, record_traces
     from osd_hf.config import OnlineConfig
     from osd_hf.distillation.trainer import DistillConfig, distill
     from osd_hf.errors import (
@@ -88,9 +87,8 @@ __all__ = [
 # an error, loads no torch.
 _HOMES = {
     "assistant": "OnlineAssistant",
-    "capture.hook": "capture_traces",
-    "capture.recording": "record_traces",
-    "capture.processors": "ReplayedProcessor",
+    "capture.guards": "ReplayedProcessor",
+    "capture.hook": "capture_traces record_traces",
     "config": "OnlineConfig",
     "errors": "CaptureError ConfigError DataError HubError LearnerError OSDError "
     "ServerError StateError StoreError UnsupportedGenerationError UnsupportedModelError VocabularyMismatchError",

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from osd_hf.capture import guards
-from osd_hf.capture.guards import TriedOut, check_callables
+from osd_hf.capture.guards import check_request
 from osd_hf.capture.hook import bind
 from osd_hf.config import OnlineConfig
 from osd_hf.drafting.generator import LeanDrafting
@@ -135,19 +134,8 @@ class OnlineAssistant:
             ConfigError: `num_assistant_tokens` cannot be had.
             LearnerError: once, before any work is done, if learning failed after an earlier answer.
         """
-        guards.check_drafted_by_us(generate_kwargs)
-        guards.check_k(self.config, num_assistant_tokens)
-        guards.check_inputs(inputs, generate_kwargs)
-        guards.check_generation(
-            generate_kwargs,
-            generate_kwargs.get("generation_config"),
-            unwrap(self.target).generation_config,
-            assistant_tokenizer=generate_kwargs.get("assistant_tokenizer"),
-        )
-        tried: list[TriedOut] = []
-        prompt = inputs if inputs is not None else generate_kwargs.get("input_ids")
-        if prompt is not None and not prompt.is_floating_point():
-            tried = check_callables(unwrap(self.target), prompt, generate_kwargs)
+        tried = check_request(unwrap(self.target), self.config, inputs, generate_kwargs, num_assistant_tokens)
+        generate_kwargs["assistant_model"] = self._drafts.base
         if self.tokenizer is not None and generate_kwargs.get("stop_strings") is not None:
             generate_kwargs.setdefault("tokenizer", self.tokenizer)
         seen: list[Trace] | None = None if on_trace is None else []
@@ -155,7 +143,7 @@ class OnlineAssistant:
             self, domain, learn, self.store, is_begun=True, k=num_assistant_tokens, tried=tried, seen=seen
         )
         with self._upkeep.request(), bind(self.target, binding):
-            output = self.target.generate(inputs, assistant_model=self._drafts.base, **generate_kwargs)
+            output = self.target.generate(inputs, **generate_kwargs)
         if on_trace is not None:
             for trace in seen or ():
                 on_trace(trace)

@@ -134,9 +134,9 @@ class Upkeep:
         [`~Upkeep.request`]."""
         return Binding(
             functools.partial(self.take_in, learn=learn, store=store, seen=seen),
+            functools.partial(self.lease, domain, learn, is_begun),
             owner=owner,
             num_logprobs=self.config.num_logprobs if learn or seen is not None else 0,
-            serving=functools.partial(self.lease, domain, learn, is_begun),
             exact_stops=is_begun,
             num_assistant_tokens=k,
             tried=tried,

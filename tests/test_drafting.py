@@ -13,8 +13,8 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 
 from osd_hf import OnlineAssistant, OnlineConfig, capture_traces, replay
 from osd_hf.drafting.forward import DraftForward
-from osd_hf.drafting.generator import FixedPace, LeanCandidateGenerator
-from osd_hf.drafting.pacing import AutoPace
+from osd_hf.drafting.generator import LeanCandidateGenerator
+from osd_hf.drafting.pacing import AutoPace, FixedPace
 from osd_hf.errors import ConfigError, UnsupportedGenerationError
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.trace import Trace

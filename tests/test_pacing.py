@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from osd_hf.drafting.generator import FixedPace, Pace
-from osd_hf.drafting.pacing import MOST_DOMAINS, Acceptance, Costs, DraftingPlan, Pacer
+from osd_hf.drafting.pacing import MOST_DOMAINS, Acceptance, Costs, DraftingPlan, FixedPace, Pace, Pacer
 from osd_hf.metrics import expected_block_efficiency
 
 TARGET = 1.0  # seconds of a forward

@@ -27,7 +27,7 @@ from transformers import (
 from osd_hf import OnlineAssistant, OnlineConfig, ReplayedProcessor, UnsupportedGenerationError, capture_traces
 from osd_hf.capture import guards
 from osd_hf.capture.guards import check_criteria, check_processors
-from osd_hf.capture.reachable import look_through
+from osd_hf.capture.reachable import Reachable as look_through
 
 IDS = models.prompt()
 FROZEN = OnlineConfig(update_strategy="manual")
@@ -620,6 +620,21 @@ def test_what_a_module_keeps_is_looked_through(imports: str, monkeypatch: pytest
     with pytest.raises(UnsupportedGenerationError, match="keeps state"):
         check_processors([PrefixConstrainedLogitsProcessor(scope["allowed"], 1)], IDS, models.VOCAB)
     assert module.calls == [0]
+
+
+def test_names_that_are_made_in_a_module_while_it_is_tried_out_are_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = types.ModuleType("counting_module")
+    monkeypatch.setitem(sys.modules, "counting_module", module)
+    scope: dict[str, Any] = {"__name__": "a_users_module", "counting_module": module}
+    exec(
+        "def allowed(batch, ids):\n"
+        "    counting_module.calls = getattr(counting_module, 'calls', 0) + 1\n"
+        "    return [3, 4, 5]\n",
+        scope,
+    )
+    with pytest.raises(UnsupportedGenerationError, match="keeps state"):
+        check_processors([PrefixConstrainedLogitsProcessor(scope["allowed"], 1)], IDS, models.VOCAB)
+    assert not hasattr(module, "calls")
 
 
 def test_functions_of_numpy_and_getters_are_no_memory() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from osd_hf.bench.benchmark import System, benchmark
-from osd_hf.capture.recording import record_traces
+from osd_hf.capture.hook import record_traces
 from osd_hf.errors import DataError
 from osd_hf.hub.cards import Evaluation, EvaluationSet
 from osd_hf.metrics import AcceptanceStats

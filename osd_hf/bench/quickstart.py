@@ -19,7 +19,7 @@ from osd_hf.bench.display import figure, ratio_text, text_table
 from osd_hf.bench.timing import cores, faster_threads
 from osd_hf.bundled import DOMAINS, bundled_prompts, check_answer
 from osd_hf.bundled.example import Example
-from osd_hf.capture.recording import record_traces
+from osd_hf.capture.hook import record_traces
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError
 from osd_hf.learning.updater import Updater

@@ -1,19 +1,18 @@
-"""What cannot be kept lossless, or cannot teach a draft, is refused: settings, inputs, processors and criteria."""
+"""What cannot be kept lossless, or cannot teach a draft, is refused; a processor with a memory may be replayed."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import marshal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PrefixConstrainedLogitsProcessor
+from transformers import GenerationConfig, LogitsProcessor, PrefixConstrainedLogitsProcessor
 
-from osd_hf.capture.processors import ReplayedProcessor
-from osd_hf.capture.reachable import CannotLookThrough, Snapshot, look_through
+from osd_hf.capture.reachable import CannotLookThrough, Reachable
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, UnsupportedGenerationError
 from osd_hf.pair import vocab_size_of
@@ -36,6 +35,14 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("use_cache", (None, True), "assisted generation needs the key-value cache"),
     ("cache_implementation", _CROPPED_CACHES, "assisted generation needs a dynamic cache, which can be cropped"),
 )
+# Argument of the assistant's `generate`, why it is refused.
+_REFUSED_ARGUMENTS = (
+    ("assistant_model", "the assistant brings its own draft. Leave it out, or call `target.generate` inside `with "
+     "assistant.attached():`"),
+    ("custom_generate", "it replaces assisted decoding, so no draft is used. Leave it out"),
+    ("inputs_embeds", "the draft reads token ids. Pass `input_ids` instead"),
+    ("encoder_outputs", "the draft reads the source with an encoder of its own. Pass `input_ids` instead"),
+)  # fmt: skip
 # Settings that are served, and those that do nothing to an assisted answer. A field in none of these lists, as a newer
 # transformers may bring, is refused where it is set: what it does is not known here.
 _SERVED = frozenset({
@@ -82,12 +89,7 @@ STATEFUL = frozenset({
 MOST_NAMED = 32  # tokens tried out because they are named
 MOST_WRITTEN = 4096  # bytes of a container that is searched for them
 
-_ADVICE = {
-    "logits processor": "Derive what it needs from `input_ids` instead; or let `osd_hf.ReplayedProcessor` make it, "
-    "which serves a processor with a memory exactly",
-    "stopping criterion": "Derive what it needs from `input_ids` instead",
-}
-_VOUCH = "or, where its calls depend on their arguments alone, say so by an attribute `is_stateless = True` on it"
+_PROCESSOR, _CRITERION = "logits processor", "stopping criterion"
 
 
 # --- settings and inputs --------------------------------------------------------------------------------------------
@@ -101,15 +103,16 @@ def _unknown_settings(init: Any) -> dict[str, tuple[Any, ...]]:
     return {name: (None, fields[name], defaults.get(name)) for name in unknown}
 
 
-def check_generation(*sources: Any, assistant_tokenizer: Any = None) -> None:
+def _setting(sources: tuple[Any, ...], name: str) -> Any:
+    found = (s.get(name) if isinstance(s, dict) else getattr(s, name, None) for s in sources)
+    return next((value for value in found if value is not None), None)
+
+
+def check_generation(*sources: Any) -> None:
     """Refuse modes of `generate` that are lossy, or have no draft to teach. Settings are looked up in the sources,
     first come first served: dicts or generation configs; `None` is passed over. Raises UnsupportedGenerationError,
     which names the setting, its value and the reason."""
-
-    def setting(name: str) -> Any:
-        found = (s.get(name) if isinstance(s, dict) else getattr(s, name, None) for s in sources)
-        return next((value for value in found if value is not None), None)
-
+    setting = functools.partial(_setting, sources)
     for name, harmless, reason in _REFUSED:
         value = setting(name)
         if not any(value is ok or value == ok for ok in harmless):
@@ -127,49 +130,31 @@ def check_generation(*sources: Any, assistant_tokenizer: Any = None) -> None:
             "`watermarking_config` with SynthID keeps state that target and draft would share. Leave it out, or use "
             "`WatermarkingConfig`, which is stateless."
         )
-    if assistant_tokenizer is not None:
+    if setting("assistant_tokenizer") is not None:
         raise UnsupportedGenerationError(
             "`assistant_tokenizer` was given: a draft with a tokenizer of its own cannot learn from the target's "
             "token distributions. Use a draft with the target's tokenizer."
         )
 
 
-def check_drafted_by_us(generate_kwargs: dict[str, Any]) -> None:
-    """Refuse arguments that would bring another draft than the assistant's."""
-    if generate_kwargs.pop("assistant_model", None) is not None:
-        raise UnsupportedGenerationError(
-            "`assistant_model` was given, but the assistant brings its own draft. Leave it out, or call "
-            "`target.generate` inside `with assistant.attached():`."
-        )
-    if generate_kwargs.get("custom_generate") is not None:
-        raise UnsupportedGenerationError(
-            "`custom_generate` replaces assisted decoding, so no draft is used. Leave it out."
-        )
-
-
-def check_k(config: OnlineConfig, num_assistant_tokens: Any) -> None:
-    """Refuse a k of one request that its configuration could not have; raises ConfigError."""
-    if num_assistant_tokens is None:
-        return
-    if config.drafting != "lean":
-        raise ConfigError(
-            f'`num_assistant_tokens={num_assistant_tokens!r}` of one request needs `drafting="lean"`, got '
-            f'"{config.drafting}". Set it in the configuration.'
-        )
-    replace(config, num_assistant_tokens=num_assistant_tokens)
-
-
-def check_inputs(inputs: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse several prompts at once, and prompts of embeddings; raises UnsupportedGenerationError."""
-    if kwargs.get("inputs_embeds") is not None:
-        raise UnsupportedGenerationError(
-            "`inputs_embeds` cannot be used here: the draft reads token ids. Pass `input_ids` instead."
-        )
-    if kwargs.get("encoder_outputs") is not None:
-        raise UnsupportedGenerationError(
-            "`encoder_outputs` cannot be used here: the draft reads the source with an encoder of its own. Pass "
-            "`input_ids` instead."
-        )
+def check_request(
+    target: Any, config: OnlineConfig, inputs: Any, kwargs: dict[str, Any], num_assistant_tokens: Any
+) -> list[TriedOut]:
+    """
+    Refuse what an assistant's `generate` cannot be called with, before it does anything: arguments, settings, the
+    shape of the prompt, a k that `config` could not have, processors and criteria. Returns what [`check_processors`]
+    does; raises UnsupportedGenerationError or ConfigError.
+    """
+    for name, reason in _REFUSED_ARGUMENTS:
+        if kwargs.get(name) is not None:
+            raise UnsupportedGenerationError(f"`{name}` cannot be used here: {reason}.")
+    if num_assistant_tokens is not None:
+        if config.drafting != "lean":
+            raise ConfigError(
+                f'`num_assistant_tokens={num_assistant_tokens!r}` of one request needs `drafting="lean"`, got '
+                f'"{config.drafting}". Set it in the configuration.'
+            )
+        replace(config, num_assistant_tokens=num_assistant_tokens)
     for name, value in (("inputs", inputs), ("input_ids", kwargs.get("input_ids"))):
         shape = getattr(value, "shape", None)
         if value is not None and (shape is None or len(shape) != 2):
@@ -183,6 +168,23 @@ def check_inputs(inputs: Any, kwargs: dict[str, Any]) -> None:
                 f"`{name}` holds {shape[0]} prompts: assisted generation serves one at a time. Call `generate` once "
                 "per prompt."
             )
+    sources = (kwargs, kwargs.get("generation_config"), target.generation_config)
+    check_generation(*sources)
+    processors, criteria = (list(kwargs.get(name) or ()) for name in ("logits_processor", "stopping_criteria"))
+    if kwargs.get("prefix_allowed_tokens_fn") is not None:
+        processors.append(PrefixConstrainedLogitsProcessor(kwargs["prefix_allowed_tokens_fn"], 1))
+    prompt = inputs if inputs is not None else kwargs.get("input_ids")
+    if prompt is None or prompt.is_floating_point() or not (processors or criteria):
+        return []
+    if target.config.is_encoder_decoder:  # they are asked about the answer
+        begun = kwargs.get("decoder_input_ids")
+        if begun is None:
+            names = ("decoder_start_token_id", "bos_token_id")
+            start = next((value for name in names if (value := _setting(sources, name)) is not None), 0)
+            begun = prompt.new_full((1, 1), int(torch.as_tensor(start).reshape(-1)[0]))
+        prompt = begun
+    check_criteria(criteria, prompt, vocab_size_of(target))
+    return check_processors(processors, prompt, vocab_size_of(target))
 
 
 # --- processors and criteria ----------------------------------------------------------------------------------------
@@ -191,49 +193,16 @@ def check_inputs(inputs: Any, kwargs: dict[str, Any]) -> None:
 @dataclass(frozen=True)
 class TriedOut:
     """A processor that seemed to forget when it was tried out, as it was before and after its first call. One that
-    remembers only certain tokens is found out after the request, by [`~TriedOut.has_remembered`]."""
+    remembers only certain tokens is found out after the request, by [`~TriedOut.refusal`]."""
 
     thing: Any
-    before: Snapshot
-    settled: Snapshot
+    before: Reachable
+    settled: Reachable
 
-    def is_of(self, processor: Any) -> bool:
-        """Whether it was this one, or its function, that was tried out."""
-        function = _function_of(self.thing)
-        return self.thing is processor or (function is not None and function is _function_of(processor))
-
-    def has_remembered(self) -> bool:
-        """Whether the calls of a request have changed more than its first call does."""
-        return _has_changed(self.thing, self.before, self.settled)
-
-    def refusal(self) -> UnsupportedGenerationError:
-        """The error that says that it remembers."""
-        return _remembers(self.thing, "logits processor")
-
-
-def check_callables(target: Any, prompt: torch.Tensor, kwargs: dict[str, Any]) -> list[TriedOut]:
-    """[`check_processors`] and [`check_criteria`] of what `generate` was called with, before it does anything."""
-    processors = list(kwargs.get("logits_processor") or ())
-    if kwargs.get("prefix_allowed_tokens_fn") is not None:
-        processors.append(PrefixConstrainedLogitsProcessor(kwargs["prefix_allowed_tokens_fn"], 1))
-    criteria = list(kwargs.get("stopping_criteria") or ())
-    if not processors and not criteria:
-        return []
-    if target.config.is_encoder_decoder:  # they are asked about the answer
-        begun = kwargs.get("decoder_input_ids")
-        prompt = begun if begun is not None else prompt.new_full((1, 1), _decoder_start(target, kwargs))
-    check_criteria(criteria, prompt, vocab_size_of(target))
-    return check_processors(processors, prompt, vocab_size_of(target))
-
-
-def _decoder_start(target: Any, kwargs: dict[str, Any]) -> int:
-    """The token that answers of an encoder-decoder begin with."""
-    configs = [c for c in (kwargs.get("generation_config"), target.generation_config) if c is not None]
-    for name in ("decoder_start_token_id", "bos_token_id"):
-        for value in (kwargs.get(name), *(getattr(config, name, None) for config in configs)):
-            if value is not None:
-                return int(value if isinstance(value, int) else torch.as_tensor(value).reshape(-1)[0])
-    return 0
+    def refusal(self) -> UnsupportedGenerationError | None:
+        """The error that says that it remembers, where the calls of a request have changed more than its first one
+        does."""
+        return _remembers(self.thing, _PROCESSOR) if _has_changed(self.thing, self.before, self.settled) else None
 
 
 def check_processors(
@@ -247,10 +216,10 @@ def check_processors(
     """
     row = functools.partial(torch.zeros, input_ids.shape[0], vocab_size, device=input_ids.device)
     return [
-        next((one for one in tried if one.is_of(processor)), None)
-        or TriedOut(processor, *_try_out(processor, "logits processor", input_ids, row, vocab_size))
+        next((one for one in tried if _asked(one.thing) is _asked(processor)), None)
+        or _try_out(processor, _PROCESSOR, input_ids, row, vocab_size)
         for processor in processors or ()
-        if not _is_known(processor, "logits processor")
+        if not _is_known(processor, _PROCESSOR)
     ]
 
 
@@ -262,106 +231,108 @@ def check_criteria(criteria: Any, input_ids: torch.Tensor, vocab_size: int) -> N
     Raises UnsupportedGenerationError.
     """
     for criterion in criteria or ():
-        if not _is_known(criterion, "stopping criterion"):
-            _try_out(criterion, "stopping criterion", input_ids, lambda: None, vocab_size)
+        if not _is_known(criterion, _CRITERION):
+            _try_out(criterion, _CRITERION, input_ids, lambda: None, vocab_size)
 
 
 def _is_known(thing: Any, kind: str) -> bool:
     """Whether nothing of it has to be tried out; raises where it is known to remember."""
-    cls = type(thing)
-    if cls is ReplayedProcessor or any(getattr(x, "is_stateless", None) is True for x in (thing, _function_of(thing))):
+    if type(thing) is ReplayedProcessor or any(getattr(x, "is_stateless", 0) is True for x in (thing, _asked(thing))):
         return True
-    if cls.__module__.split(".")[0] == "transformers" and cls.__name__ in STATEFUL:
+    if _is_listed(thing, STATEFUL):
         raise _remembers(thing, kind)
     return forgets(thing)
 
 
 def forgets(thing: Any) -> bool:
     """Whether it is one of transformers' own that depend on nothing but their arguments."""
-    return type(thing).__module__.split(".")[0] == "transformers" and type(thing).__name__ in STATELESS
+    return _is_listed(thing, STATELESS)
 
 
-def _function_of(processor: Any) -> Any:
-    is_prefix = type(processor).__name__ == "PrefixConstrainedLogitsProcessor"
-    return getattr(processor, "_prefix_allowed_tokens_fn", None) if is_prefix else None
+def _is_listed(thing: Any, names: frozenset[str]) -> bool:
+    return type(thing).__module__.split(".")[0] == "transformers" and type(thing).__name__ in names
+
+
+def _asked(thing: Any) -> Any:
+    """The function that a processor is as good as, or the thing itself."""
+    is_prefix = type(thing).__name__ == "PrefixConstrainedLogitsProcessor"
+    return getattr(thing, "_prefix_allowed_tokens_fn", thing) if is_prefix else thing
 
 
 def _name(thing: Any) -> str:
-    function = _function_of(thing)
-    if function is not None:
-        return f"of `prefix_allowed_tokens_fn={_name(function)}`"
+    if _asked(thing) is not thing:
+        return f"of `prefix_allowed_tokens_fn={_name(_asked(thing))}`"
     return str(getattr(thing, "__name__", type(thing).__name__))
 
 
-def _remembers(thing: Any, kind: str) -> UnsupportedGenerationError:
+def _remembers(thing: Any, kind: str, how: str = "keeps state between calls") -> UnsupportedGenerationError:
+    replayed = "or let `osd_hf.ReplayedProcessor` make it, which serves a processor with a memory exactly; "
     return UnsupportedGenerationError(
-        f"The {kind} {_name(thing)} keeps state between calls, and assisted generation also calls it on drafted "
-        f"tokens that are never emitted. {_ADVICE[kind]}; {_VOUCH}."
+        f"The {kind} {_name(thing)} {how}, and assisted generation also calls it on drafted tokens that are never "
+        f"emitted. Derive what it needs from `input_ids` instead; {replayed if kind == _PROCESSOR else ''}or, where "
+        "its calls depend on their arguments alone, say so by an attribute `is_stateless = True` on it."
     )
 
 
 @torch.no_grad()
 def _try_out(
     thing: Any, kind: str, input_ids: torch.Tensor, scores: Callable[[], torch.Tensor | None], vocab_size: int
-) -> tuple[Snapshot, Snapshot]:
+) -> TriedOut:
     def ask(ids: torch.Tensor) -> Any:
         answer = thing(ids, scores())
         return answer.clone() if isinstance(answer, torch.Tensor) else answer
 
     try:
-        before = look_through(thing)
+        before = Reachable(thing, keep=True)
         try:
             first = ask(input_ids)
-            settled = look_through(thing)  # what is built when it is first asked for is there by now
+            settled = Reachable(thing)  # what is built when it is first asked for is there by now
             for token in _named_tokens(settled, vocab_size):
                 with contextlib.suppress(Exception):  # no answer goes on like that
                     ask(torch.cat([input_ids, input_ids.new_full((input_ids.shape[0], 1), token)], dim=-1))
-            same = _answers_alike(ask, input_ids, first) and look_through(thing) == settled
+            same = _answers_alike(ask, input_ids, first) and Reachable(thing) == settled
         finally:
             if _has_changed(thing, before):  # otherwise other threads may be using what is shared
                 before.put_back()
     except CannotLookThrough as error:
-        raise UnsupportedGenerationError(
-            f"The {kind} {_name(thing)} may keep state between calls: it reaches {error}, which cannot be looked "
-            "through, and assisted generation also calls it on drafted tokens that are never emitted. "
-            f"{_ADVICE[kind]}; {_VOUCH}."
-        ) from None
+        how = f"may keep state between calls: it reaches {error}, which cannot be looked through"
+        raise _remembers(thing, kind, how) from None
     except Exception as error:
         raise UnsupportedGenerationError(
             f"The {kind} {_name(thing)} cannot be asked about drafted tokens ({error!r}): it must decide from "
-            f"`input_ids` {'and `scores` alone' if kind == 'logits processor' else 'alone, `scores` being None'}."
+            f"`input_ids` {'and `scores` alone' if kind == _PROCESSOR else 'alone, `scores` being None'}."
         ) from error
     if not same:
         raise _remembers(thing, kind)
-    return before, settled
+    return TriedOut(thing, before, settled)
 
 
-def _has_changed(thing: Any, *snapshots: Snapshot) -> bool:
+def _has_changed(thing: Any, *snapshots: Reachable) -> bool:
     """Whether it is as in none of these snapshots, or cannot be looked through any more."""
     try:
-        now = look_through(thing)
+        now = Reachable(thing)
     except CannotLookThrough:
         return True
     return now not in snapshots
 
 
-def _named_tokens(snapshot: Snapshot, vocab_size: int) -> list[int]:
+def _named_tokens(snapshot: Reachable, vocab_size: int) -> list[int]:
     """Numbers that code and attributes name and that may be tokens: what waits for one, such as the end of a thought,
     shows its memory only there."""
 
-    def numbers(fact: Any) -> Iterator[int]:
+    found: set[int] = set()
+    todo = [*snapshot.trail]
+    while todo:
+        fact = todo.pop()
         if type(fact) is int and 0 <= fact < vocab_size:
-            yield fact
+            found.add(fact)
         elif type(fact) is bytes and len(fact) <= MOST_WRITTEN:  # a plain container, written down
             with contextlib.suppress(ValueError, EOFError, TypeError):
-                yield from numbers(marshal.loads(fact))
-        elif isinstance(fact, list | tuple | set | frozenset):
-            for item in fact:
-                yield from numbers(item)
+                todo.append(marshal.loads(fact))
         elif isinstance(fact, dict):
-            yield from numbers([*fact, *fact.values()])
-
-    found = dict.fromkeys(number for fact in snapshot.trail for number in numbers(fact))
+            todo += (*fact, *fact.values())
+        elif isinstance(fact, list | tuple | set | frozenset):
+            todo += fact
     return sorted(found, reverse=True)[:MOST_NAMED]  # special tokens have large numbers, lengths have small ones
 
 
@@ -391,3 +362,74 @@ def _equal(a: Any, b: Any) -> bool:
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return bool(a == b)
     return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+# --- a processor with a memory --------------------------------------------------------------------------------------
+
+
+class ReplayedProcessor(LogitsProcessor):
+    """
+    Serves a logits processor that remembers the tokens it has seen, such as the matcher of a grammar: before each call
+    it is brought to where the sequence stands. Draft and target ask it in turns, also about tokens that are rejected
+    later. Every request begins with a fresh one.
+
+    ```python
+    grammar = ReplayedProcessor(lambda: xgrammar.contrib.hf.LogitsProcessor(compiled))
+    assistant.generate(**inputs, logits_processor=[grammar])
+    ```
+
+    What the processor remembers must follow from the tokens alone: calls that are repeated get another row of scores.
+
+    Args:
+        make (`Callable[[], LogitsProcessor]`):
+            Makes a processor as it is when an answer begins: its first call is about the prompt, each later one about
+            a token more.
+        take_back (`Callable[[LogitsProcessor, int], object]`, *optional*):
+            Makes a processor forget as many of its last calls, the very first excepted. Without it another one is made
+            and called again for each token of the answer so far, which takes the longer the longer the answer.
+    """
+
+    def __init__(
+        self, make: Callable[[], Callable[..., torch.Tensor]], take_back: Callable[[Any, int], object] | None = None
+    ) -> None:
+        self.make = make
+        self.take_back = take_back
+        self._starts_at: int | None = None  # tokens of the prompt, where a request says so
+        self._processor: Callable[..., torch.Tensor] | None = None
+        self._first = 0  # tokens at the first call of the processor
+        self._seen = torch.zeros(1, 0, dtype=torch.long)  # what its last call was about
+
+    def begin(self, prompt_tokens: int) -> ReplayedProcessor:
+        """The same for one request, which nothing outside of it shares."""
+        own = ReplayedProcessor(self.make, self.take_back)
+        own._starts_at = prompt_tokens
+        return own
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        length, seen = input_ids.shape[1], self._seen
+        common = _common(input_ids, seen)
+        first = self._first if self._starts_at is None else min(self._starts_at, length)
+        if self._starts_at is None and (common < first or length > seen.shape[1] + 1):
+            first = length  # outside of an assisted request: another prompt
+        known = min(common, length - 1)  # calls about more than these tokens are to be forgotten
+        processor, self._processor = self._processor, None  # after an error its state is anybody's guess
+        excess = seen.shape[1] - known
+        if processor is not None and first == self._first and known >= first and (not excess or self.take_back):
+            if excess and self.take_back is not None:
+                self.take_back(processor, excess)
+        else:
+            processor, known = self.make(), first - 1
+        for end in range(known + 1, length):
+            processor(input_ids[:, :end], scores.clone())
+        processed = processor(input_ids, scores)
+        self._processor, self._first, self._seen = processor, first, input_ids.clone()
+        return processed
+
+
+def _common(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Number of tokens with which both begin."""
+    length = min(a.shape[1], b.shape[1])
+    if length == 0 or a.shape[0] != b.shape[0]:
+        return 0
+    same = (a[:, :length] == b[:, :length].to(a.device)).all(0)
+    return length if bool(same.all()) else int(same.int().argmin())

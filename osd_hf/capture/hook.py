@@ -1,27 +1,33 @@
-"""The hook: one `Trace` for every assisted `generate` on a target, without an extra forward of either model."""
+"""Traces of a target: of its assisted requests, by a hook without an extra forward, and of its own greedy answers."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import functools
+import logging
 import os
 import threading
+import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from transformers import GenerationMixin, LogitsProcessorList
 
-from osd_hf.capture.guards import check_generation, check_processors, forgets
-from osd_hf.capture.processors import ReplayedProcessor
-from osd_hf.capture.request import Binding, Request, Sink
+from osd_hf.capture.guards import ReplayedProcessor, check_generation, check_processors, forgets
+from osd_hf.capture.request import NO_WARPING, Binding, Lease, Request, Rows, Sink, sampling_settings
 from osd_hf.errors import CaptureError, ConfigError, OSDError, UnsupportedModelError
-from osd_hf.pair import unwrap, vocab_size_of
+from osd_hf.pair import eos_ids, unwrap, vocab_size_of
+from osd_hf.replay import padded
+from osd_hf.trace import Trace
+
+logger = logging.getLogger(__name__)
 
 _LOOP = "_assisted_decoding"
 _bindings: ContextVar[tuple[Binding, ...]] = ContextVar("osd_hf_bindings", default=())
@@ -33,7 +39,7 @@ if hasattr(os, "register_at_fork"):
 
 
 @contextlib.contextmanager
-def bind(target: Any, binding: Binding) -> Iterator[Binding]:
+def bind(target: Any, binding: Binding) -> Iterator[None]:
     """Let `binding` listen to every assisted request that this context runs on `target`. The model itself, its class
     included, stays as it is."""
     model = unwrap(target)
@@ -46,7 +52,7 @@ def bind(target: Any, binding: Binding) -> Iterator[Binding]:
     try:
         binding.target = model
         _bindings.set((*_living(), binding))
-        yield binding
+        yield
     finally:
         # Contexts copied inside the block outlive it, and it may be left in another context than it was entered in.
         binding.end()
@@ -79,14 +85,95 @@ def capture_traces(
     """
     if num_logprobs is not None and num_logprobs < 1:
         raise ConfigError(f"`num_logprobs` must be at least 1, or None for whole rows, got {num_logprobs}.")
-    binding = Binding(sink, owner=object(), num_logprobs=num_logprobs, domain=domain)
-    with bind(target, binding):
+    failures: list[Exception] = []
+
+    def deliver(trace: Trace) -> None:
+        # An answer must not be lost to a broken sink.
+        try:
+            sink(trace)
+        except Exception as error:
+            logger.exception("A trace sink failed; the answer is delivered, the error is raised when capture ends.")
+            failures.append(error)
+
+    lease = contextlib.nullcontext(Lease(domain=domain))
+    with bind(target, Binding(deliver, lambda *_: lease, owner=object(), num_logprobs=num_logprobs)):
         yield
-    if binding.failure is not None:
+    if failures:
         raise CaptureError(
-            f"The sink failed on a trace ({binding.failure!r}); answers were delivered, traces after it were still "
+            f"The sink failed on a trace ({failures[0]!r}); answers were delivered, traces after it were still "
             "offered. Mend the sink; what it did not take is not in the log."
-        ) from binding.failure
+        ) from failures[0]
+
+
+# --- recordings -----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def record_traces(
+    target: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    batch_size: int = 32,
+    num_logprobs: int | None = 64,
+    domain: str | None = None,
+) -> Iterator[Trace]:
+    """
+    Greedy answers of the target to each prompt, as traces without rounds.
+
+    Prompts are answered in padded batches. In fp32 a batch may, once in many thousand tokens, break a tie of the top
+    two logits otherwise than a single prompt does.
+
+    Args:
+        target (`PreTrainedModel`):
+            Decoder-only or encoder-decoder; its own generation config must be greedy without logits processors.
+        prompts (`Sequence[Sequence[int]]`): Token ids of each prompt.
+        max_new_tokens (`int`): Bound of each answer.
+        batch_size (`int`, *optional*, defaults to 32): Prompts answered at once.
+        num_logprobs (`int`, *optional*, defaults to 64): Target entries kept per position; `None` keeps whole rows.
+        domain (`str`, *optional*): Label written into the traces.
+
+    Yields:
+        `Trace`: in the order of the prompts.
+
+    Raises:
+        ConfigError: an empty prompt, or a target whose generation config asks for logits processors.
+    """
+    for i, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise ConfigError(f"Prompt {i} is empty; every prompt needs at least one token.")
+    asked = sampling_settings(target.generation_config).keys() - {"do_sample", "eos_token_id", *NO_WARPING}
+    if asked:
+        raise ConfigError(
+            f"The target's generation config sets {', '.join(sorted(asked))}, so its answers are not its own greedy "
+            "choice. Unset it for the recording, or capture assisted requests instead."
+        )
+    is_encoder_decoder, size = target.config.is_encoder_decoder, vocab_size_of(target)
+    ends = eos_ids(target.generation_config)
+    sampling = {"max_new_tokens": max_new_tokens, "processors": []}
+    sampling["eos_token_id"] = target.generation_config.eos_token_id
+    for first in range(0, len(prompts), batch_size):
+        batch = prompts[first : first + batch_size]
+        ids, mask = padded(batch, "right" if is_encoder_decoder else "left", target.device)
+        output = target.generate(
+            input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=max_new_tokens, output_logits=True,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+        sequences = output.sequences.cpu().numpy().astype(np.int32)
+        start = sequences.shape[1] - len(output.logits)
+        for row, prompt in enumerate(batch):
+            answer = sequences[row, start:]
+            ended = np.flatnonzero(np.isin(answer, ends))
+            answer = answer[: ended[0] + 1] if len(ended) else answer
+            rows = Rows({num_logprobs})
+            rows.add(torch.stack([step[row] for step in output.logits[: len(answer)]]))
+            top_logits, top_ids, tail = rows.stored(num_logprobs, len(answer), size)
+            start_ids = sequences[row, :start] if is_encoder_decoder else None
+            yield Trace(
+                prompt_ids=np.asarray(prompt, dtype=np.int32), decoder_prompt_ids=start_ids, completion_ids=answer,
+                rounds=(), top_logits=top_logits, top_ids=top_ids, tail_logprob=tail, vocab_size=size,
+                domain=domain, sampling=sampling, created_at_seconds=time.time(),
+            )  # fmt: skip
 
 
 # --- where requests are met -----------------------------------------------------------------------------------------
@@ -138,7 +225,7 @@ def _listened_to(decode: Callable[..., Any]) -> Callable[..., Any]:
         bindings = _listening(self)
         if not bindings or input_ids.shape[0] != 1:  # batches are refused there
             return decode(self, input_ids, **kwargs)
-        check_generation(kwargs["generation_config"], assistant_tokenizer=kwargs.get("assistant_tokenizer"))
+        check_generation(kwargs, kwargs["generation_config"])
         given = kwargs["logits_processor"]
         tried = check_processors(given, input_ids, vocab_size_of(self), [one for b in bindings for one in b.tried])
         kwargs["logits_processor"] = _begun(given, input_ids)
@@ -161,7 +248,7 @@ def _listened_to(decode: Callable[..., Any]) -> Callable[..., Any]:
                 traceback.clear_frames(error.__traceback__)  # the caches of what was tried
             finally:
                 request.close()
-            refusal = refusal or next((one.refusal() for one in tried if one.has_remembered()), None)
+            refusal = refusal or next(filter(None, (one.refusal() for one in tried)), None)
             if refusal is not None:
                 for one in tried:
                     one.before.put_back()
@@ -206,11 +293,7 @@ class _WatchedModel(_Watched):
         return self._watched(*args, **kwargs)
 
     def _get_candidate_generator(self, **kwargs: Any) -> Any:
-        generator = self._watched_by.lean_generator(**kwargs)
-        if generator is None:
-            generator = self._watched._get_candidate_generator(**kwargs)
-        self._watched_by.watch(generator, kwargs["logits_processor"])
-        return _WatchedGenerator(generator, self._watched_by)
+        return _WatchedGenerator(self._watched_by.make_generator(**kwargs), self._watched_by)
 
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if self._watched_by.num_cached and kwargs.get("is_first_iteration"):

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +20,8 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from osd_hf.capture.guards import TriedOut
-from osd_hf.drafting.generator import LeanCandidateGenerator, LeanDrafting, Pace, without_padding
+from osd_hf.drafting.generator import LeanCandidateGenerator, LeanDrafting, without_padding
+from osd_hf.drafting.pacing import Pace
 from osd_hf.errors import UnsupportedModelError
 from osd_hf.pair import unwrap, vocab_size_of
 from osd_hf.trace import DraftRound, Trace, ids_dtype, num_accepted
@@ -61,48 +62,32 @@ class Lease:
 class Binding:
     """One listener of a target's assisted requests."""
 
-    sink: Sink  # gets the trace when a request has ended well
-    owner: object  # among several bindings with one owner, the innermost alone listens
-    num_logprobs: int | None = 64  # target entries kept per position; 0 keeps no rows, `None` keeps whole rows
-    domain: str | None = None  # written into the traces, where `serving` finds no other
+    sink: Sink  # gets the trace when a request has ended well; what it raises would cost the answer
     # Called with the request's assistant model and its prompt (token ids, int32, `(prompt,)`; `None` where it is not
     # made of these alone), and entered around it; yields the draft that serves it.
-    serving: Callable[[Any, Any], AbstractContextManager[Lease]] | None = None
+    serving: Callable[[Any, Any], AbstractContextManager[Lease]]
+    owner: object  # among several bindings with one owner, the innermost alone listens
+    num_logprobs: int | None = 64  # target entries kept per position; 0 keeps no rows, `None` keeps whole rows
     # Whether an answer ends at the token that meets a stopping criterion. The stock loop looks at the criteria once a
     # round and may run past the token at which the target alone would have stopped.
     exact_stops: bool = False
     # k of these requests, where it is another than that of the draft that serves them. Traces tell it.
     num_assistant_tokens: int | str | None = None
     tried: Sequence[TriedOut] = ()  # processors of the request to come that were tried out already
-    failure: BaseException | None = field(default=None, init=False)
     target: Any = field(default=None, init=False)  # whose requests it listens to now
-
-    def lease(self, assistant_model: Any, prompt: Any) -> AbstractContextManager[Lease]:
-        """The draft of a request, entered around it."""
-        serving = self.serving
-        if serving is None:
-            return contextlib.nullcontext(Lease(domain=self.domain))
-        return serving(assistant_model, prompt)
 
     def end(self) -> None:
         """Listen no more: requests under way go on, their traces go nowhere. Contexts that outlive the block still
         hold this; what it held is let go."""
-        self.target, self.sink, self.serving = None, lambda trace: None, None
-
-    def deliver(self, trace: Trace) -> None:
-        # An answer must not be lost to a broken sink: the failure is kept and raised where the capture ends.
-        try:
-            self.sink(trace)
-        except Exception as error:
-            logger.exception("A trace sink failed; the answer is delivered, the error is raised when capture ends.")
-            self.failure = self.failure or error
+        self.target, self.sink = None, lambda trace: None
+        self.serving = lambda *_: contextlib.nullcontext(Lease())
 
 
 # --- what a trace keeps of a request --------------------------------------------------------------------------------
 
 
 def sampling_settings(generation_config: Any) -> dict[str, Any]:
-    """Those settings of `SAMPLING_FIELDS` that do something, ready for JSON."""
+    """Those of `SAMPLING_FIELDS` that do something, ready for JSON."""
     settings: dict[str, Any] = {}
     for name in SAMPLING_FIELDS:
         value = getattr(generation_config, name, None)
@@ -149,42 +134,25 @@ def _prompt_ids(
     return prompt, input_ids[0].to(torch.int32).cpu().numpy() if is_encoder_decoder else None
 
 
-class CompressedRows(NamedTuple):
-    """Target rows, cut down to what a [`Trace`] keeps of them: `top_logits` (float16, `(rows, K)`, relative to the
-    largest), `top_ids` (int64, `(rows, K)`; `None` for whole rows) and `tail_logprob` (float32, `(rows,)`)."""
-
-    top_logits: torch.Tensor
-    top_ids: torch.Tensor | None
-    tail_logprob: torch.Tensor
-
-
-def compress_rows(logits: torch.Tensor, num_logprobs: int | None) -> CompressedRows:
-    """Cut raw target rows, `(rows, vocab)`, down to their K largest entries and the tail; `None` keeps whole rows."""
+def compress_rows(logits: torch.Tensor, num_logprobs: int | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Cut raw target rows, `(rows, vocab)`, down to what a [`Trace`] keeps of them: logits of the K largest entries
+    (float16, `(rows, K)`, relative to the largest), their ids (int64, `(rows, K)`) and the tail (float32, `(rows,)`).
+    `None` keeps whole rows, and no ids."""
     logits = logits.float()
     if num_logprobs is None or num_logprobs >= logits.shape[-1]:
         relative = logits - logits.amax(-1, keepdim=True)
-        return CompressedRows(relative.half(), None, torch.full_like(relative[:, 0], -torch.inf))
+        no_ids = torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
+        return relative.half(), no_ids, torch.full_like(relative[:, 0], -torch.inf)
     top, ids = logits.topk(num_logprobs, dim=-1)
     kept = (top.logsumexp(-1) - logits.logsumexp(-1)).clamp(max=0)
-    return CompressedRows((top - top[:, :1]).half(), ids, torch.log(-torch.expm1(kept)))
+    return (top - top[:, :1]).half(), ids, torch.log(-torch.expm1(kept))
 
 
-def stored_rows(
-    parts: Sequence[CompressedRows], num_tokens: int, vocab_size: int
-) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """`top_logits`, `top_ids` and `tail_logprob` of a [`Trace`] of so many tokens, from its rows in parts."""
-    top_logits = torch.cat([part.top_logits for part in parts])[:num_tokens].cpu().numpy()
-    tail = torch.cat([part.tail_logprob for part in parts])[:num_tokens].cpu().numpy()
-    ids = [part.top_ids for part in parts if part.top_ids is not None]
-    found = torch.cat(ids)[:num_tokens].cpu().numpy() if ids else np.zeros((num_tokens, 0))
-    return top_logits, found.astype(ids_dtype(vocab_size)), tail
-
-
-class _Rows:
+class Rows:
     """Target rows of one answer, in every width that a listener keeps; those of many rounds are cut down at once."""
 
     def __init__(self, widths: set[int | None]) -> None:
-        self.parts: dict[int | None, list[CompressedRows]] = {width: [] for width in widths - {0}}
+        self.parts: dict[int | None, list[tuple[torch.Tensor, ...]]] = {width: [] for width in widths - {0}}
         self.pending: list[torch.Tensor] = []
         self.num_pending = 0
 
@@ -193,41 +161,40 @@ class _Rows:
         self.pending.append(rows)
         self.num_pending += rows.numel()
         if self.num_pending > PENDING_LOGITS:
-            self.compress()
+            self._compress()
 
-    def compress(self) -> None:
+    def _compress(self) -> None:
         if self.pending:
             rows = torch.cat(self.pending)
             self.pending, self.num_pending = [], 0
             for width, parts in self.parts.items():
                 parts.append(compress_rows(rows, width))
 
-
-class _RawRows(LogitsProcessor):
-    """First in the list, it sees each row as the target made it; later ones overwrite it in place, so it clones."""
-
-    def __init__(self) -> None:
-        self.rows: list[torch.Tensor] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.rows.append(scores[0].clone())
-        return scores
+    def stored(
+        self, width: int | None, num_tokens: int, vocab_size: int
+    ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """`top_logits`, `top_ids` and `tail_logprob` of a [`Trace`] of so many tokens. The target's own loop may have
+        run on past them, by a step that it took back."""
+        dtype = ids_dtype(vocab_size)
+        if width == 0:
+            nothing = np.zeros((num_tokens, 0), np.float16)
+            return nothing, nothing.astype(dtype), np.zeros(num_tokens, np.float32)
+        self._compress()
+        columns = zip(*self.parts[width], strict=True)
+        top_logits, top_ids, tail = (torch.cat(column)[:num_tokens].cpu().numpy() for column in columns)
+        return top_logits, top_ids.astype(dtype), tail
 
 
 class _WatchedProcessors(LogitsProcessorList):
-    """The list of a target that decodes alone: each row that it gets is a token's. A recorder inside the list would
-    have its signature inspected at every token."""
+    """The target's processors, which are told of each row before they overwrite it in place. A recorder inside the
+    list would have its signature inspected at every token."""
 
-    def __init__(self, processors: LogitsProcessorList, request: Request) -> None:
+    def __init__(self, processors: LogitsProcessorList, seen: Callable[[torch.Tensor], object]) -> None:
         super().__init__(processors)
-        self.rows = request.rows
-        self.clock = time.perf_counter if request.drafting is None else request.drafting.clock
-        self.times: list[float] = []
+        self.seen = seen
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        self.times.append(self.clock())
-        if self.rows.parts:
-            self.rows.add(scores.clone())
+        self.seen(scores)
         processed: torch.Tensor = super().__call__(input_ids, scores, **kwargs)
         return processed
 
@@ -269,8 +236,12 @@ class Request:
         self.stop_at = StoppingCriteriaList()
         self.sequence = input_ids  # as far as it has come
         self.rounds: list[_Round] = []
-        self.rows = _Rows({b.num_logprobs for b in bindings})
-        self.raw: _RawRows | None = None
+        self.rows = Rows({b.num_logprobs for b in bindings})
+        self.raw: list[torch.Tensor] = []  # rows of the round, where processors overwrite them
+        if self.rows.parts:
+            raw = self.raw
+            processors = _WatchedProcessors(kwargs["logits_processor"], lambda scores: raw.append(scores[0].clone()))
+            kwargs["logits_processor"] = processors
         self.drafted = input_ids[0, :0]
         self.draft_logits: torch.Tensor | None = None
 
@@ -280,7 +251,7 @@ class Request:
         prompt = None if self.prompts is None else self.prompts[0]
         with contextlib.ExitStack() as stack:
             for binding in self.bindings:
-                lease = stack.enter_context(binding.lease(self.kwargs.get("assistant_model"), prompt))
+                lease = stack.enter_context(binding.serving(self.kwargs.get("assistant_model"), prompt))
                 self.leases.append(lease)
                 if lease.drafting is not None:
                     k = binding.num_assistant_tokens
@@ -294,16 +265,23 @@ class Request:
 
     def decode_plainly(self) -> Any:
         """Let the target decode alone, by its own loop, while its rows are kept."""
+        assert self.drafting is not None
         assert self.pace is not None
-        self.num_cached = 0  # that loop knows by itself what a cache holds
-        watched = _WatchedProcessors(self.kwargs["logits_processor"], self)
-        output = self._sample(watched)
+        clock, rows = self.drafting.clock, self.rows
+        times: list[float] = []
+
+        def seen(scores: torch.Tensor) -> None:
+            times.append(clock())
+            if rows.parts:
+                rows.add(scores.clone())
+
+        output = self._sample(_WatchedProcessors(self.kwargs["logits_processor"], seen))
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         self.sequence = sequences[:1]
         self.rounds = [_Round(self.drafted, 1)] * (sequences.shape[1] - self.input_ids.shape[1])
-        if len(watched.times) > 1:
-            rounds = len(watched.times) - 1
-            self.pace.timed(0, 0.0, (watched.times[-1] - watched.times[0]) / rounds, rounds=rounds)
+        if len(times) > 1:
+            rounds = len(times) - 1
+            self.pace.timed(0, 0.0, (times[-1] - times[0]) / rounds, rounds=rounds)
         return output
 
     def answer_alone(self, processors: LogitsProcessorList, refusal: Exception) -> Any:
@@ -324,27 +302,26 @@ class Request:
         kwargs = {name: value for name, value in self.kwargs.items() if name not in ASSISTED_ONLY}
         return self.model._sample(self.input_ids, **{**kwargs, "logits_processor": processors})
 
-    def lean_generator(self, **kwargs: Any) -> LeanCandidateGenerator | None:
-        """The lean generator of a listener whose draft this is; `None` where the stock one is to serve."""
-        if self.drafting is None or self.pace is None:
-            return None
-        if self.prompts is None:
-            self.drafting.left("a prompt is not made of token ids alone")
-            return None
-        return self.drafting.generator(self.pace, vocab_size_of(self.model), **kwargs)
+    def make_generator(self, **kwargs: Any) -> Any:
+        """The generator of the candidates: a listener's lean one, or the stock one."""
+        generator: Any = None
+        if self.drafting is not None and self.pace is not None:
+            if self.prompts is None:
+                self.drafting.left("a prompt is not made of token ids alone")
+            else:
+                generator = self.drafting.generator(self.pace, vocab_size_of(self.model), **kwargs)
+        generator = generator or self.model._get_candidate_generator(**kwargs)
+        self.watch(generator)
+        return generator
 
-    def watch(self, generator: Any, logits_processor: LogitsProcessorList) -> None:
-        """Let this generator make the candidates, and record the rows that the loop's processors get."""
+    def watch(self, generator: Any) -> None:
+        """Let this generator make the candidates."""
         if type(generator) not in (AssistedCandidateGenerator, LeanCandidateGenerator):
             raise UnsupportedModelError(
                 f"Drafts made by {type(generator).__name__} cannot be watched: learning needs an ordinary assistant "
                 "model with the target's tokenizer, passed as `assistant_model`."
             )
         self.generator = generator
-        if len(logits_processor) > 0:
-            # The generator has copied the list already: the draft's own rows must not be recorded.
-            self.raw = _RawRows()
-            logits_processor.insert(0, self.raw)
         if any(b.exact_stops for b in self.bindings):
             criteria = self.kwargs["stopping_criteria"]
             self.stop_at.extend(c for c in criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria))
@@ -380,9 +357,8 @@ class Request:
         count = input_ids.shape[1] - self.sequence.shape[1]
         self.sequence = input_ids
         if self.rows.parts:
-            self.rows.add(scores[0, :count] if self.raw is None else torch.stack(self.raw.rows[:count]))
-        if self.raw is not None:
-            self.raw.rows.clear()
+            self.rows.add(torch.stack(self.raw[:count]) if self.raw else scores[0, :count])
+            self.raw.clear()
         p = q = None
         if self.settings.get("do_sample") and self.draft_logits is not None:
             examined = self.drafted[:count].to(scores.device)[:, None]
@@ -404,23 +380,16 @@ class Request:
         if self.prompts is None:
             return
         completion, rounds = _as_draft_rounds(self.sequence[0, self.input_ids.shape[1] :], self.rounds)
-        self.rows.compress()
         prompt, decoder_prompt = self.prompts
         size = vocab_size_of(self.model)
         for binding, lease in zip(self.bindings, self.leases, strict=True):
-            total = len(completion)
-            # The target's own loop may have run on past the end, by a step that it took back.
-            top_logits, top_ids, tail = (
-                (np.zeros((total, 0), np.float16), np.zeros((total, 0), ids_dtype(size)), np.zeros(total, np.float32))
-                if binding.num_logprobs == 0
-                else stored_rows(self.rows.parts[binding.num_logprobs], total, size)
-            )
+            top_logits, top_ids, tail = self.rows.stored(binding.num_logprobs, len(completion), size)
             trace = Trace(
                 prompt_ids=prompt, decoder_prompt_ids=decoder_prompt, completion_ids=completion, rounds=rounds,
                 top_logits=top_logits, top_ids=top_ids, tail_logprob=tail, vocab_size=size, domain=lease.domain,
                 draft_version=lease.version, sampling=self.settings, created_at_seconds=time.time(),
             )  # fmt: skip
-            binding.deliver(trace)
+            binding.sink(trace)
 
 
 class _NoDistribution(Exception):

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from osd_hf.capture.hook import capture_traces
-from osd_hf.capture.recording import record_traces
+from osd_hf.capture.hook import capture_traces, record_traces
 from osd_hf.capture.request import NO_WARPING, sampling_settings
 from osd_hf.errors import ConfigError, DataError, StateError, UnsupportedModelError, VocabularyMismatchError
 from osd_hf.metrics import AcceptanceStats

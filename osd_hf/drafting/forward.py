@@ -40,36 +40,30 @@ _compiling = _Compiling()
 
 
 class DraftForward:
-    """One request's draft: its cache, and the forwards over it. `source` is what each forward of an encoder-decoder
-    gets besides tokens: `encoder_outputs` and `attention_mask`."""
+    """One request's draft: its cache, a dynamic one of its own unless one is given, and the forwards over it. `source`
+    is what each forward of an encoder-decoder gets besides tokens: `encoder_outputs` and `attention_mask`."""
 
-    def __init__(self, draft: Any, source: dict[str, Any] | None = None) -> None:
+    def __init__(self, draft: Any, source: dict[str, Any] | None = None, cache: Any = None) -> None:
         self.draft = draft
         self.device = draft.device  # where tokens are fed; looked up once: a model searches its parameters for it
         self.length = 0  # tokens in the cache
-        self._settings: dict[str, Any] = {"use_cache": True, "return_dict": True, **(source or {})}
+        self._ids_name = "decoder_input_ids" if draft.config.is_encoder_decoder else "input_ids"
+        if cache is None:
+            config = draft.config.get_text_config(decoder=True)
+            cache = DynamicCache(config=config)
+            if draft.config.is_encoder_decoder:
+                cache = EncoderDecoderCache(cache, DynamicCache(config=config))
+        self.cache = cache
+        self.cache.activate_past_recording()
+        self._settings = {"past_key_values": cache, "use_cache": True, "return_dict": True, **(source or {})}
         if draft._supports_logits_to_keep():
             self._settings["logits_to_keep"] = 1
-        self._ids_name = "decoder_input_ids" if draft.config.is_encoder_decoder else "input_ids"
-        self.cache = self._new_cache()
-        self.cache.activate_past_recording()
-
-    def _new_cache(self) -> Any:
-        config = self.draft.config.get_text_config(decoder=True)
-        if self.draft.config.is_encoder_decoder:
-            return EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
-        return DynamicCache(config=config)
 
     def feed(self, ids: torch.Tensor) -> torch.Tensor:
         """Append tokens, `(1, tokens)` and at least one, to the cache; returns the raw logits after the last of them,
         `(1, vocab)`, in the draft's dtype."""
-        logits = self._forward(ids)
+        logits: torch.Tensor = self.draft(**{self._ids_name: ids}, **self._settings).logits[:, -1]
         self.length += ids.shape[1]
-        return logits
-
-    def _forward(self, ids: torch.Tensor) -> torch.Tensor:
-        inputs = {self._ids_name: ids, "past_key_values": self.cache, **self._settings}
-        logits: torch.Tensor = self.draft(**inputs).logits[:, -1]
         return logits
 
     def crop(self, length: int) -> None:
@@ -190,20 +184,17 @@ class StaticForward(DraftForward):
     """Single tokens go through the compiled forward, a prompt through the eager one, over the same static cache."""
 
     def __init__(self, draft: Any, compiled: _Compiled, cache: Any) -> None:
-        self._static = cache
+        super().__init__(draft, cache=cache)
         self._compiled = compiled
-        super().__init__(draft)
 
-    def _new_cache(self) -> Any:
-        return self._static
-
-    def _forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def feed(self, ids: torch.Tensor) -> torch.Tensor:
         if self.length == 0 or ids.shape[1] > 2:
-            return super()._forward(ids)
+            return super().feed(ids)
         # A captured graph writes the next logits where these are, whoever asks for them.
         with self._compiled.running:
             for i in range(ids.shape[1]):
                 logits: torch.Tensor = self._compiled.step(ids[:, i : i + 1], self.cache)
+            self.length += ids.shape[1]
             return logits.clone()
 
     @torch.inference_mode()
@@ -215,4 +206,4 @@ class StaticForward(DraftForward):
         self.length = length
 
     def close(self) -> None:
-        self._compiled.free.append(self._static)
+        self._compiled.free.append(self.cache)

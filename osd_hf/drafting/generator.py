@@ -7,15 +7,15 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers import LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from osd_hf.drafting.forward import CompiledDraft, DraftForward
-from osd_hf.drafting.pacing import Pacer
+from osd_hf.drafting.pacing import FixedPace, Pace, Pacer
 from osd_hf.pair import is_peft
 from osd_hf.trace import num_accepted
 
@@ -28,53 +28,6 @@ def without_padding(ids: torch.Tensor, mask: Any) -> torch.Tensor:
     """The tokens of `ids`, of shape `(1, tokens)`, that a mask of the same shape does not hide; all without one."""
     row = ids[0]
     return row[mask[0].bool()] if isinstance(mask, torch.Tensor) and mask.shape == ids.shape else row
-
-
-class Pace(Protocol):
-    """What decides how many tokens one request drafts, round by round."""
-
-    reads_confidence: bool
-
-    def is_plain(self) -> bool:
-        """Whether no round of the request is to draft; asked once, as it begins."""
-
-    def tokens(self) -> int:
-        """Most tokens to draft in the round that begins; 0 is plain decoding."""
-
-    def goes_on(self, confidence: float) -> bool:
-        """Whether to draft one more, after a token that the draft gave this probability."""
-
-    def judged(self, confidences: Sequence[float], accepted: int, emitted: int) -> None:
-        """The target has verified the round's draft: the probabilities of its tokens, if they are read, how many were
-        accepted, and how many tokens the round emitted."""
-        return
-
-    def timed(self, drafted: int, draft_seconds: float, round_seconds: float | None, *, rounds: int = 1) -> None:
-        """Rounds have ended: the mean time of drafting in one, and of the whole; `None` where it also read a prompt or
-        caught up with one, which says nothing about others."""
-        return
-
-    def ended(self) -> None:
-        """The request has ended, well or not."""
-        return
-
-
-class FixedPace(Pace):
-    """The same number of tokens, k, each round; drafting ends after a token that the draft finds less probable than
-    the threshold."""
-
-    def __init__(self, k: int, threshold: float = 0.0) -> None:
-        self.k, self.threshold = k, threshold
-        self.reads_confidence = threshold > 0
-
-    def tokens(self) -> int:
-        return self.k
-
-    def goes_on(self, confidence: float) -> bool:
-        return confidence >= self.threshold
-
-    def is_plain(self) -> bool:
-        return False
 
 
 class LeanCandidateGenerator(CandidateGenerator):
@@ -104,14 +57,13 @@ class LeanCandidateGenerator(CandidateGenerator):
         clock: Clock = time.perf_counter,
     ) -> None:
         self.forward, self.pace, self.clock = forward, pace, clock
-        # The loop's list gets a recorder of the target's rows, which the draft's are not to enter.
+        # The loop's own list tells of the rows that it gets, which are to be the target's alone.
         self.logits_processor = LogitsProcessorList(logits_processor)
         self.do_sample, self.eos_token_ids, self.vocab_size = do_sample, eos_token_ids, vocab_size
         self.max_length, self.max_positions = max_length, max_positions
         # What the draft has been, or is to be, fed.
         self._context: list[int] = without_padding(input_ids, attention_mask).tolist()
         self._seen = input_ids.shape[1]
-        self._rounds = 0
         self._drafted: list[int] = []
         self._confidences: list[float] = []
         self._began: float | None = None
@@ -121,8 +73,8 @@ class LeanCandidateGenerator(CandidateGenerator):
     def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Draft for the round that begins with this sequence, `(1, tokens)`: the sequence followed by the draft, and
         the draft's logits if they are drawn from; the sequence itself and `None` where nothing is drafted."""
-        now = self._end_round()
-        self._began = now
+        is_first = self._began is None
+        now = self._began = self._end_round()
         self._drafted, self._confidences = [], []
         room = self.max_length - self._seen - 1
         if self.max_positions is not None:
@@ -130,7 +82,7 @@ class LeanCandidateGenerator(CandidateGenerator):
         tokens = min(self.pace.tokens(), room) if self._context else 0
         # A round that also reads a prompt, or catches up, does not tell what a round costs.
         missing = len(self._context) - self.forward.length
-        self._is_typical = self._rounds > 0 and (tokens <= 0 or missing <= 2)
+        self._is_typical = not is_first and (tokens <= 0 or missing <= 2)
         if tokens <= 0:
             self._draft_seconds = 0.0
             return input_ids, None
@@ -205,7 +157,6 @@ class LeanCandidateGenerator(CandidateGenerator):
         if self.forward.length:
             # The last drafted token was not fed; the last emitted one is what the next round begins with.
             self.forward.crop(min(self.forward.length, known, len(self._context) - 1))
-        self._rounds += 1
         self.pace.judged(self._confidences, accepted, len(emitted))
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ import threading
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from osd_hf.metrics import expected_block_efficiency
 from osd_hf.utils.disk import in_child, renewing
@@ -30,6 +30,54 @@ OWN_MEMORY = 32  # examined tokens of one request that its own acceptance rests 
 OWN_COUNTS_HALF = 8  # examined tokens of a request after which they weigh as much as those of its domain
 LEAST_SPEEDUP = 1.03  # rounds do not show that the draft reads the prompt as well, nor that the plain loop is quicker
 EXPLORE = 32  # rounds between two that draft one token more than is worth it
+
+
+class Pace(Protocol):
+    """What decides how many tokens one request drafts, round by round."""
+
+    reads_confidence: bool
+
+    def is_plain(self) -> bool:
+        """Whether no round of the request is to draft; asked once, as it begins."""
+        return False
+
+    def tokens(self) -> int:
+        """Most tokens to draft in the round that begins; 0 is plain decoding."""
+
+    def goes_on(self, confidence: float) -> bool:
+        """Whether to draft one more, after a token that the draft gave this probability."""
+
+    def judged(self, confidences: Sequence[float], accepted: int, emitted: int) -> None:
+        """The target has verified the round's draft: the probabilities of its tokens, if they are read, how many were
+        accepted, and how many tokens the round emitted."""
+        return
+
+    def timed(self, drafted: int, draft_seconds: float, round_seconds: float | None, *, rounds: int = 1) -> None:
+        """Rounds have ended: the mean time of drafting in one, and of the whole; `None` where it also read a prompt or
+        caught up with one, which says nothing about others."""
+        return
+
+    def ended(self) -> None:
+        """The request has ended, well or not."""
+        return
+
+
+class FixedPace(Pace):
+    """The same number of tokens, k, each round; drafting ends after a token that the draft finds less probable than
+    the threshold."""
+
+    def __init__(self, k: int, threshold: float = 0.0) -> None:
+        self.k, self.threshold = k, threshold
+        self.reads_confidence = threshold > 0
+
+    def tokens(self) -> int:
+        return self.k
+
+    def goes_on(self, confidence: float) -> bool:
+        return confidence >= self.threshold
+
+
+# --- what is measured -----------------------------------------------------------------------------------------------
 
 
 class Average:
@@ -115,8 +163,8 @@ class Costs:
 
 
 class Acceptance:
-    """What is known of one domain. Requests differ more than the tokens of one do, so alpha is an average over
-    requests, to which a long one adds little more than a short one."""
+    """What is known of one domain, and what was spent to know it. Requests differ more than the tokens of one do, so
+    alpha is an average over requests, to which a long one adds little more than a short one."""
 
     def __init__(self) -> None:
         self.alpha = Average(PRIOR_ALPHA, PRIOR_WEIGHT)
@@ -124,6 +172,9 @@ class Acceptance:
         self._by_confidence = [Average(middle, PRIOR_WEIGHT) for middle in middles]
         self._next_by_confidence = [Average() for _ in middles]
         self.emitted, self.drafted = Average(), Average()  # of rounds that drafted
+        self.rounds = 0
+        self.plain_seconds = 0.0
+        self.probe_seconds = 0.0  # lost by drafting where it does not pay
 
     def chances(self, confidence: float, alpha: float) -> tuple[float, float]:
         """Probability that a token of this confidence is accepted in a request with this `alpha`, and the probability
@@ -159,6 +210,24 @@ class Acceptance:
         known = (*self._by_confidence, *self._next_by_confidence)
         for average in (self.alpha, self.emitted, self.drafted, *known):
             average.weight = min(average.weight, max(average.weight * share, PRIOR_WEIGHT))
+
+    def begin_round(self) -> int:
+        """The number of the round that begins, from 1 on."""
+        self.rounds += 1
+        return self.rounds
+
+    def spend(self, *, plain_seconds: float = 0.0, probe_seconds: float = 0.0) -> None:
+        """Time went by in plain rounds, or was lost by drafting where it does not pay."""
+        self.plain_seconds += plain_seconds
+        self.probe_seconds = max(self.probe_seconds + probe_seconds, 0.0)
+
+    def drafts_to_learn(self, plan: DraftingPlan, to_lose_seconds: float = 0.0) -> bool:
+        """Whether to draft although it does not seem to pay, and may lose so much time."""
+        may_lose = PROBE_SHARE * self.plain_seconds - self.probe_seconds
+        return plan.examined < SURE or may_lose >= to_lose_seconds
+
+
+# --- what is decided from it ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -208,38 +277,38 @@ class Pacer:
     chance that it and all before it are accepted is above `rate * (R(k + 1) - R(k))`, the tokens that the same time
     brings elsewhere.
 
-    Seconds are wall time; it may be used from several threads.
+    Seconds are wall time. It may be used from several threads: `lock` is held wherever what it knows is used.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        in_child(self, renewing(_lock=threading.Lock))
-        self._costs = Costs()
-        self._domains: dict[Any, _Domain] = {}
+        self.lock = threading.Lock()
+        in_child(self, renewing(lock=threading.Lock))
+        self.costs = Costs()
+        self._domains: dict[Any, Acceptance] = {}
 
     def pace(self, domain: Any = None) -> AutoPace:
         """For one request of this domain."""
-        with self._lock:
+        with self.lock:
             if domain not in self._domains and len(self._domains) >= MOST_DOMAINS:
                 del self._domains[next(iter(self._domains))]
-            return AutoPace(self, self._domains.setdefault(domain, _Domain()))
+            return AutoPace(self, self._domains.setdefault(domain, Acceptance()))
 
     def plan(self, domain: Any = None) -> DraftingPlan:
         """What a request of this domain would be served by now."""
-        with self._lock:
-            return self._plan(self._domains.get(domain) or _Domain())
+        with self.lock:
+            return self.plan_for(self._domains.get(domain) or Acceptance())
 
     def draft_changed(self, domain: Any = ...) -> None:
         """A new version serves all domains, or one (sampled requests of a domain are one apart, see
         [`~LeanDrafting.pace`]): what was known of the old one's acceptance counts half."""
-        with self._lock:
+        with self.lock:
             for key, known in self._domains.items():
                 if domain is ... or key[0] == domain:
                     known.fade(0.5)
 
-    def _plan(self, domain: _Domain, own: Average | None = None) -> DraftingPlan:
+    def plan_for(self, domain: Acceptance, own: Average | None = None) -> DraftingPlan:
         """For a domain, or for a request of it that has an acceptance of its own."""
-        costs = self._costs
+        costs = self.costs
         alpha, examined = domain.alpha.mean, domain.alpha.weight
         if own is not None:
             alpha = (alpha * OWN_COUNTS_HALF + own.mean * own.weight) / (OWN_COUNTS_HALF + own.weight)
@@ -277,35 +346,20 @@ class Pacer:
         )
 
 
-class _Domain(Acceptance):
-    """What is known of one domain, and what was spent to know it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rounds = 0
-        self.plain_seconds = 0.0
-        self.probe_seconds = 0.0  # lost by drafting where it does not pay
-
-    def drafts_to_learn(self, plan: DraftingPlan, to_lose_seconds: float = 0.0) -> bool:
-        """Whether to draft although it does not seem to pay, and may lose so much time."""
-        may_lose = PROBE_SHARE * self.plain_seconds - self.probe_seconds
-        return plan.examined < SURE or may_lose >= to_lose_seconds
-
-
-class AutoPace:
+class AutoPace(Pace):
     """One request's [`Pace`] under a [`Pacer`]."""
 
     reads_confidence = True
 
-    def __init__(self, pacer: Pacer, domain: _Domain) -> None:
+    def __init__(self, pacer: Pacer, domain: Acceptance) -> None:
         self._pacer, self._domain = pacer, domain
         self._own = Average(memory=OWN_MEMORY)
-        self._plan = pacer._plan(domain)
+        self._plan = pacer.plan_for(domain)
         self._explores, self._chance = False, 1.0
         self._emitted = self._accepted = self._examined = 0
 
     def is_plain(self) -> bool:
-        with self._pacer._lock:
+        with self._pacer.lock:
             plan = self._plan
             # The target's own loop is a little faster than the assisted one: few requests probe, and each for long.
             to_lose = PROBE_BURST * (plan.plain_seconds or 0.0)
@@ -313,16 +367,16 @@ class AutoPace:
 
     def tokens(self) -> int:
         pacer, domain = self._pacer, self._domain
-        with pacer._lock:
+        with pacer.lock:
             self._chance = 1.0
-            self._plan = pacer._plan(domain, self._own)
+            self._plan = pacer.plan_for(domain, self._own)
             if self._plan.plain_seconds is None:
-                timed = pacer._costs.drafting.weight
-                return 0 if timed > pacer._costs.plain.weight else WARM_UP[round(timed) % len(WARM_UP)]
-            domain.rounds += 1
-            self._explores = domain.rounds % EXPLORE == 0
+                timed = pacer.costs.drafting.weight
+                return 0 if timed > pacer.costs.plain.weight else WARM_UP[round(timed) % len(WARM_UP)]
+            number = domain.begin_round()
+            self._explores = number % EXPLORE == 0
             if self._plan.speculates:
-                return MAX_K if domain.rounds % REFRESH else 0
+                return MAX_K if number % REFRESH else 0
             return MAX_K if domain.drafts_to_learn(self._plan) else 0
 
     def goes_on(self, confidence: float) -> bool:
@@ -339,7 +393,7 @@ class AutoPace:
 
     def judged(self, confidences: Sequence[float], accepted: int, emitted: int) -> None:
         self._emitted = emitted
-        with self._pacer._lock:
+        with self._pacer.lock:
             examined = self._domain.judged(confidences, accepted, emitted)
             if examined:
                 self._own.add(min(accepted, examined) / examined, examined)
@@ -350,18 +404,18 @@ class AutoPace:
                 self._own.fade()
 
     def timed(self, drafted: int, draft_seconds: float, round_seconds: float | None, *, rounds: int = 1) -> None:
-        domain, costs = self._domain, self._pacer._costs
-        with self._pacer._lock:
+        domain, costs = self._domain, self._pacer.costs
+        with self._pacer.lock:
             if round_seconds is not None:
                 costs.add(drafted, draft_seconds, round_seconds, rounds)
             if drafted == 0:
-                domain.plain_seconds += (round_seconds or 0.0) * rounds
+                domain.spend(plain_seconds=(round_seconds or 0.0) * rounds)
             elif not self._plan.speculates:
                 # Only the drafting is known to be on top in a round that also read the prompt.
                 plain = costs.level * costs.plain.mean
                 lost = draft_seconds if round_seconds is None else round_seconds - self._emitted * plain
-                domain.probe_seconds = max(domain.probe_seconds + lost, 0.0)
+                domain.spend(probe_seconds=lost)
 
     def ended(self) -> None:
-        with self._pacer._lock:
+        with self._pacer.lock:
             self._domain.ended(self._accepted, self._examined)
