@@ -19,10 +19,9 @@ from osd_hf.drafting.pacing import DraftingPlan
 from osd_hf.hub.cards import facts_of
 from osd_hf.hub.push import push_folder, save_draft
 from osd_hf.learning.drafts import DomainDrafts
-from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.learner import Learner
-from osd_hf.learning.tracking import make_accelerator
-from osd_hf.learning.updater import UpdateReport
+from osd_hf.learning.lesson import GateDecision
+from osd_hf.learning.updater import UpdateReport, make_accelerator
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.pair import check_pair, common_tokenizer, load_model, uncompiled, unwrap
 from osd_hf.routing import Router, as_router
@@ -97,7 +96,7 @@ class OnlineAssistant:
         self._learner = Learner(self._drafts, self.config, make_accelerator(report_to, self.config))
         folder = None if autosave is None else Path(autosave)
         # Threads hold no reference to the assistant: one that nobody uses any more takes them along.
-        self._upkeep = Upkeep(self._learner, self.router, self.tokenizer, folder)
+        self._upkeep = Upkeep(self._learner, self.store, self.router, self.tokenizer, folder)
         weakref.finalize(self, self._upkeep.stop)
 
     # --- serving ----------------------------------------------------------------------------------------------------
@@ -151,9 +150,7 @@ class OnlineAssistant:
         if self.tokenizer is not None and generate_kwargs.get("stop_strings") is not None:
             generate_kwargs.setdefault("tokenizer", self.tokenizer)
         seen: list[Trace] | None = None if on_trace is None else []
-        binding = self._upkeep.binding(
-            self, domain, learn, self.store, is_begun=True, k=num_assistant_tokens, tried=tried, seen=seen
-        )
+        binding = self._upkeep.binding(domain, learn, is_begun=True, k=num_assistant_tokens, tried=tried, seen=seen)
         with self._upkeep.request(), bind(self.target, binding):
             output = self.target.generate(inputs, assistant_model=self._drafts.base, **generate_kwargs)
         if on_trace is not None:
@@ -173,7 +170,7 @@ class OnlineAssistant:
             domain (`str`, *optional*), learn (`bool`, *optional*, defaults to `True`):
                 As for [`~OnlineAssistant.generate`].
         """
-        with bind(self.target, self._upkeep.binding(self, domain, learn, self.store)):
+        with bind(self.target, self._upkeep.binding(domain, learn)):
             yield self
 
     # --- learning ---------------------------------------------------------------------------------------------------
@@ -327,13 +324,7 @@ class OnlineAssistant:
         """End the idle thread, save the session where it is saved by itself, flush the store, end tracking; raises
         LearnerError if learning had failed unnoticed. Requests are answered all the same, but neither counted nor
         learned from any more."""
-        try:
-            self._upkeep.close()
-        finally:
-            if self.store is not None:
-                self.store.flush()
-            self._learner.accelerator.end_training()
-        self._upkeep.raise_failure()
+        self._upkeep.close()
 
     def __enter__(self) -> OnlineAssistant:
         return self

@@ -16,8 +16,7 @@ from osd_hf.capture.request import Binding, Lease
 from osd_hf.errors import LearnerError
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.session import FolderBusyError, load_session, save_session
-from osd_hf.learning.tracking import log_update
-from osd_hf.learning.updater import UpdateReport
+from osd_hf.learning.updater import UpdateReport, log_update
 from osd_hf.metrics import AcceptanceStats, Tally
 from osd_hf.routing import RoutedPrompt, Router
 from osd_hf.store.store import CorrectionStore
@@ -79,15 +78,21 @@ class Upkeep:
     A forked child serves, and learns by itself from its own requests, from where its parent stood; its idle thread
     begins with its first request. It saves nothing by itself: the folder stays with the parent.
 
-    A router, with the tokenizer, says which domain a request without a label belongs to. The session is saved to the
-    folder `autosave` after every `autosave_interval` updates, by a thread of its own.
+    Requests that are learned from are logged in the store. A router, with the tokenizer, says which domain a request
+    without a label belongs to. The session is saved to the folder `autosave` after every `autosave_interval` updates,
+    by a thread of its own.
     """
 
     def __init__(
-        self, learner: Learner, router: Router | None = None, tokenizer: Any = None, autosave: Path | None = None
+        self,
+        learner: Learner,
+        store: CorrectionStore | None = None,
+        router: Router | None = None,
+        tokenizer: Any = None,
+        autosave: Path | None = None,
     ) -> None:
         self.learner, self.drafts, self.config = learner, learner.drafts, learner.config
-        self.router, self.tokenizer, self.autosave = router, tokenizer, autosave
+        self.store, self.router, self.tokenizer, self.autosave = store, router, tokenizer, autosave
         self.traffic, self.tally = Traffic(), Tally()
         self.failure: Exception | None = None
         self.saving: threading.Thread | None = None  # the last autosave
@@ -120,10 +125,8 @@ class Upkeep:
 
     def binding(
         self,
-        owner: object,
         domain: str | None,
         learn: bool,
-        store: CorrectionStore | None,
         *,
         is_begun: bool = False,
         k: int | str | None = None,
@@ -133,8 +136,8 @@ class Upkeep:
         """Listens to requests of this label, of which `seen` gets the traces; `is_begun`: to the one in
         [`~Upkeep.request`]."""
         return Binding(
-            functools.partial(self.take_in, learn=learn, store=store, seen=seen),
-            owner=owner,
+            functools.partial(self.take_in, learn=learn, seen=seen),
+            owner=self,
             num_logprobs=self.config.num_logprobs if learn or seen is not None else 0,
             serving=functools.partial(self.lease, domain, learn, is_begun),
             exact_stops=is_begun,
@@ -166,7 +169,7 @@ class Upkeep:
             self.failed(error)
             return None
 
-    def take_in(self, trace: Trace, *, learn: bool, store: CorrectionStore | None, seen: list[Trace] | None) -> None:
+    def take_in(self, trace: Trace, *, learn: bool, seen: list[Trace] | None) -> None:
         """Count a request that has ended and, unless `learn` is `False`, log it and learn where that is due. What
         fails costs no answer."""
         if seen is not None:
@@ -175,8 +178,8 @@ class Upkeep:
             return
         try:
             try:
-                if learn and store is not None:
-                    store.append(trace)
+                if learn and self.store is not None:
+                    self.store.append(trace)
             finally:  # a log that is full does not end learning
                 with self._taking_in:
                     self.tally.add(trace.domain, AcceptanceStats.from_trace(trace))
@@ -209,7 +212,7 @@ class Upkeep:
             self._wake()  # a request inside `attached` has ended before it is taken in
         # While another thread learns, this one's answer does not wait for it; the update stays due.
         elif self.learner.due():
-            with self._turn() as is_mine:
+            with self.alone(wait=False) as is_mine:
                 # One: others' requests may make more due meanwhile, after their answers.
                 lesson = self.learner.due() if is_mine else None
                 if lesson is not None:
@@ -230,33 +233,20 @@ class Upkeep:
             return self._report(self.learner.update(key, steps))
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Nobody else learns or saves inside; after it the idle thread goes on."""
+    def alone(self, *, wait: bool = True) -> Iterator[bool]:
+        """Nobody else learns or saves inside; after it the idle thread goes on. Without `wait` it yields `False` where
+        somebody else does."""
+        lock = self._learning  # of this process
+        is_mine = lock.acquire(blocking=wait)
         try:
-            with self._learning:
-                self._mend()
-                yield
+            if is_mine and self._is_torn:  # in a forked child, whose parent was learning
+                self.learner.start_over()
+                self._is_torn = False
+            yield is_mine
         finally:
+            if is_mine:
+                lock.release()
             self._wake()
-
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[bool]:
-        """Whether nobody else learns or saves; then nobody does inside."""
-        lock = self._learning
-        if not lock.acquire(blocking=False):
-            yield False
-            return
-        try:
-            self._mend()
-            yield True
-        finally:
-            lock.release()
-
-    def _mend(self) -> None:
-        """In a forked child: begin anew from what serves, where the parent was learning at the fork."""
-        if self._is_torn:
-            self.learner.start_over()
-            self._is_torn = False
 
     def pause(self, is_paused: bool) -> None:
         """Begin no update, and take no further step of one under way; with `False`: learn again."""
@@ -303,7 +293,7 @@ class Upkeep:
                 traffic.is_stepping = True
             started = time.perf_counter()
             try:
-                with self._turn() as is_mine:
+                with self.alone(wait=False) as is_mine:
                     report = self.learner.step() if is_mine else None
                     if report is not None:
                         self._report(report)
@@ -347,25 +337,32 @@ class Upkeep:
         """Save the session; raises StateError where it cannot be written."""
         with self.alone():
             with self._taking_in:  # requests go on: each is in both or in neither
-                counts, lessons = self.tally.state(), self.learner.lesson_states()
+                counts, learner = self.tally.state(), self.learner.state_dict()
             facts = {
                 **counts,
                 "config": self.config.to_dict(),
                 "decisions": [decision.to_dict() for decision in self.learner.decisions],
             }
             router = None if self.router is None else self.router.state_dict()
-            save_session(directory, self.learner, facts, router, lessons=lessons, patience_seconds=patience_seconds)
+            save_session(directory, learner, facts, router, patience_seconds=patience_seconds)
 
     def load(self, directory: Path) -> None:
         """Go on with a saved session; raises StateError, with nothing changed, where that cannot be."""
-        with self.alone():
+        with self.alone(), self._taking_in:
             facts, _ = load_session(directory, self.learner, self.router)
             self.learner.load_decisions(facts["decisions"])
             self.tally.load(facts)
 
     def close(self) -> None:
-        """Take nothing in any more, end the idle thread, and save the session where it is saved by itself."""
+        """Take nothing in any more, end the idle thread, save the session where it is saved by itself, flush the
+        store, and end tracking; raises LearnerError where learning had failed unnoticed."""
         self.is_closed = True
-        self.stop()
-        if self.autosave is not None:
-            self.save(self.autosave)
+        try:
+            self.stop()
+            if self.autosave is not None:
+                self.save(self.autosave)
+        finally:
+            if self.store is not None:
+                self.store.flush()
+            self.learner.accelerator.end_training()
+        self.raise_failure()

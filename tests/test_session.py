@@ -18,7 +18,7 @@ from osd_hf import OnlineConfig, StateError, Trace, capture_traces
 from osd_hf.learning import session as module
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.learner import Learner
-from osd_hf.learning.session import load_session, save_session
+from osd_hf.learning.session import load_session
 from osd_hf.learning.updater import Updater
 from osd_hf.utils.disk import lock_file
 
@@ -44,6 +44,10 @@ def learner(traces: list[Trace], updates: int, config: OnlineConfig = CONFIG, dr
     for trace in traces[3:5]:
         taught.observe(None, trace)
     return taught
+
+
+def save_session(folder: Path, taught: Learner, facts: dict[str, Any], router: dict[str, Any] | None = None) -> None:
+    module.save_session(folder, taught.state_dict(), facts, router)
 
 
 def updater(taught: Learner) -> Updater:
@@ -87,12 +91,12 @@ def test_a_session_comes_back_whole(tmp_path: Path, traces: list[Trace], gate: b
     assert router is not None
     assert router["weights"].tolist() == [1, 1]
     assert all(map(torch.equal, weights(saved), weights(fresh)))
-    assert alike(fresh.lesson_states(), saved.lesson_states())
+    assert alike(fresh.state_dict()["lessons"], saved.state_dict()["lessons"])
     assert alike(fresh.drafts.state_dict(), saved.drafts.state_dict())
-    (state,) = fresh.lesson_states()
+    (state,) = fresh.state_dict()["lessons"]
     sizes = {group: len(found) for group, found in state["traces"].items()}
     # 11 requests: with the gate three are held back, one of each four, and the two newest wait.
-    assert sizes == {"held_back": 3 * gate, "pending": 2, "waiting": 0, "replayed": 5}
+    assert sizes == {"held_back": 3 * gate, "pending": 2, "replayed": 5}
     assert fresh.drafts.serving_version() == (0 if gate else 3)
     assert updater(fresh).buffer.capacity == 5
     # Both go on alike: the same batches, and the same weights.
@@ -187,11 +191,11 @@ def test_damaged_files_are_named_and_change_nothing(file: str, how: str, tmp_pat
     save_session(tmp_path, learner(traces, 2), {"version": 2})
     damage(tmp_path, file, how)
     fresh = learner(traces, 1)
-    before, states, drafts = weights(fresh), fresh.lesson_states(), fresh.drafts.state_dict()
+    before, states, drafts = weights(fresh), fresh.state_dict()["lessons"], fresh.drafts.state_dict()
     with pytest.raises(StateError, match="session"):
         load_session(tmp_path, fresh)
     assert all(map(torch.equal, weights(fresh), before))
-    assert alike(fresh.lesson_states(), states)
+    assert alike(fresh.state_dict()["lessons"], states)
     assert alike(fresh.drafts.state_dict(), drafts)
     assert fresh.drafts.serving_version() == 1
 

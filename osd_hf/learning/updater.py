@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import time
 import traceback
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -15,19 +16,20 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from accelerate.utils import ProjectConfiguration
 
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, StateError, UnsupportedModelError
 from osd_hf.learning.faults import Readable
-from osd_hf.learning.gate import GateDecision
-from osd_hf.learning.lesson import Lesson
+from osd_hf.learning.lesson import GateDecision, Lesson
 from osd_hf.learning.weights import Snapshot, adapter_state, learning_context, load_adapter, write_snapshot
 from osd_hf.losses import divergence_loss
+from osd_hf.metrics import AcceptanceStats
 from osd_hf.pair import is_peft
 from osd_hf.replay import batches, completion_logits, completion_mask
 from osd_hf.trace import Trace
 
-__all__ = ["UpdateReport", "Updater", "finish", "trainable_parameters"]
+__all__ = ["UpdateReport", "Updater", "finish", "log_update", "make_accelerator", "trainable_parameters"]
 
 logger = logging.getLogger(__name__)
 
@@ -490,3 +492,39 @@ def finish(work: Generator[None, None, T]) -> T:
 
 def _learned_mask(trace: Trace, learn_from: str) -> Any:
     return trace.correction_mask if learn_from == "corrections" else np.ones(len(trace), dtype=bool)
+
+
+# --- the accelerator ------------------------------------------------------------------------------------------------
+
+
+def make_accelerator(report_to: str | Sequence[str] | None, config: OnlineConfig) -> Accelerator:
+    """One that leaves models where they are; raises ConfigError for a tracker that is not installed."""
+    names = [report_to] if isinstance(report_to, str) else list(report_to or ())
+    names = [name for name in names if name != "none"]
+    if not names:
+        return Accelerator(device_placement=False)
+    folder = os.environ.get("TENSORBOARD_LOGGING_DIR", "runs")
+    project = ProjectConfiguration(project_dir=".", logging_dir=folder)
+    try:
+        accelerator = Accelerator(device_placement=False, log_with=names, project_config=project)
+    except ValueError as error:
+        raise ConfigError(f"`report_to={report_to!r}` is not known: {error}") from error
+    accelerator.init_trackers("osd_hf", config=config.to_dict())
+    if not accelerator.trackers:
+        raise ConfigError(f"`report_to={report_to!r}` finds no tracker installed; try `pip install trackio`.")
+    return accelerator
+
+
+def log_update(accelerator: Accelerator, report: UpdateReport, requests: int, recent: AcceptanceStats) -> None:
+    """Tell the log and the trackers of an update, after so many requests, and of the acceptance since the last one."""
+    values: dict[str, Any] = {
+        "version": report.version,
+        "dropped_steps": report.dropped_steps,
+        "update_seconds": report.seconds,
+    }
+    if report.loss is not None:
+        values["loss"] = report.loss
+    if recent.examined:
+        values |= {"alpha": recent.alpha, "block_efficiency": recent.block_efficiency}
+    logger.info("Draft version %d after %d requests: %s", report.version, requests, values)
+    accelerator.log(values, step=requests)
