@@ -46,8 +46,7 @@ class OnlineAssistant:
             A smaller model with the target's tokenizer; if it is a `PeftModel`, only its adapter learns.
         tokenizer (`PreTrainedTokenizerBase`, *optional*):
             The tokenizer of both models, saved with the draft. By default the one found where the models came from.
-        config (`OnlineConfig`, *optional*):
-            How to draft and learn.
+        config (`OnlineConfig`, *optional*): How to draft and learn.
         store (`CorrectionStore` or `str` or `Path`, *optional*):
             Where captured traces are logged, beside the learner's own buffer.
         router (`Router` or `Callable[[str], str | None]`, *optional*):
@@ -117,8 +116,7 @@ class OnlineAssistant:
         Args:
             inputs (`torch.Tensor` of shape `(1, prompt)`, int64, *optional*):
                 Prompt ids; or pass `input_ids` and `attention_mask` as the tokenizer returns them.
-            domain (`str`, *optional*):
-                Label under which the request is counted and logged.
+            domain (`str`, *optional*): Label under which the request is counted and logged.
             learn (`bool`, *optional*, defaults to `True`):
                 With `False` nothing of the request is kept or learned from; its acceptance is still counted.
             num_assistant_tokens (`int` or `"auto"`, *optional*):
@@ -126,8 +124,7 @@ class OnlineAssistant:
             on_trace (`Callable[[Trace], object]`, *optional*):
                 Called with the request's trace once the answer is there, also with `learn=False`; not called where
                 nothing could be captured, such as a prompt of embeddings.
-            generate_kwargs (`Any`):
-                Passed on to `target.generate`.
+            generate_kwargs (`Any`): Passed on to `target.generate`.
 
         Raises:
             UnsupportedGenerationError: what cannot be kept lossless; before any work is done.
@@ -180,8 +177,7 @@ class OnlineAssistant:
         Learn now from what has been captured since the last update, and serve the outcome from the next request on.
 
         Args:
-            steps (`int`, *optional*):
-                Optimizer steps, `config.steps_per_update` by default.
+            steps (`int`, *optional*): Optimizer steps, `config.steps_per_update` by default.
             domain (`str`, *optional*):
                 Whose draft, with drafts per domain; by default the one with the most new requests.
 
@@ -278,8 +274,7 @@ class OnlineAssistant:
         Save a draft as an ordinary model folder with its tokenizer, adapters merged; nothing of any request is in it.
 
         Args:
-            save_directory (`str` or `Path`):
-                Made where it is missing.
+            save_directory (`str` or `Path`): Made where it is missing.
             domain (`str`, *optional*):
                 Whose draft, with drafts per domain; `None` is the base or the shared draft. An adapter alone is saved
                 by `assistant.drafts.adapter(domain).save_pretrained(...)`, all of them by

@@ -31,10 +31,8 @@ class SimulationReport:
         traces (`tuple[Trace, ...]`):
             The requests as a live run would have captured them, with the rounds of the version that served, its number
             and, with a router, the domain that it was routed to.
-        updates (`tuple[UpdateReport, ...]`):
-            In order.
-        learner (`Learner`):
-            Goes on in another call of [`simulate`].
+        updates (`tuple[UpdateReport, ...]`): In order.
+        learner (`Learner`): Goes on in another call of [`simulate`].
     """
 
     stats: tuple[AcceptanceStats, ...]
@@ -77,16 +75,12 @@ def simulate(
     Updates follow `update_interval`, whatever the strategy.
 
     Args:
-        draft (`PreTrainedModel`):
-            Where learning starts; not changed.
-        traces (`Sequence[Trace]`):
-            Greedy requests in the order of arrival.
-        config (`OnlineConfig`, *optional*):
-            How to draft and learn.
+        draft (`PreTrainedModel`): Where learning starts; not changed.
+        traces (`Sequence[Trace]`): Greedy requests in the order of arrival.
+        config (`OnlineConfig`, *optional*): How to draft and learn.
         router (`Router` or `Callable[[str], str | None]`, *optional*), peft_config (`peft.PeftConfig`, *optional*):
             Drafts per domain and adapters, as for [`OnlineAssistant`]; a trace's `domain` is its label.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*):
-            For routers that read text.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): For routers that read text.
         learner (`Learner`, *optional*):
             The learner of an earlier report, to go on with; `draft`, `config` and `peft_config` are its own then.
         on_request (`Callable[[int, AcceptanceStats], object]`, *optional*):

@@ -133,12 +133,10 @@ class Copies:
     def fill(self, serving: ServingDraft, snapshot: Snapshot) -> None:
         """Copy and write what was reserved, outside of any lock. [`~Copies.filled`] is called after it, also after an
         error."""
+        model = self.another() if serving.model is None else serving.model
+        self._write(snapshot, model)
         if serving.model is None:
-            model = self.another()
-            self._write(snapshot, model)
             serving.drafting, serving.model = self._draft_with(model), model
-        else:
-            self._write(snapshot, serving.model)
 
     def filled(self, serving: ServingDraft, version: Version | None) -> None:
         """It holds this version now, or none after an error; what could not be made is let go."""
@@ -189,15 +187,12 @@ class DomainDrafts:
     as requests ask for them, within a memory limit. May be used from several threads.
 
     Args:
-        draft (`PreTrainedModel`):
-            The base; copied, not changed. A `PeftModel` serves with its adapter merged.
-        config (`OnlineConfig`, *optional*):
-            How to draft and learn; `max_drafts` and `max_draft_bytes` are the limits.
+        draft (`PreTrainedModel`): The base; copied, not changed. A `PeftModel` serves with its adapter merged.
+        config (`OnlineConfig`, *optional*): How to draft and learn; `max_drafts` and `max_draft_bytes` are the limits.
         peft_config (`peft.PeftConfig`, *optional*):
             Kind of adapter (`LoraConfig(r=16, target_modules="all-linear")`, for instance); without one every draft
             that learns is a full copy.
-        per_domain (`bool`, *optional*, defaults to `True`):
-            `False`: all domains share one draft, which learns.
+        per_domain (`bool`, *optional*, defaults to `True`): `False`: all domains share one draft, which learns.
 
     Raises:
         UnsupportedModelError: adapters that do not fit the draft, or that cannot be merged into its weights.
@@ -240,21 +235,24 @@ class DomainDrafts:
         if not self.per_domain or domain is None:
             return not self.per_domain
         with self._lock:
-            if domain not in self._drafts and len(self._drafts) < self.config.max_drafts:
+            if domain in self._drafts:
+                return True
+            if len(self._drafts) < self.config.max_drafts:
                 self._drafts[domain] = _Draft(Lesson(domain, self.config))
-            if domain not in self._drafts and not self._has_refused:
+                return True
+            if not self._has_refused:
                 self._has_refused = True
                 logger.warning(
                     "There are %d drafts of domains already (`max_drafts`): %r and further domains are served by "
                     "the base draft.", len(self._drafts), domain,
                 )  # fmt: skip
-            return domain in self._drafts
+            return False
 
     @property
     def domains(self) -> tuple[str | None, ...]:
         """Those that have a draft, in order of appearance; `(None,)` where all share one."""
         with self._lock:
-            return tuple(self._drafts) if self.per_domain else (None,)
+            return tuple(self._drafts)
 
     @property
     def lessons(self) -> dict[str | None, Lesson]:
@@ -393,9 +391,9 @@ class DomainDrafts:
                 weights = draft.previous.weights
             # Written anew: what serves may have gone wrong by itself.
             draft.serving, draft.previous = Version(version, weights), None
-        self._release(self._leased(domain))  # now, so that no request waits for it
+        self.model(domain)  # made ready now, so that no request waits for it
         self._draft_changed(domain)
-        return self.serving_snapshot(domain)
+        return weights
 
     def _draft_changed(self, domain: str | None) -> None:
         self.pacer.draft_changed(domain if self.per_domain else ...)
@@ -422,21 +420,20 @@ class DomainDrafts:
         return updater
 
     def _new_updater(self, accelerator: Accelerator | None, lesson: Lesson) -> Updater:
-        if self.peft_config is None:
+        peft_config, seed = self.peft_config, self.config.seed
+        if peft_config is None:
             return Updater(self._source, self.config, accelerator, lesson=lesson)
         with learning_context():
             if not self.per_domain:
-                source = adapted(copy.deepcopy(self._source), self.peft_config, "default", self.config.seed)
+                source = adapted(copy.deepcopy(self._source), peft_config, "default", seed)
                 return Updater(source, self.config, accelerator, lesson=lesson)
-            number = 0 if self._master is None else len(self._master.peft_config)
             # Module names take no dots, and peft may take one name for the start of another.
-            adapter = f"domain_{number:05d}"
+            adapter = f"domain_{0 if self._master is None else len(self._master.peft_config):05d}"
             if self._master is None:
-                master = copy.deepcopy(self._source).float().eval()
-                self._master = adapted(master, self.peft_config, adapter, self.config.seed)
+                self._master = adapted(copy.deepcopy(self._source).float().eval(), peft_config, adapter, seed)
             else:
-                with seeded(self.config.seed):
-                    self._master.add_adapter(adapter, copy.deepcopy(self.peft_config))
+                with seeded(seed):
+                    self._master.add_adapter(adapter, copy.deepcopy(peft_config))
                 self._master.eval()  # what it added trains
         return Updater(self._master, self.config, accelerator, adapter=adapter, lesson=lesson)
 
@@ -559,7 +556,6 @@ class DomainDrafts:
     def state_dict(self) -> dict[str, Any]:
         """Versions and weights that serve or served, by domain; learners are saved apart."""
         with self._lock:
-            drafts = list(self._drafts.items())
             return {
                 "version": self.version,
                 "drafts": [
@@ -569,7 +565,7 @@ class DomainDrafts:
                         "snapshot": dict(draft.serving.weights),
                         "previous": None if draft.previous is None else tuple(draft.previous),
                     }
-                    for domain, draft in drafts
+                    for domain, draft in self._drafts.items()
                 ],
             }
 
@@ -591,5 +587,5 @@ class DomainDrafts:
                 draft.previous = None if previous is None else Version(*previous)
                 self._drafts[domain] = draft
         for domain in self.domains:
-            self._release(self._leased(domain))
+            self.model(domain)  # made ready now
             self._draft_changed(domain)

@@ -52,14 +52,10 @@ class Learner:
     Teaches the drafts of a [`DomainDrafts`]. Requests may come in from any thread; one thread at a time may work.
 
     Args:
-        drafts (`DomainDrafts`):
-            The drafts that serve and learn.
-        config (`OnlineConfig`):
-            How to learn.
-        accelerator (`Accelerator`, *optional*):
-            Runs backward and step.
-        clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`):
-            In seconds, for the duty cycle.
+        drafts (`DomainDrafts`): The drafts that serve and learn.
+        config (`OnlineConfig`): How to learn.
+        accelerator (`Accelerator`, *optional*): Runs backward and step.
+        clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`): In seconds, for the duty cycle.
     """
 
     def __init__(
@@ -185,7 +181,7 @@ class Learner:
         lesson = self.lessons[domain]
         newest = lesson.begin_update()  # those that arrive meanwhile are for the next update
         updater = self.updater(domain)
-        newest = yield from updater.accepted(newest)
+        newest = yield from lesson.sound(newest, updater.accepts)
         lesson.check_width(newest)
         yield from self._watch(lesson)
         report = yield from updater.micro_steps(steps, newest)
@@ -225,7 +221,7 @@ class Learner:
             return GateDecision("dropped", version, serving, domain, "its weights are not finite")
         if not self.config.gate:
             return GateDecision("promoted", version, version, domain, "there is no gate")
-        held_back = yield from updater.accepted(lesson.held_back)
+        held_back = yield from lesson.sound(lesson.held_back, updater.accepts)
         unknown = [t for t in held_back if t not in scores or scores[t][0] != serving]
         with self.drafts.lease(domain) as draft:
             found = yield from self._scored(lesson, draft.model, unknown)
@@ -235,7 +231,7 @@ class Learner:
         held_back = [t for t in held_back if t in scores]
         found = yield from self._scored(lesson, self.drafts.tried(snapshot), held_back)
         after = {t: s for t, s in zip(held_back, found, strict=True) if s is not None}
-        yield from updater.accepted(lesson.held_back)
+        yield from lesson.sound(lesson.held_back, updater.accepts)
         return judge(version, serving, domain, list(after), [scores[t][1] for t in after], list(after.values()))
 
     def _watch(self, lesson: Lesson) -> Generator[None, None, None]:
@@ -244,7 +240,7 @@ class Learner:
         domain, version = lesson.domain, self.drafts.serving_version(lesson.domain)
         if not self.config.gate or version == 0:
             return
-        served = yield from self.updater(domain).accepted(lesson.take_served())
+        served = yield from lesson.sound(lesson.take_served(), self.updater(domain).accepts)
         # A fixed number of drafted tokens makes what happened and what is replayed the same kind of figure.
         if self._k == self.config.num_assistant_tokens and not any(
             t.is_sampled or t.sampling.get("processors") or "num_assistant_tokens" in t.sampling for t in served

@@ -7,7 +7,7 @@ import math
 import threading
 import zlib
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -168,14 +168,23 @@ class Lesson:
                 self.pending.remove(trace)
         self.buffer.extend(learned)
 
-    def sound(self, traces: Sequence[Trace]) -> list[Trace]:
-        """The traces without those set aside, which are let go wherever they are."""
-        found = [trace for trace in traces if trace not in self.set_aside]
-        if len(found) < len(traces):
+    def sound(self, traces: Iterable[Trace], accepts: Callable[[Trace], object]) -> Generator[None, None, list[Trace]]:
+        """Those of the lesson's traces that `accepts` does not set aside; the others are let go wherever they are.
+        Yields after each that is looked at for the first time: all of its rows are read then, and they never
+        change."""
+        with self.lock:
+            found = list(traces)
+        for trace in found:
+            if trace not in self.looked_at:
+                accepts(trace)
+                self.looked_at.add(trace)
+                yield
+        sound = [trace for trace in found if trace not in self.set_aside]
+        if len(sound) < len(found):
             self.forget_set_aside()
         with self.lock:
             self.looked_at.intersection_update({*self.held_back, *self.pending})
-        return found
+        return sound
 
     def forget_set_aside(self) -> None:
         """Let go of requests that were set aside meanwhile."""
@@ -258,21 +267,15 @@ class GateDecision:
             `"rolled back"` (it had served; the version before it, or 0, the draft as it was, serves again). Learning
             goes on from what was not promoted; it starts again from what serves after a rollback, after weights that
             are not finite, and after eight versions in a row that were dropped.
-        version (`int`):
-            The version that was decided about.
-        serving (`int`):
-            Version that serves from now on.
-        domain (`str`, *optional*):
-            Whose draft; `None` where all share one.
-        reason (`str`):
-            In words.
-        requests (`int`):
-            Held-back or, for a rollback, served requests that it rests on.
+        version (`int`): The version that was decided about.
+        serving (`int`): Version that serves from now on.
+        domain (`str`, *optional*): Whose draft; `None` where all share one.
+        reason (`str`): In words.
+        requests (`int`): Held-back or, for a rollback, served requests that it rests on.
         alpha_before (`float`, *optional*), alpha_after (`float`, *optional*):
             Acceptance on them of the version that served, and of `version`; for a rollback, of the version before it,
             and of `version`.
-        standard_error (`float`, *optional*):
-            The standard error of their difference, paired by request.
+        standard_error (`float`, *optional*): The standard error of their difference, paired by request.
     """
 
     outcome: Literal["promoted", "kept back", "dropped", "rolled back"]

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 import traceback
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
@@ -45,20 +45,13 @@ class UpdateReport:
     Args:
         version (`int`):
             Version of the draft that serves afterwards; unchanged if no step was kept, or the gate let none through.
-        steps (`int`):
-            Optimizer steps kept.
-        dropped_steps (`int`):
-            Steps dropped because loss or gradient was not finite.
-        loss (`float`, *optional*):
-            Mean over the kept steps, in nats per position; `None` if there was none.
-        positions (`int`):
-            Positions learned from, over all steps.
-        new_requests (`int`):
-            Requests seen for the first time.
-        seconds (`float`):
-            Wall time of the work, the gate's included.
-        domain (`str`, *optional*):
-            Whose draft; `None` where all share one.
+        steps (`int`): Optimizer steps kept.
+        dropped_steps (`int`): Steps dropped because loss or gradient was not finite.
+        loss (`float`, *optional*): Mean over the kept steps, in nats per position; `None` if there was none.
+        positions (`int`): Positions learned from, over all steps.
+        new_requests (`int`): Requests seen for the first time.
+        seconds (`float`): Wall time of the work, the gate's included.
+        domain (`str`, *optional*): Whose draft; `None` where all share one.
         decision (`GateDecision`, *optional*):
             What became of the version that it made; `None` if there was nothing to learn from.
         set_aside (`Mapping[str, int]`, *optional*):
@@ -89,14 +82,12 @@ class Updater:
     Args:
         draft (`PreTrainedModel`):
             Copied, not changed. Where it has adapters the trainable parameters learn, otherwise all.
-        config (`OnlineConfig`):
-            The rule.
+        config (`OnlineConfig`): The rule.
         accelerator (`Accelerator`, *optional*):
             Runs backward and step; by default one that leaves the model on its device.
         adapter (`str`, *optional*):
             The draft is an fp32 `PeftModel` that several learners share, each an adapter of its own: not copied.
-        lesson (`Lesson`, *optional*):
-            The requests of this draft; by default it begins with none.
+        lesson (`Lesson`, *optional*): The requests of this draft; by default it begins with none.
 
     Raises:
         UnsupportedModelError: the draft has no parameter that could learn.
@@ -149,18 +140,6 @@ class Updater:
         if fault is not None:
             self.set_aside.add(trace, fault)
         return fault is None
-
-    def accepted(self, traces: Iterable[Trace]) -> Generator[None, None, list[Trace]]:
-        """Those of the lesson's traces that can be learned from; the lesson lets the others go. Yields after each that
-        is looked at for the first time: all of its rows are read then, and they never change."""
-        with self.lesson.lock:
-            found = list(traces)
-        for trace in found:
-            if trace not in self.lesson.looked_at:
-                self.accepts(trace)
-                self.lesson.looked_at.add(trace)
-                yield
-        return self.lesson.sound(found)
 
     # --- updates ----------------------------------------------------------------------------------------------------
 
@@ -468,16 +447,18 @@ def _optimizers(
 ) -> list[torch.optim.Optimizer]:
     """Muon (arXiv 2502.16982) is for matrices that map hidden states; embeddings and vectors go to AdamW."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    head = model.get_output_embeddings()
-    if head is not None:
+    if (head := model.get_output_embeddings()) is not None:
         embeddings.add(id(head.weight))
-    matrices = [p for p in parameters.values() if p.ndim == 2 and id(p) not in embeddings]
-    if config.optimizer == "adamw" or not matrices:
-        return [torch.optim.AdamW(parameters.values(), lr=config.learning_rate, weight_decay=0.0)]
-    hidden = {id(p) for p in matrices}
-    rest = [p for p in parameters.values() if id(p) not in hidden]
-    muon = torch.optim.Muon(matrices, lr=config.learning_rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
-    return [muon, *([torch.optim.AdamW(rest, lr=config.learning_rate, weight_decay=0.0)] if rest else [])]
+    matrices, rest = [], []
+    for p in parameters.values():
+        is_hidden = config.optimizer == "muon" and p.ndim == 2 and id(p) not in embeddings
+        (matrices if is_hidden else rest).append(p)
+    made: list[torch.optim.Optimizer] = []
+    if matrices:
+        made.append(torch.optim.Muon(matrices, config.learning_rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
+    if rest:
+        made.append(torch.optim.AdamW(rest, config.learning_rate, weight_decay=0.0))
+    return made
 
 
 def finish(work: Generator[None, None, T]) -> T:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, StateError, UnsupportedModelError
-from osd_hf.pair import is_peft, merged, ties_embeddings, untie
+from osd_hf.pair import is_peft, merged, set_fixed_k
 
 __all__ = [
     "FALLBACK_K",
@@ -62,9 +62,7 @@ def ready_to_serve(draft: Any, config: OnlineConfig) -> Any:
         served = (copy.deepcopy(draft) if served is draft else served).eval()
     k = config.num_assistant_tokens
     if k is not None:
-        served.generation_config.num_assistant_tokens = FALLBACK_K if k == "auto" else k
-        served.generation_config.num_assistant_tokens_schedule = "constant"
-        served.generation_config.assistant_confidence_threshold = 0.0
+        set_fixed_k(served.generation_config, FALLBACK_K if k == "auto" else k)
     return served
 
 
@@ -78,12 +76,10 @@ def write_snapshot(snapshot: Snapshot, draft: Any, template: Any = None) -> None
     Write learned weights into a draft, in place, cast to its dtype.
 
     Args:
-        snapshot (`dict[str, torch.Tensor]`):
-            As returned by [`Updater.snapshot`].
+        snapshot (`dict[str, torch.Tensor]`): As returned by [`Updater.snapshot`].
         draft (`PreTrainedModel`):
             A copy of the draft that was learned from; of one with adapters, with them merged or as it was.
-        template (`PeftModel`, *optional*):
-            Where the weights are an adapter's: a model with that adapter, unmerged.
+        template (`PeftModel`, *optional*): Where the weights are an adapter's: a model with that adapter, unmerged.
     """
     with learning_context(), torch.no_grad():
         if template is not None:
@@ -158,8 +154,13 @@ def make_template(source: Any, peft_config: Any, seed: int, *, per_domain: bool)
     with learning_context():
         if peft_config is None:
             return copy.deepcopy(source).float() if is_peft(source) else None
-        if ties_embeddings(source) and _adapts_embeddings(source, peft_config, seed):
-            untie(source)  # ours, not the caller's
+        if _adapts_tied_embeddings(source, peft_config, seed):
+            # Merged into a tensor that is both, an adapter on one of the two would change the other as well.
+            head = source.get_output_embeddings()  # ours, not the caller's
+            head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
+            for config in (source.config, source.config.get_text_config(decoder=True)):
+                config.tie_word_embeddings = False
+            source.all_tied_weights_keys = {}
         template = adapted(copy.deepcopy(source).float(), peft_config, "default", seed)
         if not hasattr(template.base_model, "merge_and_unload"):
             raise UnsupportedModelError(
@@ -177,8 +178,11 @@ def make_template(source: Any, peft_config: Any, seed: int, *, per_domain: bool)
     return template
 
 
-def _adapts_embeddings(model: Any, peft_config: Any, seed: int) -> bool:
-    """Whether an adapter would change the input embeddings or the output head."""
+def _adapts_tied_embeddings(model: Any, peft_config: Any, seed: int) -> bool:
+    """Whether input embeddings and output head are one tensor, and an adapter would change either."""
+    head = model.get_output_embeddings()
+    if head is None or head.weight is not model.get_input_embeddings().weight:
+        return False
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 
