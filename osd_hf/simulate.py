@@ -103,11 +103,9 @@ def simulate(
         )
     routes = as_router(router)
     if learner is None:
-        per_domain = routes is not None
-        drafts = DomainDrafts(draft, config, peft_config=peft_config, per_domain=per_domain)
+        drafts = DomainDrafts(draft, config, peft_config=peft_config, per_domain=routes is not None)
         learner = Learner(drafts, replace(config, max_duty_cycle=1.0))
-    drafts, config = learner.drafts, learner.config
-    k = config.num_assistant_tokens or drafts.base.generation_config.num_assistant_tokens
+    k = learner.config.num_assistant_tokens or learner.drafts.base.generation_config.num_assistant_tokens
     if not isinstance(k, int):
         raise ConfigError(
             f"Replay drafts the same number of tokens each round, got `num_assistant_tokens={k!r}`; set a number."
@@ -171,18 +169,18 @@ def _until_due(learner: Learner, traces: Sequence[Trace], start: int) -> int:
 
 def _redrafted(drafts: DomainDrafts, traces: Sequence[Trace], k: int) -> list[tuple[Trace, AcceptanceStats]]:
     """As captured with the drafts that serve now, with what these made of them."""
-    keys = [drafts.key(trace.domain) for trace in traces]
+    groups: dict[tuple[str | None, bool], list[int]] = {}
+    for i, trace in enumerate(traces):
+        groups.setdefault((drafts.key(trace.domain), trace.is_sampled), []).append(i)
     drafted: dict[int, tuple[Trace, AcceptanceStats]] = {}
-    for key in dict.fromkeys(keys):
-        greedy, sampled = (
-            [i for i, other in enumerate(keys) if other == key and traces[i].is_sampled == is_sampled]
-            for is_sampled in (False, True)
-        )
+    for (key, is_sampled), places in groups.items():
+        those = [traces[i] for i in places]
         with drafts.lease(key) as draft:
-            those = redraft(draft.model, [traces[i] for i in greedy], k)
-            found = [(t, AcceptanceStats.from_rounds(t.rounds)) for t in those]
-            expected = replay_each(draft.model, [traces[i] for i in sampled], k)
-            found += zip([traces[i] for i in sampled], expected, strict=True)
-            for i, (trace, stats) in zip([*greedy, *sampled], found, strict=True):
+            if is_sampled:
+                found = replay_each(draft.model, those, k)
+            else:
+                those = redraft(draft.model, those, k)
+                found = [AcceptanceStats.from_rounds(trace.rounds) for trace in those]
+            for i, trace, stats in zip(places, those, found, strict=True):
                 drafted[i] = replace(trace, draft_version=draft.version), stats
     return [drafted[i] for i in range(len(traces))]

@@ -449,10 +449,10 @@ def _optimizers(
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     if (head := model.get_output_embeddings()) is not None:
         embeddings.add(id(head.weight))
-    matrices, rest = [], []
-    for p in parameters.values():
-        is_hidden = config.optimizer == "muon" and p.ndim == 2 and id(p) not in embeddings
-        (matrices if is_hidden else rest).append(p)
+    is_muon = config.optimizer == "muon"
+    matrices = [p for p in parameters.values() if is_muon and p.ndim == 2 and id(p) not in embeddings]
+    hidden = {id(p) for p in matrices}
+    rest = [p for p in parameters.values() if id(p) not in hidden]
     made: list[torch.optim.Optimizer] = []
     if matrices:
         made.append(torch.optim.Muon(matrices, config.learning_rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
@@ -484,8 +484,7 @@ def make_accelerator(report_to: str | Sequence[str] | None, config: OnlineConfig
     names = [name for name in names if name != "none"]
     if not names:
         return Accelerator(device_placement=False)
-    folder = os.environ.get("TENSORBOARD_LOGGING_DIR", "runs")
-    project = ProjectConfiguration(project_dir=".", logging_dir=folder)
+    project = ProjectConfiguration(project_dir=".", logging_dir=os.environ.get("TENSORBOARD_LOGGING_DIR", "runs"))
     try:
         accelerator = Accelerator(device_placement=False, log_with=names, project_config=project)
     except ValueError as error:
