@@ -70,18 +70,11 @@ class OnlineAssistant:
     """
 
     def __init__(
-        self,
-        target: Any,
-        draft: Any,
-        tokenizer: Any = None,
-        config: OnlineConfig | None = None,
-        *,
+        self, target: Any, draft: Any, tokenizer: Any = None, config: OnlineConfig | None = None, *,
         store: CorrectionStore | str | os.PathLike[str] | None = None,
-        router: Router | Callable[[str], str | None] | None = None,
-        peft_config: Any = None,
-        autosave: str | os.PathLike[str] | None = None,
-        report_to: str | Sequence[str] | None = None,
-    ) -> None:
+        router: Router | Callable[[str], str | None] | None = None, peft_config: Any = None,
+        autosave: str | os.PathLike[str] | None = None, report_to: str | Sequence[str] | None = None,
+    ) -> None:  # fmt: skip
         self.config = config or OnlineConfig()
         named = (str, os.PathLike)
         self.target = load_model(os.fspath(target)) if isinstance(target, named) else target
@@ -101,15 +94,10 @@ class OnlineAssistant:
     # --- serving ----------------------------------------------------------------------------------------------------
 
     def generate(
-        self,
-        inputs: Any = None,
-        *,
-        domain: str | None = None,
-        learn: bool = True,
-        num_assistant_tokens: int | str | None = None,
-        on_trace: Callable[[Trace], object] | None = None,
+        self, inputs: Any = None, *, domain: str | None = None, learn: bool = True,
+        num_assistant_tokens: int | str | None = None, on_trace: Callable[[Trace], object] | None = None,
         **generate_kwargs: Any,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """
         What `target.generate` returns for these arguments, sooner.
 
@@ -244,9 +232,8 @@ class OnlineAssistant:
         With `num_assistant_tokens="auto"`: how many tokens are drafted for requests of a domain, and the measured
         acceptance and costs that this is decided from; `None` otherwise.
         """
-        if self.config.drafting != "lean" or self.config.num_assistant_tokens != "auto":
-            return None
-        return self._drafts.pacer.plan((domain, do_sample))
+        is_auto = self.config.num_assistant_tokens == "auto"
+        return self._drafts.pacer.plan((domain, do_sample)) if is_auto else None
 
     @property
     def version(self) -> int:

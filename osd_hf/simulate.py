@@ -58,17 +58,11 @@ class SimulationReport:
 
 
 def simulate(
-    draft: Any,
-    traces: Sequence[Trace],
-    config: OnlineConfig | None = None,
-    *,
-    router: Router | Callable[[str], str | None] | None = None,
-    peft_config: Any = None,
-    tokenizer: Any = None,
-    learner: Learner | None = None,
-    on_request: Callable[[int, AcceptanceStats], object] | None = None,
+    draft: Any, traces: Sequence[Trace], config: OnlineConfig | None = None, *,
+    router: Router | Callable[[str], str | None] | None = None, peft_config: Any = None, tokenizer: Any = None,
+    learner: Learner | None = None, on_request: Callable[[int, AcceptanceStats], object] | None = None,
     on_update: Callable[[int, UpdateReport], object] | None = None,
-) -> SimulationReport:
+) -> SimulationReport:  # fmt: skip
     """
     Serve recorded greedy requests one after the other to a learning draft. Counts are those of a live run, as greedy
     replay is exact (see [`replay`], also of `drafted`) and requests between two updates do not depend on each other.

@@ -84,13 +84,9 @@ class Upkeep:
     """
 
     def __init__(
-        self,
-        learner: Learner,
-        store: CorrectionStore | None = None,
-        router: Router | None = None,
-        tokenizer: Any = None,
-        autosave: Path | None = None,
-    ) -> None:
+        self, learner: Learner, store: CorrectionStore | None = None, router: Router | None = None,
+        tokenizer: Any = None, autosave: Path | None = None,
+    ) -> None:  # fmt: skip
         self.learner, self.drafts, self.config = learner, learner.drafts, learner.config
         self.store, self.router, self.tokenizer, self.autosave = store, router, tokenizer, autosave
         self.traffic, self.tally = Traffic(), Tally()
@@ -124,15 +120,9 @@ class Upkeep:
             yield
 
     def binding(
-        self,
-        domain: str | None,
-        learn: bool,
-        *,
-        is_begun: bool = False,
-        k: int | str | None = None,
-        tried: Sequence[TriedOut] = (),
-        seen: list[Trace] | None = None,
-    ) -> Binding:
+        self, domain: str | None, learn: bool, *, is_begun: bool = False, k: int | str | None = None,
+        tried: Sequence[TriedOut] = (), seen: list[Trace] | None = None,
+    ) -> Binding:  # fmt: skip
         """Listens to requests of this label, of which `seen` gets the traces; `is_begun`: to the one in
         [`~Upkeep.request`]."""
         return Binding(
@@ -338,11 +328,8 @@ class Upkeep:
         with self.alone():
             with self._taking_in:  # requests go on: each is in both or in neither
                 counts, learner = self.tally.state(), self.learner.state_dict()
-            facts = {
-                **counts,
-                "config": self.config.to_dict(),
-                "decisions": [decision.to_dict() for decision in self.learner.decisions],
-            }
+            decisions = [decision.to_dict() for decision in self.learner.decisions]
+            facts = {**counts, "config": self.config.to_dict(), "decisions": decisions}
             router = None if self.router is None else self.router.state_dict()
             save_session(directory, learner, facts, router, patience_seconds=patience_seconds)
 

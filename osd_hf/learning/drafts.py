@@ -85,16 +85,10 @@ class Copies:
         self.held = [] if shared is None else [self.base]
         self.making: set[str | None] = set()
         self.made: weakref.WeakSet[Any] = weakref.WeakSet([base])  # all models that serve, or did
+        self.bytes_each = sum(tensor.nbytes for tensor in (*base.parameters(), *base.buffers()))
+        limit = config.max_draft_bytes
+        self._most = float("inf") if limit is None else max(limit // self.bytes_each, 1)
         self._clock = 0
-
-    @property
-    def bytes_each(self) -> int:
-        tensors = [*self.base.model.parameters(), *self.base.model.buffers()]
-        return sum(t.numel() * t.element_size() for t in tensors)
-
-    def _most(self) -> float:
-        limit = self.config.max_draft_bytes
-        return float("inf") if limit is None else max(limit // self.bytes_each, 1)
 
     def find(self, domain: str | None, version: Version | None = None) -> ServingDraft | None:
         """One that holds this version of a domain's draft, or any; `None` where none does."""
@@ -114,7 +108,7 @@ class Copies:
         for held in sorted(self.held, key=lambda s: s.used):
             is_doubled = sum(s.domain == held.domain for s in self.held) > 1
             is_old = held.holds is None or held.holds is not newest.get(held.domain)
-            if held.leases == 0 and ((is_doubled and is_old) or len(self.held) > self._most()):
+            if held.leases == 0 and ((is_doubled and is_old) or len(self.held) > self._most):
                 self.held.remove(held)
 
     def reserve(self, domain: str | None) -> ServingDraft:
@@ -122,7 +116,7 @@ class Copies:
         the limit, the one not used for longest. Its place counts from now on."""
         free = [serving for serving in self.held if serving.leases == 0]
         own = [serving for serving in free if serving.domain == domain]
-        if not own and not (free and len(self.held) >= self._most()):
+        if not own and not (free and len(self.held) >= self._most):
             own = [ServingDraft(None, None)]
             self.held += own
         serving = own[0] if own else min(free, key=lambda s: s.used)
@@ -427,8 +421,9 @@ class DomainDrafts:
             if not self.per_domain:
                 source = adapted(copy.deepcopy(self._source), peft_config, "default", seed)
                 return Updater(source, self.config, accelerator, lesson=lesson)
+            number = 0 if self._master is None else len(self._master.peft_config)
             # Module names take no dots, and peft may take one name for the start of another.
-            adapter = f"domain_{0 if self._master is None else len(self._master.peft_config):05d}"
+            adapter = f"domain_{number:05d}"
             if self._master is None:
                 self._master = adapted(copy.deepcopy(self._source).float().eval(), peft_config, adapter, seed)
             else:

@@ -59,15 +59,10 @@ class Learner:
     """
 
     def __init__(
-        self,
-        drafts: DomainDrafts,
-        config: OnlineConfig,
-        accelerator: Accelerator | None = None,
-        *,
+        self, drafts: DomainDrafts, config: OnlineConfig, accelerator: Accelerator | None = None, *,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.drafts = drafts
-        self.config = config
+    ) -> None:  # fmt: skip
+        self.drafts, self.config = drafts, config
         self.accelerator = accelerator or Accelerator(device_placement=False)
         self.duty_cycle = DutyCycle(config.max_duty_cycle, clock)
         self.decisions: deque[GateDecision] = deque(maxlen=MOST_DECISIONS)  # oldest first

@@ -312,13 +312,9 @@ def paired_gain(before: Sequence[AcceptanceStats], after: Sequence[AcceptanceSta
 
 
 def judge(
-    version: int,
-    serving: int,
-    domain: str | None,
-    held_back: Sequence[Trace],
-    before: Sequence[AcceptanceStats],
-    after: Sequence[AcceptanceStats],
-) -> GateDecision:
+    version: int, serving: int, domain: str | None,
+    held_back: Sequence[Trace], before: Sequence[AcceptanceStats], after: Sequence[AcceptanceStats],
+) -> GateDecision:  # fmt: skip
     """
     Whether a version may serve in place of the one that does, by what each was replayed to make of the held-back
     requests, `before` and `after`.
@@ -353,12 +349,9 @@ def judge(
 
 
 def regressed(
-    version: int,
-    previous: int,
-    domain: str | None,
-    before: Sequence[AcceptanceStats],
-    after: Sequence[AcceptanceStats],
-) -> GateDecision | None:
+    version: int, previous: int, domain: str | None,
+    before: Sequence[AcceptanceStats], after: Sequence[AcceptanceStats],
+) -> GateDecision | None:  # fmt: skip
     """
     Whether the version that serves has to go, for `previous` to serve in its place: the one before it, or 0, the draft
     as it was; `None` where it may stay. The sides are what the other would have scored, by replay, on the requests

@@ -38,13 +38,9 @@ class FolderBusyError(StateError):
 
 
 def save_session(
-    directory: Path,
-    learner: dict[str, Any],
-    facts: dict[str, Any],
-    router: dict[str, Any] | None = None,
-    *,
+    directory: Path, learner: dict[str, Any], facts: dict[str, Any], router: dict[str, Any] | None = None, *,
     patience_seconds: float | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """
     Write the state of a learner that is not at work, and what else belongs to its session. A folder of its own is
     written first, then a pointer to it is replaced, so that a kill or a loss of power at any moment leaves the old

@@ -94,17 +94,11 @@ class Updater:
     """
 
     def __init__(
-        self,
-        draft: Any,
-        config: OnlineConfig,
-        accelerator: Accelerator | None = None,
-        *,
-        adapter: str | None = None,
-        lesson: Lesson | None = None,
-    ) -> None:
-        self.config = config
-        self.version = 0
-        self.adapter = adapter
+        self, draft: Any, config: OnlineConfig, accelerator: Accelerator | None = None, *,
+        adapter: str | None = None, lesson: Lesson | None = None,
+    ) -> None:  # fmt: skip
+        self.config, self.adapter = config, adapter
+        self.version = self.kept_steps = 0
         self.lesson = lesson or Lesson(config=config)
         self.buffer, self.set_aside = self.lesson.buffer, self.lesson.set_aside
         self.readable = Readable.by(draft)  # what the draft can learn from
@@ -121,7 +115,6 @@ class Updater:
             made = _optimizers(self.master, self.parameters, config)
             self.optimizers = [self.accelerator.prepare_optimizer(optimizer) for optimizer in made]
             self.averaged = {name: p.detach().clone() for name, p in self.parameters.items()}
-        self.kept_steps = 0
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -179,15 +172,10 @@ class Updater:
                 "%d of %d update steps were dropped: loss or gradient not finite.", dropped, dropped + len(losses)
             )
         return UpdateReport(
-            version=self.version,
-            steps=len(losses),
-            dropped_steps=dropped,
-            loss=float(np.mean(losses)) if losses else None,
-            positions=positions,
-            new_requests=len(newest),
-            seconds=time.perf_counter() - started,
-            set_aside=self.set_aside.take_new(),
-        )
+            version=self.version, steps=len(losses), dropped_steps=dropped,
+            loss=float(np.mean(losses)) if losses else None, positions=positions, new_requests=len(newest),
+            seconds=time.perf_counter() - started, set_aside=self.set_aside.take_new(),
+        )  # fmt: skip
 
     def pace(self) -> None:
         """Cut the backward passes to come into parts that take about as long as an arriving request may wait, by what
@@ -498,10 +486,8 @@ def make_accelerator(report_to: str | Sequence[str] | None, config: OnlineConfig
 def log_update(accelerator: Accelerator, report: UpdateReport, requests: int, recent: AcceptanceStats) -> None:
     """Tell the log and the trackers of an update, after so many requests, and of the acceptance since the last one."""
     values: dict[str, Any] = {
-        "version": report.version,
-        "dropped_steps": report.dropped_steps,
-        "update_seconds": report.seconds,
-    }
+        "version": report.version, "dropped_steps": report.dropped_steps, "update_seconds": report.seconds,
+    }  # fmt: skip
     if report.loss is not None:
         values["loss"] = report.loss
     if recent.examined:
