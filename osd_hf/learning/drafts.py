@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accelerate import Accelerator
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from osd_hf.config import OnlineConfig
 from osd_hf.drafting.generator import LeanDrafting
@@ -23,7 +25,6 @@ from osd_hf.errors import ConfigError, StateError
 from osd_hf.learning.lesson import Lesson
 from osd_hf.learning.updater import Updater
 from osd_hf.learning.weights import (
-    INDEX,
     Snapshot,
     adapted,
     adapter_state,
@@ -31,7 +32,6 @@ from osd_hf.learning.weights import (
     learning_context,
     load_adapter,
     make_template,
-    read_drafts,
     ready_to_serve,
     seeded,
     write_snapshot,
@@ -42,6 +42,8 @@ from osd_hf.utils.report import make_folder
 __all__ = ["DomainDrafts", "ServingDraft"]
 
 logger = logging.getLogger(__name__)
+
+INDEX = "drafts.json"
 
 
 class Version(NamedTuple):
@@ -85,7 +87,7 @@ class Copies:
         self.held = [] if shared is None else [self.base]
         self.making: set[str | None] = set()
         self.made: weakref.WeakSet[Any] = weakref.WeakSet([base])  # all models that serve, or did
-        self.bytes_each = sum(tensor.nbytes for tensor in (*base.parameters(), *base.buffers()))
+        self.bytes_each: int = sum(tensor.nbytes for tensor in (*base.parameters(), *base.buffers()))
         limit = config.max_draft_bytes
         self._most = float("inf") if limit is None else max(limit // self.bytes_each, 1)
         self._clock = 0
@@ -520,9 +522,18 @@ class DomainDrafts:
         Raises:
             StateError: nothing readable there, or drafts of another base.
         """
-        parameters = {name for name, p in self.base.named_parameters() if p.is_floating_point()}
-        fixed = self.base.state_dict().keys() - parameters
-        loaded = read_drafts(Path(directory), adapters=self._template is not None, without=fixed)
+        file = "model.safetensors" if self._template is None else "adapter_model.safetensors"
+        fixed = self.base.state_dict().keys() - self._parameters().keys()
+        loaded = {}
+        try:
+            for folder, entry in json.loads(Path(directory, INDEX).read_text()).items():
+                state = load_file(Path(directory, folder, file))
+                weights = {name: tensor for name, tensor in state.items() if name not in fixed}
+                loaded[entry["domain"]] = int(entry["version"]), weights
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+            raise StateError(
+                f"The drafts in {directory} cannot be read: {error}. Restore them from a copy."
+            ) from error
         for domain, (_, weights) in loaded.items():
             self._check(domain, weights)
         for domain, (number, weights) in loaded.items():
@@ -531,13 +542,14 @@ class DomainDrafts:
                 self.version = max(self.version, number)
                 self.promote(domain, number, weights)
 
+    def _parameters(self) -> Snapshot:
+        """Those of the base that a full copy may learn."""
+        return {name: p for name, p in self.base.named_parameters() if p.is_floating_point()}
+
     def _check(self, domain: str | None, snapshot: Snapshot) -> None:
         if not is_finite(snapshot):
             raise StateError(f"The saved draft of {domain!r} has weights that are not finite. Save it anew.")
-        if self._template is not None:
-            ours = adapter_state(self._template)
-        else:
-            ours = {name: p for name, p in self.base.named_parameters() if p.is_floating_point()}
+        ours = self._parameters() if self._template is None else adapter_state(self._template)
         # Where transformers has added adapters, they alone learn, inside a model that is whole.
         is_part = self._template is None and getattr(self.base, "_hf_peft_config_loaded", False)
         theirs = {name: tuple(t.shape) for name, t in snapshot.items()}

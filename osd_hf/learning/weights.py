@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import copy
-import json
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from osd_hf.config import OnlineConfig
-from osd_hf.errors import ConfigError, StateError, UnsupportedModelError
+from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.pair import is_peft, merged, set_fixed_k
 
 __all__ = [
     "FALLBACK_K",
-    "INDEX",
     "Snapshot",
     "adapted",
     "adapter_state",
@@ -28,7 +23,6 @@ __all__ = [
     "learning_context",
     "load_adapter",
     "make_template",
-    "read_drafts",
     "ready_to_serve",
     "seeded",
     "write_snapshot",
@@ -36,7 +30,6 @@ __all__ = [
 
 Snapshot = dict[str, torch.Tensor]  # learned weights by name; of an adapter, by the names in its file
 FALLBACK_K = 5  # where the number of drafted tokens is not fixed, and one is needed
-INDEX = "drafts.json"
 
 
 @contextmanager
@@ -89,24 +82,6 @@ def write_snapshot(snapshot: Snapshot, draft: Any, template: Any = None) -> None
         served = dict(draft.named_parameters())
         for name, learned in snapshot.items():
             served[name].copy_(learned)
-
-
-def read_drafts(
-    directory: Path, *, adapters: bool, without: Collection[str]
-) -> dict[str | None, tuple[int, Snapshot]]:
-    """Version and weights of each domain's draft, as [`DomainDrafts.save_pretrained`] wrote them, less the tensors in
-    `without`; raises StateError where nothing can be read."""
-    name = "adapter_model.safetensors" if adapters else "model.safetensors"
-    try:
-        index = json.loads((directory / INDEX).read_text())
-        loaded = {}
-        for folder, entry in index.items():
-            state = load_file(directory / folder / name)
-            kept = {tensor: state[tensor] for tensor in state if tensor not in without}
-            loaded[entry["domain"]] = int(entry["version"]), kept
-        return loaded
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        raise StateError(f"The drafts in {directory} cannot be read: {error}. Restore them from a copy.") from error
 
 
 # --- adapters -------------------------------------------------------------------------------------------------------
