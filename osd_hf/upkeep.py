@@ -31,8 +31,7 @@ AUTOSAVE_PATIENCE_SECONDS = 5.0  # with another process that saves to the folder
 
 
 class Traffic:
-    """Who has the machine: requests, any number at once, or one micro-step of learning. A forked child counts its own
-    requests alone."""
+    """Who has the machine: requests, any number at once, or one micro-step of learning."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -160,8 +159,8 @@ class Upkeep:
             return None
 
     def take_in(self, trace: Trace, *, learn: bool, seen: list[Trace] | None) -> None:
-        """Count a request that has ended and, unless `learn` is `False`, log it and learn where that is due. What
-        fails costs no answer."""
+        """Count a request that has ended and, with `learn`, log it and learn where that is due. What fails costs no
+        answer."""
         if seen is not None:
             seen.append(trace)
         if self.is_closed:  # a request that outlives it is answered, and that is all
@@ -224,8 +223,7 @@ class Upkeep:
 
     @contextlib.contextmanager
     def alone(self, *, wait: bool = True) -> Iterator[bool]:
-        """Nobody else learns or saves inside; after it the idle thread goes on. Without `wait` it yields `False` where
-        somebody else does."""
+        """Nobody else learns or saves inside. Without `wait` it yields `False`, at once, where somebody does."""
         lock = self._learning  # of this process
         is_mine = lock.acquire(blocking=wait)
         try:

@@ -104,8 +104,7 @@ class Copies:
         return serving
 
     def release(self, serving: ServingDraft, newest: Mapping[str | None, Version]) -> None:
-        """End a lease; let go what overlapping requests made and does not serve any more, and what is over the
-        limit."""
+        """End a lease; let go of what overlapping requests made and is old by now, and of what is over the limit."""
         serving.leases -= 1
         for held in sorted(self.held, key=lambda s: s.used):
             is_doubled = sum(s.domain == held.domain for s in self.held) > 1

@@ -30,8 +30,7 @@ Work = Generator[None, None, UpdateReport]
 
 
 class DutyCycle:
-    """Rests after work, to keep learning within its share of the time, above 0 and at most 1. The clock tells
-    seconds."""
+    """Rests after work, to keep learning within its share of the time, above 0 and at most 1."""
 
     def __init__(self, share: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.share = share
@@ -230,8 +229,7 @@ class Learner:
         return judge(version, serving, domain, list(after), [scores[t][1] for t in after], list(after.values()))
 
     def _watch(self, lesson: Lesson) -> Generator[None, None, None]:
-        """Whether the version that serves is accepted as well, on what it has served, as the one before it and as the
-        draft before it learned anything."""
+        """Let an earlier version serve again where the one that serves is accepted less, on what it has served."""
         domain, version = lesson.domain, self.drafts.serving_version(lesson.domain)
         if not self.config.gate or version == 0:
             return
@@ -284,8 +282,7 @@ class Learner:
     # --- keeping ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The drafts, and of each that learns or is about to its requests, counts, and learner's state (`None` before
-        its first update)."""
+        """The drafts and, for each, its requests, counts and learner's state (`None` before its first update)."""
         learning = self.drafts.learning
         lessons = [
             {**lesson.state_dict(), "updater": self.updater(domain).state_dict() if domain in learning else None}

@@ -169,9 +169,8 @@ class Lesson:
         self.buffer.extend(learned)
 
     def sound(self, traces: Iterable[Trace], accepts: Callable[[Trace], object]) -> Generator[None, None, list[Trace]]:
-        """Those of the lesson's traces that `accepts` does not set aside; the others are let go wherever they are.
-        Yields after each that is looked at for the first time: all of its rows are read then, and they never
-        change."""
+        """Those of the lesson's traces that `accepts` does not set aside; the others are let go. Yields after each
+        that is looked at for the first time: all of its rows, which never change, are read then."""
         with self.lock:
             found = list(traces)
         for trace in found:

@@ -119,8 +119,7 @@ class Updater:
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def observe(self, trace: Trace) -> None:
-        """Take in one request to learn from at the next update, or set it aside where nothing can be learned from it;
-        raises StateError if its rows are of another width."""
+        """Take in a request to learn from at the next update; raises StateError if its rows are of another width."""
         if len(trace) and trace.num_kept and self.accepts(trace):
             self.lesson.check_width([trace])
             self.lesson.pending.append(trace)
@@ -178,8 +177,7 @@ class Updater:
         )  # fmt: skip
 
     def pace(self) -> None:
-        """Cut the backward passes to come into parts that take about as long as an arriving request may wait, by what
-        the last one took."""
+        """Fit the size of the next backward passes to what the last one took and an arriving request may wait."""
         seconds, self._backward_seconds = self._backward_seconds, None
         limit = self.config.micro_step_seconds
         if seconds is not None and seconds > limit:
