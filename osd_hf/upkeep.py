@@ -100,7 +100,7 @@ class Upkeep:
 
     def _renew_locks(self) -> None:
         self._learning = threading.Lock()  # held by who learns or saves
-        # Held while a request is counted and taken in, and while both are read to be saved.
+        # Held while a request is counted and taken in, and while counts and lessons are read together or loaded.
         self._taking_in = threading.Lock()
 
     def _begin_in_child(self) -> None:

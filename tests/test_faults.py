@@ -278,6 +278,33 @@ def test_a_request_that_ends_while_a_session_is_saved_is_in_all_of_it_or_in_none
         assert assistant.stats.num_requests == lesson["observed"] == (2 if is_saved_beside else 1)
 
 
+def test_a_request_that_ends_while_a_session_is_loaded_is_added_to_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with OnlineAssistant(*models.pair(), config=replace(CONFIG, update_strategy="manual", gate=True)) as assistant:
+        ask(assistant.generate, 0)
+        assistant.save_state(tmp_path)
+        moved_on, load = threading.Event(), assistant._upkeep.tally.load
+        monkeypatch.setattr(assistant._upkeep, "_taking_in", Watched(moved_on))
+
+        def beside() -> None:
+            ask(assistant.generate, 1)
+            moved_on.set()
+
+        other = threading.Thread(target=beside)
+
+        def loaded(counts: dict[str, Any]) -> None:  # after the lessons
+            other.start()
+            assert moved_on.wait(LONG)
+            load(counts)
+
+        monkeypatch.setattr(assistant._upkeep.tally, "load", loaded)
+        assistant.load_state(tmp_path)
+        other.join()
+        (lesson,) = assistant._learner.state_dict()["lessons"]
+        assert assistant.stats.num_requests == lesson["observed"] == 2
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="restarts by fork")
 def test_a_session_killed_at_any_moment_goes_on(tmp_path: Path) -> None:
     kills = 20
