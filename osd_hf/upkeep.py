@@ -334,7 +334,7 @@ class Upkeep:
     def load(self, directory: Path) -> None:
         """Go on with a saved session; raises StateError, with nothing changed, where that cannot be."""
         with self.alone(), self._taking_in:
-            facts, _ = load_session(directory, self.learner, self.router)
+            facts = load_session(directory, self.learner, self.router)
             self.learner.load_decisions(facts["decisions"])
             self.tally.load(facts)
 

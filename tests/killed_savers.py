@@ -47,7 +47,7 @@ def loaded(folder: Path) -> int:
     def load(state: dict[str, Any]) -> None:
         found.extend([state["drafts"]["weights"], *(lesson["updater"]["weights"] for lesson in state["lessons"])])
 
-    facts, _ = load_session(folder, SimpleNamespace(load_state_dict=load))  # type: ignore[arg-type]
+    facts = load_session(folder, SimpleNamespace(load_state_dict=load))  # type: ignore[arg-type]
     number = int(facts["number"])
     if len(found) != 3 or not all(torch.equal(weights, torch.full((64,), number)) for weights in found):
         raise StateError(f"mixed: {number} and {[int(weights[0]) for weights in found]}")

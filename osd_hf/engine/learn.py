@@ -420,7 +420,7 @@ class StoreLearner:
         self._unsaved_updates = 0
 
     def _resume(self, state: Path) -> None:
-        facts, _ = load_session(state, self.learner)
+        facts = load_session(state, self.learner)
         try:
             self.follower.load_state_dict(facts["taken"], facts.get("left_out"))
             self.requests, self.tokens = int(facts["requests"]), int(facts["tokens"])

@@ -160,14 +160,12 @@ def check_pointer(directory: Path) -> None:
         )
 
 
-def load_session(
-    directory: Path, learner: Learner, router: Any = None
-) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def load_session(directory: Path, learner: Learner, router: Any = None) -> dict[str, Any]:
     """
     Bring a learner, and a router where there is one, to a saved state; both or neither.
 
     Returns:
-        `tuple[dict[str, Any], dict[str, Any] | None]`: the facts that were saved with it, and the router's state.
+        `dict[str, Any]`: the facts that were saved with it.
 
     Raises:
         StateError: nothing readable there, or the state of another draft.
@@ -185,7 +183,8 @@ def load_session(
             if before is not None:
                 router.load_state_dict(before)
             raise
-        return state["facts"], state["router"]
+        facts: dict[str, Any] = state["facts"]
+        return facts
     except (OSError, EOFError, ValueError, KeyError, IndexError, TypeError, RuntimeError, pickle.UnpicklingError,
             pa.ArrowException) as error:  # fmt: skip
         if isinstance(error, StateError):
