@@ -222,17 +222,14 @@ class Lesson:
     def state_dict(self) -> dict[str, Any]:
         """Counts and requests by what they are for; all is ready for JSON but the traces."""
         with self.lock:
+            traces = {"held_back": list(self.held_back), "pending": list(self.pending), "replayed": list(self.buffer)}
             return {
                 "domain": self.domain,
                 "requests_waiting": self.requests_waiting,
                 "observed": self.observed,
                 "dropped": self.dropped,
                 "seen": list(self.buffer.seen.items()),
-                "traces": {
-                    "held_back": list(self.held_back),
-                    "pending": list(self.pending),
-                    "replayed": list(self.buffer),
-                },
+                "traces": traces,
                 "set_aside": self.set_aside.state_dict(),
             }
 
