@@ -232,6 +232,7 @@ def here(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     """The Hub of this process."""
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.address)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("transformers.utils.hub._hf_api", None)  # it keeps the first address that it was asked for
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     return hub
