@@ -88,7 +88,7 @@ class OnlineAssistant:
         self._learner = Learner(self._drafts, self.config, make_accelerator(report_to, self.config))
         folder = None if autosave is None else Path(autosave)
         # Threads hold no reference to the assistant: one that nobody uses any more takes them along.
-        self._upkeep = Upkeep(self._learner, self.store, self.router, self.tokenizer, folder)
+        self._upkeep = Upkeep(self._learner, self.router, self.tokenizer, folder)
         weakref.finalize(self, self._upkeep.stop)
 
     # --- serving ----------------------------------------------------------------------------------------------------
@@ -135,7 +135,9 @@ class OnlineAssistant:
         if self.tokenizer is not None and generate_kwargs.get("stop_strings") is not None:
             generate_kwargs.setdefault("tokenizer", self.tokenizer)
         seen: list[Trace] | None = None if on_trace is None else []
-        binding = self._upkeep.binding(domain, learn, is_begun=True, k=num_assistant_tokens, tried=tried, seen=seen)
+        binding = self._upkeep.binding(
+            domain, learn, self.store, is_begun=True, k=num_assistant_tokens, tried=tried, seen=seen
+        )
         with self._upkeep.request(), bind(self.target, binding):
             output = self.target.generate(inputs, assistant_model=self._drafts.base, **generate_kwargs)
         if on_trace is not None:
@@ -155,7 +157,7 @@ class OnlineAssistant:
             domain (`str`, *optional*), learn (`bool`, *optional*, defaults to `True`):
                 As for [`~OnlineAssistant.generate`].
         """
-        with bind(self.target, self._upkeep.binding(domain, learn)):
+        with bind(self.target, self._upkeep.binding(domain, learn, self.store)):
             yield self
 
     # --- learning ---------------------------------------------------------------------------------------------------
@@ -306,7 +308,13 @@ class OnlineAssistant:
         """End the idle thread, save the session where it is saved by itself, flush the store, end tracking; raises
         LearnerError if learning had failed unnoticed. Requests are answered all the same, but neither counted nor
         learned from any more."""
-        self._upkeep.close()
+        try:
+            self._upkeep.close()
+        finally:
+            if self.store is not None:
+                self.store.flush()
+            self._learner.accelerator.end_training()
+        self._upkeep.raise_failure()
 
     def __enter__(self) -> OnlineAssistant:
         return self

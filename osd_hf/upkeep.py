@@ -77,17 +77,15 @@ class Upkeep:
     A forked child serves, and learns by itself from its own requests, from where its parent stood; its idle thread
     begins with its first request. It saves nothing by itself: the folder stays with the parent.
 
-    Requests that are learned from are logged in the store. A router, with the tokenizer, says which domain a request
-    without a label belongs to. The session is saved to the folder `autosave` after every `autosave_interval` updates,
-    by a thread of its own.
+    A router, with the tokenizer, says which domain a request without a label belongs to. The session is saved to the
+    folder `autosave` after every `autosave_interval` updates, by a thread of its own.
     """
 
     def __init__(
-        self, learner: Learner, store: CorrectionStore | None = None, router: Router | None = None,
-        tokenizer: Any = None, autosave: Path | None = None,
-    ) -> None:  # fmt: skip
+        self, learner: Learner, router: Router | None = None, tokenizer: Any = None, autosave: Path | None = None
+    ) -> None:
         self.learner, self.drafts, self.config = learner, learner.drafts, learner.config
-        self.store, self.router, self.tokenizer, self.autosave = store, router, tokenizer, autosave
+        self.router, self.tokenizer, self.autosave = router, tokenizer, autosave
         self.traffic, self.tally = Traffic(), Tally()
         self.failure: Exception | None = None
         self.saving: threading.Thread | None = None  # the last autosave
@@ -119,13 +117,13 @@ class Upkeep:
             yield
 
     def binding(
-        self, domain: str | None, learn: bool, *, is_begun: bool = False, k: int | str | None = None,
-        tried: Sequence[TriedOut] = (), seen: list[Trace] | None = None,
+        self, domain: str | None, learn: bool, store: CorrectionStore | None, *, is_begun: bool = False,
+        k: int | str | None = None, tried: Sequence[TriedOut] = (), seen: list[Trace] | None = None,
     ) -> Binding:  # fmt: skip
         """Listens to requests of this label, of which `seen` gets the traces; `is_begun`: to the one in
         [`~Upkeep.request`]."""
         return Binding(
-            functools.partial(self.take_in, learn=learn, seen=seen),
+            functools.partial(self.take_in, learn=learn, store=store, seen=seen),
             owner=self,
             num_logprobs=self.config.num_logprobs if learn or seen is not None else 0,
             serving=functools.partial(self.lease, domain, learn, is_begun),
@@ -158,7 +156,7 @@ class Upkeep:
             self.failed(error)
             return None
 
-    def take_in(self, trace: Trace, *, learn: bool, seen: list[Trace] | None) -> None:
+    def take_in(self, trace: Trace, *, learn: bool, store: CorrectionStore | None, seen: list[Trace] | None) -> None:
         """Count a request that has ended and, with `learn`, log it and learn where that is due. What fails costs no
         answer."""
         if seen is not None:
@@ -167,8 +165,8 @@ class Upkeep:
             return
         try:
             try:
-                if learn and self.store is not None:
-                    self.store.append(trace)
+                if learn and store is not None:
+                    store.append(trace)
             finally:  # a log that is full does not end learning
                 with self._taking_in:
                     self.tally.add(trace.domain, AcceptanceStats.from_trace(trace))
@@ -339,15 +337,8 @@ class Upkeep:
             self.tally.load(facts)
 
     def close(self) -> None:
-        """Take nothing in any more, end the idle thread, save the session where it is saved by itself, flush the
-        store, and end tracking; raises LearnerError where learning had failed unnoticed."""
+        """Take nothing in any more, end the idle thread, and save the session where it is saved by itself."""
         self.is_closed = True
-        try:
-            self.stop()
-            if self.autosave is not None:
-                self.save(self.autosave)
-        finally:
-            if self.store is not None:
-                self.store.flush()
-            self.learner.accelerator.end_training()
-        self.raise_failure()
+        self.stop()
+        if self.autosave is not None:
+            self.save(self.autosave)
