@@ -24,8 +24,7 @@ from osd_hf.bench.evaluate import evaluate
 from osd_hf.bundled import bundled_prompts, load_bundled
 from osd_hf.cli.main import main
 from osd_hf.hub.cards import DraftFacts, EvaluationSet, draft_card, hub_id
-from osd_hf.hub.export import export_to_vllm
-from osd_hf.hub.push import push_folder, push_store, save_draft
+from osd_hf.hub.push import export_to_vllm, push_folder, push_store, save_draft
 from osd_hf.prompts import Prompt, encode_turn
 
 FACTS = DraftFacts(
@@ -453,7 +452,7 @@ def test_an_exported_draft_has_the_targets_vocabulary_and_the_drafts_logits(tmp_
 
 def test_an_export_that_went_wrong_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from osd_hf import StateError
-    from osd_hf.hub import export as engines
+    from osd_hf.hub import push as engines
 
     other = models.build("llama", seed=3)
     monkeypatch.setattr(engines, "load_model", lambda *args, **kwargs: other)
