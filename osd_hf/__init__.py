@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         VocabularyMismatchError,
     )
     from osd_hf.learning.drafts import DomainDrafts
-    from osd_hf.learning.gate import GateDecision
+    from osd_hf.learning.lesson import GateDecision
     from osd_hf.learning.updater import UpdateReport
     from osd_hf.metrics import AcceptanceStats, best_k, expected_block_efficiency, expected_speedup
     from osd_hf.pair import align_vocab
@@ -93,7 +93,7 @@ _HOMES = {
     "errors": "CaptureError ConfigError DataError HubError LearnerError OSDError "
     "ServerError StateError StoreError UnsupportedGenerationError UnsupportedModelError VocabularyMismatchError",
     "learning.drafts": "DomainDrafts",
-    "learning.gate": "GateDecision",
+    "learning.lesson": "GateDecision",
     "learning.updater": "UpdateReport",
     "metrics": "AcceptanceStats best_k expected_block_efficiency expected_speedup",
     "pair": "align_vocab",

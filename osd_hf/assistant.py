@@ -18,10 +18,9 @@ from osd_hf.drafting.pacing import DraftingPlan
 from osd_hf.hub.cards import facts_of
 from osd_hf.hub.push import push_folder, save_draft
 from osd_hf.learning.drafts import DomainDrafts
-from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.learner import Learner
-from osd_hf.learning.tracking import make_accelerator
-from osd_hf.learning.updater import UpdateReport
+from osd_hf.learning.lesson import GateDecision
+from osd_hf.learning.updater import UpdateReport, make_accelerator
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.pair import check_pair, common_tokenizer, load_model, uncompiled, unwrap
 from osd_hf.routing import Router, as_router
@@ -46,8 +45,7 @@ class OnlineAssistant:
             A smaller model with the target's tokenizer; if it is a `PeftModel`, only its adapter learns.
         tokenizer (`PreTrainedTokenizerBase`, *optional*):
             The tokenizer of both models, saved with the draft. By default the one found where the models came from.
-        config (`OnlineConfig`, *optional*):
-            How to draft and learn.
+        config (`OnlineConfig`, *optional*): How to draft and learn.
         store (`CorrectionStore` or `str` or `Path`, *optional*):
             Where captured traces are logged, beside the learner's own buffer.
         router (`Router` or `Callable[[str], str | None]`, *optional*):
@@ -71,18 +69,11 @@ class OnlineAssistant:
     """
 
     def __init__(
-        self,
-        target: Any,
-        draft: Any,
-        tokenizer: Any = None,
-        config: OnlineConfig | None = None,
-        *,
+        self, target: Any, draft: Any, tokenizer: Any = None, config: OnlineConfig | None = None, *,
         store: CorrectionStore | str | os.PathLike[str] | None = None,
-        router: Router | Callable[[str], str | None] | None = None,
-        peft_config: Any = None,
-        autosave: str | os.PathLike[str] | None = None,
-        report_to: str | Sequence[str] | None = None,
-    ) -> None:
+        router: Router | Callable[[str], str | None] | None = None, peft_config: Any = None,
+        autosave: str | os.PathLike[str] | None = None, report_to: str | Sequence[str] | None = None,
+    ) -> None:  # fmt: skip
         self.config = config or OnlineConfig()
         named = (str, os.PathLike)
         self.target = load_model(os.fspath(target)) if isinstance(target, named) else target
@@ -102,23 +93,17 @@ class OnlineAssistant:
     # --- serving ----------------------------------------------------------------------------------------------------
 
     def generate(
-        self,
-        inputs: Any = None,
-        *,
-        domain: str | None = None,
-        learn: bool = True,
-        num_assistant_tokens: int | str | None = None,
-        on_trace: Callable[[Trace], object] | None = None,
+        self, inputs: Any = None, *, domain: str | None = None, learn: bool = True,
+        num_assistant_tokens: int | str | None = None, on_trace: Callable[[Trace], object] | None = None,
         **generate_kwargs: Any,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """
         What `target.generate` returns for these arguments, sooner.
 
         Args:
             inputs (`torch.Tensor` of shape `(1, prompt)`, int64, *optional*):
                 Prompt ids; or pass `input_ids` and `attention_mask` as the tokenizer returns them.
-            domain (`str`, *optional*):
-                Label under which the request is counted and logged.
+            domain (`str`, *optional*): Label under which the request is counted and logged.
             learn (`bool`, *optional*, defaults to `True`):
                 With `False` nothing of the request is kept or learned from; its acceptance is still counted.
             num_assistant_tokens (`int` or `"auto"`, *optional*):
@@ -126,8 +111,7 @@ class OnlineAssistant:
             on_trace (`Callable[[Trace], object]`, *optional*):
                 Called with the request's trace once the answer is there, also with `learn=False`; not called where
                 nothing could be captured, such as a prompt of embeddings.
-            generate_kwargs (`Any`):
-                Passed on to `target.generate`.
+            generate_kwargs (`Any`): Passed on to `target.generate`.
 
         Raises:
             UnsupportedGenerationError: what cannot be kept lossless; before any work is done.
@@ -140,7 +124,7 @@ class OnlineAssistant:
             generate_kwargs.setdefault("tokenizer", self.tokenizer)
         seen: list[Trace] | None = None if on_trace is None else []
         binding = self._upkeep.binding(
-            self, domain, learn, self.store, is_begun=True, k=num_assistant_tokens, tried=tried, seen=seen
+            domain, learn, self.store, is_begun=True, k=num_assistant_tokens, tried=tried, seen=seen
         )
         with self._upkeep.request(), bind(self.target, binding):
             output = self.target.generate(inputs, **generate_kwargs)
@@ -161,7 +145,7 @@ class OnlineAssistant:
             domain (`str`, *optional*), learn (`bool`, *optional*, defaults to `True`):
                 As for [`~OnlineAssistant.generate`].
         """
-        with bind(self.target, self._upkeep.binding(self, domain, learn, self.store)):
+        with bind(self.target, self._upkeep.binding(domain, learn, self.store)):
             yield self
 
     # --- learning ---------------------------------------------------------------------------------------------------
@@ -171,8 +155,7 @@ class OnlineAssistant:
         Learn now from what has been captured since the last update, and serve the outcome from the next request on.
 
         Args:
-            steps (`int`, *optional*):
-                Optimizer steps, `config.steps_per_update` by default.
+            steps (`int`, *optional*): Optimizer steps, `config.steps_per_update` by default.
             domain (`str`, *optional*):
                 Whose draft, with drafts per domain; by default the one with the most new requests.
 
@@ -239,9 +222,8 @@ class OnlineAssistant:
         With `num_assistant_tokens="auto"`: how many tokens are drafted for requests of a domain, and the measured
         acceptance and costs that this is decided from; `None` otherwise.
         """
-        if self.config.drafting != "lean" or self.config.num_assistant_tokens != "auto":
-            return None
-        return self._drafts.pacer.plan((domain, do_sample))
+        is_auto = self.config.num_assistant_tokens == "auto"
+        return self._drafts.pacer.plan((domain, do_sample)) if is_auto else None
 
     @property
     def version(self) -> int:
@@ -269,8 +251,7 @@ class OnlineAssistant:
         Save a draft as an ordinary model folder with its tokenizer, adapters merged; nothing of any request is in it.
 
         Args:
-            save_directory (`str` or `Path`):
-                Made where it is missing.
+            save_directory (`str` or `Path`): Made where it is missing.
             domain (`str`, *optional*):
                 Whose draft, with drafts per domain; `None` is the base or the shared draft. An adapter alone is saved
                 by `assistant.drafts.adapter(domain).save_pretrained(...)`, all of them by

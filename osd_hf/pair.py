@@ -52,22 +52,6 @@ def merged(model: Any) -> Any:
     return copy.deepcopy(model).merge_and_unload()
 
 
-def ties_embeddings(model: Any) -> bool:
-    """Whether input embeddings and output head are one tensor."""
-    head = model.get_output_embeddings()
-    return head is not None and head.weight is model.get_input_embeddings().weight
-
-
-def untie(model: Any) -> None:
-    """Give a model with tied embeddings an output head of its own, in place. An adapter on one of the two, merged into
-    a tensor that is both, would change the other as well."""
-    head = model.get_output_embeddings()
-    head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
-    for config in (model.config, model.config.get_text_config(decoder=True)):
-        config.tie_word_embeddings = False
-    model.all_tied_weights_keys = {}
-
-
 def vocab_size_of(model: Any) -> int:
     """Width of the logits of a model, or of one with this configuration."""
     return int(getattr(model, "config", model).get_text_config().vocab_size)

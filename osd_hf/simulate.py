@@ -9,8 +9,8 @@ from typing import Any
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, DataError
 from osd_hf.learning.drafts import DomainDrafts
-from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.learner import Learner
+from osd_hf.learning.lesson import GateDecision
 from osd_hf.learning.updater import UpdateReport
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.replay import redraft, replay_each
@@ -31,10 +31,8 @@ class SimulationReport:
         traces (`tuple[Trace, ...]`):
             The requests as a live run would have captured them, with the rounds of the version that served, its number
             and, with a router, the domain that it was routed to.
-        updates (`tuple[UpdateReport, ...]`):
-            In order.
-        learner (`Learner`):
-            Goes on in another call of [`simulate`].
+        updates (`tuple[UpdateReport, ...]`): In order.
+        learner (`Learner`): Goes on in another call of [`simulate`].
     """
 
     stats: tuple[AcceptanceStats, ...]
@@ -60,33 +58,23 @@ class SimulationReport:
 
 
 def simulate(
-    draft: Any,
-    traces: Sequence[Trace],
-    config: OnlineConfig | None = None,
-    *,
-    router: Router | Callable[[str], str | None] | None = None,
-    peft_config: Any = None,
-    tokenizer: Any = None,
-    learner: Learner | None = None,
-    on_request: Callable[[int, AcceptanceStats], object] | None = None,
+    draft: Any, traces: Sequence[Trace], config: OnlineConfig | None = None, *,
+    router: Router | Callable[[str], str | None] | None = None, peft_config: Any = None, tokenizer: Any = None,
+    learner: Learner | None = None, on_request: Callable[[int, AcceptanceStats], object] | None = None,
     on_update: Callable[[int, UpdateReport], object] | None = None,
-) -> SimulationReport:
+) -> SimulationReport:  # fmt: skip
     """
     Serve recorded greedy requests one after the other to a learning draft. Counts are those of a live run, as greedy
     replay is exact (see [`replay`], also of `drafted`) and requests between two updates do not depend on each other.
     Updates follow `update_interval`, whatever the strategy.
 
     Args:
-        draft (`PreTrainedModel`):
-            Where learning starts; not changed.
-        traces (`Sequence[Trace]`):
-            Greedy requests in the order of arrival.
-        config (`OnlineConfig`, *optional*):
-            How to draft and learn.
+        draft (`PreTrainedModel`): Where learning starts; not changed.
+        traces (`Sequence[Trace]`): Greedy requests in the order of arrival.
+        config (`OnlineConfig`, *optional*): How to draft and learn.
         router (`Router` or `Callable[[str], str | None]`, *optional*), peft_config (`peft.PeftConfig`, *optional*):
             Drafts per domain and adapters, as for [`OnlineAssistant`]; a trace's `domain` is its label.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*):
-            For routers that read text.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): For routers that read text.
         learner (`Learner`, *optional*):
             The learner of an earlier report, to go on with; `draft`, `config` and `peft_config` are its own then.
         on_request (`Callable[[int, AcceptanceStats], object]`, *optional*):
@@ -109,11 +97,9 @@ def simulate(
         )
     routes = as_router(router)
     if learner is None:
-        per_domain = routes is not None
-        drafts = DomainDrafts(draft, config, peft_config=peft_config, per_domain=per_domain)
+        drafts = DomainDrafts(draft, config, peft_config=peft_config, per_domain=routes is not None)
         learner = Learner(drafts, replace(config, max_duty_cycle=1.0))
-    drafts, config = learner.drafts, learner.config
-    k = config.num_assistant_tokens or drafts.base.generation_config.num_assistant_tokens
+    k = learner.config.num_assistant_tokens or learner.drafts.base.generation_config.num_assistant_tokens
     if not isinstance(k, int):
         raise ConfigError(
             f"Replay drafts the same number of tokens each round, got `num_assistant_tokens={k!r}`; set a number."
@@ -177,18 +163,18 @@ def _until_due(learner: Learner, traces: Sequence[Trace], start: int) -> int:
 
 def _redrafted(drafts: DomainDrafts, traces: Sequence[Trace], k: int) -> list[tuple[Trace, AcceptanceStats]]:
     """As captured with the drafts that serve now, with what these made of them."""
-    keys = [drafts.key(trace.domain) for trace in traces]
+    groups: dict[tuple[str | None, bool], list[int]] = {}
+    for i, trace in enumerate(traces):
+        groups.setdefault((drafts.key(trace.domain), trace.is_sampled), []).append(i)
     drafted: dict[int, tuple[Trace, AcceptanceStats]] = {}
-    for key in dict.fromkeys(keys):
-        greedy, sampled = (
-            [i for i, other in enumerate(keys) if other == key and traces[i].is_sampled == is_sampled]
-            for is_sampled in (False, True)
-        )
+    for (key, is_sampled), places in groups.items():
+        those = [traces[i] for i in places]
         with drafts.lease(key) as draft:
-            those = redraft(draft.model, [traces[i] for i in greedy], k)
-            found = [(t, AcceptanceStats.from_rounds(t.rounds)) for t in those]
-            expected = replay_each(draft.model, [traces[i] for i in sampled], k)
-            found += zip([traces[i] for i in sampled], expected, strict=True)
-            for i, (trace, stats) in zip([*greedy, *sampled], found, strict=True):
+            if is_sampled:
+                found = replay_each(draft.model, those, k)
+            else:
+                those = redraft(draft.model, those, k)
+                found = [AcceptanceStats.from_rounds(trace.rounds) for trace in those]
+            for i, trace, stats in zip(places, those, found, strict=True):
                 drafted[i] = replace(trace, draft_version=draft.version), stats
     return [drafted[i] for i in range(len(traces))]

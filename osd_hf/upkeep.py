@@ -16,8 +16,7 @@ from osd_hf.capture.request import Binding, Lease
 from osd_hf.errors import LearnerError
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.session import FolderBusyError, load_session, save_session
-from osd_hf.learning.tracking import log_update
-from osd_hf.learning.updater import UpdateReport
+from osd_hf.learning.updater import UpdateReport, log_update
 from osd_hf.metrics import AcceptanceStats, Tally
 from osd_hf.routing import RoutedPrompt, Router
 from osd_hf.store.store import CorrectionStore
@@ -32,8 +31,7 @@ AUTOSAVE_PATIENCE_SECONDS = 5.0  # with another process that saves to the folder
 
 
 class Traffic:
-    """Who has the machine: requests, any number at once, or one micro-step of learning. A forked child counts its own
-    requests alone."""
+    """Who has the machine: requests, any number at once, or one micro-step of learning."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -100,7 +98,7 @@ class Upkeep:
 
     def _renew_locks(self) -> None:
         self._learning = threading.Lock()  # held by who learns or saves
-        # Held while a request is counted and taken in, and while both are read to be saved.
+        # Held while a request is counted and taken in, and while counts and lessons are read together or loaded.
         self._taking_in = threading.Lock()
 
     def _begin_in_child(self) -> None:
@@ -119,23 +117,15 @@ class Upkeep:
             yield
 
     def binding(
-        self,
-        owner: object,
-        domain: str | None,
-        learn: bool,
-        store: CorrectionStore | None,
-        *,
-        is_begun: bool = False,
-        k: int | str | None = None,
-        tried: Sequence[TriedOut] = (),
-        seen: list[Trace] | None = None,
-    ) -> Binding:
+        self, domain: str | None, learn: bool, store: CorrectionStore | None, *, is_begun: bool = False,
+        k: int | str | None = None, tried: Sequence[TriedOut] = (), seen: list[Trace] | None = None,
+    ) -> Binding:  # fmt: skip
         """Listens to requests of this label, of which `seen` gets the traces; `is_begun`: to the one in
         [`~Upkeep.request`]."""
         return Binding(
             functools.partial(self.take_in, learn=learn, store=store, seen=seen),
             functools.partial(self.lease, domain, learn, is_begun),
-            owner=owner,
+            owner=self,
             num_logprobs=self.config.num_logprobs if learn or seen is not None else 0,
             exact_stops=is_begun,
             num_assistant_tokens=k,
@@ -167,8 +157,8 @@ class Upkeep:
             return None
 
     def take_in(self, trace: Trace, *, learn: bool, store: CorrectionStore | None, seen: list[Trace] | None) -> None:
-        """Count a request that has ended and, unless `learn` is `False`, log it and learn where that is due. What
-        fails costs no answer."""
+        """Count a request that has ended and, with `learn`, log it and learn where that is due. What fails costs no
+        answer."""
         if seen is not None:
             seen.append(trace)
         if self.is_closed:  # a request that outlives it is answered, and that is all
@@ -209,7 +199,7 @@ class Upkeep:
             self._wake()  # a request inside `attached` has ended before it is taken in
         # While another thread learns, this one's answer does not wait for it; the update stays due.
         elif self.learner.due():
-            with self._turn() as is_mine:
+            with self.alone(wait=False) as is_mine:
                 # One: others' requests may make more due meanwhile, after their answers.
                 lesson = self.learner.due() if is_mine else None
                 if lesson is not None:
@@ -230,33 +220,19 @@ class Upkeep:
             return self._report(self.learner.update(key, steps))
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Nobody else learns or saves inside; after it the idle thread goes on."""
+    def alone(self, *, wait: bool = True) -> Iterator[bool]:
+        """Nobody else learns or saves inside. Without `wait` it yields `False`, at once, where somebody does."""
+        lock = self._learning  # of this process
+        is_mine = lock.acquire(blocking=wait)
         try:
-            with self._learning:
-                self._mend()
-                yield
+            if is_mine and self._is_torn:  # in a forked child, whose parent was learning
+                self.learner.start_over()
+                self._is_torn = False
+            yield is_mine
         finally:
+            if is_mine:
+                lock.release()
             self._wake()
-
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[bool]:
-        """Whether nobody else learns or saves; then nobody does inside."""
-        lock = self._learning
-        if not lock.acquire(blocking=False):
-            yield False
-            return
-        try:
-            self._mend()
-            yield True
-        finally:
-            lock.release()
-
-    def _mend(self) -> None:
-        """In a forked child: begin anew from what serves, where the parent was learning at the fork."""
-        if self._is_torn:
-            self.learner.start_over()
-            self._is_torn = False
 
     def pause(self, is_paused: bool) -> None:
         """Begin no update, and take no further step of one under way; with `False`: learn again."""
@@ -303,7 +279,7 @@ class Upkeep:
                 traffic.is_stepping = True
             started = time.perf_counter()
             try:
-                with self._turn() as is_mine:
+                with self.alone(wait=False) as is_mine:
                     report = self.learner.step() if is_mine else None
                     if report is not None:
                         self._report(report)
@@ -347,19 +323,16 @@ class Upkeep:
         """Save the session; raises StateError where it cannot be written."""
         with self.alone():
             with self._taking_in:  # requests go on: each is in both or in neither
-                counts, lessons = self.tally.state(), self.learner.lesson_states()
-            facts = {
-                **counts,
-                "config": self.config.to_dict(),
-                "decisions": [decision.to_dict() for decision in self.learner.decisions],
-            }
+                counts, learner = self.tally.state(), self.learner.state_dict()
+            decisions = [decision.to_dict() for decision in self.learner.decisions]
+            facts = {**counts, "config": self.config.to_dict(), "decisions": decisions}
             router = None if self.router is None else self.router.state_dict()
-            save_session(directory, self.learner, facts, router, lessons=lessons, patience_seconds=patience_seconds)
+            save_session(directory, learner, facts, router, patience_seconds=patience_seconds)
 
     def load(self, directory: Path) -> None:
         """Go on with a saved session; raises StateError, with nothing changed, where that cannot be."""
-        with self.alone():
-            facts, _ = load_session(directory, self.learner, self.router)
+        with self.alone(), self._taking_in:
+            facts = load_session(directory, self.learner, self.router)
             self.learner.load_decisions(facts["decisions"])
             self.tally.load(facts)
 

@@ -31,24 +31,23 @@ OWN = ("state-best/weights.pt", "state-0/notes.txt", "drafts/mine.txt", ".CURREN
 OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.chmod", "shutil.rmtree"}
 
 
-def session(number: int) -> Any:
-    """A learner of two drafts that have learned a number."""
+def session(number: int) -> dict[str, Any]:
+    """The state of a learner of two drafts that have learned a number."""
 
     def lesson(domain: str) -> dict[str, Any]:
         return {"domain": domain, "traces": {"pending": []}, "updater": {"weights": torch.full((64,), number)}}
 
-    drafts = SimpleNamespace(state_dict=lambda: {"weights": torch.full((64,), number)})
-    return SimpleNamespace(lesson_states=lambda: [lesson("a"), lesson("b")], drafts=drafts)
+    return {"drafts": {"weights": torch.full((64,), number)}, "lessons": [lesson("a"), lesson("b")]}
 
 
 def loaded(folder: Path) -> int:
     """The number that a session has learned; raises StateError where it is not one, whole."""
     found: list[torch.Tensor] = []
 
-    def load(drafts: Any, lessons: Any) -> None:
-        found.extend([drafts["weights"], *(lesson["updater"]["weights"] for lesson in lessons)])
+    def load(state: dict[str, Any]) -> None:
+        found.extend([state["drafts"]["weights"], *(lesson["updater"]["weights"] for lesson in state["lessons"])])
 
-    facts, _ = load_session(folder, SimpleNamespace(load_states=load))  # type: ignore[arg-type]
+    facts = load_session(folder, SimpleNamespace(load_state_dict=load))  # type: ignore[arg-type]
     number = int(facts["number"])
     if len(found) != 3 or not all(torch.equal(weights, torch.full((64,), number)) for weights in found):
         raise StateError(f"mixed: {number} and {[int(weights[0]) for weights in found]}")

@@ -30,7 +30,7 @@ def answer(generate: Any, number: int, **kwargs: Any) -> list[int]:
 
 def state(assistant: OnlineAssistant) -> dict[str, Any]:
     learner, drafts = assistant._learner, assistant.drafts
-    (lesson,) = learner.lesson_states()
+    (lesson,) = learner.state_dict()["lessons"]
     return {
         "requests": assistant.stats.num_requests,
         "observed": lesson["observed"],

@@ -139,13 +139,6 @@ def test_restored_into_less_room_the_largest_gives_way() -> None:
     assert [trace for trace in held if trace.domain == "few"] == few
 
 
-def test_cleared_it_is_empty() -> None:
-    held = buffer(3)
-    held.extend(request("a") for _ in range(9))
-    held.clear()
-    assert (len(held), list(held), held.seen, held.sample(2)) == (0, [], {}, [])
-
-
 def test_labels_without_bound_take_no_room_without_bound() -> None:
     held = buffer(8)
     for i in range(MOST_DOMAINS + 500):

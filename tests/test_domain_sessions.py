@@ -59,7 +59,7 @@ def everything(assistant: OnlineAssistant) -> dict[str, Any]:
 
     lessons = [
         (s["domain"], s["requests_waiting"], s["observed"], s["seen"], {k: told(v) for k, v in s["traces"].items()})
-        for s in taught.lesson_states()
+        for s in taught.state_dict()["lessons"]
     ]
     tensors = {(d, name): p for d in (None, *drafts.domains) for name, p in drafts.model(d).named_parameters()}
     for domain in drafts.learning:

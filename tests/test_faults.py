@@ -233,7 +233,7 @@ def test_a_request_that_ends_while_a_session_is_saved_is_in_all_of_it_or_in_none
         # What goes on beside has come to its end, or it waits.
         monkeypatch.setattr(assistant._upkeep, "_taking_in", Watched(moved_on))
         is_saved_beside = moment == "the request is taken in"
-        count, read, observe = assistant._upkeep.tally.state, learner.lesson_states, learner.observe
+        count, read, observe = assistant._upkeep.tally.state, learner.state_dict, learner.observe
 
         def beside() -> None:
             if is_saved_beside:
@@ -253,7 +253,7 @@ def test_a_request_that_ends_while_a_session_is_saved_is_in_all_of_it_or_in_none
             meanwhile()
             return counts
 
-        def lessons() -> list[dict[str, Any]]:
+        def lessons() -> dict[str, Any]:
             meanwhile()
             return read()
 
@@ -269,13 +269,40 @@ def test_a_request_that_ends_while_a_session_is_saved_is_in_all_of_it_or_in_none
                 if moment == "its counts were read":
                     patch.setattr(assistant._upkeep.tally, "state", counted)
                 else:
-                    patch.setattr(learner, "lesson_states", lessons)
+                    patch.setattr(learner, "state_dict", lessons)
                 assistant.save_state(tmp_path)
             other.join()
         assert assistant.stats.num_requests == 2
         assistant.load_state(tmp_path)
-        (lesson,) = learner.lesson_states()
+        (lesson,) = learner.state_dict()["lessons"]
         assert assistant.stats.num_requests == lesson["observed"] == (2 if is_saved_beside else 1)
+
+
+def test_a_request_that_ends_while_a_session_is_loaded_is_added_to_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with OnlineAssistant(*models.pair(), config=replace(CONFIG, update_strategy="manual", gate=True)) as assistant:
+        ask(assistant.generate, 0)
+        assistant.save_state(tmp_path)
+        moved_on, load = threading.Event(), assistant._upkeep.tally.load
+        monkeypatch.setattr(assistant._upkeep, "_taking_in", Watched(moved_on))
+
+        def beside() -> None:
+            ask(assistant.generate, 1)
+            moved_on.set()
+
+        other = threading.Thread(target=beside)
+
+        def loaded(counts: dict[str, Any]) -> None:  # after the lessons
+            other.start()
+            assert moved_on.wait(LONG)
+            load(counts)
+
+        monkeypatch.setattr(assistant._upkeep.tally, "load", loaded)
+        assistant.load_state(tmp_path)
+        other.join()
+        (lesson,) = assistant._learner.state_dict()["lessons"]
+        assert assistant.stats.num_requests == lesson["observed"] == 2
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="restarts by fork")

@@ -7,6 +7,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import killed_savers
@@ -18,7 +19,7 @@ from osd_hf import OnlineConfig, StateError, Trace, capture_traces
 from osd_hf.learning import session as module
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.learner import Learner
-from osd_hf.learning.session import load_session, save_session
+from osd_hf.learning.session import load_session
 from osd_hf.learning.updater import Updater
 from osd_hf.utils.disk import lock_file
 
@@ -44,6 +45,10 @@ def learner(traces: list[Trace], updates: int, config: OnlineConfig = CONFIG, dr
     for trace in traces[3:5]:
         taught.observe(None, trace)
     return taught
+
+
+def save_session(folder: Path, taught: Learner, facts: dict[str, Any], router: dict[str, Any] | None = None) -> None:
+    module.save_session(folder, taught.state_dict(), facts, router)
 
 
 def updater(taught: Learner) -> Updater:
@@ -82,17 +87,18 @@ def test_a_session_comes_back_whole(tmp_path: Path, traces: list[Trace], gate: b
     saved = learner(traces, 3, config)
     save_session(tmp_path / "new" / "folder", saved, {"version": 2, "note": [1, None]}, {"weights": torch.ones(2)})
     fresh = learner(traces, 0, config)
-    facts, router = load_session(tmp_path / "new" / "folder", fresh)
+    routers: list[dict[str, Any]] = []
+    router = SimpleNamespace(state_dict=dict, load_state_dict=routers.append)
+    facts = load_session(tmp_path / "new" / "folder", fresh, router)
     assert (facts["version"], facts["note"]) == (2, [1, None])
-    assert router is not None
-    assert router["weights"].tolist() == [1, 1]
+    assert [state["weights"].tolist() for state in routers] == [[1, 1]]
     assert all(map(torch.equal, weights(saved), weights(fresh)))
-    assert alike(fresh.lesson_states(), saved.lesson_states())
+    assert alike(fresh.state_dict()["lessons"], saved.state_dict()["lessons"])
     assert alike(fresh.drafts.state_dict(), saved.drafts.state_dict())
-    (state,) = fresh.lesson_states()
+    (state,) = fresh.state_dict()["lessons"]
     sizes = {group: len(found) for group, found in state["traces"].items()}
     # 11 requests: with the gate three are held back, one of each four, and the two newest wait.
-    assert sizes == {"held_back": 3 * gate, "pending": 2, "waiting": 0, "replayed": 5}
+    assert sizes == {"held_back": 3 * gate, "pending": 2, "replayed": 5}
     assert fresh.drafts.serving_version() == (0 if gate else 3)
     assert updater(fresh).buffer.capacity == 5
     # Both go on alike: the same batches, and the same weights.
@@ -105,8 +111,7 @@ def test_saving_again_leaves_one_state(tmp_path: Path, traces: list[Trace]) -> N
     for version in range(3):
         save_session(tmp_path, learner(traces, version), {"version": version})
     assert len(list(tmp_path.glob("state-*"))) == 1
-    facts, router = load_session(tmp_path, learner(traces, 0))
-    assert (facts["version"], router) == (2, None)
+    assert load_session(tmp_path, learner(traces, 0))["version"] == 2
     assert not list(tmp_path.glob(".CURRENT-*"))
 
 
@@ -160,10 +165,10 @@ def test_what_breaks_while_saving_leaves_a_state_that_loads(
             save_session(tmp_path, second, {"version": 2})
     expected = 2 if step == "rmtree" else 1
     fresh = learner(traces, 0)
-    assert load_session(tmp_path, fresh)[0]["version"] == fresh.drafts.serving_version() == expected
+    assert load_session(tmp_path, fresh)["version"] == fresh.drafts.serving_version() == expected
     assert all(map(torch.equal, weights(fresh), weights(learner(traces, expected))))
     save_session(tmp_path, second, {"version": 3})  # goes on, and clears what was left
-    assert load_session(tmp_path, fresh)[0]["version"] == 3
+    assert load_session(tmp_path, fresh)["version"] == 3
     assert len(list(tmp_path.glob("state-*"))) == 1
 
 
@@ -187,11 +192,11 @@ def test_damaged_files_are_named_and_change_nothing(file: str, how: str, tmp_pat
     save_session(tmp_path, learner(traces, 2), {"version": 2})
     damage(tmp_path, file, how)
     fresh = learner(traces, 1)
-    before, states, drafts = weights(fresh), fresh.lesson_states(), fresh.drafts.state_dict()
+    before, states, drafts = weights(fresh), fresh.state_dict()["lessons"], fresh.drafts.state_dict()
     with pytest.raises(StateError, match="session"):
         load_session(tmp_path, fresh)
     assert all(map(torch.equal, weights(fresh), before))
-    assert alike(fresh.lesson_states(), states)
+    assert alike(fresh.state_dict()["lessons"], states)
     assert alike(fresh.drafts.state_dict(), drafts)
     assert fresh.drafts.serving_version() == 1
 
@@ -295,7 +300,7 @@ def test_a_second_saver_waits_for_the_first(
     monkeypatch.setattr(module, "wait_for_lock", waiting)
     save_session(tmp_path, one, {"version": 1})
     savers[0].join(300)
-    assert load_session(tmp_path, learner(traces, 0))[0]["version"] == 2
+    assert load_session(tmp_path, learner(traces, 0))["version"] == 2
     assert len(list(tmp_path.glob("state-*"))) == 1
 
 
@@ -307,7 +312,7 @@ def test_a_pointer_that_is_no_text_is_refused_by_name_and_replaced_by_the_next_s
     with pytest.raises(StateError, match="cannot be read"):
         load_session(tmp_path, learner(traces, 0))
     save_session(tmp_path, learner(traces, 2), {"version": 2})
-    assert load_session(tmp_path, learner(traces, 0))[0]["version"] == 2
+    assert load_session(tmp_path, learner(traces, 0))["version"] == 2
     assert len(list(tmp_path.glob("state-*"))) == 2  # somebody may restore the other one
 
 
@@ -319,7 +324,7 @@ def test_a_saver_that_never_ends_is_told(tmp_path: Path, traces: list[Trace], mo
     with pytest.raises(StateError, match="another process holds"):
         save_session(tmp_path, learner(traces, 2), {"version": 2})
     lock.close()
-    assert load_session(tmp_path, learner(traces, 0))[0]["version"] == 1
+    assert load_session(tmp_path, learner(traces, 0))["version"] == 1
 
 
 def test_a_reader_whose_state_is_deleted_reads_the_next_and_at_last_makes_savers_wait(
@@ -340,7 +345,7 @@ def test_a_reader_whose_state_is_deleted_reads_the_next_and_at_last_makes_savers
 
     monkeypatch.setattr(module, "_read_state", overtaken)
     fresh = learner(traces, 0)
-    facts, _ = load_session(tmp_path, fresh)
+    facts = load_session(tmp_path, fresh)
     assert reads == module.ATTEMPTS + 2
     assert facts["reads"] == module.ATTEMPTS + 1
     assert fresh.drafts.serving_version() == facts["version"]
@@ -409,6 +414,6 @@ def test_a_pointer_that_moved_before_saving_broke_keeps_its_state(
         patch.setattr(module, "write_whole", broken)
         with pytest.raises(StateError, match="cannot be synced"):
             save_session(tmp_path, learner(traces, 2), {"version": 2})
-    assert load_session(tmp_path, learner(traces, 0))[0]["version"] == 2
+    assert load_session(tmp_path, learner(traces, 0))["version"] == 2
     save_session(tmp_path, learner(traces, 1), {"version": 3})
     assert len(list(tmp_path.glob("state-*"))) == 1

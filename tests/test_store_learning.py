@@ -264,7 +264,7 @@ def test_an_answer_too_long_for_memory_is_set_aside_and_does_not_come_back(
     learn(learner)
     assert learner.requests == len(traces)
     assert learner.set_aside == {"that need more memory than there is": number}
-    held = learner.learner.lesson_states()[0]["traces"]
+    held = learner.learner.state_dict()["lessons"][0]["traces"]
     assert not [trace for those in held.values() for trace in those if len(trace.prompt_ids) > 40]
 
     again = begin(path=path, state=tmp_path / "state", versions="drafts")  # killed, and started again
@@ -429,7 +429,7 @@ def test_a_learner_that_is_killed_goes_on_where_it_stood(
     assert learner.follower.state_dict() == straight.follower.state_dict()
     assert learner.learner.drafts.serving_version() == straight.learner.drafts.serving_version()
     assert equal(weights(learner), weights(straight))
-    lessons = [each.learner.lesson_states()[0] for each in (learner, straight)]
+    lessons = [each.learner.state_dict()["lessons"][0] for each in (learner, straight)]
     assert lessons[0]["observed"] == lessons[1]["observed"]
     sizes = [{name: len(kept) for name, kept in lesson["traces"].items()} for lesson in lessons]
     assert sizes[0] == sizes[1]
@@ -511,7 +511,7 @@ def test_a_session_of_another_draft_or_width_is_refused(begin: Any, tmp_path: Pa
 
 def test_a_session_of_another_command_is_refused(begin: Any, tmp_path: Path) -> None:
     learner = begin()
-    module.save_session(tmp_path / "state", learner.learner, {"requests": 3})
+    module.save_session(tmp_path / "state", learner.learner.state_dict(), {"requests": 3})
     with pytest.raises(StateError, match="is of another command"):
         begin(state=tmp_path / "state")
 

@@ -330,7 +330,7 @@ def test_batches_mix_the_newest_with_replay() -> None:
     assert len(few) == len(set(few)) == 8
     assert {t.draft_version for t in updater._batch(newest[:3]) if t.draft_version < 100} <= set(kept)
     assert sum(t.draft_version >= 100 for t in updater._batch(newest)) == 4
-    updater.buffer.clear()
+    updater.buffer.restore([], [])
     assert len(updater._batch(newest)) == 8
     assert len(updater._batch(newest[:2])) == 2
 
@@ -348,7 +348,7 @@ def test_a_restart_is_a_fresh_beginning_and_holds_no_more_memory(optimizer: Any)
     assert len(updater.accelerator._optimizers) == held
     fresh = Updater(draft, config)
     for one in (updater, fresh):
-        one.buffer.clear()
+        one.buffer.restore([], [])
         one.buffer.rng.bit_generator.state = np.random.default_rng(1).bit_generator.state
         for trace in traces:
             one.observe(trace)

@@ -19,7 +19,7 @@ from osd_hf.engine.learn import StoreLearner, VersionFolder
 from osd_hf.errors import StateError, StoreError
 from osd_hf.hub.cards import facts_of
 from osd_hf.hub.push import check_push, check_visibility
-from osd_hf.learning.tracking import make_accelerator
+from osd_hf.learning.updater import make_accelerator
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.pair import load_config, load_model, load_pair, load_tokenizer, of_one_size
 from osd_hf.store.folder import StoreFollower

@@ -24,11 +24,10 @@ from osd_hf.errors import ConfigError, OSDError, StateError
 from osd_hf.hub.cards import DraftFacts
 from osd_hf.hub.push import check_written, push_folder, save_draft
 from osd_hf.learning.drafts import DomainDrafts
-from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.learner import Learner
+from osd_hf.learning.lesson import GateDecision
 from osd_hf.learning.session import check_pointer, has_session, load_session, save_session
-from osd_hf.learning.tracking import log_update
-from osd_hf.learning.updater import UpdateReport, finish
+from osd_hf.learning.updater import UpdateReport, finish, log_update
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.replay import replay_each
 from osd_hf.simulate import serve_recorded
@@ -364,10 +363,9 @@ class StoreLearner:
         self._unsaved_updates += 1
         log_update(self.learner.accelerator, report, self.requests, self._since_update)
         self._since_update = AcceptanceStats()
-        for decision in self.learner.decisions:
+        for decision in self.learner.take_decisions():
             if decision.outcome in ("promoted", "rolled back"):
                 self._unpublished = decision
-        self.learner.decisions.clear()
 
     # --- publishing -------------------------------------------------------------------------------------------------
 
@@ -440,11 +438,11 @@ class StoreLearner:
             "taken": self.follower.state_dict(), "unpublished": waiting, "unpushed": self._unpushed is not None,
             "left_out": dict(self.follower.left_out),
         }  # fmt: skip
-        save_session(self._state, self.learner, facts)
+        save_session(self._state, self.learner.state_dict(), facts)
         self._unsaved_updates = 0
 
     def _resume(self, state: Path) -> None:
-        facts, _ = load_session(state, self.learner)
+        facts = load_session(state, self.learner)
         try:
             self.follower.load_state_dict(facts["taken"], facts["left_out"])
             self.requests, self.tokens = int(facts["requests"]), int(facts["tokens"])

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accelerate import Accelerator
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from osd_hf.config import OnlineConfig
 from osd_hf.drafting.generator import LeanDrafting
@@ -23,7 +25,6 @@ from osd_hf.errors import ConfigError, StateError
 from osd_hf.learning.lesson import Lesson
 from osd_hf.learning.updater import Updater
 from osd_hf.learning.weights import (
-    INDEX,
     Snapshot,
     adapted,
     adapter_state,
@@ -31,7 +32,6 @@ from osd_hf.learning.weights import (
     learning_context,
     load_adapter,
     make_template,
-    read_drafts,
     ready_to_serve,
     seeded,
     write_snapshot,
@@ -42,6 +42,8 @@ from osd_hf.utils.report import make_folder
 __all__ = ["DomainDrafts", "ServingDraft"]
 
 logger = logging.getLogger(__name__)
+
+INDEX = "drafts.json"
 
 
 class Version(NamedTuple):
@@ -85,16 +87,10 @@ class Copies:
         self.held = [] if shared is None else [self.base]
         self.making: set[str | None] = set()
         self.made: weakref.WeakSet[Any] = weakref.WeakSet([base])  # all models that serve, or did
+        self.bytes_each: int = sum(tensor.nbytes for tensor in (*base.parameters(), *base.buffers()))
+        limit = config.max_draft_bytes
+        self._most = float("inf") if limit is None else max(limit // self.bytes_each, 1)
         self._clock = 0
-
-    @property
-    def bytes_each(self) -> int:
-        tensors = [*self.base.model.parameters(), *self.base.model.buffers()]
-        return sum(t.numel() * t.element_size() for t in tensors)
-
-    def _most(self) -> float:
-        limit = self.config.max_draft_bytes
-        return float("inf") if limit is None else max(limit // self.bytes_each, 1)
 
     def find(self, domain: str | None, version: Version | None = None) -> ServingDraft | None:
         """One that holds this version of a domain's draft, or any; `None` where none does."""
@@ -108,13 +104,12 @@ class Copies:
         return serving
 
     def release(self, serving: ServingDraft, newest: Mapping[str | None, Version]) -> None:
-        """End a lease; let go what overlapping requests made and does not serve any more, and what is over the
-        limit."""
+        """End a lease; let go of what overlapping requests made and is old by now, and of what is over the limit."""
         serving.leases -= 1
         for held in sorted(self.held, key=lambda s: s.used):
             is_doubled = sum(s.domain == held.domain for s in self.held) > 1
             is_old = held.holds is None or held.holds is not newest.get(held.domain)
-            if held.leases == 0 and ((is_doubled and is_old) or len(self.held) > self._most()):
+            if held.leases == 0 and ((is_doubled and is_old) or len(self.held) > self._most):
                 self.held.remove(held)
 
     def reserve(self, domain: str | None) -> ServingDraft:
@@ -122,7 +117,7 @@ class Copies:
         the limit, the one not used for longest. Its place counts from now on."""
         free = [serving for serving in self.held if serving.leases == 0]
         own = [serving for serving in free if serving.domain == domain]
-        if not own and not (free and len(self.held) >= self._most()):
+        if not own and not (free and len(self.held) >= self._most):
             own = [ServingDraft(None, None)]
             self.held += own
         serving = own[0] if own else min(free, key=lambda s: s.used)
@@ -133,12 +128,10 @@ class Copies:
     def fill(self, serving: ServingDraft, snapshot: Snapshot) -> None:
         """Copy and write what was reserved, outside of any lock. [`~Copies.filled`] is called after it, also after an
         error."""
+        model = self.another() if serving.model is None else serving.model
+        self._write(snapshot, model)
         if serving.model is None:
-            model = self.another()
-            self._write(snapshot, model)
             serving.drafting, serving.model = self._draft_with(model), model
-        else:
-            self._write(snapshot, serving.model)
 
     def filled(self, serving: ServingDraft, version: Version | None) -> None:
         """It holds this version now, or none after an error; what could not be made is let go."""
@@ -189,15 +182,12 @@ class DomainDrafts:
     as requests ask for them, within a memory limit. May be used from several threads.
 
     Args:
-        draft (`PreTrainedModel`):
-            The base; copied, not changed. A `PeftModel` serves with its adapter merged.
-        config (`OnlineConfig`, *optional*):
-            How to draft and learn; `max_drafts` and `max_draft_bytes` are the limits.
+        draft (`PreTrainedModel`): The base; copied, not changed. A `PeftModel` serves with its adapter merged.
+        config (`OnlineConfig`, *optional*): How to draft and learn; `max_drafts` and `max_draft_bytes` are the limits.
         peft_config (`peft.PeftConfig`, *optional*):
             Kind of adapter (`LoraConfig(r=16, target_modules="all-linear")`, for instance); without one every draft
             that learns is a full copy.
-        per_domain (`bool`, *optional*, defaults to `True`):
-            `False`: all domains share one draft, which learns.
+        per_domain (`bool`, *optional*, defaults to `True`): `False`: all domains share one draft, which learns.
 
     Raises:
         UnsupportedModelError: adapters that do not fit the draft, or that cannot be merged into its weights.
@@ -240,21 +230,24 @@ class DomainDrafts:
         if not self.per_domain or domain is None:
             return not self.per_domain
         with self._lock:
-            if domain not in self._drafts and len(self._drafts) < self.config.max_drafts:
+            if domain in self._drafts:
+                return True
+            if len(self._drafts) < self.config.max_drafts:
                 self._drafts[domain] = _Draft(Lesson(domain, self.config))
-            if domain not in self._drafts and not self._has_refused:
+                return True
+            if not self._has_refused:
                 self._has_refused = True
                 logger.warning(
                     "There are %d drafts of domains already (`max_drafts`): %r and further domains are served by "
                     "the base draft.", len(self._drafts), domain,
                 )  # fmt: skip
-            return domain in self._drafts
+            return False
 
     @property
     def domains(self) -> tuple[str | None, ...]:
         """Those that have a draft, in order of appearance; `(None,)` where all share one."""
         with self._lock:
-            return tuple(self._drafts) if self.per_domain else (None,)
+            return tuple(self._drafts)
 
     @property
     def lessons(self) -> dict[str | None, Lesson]:
@@ -393,9 +386,9 @@ class DomainDrafts:
                 weights = draft.previous.weights
             # Written anew: what serves may have gone wrong by itself.
             draft.serving, draft.previous = Version(version, weights), None
-        self._release(self._leased(domain))  # now, so that no request waits for it
+        self.model(domain)  # made ready now, so that no request waits for it
         self._draft_changed(domain)
-        return self.serving_snapshot(domain)
+        return weights
 
     def _draft_changed(self, domain: str | None) -> None:
         self.pacer.draft_changed(domain if self.per_domain else ...)
@@ -422,21 +415,21 @@ class DomainDrafts:
         return updater
 
     def _new_updater(self, accelerator: Accelerator | None, lesson: Lesson) -> Updater:
-        if self.peft_config is None:
+        peft_config, seed = self.peft_config, self.config.seed
+        if peft_config is None:
             return Updater(self._source, self.config, accelerator, lesson=lesson)
         with learning_context():
             if not self.per_domain:
-                source = adapted(copy.deepcopy(self._source), self.peft_config, "default", self.config.seed)
+                source = adapted(copy.deepcopy(self._source), peft_config, "default", seed)
                 return Updater(source, self.config, accelerator, lesson=lesson)
             number = 0 if self._master is None else len(self._master.peft_config)
             # Module names take no dots, and peft may take one name for the start of another.
             adapter = f"domain_{number:05d}"
             if self._master is None:
-                master = copy.deepcopy(self._source).float().eval()
-                self._master = adapted(master, self.peft_config, adapter, self.config.seed)
+                self._master = adapted(copy.deepcopy(self._source).float().eval(), peft_config, adapter, seed)
             else:
-                with seeded(self.config.seed):
-                    self._master.add_adapter(adapter, copy.deepcopy(self.peft_config))
+                with seeded(seed):
+                    self._master.add_adapter(adapter, copy.deepcopy(peft_config))
                 self._master.eval()  # what it added trains
         return Updater(self._master, self.config, accelerator, adapter=adapter, lesson=lesson)
 
@@ -528,9 +521,18 @@ class DomainDrafts:
         Raises:
             StateError: nothing readable there, or drafts of another base.
         """
-        parameters = {name for name, p in self.base.named_parameters() if p.is_floating_point()}
-        fixed = self.base.state_dict().keys() - parameters
-        loaded = read_drafts(Path(directory), adapters=self._template is not None, without=fixed)
+        file = "model.safetensors" if self._template is None else "adapter_model.safetensors"
+        fixed = self.base.state_dict().keys() - self._parameters().keys()
+        loaded = {}
+        try:
+            for folder, entry in json.loads(Path(directory, INDEX).read_text()).items():
+                state = load_file(Path(directory, folder, file))
+                weights = {name: tensor for name, tensor in state.items() if name not in fixed}
+                loaded[entry["domain"]] = int(entry["version"]), weights
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+            raise StateError(
+                f"The drafts in {directory} cannot be read: {error}. Restore them from a copy."
+            ) from error
         for domain, (_, weights) in loaded.items():
             self._check(domain, weights)
         for domain, (number, weights) in loaded.items():
@@ -539,13 +541,14 @@ class DomainDrafts:
                 self.version = max(self.version, number)
                 self.promote(domain, number, weights)
 
+    def _parameters(self) -> Snapshot:
+        """Those of the base that a full copy may learn."""
+        return {name: p for name, p in self.base.named_parameters() if p.is_floating_point()}
+
     def _check(self, domain: str | None, snapshot: Snapshot) -> None:
         if not is_finite(snapshot):
             raise StateError(f"The saved draft of {domain!r} has weights that are not finite. Save it anew.")
-        if self._template is not None:
-            ours = adapter_state(self._template)
-        else:
-            ours = {name: p for name, p in self.base.named_parameters() if p.is_floating_point()}
+        ours = self._parameters() if self._template is None else adapter_state(self._template)
         # Where transformers has added adapters, they alone learn, inside a model that is whole.
         is_part = self._template is None and getattr(self.base, "_hf_peft_config_loaded", False)
         theirs = {name: tuple(t.shape) for name, t in snapshot.items()}
@@ -559,7 +562,6 @@ class DomainDrafts:
     def state_dict(self) -> dict[str, Any]:
         """Versions and weights that serve or served, by domain; learners are saved apart."""
         with self._lock:
-            drafts = list(self._drafts.items())
             return {
                 "version": self.version,
                 "drafts": [
@@ -569,7 +571,7 @@ class DomainDrafts:
                         "snapshot": dict(draft.serving.weights),
                         "previous": None if draft.previous is None else tuple(draft.previous),
                     }
-                    for domain, draft in drafts
+                    for domain, draft in self._drafts.items()
                 ],
             }
 
@@ -591,5 +593,5 @@ class DomainDrafts:
                 draft.previous = None if previous is None else Version(*previous)
                 self._drafts[domain] = draft
         for domain in self.domains:
-            self._release(self._leased(domain))
+            self.model(domain)  # made ready now
             self._draft_changed(domain)

@@ -164,12 +164,11 @@ class SetAside:
         """Ready for JSON."""
         return {"counts": dict(self.counts), "keys": list(self._keys)}
 
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from a state; what is set aside already stays so. A session that knew of none has no state."""
-        if state is not None:
-            self.counts = Counter({str(reason): int(count) for reason, count in state["counts"].items()})
-            self._keys = OrderedDict.fromkeys([*map(str, state["keys"]), *self._keys])
-            self._reported = self.counts.copy()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state; what is set aside already stays so."""
+        self.counts = Counter({str(reason): int(count) for reason, count in state["counts"].items()})
+        self._keys = OrderedDict.fromkeys([*map(str, state["keys"]), *self._keys])
+        self._reported = self.counts.copy()
 
 
 def _key(trace: Trace) -> str:

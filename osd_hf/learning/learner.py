@@ -14,8 +14,7 @@ from accelerate import Accelerator
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import StateError
 from osd_hf.learning.drafts import DomainDrafts
-from osd_hf.learning.gate import DROPPED_IN_A_ROW, GateDecision, judge, regressed
-from osd_hf.learning.lesson import Lesson
+from osd_hf.learning.lesson import DROPPED_IN_A_ROW, GateDecision, Lesson, judge, regressed
 from osd_hf.learning.updater import Updater, UpdateReport, finish
 from osd_hf.learning.weights import FALLBACK_K, Snapshot, is_finite
 from osd_hf.metrics import AcceptanceStats
@@ -31,8 +30,7 @@ Work = Generator[None, None, UpdateReport]
 
 
 class DutyCycle:
-    """Rests after work, to keep learning within its share of the time, above 0 and at most 1. The clock tells
-    seconds."""
+    """Rests after work, to keep learning within its share of the time, above 0 and at most 1."""
 
     def __init__(self, share: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.share = share
@@ -53,26 +51,17 @@ class Learner:
     Teaches the drafts of a [`DomainDrafts`]. Requests may come in from any thread; one thread at a time may work.
 
     Args:
-        drafts (`DomainDrafts`):
-            The drafts that serve and learn.
-        config (`OnlineConfig`):
-            How to learn.
-        accelerator (`Accelerator`, *optional*):
-            Runs backward and step.
-        clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`):
-            In seconds, for the duty cycle.
+        drafts (`DomainDrafts`): The drafts that serve and learn.
+        config (`OnlineConfig`): How to learn.
+        accelerator (`Accelerator`, *optional*): Runs backward and step.
+        clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`): In seconds, for the duty cycle.
     """
 
     def __init__(
-        self,
-        drafts: DomainDrafts,
-        config: OnlineConfig,
-        accelerator: Accelerator | None = None,
-        *,
+        self, drafts: DomainDrafts, config: OnlineConfig, accelerator: Accelerator | None = None, *,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.drafts = drafts
-        self.config = config
+    ) -> None:  # fmt: skip
+        self.drafts, self.config = drafts, config
         self.accelerator = accelerator or Accelerator(device_placement=False)
         self.duty_cycle = DutyCycle(config.max_duty_cycle, clock)
         self.decisions: deque[GateDecision] = deque(maxlen=MOST_DECISIONS)  # oldest first
@@ -81,6 +70,7 @@ class Learner:
         self._work: tuple[str | None, Work] | None = None
         self._spent = 0.0
         self._scored_at_once = 1 if config.update_strategy == "idle" else 32
+        self._k = config.num_assistant_tokens if isinstance(config.num_assistant_tokens, int) else FALLBACK_K
         if not drafts.per_domain:
             self.updater(None)
 
@@ -185,7 +175,7 @@ class Learner:
         lesson = self.lessons[domain]
         newest = lesson.begin_update()  # those that arrive meanwhile are for the next update
         updater = self.updater(domain)
-        newest = yield from updater.accepted(newest)
+        newest = yield from lesson.sound(newest, updater.accepts)
         lesson.check_width(newest)
         yield from self._watch(lesson)
         report = yield from updater.micro_steps(steps, newest)
@@ -225,7 +215,7 @@ class Learner:
             return GateDecision("dropped", version, serving, domain, "its weights are not finite")
         if not self.config.gate:
             return GateDecision("promoted", version, version, domain, "there is no gate")
-        held_back = yield from updater.accepted(lesson.held_back)
+        held_back = yield from lesson.sound(lesson.held_back, updater.accepts)
         unknown = [t for t in held_back if t not in scores or scores[t][0] != serving]
         with self.drafts.lease(domain) as draft:
             found = yield from self._scored(lesson, draft.model, unknown)
@@ -233,43 +223,41 @@ class Learner:
         for gone in scores.keys() - set(held_back):
             del scores[gone]
         held_back = [t for t in held_back if t in scores]
-        after = yield from self._scored(lesson, self.drafts.tried(snapshot), held_back)
-        judged = [(t, scores[t][1], a) for t, a in zip(held_back, after, strict=True) if a is not None]
-        yield from updater.accepted(lesson.held_back)
-        traces, before, now = (list(side) for side in zip(*judged, strict=True)) if judged else ([], [], [])
-        return judge(version, serving, domain, traces, before, now)
+        found = yield from self._scored(lesson, self.drafts.tried(snapshot), held_back)
+        after = {t: s for t, s in zip(held_back, found, strict=True) if s is not None}
+        yield from lesson.sound(lesson.held_back, updater.accepts)
+        return judge(version, serving, domain, list(after), [scores[t][1] for t in after], list(after.values()))
 
     def _watch(self, lesson: Lesson) -> Generator[None, None, None]:
-        """Whether the version that serves is accepted as well, on what it has served, as the one before it and as the
-        draft before it learned anything."""
+        """Let an earlier version serve again where the one that serves is accepted less, on what it has served."""
         domain, version = lesson.domain, self.drafts.serving_version(lesson.domain)
-        previous = self.drafts.previous(domain)
         if not self.config.gate or version == 0:
             return
-        served = yield from self.updater(domain).accepted(lesson.take_served())
+        served = yield from lesson.sound(lesson.take_served(), self.updater(domain).accepts)
         # A fixed number of drafted tokens makes what happened and what is replayed the same kind of figure.
-        if isinstance(self.config.num_assistant_tokens, int) and not any(
+        if self._k == self.config.num_assistant_tokens and not any(
             t.is_sampled or t.sampling.get("processors") or "num_assistant_tokens" in t.sampling for t in served
         ):
             now: list[AcceptanceStats | None] = [AcceptanceStats.from_trace(t) for t in served]
         else:
             with self.drafts.lease(domain) as draft:
                 now = yield from self._scored(lesson, draft.model, served)
-        as_it_was = yield from self._scored(lesson, self.drafts.tried(self.drafts.original(domain)), served)
+        original = self.drafts.original(domain)
+        previous, weights = self.drafts.previous(domain) or (0, original)
+        as_it_was = yield from self._scored(lesson, self.drafts.tried(original), served)
         before = as_it_was
-        if previous is not None and previous[0] != 0:
-            before = yield from self._scored(lesson, self.drafts.tried(previous[1]), served)
+        if previous != 0:
+            before = yield from self._scored(lesson, self.drafts.tried(weights), served)
         for b, o, n in zip(before, as_it_was, now, strict=True):
             if b is not None and o is not None and n is not None:
                 lesson.compared.append((b, o, n))
         sides = [[row[side] for row in lesson.compared] for side in range(3)]
-        decision = None
-        if previous is not None:
-            decision = regressed(version, previous[0], domain, sides[0], sides[2])
-        # Traffic of another kind: what was learned is worse there than nothing.
-        to_original = regressed(version, 0, domain, sides[1], sides[2])
-        if to_original is not None and (decision is None or _alpha(sides[1]) > _alpha(sides[0])):
-            decision = to_original
+        # In traffic of another kind, what was learned is worse than nothing.
+        falls = [
+            regressed(version, previous, domain, sides[0], sides[2]),
+            regressed(version, 0, domain, sides[1], sides[2]),
+        ]
+        decision = max(filter(None, falls), key=lambda fall: fall.alpha_before or 0.0, default=None)
         if decision is not None:
             self.updater(domain).restart(self.drafts.roll_back(domain, decision.serving))
             lesson.begin_watching(decision.serving)
@@ -279,14 +267,13 @@ class Learner:
         self, lesson: Lesson, draft: Any, traces: Sequence[Trace]
     ) -> Generator[None, None, list[AcceptanceStats | None]]:
         """What a draft makes of each trace; `None` for one that cannot be replayed and was set aside."""
-        updater, k = self.updater(lesson.domain), self.config.num_assistant_tokens
+        updater = self.updater(lesson.domain)
         scores: list[AcceptanceStats | None] = []
         for first in range(0, len(traces), self._scored_at_once):
             part = traces[first : first + self._scored_at_once]
             scores += yield from lesson.set_aside.isolate(
-                lambda those: replay_each(draft, those, k if isinstance(k, int) else FALLBACK_K),
-                part, updater.readable,
-            )  # fmt: skip
+                lambda those: replay_each(draft, those, self._k), part, updater.readable
+            )
             yield
         if None in scores:
             lesson.forget_set_aside()
@@ -294,47 +281,50 @@ class Learner:
 
     # --- keeping ----------------------------------------------------------------------------------------------------
 
-    def lesson_states(self) -> list[dict[str, Any]]:
-        """The state of each draft that learns or is about to: its requests by what they are for, counts, and its
-        learner's state (`None` before its first update)."""
+    def state_dict(self) -> dict[str, Any]:
+        """The drafts and, for each, its requests, counts and learner's state (`None` before its first update)."""
         learning = self.drafts.learning
-        return [
-            {**lesson.state(), "updater": self.updater(domain).state_dict() if domain in learning else None}
+        lessons = [
+            {**lesson.state_dict(), "updater": self.updater(domain).state_dict() if domain in learning else None}
             for domain, lesson in self.lessons.items()
         ]
+        return {"drafts": self.drafts.state_dict(), "lessons": lessons}
 
-    def load_states(self, drafts: dict[str, Any], states: Sequence[dict[str, Any]]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what was saved; raises StateError, with nothing changed, where it belongs to another draft."""
-        if any(state["domain"] is None for state in states) == self.drafts.per_domain:
-            saved = "one shared draft" if self.drafts.per_domain else "drafts per domain"
-            raise StateError(f"The session is one of {saved}. Load it with a router, or without, as it was saved.")
-        for trace in (t for state in states for traces in state["traces"].values() for t in traces):
+        lessons = state["lessons"]
+        if any(saved["domain"] is None for saved in lessons) == self.drafts.per_domain:
+            kind = "one shared draft" if self.drafts.per_domain else "drafts per domain"
+            raise StateError(f"The session is one of {kind}. Load it with a router, or without, as it was saved.")
+        for trace in (t for saved in lessons for traces in saved["traces"].values() for t in traces):
             self._check_width(trace)
         before, admitted = self.drafts.learning, self.drafts.domains
-        updaters = {s["domain"]: self.updater(s["domain"]) for s in states if s["updater"] is not None}
+        updaters = {s["domain"]: self.updater(s["domain"]) for s in lessons if s["updater"] is not None}
         try:
-            for state in states:
-                if (updater := updaters.get(state["domain"])) is not None:
-                    updater.check_state(state["updater"])
-                    updater.lesson.check_width([t for traces in state["traces"].values() for t in traces])
-            self.drafts.load_state_dict(drafts, updaters)
+            for saved in lessons:
+                if saved["updater"] is not None:
+                    updaters[saved["domain"]].check_state(saved["updater"])
+            self.drafts.load_state_dict(state["drafts"], updaters)
         except StateError:
             self.drafts.forget(self.drafts.learning - before, admitted)
             raise
         self.abandon()
-        for state in states:
-            lesson, traces = self.lessons[state["domain"]], state["traces"]
-            if (updater := updaters.get(state["domain"])) is not None:
-                updater.load_state_dict(state["updater"])
-                lesson.set_aside.load_state_dict(state.get("set_aside"))
+        for saved in lessons:
+            lesson, traces = self.lessons[saved["domain"]], saved["traces"]
+            if (updater := updaters.get(saved["domain"])) is not None:
+                updater.load_state_dict(saved["updater"])
+                lesson.set_aside.load_state_dict(saved["set_aside"])
                 traces = {group: [t for t in those if updater.accepts(t)] for group, those in traces.items()}
-            lesson.load_state({**state, "traces": traces})
+            lesson.load_state_dict({**saved, "traces": traces})
+
+    def take_decisions(self) -> list[GateDecision]:
+        """The decisions since the last call, which are not kept any more."""
+        taken, self.decisions = list(self.decisions), deque(maxlen=MOST_DECISIONS)
+        return taken
 
     def load_decisions(self, saved: Iterable[dict[str, Any]]) -> None:
         """Take decisions of a saved session for those of this one."""
-        decisions = [GateDecision(**decision) for decision in saved]
-        self.decisions.clear()
-        self.decisions.extend(decisions)
+        self.decisions = deque((GateDecision(**decision) for decision in saved), MOST_DECISIONS)
 
     def _check_width(self, trace: Trace) -> None:
         """Refuse a saved trace that those to come could not be learned from together with."""
@@ -345,7 +335,3 @@ class Learner:
                 f"The requests of the session keep {trace.top_ids.shape[1] or 'all'} entries per position, this "
                 f"assistant {coming or 'all'}. Set the `num_logprobs` that they were captured with."
             )
-
-
-def _alpha(stats: Sequence[AcceptanceStats]) -> float:
-    return sum(stats, AcceptanceStats()).alpha

@@ -10,7 +10,6 @@ import pickle
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,25 +38,19 @@ class FolderBusyError(StateError):
 
 
 def save_session(
-    directory: Path,
-    learner: Learner,
-    facts: dict[str, Any],
-    router: dict[str, Any] | None = None,
-    *,
-    lessons: list[dict[str, Any]] | None = None,
+    directory: Path, learner: dict[str, Any], facts: dict[str, Any], router: dict[str, Any] | None = None, *,
     patience_seconds: float | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """
-    Write a learner that is not at work, and what else belongs to its session. A folder of its own is written first,
-    then a pointer to it is replaced, so that a kill or a loss of power at any moment leaves the old state or the new
-    one. Processes that save to one folder do so in turn, and the last one stays. What is written is its owner's alone
-    to read, and nothing that this function did not write is deleted.
+    Write the state of a learner that is not at work, and what else belongs to its session. A folder of its own is
+    written first, then a pointer to it is replaced, so that a kill or a loss of power at any moment leaves the old
+    state or the new one. Processes that save to one folder do so in turn, and the last one stays. What is written is
+    its owner's alone to read, and nothing that this function did not write is deleted.
 
     Args:
-        facts (`dict[str, Any]`), router (`dict[str, Any]`, *optional*):
-            Facts ready for JSON, and the state of a router, of plain values and tensors.
-        lessons (`list[dict[str, Any]]`, *optional*):
-            The learner's [`~Learner.lesson_states`], where they were read at one moment with the facts.
+        learner (`dict[str, Any]`), router (`dict[str, Any]`, *optional*):
+            Their states, by [`~Learner.state_dict`] and [`~Router.state_dict`].
+        facts (`dict[str, Any]`): Ready for JSON.
         patience_seconds (`float`, *optional*):
             How long to wait for another process that saves there; some minutes by default.
 
@@ -69,16 +62,15 @@ def save_session(
     folder = directory / name
     with contextlib.ExitStack() as stack:
         try:
-            # Before another process is waited for, as requests go on meanwhile.
-            lessons = learner.lesson_states() if lessons is None else lessons
-            weights = {"drafts": learner.drafts.state_dict(), "router": router}
             make_private_folder(directory)
-            lock = stack.enter_context(_saving(directory, patience_seconds))
+            lock = wait_for_lock(directory / LOCK, PATIENCE_SECONDS if patience_seconds is None else patience_seconds)
+            if lock is not None:
+                stack.callback(lock.close)
             try:
                 old = _pointed(directory)
                 if lock is not None:
                     _note_unfinished(directory, lock, name, old)
-                _write(folder, lessons, weights, facts)
+                _write(folder, learner, facts, router)
                 sync_folder(directory)
                 write_whole(directory / POINTER, name.encode())
             except BaseException:
@@ -97,9 +89,10 @@ def save_session(
                 os.ftruncate(lock.descriptor, 0)
 
 
-def _write(folder: Path, lessons: list[dict[str, Any]], weights: dict[str, Any], facts: dict[str, Any]) -> None:
+def _write(folder: Path, learner: dict[str, Any], facts: dict[str, Any], router: dict[str, Any] | None) -> None:
     """All of a state, on the disk for good."""
     os.mkdir(folder, 0o700)
+    lessons = [dict(lesson) for lesson in learner["lessons"]]
     for number, lesson in enumerate(lessons):
         groups = lesson.pop("traces")
         # They lie one after another; their numbers tell them apart.
@@ -110,22 +103,10 @@ def _write(folder: Path, lessons: list[dict[str, Any]], weights: dict[str, Any],
         with new_private_file(folder / f"learner-{number:03d}.pt") as file:
             torch.save(lesson.pop("updater"), file)
     with new_private_file(folder / "drafts.pt") as file:
-        torch.save(weights, file)
-    session = {"format": FORMAT, "lessons": lessons, "facts": facts}
+        torch.save({"drafts": learner["drafts"], "router": router}, file)
     with new_private_file(folder / "session.json") as file:
-        file.write(json.dumps(session).encode())
+        file.write(json.dumps({"format": FORMAT, "lessons": lessons, "facts": facts}).encode())
     sync_folder(folder)
-
-
-@contextlib.contextmanager
-def _saving(directory: Path, patience_seconds: float | None = None) -> Iterator[FileLock | None]:
-    """Nobody else saves there inside, where the system has locks; raises OSError where somebody does not end."""
-    lock = wait_for_lock(directory / LOCK, PATIENCE_SECONDS if patience_seconds is None else patience_seconds)
-    try:
-        yield lock
-    finally:
-        if lock is not None:
-            lock.close()
 
 
 def _note_unfinished(directory: Path, lock: FileLock, name: str, old: str | None) -> None:
@@ -179,14 +160,12 @@ def check_pointer(directory: Path) -> None:
         )
 
 
-def load_session(
-    directory: Path, learner: Learner, router: Any = None
-) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def load_session(directory: Path, learner: Learner, router: Any = None) -> dict[str, Any]:
     """
     Bring a learner, and a router where there is one, to a saved state; both or neither.
 
     Returns:
-        `tuple[dict[str, Any], dict[str, Any] | None]`: the facts that were saved with it, and the router's state.
+        `dict[str, Any]`: the facts that were saved with it.
 
     Raises:
         StateError: nothing readable there, or the state of another draft.
@@ -194,17 +173,18 @@ def load_session(
     if not has_session(directory):
         raise StateError(f"There is no saved session in {directory}. Save one with `save_state` first.")
     try:
-        session, drafts = _read(directory)
-        before = None if router is None or drafts["router"] is None else router.state_dict()
+        state = _read(directory)
+        before = None if router is None or state["router"] is None else router.state_dict()
         if before is not None:
-            router.load_state_dict(drafts["router"])
+            router.load_state_dict(state["router"])
         try:
-            learner.load_states(drafts["drafts"], session["lessons"])
+            learner.load_state_dict(state)
         except BaseException:
             if before is not None:
                 router.load_state_dict(before)
             raise
-        return session["facts"], drafts["router"]
+        facts: dict[str, Any] = state["facts"]
+        return facts
     except (OSError, EOFError, ValueError, KeyError, IndexError, TypeError, RuntimeError, pickle.UnpicklingError,
             pa.ArrowException) as error:  # fmt: skip
         if isinstance(error, StateError):
@@ -212,9 +192,9 @@ def load_session(
         raise StateError(f"The session in {directory} cannot be read: {error}. Restore it from a copy.") from error
 
 
-def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What was saved last. A process that saves meanwhile deletes the state that is being read: then it is the next
-    one's turn; a reader that is slower than all savers makes them wait."""
+def _read(directory: Path) -> dict[str, Any]:
+    """What was saved last. A process that saves meanwhile deletes the state that is being read: then the next one is
+    read; a reader that is slower than all savers makes them wait."""
     with contextlib.ExitStack() as stack:
         for attempt in itertools.count():
             name = (directory / POINTER).read_text().strip()
@@ -225,21 +205,22 @@ def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
                     raise
             if attempt == ATTEMPTS:
                 with contextlib.suppress(OSError):  # a folder that may only be read
-                    stack.enter_context(_saving(directory))
+                    if (lock := wait_for_lock(directory / LOCK, PATIENCE_SECONDS)) is not None:
+                        stack.callback(lock.close)
         raise AssertionError
 
 
-def _read_state(directory: Path, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    session: dict[str, Any] = json.loads((folder / "session.json").read_text())
-    if session["format"] != FORMAT:
+def _read_state(directory: Path, folder: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads((folder / "session.json").read_text())
+    if state["format"] != FORMAT:
         raise StateError(
-            f"The session in {directory} has format {session['format']}, this version reads {FORMAT}. Read it "
-            "with the version that wrote it."
+            f"The session in {directory} has format {state['format']}, this version reads {FORMAT}. Read it with the "
+            "version that wrote it."
         )
-    for number, lesson in enumerate(session["lessons"]):
+    for number, lesson in enumerate(state["lessons"]):
         traces = table_to_traces(pq.read_table(folder / f"requests-{number:03d}.parquet"))
         lesson["traces"] = {
             group: [traces.pop(0) for _ in range(count)] for group, count in lesson.pop("counts").items()
         }
         lesson["updater"] = torch.load(folder / f"learner-{number:03d}.pt", weights_only=True)
-    return session, torch.load(folder / "drafts.pt", weights_only=True)
+    return {**state, **torch.load(folder / "drafts.pt", weights_only=True)}

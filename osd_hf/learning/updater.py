@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import time
 import traceback
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
@@ -15,19 +16,20 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from accelerate.utils import ProjectConfiguration
 
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, StateError, UnsupportedModelError
 from osd_hf.learning.faults import Readable
-from osd_hf.learning.gate import GateDecision
-from osd_hf.learning.lesson import Lesson
+from osd_hf.learning.lesson import GateDecision, Lesson
 from osd_hf.learning.weights import Snapshot, adapter_state, learning_context, load_adapter, write_snapshot
 from osd_hf.losses import divergence_loss
+from osd_hf.metrics import AcceptanceStats
 from osd_hf.pair import is_peft
 from osd_hf.replay import batches, completion_logits, completion_mask
 from osd_hf.trace import Trace
 
-__all__ = ["UpdateReport", "Updater", "finish", "trainable_parameters"]
+__all__ = ["UpdateReport", "Updater", "finish", "log_update", "make_accelerator", "trainable_parameters"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,20 +45,13 @@ class UpdateReport:
     Args:
         version (`int`):
             Version of the draft that serves afterwards; unchanged if no step was kept, or the gate let none through.
-        steps (`int`):
-            Optimizer steps kept.
-        dropped_steps (`int`):
-            Steps dropped because loss or gradient was not finite.
-        loss (`float`, *optional*):
-            Mean over the kept steps, in nats per position; `None` if there was none.
-        positions (`int`):
-            Positions learned from, over all steps.
-        new_requests (`int`):
-            Requests seen for the first time.
-        seconds (`float`):
-            Wall time of the work, the gate's included.
-        domain (`str`, *optional*):
-            Whose draft; `None` where all share one.
+        steps (`int`): Optimizer steps kept.
+        dropped_steps (`int`): Steps dropped because loss or gradient was not finite.
+        loss (`float`, *optional*): Mean over the kept steps, in nats per position; `None` if there was none.
+        positions (`int`): Positions learned from, over all steps.
+        new_requests (`int`): Requests seen for the first time.
+        seconds (`float`): Wall time of the work, the gate's included.
+        domain (`str`, *optional*): Whose draft; `None` where all share one.
         decision (`GateDecision`, *optional*):
             What became of the version that it made; `None` if there was nothing to learn from.
         set_aside (`Mapping[str, int]`, *optional*):
@@ -87,31 +82,23 @@ class Updater:
     Args:
         draft (`PreTrainedModel`):
             Copied, not changed. Where it has adapters the trainable parameters learn, otherwise all.
-        config (`OnlineConfig`):
-            The rule.
+        config (`OnlineConfig`): The rule.
         accelerator (`Accelerator`, *optional*):
             Runs backward and step; by default one that leaves the model on its device.
         adapter (`str`, *optional*):
             The draft is an fp32 `PeftModel` that several learners share, each an adapter of its own: not copied.
-        lesson (`Lesson`, *optional*):
-            The requests of this draft; by default it begins with none.
+        lesson (`Lesson`, *optional*): The requests of this draft; by default it begins with none.
 
     Raises:
         UnsupportedModelError: the draft has no parameter that could learn.
     """
 
     def __init__(
-        self,
-        draft: Any,
-        config: OnlineConfig,
-        accelerator: Accelerator | None = None,
-        *,
-        adapter: str | None = None,
-        lesson: Lesson | None = None,
-    ) -> None:
-        self.config = config
-        self.version = 0
-        self.adapter = adapter
+        self, draft: Any, config: OnlineConfig, accelerator: Accelerator | None = None, *,
+        adapter: str | None = None, lesson: Lesson | None = None,
+    ) -> None:  # fmt: skip
+        self.config, self.adapter = config, adapter
+        self.version = self.kept_steps = 0
         self.lesson = lesson or Lesson(config=config)
         self.buffer, self.set_aside = self.lesson.buffer, self.lesson.set_aside
         self.readable = Readable.by(draft)  # what the draft can learn from
@@ -128,13 +115,11 @@ class Updater:
             made = _optimizers(self.master, self.parameters, config)
             self.optimizers = [self.accelerator.prepare_optimizer(optimizer) for optimizer in made]
             self.averaged = {name: p.detach().clone() for name, p in self.parameters.items()}
-        self.kept_steps = 0
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def observe(self, trace: Trace) -> None:
-        """Take in one request to learn from at the next update, or set it aside where nothing can be learned from it;
-        raises StateError if its rows are of another width."""
+        """Take in a request to learn from at the next update; raises StateError if its rows are of another width."""
         if len(trace) and trace.num_kept and self.accepts(trace):
             self.lesson.check_width([trace])
             self.lesson.pending.append(trace)
@@ -147,18 +132,6 @@ class Updater:
         if fault is not None:
             self.set_aside.add(trace, fault)
         return fault is None
-
-    def accepted(self, traces: Iterable[Trace]) -> Generator[None, None, list[Trace]]:
-        """Those of the lesson's traces that can be learned from; the lesson lets the others go. Yields after each that
-        is looked at for the first time: all of its rows are read then, and they never change."""
-        with self.lesson.lock:
-            found = list(traces)
-        for trace in found:
-            if trace not in self.lesson.looked_at:
-                self.accepts(trace)
-                self.lesson.looked_at.add(trace)
-                yield
-        return self.lesson.sound(found)
 
     # --- updates ----------------------------------------------------------------------------------------------------
 
@@ -198,19 +171,13 @@ class Updater:
                 "%d of %d update steps were dropped: loss or gradient not finite.", dropped, dropped + len(losses)
             )
         return UpdateReport(
-            version=self.version,
-            steps=len(losses),
-            dropped_steps=dropped,
-            loss=float(np.mean(losses)) if losses else None,
-            positions=positions,
-            new_requests=len(newest),
-            seconds=time.perf_counter() - started,
-            set_aside=self.set_aside.take_new(),
-        )
+            version=self.version, steps=len(losses), dropped_steps=dropped,
+            loss=float(np.mean(losses)) if losses else None, positions=positions, new_requests=len(newest),
+            seconds=time.perf_counter() - started, set_aside=self.set_aside.take_new(),
+        )  # fmt: skip
 
     def pace(self) -> None:
-        """Cut the backward passes to come into parts that take about as long as an arriving request may wait, by what
-        the last one took."""
+        """Fit the size of the next backward passes to what the last one took and an arriving request may wait."""
         seconds, self._backward_seconds = self._backward_seconds, None
         limit = self.config.micro_step_seconds
         if seconds is not None and seconds > limit:
@@ -466,16 +433,18 @@ def _optimizers(
 ) -> list[torch.optim.Optimizer]:
     """Muon (arXiv 2502.16982) is for matrices that map hidden states; embeddings and vectors go to AdamW."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    head = model.get_output_embeddings()
-    if head is not None:
+    if (head := model.get_output_embeddings()) is not None:
         embeddings.add(id(head.weight))
-    matrices = [p for p in parameters.values() if p.ndim == 2 and id(p) not in embeddings]
-    if config.optimizer == "adamw" or not matrices:
-        return [torch.optim.AdamW(parameters.values(), lr=config.learning_rate, weight_decay=0.0)]
+    is_muon = config.optimizer == "muon"
+    matrices = [p for p in parameters.values() if is_muon and p.ndim == 2 and id(p) not in embeddings]
     hidden = {id(p) for p in matrices}
     rest = [p for p in parameters.values() if id(p) not in hidden]
-    muon = torch.optim.Muon(matrices, lr=config.learning_rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
-    return [muon, *([torch.optim.AdamW(rest, lr=config.learning_rate, weight_decay=0.0)] if rest else [])]
+    made: list[torch.optim.Optimizer] = []
+    if matrices:
+        made.append(torch.optim.Muon(matrices, config.learning_rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
+    if rest:
+        made.append(torch.optim.AdamW(rest, config.learning_rate, weight_decay=0.0))
+    return made
 
 
 def finish(work: Generator[None, None, T]) -> T:
@@ -490,3 +459,36 @@ def finish(work: Generator[None, None, T]) -> T:
 
 def _learned_mask(trace: Trace, learn_from: str) -> Any:
     return trace.correction_mask if learn_from == "corrections" else np.ones(len(trace), dtype=bool)
+
+
+# --- the accelerator ------------------------------------------------------------------------------------------------
+
+
+def make_accelerator(report_to: str | Sequence[str] | None, config: OnlineConfig) -> Accelerator:
+    """One that leaves models where they are; raises ConfigError for a tracker that is not installed."""
+    names = [report_to] if isinstance(report_to, str) else list(report_to or ())
+    names = [name for name in names if name != "none"]
+    if not names:
+        return Accelerator(device_placement=False)
+    project = ProjectConfiguration(project_dir=".", logging_dir=os.environ.get("TENSORBOARD_LOGGING_DIR", "runs"))
+    try:
+        accelerator = Accelerator(device_placement=False, log_with=names, project_config=project)
+    except ValueError as error:
+        raise ConfigError(f"`report_to={report_to!r}` is not known: {error}") from error
+    accelerator.init_trackers("osd_hf", config=config.to_dict())
+    if not accelerator.trackers:
+        raise ConfigError(f"`report_to={report_to!r}` finds no tracker installed; try `pip install trackio`.")
+    return accelerator
+
+
+def log_update(accelerator: Accelerator, report: UpdateReport, requests: int, recent: AcceptanceStats) -> None:
+    """Tell the log and the trackers of an update, after so many requests, and of the acceptance since the last one."""
+    values: dict[str, Any] = {
+        "version": report.version, "dropped_steps": report.dropped_steps, "update_seconds": report.seconds,
+    }  # fmt: skip
+    if report.loss is not None:
+        values["loss"] = report.loss
+    if recent.examined:
+        values |= {"alpha": recent.alpha, "block_efficiency": recent.block_efficiency}
+    logger.info("Draft version %d after %d requests: %s", report.version, requests, values)
+    accelerator.log(values, step=requests)

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import copy
-import json
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from osd_hf.config import OnlineConfig
-from osd_hf.errors import ConfigError, StateError, UnsupportedModelError
-from osd_hf.pair import is_peft, merged, ties_embeddings, untie
+from osd_hf.errors import ConfigError, UnsupportedModelError
+from osd_hf.pair import is_peft, merged, set_fixed_k
 
 __all__ = [
     "FALLBACK_K",
-    "INDEX",
     "Snapshot",
     "adapted",
     "adapter_state",
@@ -28,7 +23,6 @@ __all__ = [
     "learning_context",
     "load_adapter",
     "make_template",
-    "read_drafts",
     "ready_to_serve",
     "seeded",
     "write_snapshot",
@@ -36,7 +30,6 @@ __all__ = [
 
 Snapshot = dict[str, torch.Tensor]  # learned weights by name; of an adapter, by the names in its file
 FALLBACK_K = 5  # where the number of drafted tokens is not fixed, and one is needed
-INDEX = "drafts.json"
 
 
 @contextmanager
@@ -62,9 +55,7 @@ def ready_to_serve(draft: Any, config: OnlineConfig) -> Any:
         served = (copy.deepcopy(draft) if served is draft else served).eval()
     k = config.num_assistant_tokens
     if k is not None:
-        served.generation_config.num_assistant_tokens = FALLBACK_K if k == "auto" else k
-        served.generation_config.num_assistant_tokens_schedule = "constant"
-        served.generation_config.assistant_confidence_threshold = 0.0
+        set_fixed_k(served.generation_config, FALLBACK_K if k == "auto" else k)
     return served
 
 
@@ -78,12 +69,10 @@ def write_snapshot(snapshot: Snapshot, draft: Any, template: Any = None) -> None
     Write learned weights into a draft, in place, cast to its dtype.
 
     Args:
-        snapshot (`dict[str, torch.Tensor]`):
-            As returned by [`Updater.snapshot`].
+        snapshot (`dict[str, torch.Tensor]`): As returned by [`Updater.snapshot`].
         draft (`PreTrainedModel`):
             A copy of the draft that was learned from; of one with adapters, with them merged or as it was.
-        template (`PeftModel`, *optional*):
-            Where the weights are an adapter's: a model with that adapter, unmerged.
+        template (`PeftModel`, *optional*): Where the weights are an adapter's: a model with that adapter, unmerged.
     """
     with learning_context(), torch.no_grad():
         if template is not None:
@@ -93,24 +82,6 @@ def write_snapshot(snapshot: Snapshot, draft: Any, template: Any = None) -> None
         served = dict(draft.named_parameters())
         for name, learned in snapshot.items():
             served[name].copy_(learned)
-
-
-def read_drafts(
-    directory: Path, *, adapters: bool, without: Collection[str]
-) -> dict[str | None, tuple[int, Snapshot]]:
-    """Version and weights of each domain's draft, as [`DomainDrafts.save_pretrained`] wrote them, less the tensors in
-    `without`; raises StateError where nothing can be read."""
-    name = "adapter_model.safetensors" if adapters else "model.safetensors"
-    try:
-        index = json.loads((directory / INDEX).read_text())
-        loaded = {}
-        for folder, entry in index.items():
-            state = load_file(directory / folder / name)
-            kept = {tensor: state[tensor] for tensor in state if tensor not in without}
-            loaded[entry["domain"]] = int(entry["version"]), kept
-        return loaded
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        raise StateError(f"The drafts in {directory} cannot be read: {error}. Restore them from a copy.") from error
 
 
 # --- adapters -------------------------------------------------------------------------------------------------------
@@ -158,8 +129,13 @@ def make_template(source: Any, peft_config: Any, seed: int, *, per_domain: bool)
     with learning_context():
         if peft_config is None:
             return copy.deepcopy(source).float() if is_peft(source) else None
-        if ties_embeddings(source) and _adapts_embeddings(source, peft_config, seed):
-            untie(source)  # ours, not the caller's
+        if _adapts_tied_embeddings(source, peft_config, seed):
+            # Merged into a tensor that is both, an adapter on one of the two would change the other as well.
+            head = source.get_output_embeddings()  # ours, not the caller's
+            head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
+            for config in (source.config, source.config.get_text_config(decoder=True)):
+                config.tie_word_embeddings = False
+            source.all_tied_weights_keys = {}
         template = adapted(copy.deepcopy(source).float(), peft_config, "default", seed)
         if not hasattr(template.base_model, "merge_and_unload"):
             raise UnsupportedModelError(
@@ -177,8 +153,11 @@ def make_template(source: Any, peft_config: Any, seed: int, *, per_domain: bool)
     return template
 
 
-def _adapts_embeddings(model: Any, peft_config: Any, seed: int) -> bool:
-    """Whether an adapter would change the input embeddings or the output head."""
+def _adapts_tied_embeddings(model: Any, peft_config: Any, seed: int) -> bool:
+    """Whether input embeddings and output head are one tensor, and an adapter would change either."""
+    head = model.get_output_embeddings()
+    if head is None or head.weight is not model.get_input_embeddings().weight:
+        return False
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 
