@@ -21,7 +21,8 @@ from osd_hf import (
     record_traces,
     replay,
 )
-from osd_hf.cli.distill import add_distill, distill_command
+from osd_hf.cli.distill import DistillSettings, distill_command
+from osd_hf.cli.flags import add_flags, settings_from
 from osd_hf.cli.main import main
 from osd_hf.prompts import encode_turn
 
@@ -60,9 +61,10 @@ def store(traces: list[Any], tmp_path_factory: Any) -> Path:
 
 def command(folder: Path, *flags: Any, json_path: str | None = None) -> int:
     parser = argparse.ArgumentParser()
-    parser.set_defaults(json=json_path)
-    add_distill(parser)
-    return distill_command(parser.parse_args(["--output-dir", str(folder), *map(str, flags)]))
+    add_flags(parser, DistillSettings)
+    more = [] if json_path is None else ["--json", json_path]
+    args = parser.parse_args(["--output-dir", str(folder), *more, *map(str, flags)])
+    return distill_command(settings_from(DistillSettings, args))
 
 
 def report(folder: Path) -> Any:

@@ -6,32 +6,38 @@ import contextlib
 import copy
 import functools
 import math
+import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from transformers.generation.streamers import BaseStreamer
 
 from osd_hf.assistant import OnlineAssistant
-from osd_hf.bench.controlled import ControlledAcceptance, feeds_through
+from osd_hf.bench.controlled import ControlledAcceptance, answer_greedily, feeds_through
 from osd_hf.bench.display import progress
-from osd_hf.bench.timing import compare_outputs, in_turns, median_ratio, pad_setting
 from osd_hf.comparison import figures_of
 from osd_hf.config import OnlineConfig
 from osd_hf.drafting.forward import DraftForward
 from osd_hf.drafting.generator import Clock
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.metrics import AcceptanceStats, expected_speedup
-from osd_hf.pair import unwrap
+from osd_hf.pair import eos_ids, set_fixed_k, unwrap
 from osd_hf.trace import DraftRound, num_accepted
 
 KINDS = ("alone", "prompt_lookup", "stock", "lean")
 ALL = "all"
+
+# Two tokens this close may swap places in a forward over more tokens, in float32 too.
+TIE = 1e-4
+
+Request = TypeVar("Request")
+Answer = TypeVar("Answer")
 
 
 # --- what is compared, and what comes of it -------------------------------------------------------------------------
@@ -326,8 +332,77 @@ def benchmark(
         for request, times in zip(watched, turns(_Way.watch, watched, "watched"), strict=True):
             for name, one_times in zip(names, times, strict=True):
                 rounds[request.dataset][name] += one_times
-    weights = {way.system.name: _weights_bytes(target) + _weights_bytes(way.draft) for way in ways}
+    own = unwrap(target).get_memory_footprint()
+    weights = {w.system.name: own + (0 if w.draft is None else w.draft.get_memory_footprint()) for w in ways}
     return BenchmarkReport(tuple(systems), answers, rounds, _facts(unwrap(target), max_new_tokens, weights))
+
+
+def in_turns(ways: Sequence[Callable[[Request], Answer]], requests: Iterable[Request]) -> Iterator[tuple[Answer, ...]]:
+    """
+    Answer each request in each way, one right after the other. The way that begins rotates: a machine that slows down
+    does so for all.
+
+    Yields:
+        `tuple[Answer, ...]`: the answers to one request, in the order of the ways.
+    """
+    for number, request in enumerate(requests):
+        order = [(number + turn) % len(ways) for turn in range(len(ways))]
+        answers = {way: ways[way](request) for way in order}
+        yield tuple(answers[way] for way in range(len(ways)))
+
+
+@torch.no_grad()
+def compare_outputs(target: Any, prompt_ids: Sequence[int], alone: list[int], assisted: list[int]) -> str:
+    """
+    `"identical"`, token by token; `"tied"`, where the answers part at two tokens that the target finds equally likely
+    to rounding; `"differing"` otherwise.
+    """
+    if alone == assisted:
+        return "identical"
+    at = next((i for i, (a, b) in enumerate(zip(alone, assisted, strict=False)) if a != b), None)
+    if at is None:
+        return "differing"
+    context = torch.tensor([[*prompt_ids, *alone[:at]]], device=target.device)
+    top = target(context).logits[0, -1].float().topk(2)
+    is_tie = float(top.values[0] - top.values[1]) < TIE
+    return "tied" if is_tie and {alone[at], assisted[at]} == set(top.indices.tolist()) else "differing"
+
+
+def median_ratio(ratios: Iterable[float]) -> dict[str, Any]:
+    """`median`, and its 95% `interval` by a bootstrap over requests; ready for JSON."""
+    values = np.array(list(ratios))
+    draws = np.random.default_rng(0).integers(len(values), size=(2000, len(values)))
+    low, high = np.quantile(np.median(values[draws], axis=1), [0.025, 0.975])
+    return {"median": float(np.median(values)), "interval": [float(low), float(high)]}
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def faster_threads(target: Any, prompt_ids: Sequence[int], threads: int | None) -> tuple[int, dict[str, float]]:
+    """The number of torch's threads, one or all cores, with which the target answers sooner, and the median times of
+    both in seconds. Given `threads` are returned without a measurement."""
+    choices = [1, cores()]
+    if threads is not None or choices[1] == 1:
+        return threads or 1, {}
+
+    def answer(number: int, prompt_ids: Sequence[int]) -> float:
+        torch.set_num_threads(number)
+        return answer_greedily(target, prompt_ids, 24)[1]
+
+    taken = list(in_turns([functools.partial(answer, number) for number in choices], [prompt_ids] * 5))
+    # The first round warms up.
+    medians = dict(zip(choices, map(statistics.median, zip(*taken[1:], strict=True)), strict=True))
+    return min(choices, key=lambda n: medians[n]), {str(n): round(s, 4) for n, s in medians.items()}
+
+
+def pad_setting(model: Any) -> dict[str, int]:
+    """The padding token as an argument of `generate`, where a model names none: otherwise transformers remarks at each
+    request that it takes the end token."""
+    ends = eos_ids(model.generation_config)
+    return {"pad_token_id": ends[0]} if ends and model.generation_config.pad_token_id is None else {}
 
 
 # --- one answer -----------------------------------------------------------------------------------------------------
@@ -414,9 +489,8 @@ class _Way:
             self.kwargs["prompt_lookup_num_tokens"] = k
         elif system.kind == "stock":
             self.draft = self.kwargs["assistant_model"] = copy.deepcopy(system.draft).eval()
-            drafting = unwrap(self.draft).generation_config
-            drafting.num_assistant_tokens, drafting.num_assistant_tokens_schedule = k, "constant"
-            drafting.assistant_confidence_threshold = 0.0
+            assert isinstance(k, int)
+            set_fixed_k(unwrap(self.draft).generation_config, k)
             if system.acceptance is not None:
                 system.acceptance.steer_module(self.draft)
         elif system.kind == "lean":
@@ -483,12 +557,6 @@ def _waiting_clock(device: torch.device) -> Clock:
         return time.perf_counter()
 
     return clock
-
-
-def _weights_bytes(model: Any) -> int:
-    if model is None:
-        return 0
-    return sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
 
 
 def _facts(target: Any, max_new_tokens: int, weights: dict[str, int]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ Estimate = tuple[float, tuple[float, float]]  # a value and its interval
 BAR_WINDOW = 50  # requests over which a progress bar pools alpha
 MAX_PANELS = 6
 MAX_LABELS = 12
+WHILE_SERVING = "Acceptance while serving: the draft that learns, and the same draft frozen"
 
 # Colors that stay apart for color-blind readers (Okabe and Ito).
 LEARNING, FROZEN, CEILING = "#0072B2", "#D55E00", "#9A9A9A"
@@ -125,19 +126,17 @@ def rolling_window(requests: int) -> int:
     return max(8, min(50, requests // 8))
 
 
-def plot_alpha(
-    path: Path, learning: Sequence[AcceptanceStats], frozen: Sequence[AcceptanceStats], domains: Sequence[str | None],
-    *, window: int, title: str,
-) -> None:  # fmt: skip
-    """Draw alpha over the requests as a PNG file, from the stats of the draft that learned, those of the same draft
-    frozen and the labels, in order; a point pools `window` requests. Domains that were served one after the other are
-    shaded; a few mixed ones get a panel each, many are drawn as one."""
+def plot_alpha(path: Path, compared: Comparison, *, title: str, window: int | None = None) -> None:
+    """Draw alpha over the requests as a PNG file, of a draft frozen and of the same draft as it learned; a point pools
+    `window` requests, or a number that suits the run. Domains that were served one after the other are shaded; a few
+    mixed ones get a panel each, many are drawn as one."""
+    domains, names = compared.domains, compared.names
+    window = window or rolling_window(len(domains))
     blocks = [(name, len(list(group))) for name, group in groupby(domains)]
-    names = list(dict.fromkeys(domains))
     shades = names != [None] and len(blocks) <= min(2 * len(names), MAX_LABELS)
     if shades or len(names) == 1 or len(names) > MAX_PANELS:
         figure, (axes,) = _figure(1, 1, 9.0, 4.2)
-        _draw(axes, range(1, len(learning) + 1), learning, frozen, window)
+        _draw(axes, range(1, len(domains) + 1), compared, window)
         if shades:
             _shade(axes, blocks)
         axes.set_xlabel("request")
@@ -150,8 +149,8 @@ def plot_alpha(
         figure, panels = _figure(rows, columns, 9.0, 1.0 + 2.4 * rows)
         share = max(4, round(window * 2 / len(names)))
         for number, (axes, name) in enumerate(zip(panels, sorted(names, key=str), strict=False)):
-            chosen = [i for i, domain in enumerate(domains) if domain == name]
-            _draw(axes, [i + 1 for i in chosen], [learning[i] for i in chosen], [frozen[i] for i in chosen], share)
+            requests = [i for i, domain in enumerate(domains, 1) if domain == name]
+            _draw(axes, requests, compared.of(name), share)
             axes.set_title(str(name), loc="left", fontsize=10)
             if number % columns == 0:
                 axes.set_ylabel(f"alpha (last {share} of the domain)")
@@ -237,12 +236,10 @@ def _figure(rows: int, columns: int, width: float, height: float) -> tuple[Any, 
     return figure, panels
 
 
-def _draw(
-    axes: Axes, requests: Sequence[int], learning: Sequence[AcceptanceStats], frozen: Sequence[AcceptanceStats],
-    window: int,
-) -> None:  # fmt: skip
+def _draw(axes: Axes, requests: Sequence[int], compared: Comparison, window: int) -> None:
     # The first points pool fewer requests than the window and jump about.
     first = min(max(window // 2, 1), len(requests)) - 1
+    frozen, learning = compared.sides.values()
     axes.plot(requests[first:], rolling_alpha(learning, window)[first:], color=LEARNING, lw=2, label="learning")
     axes.plot(requests[first:], rolling_alpha(frozen, window)[first:], color=FROZEN, lw=1.6, ls="--", label="frozen")
     axes.set_ylim(0, 1)

@@ -14,9 +14,8 @@ import torch
 
 from osd_hf.assistant import OnlineAssistant
 from osd_hf.bench import display
-from osd_hf.bench.benchmark import BenchmarkReport, System, benchmark
+from osd_hf.bench.benchmark import BenchmarkReport, System, benchmark, cores, faster_threads
 from osd_hf.bench.display import figure, ratio_text, text_table
-from osd_hf.bench.timing import cores, faster_threads
 from osd_hf.bundled import DOMAINS, bundled_prompts, check_answer
 from osd_hf.bundled.example import Example
 from osd_hf.capture.recording import record_traces
@@ -29,7 +28,7 @@ from osd_hf.pair import Pair
 from osd_hf.prompts import encode_turn
 from osd_hf.replay import replay_each
 from osd_hf.trace import Trace
-from osd_hf.utils.report import json_text, make_folder, provenance
+from osd_hf.utils.report import make_folder, provenance, write_report
 
 K = 5
 WAYS = ("target alone", "static draft", "learned draft")
@@ -116,12 +115,9 @@ def quickstart(
         "thread_seconds": found.thread_seconds,
         "phase_seconds": found.phase_seconds,
     }
-    served = [AcceptanceStats.from_trace(t) for t in found.served]
-    display.plot_alpha(
-        output_dir / "alpha.png", served, found.frozen, [t.domain for t in found.served],
-        window=display.rolling_window(len(served)),
-        title="Acceptance while serving: the draft that learns, and the same draft frozen",
-    )  # fmt: skip
+    served = {"frozen": found.frozen, "learned": [AcceptanceStats.from_trace(t) for t in found.served]}
+    compared = Comparison([t.domain for t in found.served], served)
+    display.plot_alpha(output_dir / "alpha.png", compared, title=display.WHILE_SERVING)
     labels = {"static": "static", "learned": "learned while serving", "ceiling": "trained offline, many epochs"}
     title = "Acceptance on later prompts, never learned from"
     display.plot_domains(output_dir / "domains.png", found.compared.bars(labels), title=title)
@@ -129,7 +125,7 @@ def quickstart(
     for line in _shown(report, later[sample], answers[sample]):
         write(line)
     report["total_seconds"] = round(time.perf_counter() - started, 2)
-    (output_dir / "report.json").write_text(json_text(report, indent=1) + "\n")
+    write_report(output_dir / "report.json", report)
     write(f"\n{report['total_seconds']:.0f} s in all. Wrote report.json, alpha.png and domains.png to {output_dir}.")
     return report
 

@@ -1,4 +1,4 @@
-"""The command `osd-hf bench`: which systems on which prompts, the table, the JSON and the plot."""
+"""The commands `osd-hf bench` and `osd-hf quickstart`: systems side by side, and the main job on the bundled pair."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from typing import Any
 import torch
 
 from osd_hf.assistant import OnlineAssistant
-from osd_hf.bench.benchmark import BenchmarkReport, System, benchmark
+from osd_hf.bench.benchmark import BenchmarkReport, System, benchmark, faster_threads
 from osd_hf.bench.controlled import LABEL, SHAPES, ControlledAcceptance, controlled_acceptance, random_pair
 from osd_hf.bench.display import figure, plot_speedups, ratio_text, text_table
-from osd_hf.bench.quickstart import QuickstartSizes, learned_and_later, serve_stream
-from osd_hf.bench.timing import faster_threads
+from osd_hf.bench.quickstart import QuickstartSizes, learned_and_later, quickstart, serve_stream
 from osd_hf.bundled import DOMAINS
-from osd_hf.cli.flags import FAILED, Reporting, flag, in_groups
-from osd_hf.cli.settings import Placement
+from osd_hf.cli import FAILED
+from osd_hf.cli.flags import Placement, Reporting, flag, in_groups, option, part
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, DataError
 from osd_hf.pair import load_pair, prompt_room
 from osd_hf.prompts import PromptSource, encode_prompts, encode_turn, read_prompts
-from osd_hf.utils.report import json_text, make_folder, provenance
+from osd_hf.utils.report import make_folder, provenance, write_report
 
 Stream = list[tuple[str, list[int]]]  # the data set and token ids of each request that is learned from
 Prompts = dict[str, list[list[int]]]  # data set -> token ids of each prompt
@@ -65,17 +64,14 @@ class BenchSettings(Placement, Reporting):
     def check(self) -> None:
         """Raises ConfigError for what is too small, and for what does not go together."""
         self.check_counts("requests", "max_new_tokens", "watched_requests", "threads")
-        for name in ("learn_requests", "seed"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(self, name)}.")
+        self.check_counts("learn_requests", "seed", least=0)
         is_controlled = self.controlled is not None
         shapes = ("target_shape", "draft_shape", "prompt_tokens")
         foreign = ("target", "draft", "prompts", "prompt_template") if is_controlled else shapes
-        if given := [f"--{name.replace('_', '-')}" for name in foreign if getattr(self, name) is not None]:
+        if given := [option(name) for name in foreign if getattr(self, name) is not None]:
             without = "cannot be given with" if is_controlled else "can only be given with"
             raise ConfigError(f"{', '.join(given)} {without} --controlled, which brings its own models and prompts.")
-        if (self.target is None) != (self.draft is None):
-            raise ConfigError("Give both --target and --draft, or none for the bundled pair.")
+        self.check_together("target", "draft")
         if min(self.ks) < 1:
             raise ConfigError(f"--k must be at least 1, got {min(self.ks)}.")
 
@@ -111,15 +107,41 @@ def bench_command(settings: BenchSettings) -> int:
     }
     # Pooled over several controlled acceptances, a speed-up would say nothing.
     datasets = [*report.datasets, *(["all"] if len(report.datasets) > 1 and not is_controlled else [])]
-    print("\n".join(_tables(data, datasets)), file=settings.out)
+    settings.say("\n".join(_tables(data, datasets)))
     title = "Times as fast as the target alone" + (f"\n({LABEL})" if is_controlled else "")
     plot_speedups(folder / "speedups.png", _bars(data, datasets, report.alone), title=title)
-    (folder / "report.json").write_text(json_text(data, indent=1) + "\n")
-    seconds = f"{data['total_seconds']:.0f} s in all"
-    print(f"\n{seconds}. Wrote report.json and speedups.png to {folder}.", file=settings.out)
+    write_report(folder / "report.json", data)
+    settings.say(f"\n{data['total_seconds']:.0f} s in all. Wrote report.json and speedups.png to {folder}.")
     settings.write_json(data)
     differs = any(part["outputs"]["differing"] for part in data["by_dataset"]["all"].values())
     return FAILED if differs and data["dtype"] == "float32" else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuickstartSettings(Reporting):
+    """The flags of `osd-hf quickstart`."""
+
+    sizes: QuickstartSizes = part(metavar="N")
+    seed: int = flag("of the prompts and of learning", 0)
+    threads: int | None = flag("of torch, at least 1; measured by default", metavar="N")
+    target: str | None = flag("another target for the same prompts", metavar="ID|PATH")
+    draft: str | None = flag("another draft for the same prompts", metavar="ID|PATH")
+    output_dir: Path = flag("overwritten", Path("osd_hf_quickstart"))
+
+
+def quickstart_command(settings: QuickstartSettings) -> int:
+    """Serve, learn and measure; returns the exit code."""
+    settings.check_together("target", "draft")
+    pair = load_pair(settings.target, settings.draft, dtype="float32", device="cpu")
+    report = quickstart(
+        pair, settings.sizes, seed=settings.seed, threads=settings.threads, output_dir=settings.output_dir,
+        write=settings.say,
+    )  # fmt: skip
+    settings.write_json(report)
+    return FAILED if report["outputs"]["differing"] else 0
+
+
+# --- what is answered -----------------------------------------------------------------------------------------------
 
 
 def _numbers(text: str, kind: Any, flag: str) -> list[Any]:
@@ -237,6 +259,9 @@ def _controlled(settings: BenchSettings) -> tuple[BenchmarkReport, int, dict[str
     )  # fmt: skip
     facts = {"target_shape": shapes[0], "draft_shape": shapes[1], "prompt_tokens": length}
     return report, threads, {**facts, "thread_seconds": thread_seconds}
+
+
+# --- what is shown --------------------------------------------------------------------------------------------------
 
 
 def _bars(data: dict[str, Any], datasets: Sequence[str], alone: str) -> dict[str, dict[str, Any]]:

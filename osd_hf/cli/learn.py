@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from osd_hf.bench.display import AlphaBar, plot_alpha, rolling_window, stats_interval
-from osd_hf.cli.flags import FAILED, Reporting, flag, in_groups, stopping
-from osd_hf.cli.settings import Learning, Placement
+from osd_hf.bench.display import AlphaBar, plot_alpha, stats_interval
+from osd_hf.cli import FAILED
+from osd_hf.cli.flags import Learning, Placement, Reporting, flag, in_groups, stopping
+from osd_hf.comparison import Comparison
 from osd_hf.engine.learn import StoreFollower, StoreLearner
 from osd_hf.engine.versions import VersionFolder
 from osd_hf.errors import StateError, StoreError
@@ -65,16 +66,15 @@ def learn_command(settings: LearnSettings) -> int:
     learner, folder = _learner(settings)
     is_done = _learn(settings, learner, folder)
     report = _report(learner)
-    learned, frozen = (stats_interval(_last_fifth(stats)) for stats in _sides(learner).values())
-    print(
+    frozen, learned = (stats_interval(_last_fifth(stats)) for stats in _compared(learner).sides.values())
+    settings.say(
         f"{learner.requests} requests, {learner.tokens} tokens; {len(learner.published)} versions published, latest "
         f"{report['latest'] or 'none'}; {learner.learning_seconds:.1f} s of learning\n"
-        f"alpha over the last fifth: {learned}, frozen {frozen}",
-        file=settings.out,
+        f"alpha over the last fifth: {learned}, frozen {frozen}"
     )
     for what, counts in (("left out", learner.skipped), ("set aside", learner.set_aside)):
         for reason, count in counts.most_common():
-            print(f"{what} {count} {reason}", file=settings.out)
+            settings.say(f"{what} {count} {reason}")
     if not learner.is_pushed:
         print(f"osd-hf: error: the newest version is not pushed to {settings.repo_id} yet", file=sys.stderr)
     settings.write_json(report)
@@ -144,8 +144,9 @@ def _learn(settings: LearnSettings, learner: StoreLearner, folder: Path) -> bool
     return not failed
 
 
-def _sides(learner: StoreLearner) -> dict[str, list[AcceptanceStats]]:
-    return {"learned": list(learner.learned), "frozen": list(learner.frozen)}
+def _compared(learner: StoreLearner) -> Comparison:
+    sides = {"frozen": list(learner.frozen), "learned": list(learner.learned)}
+    return Comparison([None] * len(learner.learned), sides)
 
 
 def _last_fifth(stats: Sequence[AcceptanceStats]) -> AcceptanceStats:
@@ -153,17 +154,14 @@ def _last_fifth(stats: Sequence[AcceptanceStats]) -> AcceptanceStats:
 
 
 def _plot(learner: StoreLearner, folder: Path) -> None:
-    sides = _sides(learner)
-    if count := len(sides["learned"]):
+    if learner.learned:
         with contextlib.suppress(OSError):  # a picture is not worth ending for
-            plot_alpha(
-                folder / "alpha.png", sides["learned"], sides["frozen"], [None] * count, window=rolling_window(count),
-                title="Acceptance on the target's answers: the draft that learns, and the same draft frozen",
-            )  # fmt: skip
+            title = "Acceptance on the target's answers: the draft that learns, and the same draft frozen"
+            plot_alpha(folder / "alpha.png", _compared(learner), title=title)
 
 
 def _report(learner: StoreLearner) -> dict[str, Any]:
-    sides, latest = _sides(learner), learner.versions.latest
+    sides, latest = _compared(learner).sides, learner.versions.latest
     return {
         "provenance": provenance(), "config": learner.config.to_dict(), "requests": learner.requests,
         "tokens": learner.tokens, "skipped": dict(learner.skipped), "set_aside": dict(learner.set_aside),

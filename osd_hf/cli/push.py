@@ -14,8 +14,7 @@ from huggingface_hub import get_token
 from osd_hf.bench.display import plot_domains
 from osd_hf.bench.evaluate import evaluate
 from osd_hf.bundled import load_bundled
-from osd_hf.cli.flags import Reporting, flag, in_groups
-from osd_hf.cli.settings import Placement
+from osd_hf.cli.flags import Placement, Reporting, flag, in_groups
 from osd_hf.errors import ConfigError
 from osd_hf.hub.cards import EVALUATION, PLOT, EvaluationSet, facts_of, hub_id
 from osd_hf.hub.export import export_to_vllm
@@ -116,12 +115,12 @@ def push_command(settings: PushSettings) -> int:
         for side in ("before", "after"):
             stats = evaluation.stats(side)
             low, high = stats.alpha_interval
-            print(f"alpha {side}: {stats.alpha:.3f} [{low:.3f}, {high:.3f}]", file=settings.out)
+            settings.say(f"alpha {side}: {stats.alpha:.3f} [{low:.3f}, {high:.3f}]")
         if settings.dry_run:
-            print(f"written to {folder}, nothing pushed", file=settings.out)
+            settings.say(f"written to {folder}, nothing pushed")
         else:
             report["url"] = push_folder(folder, repo_id, token=token, private=private)
-            print(f"pushed to {report['url']}", file=settings.out)
+            settings.say(f"pushed to {report['url']}")
     settings.write_json(report)
     return 0
 
@@ -147,6 +146,6 @@ def export_command(settings: ExportSettings) -> int:
         target_name=settings.target,
     )  # fmt: skip
     print(f"written to {settings.directory}; serve it with:", file=sys.stderr)
-    print(shlex.join(command), file=settings.out)
+    settings.say(shlex.join(command))
     settings.write_json({"provenance": provenance(), "directory": str(settings.directory), "command": command})
     return 0

@@ -11,17 +11,17 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from osd_hf.assistant import OnlineAssistant
-from osd_hf.bench.display import AlphaBar, comparison_row, figure, plot_alpha, rolling_window, text_table
-from osd_hf.bench.timing import pad_setting
-from osd_hf.cli.flags import Reporting, flag, in_groups
-from osd_hf.cli.settings import Learning, Placement, Prompts
+from osd_hf.bench import display
+from osd_hf.bench.benchmark import pad_setting
+from osd_hf.bench.display import comparison_row, figure, rolling_window, text_table
+from osd_hf.cli.flags import Learning, Placement, Prompts, Reporting, encode, flag, in_groups, option
 from osd_hf.comparison import Comparison
 from osd_hf.errors import ConfigError, LearnerError, StateError
 from osd_hf.learning.session import check_pointer, has_session
@@ -31,7 +31,7 @@ from osd_hf.prompts import EncodedPrompts, fingerprint
 from osd_hf.replay import replay
 from osd_hf.trace import Trace
 from osd_hf.utils.disk import open_privately, sync_folder, wait_for_lock, write_whole
-from osd_hf.utils.report import json_text, make_folder, provenance
+from osd_hf.utils.report import json_text, make_folder, provenance, write_report
 
 logger = logging.getLogger(__name__)
 
@@ -72,25 +72,32 @@ class RunSettings(Prompts, Placement, Learning, Reporting):
         sampling = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
         given = {name: value for name, value in sampling.items() if value is not None}
         if given and not self.do_sample:
-            raise ConfigError(f"--{' and --'.join(name.replace('_', '-') for name in given)} need --do-sample.")
+            raise ConfigError(f"{' and '.join(map(option, given))} need --do-sample.")
         temperature, top_p, top_k = (given.get(name, 1) for name in sampling)
         if not (0 < temperature < math.inf and 0 < top_p <= 1 and top_k >= 0):
             raise ConfigError("--temperature must be positive, --top-p above 0 and at most 1, --top-k at least 0.")
         return {"do_sample": self.do_sample, "max_new_tokens": self.max_new_tokens, **given}
 
-    def check_models_and_prompts(self) -> None:
-        """Raises ConfigError where something is missing or too much."""
-        named = {"target": self.target, "draft": self.draft, "prompts": self.prompts}
-        others = (*named.values(), self.column, self.prompt_template, self.domain_column)
+    @property
+    def sources(self) -> dict[str, str | None]:
+        """Where models and prompts come from."""
+        return {"target": self.target, "draft": self.draft, "prompts": self.prompts}
+
+    def check(self) -> None:
+        """Raises ConfigError for what is too small, missing, or too much."""
+        self.fixed_k()
+        if self.config.update_strategy == "manual" and not self.no_learn:
+            raise ConfigError("--update-strategy manual would never learn in a run; say so with --no-learn.")
+        self.check_counts("save_every", "max_new_tokens", "num_requests")
+        others = (*self.sources.values(), self.column, self.prompt_template, self.domain_column)
         if self.bundled and any(others):
             raise ConfigError("--bundled brings its own target, draft and prompts; leave out the flags for others.")
-        if not self.bundled and (missing := [name for name, value in named.items() if not value]):
+        if not self.bundled and (missing := [name for name, value in self.sources.items() if not value]):
             raise ConfigError(f"--{' and --'.join(missing)} must be given, or --bundled.")
 
     def identity(self, encoded: EncodedPrompts) -> dict[str, Any]:
         """What must be the same for a run to go on; ready for JSON."""
-        named = {"target": self.target, "draft": self.draft, "prompts": self.prompts}
-        places = {name: value or ("bundled" if self.bundled else None) for name, value in named.items()}
+        places = dict.fromkeys(self.sources, "bundled") if self.bundled else self.sources
         return {
             **{n: str(Path(p).resolve()) if p is not None and Path(p).exists() else p for n, p in places.items()},
             "requests": len(encoded.prompts),
@@ -105,22 +112,20 @@ class RunSettings(Prompts, Placement, Learning, Reporting):
 
 def run_command(settings: RunSettings) -> int:
     """Serve, learn and report; returns the exit code."""
-    settings.fixed_k()
-    generate_kwargs, folder = settings.generate_kwargs, settings.output_dir
-    if settings.config.update_strategy == "manual" and not settings.no_learn:
-        raise ConfigError("--update-strategy manual would never learn in a run; say so with --no-learn.")
-    settings.check_counts("save_every", "max_new_tokens", "num_requests")
-    settings.check_models_and_prompts()
+    settings.check()
+    generate_kwargs, folder, new_tokens = settings.generate_kwargs, settings.output_dir, settings.max_new_tokens
     prompts = settings.read_prompts(settings.config.seed)
     check_folder(folder, resume=settings.resume)
     pair = load_pair(device=settings.device) if settings.bundled else None
     if pair is not None:
-        target_config, draft_config, tokenizer = pair.target.config, pair.draft.config, pair.tokenizer
+        configs, tokenizer = (pair.target.config, pair.draft.config), pair.tokenizer
     else:
-        target_config, draft_config = (load_config(str(name)) for name in (settings.target, settings.draft))
+        configs = (load_config(str(settings.target)), load_config(str(settings.draft)))
         tokenizer = load_tokenizer(str(settings.target))
-    room = prompt_room(target_config, draft_config, settings.max_new_tokens)
-    encoded = settings.encode(prompts, tokenizer, room, settings.max_new_tokens)
+    encoded = encode(
+        prompts, tokenizer, prompt_room(*configs, new_tokens), new_tokens, limit=settings.num_requests,
+        chat_template=not settings.no_chat_template,
+    )  # fmt: skip
     identity = settings.identity(encoded)
     check_folder(folder, identity, resume=settings.resume)
     # The weights come last, when everything else is known to be right.
@@ -129,7 +134,7 @@ def run_command(settings: RunSettings) -> int:
     assistant = OnlineAssistant(*pair, config, store=settings.store, report_to=settings.report_to)
     open_folder(folder, identity)
     try:
-        with assistant, AlphaBar(len(encoded.prompts), "serving") as bar:
+        with assistant, display.AlphaBar(len(encoded.prompts), "serving") as bar:
             served = serve(
                 assistant, pair.draft, encoded, folder, generate_kwargs=generate_kwargs | pad_setting(pair.target),
                 learn=not settings.no_learn, save_every=settings.save_every, keep_text=settings.keep_text,
@@ -146,7 +151,7 @@ def _report(
     settings: RunSettings, pair: Pair, identity: Mapping[str, Any], encoded: EncodedPrompts, served: list[Served]
 ) -> None:
     """Write and show what the run did."""
-    folder, window, (target, draft, _) = settings.output_dir, rolling_window(len(served)), pair
+    folder, (target, draft, _) = settings.output_dir, pair
     if settings.do_sample:
         frozen_is = "expected by replay on the sampled answers"
     elif {target.dtype, draft.dtype} == {torch.float32}:
@@ -159,27 +164,23 @@ def _report(
         "settings": {**identity, **places},
         "skipped": {"empty": encoded.skipped_empty, "long": encoded.skipped_long},
         "frozen_is": frozen_is,
-        **report_on(served, window=window),
+        **report_on(served, window=rolling_window(len(served))),
     }
-    plot_alpha(
-        folder / "alpha.png", [s.learned for s in served], [s.frozen for s in served], encoded.domains, window=window,
-        title="Acceptance while serving: the draft that learns, and the same draft frozen",
-    )  # fmt: skip
-    (folder / "report.json").write_text(json_text(report, indent=1) + "\n")
     compared = _compared(served)
+    display.plot_alpha(folder / "alpha.png", compared, title=display.WHILE_SERVING)
+    write_report(folder / "report.json", report)
     parts = [(d or "no domain", compared.of(d)) for d in compared.names] if len(compared.names) > 1 else []
     rows = []
     for name, one in [*parts, ("all", compared), ("last 20%", compared.last_fifth())]:
         efficiency = " > ".join(figure(stats.block_efficiency, 2) for stats in one.totals.values())
         rows.append([*comparison_row(name, one), efficiency])
     header = ["requests of", "n", "alpha frozen", "alpha learning", "gain [95%]", "tokens/forward"]
-    print(text_table(header, rows), file=settings.out)
-    print(
+    settings.say(text_table(header, rows))
+    settings.say(
         f"\n{report['tokens_per_second'] or 0:.0f} tokens/s, {report['seconds']:.1f} s of answers, "
         f"{report['update_seconds']:.1f} s of learning; draft version {report['draft_version']}. "
         f"Frozen: {frozen_is}.\nWrote report.json, alpha.png, journal.jsonl and draft/ to {folder}"
-        + ("." if settings.no_learn else "; state/ is for --resume and holds tokens of requests."),
-        file=settings.out,
+        + ("." if settings.no_learn else "; state/ is for --resume and holds tokens of requests.")
     )
     settings.write_json(report)
 
@@ -205,12 +206,13 @@ class Served:
     text: tuple[str, str] | None = None
 
     def to_line(self) -> str:
-        line = asdict(replace(self, learned=AcceptanceStats(), frozen=AcceptanceStats()))
+        line = dict(vars(self))
         for name in ("learned", "frozen"):
-            line[name] = getattr(self, name).to_dict(derived=False)
+            line[name] = line[name].to_dict(derived=False)
             del line[name]["requests"]
-        text = line.pop("text")
-        return json_text(line if text is None else {**line, "prompt": text[0], "answer": text[1]})
+        if (text := line.pop("text")) is not None:
+            line["prompt"], line["answer"] = text
+        return json_text(line)
 
     @classmethod
     def from_line(cls, line: str) -> Served:
