@@ -83,12 +83,6 @@ class System:
         if k != "auto" and k < 1:
             raise ConfigError(f"`num_assistant_tokens` must be at least 1, got {k} for {self.name!r}.")
 
-    @property
-    def fixed_k(self) -> int | None:
-        """Tokens drafted a round, where it is the same number each round."""
-        k = self.num_assistant_tokens
-        return k if self.kind in ("stock", "lean") and k != "auto" else None
-
     def to_dict(self) -> dict[str, Any]:
         """What the system is, ready for JSON."""
         return {
@@ -166,17 +160,13 @@ class BenchmarkReport:
         """Name of the target alone."""
         return next(system.name for system in self.systems if system.kind == "alone")
 
-    @property
-    def datasets(self) -> list[str]:
-        return list(self.answers)
-
     def answers_of(self, system: str, dataset: str | None = None) -> list[TimedAnswer]:
         """Answers of a system, in the order of the requests."""
-        return [answer for name in self.datasets if dataset in (None, name) for answer in self.answers[name][system]]
+        return [answer for name in self.answers if dataset in (None, name) for answer in self.answers[name][system]]
 
     def rounds_of(self, system: str, dataset: str | None = None) -> RoundTimes:
         """Where the time of a system's rounds went."""
-        return sum((self.rounds[name][system] for name in self.datasets if dataset in (None, name)), RoundTimes())
+        return sum((self.rounds[name][system] for name in self.answers if dataset in (None, name)), RoundTimes())
 
     def stats_of(self, system: str, dataset: str | None = None) -> AcceptanceStats:
         """Acceptance over the timed answers of a system."""
@@ -202,12 +192,12 @@ class BenchmarkReport:
         own, alone = self.rounds_of(system, dataset), self.rounds_of(self.alone, dataset)
         if system == self.alone or not own.rounds or not alone.rounds:
             return None
+        draft, k = next((s.draft, s.num_assistant_tokens) for s in self.systems if s.name == system)
         stats = self.stats_of(system, dataset)
         one_token = alone.target_seconds / alone.rounds
         c = own.draft_seconds / own.drafted / one_token if own.drafted else 0.0
         wide = own.target_seconds / own.rounds / one_token
-        k = next(s.fixed_k for s in self.systems if s.name == system)
-        if k is not None and stats.examined:
+        if draft is not None and isinstance(k, int) and stats.examined:
             drafted, speedup, bound = float(k), expected_speedup(stats.alpha, k, c), expected_speedup(1, k, c)
         else:
             drafted = stats.drafted / stats.target_forwards
@@ -252,7 +242,7 @@ class BenchmarkReport:
     def to_dict(self) -> dict[str, Any]:
         """Figures of each data set and of all (`"all"`), system by system, and the times of each request."""
         names = [system.name for system in self.systems]
-        parts = {**{name: name for name in self.datasets}, ALL: None}
+        parts = {**{name: name for name in self.answers}, ALL: None}
         times = ("num_tokens", "seconds", "first_token_seconds")
         return {
             **self.facts,
@@ -381,21 +371,25 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def faster_threads(target: Any, prompt_ids: Sequence[int], threads: int | None) -> tuple[int, dict[str, float]]:
-    """The number of torch's threads, one or all cores, with which the target answers sooner, and the median times of
-    both in seconds. Given `threads` are returned without a measurement."""
-    choices = [1, cores()]
-    if threads is not None or choices[1] == 1:
-        return threads or 1, {}
+def choose_threads(target: Any, prompt_ids: Sequence[int], threads: int | None) -> tuple[int, dict[str, float]]:
+    """Set the number of torch's threads: the one given, or else the one, of 1 and all cores, with which a target on
+    the CPU answers sooner. Returns it, and the median times of both in seconds where they were measured."""
+    times: dict[str, float] = {}
+    if threads is None and target.device.type != "cpu":
+        threads = torch.get_num_threads()
+    elif threads is None and cores() > 1:
+        choices = [1, cores()]
 
-    def answer(number: int, prompt_ids: Sequence[int]) -> float:
-        torch.set_num_threads(number)
-        return answer_greedily(target, prompt_ids, 24)[1]
+        def answer(number: int, prompt_ids: Sequence[int]) -> float:
+            torch.set_num_threads(number)
+            return answer_greedily(target, prompt_ids, 24)[1]
 
-    taken = list(in_turns([functools.partial(answer, number) for number in choices], [prompt_ids] * 5))
-    # The first round warms up.
-    medians = dict(zip(choices, map(statistics.median, zip(*taken[1:], strict=True)), strict=True))
-    return min(choices, key=lambda n: medians[n]), {str(n): round(s, 4) for n, s in medians.items()}
+        taken = list(in_turns([functools.partial(answer, number) for number in choices], [prompt_ids] * 5))
+        # The first round warms up.
+        medians = dict(zip(choices, map(statistics.median, zip(*taken[1:], strict=True)), strict=True))
+        threads, times = min(choices, key=lambda n: medians[n]), {str(n): round(s, 4) for n, s in medians.items()}
+    torch.set_num_threads(threads or 1)
+    return threads or 1, times
 
 
 def pad_setting(model: Any) -> dict[str, int]:

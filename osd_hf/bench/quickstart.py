@@ -14,7 +14,7 @@ import torch
 
 from osd_hf.assistant import OnlineAssistant
 from osd_hf.bench import display
-from osd_hf.bench.benchmark import BenchmarkReport, System, benchmark, cores, faster_threads
+from osd_hf.bench.benchmark import BenchmarkReport, System, benchmark, choose_threads, cores
 from osd_hf.bench.display import figure, ratio_text, text_table
 from osd_hf.bundled import DOMAINS, bundled_prompts, check_answer
 from osd_hf.bundled.example import Example
@@ -110,14 +110,9 @@ def quickstart(
         "config": config.to_dict(),
         "by_domain": {n: _domain_report(n, part, right, found.timed) for n, part in found.compared.parts().items()},
         "outputs": {name: outcomes.count(name) for name in ("identical", "tied", "differing")},
-        "ceiling": found.ceiling,
-        "updates": found.version,
-        "thread_seconds": found.thread_seconds,
-        "phase_seconds": found.phase_seconds,
+        **found.facts,
     }
-    served = {"frozen": found.frozen, "learned": [AcceptanceStats.from_trace(t) for t in found.served]}
-    compared = Comparison([t.domain for t in found.served], served)
-    display.plot_alpha(output_dir / "alpha.png", compared, title=display.WHILE_SERVING)
+    display.plot_alpha(output_dir / "alpha.png", found.serving, title=display.WHILE_SERVING)
     labels = {"static": "static", "learned": "learned while serving", "ceiling": "trained offline, many epochs"}
     title = "Acceptance on later prompts, never learned from"
     display.plot_domains(output_dir / "domains.png", found.compared.bars(labels), title=title)
@@ -131,16 +126,12 @@ def quickstart(
 
 
 class _Measured(NamedTuple):
-    served: list[Trace]  # while the draft learned
-    frozen: list[AcceptanceStats]  # what the draft as it was would have scored on them
-    later: list[Trace]
+    serving: Comparison  # frozen and learned, on the requests that were learned from
     compared: Comparison  # static, learned and ceiling, on the later prompts
-    ceiling: dict[str, Any]
+    later: list[Trace]
     timed: BenchmarkReport
-    version: int
     threads: int
-    thread_seconds: dict[str, float]
-    phase_seconds: dict[str, float]
+    facts: dict[str, Any]  # for the report
 
 
 def _measured(
@@ -153,8 +144,7 @@ def _measured(
     def done(phase: str) -> None:
         seconds[phase] = round(time.perf_counter() - started - sum(seconds.values()), 2)
 
-    serving_threads, thread_seconds = faster_threads(pair.target, asked[0][1], threads)
-    torch.set_num_threads(serving_threads)
+    serving_threads, thread_seconds = choose_threads(pair.target, asked[0][1], threads)
     done("threads")
     with OnlineAssistant(*pair, config) as assistant:
         write(f"serving {len(stream)} requests of {len(DOMAINS)} domains, shuffled; the draft learns meanwhile")
@@ -172,10 +162,13 @@ def _measured(
         torch.set_num_threads(serving_threads)
         timed = _timed(pair, assistant.draft, asked, sizes)
         done("timing")
+    while_serving = {"frozen": frozen, "learned": [AcceptanceStats.from_trace(t) for t in served]}
+    serving = Comparison([t.domain for t in served], while_serving)
     compared = Comparison([domain for domain, _ in asked], {"static": static, "learned": learned, "ceiling": best})
-    return _Measured(
-        served, frozen, later, compared, ceiling, timed, assistant.version, serving_threads, thread_seconds, seconds
-    )
+    facts = {
+        "ceiling": ceiling, "updates": assistant.version, "thread_seconds": thread_seconds, "phase_seconds": seconds,
+    }  # fmt: skip
+    return _Measured(serving, compared, later, timed, serving_threads, facts)
 
 
 def learned_and_later(sizes: QuickstartSizes, seed: int) -> tuple[list[Example], list[Example]]:

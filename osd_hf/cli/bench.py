@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from osd_hf.assistant import OnlineAssistant
-from osd_hf.bench.benchmark import BenchmarkReport, System, benchmark, faster_threads
+from osd_hf.bench.benchmark import BenchmarkReport, System, benchmark, choose_threads
 from osd_hf.bench.controlled import LABEL, SHAPES, ControlledAcceptance, controlled_acceptance, random_pair
 from osd_hf.bench.display import figure, plot_speedups, ratio_text, text_table
 from osd_hf.bench.quickstart import QuickstartSizes, learned_and_later, quickstart, serve_stream
@@ -80,13 +80,6 @@ class BenchSettings(Placement, Reporting):
         """The numbers of drafted tokens."""
         return _numbers(self.k, int, "--k")
 
-    def choose_threads(self, target: Any, prompt: Sequence[int]) -> tuple[int, dict[str, float]]:
-        """Set torch's threads; returns their number and, where it was measured, the times."""
-        given = self.threads if target.device.type == "cpu" else self.threads or torch.get_num_threads()
-        threads, seconds = faster_threads(target, prompt, given)
-        torch.set_num_threads(threads)
-        return threads, seconds
-
 
 def bench_command(settings: BenchSettings) -> int:
     """Answer, measure and report; returns the exit code."""
@@ -106,7 +99,7 @@ def bench_command(settings: BenchSettings) -> int:
         "total_seconds": round(time.perf_counter() - started, 1),
     }
     # Pooled over several controlled acceptances, a speed-up would say nothing.
-    datasets = [*report.datasets, *(["all"] if len(report.datasets) > 1 and not is_controlled else [])]
+    datasets = [*report.answers, *(["all"] if len(report.answers) > 1 and not is_controlled else [])]
     settings.say("\n".join(_tables(data, datasets)))
     title = "Times as fast as the target alone" + (f"\n({LABEL})" if is_controlled else "")
     plot_speedups(folder / "speedups.png", _bars(data, datasets, report.alone), title=title)
@@ -164,10 +157,10 @@ def _systems(
         shown = " ".join(word for word in words if word)
         systems.append(System(shown, kind, drafts[name], k, is_compiled, acceptance))
 
+    first, *_, last = [*drafts, *drafts]
     for name in drafts:
-        paces: list[Any] = [*ks, *(["auto"] if name == list(drafts)[-1] else [])]
-        for k in paces:
-            if name == next(iter(drafts)) and k != "auto":
+        for k in [*ks, "auto"] if name == last else ks:
+            if name == first and k != "auto":
                 add("stock", name, k)
             add("lean", name, k)
             if compiles:
@@ -182,7 +175,7 @@ def _served(settings: BenchSettings) -> tuple[BenchmarkReport, int, dict[str, An
     else:
         room = prompt_room(target.config, draft.config, settings.max_new_tokens)
         stream, prompts = _read_prompts(settings, settings.prompts, tokenizer, room)
-    threads, thread_seconds = settings.choose_threads(target, next(iter(prompts.values()))[0])
+    threads, thread_seconds = choose_threads(target, next(iter(prompts.values()))[0], settings.threads)
     drafts = {"static": draft}
     if stream:
         config = OnlineConfig(num_assistant_tokens=settings.ks[0], seed=settings.seed)
@@ -250,7 +243,7 @@ def _controlled(settings: BenchSettings) -> tuple[BenchmarkReport, int, dict[str
     prompts = {
         alpha: [[draw.randrange(tokens) for _ in range(length)] for _ in range(settings.requests)] for alpha in alphas
     }
-    threads, thread_seconds = settings.choose_threads(target, prompts[alphas[0]][0])
+    threads, thread_seconds = choose_threads(target, prompts[alphas[0]][0], settings.threads)
     acceptance = controlled_acceptance(target, prompts, new_tokens, settings.seed)
     report = benchmark(
         target, _systems({"": draft}, settings.ks, compiles=settings.compile, acceptance=acceptance),

@@ -110,11 +110,6 @@ class CollectSettings(Prompts, Reporting):
             )
         return found
 
-    def sampling(self) -> dict[str, Any]:
-        """How answers are drawn, as the server takes it."""
-        given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "seed")}
-        return {name: value for name, value in given.items() if value is not None}
-
 
 def collect_command(settings: CollectSettings) -> int:
     """Collect until all is there; returns the exit code."""
@@ -197,11 +192,13 @@ def _from_server(
         str(settings.url), settings.model, api_key=key, allow_plain_http=settings.allow_plain_http,
         patience_seconds=settings.patience_seconds,
     )  # fmt: skip
+    given = {name: getattr(settings, name) for name in ("temperature", "top_p", "top_k", "seed")}
+    sampling = {name: value for name, value in given.items() if value is not None}
     bar = tqdm(total=len(encoded.prompts), desc="collecting", unit="request", dynamic_ncols=True)
     with client, stopping() as stop, bar:
         collect(
             encoded.prompts, client, reader, store, max_new_tokens=settings.max_new_tokens, report=report, stop=stop,
-            concurrency=settings.concurrency, on_request=lambda _: bar.update(), **settings.sampling(),
+            concurrency=settings.concurrency, on_request=lambda _: bar.update(), **sampling,
         )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 import sys
 import tempfile
@@ -11,7 +12,7 @@ from typing import Any, Literal
 
 from huggingface_hub import get_token
 
-from osd_hf.bench.display import plot_domains
+from osd_hf.bench.display import plot_domains, stats_interval
 from osd_hf.bench.evaluate import evaluate
 from osd_hf.bundled import load_bundled
 from osd_hf.cli.flags import Placement, Reporting, flag, in_groups
@@ -76,11 +77,11 @@ class PushSettings(LearnedDraft):
             self.prompts, column=None if self.prompt_template else self.column, template=self.prompt_template,
             domain_column=self.domain_column, split=self.split, subset=self.subset,
         )  # fmt: skip
-        prompts = [prompt for prompt, _ in zip(read_prompts(source), range(self.requests), strict=False)]
+        prompts = tuple(itertools.islice(read_prompts(source), self.requests))
         name = hub_id(self.prompts) or Path(self.prompts).name
         subset = "" if self.subset is None else f", {self.subset}"
         split = f", {self.split}" if hub_id(self.prompts) else ""
-        return EvaluationSet(f"{name}{subset}{split}", tuple(prompts), self.max_new_tokens)
+        return EvaluationSet(f"{name}{subset}{split}", prompts, self.max_new_tokens)
 
 
 def push_command(settings: PushSettings) -> int:
@@ -114,8 +115,7 @@ def push_command(settings: PushSettings) -> int:
         plot_domains(folder / EVALUATION / PLOT, evaluation.bars(), title=title)
         for side in ("before", "after"):
             stats = evaluation.stats(side)
-            low, high = stats.alpha_interval
-            settings.say(f"alpha {side}: {stats.alpha:.3f} [{low:.3f}, {high:.3f}]")
+            settings.say(f"alpha {side}: {stats.alpha:.3f} {stats_interval(stats)}")
         if settings.dry_run:
             settings.say(f"written to {folder}, nothing pushed")
         else:

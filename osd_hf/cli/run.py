@@ -115,7 +115,6 @@ def run_command(settings: RunSettings) -> int:
     settings.check()
     generate_kwargs, folder, new_tokens = settings.generate_kwargs, settings.output_dir, settings.max_new_tokens
     prompts = settings.read_prompts(settings.config.seed)
-    check_folder(folder, resume=settings.resume)
     pair = load_pair(device=settings.device) if settings.bundled else None
     if pair is not None:
         configs, tokenizer = (pair.target.config, pair.draft.config), pair.tokenizer
@@ -207,9 +206,7 @@ class Served:
 
     def to_line(self) -> str:
         line = dict(vars(self))
-        for name in ("learned", "frozen"):
-            line[name] = line[name].to_dict(derived=False)
-            del line[name]["requests"]
+        line |= {name: line[name].to_dict(derived=False) for name in ("learned", "frozen")}
         if (text := line.pop("text")) is not None:
             line["prompt"], line["answer"] = text
         return json_text(line)
@@ -218,18 +215,18 @@ class Served:
     def from_line(cls, line: str) -> Served:
         data = json.loads(line)
         text = (data.pop("prompt"), data.pop("answer")) if "prompt" in data else None
-        learned, frozen = (AcceptanceStats.from_counts(**data.pop(name)) for name in ("learned", "frozen"))
+        learned, frozen = (AcceptanceStats.from_dict(data.pop(name)) for name in ("learned", "frozen"))
         return cls(**data, learned=learned, frozen=frozen, text=text)
 
 
-def check_folder(folder: Path, settings: Mapping[str, Any] | None = None, *, resume: bool) -> None:
+def check_folder(folder: Path, settings: Mapping[str, Any], *, resume: bool) -> None:
     """
     Refuse a folder that a run must not write to; nothing is changed.
 
     Args:
         folder (`Path`), resume (`bool`):
             The output folder, and whether a run that stands there is to go on. Where none stands, it is to begin.
-        settings (`Mapping[str, Any]`, *optional*):
+        settings (`Mapping[str, Any]`):
             What makes the run what it is; compared with those of the run that stands there.
 
     Raises:
@@ -249,8 +246,6 @@ def check_folder(folder: Path, settings: Mapping[str, Any] | None = None, *, res
         earlier = json.loads((folder / SETTINGS).read_text())
     except (OSError, ValueError) as error:
         raise StateError(f"There is no run in {folder} to go on with: {SETTINGS} is missing or broken.") from error
-    if settings is None:
-        return
     current = json.loads(json.dumps(settings))
     differing = [name for name in {**earlier, **current} if earlier.get(name) != current.get(name)]
     if differing:
@@ -304,13 +299,12 @@ def serve(
         LearnerError: learning failed; the session saved last stands.
     """
     with _alone(folder):
-        journal = folder / JOURNAL
-        served = _resumed(assistant, folder / STATE, journal) if learn else _from_journal(journal)
+        served = _resumed(assistant, folder, learn)
         for request in served:
             on_request(request)
         config, k, saved_at = assistant.config, assistant.config.num_assistant_tokens, clock()
         assert isinstance(k, int)
-        with open(journal, "a", opener=open_privately) as file:
+        with open(folder / JOURNAL, "a", opener=open_privately) as file:
             for count, (prompt, ids) in enumerate(prompts.prompts[len(served) :], len(served) + 1):
                 traces: list[Trace] = []
                 version, is_due = assistant.version, learn and count % config.update_interval == 0
@@ -390,40 +384,31 @@ def _updated(assistant: OnlineAssistant, requests: int) -> dict[str, Any]:
         ) from error
 
 
-def _from_journal(journal: Path) -> list[Served]:
-    """The requests of a run that does not learn; a last line that was cut off by a kill goes."""
-    lines, served = _read(journal)
-    if len(served) < len(lines):
-        write_whole(journal, "".join(lines[: len(served)]).encode())
-    return served
-
-
-def _resumed(assistant: OnlineAssistant, state: Path, journal: Path) -> list[Served]:
-    """Bring the assistant to the saved session, cut the journal down to it, and return the requests up to there."""
-    check_pointer(state)
-    if not has_session(state):
-        if journal.exists():
-            logger.warning("Nothing was saved in %s before that run ended; it begins anew.", state)
-        journal.unlink(missing_ok=True)
-        return []
-    assistant.load_state(state)
-    count = assistant.stats.num_requests
-    lines, served = _read(journal, count)
-    if len(served) < count:
+def _resumed(assistant: OnlineAssistant, folder: Path, learn: bool) -> list[Served]:
+    """Bring the assistant to the saved session, cut the journal down to it, and return the requests up to there;
+    without learning, those whose lines a kill has not cut off. Raises StateError."""
+    state, journal, count = folder / STATE, folder / JOURNAL, None
+    if learn:
+        check_pointer(state)
+        if not has_session(state):
+            if journal.exists():
+                logger.warning("Nothing was saved in %s before that run ended; it begins anew.", state)
+            journal.unlink(missing_ok=True)
+            return []
+        assistant.load_state(state)
+        count = assistant.stats.num_requests
+    try:
+        lines = journal.read_text().splitlines(keepends=True) if journal.exists() else []
+        served = [Served.from_line(line) for line in lines[:count] if line.endswith("\n")]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StateError(f"The journal {journal} cannot be read: {first_line(error)}. Start anew.") from error
+    if count is not None and len(served) < count:
         raise StateError(
             f"The journal {journal} has {len(served)} of the {count} requests of its session. Start anew."
         )
-    write_whole(journal, "".join(lines[:count]).encode())
+    if len(served) < len(lines):
+        write_whole(journal, "".join(lines[: len(served)]).encode())
     return served
-
-
-def _read(journal: Path, count: int | None = None) -> tuple[list[str], list[Served]]:
-    """The lines of a journal, and the requests of the first ones that are whole; raises StateError."""
-    try:
-        lines = journal.read_text().splitlines(keepends=True) if journal.exists() else []
-        return lines, [Served.from_line(line) for line in lines[:count] if line.endswith("\n")]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StateError(f"The journal {journal} cannot be read: {first_line(error)}. Start anew.") from error
 
 
 # --- the report -----------------------------------------------------------------------------------------------------
