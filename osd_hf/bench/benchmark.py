@@ -310,7 +310,8 @@ def benchmark(
     rounds = {d: dict.fromkeys(names, RoundTimes()) for d in prompts}
     with contextlib.ExitStack() as served:
         for way in ways:
-            served.callback(way.close)
+            if way.assistant is not None:
+                served.enter_context(way.assistant)
         for _ in turns(_Way.answer, list(first.values()), "warming up"):
             pass
         alone = [system.kind for system in systems].index("alone")
@@ -494,10 +495,6 @@ class _Way:
             assert self.assistant.drafting is not None
             if system.acceptance is not None:
                 system.acceptance.steer_lean(self.assistant.drafting)
-
-    def close(self) -> None:
-        if self.assistant is not None:
-            self.assistant.close()
 
     def _generate(self, request: _Request, notes: _Notes) -> list[int]:
         ids = torch.tensor([request.ids], device=self.model.device)

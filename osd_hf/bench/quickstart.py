@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -279,7 +280,7 @@ def _shown(report: dict[str, Any], sample: Example, answer: str) -> list[str]:
     rising = ", where it was still rising" if ceiling["best_epoch"] == ceiling["epochs"] else ""
     tied = f", {outputs['tied']} part at a tie of the target's top two tokens" if outputs["tied"] else ""
     differing = f", {outputs['differing']} DIFFER" if outputs["differing"] else ""
-    prompt, answer = ("\n".join(f"    {line}" for line in text.splitlines()) for text in (sample.prompt, answer))
+    prompt, answer = (textwrap.indent(text, "    ") for text in (sample.prompt, answer))
     return [
         f"\nLater prompts, never learned from ({sizes['later_requests']} per domain, k = {K}, threshold 0):\n",
         text_table(

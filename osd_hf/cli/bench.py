@@ -18,11 +18,11 @@ from osd_hf.bench.display import figure, plot_speedups, ratio_text, text_table
 from osd_hf.bench.quickstart import QuickstartSizes, learned_and_later, quickstart, serve_stream
 from osd_hf.bundled import DOMAINS
 from osd_hf.cli import FAILED
-from osd_hf.cli.flags import Placement, Reporting, flag, in_groups, option, part
+from osd_hf.cli.flags import Placement, Reporting, Rows, flag, in_groups, option, part
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, DataError
 from osd_hf.pair import load_pair, prompt_room
-from osd_hf.prompts import PromptSource, encode_prompts, encode_turn, read_prompts
+from osd_hf.prompts import encode_prompts, encode_turn, read_prompts
 from osd_hf.utils.report import make_folder, provenance, write_report
 
 Stream = list[tuple[str, list[int]]]  # the data set and token ids of each request that is learned from
@@ -35,7 +35,7 @@ _models, _prompts, _sizes, _shapes = in_groups("models", "prompts", "sizes", CON
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchSettings(Placement, Reporting):
+class BenchSettings(Rows, Placement, Reporting):
     """The flags of `osd-hf bench`."""
 
     target: str | None = _models("instead of the bundled target", metavar="ID|PATH")
@@ -44,9 +44,7 @@ class BenchSettings(Placement, Reporting):
     compile: bool = _models("also time lean drafting with the draft compiled", False)
     prompts: list[str] | None = _prompts("instead of the bundled domains: Hub data set id, or a json, jsonl or "
                                          "parquet file (repeat for several)", metavar="ID|FILE")  # fmt: skip
-    column: str = _prompts("column of the prompt", "prompt")
-    prompt_template: str | None = _prompts("instead of a column: a format string", metavar="FORMAT")
-    split: str = _prompts("of a Hub data set", "train")
+    column: str | None = _prompts("column of the prompt, a user's turn; prompt by default")
     no_chat_template: bool = _prompts("plain text, also where the tokenizer has a chat template", False)
     requests: int = _sizes("timed, per data set", 16, metavar="N")
     watched_requests: int = _sizes("per data set, answered once more to time what a round consists of", 3, metavar="N")
@@ -205,12 +203,11 @@ def _read_prompts(
     stream: Stream = []
     prompts: Prompts = {}
     wanted = settings.learn_requests + settings.requests
-    column = None if settings.prompt_template is not None else settings.column
     for location in locations:
         name = Path(location).stem if Path(location).is_file() else location
         if name in prompts:
             raise ConfigError(f"Two sources of prompts have the name {name}.")
-        source = PromptSource(location, column, settings.prompt_template, split=settings.split)
+        source = settings.source(location, default_column="prompt")
         encoded = encode_prompts(
             read_prompts(source), tokenizer, limit=wanted, max_prompt_tokens=room,
             chat_template=not settings.no_chat_template,
@@ -258,12 +255,12 @@ def _controlled(settings: BenchSettings) -> tuple[BenchmarkReport, int, dict[str
 
 
 def _bars(data: dict[str, Any], datasets: Sequence[str], alone: str) -> dict[str, dict[str, Any]]:
-    def bar(part: dict[str, Any]) -> tuple[Any, ...]:
-        times, model = part["times_alone"], part["predicted"]
-        return times["median"], times["interval"], model and model["speedup"]
-
     return {
-        dataset: {name: bar(part) for name, part in data["by_dataset"][dataset].items() if name != alone}
+        dataset: {
+            name: (*part["times_alone"].values(), part["predicted"] and part["predicted"]["speedup"])
+            for name, part in data["by_dataset"][dataset].items()
+            if name != alone
+        }
         for dataset in datasets
     }
 

@@ -16,10 +16,10 @@ import yaml
 
 import osd_hf
 from osd_hf.bench.display import figure, text_table
-from osd_hf.cli.flags import Dtype, Reporting, encode, flag, given_part, in_groups, recorded
+from osd_hf.cli.flags import Dtype, Reporting, Rows, encode, flag, given_part, in_groups, recorded
 from osd_hf.errors import ConfigError, DataError
 from osd_hf.pair import check_tokenizers, first_line, load_model, load_tokenizer, prompt_room
-from osd_hf.prompts import PromptSource, open_rows, read_prompts
+from osd_hf.prompts import open_rows, read_prompts
 from osd_hf.utils.masking import shown_settings
 from osd_hf.utils.report import make_folder, provenance, write_report
 
@@ -91,11 +91,11 @@ class FromFile(argparse.Action):
                 setattr(namespace, place, _meant(value))
 
 
-_models, _data = in_groups("models", "data")
+_models, _prompts = in_groups("models", "prompts")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillSettings(Reporting):
+class DistillSettings(Rows, Reporting):
     """The flags of `osd-hf distill`."""
 
     config: Path | None = flag("YAML with these settings, underscores for hyphens, and any of the fields of "
@@ -106,20 +106,16 @@ class DistillSettings(Reporting):
     dtype: Dtype = _models("of the target; a draft learns in float32", "auto")
     device: str | None = _models("such as cpu or cuda:0, for loading")
     lora_rank: int | None = _models("train adapters of this rank on all linear layers, merged at the end", metavar="R")
-    prompts: str | None = _data("Hub data set id, or a json, jsonl or parquet file. Without --column and "
-                                "--prompt-template, its columns are prompt and perhaps completion, or messages",
-                                metavar="ID|FILE")  # fmt: skip
-    split: str = _data("of a Hub data set", "train")
-    subset: str | None = _data("configuration of a Hub data set")
-    column: str | None = _data("column of the prompt, a user's turn")
-    prompt_template: str | None = _data("instead of a column: a format string", metavar="FORMAT")
-    no_chat_template: bool = _data("plain text, also where the tokenizer has a chat template", False)
-    store: str | None = _data("instead of prompts: folder of captured requests", metavar="DIR")
-    num_requests: int | None = _data("of the data, the first N; all by default", metavar="N")
-    eval_prompts: str | None = _data("held-out prompts, read like --prompts", metavar="ID|FILE")
-    eval_split: str = _data("of a Hub data set", "test")
-    eval_store: str | None = _data("instead: folder of held-out captured requests", metavar="DIR")
-    num_held_out: int = _data("instead: hold out the last N requests of the data", 0, metavar="N")
+    prompts: str | None = _prompts("Hub data set id, or a json, jsonl or parquet file. Without --column and "
+                                   "--prompt-template, its columns are prompt and perhaps completion, or messages",
+                                   metavar="ID|FILE")  # fmt: skip
+    no_chat_template: bool = _prompts("plain text, also where the tokenizer has a chat template", False)
+    store: str | None = _prompts("instead of prompts: folder of captured requests", metavar="DIR")
+    num_requests: int | None = _prompts("of the data, the first N; all by default", metavar="N")
+    eval_prompts: str | None = _prompts("held-out prompts, read like --prompts", metavar="ID|FILE")
+    eval_split: str = _prompts("of a Hub data set", "test")
+    eval_store: str | None = _prompts("instead: folder of held-out captured requests", metavar="DIR")
+    num_held_out: int = _prompts("instead: hold out the last N requests of the data", 0, metavar="N")
     training: dict[str, Any] = given_part(
         TRAINING, lambda text: _meant(yaml.safe_load(text)), metavar="X",
         group="training; where nothing is said, the defaults of DistillConfig",
@@ -227,10 +223,8 @@ def _read(
             return list(itertools.islice(recorded(store), limit))
         if prompts is None:
             return None
-        is_turn = settings.column is not None or settings.prompt_template is not None
-        column = settings.column if is_turn else "prompt"
-        source = PromptSource(prompts, column, settings.prompt_template, split=split, subset=settings.subset)
-        if not is_turn:
+        source = settings.source(prompts, default_column="prompt", split=split)
+        if settings.column is None and settings.prompt_template is None:  # no user's turns, but rows as TRL has them
             return list(itertools.islice(open_rows(source), limit))
         encoded = encode(
             read_prompts(source), tokenizer, prompt_room(*configs, new_tokens), new_tokens, limit=limit,

@@ -93,12 +93,12 @@ def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
                 add(option(name), dest=dest, help=help, type=metadata["kind"], metavar=metadata["metavar"])
         elif is_dataclass(hint):
             for f, its_hint in _fields(hint):
-                how = _of_setting(its_hint, metadata["metavar"])
-                add(option(f.name), dest=f"{outer.name}.{f.name}", help=f.metadata["help"] + _default(f), **how)
+                dest, help = f"{outer.name}.{f.name}", f.metadata["help"] + _default(f)
+                add(option(f.name), dest=dest, help=help, **_of_type(its_hint, metadata["metavar"]))
         else:
             help = metadata["help"] + ("" if outer.default is None or outer.default is False else _default(outer))
             name = outer.name if metadata["positional"] else option(outer.name)
-            add(name, help=help, **_of_flag(hint) | metadata["how"])
+            add(name, help=help, **_of_type(hint) | metadata["how"])
 
 
 def _fields(kind: Any) -> list[tuple[Field[Any], Any]]:
@@ -114,25 +114,19 @@ def _default(f: Field[Any]) -> str:
     return "" if f.default is MISSING else f" (default: {shown})"
 
 
-def _of_flag(hint: Any) -> dict[str, Any]:
-    """The arguments of `add_argument` for the type of a field made by [`flag`]."""
-    if isinstance(hint, types.UnionType):  # with None, for a flag that is not given
-        hint = typing.get_args(hint)[0]
+def _of_type(hint: Any, metavar: str | None = None) -> dict[str, Any]:
+    """The arguments of `add_argument` for the type of a field made by [`flag`] or, with a `metavar`, of a setting that
+    users of the library set as well."""
+    args = typing.get_args(hint)
     if hint is bool:
-        return {"action": "store_true"}
-    if typing.get_origin(hint) is list:
-        return {"action": "append", "type": typing.get_args(hint)[0]}
-    return {"choices": typing.get_args(hint)} if typing.get_origin(hint) is Literal else {"type": hint}
-
-
-def _of_setting(hint: Any, metavar: str) -> dict[str, Any]:
-    """The same for the type of a setting that users of the library set as well."""
-    if hint is bool:
-        return {"action": argparse.BooleanOptionalAction}
+        return {"action": "store_true" if metavar is None else argparse.BooleanOptionalAction}
     if typing.get_origin(hint) is Literal:
-        return {"choices": typing.get_args(hint)}
-    kind = _optional_number if types.NoneType in typing.get_args(hint) else hint
-    return {"type": kind, "metavar": metavar}
+        return {"choices": args}
+    if metavar is not None:
+        return {"type": _optional_number if types.NoneType in args else hint, "metavar": metavar}
+    if types.NoneType in args:  # for a flag that is not given
+        return _of_type(args[0])
+    return {"action": "append", "type": args[0]} if typing.get_origin(hint) is list else {"type": hint}
 
 
 def _optional_number(text: str) -> int | str | None:
@@ -237,15 +231,27 @@ class Learning(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompts(Settings):
+class Rows(Settings):
+    """How a row of a file or data set becomes a prompt."""
+
+    split: str = _prompts("of a Hub data set", "train")
+    subset: str | None = _prompts("configuration of a Hub data set")
+    column: str | None = _prompts("column of the prompt, a user's turn")
+    prompt_template: str | None = _prompts("instead of a column: a format string, such as 'db: {db_id}\\n{question}'",
+                                           metavar="FORMAT")  # fmt: skip
+
+    def source(self, location: str, *, default_column: str | None = None, **more: Any) -> PromptSource:
+        """Prompts of a file or data set; `more` goes before the flags. Raises ConfigError."""
+        column = self.column or (None if self.prompt_template else default_column)
+        kept = {"column": column, "template": self.prompt_template, "split": self.split, "subset": self.subset}
+        return PromptSource(location, **{**kept, **more})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts(Rows):
     """Prompts that are served: those of the bundled domains where no others are named."""
 
     prompts: str | None = _prompts("Hub data set id, or a json, jsonl or parquet file", metavar="ID|FILE")
-    split: str = _prompts("of a Hub data set", "train")
-    subset: str | None = _prompts("configuration of a Hub data set")
-    column: str | None = _prompts("column of the prompt")
-    prompt_template: str | None = _prompts("instead of a column: a format string, such as 'db: {db_id}\\n{question}'",
-                                           metavar="FORMAT")  # fmt: skip
     no_chat_template: bool = _prompts("plain text, also where the tokenizer has a chat template", False)
     domain: list[str] | None = _prompts("label of all prompts; of bundled ones, domains to serve (repeat for several)",
                                         metavar="NAME")  # fmt: skip
@@ -258,8 +264,7 @@ class Prompts(Settings):
             if self.domain is not None and len(self.domain) > 1:
                 raise ConfigError("--domain can be given several times only for bundled prompts; see --domain-column.")
             label = self.domain[0] if self.domain else None
-            row = (self.column, self.prompt_template, label, self.domain_column)
-            return read_prompts(PromptSource(self.prompts, *row, self.split, self.subset))
+            return read_prompts(self.source(self.prompts, domain=label, domain_column=self.domain_column))
         if unknown := set(self.domain or ()) - set(DOMAINS):
             raise ConfigError(f"--domain must be one of {', '.join(DOMAINS)}, got {', '.join(sorted(unknown))}.")
         count, domains = self.num_requests or BUNDLED_REQUESTS, self.domain or DOMAINS
