@@ -499,16 +499,12 @@ class _Way:
     def _generate(self, request: _Request, notes: _Notes) -> list[int]:
         ids = torch.tensor([request.ids], device=self.model.device)
         kwargs = {**self.kwargs, "attention_mask": torch.ones_like(ids), "streamer": notes}
-        handle = self.model.register_forward_pre_hook(notes.note_input, with_kwargs=True)
-        try:
+        with self.model.register_forward_pre_hook(notes.note_input, with_kwargs=True):
             if self.assistant is not None:
                 output = self.assistant.generate(ids, domain=request.dataset, learn=False, **kwargs)
             else:
                 output = self.target.generate(ids, **kwargs)
-            tokens: list[int] = output[0, len(request.ids) :].tolist()  # waits for the device
-        finally:
-            handle.remove()
-        return tokens
+            return list(output[0, len(request.ids) :].tolist())  # waits for the device
 
     def answer(self, request: _Request) -> tuple[list[int], TimedAnswer]:
         """The tokens of an answer, and how long it took; nothing is known of the outcome yet."""
@@ -534,7 +530,7 @@ class _Way:
             elif self.draft is not None:
                 handles += notes.time_module(unwrap(self.draft), "draft")
             for handle in handles:
-                timed.callback(handle.remove)
+                timed.enter_context(handle)
             self._generate(request, notes)
         return notes.round_times()
 

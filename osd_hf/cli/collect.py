@@ -66,9 +66,7 @@ class CollectSettings(Prompts, Reporting):
         if (self.url is None) == (self.log is None):
             raise ConfigError("One of --url and --log says where requests come from.")
         if self.log is not None:
-            of_server = [
-                f for group in (SERVER, "prompts", "answers") for f in fields(self) if f.metadata["group"] == group
-            ]
+            of_server = [f for f in fields(self) if f.metadata["group"] in (SERVER, "prompts", "answers")]
             asked = [f.name for f in of_server if f.name != "domain" and getattr(self, f.name) != f.default]
             if asked:
                 raise ConfigError(f"{' and '.join(map(option, asked))} are for --url; a log has its own.")

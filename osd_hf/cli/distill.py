@@ -79,14 +79,8 @@ class FromFile(argparse.Action):
             raise ConfigError(
                 f"The configuration {path} must hold names with values, such as `learning_rate: 0.0001`."
             )
-        own = {f.name for f in fields(DistillSettings)} - OF_FLAGS
-        allowed = own | {f.name for f in fields(_config_class()) if f.init}
         for name, value in read.items():
-            if name not in allowed:
-                close = difflib.get_close_matches(name, allowed, 1)
-                meant = f" Did you mean `{close[0]}`?" if close else ""
-                raise ConfigError(f"`{name}` is no setting of distillation.{meant}")
-            place = name if name in own else f"training.{name}"
+            place = name if name in _names() else f"training.{name}"
             if not hasattr(namespace, place):
                 setattr(namespace, place, _meant(value))
 
@@ -139,17 +133,24 @@ class DistillSettings(Rows, Reporting):
             raise ConfigError("--num-held-out cuts held-out requests off the data; give no others besides.")
 
 
-def _config_class() -> Any:
-    try:
-        return osd_hf.DistillConfig
-    except ImportError as error:
-        raise ConfigError(str(error)) from error
+def _names() -> set[str]:
+    """The settings that a file may have, beside those of the trainer."""
+    return {f.name for f in fields(DistillSettings)} - OF_FLAGS
 
 
 def _training(**given: Any) -> Any:
     """The settings of the trainer; raises ConfigError where they make no sense."""
     try:
-        return _config_class()(**given)
+        kind = osd_hf.DistillConfig
+    except ImportError as error:
+        raise ConfigError(str(error)) from error
+    known = {f.name for f in fields(kind) if f.init}
+    for name in [name for name in given if name not in known]:
+        close = difflib.get_close_matches(name, known | _names(), 1)
+        meant = f" Did you mean `{close[0]}`?" if close else ""
+        raise ConfigError(f"`{name}` is no setting of distillation.{meant}")
+    try:
+        return kind(**given)
     except ConfigError:
         raise
     except (ValueError, TypeError) as error:
