@@ -198,6 +198,17 @@ def test_a_file_sets_what_flags_do_not(tmp_path: Path, pair: Path, rows: Path) -
     assert report(tmp_path / "out")["num_requests"] == 4
 
 
+def test_flags_go_before_a_file_wherever_they_stand(tmp_path: Path) -> None:
+    path = tmp_path / "distill.yaml"
+    path.write_text("max_steps: 5\nsplit: held\nsubset: main\nlearning_rate: 2e-3\n")
+    parser = argparse.ArgumentParser()
+    add_flags(parser, DistillSettings)
+    flags = ["--max-steps", "1", "--config", str(path), "--split", "test"]
+    settings = settings_from(DistillSettings, parser.parse_args(flags))
+    assert settings.training == {"max_steps": 1, "learning_rate": 2e-3}
+    assert (settings.split, settings.subset, settings.eval_split) == ("test", "main", "test")
+
+
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
 def test_adapters_are_trained_by_a_flag(tmp_path: Path, pair: Path, store: Path) -> None:
     assert command(tmp_path, "--draft", pair / "draft", "--store", store, "--lora-rank", 2, *SMALL) == 0

@@ -126,7 +126,7 @@ def run_command(settings: RunSettings) -> int:
         chat_template=not settings.no_chat_template,
     )  # fmt: skip
     identity = settings.identity(encoded)
-    check_folder(folder, identity, resume=settings.resume)
+    _check_folder(folder, identity, resume=settings.resume)
     # The weights come last, when everything else is known to be right.
     pair = pair or load_pair(settings.target, settings.draft, dtype=settings.dtype, device=settings.device)
     config = replace(settings.config, update_strategy="manual")
@@ -202,37 +202,23 @@ class Served:
     seconds: float
     draft_version: int
     update: Mapping[str, Any] | None = None
-    text: tuple[str, str] | None = None
+    prompt: str | None = None
+    answer: str | None = None
 
     def to_line(self) -> str:
-        line = dict(vars(self))
-        line |= {name: line[name].to_dict(derived=False) for name in ("learned", "frozen")}
-        if (text := line.pop("text")) is not None:
-            line["prompt"], line["answer"] = text
-        return json_text(line)
+        sides = {name: getattr(self, name).to_dict(derived=False) for name in ("learned", "frozen")}
+        return json_text({**vars(self), **sides})
 
     @classmethod
     def from_line(cls, line: str) -> Served:
         data = json.loads(line)
-        text = (data.pop("prompt"), data.pop("answer")) if "prompt" in data else None
-        learned, frozen = (AcceptanceStats.from_dict(data.pop(name)) for name in ("learned", "frozen"))
-        return cls(**data, learned=learned, frozen=frozen, text=text)
+        sides = {name: AcceptanceStats.from_dict(data[name]) for name in ("learned", "frozen")}
+        return cls(**{**data, **sides})
 
 
-def check_folder(folder: Path, settings: Mapping[str, Any], *, resume: bool) -> None:
-    """
-    Refuse a folder that a run must not write to; nothing is changed.
-
-    Args:
-        folder (`Path`), resume (`bool`):
-            The output folder, and whether a run that stands there is to go on. Where none stands, it is to begin.
-        settings (`Mapping[str, Any]`):
-            What makes the run what it is; compared with those of the run that stands there.
-
-    Raises:
-        ConfigError: there is something in the folder already, or it is no folder that can be read.
-        StateError: the run there has other settings, or is none.
-    """
+def _check_folder(folder: Path, identity: Mapping[str, Any], *, resume: bool) -> None:
+    """Refuse a folder that a run must not write to, and change nothing. Raises ConfigError where there is something in
+    it already, and where a run is to go on, StateError for one with another identity, and where there is none."""
     try:
         if not folder.exists() or all(UNFINISHED.fullmatch(entry.name) for entry in folder.iterdir()):
             return
@@ -246,7 +232,7 @@ def check_folder(folder: Path, settings: Mapping[str, Any], *, resume: bool) -> 
         earlier = json.loads((folder / SETTINGS).read_text())
     except (OSError, ValueError) as error:
         raise StateError(f"There is no run in {folder} to go on with: {SETTINGS} is missing or broken.") from error
-    current = json.loads(json.dumps(settings))
+    current = json.loads(json.dumps(identity))
     differing = [name for name in {**earlier, **current} if earlier.get(name) != current.get(name)]
     if differing:
         shown = "; ".join(f"{name} was {earlier.get(name)!r}, is {current.get(name)!r}" for name in differing)
@@ -317,10 +303,8 @@ def serve(
                 )  # fmt: skip
                 answer = output[0].tolist()  # waits for the device
                 seconds = time.perf_counter() - started
-                text = None
-                if keep_text:
-                    start = 0 if assistant.target.config.is_encoder_decoder else len(ids)
-                    text = (prompt.text, assistant.tokenizer.decode(answer[start:], skip_special_tokens=True))
+                start = 0 if assistant.target.config.is_encoder_decoder else len(ids)
+                text = assistant.tokenizer.decode(answer[start:], skip_special_tokens=True) if keep_text else None
                 request = Served(
                     index=prompt.index,
                     domain=prompt.domain,
@@ -329,7 +313,8 @@ def serve(
                     seconds=seconds,
                     draft_version=version,
                     update=_updated(assistant, count) if is_due else None,
-                    text=text,
+                    prompt=prompt.text if keep_text else None,
+                    answer=text,
                 )
                 served.append(request)
                 file.write(request.to_line() + "\n")
