@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -75,40 +76,23 @@ def progress(items: Iterable[T], description: str, unit: str, total: int | None 
     yield from tqdm(items, desc=description, unit=unit, total=total, dynamic_ncols=True)
 
 
-class AlphaBar:
-    """A progress bar on the standard error over `total` requests, if that is known, with alpha of the newest ones."""
+@contextlib.contextmanager
+def alpha_bar(total: int | None, description: str) -> Iterator[Callable[..., None]]:
+    """A progress bar on the standard error over `total` requests, if that is known, with alpha of the newest ones. The
+    block gets a function to call after each request: with the stats of the draft that served it and, where there are
+    some, those of the draft of the beginning, and the version that served."""
+    newest = {name: deque[AcceptanceStats](maxlen=BAR_WINDOW) for name in ("alpha", "frozen")}
+    with tqdm(total=total, desc=description, unit="request", dynamic_ncols=True) as bar:
 
-    def __init__(self, total: int | None, description: str) -> None:
-        self.bar = tqdm(total=total, desc=description, unit="request", dynamic_ncols=True)
-        self.learned: deque[AcceptanceStats] = deque(maxlen=BAR_WINDOW)
-        self.frozen: deque[AcceptanceStats] = deque(maxlen=BAR_WINDOW)
+        def advance(learned: AcceptanceStats, frozen: AcceptanceStats | None = None, version: Any = None) -> None:
+            newest["alpha"].append(learned)
+            if frozen is not None:
+                newest["frozen"].append(frozen)
+            shown = {name: figure(rolling_alpha(stats, BAR_WINDOW)[-1]) for name, stats in newest.items() if stats}
+            bar.set_postfix(shown if version is None else {**shown, "version": version}, refresh=False)
+            bar.update()
 
-    def __enter__(self) -> AlphaBar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.close()
-
-    def advance(
-        self, learned: AcceptanceStats, frozen: AcceptanceStats | None = None, version: int | None = None
-    ) -> None:
-        """One request has ended; stats of the draft that served it and of the draft of the beginning, and the version
-        that served."""
-        self.learned.append(learned)
-        shown: dict[str, Any] = {"alpha": _pooled(self.learned)}
-        if frozen is not None:
-            self.frozen.append(frozen)
-            shown["frozen"] = _pooled(self.frozen)
-        if version is not None:
-            shown["version"] = version
-        self.bar.set_postfix(shown, refresh=False)
-        self.bar.update()
-
-
-def _pooled(stats: deque[AcceptanceStats]) -> str:
-    # Counts only: adding up the stats themselves would copy every request's at each step.
-    examined = sum(s.examined for s in stats)
-    return figure(sum(s.accepted for s in stats) / examined if examined else None)
+        yield advance
 
 
 def rolling_alpha(stats: Sequence[AcceptanceStats], window: int) -> Any:

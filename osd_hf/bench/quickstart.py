@@ -195,14 +195,14 @@ def serve_stream(
     """Serve requests, each a domain and token ids, greedily and with a progress bar, while the assistant learns from
     them; returns their traces."""
     traces: list[Trace] = []
-    with display.AlphaBar(len(requests), "serving") as bar:
+    with display.alpha_bar(len(requests), "serving") as advance:
         for domain, prompt_ids in requests:
             ids = torch.tensor([list(prompt_ids)], device=assistant.target.device)
             assistant.generate(
                 ids, attention_mask=torch.ones_like(ids), domain=domain, on_trace=traces.append, do_sample=False,
                 max_new_tokens=max_new_tokens,
             )  # fmt: skip
-            bar.advance(AcceptanceStats.from_trace(traces[-1]), version=assistant.version)
+            advance(AcceptanceStats.from_trace(traces[-1]), version=assistant.version)
     return traces
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from osd_hf.bench.display import AlphaBar, plot_alpha, stats_interval
+from osd_hf.bench.display import alpha_bar, plot_alpha, stats_interval
 from osd_hf.cli import FAILED
 from osd_hf.cli.flags import Learning, Placement, Reporting, flag, in_groups, stopping
 from osd_hf.comparison import Comparison
@@ -113,13 +113,13 @@ def _learner(settings: LearnSettings) -> tuple[StoreLearner, Path]:
 def _learn(settings: LearnSettings, learner: StoreLearner, folder: Path) -> bool:
     """Learn until told to stop; whether all could be written in the end."""
     begun, shown, failed = learner.requests, 0, False
-    with stopping() as stop, AlphaBar(settings.num_requests, "learning") as bar:
+    with stopping() as stop, alpha_bar(settings.num_requests, "learning") as advance:
         while not stop.is_set():
             left = None if settings.num_requests is None else settings.num_requests - (learner.requests - begun)
             if left == 0:
                 break
             try:
-                taken = learner.step(bar.advance, limit=left)
+                taken = learner.step(advance, limit=left)
             except StateError as error:  # of the disk: learning goes on, and writing is tried again
                 print(f"osd-hf: warning: {error}", file=sys.stderr)
                 continue

@@ -98,8 +98,8 @@ def _scored(
     compared = Comparison(domains, {"static": static})
     report: dict[str, Any] = {"static": _by_name(compared, "static")}
     if settings.learn:
-        with display.AlphaBar(len(traces), "learning") as bar:
-            run = simulate(draft, traces, settings.config, on_request=lambda i, stats: bar.advance(stats, static[i]))
+        with display.alpha_bar(len(traces), "learning") as advance:
+            run = simulate(draft, traces, settings.config, on_request=lambda i, stats: advance(stats, static[i]))
         compared = Comparison(domains, {"static": static, "learned": run.stats})
         display.plot_alpha(plot, compared, title="Replay in time order: learning, and frozen")
         report |= {

@@ -133,11 +133,11 @@ def run_command(settings: RunSettings) -> int:
     assistant = OnlineAssistant(*pair, config, store=settings.store, report_to=settings.report_to)
     open_folder(folder, identity)
     try:
-        with assistant, display.AlphaBar(len(encoded.prompts), "serving") as bar:
+        with assistant, display.alpha_bar(len(encoded.prompts), "serving") as advance:
             served = serve(
                 assistant, pair.draft, encoded, folder, generate_kwargs=generate_kwargs | pad_setting(pair.target),
                 learn=not settings.no_learn, save_every=settings.save_every, keep_text=settings.keep_text,
-                on_request=lambda s: bar.advance(s.learned, s.frozen, s.draft_version),
+                on_request=lambda s: advance(s.learned, s.frozen, s.draft_version),
             )  # fmt: skip
     except KeyboardInterrupt as interrupt:
         raise KeyboardInterrupt("go on with the same command and --resume") from interrupt
