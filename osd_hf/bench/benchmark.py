@@ -522,7 +522,14 @@ class _Way:
 
     def watch(self, request: _Request) -> RoundTimes:
         """Times of the rounds of one answer."""
-        notes = _Notes(_waiting_clock(self.model.device))
+        device = self.model.device
+
+        def clock() -> float:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            return time.perf_counter()
+
+        notes = _Notes(clock)
         with contextlib.ExitStack() as timed:
             handles = notes.time_module(self.model, "target")
             if self.assistant is not None and self.assistant.drafting is not None:
@@ -533,17 +540,6 @@ class _Way:
                 timed.enter_context(handle)
             self._generate(request, notes)
         return notes.round_times()
-
-
-def _waiting_clock(device: torch.device) -> Clock:
-    if device.type != "cuda":
-        return time.perf_counter
-
-    def clock() -> float:
-        torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    return clock
 
 
 def _facts(target: Any, max_new_tokens: int, weights: dict[str, int]) -> dict[str, Any]:
