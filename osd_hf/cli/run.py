@@ -1,5 +1,4 @@
-"""The command `osd-hf run`: serves a stream of prompts, with a journal and a saved session that a killed run goes on
-from."""
+"""The command `osd-hf run`: serves prompts, with a journal and a saved session that a killed run goes on from."""
 
 from __future__ import annotations
 
