@@ -17,7 +17,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from osd_hf import AcceptanceStats, ConfigError, LearnerError, OnlineConfig, OSDError, Trace, emitted_tokens
-from osd_hf.bench.timing import cores
+from osd_hf.bench.benchmark import cores
 from osd_hf.bundled import DOMAINS
 from osd_hf.replay import replay_each
 from osd_hf_app.pair import Pieces, ServedPair, text_of

@@ -15,10 +15,9 @@ from saved_pair import save_pair
 from transformers import AutoModelForSeq2SeqLM  # noqa: F401 - loads lazily, which warns inside a test
 
 from osd_hf import AcceptanceStats, ConfigError, UnsupportedModelError, capture_traces, expected_speedup
-from osd_hf.bench.benchmark import BenchmarkReport, RoundTimes, System, TimedAnswer, _Notes, benchmark
+from osd_hf.bench.benchmark import BenchmarkReport, RoundTimes, System, TimedAnswer, _Notes, benchmark, in_turns
 from osd_hf.bench.controlled import LABEL, ControlledAcceptance, controlled_acceptance, random_pair
 from osd_hf.bench.display import plot_speedups
-from osd_hf.bench.timing import in_turns
 from osd_hf.cli.bench import _tables
 from osd_hf.cli.main import main
 
@@ -406,7 +405,7 @@ def test_a_differing_output_exits_with_1(tmp_path, monkeypatch, capsys):
         (["--threads", "0"], "--threads must be at least 1"),
         (["--k", "some"], "--k takes numbers, separated by commas, got 'some'"),
         (["--k", "5,0"], "--k must be at least 1, got 0"),
-        (["--target", "somewhere"], "both --target and --draft"),
+        (["--target", "somewhere"], "--target and --draft go together"),
         (["--controlled", "2"], "--controlled must be between 0 and 1"),
         (["--controlled", "0.5", "--prompts", "x.jsonl"], "--prompts cannot be given with --controlled"),
         (["--target-shape", "7b"], "--target-shape can only be given with --controlled"),

@@ -21,7 +21,8 @@ from osd_hf import (
     record_traces,
     replay,
 )
-from osd_hf.cli.distill import add_distill, distill_command
+from osd_hf.cli.distill import DistillSettings, distill_command
+from osd_hf.cli.flags import add_flags, settings_from
 from osd_hf.cli.main import main
 from osd_hf.prompts import encode_turn
 
@@ -60,9 +61,10 @@ def store(traces: list[Any], tmp_path_factory: Any) -> Path:
 
 def command(folder: Path, *flags: Any, json_path: str | None = None) -> int:
     parser = argparse.ArgumentParser()
-    parser.set_defaults(json=json_path)
-    add_distill(parser)
-    return distill_command(parser.parse_args(["--output-dir", str(folder), *map(str, flags)]))
+    add_flags(parser, DistillSettings)
+    more = [] if json_path is None else ["--json", json_path]
+    args = parser.parse_args(["--output-dir", str(folder), *more, *map(str, flags)])
+    return distill_command(settings_from(DistillSettings, args))
 
 
 def report(folder: Path) -> Any:
@@ -194,6 +196,17 @@ def test_a_file_sets_what_flags_do_not(tmp_path: Path, pair: Path, rows: Path) -
     assert settings["save_strategy"] == "no"
     assert report(tmp_path / "out")["steps"] == 1
     assert report(tmp_path / "out")["num_requests"] == 4
+
+
+def test_flags_go_before_a_file_wherever_they_stand(tmp_path: Path) -> None:
+    path = tmp_path / "distill.yaml"
+    path.write_text("max_steps: 5\nsplit: held\nsubset: main\nlearning_rate: 2e-3\n")
+    parser = argparse.ArgumentParser()
+    add_flags(parser, DistillSettings)
+    flags = ["--max-steps", "1", "--config", str(path), "--split", "test"]
+    settings = settings_from(DistillSettings, parser.parse_args(flags))
+    assert settings.training == {"max_steps": 1, "learning_rate": 2e-3}
+    assert (settings.split, settings.subset, settings.eval_split) == ("test", "main", "test")
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it

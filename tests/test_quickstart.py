@@ -11,11 +11,13 @@ from saved_pair import save_pair
 from transformers import AutoModelForCausalLM
 
 from osd_hf import AcceptanceStats
+from osd_hf.bench.benchmark import compare_outputs, median_ratio
+from osd_hf.bench.controlled import answer_greedily
 from osd_hf.bench.display import plot_alpha, rolling_alpha
 from osd_hf.bench.quickstart import QuickstartSizes, learned_and_later
-from osd_hf.bench.timing import answer_greedily, compare_outputs, median_ratio
 from osd_hf.bundled import DOMAINS
 from osd_hf.cli.main import main
+from osd_hf.metrics import Comparison
 
 SIZES = {
     "learn_requests": 4, "later_requests": 3, "timed_requests": 2, "max_new_tokens": 8, "ceiling_epochs": 2,
@@ -113,7 +115,7 @@ def test_bad_input_is_one_line_and_exits_with_2(pair, tmp_path, capsys, more, me
 
 def test_half_a_pair_is_refused(pair, capsys):
     assert main(["quickstart", "--target", str(pair / "target")]) == 2
-    assert "both --target and --draft" in capsys.readouterr().err
+    assert "--target and --draft go together" in capsys.readouterr().err
 
 
 def test_later_prompts_pose_other_problems_than_those_learned_from():
@@ -171,5 +173,6 @@ def test_rolling_alpha_pools_counts_over_its_window():
 @pytest.mark.parametrize("domains", [[None] * 6, list("aaabbb"), list("ababab"), list("abcdefgh")])
 def test_streams_of_any_order_are_drawn(tmp_path, domains):
     stats = [one_request(i, 8) for i in range(len(domains))]
-    plot_alpha(tmp_path / "alpha.png", stats, stats[::-1], domains, window=2, title="alpha")
+    compared = Comparison(domains, {"frozen": stats[::-1], "learning": stats})
+    plot_alpha(tmp_path / "alpha.png", compared, window=2, title="alpha")
     assert (tmp_path / "alpha.png").read_bytes().startswith(b"\x89PNG")

@@ -325,7 +325,7 @@ def test_a_line_of_the_journal_says_what_was_said():
     stats = AcceptanceStats.from_counts(
         drafted=10, examined=7, accepted=5, emitted=8, target_forwards=3, accepted_length_histogram={2: 1, 3: 1}
     )
-    served = Served(3, "sql", stats, stats, 0.5, 2, {"version": 3}, ("how", "so"))
+    served = Served(3, "sql", stats, stats, 0.5, 2, {"version": 3}, "how", "so")
     assert Served.from_line(served.to_line()) == served
 
 

@@ -6,31 +6,37 @@ import contextlib
 import copy
 import functools
 import math
+import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from transformers.generation.streamers import BaseStreamer
 
 from osd_hf.assistant import OnlineAssistant
-from osd_hf.bench.controlled import ControlledAcceptance, feeds_through
+from osd_hf.bench.controlled import ControlledAcceptance, answer_greedily, feeds_through
 from osd_hf.bench.display import progress
-from osd_hf.bench.timing import compare_outputs, in_turns, median_ratio, pad_setting
 from osd_hf.config import OnlineConfig
 from osd_hf.drafting.forward import DraftForward
 from osd_hf.drafting.generator import Clock
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.metrics import AcceptanceStats, expected_speedup, figures_of
-from osd_hf.pair import unwrap
+from osd_hf.pair import eos_ids, set_fixed_k, unwrap
 from osd_hf.trace import DraftRound, num_accepted
 
 KINDS = ("alone", "prompt_lookup", "stock", "lean")
 ALL = "all"
+
+# Two tokens this close may swap places in a forward over more tokens, in float32 too.
+TIE = 1e-4
+
+Request = TypeVar("Request")
+Answer = TypeVar("Answer")
 
 
 # --- what is compared, and what comes of it -------------------------------------------------------------------------
@@ -75,12 +81,6 @@ class System:
             raise ConfigError(f'Only a lean system drafts "auto" or compiled, got {self.name!r} of kind {self.kind}.')
         if k != "auto" and k < 1:
             raise ConfigError(f"`num_assistant_tokens` must be at least 1, got {k} for {self.name!r}.")
-
-    @property
-    def fixed_k(self) -> int | None:
-        """Tokens drafted a round, where it is the same number each round."""
-        k = self.num_assistant_tokens
-        return k if self.kind in ("stock", "lean") and k != "auto" else None
 
     def to_dict(self) -> dict[str, Any]:
         """What the system is, ready for JSON."""
@@ -159,17 +159,13 @@ class BenchmarkReport:
         """Name of the target alone."""
         return next(system.name for system in self.systems if system.kind == "alone")
 
-    @property
-    def datasets(self) -> list[str]:
-        return list(self.answers)
-
     def answers_of(self, system: str, dataset: str | None = None) -> list[TimedAnswer]:
         """Answers of a system, in the order of the requests."""
-        return [answer for name in self.datasets if dataset in (None, name) for answer in self.answers[name][system]]
+        return [answer for name in self.answers if dataset in (None, name) for answer in self.answers[name][system]]
 
     def rounds_of(self, system: str, dataset: str | None = None) -> RoundTimes:
         """Where the time of a system's rounds went."""
-        return sum((self.rounds[name][system] for name in self.datasets if dataset in (None, name)), RoundTimes())
+        return sum((self.rounds[name][system] for name in self.answers if dataset in (None, name)), RoundTimes())
 
     def stats_of(self, system: str, dataset: str | None = None) -> AcceptanceStats:
         """Acceptance over the timed answers of a system."""
@@ -195,12 +191,12 @@ class BenchmarkReport:
         own, alone = self.rounds_of(system, dataset), self.rounds_of(self.alone, dataset)
         if system == self.alone or not own.rounds or not alone.rounds:
             return None
+        draft, k = next((s.draft, s.num_assistant_tokens) for s in self.systems if s.name == system)
         stats = self.stats_of(system, dataset)
         one_token = alone.target_seconds / alone.rounds
         c = own.draft_seconds / own.drafted / one_token if own.drafted else 0.0
         wide = own.target_seconds / own.rounds / one_token
-        k = next(s.fixed_k for s in self.systems if s.name == system)
-        if k is not None and stats.examined:
+        if draft is not None and isinstance(k, int) and stats.examined:
             drafted, speedup, bound = float(k), expected_speedup(stats.alpha, k, c), expected_speedup(1, k, c)
         else:
             drafted = stats.drafted / stats.target_forwards
@@ -245,7 +241,7 @@ class BenchmarkReport:
     def to_dict(self) -> dict[str, Any]:
         """Figures of each data set and of all (`"all"`), system by system, and the times of each request."""
         names = [system.name for system in self.systems]
-        parts = {**{name: name for name in self.datasets}, ALL: None}
+        parts = {**{name: name for name in self.answers}, ALL: None}
         times = ("num_tokens", "seconds", "first_token_seconds")
         return {
             **self.facts,
@@ -313,7 +309,8 @@ def benchmark(
     rounds = {d: dict.fromkeys(names, RoundTimes()) for d in prompts}
     with contextlib.ExitStack() as served:
         for way in ways:
-            served.callback(way.close)
+            if way.assistant is not None:
+                served.enter_context(way.assistant)
         for _ in turns(_Way.answer, list(first.values()), "warming up"):
             pass
         alone = [system.kind for system in systems].index("alone")
@@ -325,8 +322,81 @@ def benchmark(
         for request, times in zip(watched, turns(_Way.watch, watched, "watched"), strict=True):
             for name, one_times in zip(names, times, strict=True):
                 rounds[request.dataset][name] += one_times
-    weights = {way.system.name: _weights_bytes(target) + _weights_bytes(way.draft) for way in ways}
+    own = unwrap(target).get_memory_footprint()
+    weights = {w.system.name: own + (0 if w.draft is None else w.draft.get_memory_footprint()) for w in ways}
     return BenchmarkReport(tuple(systems), answers, rounds, _facts(unwrap(target), max_new_tokens, weights))
+
+
+def in_turns(ways: Sequence[Callable[[Request], Answer]], requests: Iterable[Request]) -> Iterator[tuple[Answer, ...]]:
+    """
+    Answer each request in each way, one right after the other. The way that begins rotates: a machine that slows down
+    does so for all.
+
+    Yields:
+        `tuple[Answer, ...]`: the answers to one request, in the order of the ways.
+    """
+    for number, request in enumerate(requests):
+        order = [(number + turn) % len(ways) for turn in range(len(ways))]
+        answers = {way: ways[way](request) for way in order}
+        yield tuple(answers[way] for way in range(len(ways)))
+
+
+@torch.no_grad()
+def compare_outputs(target: Any, prompt_ids: Sequence[int], alone: list[int], assisted: list[int]) -> str:
+    """
+    `"identical"`, token by token; `"tied"`, where the answers part at two tokens that the target finds equally likely
+    to rounding; `"differing"` otherwise.
+    """
+    if alone == assisted:
+        return "identical"
+    at = next((i for i, (a, b) in enumerate(zip(alone, assisted, strict=False)) if a != b), None)
+    if at is None:
+        return "differing"
+    context = torch.tensor([[*prompt_ids, *alone[:at]]], device=target.device)
+    top = target(context).logits[0, -1].float().topk(2)
+    is_tie = float(top.values[0] - top.values[1]) < TIE
+    return "tied" if is_tie and {alone[at], assisted[at]} == set(top.indices.tolist()) else "differing"
+
+
+def median_ratio(ratios: Iterable[float]) -> dict[str, Any]:
+    """`median`, and its 95% `interval` by a bootstrap over requests; ready for JSON."""
+    values = np.array(list(ratios))
+    draws = np.random.default_rng(0).integers(len(values), size=(2000, len(values)))
+    low, high = np.quantile(np.median(values[draws], axis=1), [0.025, 0.975])
+    return {"median": float(np.median(values)), "interval": [float(low), float(high)]}
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def choose_threads(target: Any, prompt_ids: Sequence[int], threads: int | None) -> tuple[int, dict[str, float]]:
+    """Set the number of torch's threads: the one given, or else the one, of 1 and all cores, with which a target on
+    the CPU answers sooner. Returns it, and the median times of both in seconds where they were measured."""
+    times: dict[str, float] = {}
+    if threads is None and target.device.type != "cpu":
+        threads = torch.get_num_threads()
+    elif threads is None and cores() > 1:
+        choices = [1, cores()]
+
+        def answer(number: int, prompt_ids: Sequence[int]) -> float:
+            torch.set_num_threads(number)
+            return answer_greedily(target, prompt_ids, 24)[1]
+
+        taken = list(in_turns([functools.partial(answer, number) for number in choices], [prompt_ids] * 5))
+        # The first round warms up.
+        medians = dict(zip(choices, map(statistics.median, zip(*taken[1:], strict=True)), strict=True))
+        threads, times = min(choices, key=lambda n: medians[n]), {str(n): round(s, 4) for n, s in medians.items()}
+    torch.set_num_threads(threads or 1)
+    return threads or 1, times
+
+
+def pad_setting(model: Any) -> dict[str, int]:
+    """The padding token as an argument of `generate`, where a model names none: otherwise transformers remarks at each
+    request that it takes the end token."""
+    ends = eos_ids(model.generation_config)
+    return {"pad_token_id": ends[0]} if ends and model.generation_config.pad_token_id is None else {}
 
 
 # --- one answer -----------------------------------------------------------------------------------------------------
@@ -413,9 +483,8 @@ class _Way:
             self.kwargs["prompt_lookup_num_tokens"] = k
         elif system.kind == "stock":
             self.draft = self.kwargs["assistant_model"] = copy.deepcopy(system.draft).eval()
-            drafting = unwrap(self.draft).generation_config
-            drafting.num_assistant_tokens, drafting.num_assistant_tokens_schedule = k, "constant"
-            drafting.assistant_confidence_threshold = 0.0
+            assert isinstance(k, int)
+            set_fixed_k(unwrap(self.draft).generation_config, k)
             if system.acceptance is not None:
                 system.acceptance.steer_module(self.draft)
         elif system.kind == "lean":
@@ -426,23 +495,15 @@ class _Way:
             if system.acceptance is not None:
                 system.acceptance.steer_lean(self.assistant.drafting)
 
-    def close(self) -> None:
-        if self.assistant is not None:
-            self.assistant.close()
-
     def _generate(self, request: _Request, notes: _Notes) -> list[int]:
         ids = torch.tensor([request.ids], device=self.model.device)
         kwargs = {**self.kwargs, "attention_mask": torch.ones_like(ids), "streamer": notes}
-        handle = self.model.register_forward_pre_hook(notes.note_input, with_kwargs=True)
-        try:
+        with self.model.register_forward_pre_hook(notes.note_input, with_kwargs=True):
             if self.assistant is not None:
                 output = self.assistant.generate(ids, domain=request.dataset, learn=False, **kwargs)
             else:
                 output = self.target.generate(ids, **kwargs)
-            tokens: list[int] = output[0, len(request.ids) :].tolist()  # waits for the device
-        finally:
-            handle.remove()
-        return tokens
+            return list(output[0, len(request.ids) :].tolist())  # waits for the device
 
     def answer(self, request: _Request) -> tuple[list[int], TimedAnswer]:
         """The tokens of an answer, and how long it took; nothing is known of the outcome yet."""
@@ -460,7 +521,14 @@ class _Way:
 
     def watch(self, request: _Request) -> RoundTimes:
         """Times of the rounds of one answer."""
-        notes = _Notes(_waiting_clock(self.model.device))
+        device = self.model.device
+
+        def clock() -> float:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            return time.perf_counter()
+
+        notes = _Notes(clock)
         with contextlib.ExitStack() as timed:
             handles = notes.time_module(self.model, "target")
             if self.assistant is not None and self.assistant.drafting is not None:
@@ -468,26 +536,9 @@ class _Way:
             elif self.draft is not None:
                 handles += notes.time_module(unwrap(self.draft), "draft")
             for handle in handles:
-                timed.callback(handle.remove)
+                timed.enter_context(handle)
             self._generate(request, notes)
         return notes.round_times()
-
-
-def _waiting_clock(device: torch.device) -> Clock:
-    if device.type != "cuda":
-        return time.perf_counter
-
-    def clock() -> float:
-        torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    return clock
-
-
-def _weights_bytes(model: Any) -> int:
-    if model is None:
-        return 0
-    return sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
 
 
 def _facts(target: Any, max_new_tokens: int, weights: dict[str, int]) -> dict[str, Any]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from osd_hf.bench.timing import answer_greedily
 from osd_hf.drafting.forward import DraftForward
 from osd_hf.drafting.generator import LeanDrafting
 from osd_hf.errors import ConfigError, first_line
@@ -179,3 +179,14 @@ def controlled_acceptance(
         for prompt in group:
             acceptance.record(prompt, answer_greedily(target, prompt, max_new_tokens)[0], alpha)
     return acceptance
+
+
+def answer_greedily(target: Any, prompt_ids: Sequence[int], max_new_tokens: int) -> tuple[list[int], float]:
+    """The own answer of a decoder-only target, of at most `max_new_tokens` tokens, and its wall time in seconds."""
+    input_ids = torch.tensor([list(prompt_ids)], device=target.device)
+    started = time.perf_counter()
+    output = target.generate(
+        input_ids, attention_mask=torch.ones_like(input_ids), do_sample=False, max_new_tokens=max_new_tokens
+    )
+    answer = output[0, len(prompt_ids) :].tolist()  # waits for the device
+    return answer, time.perf_counter() - started

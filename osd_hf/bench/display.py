@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,6 +24,7 @@ Estimate = tuple[float, tuple[float, float]]  # a value and its interval
 BAR_WINDOW = 50  # requests over which a progress bar pools alpha
 MAX_PANELS = 6
 MAX_LABELS = 12
+WHILE_SERVING = "Acceptance while serving: the draft that learns, and the same draft frozen"
 
 # Colors that stay apart for color-blind readers (Okabe and Ito).
 LEARNING, FROZEN, CEILING = "#0072B2", "#D55E00", "#9A9A9A"
@@ -73,40 +75,23 @@ def progress(items: Iterable[T], description: str, unit: str, total: int | None 
     yield from tqdm(items, desc=description, unit=unit, total=total, dynamic_ncols=True)
 
 
-class AlphaBar:
-    """A progress bar on the standard error over `total` requests, if that is known, with alpha of the newest ones."""
+@contextlib.contextmanager
+def alpha_bar(total: int | None, description: str) -> Iterator[Callable[..., None]]:
+    """A progress bar on the standard error over `total` requests, if that is known, with alpha of the newest ones. The
+    block gets a function to call after each request: with the stats of the draft that served it and, where there are
+    some, those of the draft of the beginning, and the version that served."""
+    newest = {name: deque[AcceptanceStats](maxlen=BAR_WINDOW) for name in ("alpha", "frozen")}
+    with tqdm(total=total, desc=description, unit="request", dynamic_ncols=True) as bar:
 
-    def __init__(self, total: int | None, description: str) -> None:
-        self.bar = tqdm(total=total, desc=description, unit="request", dynamic_ncols=True)
-        self.learned: deque[AcceptanceStats] = deque(maxlen=BAR_WINDOW)
-        self.frozen: deque[AcceptanceStats] = deque(maxlen=BAR_WINDOW)
+        def advance(learned: AcceptanceStats, frozen: AcceptanceStats | None = None, version: Any = None) -> None:
+            newest["alpha"].append(learned)
+            if frozen is not None:
+                newest["frozen"].append(frozen)
+            shown = {name: figure(rolling_alpha(stats, BAR_WINDOW)[-1]) for name, stats in newest.items() if stats}
+            bar.set_postfix(shown if version is None else {**shown, "version": version}, refresh=False)
+            bar.update()
 
-    def __enter__(self) -> AlphaBar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.close()
-
-    def advance(
-        self, learned: AcceptanceStats, frozen: AcceptanceStats | None = None, version: int | None = None
-    ) -> None:
-        """One request has ended; stats of the draft that served it and of the draft of the beginning, and the version
-        that served."""
-        self.learned.append(learned)
-        shown: dict[str, Any] = {"alpha": _pooled(self.learned)}
-        if frozen is not None:
-            self.frozen.append(frozen)
-            shown["frozen"] = _pooled(self.frozen)
-        if version is not None:
-            shown["version"] = version
-        self.bar.set_postfix(shown, refresh=False)
-        self.bar.update()
-
-
-def _pooled(stats: deque[AcceptanceStats]) -> str:
-    # Counts only: adding up the stats themselves would copy every request's at each step.
-    examined = sum(s.examined for s in stats)
-    return figure(sum(s.accepted for s in stats) / examined if examined else None)
+        yield advance
 
 
 def rolling_alpha(stats: Sequence[AcceptanceStats], window: int) -> Any:
@@ -124,19 +109,17 @@ def rolling_window(requests: int) -> int:
     return max(8, min(50, requests // 8))
 
 
-def plot_alpha(
-    path: Path, learning: Sequence[AcceptanceStats], frozen: Sequence[AcceptanceStats], domains: Sequence[str | None],
-    *, window: int, title: str,
-) -> None:  # fmt: skip
-    """Draw alpha over the requests as a PNG file, from the stats of the draft that learned, those of the same draft
-    frozen and the labels, in order; a point pools `window` requests. Domains that were served one after the other are
-    shaded; a few mixed ones get a panel each, many are drawn as one."""
+def plot_alpha(path: Path, compared: Comparison, *, title: str, window: int | None = None) -> None:
+    """Draw alpha over the requests as a PNG file, of a draft frozen and of the same draft as it learned; a point pools
+    `window` requests, or a number that suits the run. Domains that were served one after the other are shaded; a few
+    mixed ones get a panel each, many are drawn as one."""
+    domains, names = compared.domains, compared.names
+    window = window or rolling_window(len(domains))
     blocks = [(name, len(list(group))) for name, group in groupby(domains)]
-    names = list(dict.fromkeys(domains))
     shades = names != [None] and len(blocks) <= min(2 * len(names), MAX_LABELS)
     if shades or len(names) == 1 or len(names) > MAX_PANELS:
         figure, (axes,) = _figure(1, 1, 9.0, 4.2)
-        _draw(axes, range(1, len(learning) + 1), learning, frozen, window)
+        _draw(axes, range(1, len(domains) + 1), compared, window)
         if shades:
             _shade(axes, blocks)
         axes.set_xlabel("request")
@@ -149,8 +132,8 @@ def plot_alpha(
         figure, panels = _figure(rows, columns, 9.0, 1.0 + 2.4 * rows)
         share = max(4, round(window * 2 / len(names)))
         for number, (axes, name) in enumerate(zip(panels, sorted(names, key=str), strict=False)):
-            chosen = [i for i, domain in enumerate(domains) if domain == name]
-            _draw(axes, [i + 1 for i in chosen], [learning[i] for i in chosen], [frozen[i] for i in chosen], share)
+            requests = [i for i, domain in enumerate(domains, 1) if domain == name]
+            _draw(axes, requests, compared.of(name), share)
             axes.set_title(str(name), loc="left", fontsize=10)
             if number % columns == 0:
                 axes.set_ylabel(f"alpha (last {share} of the domain)")
@@ -236,12 +219,10 @@ def _figure(rows: int, columns: int, width: float, height: float) -> tuple[Any, 
     return figure, panels
 
 
-def _draw(
-    axes: Axes, requests: Sequence[int], learning: Sequence[AcceptanceStats], frozen: Sequence[AcceptanceStats],
-    window: int,
-) -> None:  # fmt: skip
+def _draw(axes: Axes, requests: Sequence[int], compared: Comparison, window: int) -> None:
     # The first points pool fewer requests than the window and jump about.
     first = min(max(window // 2, 1), len(requests)) - 1
+    frozen, learning = compared.sides.values()
     axes.plot(requests[first:], rolling_alpha(learning, window)[first:], color=LEARNING, lw=2, label="learning")
     axes.plot(requests[first:], rolling_alpha(frozen, window)[first:], color=FROZEN, lw=1.6, ls="--", label="frozen")
     axes.set_ylim(0, 1)

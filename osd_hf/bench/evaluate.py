@@ -10,6 +10,7 @@ from osd_hf.capture.hook import record_traces
 from osd_hf.errors import DataError
 from osd_hf.hub.cards import Evaluation, EvaluationSet
 from osd_hf.metrics import AcceptanceStats
+from osd_hf.pair import prompt_room
 from osd_hf.prompts import encode_prompts
 from osd_hf.replay import replay_each
 from osd_hf.utils.report import provenance
@@ -36,11 +37,10 @@ def evaluate(
             turns, with bars on the standard error where `show_progress` is set.
 
     Raises:
+        ConfigError: the answers leave no room for a prompt.
         DataError: fewer than two prompts leave room for their answers.
     """
-    positions = [getattr(m.config.get_text_config(), "max_position_embeddings", None) for m in (target, before)]
-    limit = min((p for p in positions if p is not None), default=None)
-    room = None if limit is None or target.config.is_encoder_decoder else limit - dataset.max_new_tokens
+    room = prompt_room(target.config, before.config, dataset.max_new_tokens)
     encoded = encode_prompts(dataset.prompts, tokenizer, max_prompt_tokens=room)
     if len(encoded.prompts) < 2:
         raise DataError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -14,9 +15,8 @@ import torch
 
 from osd_hf.assistant import OnlineAssistant
 from osd_hf.bench import display
-from osd_hf.bench.benchmark import BenchmarkReport, System, benchmark
+from osd_hf.bench.benchmark import BenchmarkReport, System, benchmark, choose_threads, cores
 from osd_hf.bench.display import figure, ratio_text, text_table
-from osd_hf.bench.timing import cores, faster_threads
 from osd_hf.bundled import DOMAINS, bundled_prompts, check_answer
 from osd_hf.bundled.example import Example
 from osd_hf.capture.hook import record_traces
@@ -28,7 +28,7 @@ from osd_hf.pair import Pair
 from osd_hf.prompts import encode_turn
 from osd_hf.replay import replay_each
 from osd_hf.trace import Trace
-from osd_hf.utils.report import json_text, make_folder, provenance
+from osd_hf.utils.report import make_folder, provenance, write_report
 
 K = 5
 WAYS = ("target alone", "static draft", "learned draft")
@@ -110,17 +110,9 @@ def quickstart(
         "config": config.to_dict(),
         "by_domain": {n: _domain_report(n, part, right, found.timed) for n, part in found.compared.parts().items()},
         "outputs": {name: outcomes.count(name) for name in ("identical", "tied", "differing")},
-        "ceiling": found.ceiling,
-        "updates": found.version,
-        "thread_seconds": found.thread_seconds,
-        "phase_seconds": found.phase_seconds,
+        **found.facts,
     }
-    served = [AcceptanceStats.from_trace(t) for t in found.served]
-    display.plot_alpha(
-        output_dir / "alpha.png", served, found.frozen, [t.domain for t in found.served],
-        window=display.rolling_window(len(served)),
-        title="Acceptance while serving: the draft that learns, and the same draft frozen",
-    )  # fmt: skip
+    display.plot_alpha(output_dir / "alpha.png", found.serving, title=display.WHILE_SERVING)
     labels = {"static": "static", "learned": "learned while serving", "ceiling": "trained offline, many epochs"}
     title = "Acceptance on later prompts, never learned from"
     display.plot_domains(output_dir / "domains.png", found.compared.bars(labels), title=title)
@@ -128,22 +120,18 @@ def quickstart(
     for line in _shown(report, later[sample], answers[sample]):
         write(line)
     report["total_seconds"] = round(time.perf_counter() - started, 2)
-    (output_dir / "report.json").write_text(json_text(report, indent=1) + "\n")
+    write_report(output_dir / "report.json", report)
     write(f"\n{report['total_seconds']:.0f} s in all. Wrote report.json, alpha.png and domains.png to {output_dir}.")
     return report
 
 
 class _Measured(NamedTuple):
-    served: list[Trace]  # while the draft learned
-    frozen: list[AcceptanceStats]  # what the draft as it was would have scored on them
-    later: list[Trace]
+    serving: Comparison  # frozen and learned, on the requests that were learned from
     compared: Comparison  # static, learned and ceiling, on the later prompts
-    ceiling: dict[str, Any]
+    later: list[Trace]
     timed: BenchmarkReport
-    version: int
     threads: int
-    thread_seconds: dict[str, float]
-    phase_seconds: dict[str, float]
+    facts: dict[str, Any]  # for the report
 
 
 def _measured(
@@ -156,8 +144,7 @@ def _measured(
     def done(phase: str) -> None:
         seconds[phase] = round(time.perf_counter() - started - sum(seconds.values()), 2)
 
-    serving_threads, thread_seconds = faster_threads(pair.target, asked[0][1], threads)
-    torch.set_num_threads(serving_threads)
+    serving_threads, thread_seconds = choose_threads(pair.target, asked[0][1], threads)
     done("threads")
     with OnlineAssistant(*pair, config) as assistant:
         write(f"serving {len(stream)} requests of {len(DOMAINS)} domains, shuffled; the draft learns meanwhile")
@@ -175,10 +162,13 @@ def _measured(
         torch.set_num_threads(serving_threads)
         timed = _timed(pair, assistant.draft, asked, sizes)
         done("timing")
+    while_serving = {"frozen": frozen, "learned": [AcceptanceStats.from_trace(t) for t in served]}
+    serving = Comparison([t.domain for t in served], while_serving)
     compared = Comparison([domain for domain, _ in asked], {"static": static, "learned": learned, "ceiling": best})
-    return _Measured(
-        served, frozen, later, compared, ceiling, timed, assistant.version, serving_threads, thread_seconds, seconds
-    )
+    facts = {
+        "ceiling": ceiling, "updates": assistant.version, "thread_seconds": thread_seconds, "phase_seconds": seconds,
+    }  # fmt: skip
+    return _Measured(serving, compared, later, timed, serving_threads, facts)
 
 
 def learned_and_later(sizes: QuickstartSizes, seed: int) -> tuple[list[Example], list[Example]]:
@@ -204,14 +194,14 @@ def serve_stream(
     """Serve requests, each a domain and token ids, greedily and with a progress bar, while the assistant learns from
     them; returns their traces."""
     traces: list[Trace] = []
-    with display.AlphaBar(len(requests), "serving") as bar:
+    with display.alpha_bar(len(requests), "serving") as advance:
         for domain, prompt_ids in requests:
             ids = torch.tensor([list(prompt_ids)], device=assistant.target.device)
             assistant.generate(
                 ids, attention_mask=torch.ones_like(ids), domain=domain, on_trace=traces.append, do_sample=False,
                 max_new_tokens=max_new_tokens,
             )  # fmt: skip
-            bar.advance(AcceptanceStats.from_trace(traces[-1]), version=assistant.version)
+            advance(AcceptanceStats.from_trace(traces[-1]), version=assistant.version)
     return traces
 
 
@@ -289,7 +279,7 @@ def _shown(report: dict[str, Any], sample: Example, answer: str) -> list[str]:
     rising = ", where it was still rising" if ceiling["best_epoch"] == ceiling["epochs"] else ""
     tied = f", {outputs['tied']} part at a tie of the target's top two tokens" if outputs["tied"] else ""
     differing = f", {outputs['differing']} DIFFER" if outputs["differing"] else ""
-    prompt, answer = ("\n".join(f"    {line}" for line in text.splitlines()) for text in (sample.prompt, answer))
+    prompt, answer = (textwrap.indent(text, "    ") for text in (sample.prompt, answer))
     return [
         f"\nLater prompts, never learned from ({sizes['later_requests']} per domain, k = {K}, threshold 0):\n",
         text_table(

@@ -7,8 +7,7 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
-from osd_hf.cli.flags import in_groups
-from osd_hf.cli.settings import Placement
+from osd_hf.cli.flags import Placement, in_groups
 from osd_hf.errors import ConfigError
 
 _models, _server, _keeping = in_groups("models", "server", "keeping")

@@ -1,4 +1,4 @@
-"""The command `osd-hf bench`: which systems on which prompts, the table, the JSON and the plot."""
+"""The commands `osd-hf bench` and `osd-hf quickstart`: systems side by side, and the main job on the bundled pair."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from typing import Any
 import torch
 
 from osd_hf.assistant import OnlineAssistant
-from osd_hf.bench.benchmark import BenchmarkReport, System, benchmark
+from osd_hf.bench.benchmark import BenchmarkReport, System, benchmark, choose_threads
 from osd_hf.bench.controlled import LABEL, SHAPES, ControlledAcceptance, controlled_acceptance, random_pair
 from osd_hf.bench.display import figure, plot_speedups, ratio_text, text_table
-from osd_hf.bench.quickstart import QuickstartSizes, learned_and_later, serve_stream
-from osd_hf.bench.timing import faster_threads
+from osd_hf.bench.quickstart import QuickstartSizes, learned_and_later, quickstart, serve_stream
 from osd_hf.bundled import DOMAINS
-from osd_hf.cli.flags import FAILED, Reporting, flag, in_groups
-from osd_hf.cli.settings import Placement
+from osd_hf.cli import FAILED
+from osd_hf.cli.flags import Placement, Reporting, Rows, flag, in_groups, option, part
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, DataError
 from osd_hf.pair import load_pair, prompt_room
-from osd_hf.prompts import PromptSource, encode_prompts, encode_turn, read_prompts
-from osd_hf.utils.report import json_text, make_folder, provenance
+from osd_hf.prompts import encode_prompts, encode_turn, read_prompts
+from osd_hf.utils.report import make_folder, provenance, write_report
 
 Stream = list[tuple[str, list[int]]]  # the data set and token ids of each request that is learned from
 Prompts = dict[str, list[list[int]]]  # data set -> token ids of each prompt
@@ -36,7 +35,7 @@ _models, _prompts, _sizes, _shapes = in_groups("models", "prompts", "sizes", CON
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchSettings(Placement, Reporting):
+class BenchSettings(Rows, Placement, Reporting):
     """The flags of `osd-hf bench`."""
 
     target: str | None = _models("instead of the bundled target", metavar="ID|PATH")
@@ -45,9 +44,7 @@ class BenchSettings(Placement, Reporting):
     compile: bool = _models("also time lean drafting with the draft compiled", False)
     prompts: list[str] | None = _prompts("instead of the bundled domains: Hub data set id, or a json, jsonl or "
                                          "parquet file (repeat for several)", metavar="ID|FILE")  # fmt: skip
-    column: str = _prompts("column of the prompt", "prompt")
-    prompt_template: str | None = _prompts("instead of a column: a format string", metavar="FORMAT")
-    split: str = _prompts("of a Hub data set", "train")
+    column: str | None = _prompts("column of the prompt, a user's turn; prompt by default")
     no_chat_template: bool = _prompts("plain text, also where the tokenizer has a chat template", False)
     requests: int = _sizes("timed, per data set", 16, metavar="N")
     watched_requests: int = _sizes("per data set, answered once more to time what a round consists of", 3, metavar="N")
@@ -65,17 +62,14 @@ class BenchSettings(Placement, Reporting):
     def check(self) -> None:
         """Raises ConfigError for what is too small, and for what does not go together."""
         self.check_counts("requests", "max_new_tokens", "watched_requests", "threads")
-        for name in ("learn_requests", "seed"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(self, name)}.")
+        self.check_counts("learn_requests", "seed", least=0)
         is_controlled = self.controlled is not None
         shapes = ("target_shape", "draft_shape", "prompt_tokens")
         foreign = ("target", "draft", "prompts", "prompt_template") if is_controlled else shapes
-        if given := [f"--{name.replace('_', '-')}" for name in foreign if getattr(self, name) is not None]:
+        if given := [option(name) for name in foreign if getattr(self, name) is not None]:
             without = "cannot be given with" if is_controlled else "can only be given with"
             raise ConfigError(f"{', '.join(given)} {without} --controlled, which brings its own models and prompts.")
-        if (self.target is None) != (self.draft is None):
-            raise ConfigError("Give both --target and --draft, or none for the bundled pair.")
+        self.check_together("target", "draft")
         if min(self.ks) < 1:
             raise ConfigError(f"--k must be at least 1, got {min(self.ks)}.")
 
@@ -83,13 +77,6 @@ class BenchSettings(Placement, Reporting):
     def ks(self) -> list[int]:
         """The numbers of drafted tokens."""
         return _numbers(self.k, int, "--k")
-
-    def choose_threads(self, target: Any, prompt: Sequence[int]) -> tuple[int, dict[str, float]]:
-        """Set torch's threads; returns their number and, where it was measured, the times."""
-        given = self.threads if target.device.type == "cpu" else self.threads or torch.get_num_threads()
-        threads, seconds = faster_threads(target, prompt, given)
-        torch.set_num_threads(threads)
-        return threads, seconds
 
 
 def bench_command(settings: BenchSettings) -> int:
@@ -110,16 +97,42 @@ def bench_command(settings: BenchSettings) -> int:
         "total_seconds": round(time.perf_counter() - started, 1),
     }
     # Pooled over several controlled acceptances, a speed-up would say nothing.
-    datasets = [*report.datasets, *(["all"] if len(report.datasets) > 1 and not is_controlled else [])]
-    print("\n".join(_tables(data, datasets)), file=settings.out)
+    datasets = [*report.answers, *(["all"] if len(report.answers) > 1 and not is_controlled else [])]
+    settings.say("\n".join(_tables(data, datasets)))
     title = "Times as fast as the target alone" + (f"\n({LABEL})" if is_controlled else "")
     plot_speedups(folder / "speedups.png", _bars(data, datasets, report.alone), title=title)
-    (folder / "report.json").write_text(json_text(data, indent=1) + "\n")
-    seconds = f"{data['total_seconds']:.0f} s in all"
-    print(f"\n{seconds}. Wrote report.json and speedups.png to {folder}.", file=settings.out)
+    write_report(folder / "report.json", data)
+    settings.say(f"\n{data['total_seconds']:.0f} s in all. Wrote report.json and speedups.png to {folder}.")
     settings.write_json(data)
     differs = any(part["outputs"]["differing"] for part in data["by_dataset"]["all"].values())
     return FAILED if differs and data["dtype"] == "float32" else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuickstartSettings(Reporting):
+    """The flags of `osd-hf quickstart`."""
+
+    sizes: QuickstartSizes = part(metavar="N")
+    seed: int = flag("of the prompts and of learning", 0)
+    threads: int | None = flag("of torch, at least 1; measured by default", metavar="N")
+    target: str | None = flag("another target for the same prompts", metavar="ID|PATH")
+    draft: str | None = flag("another draft for the same prompts", metavar="ID|PATH")
+    output_dir: Path = flag("overwritten", Path("osd_hf_quickstart"))
+
+
+def quickstart_command(settings: QuickstartSettings) -> int:
+    """Serve, learn and measure; returns the exit code."""
+    settings.check_together("target", "draft")
+    pair = load_pair(settings.target, settings.draft, dtype="float32", device="cpu")
+    report = quickstart(
+        pair, settings.sizes, seed=settings.seed, threads=settings.threads, output_dir=settings.output_dir,
+        write=settings.say,
+    )  # fmt: skip
+    settings.write_json(report)
+    return FAILED if report["outputs"]["differing"] else 0
+
+
+# --- what is answered -----------------------------------------------------------------------------------------------
 
 
 def _numbers(text: str, kind: Any, flag: str) -> list[Any]:
@@ -142,10 +155,10 @@ def _systems(
         shown = " ".join(word for word in words if word)
         systems.append(System(shown, kind, drafts[name], k, is_compiled, acceptance))
 
+    first, *_, last = [*drafts, *drafts]
     for name in drafts:
-        paces: list[Any] = [*ks, *(["auto"] if name == list(drafts)[-1] else [])]
-        for k in paces:
-            if name == next(iter(drafts)) and k != "auto":
+        for k in [*ks, "auto"] if name == last else ks:
+            if name == first and k != "auto":
                 add("stock", name, k)
             add("lean", name, k)
             if compiles:
@@ -160,7 +173,7 @@ def _served(settings: BenchSettings) -> tuple[BenchmarkReport, int, dict[str, An
     else:
         room = prompt_room(target.config, draft.config, settings.max_new_tokens)
         stream, prompts = _read_prompts(settings, settings.prompts, tokenizer, room)
-    threads, thread_seconds = settings.choose_threads(target, next(iter(prompts.values()))[0])
+    threads, thread_seconds = choose_threads(target, next(iter(prompts.values()))[0], settings.threads)
     drafts = {"static": draft}
     if stream:
         config = OnlineConfig(num_assistant_tokens=settings.ks[0], seed=settings.seed)
@@ -190,12 +203,11 @@ def _read_prompts(
     stream: Stream = []
     prompts: Prompts = {}
     wanted = settings.learn_requests + settings.requests
-    column = None if settings.prompt_template is not None else settings.column
     for location in locations:
         name = Path(location).stem if Path(location).is_file() else location
         if name in prompts:
             raise ConfigError(f"Two sources of prompts have the name {name}.")
-        source = PromptSource(location, column, settings.prompt_template, split=settings.split)
+        source = settings.source(location, default_column="prompt")
         encoded = encode_prompts(
             read_prompts(source), tokenizer, limit=wanted, max_prompt_tokens=room,
             chat_template=not settings.no_chat_template,
@@ -228,7 +240,7 @@ def _controlled(settings: BenchSettings) -> tuple[BenchmarkReport, int, dict[str
     prompts = {
         alpha: [[draw.randrange(tokens) for _ in range(length)] for _ in range(settings.requests)] for alpha in alphas
     }
-    threads, thread_seconds = settings.choose_threads(target, prompts[alphas[0]][0])
+    threads, thread_seconds = choose_threads(target, prompts[alphas[0]][0], settings.threads)
     acceptance = controlled_acceptance(target, prompts, new_tokens, settings.seed)
     report = benchmark(
         target, _systems({"": draft}, settings.ks, compiles=settings.compile, acceptance=acceptance),
@@ -239,13 +251,16 @@ def _controlled(settings: BenchSettings) -> tuple[BenchmarkReport, int, dict[str
     return report, threads, {**facts, "thread_seconds": thread_seconds}
 
 
-def _bars(data: dict[str, Any], datasets: Sequence[str], alone: str) -> dict[str, dict[str, Any]]:
-    def bar(part: dict[str, Any]) -> tuple[Any, ...]:
-        times, model = part["times_alone"], part["predicted"]
-        return times["median"], times["interval"], model and model["speedup"]
+# --- what is shown --------------------------------------------------------------------------------------------------
 
+
+def _bars(data: dict[str, Any], datasets: Sequence[str], alone: str) -> dict[str, dict[str, Any]]:
     return {
-        dataset: {name: bar(part) for name, part in data["by_dataset"][dataset].items() if name != alone}
+        dataset: {
+            name: (*part["times_alone"].values(), part["predicted"] and part["predicted"]["speedup"])
+            for name, part in data["by_dataset"][dataset].items()
+            if name != alone
+        }
         for dataset in datasets
     }
 

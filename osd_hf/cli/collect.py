@@ -13,8 +13,8 @@ import numpy as np
 from tqdm import tqdm
 
 from osd_hf.bundled import load_bundled
-from osd_hf.cli.flags import FAILED, INTERRUPTED, Reporting, flag, in_groups, stopping
-from osd_hf.cli.settings import Prompts
+from osd_hf.cli import FAILED, INTERRUPTED
+from osd_hf.cli.flags import Prompts, Reporting, encode, flag, in_groups, option, stopping
 from osd_hf.engine.collect import CollectionReport, LogReader, collect, collect_log
 from osd_hf.engine.completions import CompletionClient, ResponseReader, environment_key, parse_address
 from osd_hf.errors import ConfigError, DataError, ServerError, StoreError
@@ -65,12 +65,10 @@ class CollectSettings(Prompts, Reporting):
         if (self.url is None) == (self.log is None):
             raise ConfigError("One of --url and --log says where requests come from.")
         if self.log is not None:
-            of_server = [
-                f for group in (SERVER, "prompts", "answers") for f in fields(self) if f.metadata["group"] == group
-            ]
+            of_server = [f for f in fields(self) if f.metadata["group"] in (SERVER, "prompts", "answers")]
             asked = [f.name for f in of_server if f.name != "domain" and getattr(self, f.name) != f.default]
             if asked:
-                raise ConfigError(f"--{' and --'.join(asked)} are for --url; a log has its own.".replace("_", "-"))
+                raise ConfigError(f"{' and '.join(map(option, asked))} are for --url; a log has its own.")
             if self.domain is not None and len(self.domain) > 1:
                 raise ConfigError("A log has one label: give --domain once.")
         if self.follow and self.log is None:
@@ -79,8 +77,8 @@ class CollectSettings(Prompts, Reporting):
         self.check_not_negative("patience_seconds", "poll_seconds", "temperature")
         if self.temperature == 0 and (self.top_p is not None or self.top_k is not None):
             raise ConfigError("--top-p and --top-k need a --temperature.")
-        if self.url is not None and (self.target is None) != (self.prompts is None):
-            raise ConfigError("--target and --prompts go together: name both, or neither for the bundled pair.")
+        if self.url is not None:
+            self.check_together("target", "prompts")
 
     def key(self) -> str | None:
         """What is sent to the server; raises ConfigError where it is not there."""
@@ -108,11 +106,6 @@ class CollectSettings(Prompts, Reporting):
                 file=sys.stderr,
             )
         return found
-
-    def sampling(self) -> dict[str, Any]:
-        """How answers are drawn, as the server takes it."""
-        given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "seed")}
-        return {name: value for name, value in given.items() if value is not None}
 
 
 def collect_command(settings: CollectSettings) -> int:
@@ -150,13 +143,12 @@ def collect_command(settings: CollectSettings) -> int:
 def _report(settings: CollectSettings, report: CollectionReport, written: int) -> None:
     per_token = written / report.tokens if report.tokens else None
     shown = "" if per_token is None else f" ({per_token:.1f} a token)"
-    print(
+    settings.say(
         f"{report.requests} requests with {report.tokens} tokens in {settings.store}, {written:,} bytes written{shown}"
-        f", {report.seconds:.1f} s",
-        file=settings.out,
+        f", {report.seconds:.1f} s"
     )
     for reason, count in report.skipped.most_common():
-        print(f"left out {count}: {reason}", file=settings.out)
+        settings.say(f"left out {count}: {reason}")
     settings.write_json({
         "provenance": provenance(), "requests": report.requests, "tokens": report.tokens, "bytes": written,
         "bytes_per_token": per_token, "seconds": report.seconds, "skipped": dict(report.skipped),
@@ -177,8 +169,11 @@ def _target(settings: CollectSettings) -> tuple[Any, Any, ResponseReader]:
 
 def _encoded(settings: CollectSettings, config: Any, tokenizer: Any) -> EncodedPrompts:
     prompts = settings.read_prompts(settings.seed or 0)
-    room = prompt_room(config, config, settings.max_new_tokens)
-    encoded = settings.encode(prompts, tokenizer, room, settings.max_new_tokens)
+    new_tokens = settings.max_new_tokens
+    encoded = encode(
+        prompts, tokenizer, prompt_room(config, config, new_tokens), new_tokens, limit=settings.num_requests,
+        chat_template=not settings.no_chat_template,
+    )  # fmt: skip
     if not settings.resume or not settings.store.exists():
         return encoded
     known = {trace.prompt_ids.tobytes() for trace in CorrectionStore(settings.store)}
@@ -194,11 +189,13 @@ def _from_server(
         str(settings.url), settings.model, api_key=key, allow_plain_http=settings.allow_plain_http,
         patience_seconds=settings.patience_seconds,
     )  # fmt: skip
+    given = {name: getattr(settings, name) for name in ("temperature", "top_p", "top_k", "seed")}
+    sampling = {name: value for name, value in given.items() if value is not None}
     bar = tqdm(total=len(encoded.prompts), desc="collecting", unit="request", dynamic_ncols=True)
     with client, stopping() as stop, bar:
         collect(
             encoded.prompts, client, reader, store, max_new_tokens=settings.max_new_tokens, report=report, stop=stop,
-            concurrency=settings.concurrency, on_request=lambda _: bar.update(), **settings.sampling(),
+            concurrency=settings.concurrency, on_request=lambda _: bar.update(), **sampling,
         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""How commands are set: flags made from a dataclass of settings, exit codes, reports, and being told to stop."""
+"""How commands are set: dataclasses whose fields are flags, those that several commands share, and reports."""
 
 from __future__ import annotations
 
@@ -6,21 +6,27 @@ import argparse
 import contextlib
 import functools
 import math
+import random
 import signal
 import sys
 import threading
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from osd_hf.errors import ConfigError
-from osd_hf.utils.report import json_text
+from osd_hf.bundled import DOMAINS, bundled_prompts
+from osd_hf.config import OnlineConfig
+from osd_hf.errors import ConfigError, StoreError
+from osd_hf.prompts import EncodedPrompts, Prompt, PromptSource, encode_prompts, read_prompts
+from osd_hf.store.store import CorrectionStore
+from osd_hf.utils.report import json_text, write_report
 
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+BUNDLED_REQUESTS = 200
 
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Kind = TypeVar("Kind")
 
 
@@ -55,62 +61,21 @@ def part(*, group: str = "", metavar: str) -> Any:
     return field(metadata={"group": group, "rivals": "", "metavar": metavar})
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What a command was told, a field for each flag."""
-
-    def check_counts(self, *names: str) -> None:
-        """Raises ConfigError for a flag that is given and below 1."""
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}.")
-
-    def check_not_negative(self, *names: str) -> None:
-        """Raises ConfigError for a flag that is negative, or no finite number."""
-        for name in names:
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"--{name.replace('_', '-')} must not be negative, got {getattr(self, name)}.")
-
-    def check_together(self, one: str, other: str) -> None:
-        """Raises ConfigError where one of two flags is given alone."""
-        if bool(getattr(self, one)) != bool(getattr(self, other)):
-            raise ConfigError(f"--{one} and --{other} go together: name both, or neither for the bundled pair.")
+def given_part(helps: Mapping[str, str], kind: Callable[[str], Any], *, group: str, metavar: str) -> Any:
+    """A field that holds what is given of a class whose import takes too long for a help: a dict of the settings that
+    `helps` names and explains, with their values as `kind` reads them."""
+    metadata = {"group": group, "rivals": "", "metavar": metavar, "helps": helps, "kind": kind}
+    return field(default_factory=dict, metadata=metadata)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reporting(Settings):
-    """Settings of a command that can report to machines as well."""
-
-    json: str | None = flag("also write the report there; - is the standard output", metavar="PATH")
-
-    @property
-    def out(self) -> Any:
-        """The stream that people read, which is not the one of the machine's JSON."""
-        return sys.stderr if self.json == "-" else sys.stdout
-
-    def check_json(self) -> None:
-        """Raises ConfigError where the report could not be written at the end of a long command."""
-        path = self.json
-        if path not in (None, "-") and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
-            raise ConfigError(f"The report cannot be written to {path}: name a file in a folder that exists.")
-
-    def write_json(self, report: dict[str, Any]) -> None:
-        """Write the report to where it is asked for; raises ConfigError where that cannot be done."""
-        if self.json is None:
-            return
-        text = json_text(report, indent=1)
-        if self.json == "-":
-            print(text)
-            return
-        try:
-            Path(self.json).write_text(text + "\n")
-        except OSError as error:
-            raise ConfigError(f"The report cannot be written to {self.json}: {error}.") from error
+def option(name: str) -> str:
+    """The flag of a field."""
+    return "--" + name.replace("_", "-")
 
 
 def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
-    """Add the flags of a [`Settings`] class, whose fields are made by [`flag`] and [`part`]; inherited ones last."""
+    """Add the flags of a [`Settings`] class; inherited ones last. The parser knows no defaults: what is not given is
+    left to the class."""
     titles = dict.fromkeys(outer.metadata["group"] for outer, _ in _fields(kind))
     first = [title for title in ("models", "prompts") if title in titles]
     groups = {
@@ -118,13 +83,22 @@ def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
     }
     rivals: dict[str, Any] = {"": None}
     for outer, hint in _fields(kind):
-        group = groups[outer.metadata["group"]]
-        if outer.metadata["rivals"] not in rivals:
-            rivals[outer.metadata["rivals"]] = group.add_mutually_exclusive_group()
-        group = rivals[outer.metadata["rivals"]] or group
-        for f, its_hint in _fields(hint) if is_dataclass(hint) else [(outer, hint)]:
-            how = _of_flag(f, its_hint) if f is outer else _of_setting(f, its_hint, outer)
-            group.add_argument(f.name if f.metadata.get("positional") else "--" + f.name.replace("_", "-"), **how)
+        group, metadata = groups[outer.metadata["group"]], outer.metadata
+        if metadata["rivals"] not in rivals:
+            rivals[metadata["rivals"]] = group.add_mutually_exclusive_group()
+        add = functools.partial((rivals[metadata["rivals"]] or group).add_argument, default=argparse.SUPPRESS)
+        if "helps" in metadata:
+            for name, help in metadata["helps"].items():
+                dest = f"{outer.name}.{name}"
+                add(option(name), dest=dest, help=help, type=metadata["kind"], metavar=metadata["metavar"])
+        elif is_dataclass(hint):
+            for f, its_hint in _fields(hint):
+                dest, help = f"{outer.name}.{f.name}", f.metadata["help"] + _default(f)
+                add(option(f.name), dest=dest, help=help, **_of_type(its_hint, metadata["metavar"]))
+        else:
+            help = metadata["help"] + ("" if outer.default is None or outer.default is False else _default(outer))
+            name = outer.name if metadata["positional"] else option(outer.name)
+            add(name, help=help, **_of_type(hint) | metadata["how"])
 
 
 def _fields(kind: Any) -> list[tuple[Field[Any], Any]]:
@@ -134,32 +108,25 @@ def _fields(kind: Any) -> list[tuple[Field[Any], Any]]:
     return [(known[name], hints[name]) for name in names if name in known]
 
 
-def _of_flag(f: Field[Any], hint: Any) -> dict[str, Any]:
-    """The arguments of `add_argument` for a field made by [`flag`]."""
-    default = {} if f.default is MISSING else {"default": f.default}
-    how = {"help": f.metadata["help"], **default, **f.metadata["how"]}
-    if isinstance(hint, types.UnionType):  # with None, for a flag that is not given
-        hint = typing.get_args(hint)[0]
-    if hint is bool:
-        return how | {"action": "store_true"}
-    if typing.get_origin(hint) is list:
-        return how | {"action": "append", "type": typing.get_args(hint)[0]}
-    return how | ({"choices": typing.get_args(hint)} if typing.get_origin(hint) is Literal else {"type": hint})
+def _default(f: Field[Any]) -> str:
+    """What the help says of it."""
+    shown = {"None": "none", "True": "yes", "False": "no"}.get(str(f.default), f.default)
+    return "" if f.default is MISSING else f" (default: {shown})"
 
 
-def _of_setting(f: Field[Any], hint: Any, outer: Field[Any]) -> dict[str, Any]:
-    """The arguments of `add_argument` for a field of a configuration that users of the library set as well."""
-    default = {"None": "none", "True": "yes", "False": "no"}.get(str(f.default), f.default)
-    how = {
-        "dest": f"{outer.name}.{f.name}", "default": argparse.SUPPRESS,
-        "help": f"{f.metadata['help']} (default: {default})",
-    }  # fmt: skip
+def _of_type(hint: Any, metavar: str | None = None) -> dict[str, Any]:
+    """The arguments of `add_argument` for the type of a field made by [`flag`] or, with a `metavar`, of a setting that
+    users of the library set as well."""
+    args = typing.get_args(hint)
     if hint is bool:
-        return how | {"action": argparse.BooleanOptionalAction}
+        return {"action": "store_true" if metavar is None else argparse.BooleanOptionalAction}
     if typing.get_origin(hint) is Literal:
-        return how | {"choices": typing.get_args(hint)}
-    kind = _optional_number if types.NoneType in typing.get_args(hint) else hint
-    return how | {"type": kind, "metavar": outer.metadata["metavar"]}
+        return {"choices": args}
+    if metavar is not None:
+        return {"type": _optional_number if types.NoneType in args else hint, "metavar": metavar}
+    if types.NoneType in args:  # for a flag that is not given
+        return _of_type(args[0])
+    return {"action": "append", "type": args[0]} if typing.get_origin(hint) is list else {"type": hint}
 
 
 def _optional_number(text: str) -> int | str | None:
@@ -173,13 +140,161 @@ def settings_from(kind: type[Kind], args: argparse.Namespace) -> Kind:
     """The settings that [`add_flags`] has added the flags of; raises what the classes of the settings raise."""
     given, values = vars(args), dict[str, Any]()
     for outer, hint in _fields(kind):
-        values[outer.name] = given.get(outer.name)
+        prefix = f"{outer.name}."
+        own = {name.removeprefix(prefix): value for name, value in given.items() if name.startswith(prefix)}
         if is_dataclass(hint):
-            prefix = f"{outer.name}."
-            own = {name.removeprefix(prefix): value for name, value in given.items() if name.startswith(prefix)}
             make: Any = getattr(hint, "paper", hint) if given.get("paper") else hint
             values[outer.name] = make(**own)
+        elif own or outer.name in given:
+            values[outer.name] = own or given[outer.name]
     return kind(**values)
+
+
+# --- settings that several commands share ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a command was told, a field for each flag."""
+
+    def check_counts(self, *names: str, least: int = 1) -> None:
+        """Raises ConfigError for a flag that is given and too small."""
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{option(name)} must be at least {least}, got {value}.")
+
+    def check_not_negative(self, *names: str) -> None:
+        """Raises ConfigError for a flag that is negative, or no finite number."""
+        for name in names:
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{option(name)} must not be negative, got {getattr(self, name)}.")
+
+    def check_together(self, one: str, other: str) -> None:
+        """Raises ConfigError where one of two flags is given alone."""
+        if bool(getattr(self, one)) != bool(getattr(self, other)):
+            raise ConfigError(f"--{one} and --{other} go together: name both, or neither for the bundled pair.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reporting(Settings):
+    """Settings of a command that can report to machines as well; raises ConfigError where the report could not be
+    written at the end of a long command."""
+
+    json: str | None = flag("also write the report there; - is the standard output", metavar="PATH")
+
+    def __post_init__(self) -> None:
+        path = self.json
+        if path not in (None, "-") and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+            raise ConfigError(f"The report cannot be written to {path}: name a file in a folder that exists.")
+
+    def say(self, text: str) -> None:
+        """Print for people, not where the machine's JSON goes."""
+        print(text, file=sys.stderr if self.json == "-" else sys.stdout, flush=True)
+
+    def write_json(self, report: dict[str, Any]) -> None:
+        """Write the report to where it is asked for; raises ConfigError where that cannot be done."""
+        if self.json == "-":
+            print(json_text(report, indent=1))
+        elif self.json is not None:
+            try:
+                write_report(Path(self.json), report)
+            except OSError as error:
+                raise ConfigError(f"The report cannot be written to {self.json}: {error}.") from error
+
+
+_models, _learning, _prompts = in_groups("models", "learning", "prompts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement(Settings):
+    """How and where models are loaded."""
+
+    dtype: Dtype = _models("auto is each checkpoint's own; only float32 is exact to the token", "auto")
+    device: str | None = _models("such as cpu or cuda:0; by default CUDA where there is one, and the CPU for the "
+                                 "bundled pair")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learning(Settings):
+    """How a draft learns."""
+
+    paper: bool = _learning("the rule of arXiv 2310.07177; other flags change it", False)
+    config: OnlineConfig = part(group="learning", metavar="X")
+
+    def fixed_k(self) -> int:
+        """Tokens drafted per round; raises ConfigError where the configuration names no number."""
+        k = self.config.num_assistant_tokens
+        if not isinstance(k, int):
+            raise ConfigError("--num-assistant-tokens must be a number: what is compared needs one k throughout.")
+        return k
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows(Settings):
+    """How a row of a file or data set becomes a prompt."""
+
+    split: str = _prompts("of a Hub data set", "train")
+    subset: str | None = _prompts("configuration of a Hub data set")
+    column: str | None = _prompts("column of the prompt, a user's turn")
+    prompt_template: str | None = _prompts("instead of a column: a format string, such as 'db: {db_id}\\n{question}'",
+                                           metavar="FORMAT")  # fmt: skip
+
+    def source(self, location: str, *, default_column: str | None = None, **more: Any) -> PromptSource:
+        """Prompts of a file or data set; `more` goes before the flags. Raises ConfigError."""
+        column = self.column or (None if self.prompt_template else default_column)
+        kept = {"column": column, "template": self.prompt_template, "split": self.split, "subset": self.subset}
+        return PromptSource(location, **{**kept, **more})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts(Rows):
+    """Prompts that are served: those of the bundled domains where no others are named."""
+
+    prompts: str | None = _prompts("Hub data set id, or a json, jsonl or parquet file", metavar="ID|FILE")
+    no_chat_template: bool = _prompts("plain text, also where the tokenizer has a chat template", False)
+    domain: list[str] | None = _prompts("label of all prompts; of bundled ones, domains to serve (repeat for several)",
+                                        metavar="NAME")  # fmt: skip
+    domain_column: str | None = _prompts("column of the label", metavar="COLUMN")
+    num_requests: int | None = _prompts(f"all by default; {BUNDLED_REQUESTS} of the bundled ones", metavar="N")
+
+    def read_prompts(self, seed: int) -> Iterator[Prompt]:
+        """The prompts in their order, mixed by the seed where they are bundled; raises ConfigError and DataError."""
+        if self.prompts is not None:
+            if self.domain is not None and len(self.domain) > 1:
+                raise ConfigError("--domain can be given several times only for bundled prompts; see --domain-column.")
+            label = self.domain[0] if self.domain else None
+            return read_prompts(self.source(self.prompts, domain=label, domain_column=self.domain_column))
+        if unknown := set(self.domain or ()) - set(DOMAINS):
+            raise ConfigError(f"--domain must be one of {', '.join(DOMAINS)}, got {', '.join(sorted(unknown))}.")
+        count, domains = self.num_requests or BUNDLED_REQUESTS, self.domain or DOMAINS
+        share = -(-count // len(domains))
+        mixed = [(d, e.prompt) for d in domains for e in bundled_prompts(d, share, seed=seed)]
+        random.Random(seed).shuffle(mixed)
+        return (Prompt(i, text, domain) for i, (domain, text) in enumerate(mixed[:count]))
+
+
+def recorded(folder: str) -> CorrectionStore:
+    """A store of captured requests; raises StoreError where there is none."""
+    if not Path(folder).is_dir():
+        raise StoreError(f"There is no store at {folder}. `osd-hf run --store DIR` writes one.")
+    return CorrectionStore(folder)
+
+
+def encode(
+    prompts: Iterable[Prompt], tokenizer: Any, room: int | None, new_tokens: int, *, limit: int | None,
+    chat_template: bool,
+) -> EncodedPrompts:  # fmt: skip
+    """[`~osd_hf.prompts.encode_prompts`], which says what is left out, as it has no text or more tokens than there is
+    room for beside an answer."""
+    encoded = encode_prompts(prompts, tokenizer, limit=limit, max_prompt_tokens=room, chat_template=chat_template)
+    if encoded.skipped_empty or encoded.skipped_long:
+        print(
+            f"osd-hf: warning: skipped {encoded.skipped_empty} prompts without text and {encoded.skipped_long} that "
+            f"leave no room for {new_tokens} new tokens.",
+            file=sys.stderr,
+        )
+    return encoded
 
 
 # --- long runs ------------------------------------------------------------------------------------------------------

@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from osd_hf.bench.display import AlphaBar, plot_alpha, rolling_window, stats_interval
-from osd_hf.cli.flags import FAILED, Reporting, flag, in_groups, stopping
-from osd_hf.cli.settings import Learning, Placement
+from osd_hf.bench.display import alpha_bar, plot_alpha, stats_interval
+from osd_hf.cli import FAILED
+from osd_hf.cli.flags import Learning, Placement, Reporting, flag, in_groups, stopping
 from osd_hf.engine.learn import StoreLearner, VersionFolder
 from osd_hf.errors import StateError, StoreError
 from osd_hf.hub.cards import facts_of
 from osd_hf.hub.push import check_push, check_visibility
 from osd_hf.learning.updater import make_accelerator
-from osd_hf.metrics import AcceptanceStats
+from osd_hf.metrics import AcceptanceStats, Comparison
 from osd_hf.pair import load_config, load_model, load_pair, load_tokenizer, of_one_size
 from osd_hf.store.folder import StoreFollower
 from osd_hf.utils.report import provenance
@@ -65,16 +65,15 @@ def learn_command(settings: LearnSettings) -> int:
     learner, folder = _learner(settings)
     is_done = _learn(settings, learner, folder)
     report = _report(learner)
-    learned, frozen = (stats_interval(_last_fifth(stats)) for stats in _sides(learner).values())
-    print(
+    frozen, learned = (stats_interval(_last_fifth(stats)) for stats in _compared(learner).sides.values())
+    settings.say(
         f"{learner.requests} requests, {learner.tokens} tokens; {len(learner.published)} versions published, latest "
         f"{report['latest'] or 'none'}; {learner.learning_seconds:.1f} s of learning\n"
-        f"alpha over the last fifth: {learned}, frozen {frozen}",
-        file=settings.out,
+        f"alpha over the last fifth: {learned}, frozen {frozen}"
     )
     for what, counts in (("left out", learner.skipped), ("set aside", learner.set_aside)):
         for reason, count in counts.most_common():
-            print(f"{what} {count} {reason}", file=settings.out)
+            settings.say(f"{what} {count} {reason}")
     if not learner.is_pushed:
         print(f"osd-hf: error: the newest version is not pushed to {settings.repo_id} yet", file=sys.stderr)
     settings.write_json(report)
@@ -113,13 +112,13 @@ def _learner(settings: LearnSettings) -> tuple[StoreLearner, Path]:
 def _learn(settings: LearnSettings, learner: StoreLearner, folder: Path) -> bool:
     """Learn until told to stop; whether all could be written in the end."""
     begun, shown, failed = learner.requests, 0, False
-    with stopping() as stop, AlphaBar(settings.num_requests, "learning") as bar:
+    with stopping() as stop, alpha_bar(settings.num_requests, "learning") as advance:
         while not stop.is_set():
             left = None if settings.num_requests is None else settings.num_requests - (learner.requests - begun)
             if left == 0:
                 break
             try:
-                taken = learner.step(bar.advance, limit=left)
+                taken = learner.step(advance, limit=left)
             except StateError as error:  # of the disk: learning goes on, and writing is tried again
                 print(f"osd-hf: warning: {error}", file=sys.stderr)
                 continue
@@ -144,8 +143,9 @@ def _learn(settings: LearnSettings, learner: StoreLearner, folder: Path) -> bool
     return not failed
 
 
-def _sides(learner: StoreLearner) -> dict[str, list[AcceptanceStats]]:
-    return {"learned": list(learner.learned), "frozen": list(learner.frozen)}
+def _compared(learner: StoreLearner) -> Comparison:
+    sides = {"frozen": list(learner.frozen), "learned": list(learner.learned)}
+    return Comparison([None] * len(learner.learned), sides)
 
 
 def _last_fifth(stats: Sequence[AcceptanceStats]) -> AcceptanceStats:
@@ -153,17 +153,14 @@ def _last_fifth(stats: Sequence[AcceptanceStats]) -> AcceptanceStats:
 
 
 def _plot(learner: StoreLearner, folder: Path) -> None:
-    sides = _sides(learner)
-    if count := len(sides["learned"]):
+    if learner.learned:
         with contextlib.suppress(OSError):  # a picture is not worth ending for
-            plot_alpha(
-                folder / "alpha.png", sides["learned"], sides["frozen"], [None] * count, window=rolling_window(count),
-                title="Acceptance on the target's answers: the draft that learns, and the same draft frozen",
-            )  # fmt: skip
+            title = "Acceptance on the target's answers: the draft that learns, and the same draft frozen"
+            plot_alpha(folder / "alpha.png", _compared(learner), title=title)
 
 
 def _report(learner: StoreLearner) -> dict[str, Any]:
-    sides, latest = _sides(learner), learner.versions.latest
+    sides, latest = _compared(learner).sides, learner.versions.latest
     return {
         "provenance": provenance(), "config": learner.config.to_dict(), "requests": learner.requests,
         "tokens": learner.tokens, "skipped": dict(learner.skipped), "set_aside": dict(learner.set_aside),

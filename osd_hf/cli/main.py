@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import os
 import sys
@@ -11,10 +12,10 @@ from typing import Any
 
 import huggingface_hub
 
-from osd_hf.cli.flags import BAD_INPUT, FAILED, INTERRUPTED, Reporting, add_flags, settings_from
+from osd_hf.cli import BAD_INPUT, FAILED, INTERRUPTED
 from osd_hf.errors import CaptureError, HubError, LearnerError, OSDError, ServerError, without_credentials
 
-# What each command does. The module of that name in this folder has its settings and `NAME_command`.
+# What each command does. A module in this folder has its settings, `NameSettings`, and `name_command`.
 COMMANDS = {
     "quickstart": "serve and learn on the bundled pair, before and after",
     "run": "serve a stream of prompts with a draft that learns",
@@ -27,6 +28,7 @@ COMMANDS = {
     "collect": "keep what a serving engine answers, for a draft to learn from",
     "learn": "teach a draft from what was collected, and publish its versions",
 }
+MODULES = {"quickstart": "bench", "export": "push"}  # of commands whose module has another name
 EPILOG = "exit codes: 0 done; 1 the run failed, or an output differed; 2 bad usage or input; 130 interrupted"
 
 
@@ -41,14 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         `int`: the exit code, see `osd-hf --help`. Bad usage exits by itself, as `argparse` does.
     """
     argv = sys.argv[1:] if argv is None else argv
-    args = _parser(argv).parse_args(argv)
-    _tell_nobody()
-    importlib.import_module("transformers").utils.logging.disable_progress_bar()
+    parser = _parser(argv)
     try:
-        if "json" in args:  # not every command reports
-            Reporting(json=args.json).check_json()
-        settings = args if args.settings is None else settings_from(args.settings, args)
-        return int(getattr(args.module, f"{args.name}_command")(settings))
+        args = parser.parse_args(argv)
+        _tell_nobody()
+        importlib.import_module("transformers").utils.logging.disable_progress_bar()
+        return int(args.command(args.settings(args)))
     except KeyboardInterrupt as interrupt:
         print(": ".join(["osd-hf: interrupted", *map(str, interrupt.args)]), file=sys.stderr)
         return INTERRUPTED
@@ -76,25 +76,16 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     for name, help in COMMANDS.items():
         added = subparsers.add_parser(
             name, help=help, description=help[0].upper() + help[1:] + ".", epilog=EPILOG,
-            formatter_class=_HelpWithDefaults,
             allow_abbrev=False,  # a token is known by the whole name of its flag, and never written down
         )  # fmt: skip
         if argv and argv[0] == name:
-            module: Any = importlib.import_module(f"osd_hf.cli.{'push' if name == 'export' else name}")
-            settings = getattr(module, f"{name.capitalize()}Settings", None)
-            add_flags(added, settings or Reporting)
-            if settings is None:  # `distill`, whose other flags have no defaults, as a YAML file sets them too
-                module.add_distill(added)
-            added.set_defaults(name=name, module=module, settings=settings)
+            flags: Any = importlib.import_module("osd_hf.cli.flags")
+            module: Any = importlib.import_module(f"osd_hf.cli.{MODULES.get(name, name)}")
+            kind = getattr(module, f"{name.capitalize()}Settings")
+            flags.add_flags(added, kind)
+            read = functools.partial(flags.settings_from, kind)
+            added.set_defaults(command=getattr(module, f"{name}_command"), settings=read)
     return parser
-
-
-class _HelpWithDefaults(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows a default only where it says something."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        says_nothing = action.default in (None, False, argparse.SUPPRESS)
-        return action.help if says_nothing else super()._get_help_string(action)
 
 
 if __name__ == "__main__":

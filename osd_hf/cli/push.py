@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 import sys
 import tempfile
@@ -11,21 +12,20 @@ from typing import Any, Literal
 
 from huggingface_hub import get_token
 
-from osd_hf.bench.display import plot_domains
+from osd_hf.bench.display import plot_domains, stats_interval
 from osd_hf.bench.evaluate import evaluate
 from osd_hf.bundled import load_bundled
-from osd_hf.cli.flags import Reporting, flag, in_groups
-from osd_hf.cli.settings import Placement
+from osd_hf.cli.flags import Placement, Reporting, Rows, flag, in_groups
 from osd_hf.errors import ConfigError
 from osd_hf.hub.cards import EVALUATION, PLOT, EvaluationSet, facts_of, hub_id
 from osd_hf.hub.push import check_push, check_visibility, export_to_vllm, push_folder, save_draft
 from osd_hf.pair import load_model, load_pair, load_tokenizer
-from osd_hf.prompts import PromptSource, read_prompts
+from osd_hf.prompts import read_prompts
 from osd_hf.utils.report import provenance
 
 EVALUATED = "evaluation, which goes up with it"
 
-_models, _evaluation, _card, _pushing = in_groups("models", EVALUATED, "card", "push")
+_models, _prompts, _evaluation, _card, _pushing = in_groups("models", "prompts", EVALUATED, "card", "push")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,18 +41,16 @@ class LearnedDraft(Placement, Reporting):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PushSettings(LearnedDraft):
+class PushSettings(LearnedDraft, Rows):
     """The flags of `osd-hf push`."""
 
     repo_id: str = flag("where to", positional=True, metavar="USER/NAME")
     before: str | None = _evaluation("the draft before it learned; the bundled one by default", metavar="ID|PATH")
-    prompts: str | None = _evaluation("Hub data set id, or a json, jsonl or parquet file of prompts that everybody "
-                                      "may read; generated ones by default", metavar="ID|FILE")  # fmt: skip
-    split: str = _evaluation("of a Hub data set", "test")
-    subset: str | None = _evaluation("configuration of a Hub data set")
-    column: str = _evaluation("column of the prompt", "prompt")
-    prompt_template: str | None = _evaluation("instead of a column: a format string", metavar="FORMAT")
-    domain_column: str | None = _evaluation("column of the label", metavar="COLUMN")
+    prompts: str | None = _prompts("Hub data set id, or a json, jsonl or parquet file of prompts that everybody may "
+                                   "read; generated ones by default", metavar="ID|FILE")  # fmt: skip
+    split: str = _prompts("of a Hub data set", "test")
+    column: str | None = _prompts("column of the prompt, a user's turn; prompt by default")
+    domain_column: str | None = _prompts("column of the label", metavar="COLUMN")
     requests: int = _evaluation("prompts", 64, metavar="N")
     timed_requests: int = _evaluation("those that are also timed live", 12, metavar="N")
     max_new_tokens: int = _evaluation("bound of an answer", 96, metavar="N")
@@ -72,15 +70,12 @@ class PushSettings(LearnedDraft):
         """What the draft is judged by; raises DataError where it cannot be read."""
         if self.prompts is None:
             return EvaluationSet.bundled(self.requests, max_new_tokens=self.max_new_tokens)
-        source = PromptSource(
-            self.prompts, column=None if self.prompt_template else self.column, template=self.prompt_template,
-            domain_column=self.domain_column, split=self.split, subset=self.subset,
-        )  # fmt: skip
-        prompts = [prompt for prompt, _ in zip(read_prompts(source), range(self.requests), strict=False)]
+        source = self.source(self.prompts, default_column="prompt", domain_column=self.domain_column)
+        prompts = tuple(itertools.islice(read_prompts(source), self.requests))
         name = hub_id(self.prompts) or Path(self.prompts).name
         subset = "" if self.subset is None else f", {self.subset}"
         split = f", {self.split}" if hub_id(self.prompts) else ""
-        return EvaluationSet(f"{name}{subset}{split}", tuple(prompts), self.max_new_tokens)
+        return EvaluationSet(f"{name}{subset}{split}", prompts, self.max_new_tokens)
 
 
 def push_command(settings: PushSettings) -> int:
@@ -114,13 +109,12 @@ def push_command(settings: PushSettings) -> int:
         plot_domains(folder / EVALUATION / PLOT, evaluation.bars(), title=title)
         for side in ("before", "after"):
             stats = evaluation.stats(side)
-            low, high = stats.alpha_interval
-            print(f"alpha {side}: {stats.alpha:.3f} [{low:.3f}, {high:.3f}]", file=settings.out)
+            settings.say(f"alpha {side}: {stats.alpha:.3f} {stats_interval(stats)}")
         if settings.dry_run:
-            print(f"written to {folder}, nothing pushed", file=settings.out)
+            settings.say(f"written to {folder}, nothing pushed")
         else:
             report["url"] = push_folder(folder, repo_id, token=token, private=private)
-            print(f"pushed to {report['url']}", file=settings.out)
+            settings.say(f"pushed to {report['url']}")
     settings.write_json(report)
     return 0
 
@@ -146,6 +140,6 @@ def export_command(settings: ExportSettings) -> int:
         target_name=settings.target,
     )  # fmt: skip
     print(f"written to {settings.directory}; serve it with:", file=sys.stderr)
-    print(shlex.join(command), file=settings.out)
+    settings.say(shlex.join(command))
     settings.write_json({"provenance": provenance(), "directory": str(settings.directory), "command": command})
     return 0

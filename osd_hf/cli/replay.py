@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from osd_hf.bench import display
 from osd_hf.bench.display import comparison_row, figure, text_table
-from osd_hf.cli.flags import Reporting, flag
-from osd_hf.cli.settings import Dtype, Learning
-from osd_hf.errors import DataError, StoreError
+from osd_hf.cli.flags import Dtype, Learning, Reporting, flag, recorded
+from osd_hf.errors import DataError
 from osd_hf.metrics import AcceptanceStats, Comparison, expected_speedup, figures_of
 from osd_hf.pair import load_model
 from osd_hf.replay import replay_each
 from osd_hf.simulate import simulate
-from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace
 from osd_hf.utils.report import make_folder, provenance
 
@@ -54,37 +51,29 @@ def replay_command(settings: ReplaySettings) -> int:
     for number, source in enumerate(settings.draft):
         draft = load_model(source, dtype=settings.dtype, device=settings.device)
         name = Path(source).name if Path(source).is_absolute() else source
-        static: list[AcceptanceStats] = []
-        for first in display.progress(range(0, len(traces), BATCH), "replaying", "batch"):
-            static += replay_each(draft, traces[first : first + BATCH], k)
-        compared = Comparison([trace.domain for trace in traces], {"static": static})
-        entry: dict[str, Any] = {"draft": name, "static": _by_name(compared, "static")}
+        entry, compared = _scored(settings, draft, traces, settings.output_dir / f"alpha-{number}.png")
+        report["drafts"].append({"draft": name, **entry})
         for title, part in compared.parts().items():
             rows.append([name, title, *_static_cells(part.totals["static"], k, cost)])
         if settings.learn:
-            learned, compared = _learned(settings, draft, traces, static, number)
-            entry |= learned
             for title, part in compared.last_fifth().parts().items():
                 learned_rows.append([name, *comparison_row(title, part)])
-        report["drafts"].append(entry)
     header = ["draft", "requests of", "n", "alpha", "95% interval", f"tokens/forward (k={k})"]
-    print(text_table(header + ["expected speed-up"] * (cost is not None), rows, left=2), file=settings.out)
+    settings.say(text_table(header + ["expected speed-up"] * (cost is not None), rows, left=2))
     if settings.learn:
         header = ["draft", "requests of", "n", "static", "learned", "gain [95%]"]
-        print("\nLearning from the requests in their order; alpha over the last 20%:\n", file=settings.out)
-        print(text_table(header, learned_rows, left=2), file=settings.out)
-        print(f"\nWrote the plots to {settings.output_dir}.", file=settings.out)
+        settings.say("\nLearning from the requests in their order; alpha over the last 20%:\n")
+        settings.say(text_table(header, learned_rows, left=2))
+        settings.say(f"\nWrote the plots to {settings.output_dir}.")
     settings.write_json(report)
     return 0
 
 
 def _recorded(settings: ReplaySettings) -> list[Trace]:
-    if not Path(settings.store).is_dir():
-        raise StoreError(f"There is no store at {settings.store}. `osd-hf run --store DIR` writes one.")
     settings.check_counts("limit")
     newest: deque[Trace] = deque(maxlen=settings.limit)  # the others do not stay in memory
     domains = set()
-    for trace in CorrectionStore(settings.store):
+    for trace in recorded(settings.store):
         domains.add(str(trace.domain))
         if settings.learn and (trace.is_sampled or not trace.num_kept):
             continue
@@ -97,25 +86,27 @@ def _recorded(settings: ReplaySettings) -> list[Trace]:
     return list(newest)
 
 
-def _learned(
-    settings: ReplaySettings, draft: Any, traces: list[Trace], static: Sequence[AcceptanceStats], number: int
+def _scored(
+    settings: ReplaySettings, draft: Any, traces: list[Trace], plot: Path
 ) -> tuple[dict[str, Any], Comparison]:
-    """Let a draft learn from the requests, and draw how it went."""
-    with display.AlphaBar(len(traces), "learning") as bar:
-        run = simulate(draft, traces, settings.config, on_request=lambda i, stats: bar.advance(stats, static[i]))
+    """What a draft scores as it is, and where it learns from the requests, how that went."""
     domains = [trace.domain for trace in traces]
-    display.plot_alpha(
-        settings.output_dir / f"alpha-{number}.png", run.stats, static, domains,
-        window=display.rolling_window(len(traces)), title="Replay in time order: learning, and frozen",
-    )  # fmt: skip
-    compared = Comparison(domains, {"static": static, "learned": run.stats})
-    newest = compared.last_fifth()
-    report = {
-        "learned": _by_name(compared, "learned"),
-        "last_fifth": {side: _by_name(newest, side) for side in ("static", "learned")},
-        "updates": [update.to_dict() for update in run.updates],
-        "config": settings.config.to_dict(),
-    }
+    static: list[AcceptanceStats] = []
+    for first in display.progress(range(0, len(traces), BATCH), "replaying", "batch"):
+        static += replay_each(draft, traces[first : first + BATCH], settings.fixed_k())
+    compared = Comparison(domains, {"static": static})
+    report: dict[str, Any] = {"static": _by_name(compared, "static")}
+    if settings.learn:
+        with display.alpha_bar(len(traces), "learning") as advance:
+            run = simulate(draft, traces, settings.config, on_request=lambda i, stats: advance(stats, static[i]))
+        compared = Comparison(domains, {"static": static, "learned": run.stats})
+        display.plot_alpha(plot, compared, title="Replay in time order: learning, and frozen")
+        report |= {
+            "learned": _by_name(compared, "learned"),
+            "last_fifth": {side: _by_name(compared.last_fifth(), side) for side in compared.sides},
+            "updates": [update.to_dict() for update in run.updates],
+            "config": settings.config.to_dict(),
+        }
     return report, compared
 
 

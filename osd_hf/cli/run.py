@@ -1,4 +1,4 @@
-"""The command `osd-hf run`: serves a stream of prompts; a killed run goes on from its journal and saved session."""
+"""The command `osd-hf run`: serves prompts, with a journal and a saved session that a killed run goes on from."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from osd_hf.assistant import OnlineAssistant
-from osd_hf.bench.display import AlphaBar, comparison_row, figure, plot_alpha, rolling_window, text_table
-from osd_hf.bench.timing import pad_setting
-from osd_hf.cli.flags import Reporting, flag, in_groups
-from osd_hf.cli.settings import Learning, Placement, Prompts
+from osd_hf.bench import display
+from osd_hf.bench.benchmark import pad_setting
+from osd_hf.bench.display import comparison_row, figure, rolling_window, text_table
+from osd_hf.cli.flags import Learning, Placement, Prompts, Reporting, encode, flag, in_groups, option
 from osd_hf.errors import ConfigError, LearnerError, StateError, first_line
 from osd_hf.learning.session import check_pointer, has_session
 from osd_hf.metrics import AcceptanceStats, Comparison
@@ -29,7 +29,7 @@ from osd_hf.prompts import EncodedPrompts, fingerprint
 from osd_hf.replay import replay
 from osd_hf.trace import Trace
 from osd_hf.utils.disk import open_privately, sync_folder, wait_for_lock, write_whole
-from osd_hf.utils.report import json_text, make_folder, provenance
+from osd_hf.utils.report import json_text, make_folder, provenance, write_report
 
 logger = logging.getLogger(__name__)
 
@@ -70,25 +70,32 @@ class RunSettings(Prompts, Placement, Learning, Reporting):
         sampling = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
         given = {name: value for name, value in sampling.items() if value is not None}
         if given and not self.do_sample:
-            raise ConfigError(f"--{' and --'.join(name.replace('_', '-') for name in given)} need --do-sample.")
+            raise ConfigError(f"{' and '.join(map(option, given))} need --do-sample.")
         temperature, top_p, top_k = (given.get(name, 1) for name in sampling)
         if not (0 < temperature < math.inf and 0 < top_p <= 1 and top_k >= 0):
             raise ConfigError("--temperature must be positive, --top-p above 0 and at most 1, --top-k at least 0.")
         return {"do_sample": self.do_sample, "max_new_tokens": self.max_new_tokens, **given}
 
-    def check_models_and_prompts(self) -> None:
-        """Raises ConfigError where something is missing or too much."""
-        named = {"target": self.target, "draft": self.draft, "prompts": self.prompts}
-        others = (*named.values(), self.column, self.prompt_template, self.domain_column)
+    @property
+    def sources(self) -> dict[str, str | None]:
+        """Where models and prompts come from."""
+        return {"target": self.target, "draft": self.draft, "prompts": self.prompts}
+
+    def check(self) -> None:
+        """Raises ConfigError for what is too small, missing, or too much."""
+        self.fixed_k()
+        if self.config.update_strategy == "manual" and not self.no_learn:
+            raise ConfigError("--update-strategy manual would never learn in a run; say so with --no-learn.")
+        self.check_counts("save_every", "max_new_tokens", "num_requests")
+        others = (*self.sources.values(), self.column, self.prompt_template, self.domain_column)
         if self.bundled and any(others):
             raise ConfigError("--bundled brings its own target, draft and prompts; leave out the flags for others.")
-        if not self.bundled and (missing := [name for name, value in named.items() if not value]):
+        if not self.bundled and (missing := [name for name, value in self.sources.items() if not value]):
             raise ConfigError(f"--{' and --'.join(missing)} must be given, or --bundled.")
 
     def identity(self, encoded: EncodedPrompts) -> dict[str, Any]:
         """What must be the same for a run to go on; ready for JSON."""
-        named = {"target": self.target, "draft": self.draft, "prompts": self.prompts}
-        places = {name: value or ("bundled" if self.bundled else None) for name, value in named.items()}
+        places = dict.fromkeys(self.sources, "bundled") if self.bundled else self.sources
         return {
             **{n: str(Path(p).resolve()) if p is not None and Path(p).exists() else p for n, p in places.items()},
             "requests": len(encoded.prompts),
@@ -103,35 +110,32 @@ class RunSettings(Prompts, Placement, Learning, Reporting):
 
 def run_command(settings: RunSettings) -> int:
     """Serve, learn and report; returns the exit code."""
-    settings.fixed_k()
-    generate_kwargs, folder = settings.generate_kwargs, settings.output_dir
-    if settings.config.update_strategy == "manual" and not settings.no_learn:
-        raise ConfigError("--update-strategy manual would never learn in a run; say so with --no-learn.")
-    settings.check_counts("save_every", "max_new_tokens", "num_requests")
-    settings.check_models_and_prompts()
+    settings.check()
+    generate_kwargs, folder, new_tokens = settings.generate_kwargs, settings.output_dir, settings.max_new_tokens
     prompts = settings.read_prompts(settings.config.seed)
-    check_folder(folder, resume=settings.resume)
     pair = load_pair(device=settings.device) if settings.bundled else None
     if pair is not None:
-        target_config, draft_config, tokenizer = pair.target.config, pair.draft.config, pair.tokenizer
+        configs, tokenizer = (pair.target.config, pair.draft.config), pair.tokenizer
     else:
-        target_config, draft_config = (load_config(str(name)) for name in (settings.target, settings.draft))
+        configs = (load_config(str(settings.target)), load_config(str(settings.draft)))
         tokenizer = load_tokenizer(str(settings.target))
-    room = prompt_room(target_config, draft_config, settings.max_new_tokens)
-    encoded = settings.encode(prompts, tokenizer, room, settings.max_new_tokens)
+    encoded = encode(
+        prompts, tokenizer, prompt_room(*configs, new_tokens), new_tokens, limit=settings.num_requests,
+        chat_template=not settings.no_chat_template,
+    )  # fmt: skip
     identity = settings.identity(encoded)
-    check_folder(folder, identity, resume=settings.resume)
+    _check_folder(folder, identity, resume=settings.resume)
     # The weights come last, when everything else is known to be right.
     pair = pair or load_pair(settings.target, settings.draft, dtype=settings.dtype, device=settings.device)
     config = replace(settings.config, update_strategy="manual")
     assistant = OnlineAssistant(*pair, config, store=settings.store, report_to=settings.report_to)
     open_folder(folder, identity)
     try:
-        with assistant, AlphaBar(len(encoded.prompts), "serving") as bar:
+        with assistant, display.alpha_bar(len(encoded.prompts), "serving") as advance:
             served = serve(
                 assistant, pair.draft, encoded, folder, generate_kwargs=generate_kwargs | pad_setting(pair.target),
                 learn=not settings.no_learn, save_every=settings.save_every, keep_text=settings.keep_text,
-                on_request=lambda s: bar.advance(s.learned, s.frozen, s.draft_version),
+                on_request=lambda s: advance(s.learned, s.frozen, s.draft_version),
             )  # fmt: skip
     except KeyboardInterrupt as interrupt:
         raise KeyboardInterrupt("go on with the same command and --resume") from interrupt
@@ -144,7 +148,7 @@ def _report(
     settings: RunSettings, pair: Pair, identity: Mapping[str, Any], encoded: EncodedPrompts, served: list[Served]
 ) -> None:
     """Write and show what the run did."""
-    folder, window, (target, draft, _) = settings.output_dir, rolling_window(len(served)), pair
+    folder, (target, draft, _) = settings.output_dir, pair
     if settings.do_sample:
         frozen_is = "expected by replay on the sampled answers"
     elif {target.dtype, draft.dtype} == {torch.float32}:
@@ -157,27 +161,23 @@ def _report(
         "settings": {**identity, **places},
         "skipped": {"empty": encoded.skipped_empty, "long": encoded.skipped_long},
         "frozen_is": frozen_is,
-        **report_on(served, window=window),
+        **report_on(served, window=rolling_window(len(served))),
     }
-    plot_alpha(
-        folder / "alpha.png", [s.learned for s in served], [s.frozen for s in served], encoded.domains, window=window,
-        title="Acceptance while serving: the draft that learns, and the same draft frozen",
-    )  # fmt: skip
-    (folder / "report.json").write_text(json_text(report, indent=1) + "\n")
     compared = _compared(served)
+    display.plot_alpha(folder / "alpha.png", compared, title=display.WHILE_SERVING)
+    write_report(folder / "report.json", report)
     parts = [(d or "no domain", compared.of(d)) for d in compared.names] if len(compared.names) > 1 else []
     rows = []
     for name, one in [*parts, ("all", compared), ("last 20%", compared.last_fifth())]:
         efficiency = " > ".join(figure(stats.block_efficiency, 2) for stats in one.totals.values())
         rows.append([*comparison_row(name, one), efficiency])
     header = ["requests of", "n", "alpha frozen", "alpha learning", "gain [95%]", "tokens/forward"]
-    print(text_table(header, rows), file=settings.out)
-    print(
+    settings.say(text_table(header, rows))
+    settings.say(
         f"\n{report['tokens_per_second'] or 0:.0f} tokens/s, {report['seconds']:.1f} s of answers, "
         f"{report['update_seconds']:.1f} s of learning; draft version {report['draft_version']}. "
         f"Frozen: {frozen_is}.\nWrote report.json, alpha.png, journal.jsonl and draft/ to {folder}"
-        + ("." if settings.no_learn else "; state/ is for --resume and holds tokens of requests."),
-        file=settings.out,
+        + ("." if settings.no_learn else "; state/ is for --resume and holds tokens of requests.")
     )
     settings.write_json(report)
 
@@ -200,38 +200,23 @@ class Served:
     seconds: float
     draft_version: int
     update: Mapping[str, Any] | None = None
-    text: tuple[str, str] | None = None
+    prompt: str | None = None
+    answer: str | None = None
 
     def to_line(self) -> str:
-        line = asdict(replace(self, learned=AcceptanceStats(), frozen=AcceptanceStats()))
-        for name in ("learned", "frozen"):
-            line[name] = getattr(self, name).to_dict(derived=False)
-            del line[name]["requests"]
-        text = line.pop("text")
-        return json_text(line if text is None else {**line, "prompt": text[0], "answer": text[1]})
+        sides = {name: getattr(self, name).to_dict(derived=False) for name in ("learned", "frozen")}
+        return json_text({**vars(self), **sides})
 
     @classmethod
     def from_line(cls, line: str) -> Served:
         data = json.loads(line)
-        text = (data.pop("prompt"), data.pop("answer")) if "prompt" in data else None
-        learned, frozen = (AcceptanceStats.from_counts(**data.pop(name)) for name in ("learned", "frozen"))
-        return cls(**data, learned=learned, frozen=frozen, text=text)
+        sides = {name: AcceptanceStats.from_dict(data[name]) for name in ("learned", "frozen")}
+        return cls(**{**data, **sides})
 
 
-def check_folder(folder: Path, settings: Mapping[str, Any] | None = None, *, resume: bool) -> None:
-    """
-    Refuse a folder that a run must not write to; nothing is changed.
-
-    Args:
-        folder (`Path`), resume (`bool`):
-            The output folder, and whether a run that stands there is to go on. Where none stands, it is to begin.
-        settings (`Mapping[str, Any]`, *optional*):
-            What makes the run what it is; compared with those of the run that stands there.
-
-    Raises:
-        ConfigError: there is something in the folder already, or it is no folder that can be read.
-        StateError: the run there has other settings, or is none.
-    """
+def _check_folder(folder: Path, identity: Mapping[str, Any], *, resume: bool) -> None:
+    """Refuse a folder that a run must not write to, and change nothing. Raises ConfigError where there is something in
+    it already, and where a run is to go on, StateError for one with another identity, and where there is none."""
     try:
         if not folder.exists() or all(UNFINISHED.fullmatch(entry.name) for entry in folder.iterdir()):
             return
@@ -245,9 +230,7 @@ def check_folder(folder: Path, settings: Mapping[str, Any] | None = None, *, res
         earlier = json.loads((folder / SETTINGS).read_text())
     except (OSError, ValueError) as error:
         raise StateError(f"There is no run in {folder} to go on with: {SETTINGS} is missing or broken.") from error
-    if settings is None:
-        return
-    current = json.loads(json.dumps(settings))
+    current = json.loads(json.dumps(identity))
     differing = [name for name in {**earlier, **current} if earlier.get(name) != current.get(name)]
     if differing:
         shown = "; ".join(f"{name} was {earlier.get(name)!r}, is {current.get(name)!r}" for name in differing)
@@ -300,13 +283,12 @@ def serve(
         LearnerError: learning failed; the session saved last stands.
     """
     with _alone(folder):
-        journal = folder / JOURNAL
-        served = _resumed(assistant, folder / STATE, journal) if learn else _from_journal(journal)
+        served = _resumed(assistant, folder, learn)
         for request in served:
             on_request(request)
         config, k, saved_at = assistant.config, assistant.config.num_assistant_tokens, clock()
         assert isinstance(k, int)
-        with open(journal, "a", opener=open_privately) as file:
+        with open(folder / JOURNAL, "a", opener=open_privately) as file:
             for count, (prompt, ids) in enumerate(prompts.prompts[len(served) :], len(served) + 1):
                 traces: list[Trace] = []
                 version, is_due = assistant.version, learn and count % config.update_interval == 0
@@ -319,10 +301,8 @@ def serve(
                 )  # fmt: skip
                 answer = output[0].tolist()  # waits for the device
                 seconds = time.perf_counter() - started
-                text = None
-                if keep_text:
-                    start = 0 if assistant.target.config.is_encoder_decoder else len(ids)
-                    text = (prompt.text, assistant.tokenizer.decode(answer[start:], skip_special_tokens=True))
+                start = 0 if assistant.target.config.is_encoder_decoder else len(ids)
+                text = assistant.tokenizer.decode(answer[start:], skip_special_tokens=True) if keep_text else None
                 request = Served(
                     index=prompt.index,
                     domain=prompt.domain,
@@ -331,7 +311,8 @@ def serve(
                     seconds=seconds,
                     draft_version=version,
                     update=_updated(assistant, count) if is_due else None,
-                    text=text,
+                    prompt=prompt.text if keep_text else None,
+                    answer=text,
                 )
                 served.append(request)
                 file.write(request.to_line() + "\n")
@@ -386,40 +367,31 @@ def _updated(assistant: OnlineAssistant, requests: int) -> dict[str, Any]:
         ) from error
 
 
-def _from_journal(journal: Path) -> list[Served]:
-    """The requests of a run that does not learn; a last line that was cut off by a kill goes."""
-    lines, served = _read(journal)
-    if len(served) < len(lines):
-        write_whole(journal, "".join(lines[: len(served)]).encode())
-    return served
-
-
-def _resumed(assistant: OnlineAssistant, state: Path, journal: Path) -> list[Served]:
-    """Bring the assistant to the saved session, cut the journal down to it, and return the requests up to there."""
-    check_pointer(state)
-    if not has_session(state):
-        if journal.exists():
-            logger.warning("Nothing was saved in %s before that run ended; it begins anew.", state)
-        journal.unlink(missing_ok=True)
-        return []
-    assistant.load_state(state)
-    count = assistant.stats.num_requests
-    lines, served = _read(journal, count)
-    if len(served) < count:
+def _resumed(assistant: OnlineAssistant, folder: Path, learn: bool) -> list[Served]:
+    """Bring the assistant to the saved session, cut the journal down to it, and return the requests up to there;
+    without learning, those whose lines a kill has not cut off. Raises StateError."""
+    state, journal, count = folder / STATE, folder / JOURNAL, None
+    if learn:
+        check_pointer(state)
+        if not has_session(state):
+            if journal.exists():
+                logger.warning("Nothing was saved in %s before that run ended; it begins anew.", state)
+            journal.unlink(missing_ok=True)
+            return []
+        assistant.load_state(state)
+        count = assistant.stats.num_requests
+    try:
+        lines = journal.read_text().splitlines(keepends=True) if journal.exists() else []
+        served = [Served.from_line(line) for line in lines[:count] if line.endswith("\n")]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StateError(f"The journal {journal} cannot be read: {first_line(error)}. Start anew.") from error
+    if count is not None and len(served) < count:
         raise StateError(
             f"The journal {journal} has {len(served)} of the {count} requests of its session. Start anew."
         )
-    write_whole(journal, "".join(lines[:count]).encode())
+    if len(served) < len(lines):
+        write_whole(journal, "".join(lines[: len(served)]).encode())
     return served
-
-
-def _read(journal: Path, count: int | None = None) -> tuple[list[str], list[Served]]:
-    """The lines of a journal, and the requests of the first ones that are whole; raises StateError."""
-    try:
-        lines = journal.read_text().splitlines(keepends=True) if journal.exists() else []
-        return lines, [Served.from_line(line) for line in lines[:count] if line.endswith("\n")]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StateError(f"The journal {journal} cannot be read: {first_line(error)}. Start anew.") from error
 
 
 # --- the report -----------------------------------------------------------------------------------------------------
