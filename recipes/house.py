@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -24,8 +26,6 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 from types import FrameType
 from typing import Any
-
-from common import write_report
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"osd_hf": "osd_hf", "osd_hf_app": "app"}
@@ -137,7 +137,8 @@ def requests() -> dict[str, Any]:
     """Of one greedy and one sampled request of the bundled pair: modules entered, and entries into the assistant."""
     import torch
 
-    from osd_hf import OnlineAssistant, OnlineConfig, bundled_prompts, load_bundled
+    from osd_hf import OnlineAssistant, OnlineConfig
+    from osd_hf.bundled import bundled_prompts, load_bundled
 
     target, draft, tokenizer = load_bundled()
     turn = [{"role": "user", "content": bundled_prompts("sql", 1)[0].prompt}]
@@ -160,11 +161,24 @@ def requests() -> dict[str, Any]:
     return found
 
 
+def followed(root: Path) -> dict[str, Any]:
+    """[`requests`] with the package that lies in `root`."""
+    environment = {**os.environ, "PYTHONPATH": str(root.resolve())}
+    command = [sys.executable, __file__, "--follow"]
+    return dict(json.loads(subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE).stdout))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ref", help="a commit to put beside the working tree")
     parser.add_argument("--requests", action="store_true", help="also follow requests through the modules")
+    parser.add_argument("--follow", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.follow:
+        print(json.dumps(requests()))
+        return
+    from common import write_report
+
     report: dict[str, Any] = {"now": {package: measure(ROOT, package) for package in FOLDERS}}
     if args.ref:
         archive = subprocess.run(
@@ -173,8 +187,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder, tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
             tar.extractall(folder, filter="data")
             report[args.ref] = {package: measure(Path(folder), package) for package in FOLDERS}
+            if args.requests:
+                report[args.ref]["requests"] = followed(Path(folder))
     if args.requests:
-        report["requests"] = requests()
+        report["now"]["requests"] = followed(ROOT)
     for side, packages in report.items():
         print(side)
         for package, figures in packages.items():

@@ -20,9 +20,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from osd_hf import ConfigError, CorrectionStore, HubError, OnlineAssistant, OnlineConfig, capture_traces
-from osd_hf.bench.evaluate import evaluate
 from osd_hf.bundled import bundled_prompts, load_bundled
 from osd_hf.cli.main import main
+from osd_hf.evaluate import evaluate
 from osd_hf.hub.cards import DraftFacts, EvaluationSet, draft_card, hub_id
 from osd_hf.hub.push import export_to_vllm, push_folder, push_store, save_draft
 from osd_hf.prompts import Prompt, encode_turn

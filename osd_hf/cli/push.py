@@ -13,10 +13,10 @@ from typing import Any, Literal
 from huggingface_hub import get_token
 
 from osd_hf.bench.display import plot_domains, stats_interval
-from osd_hf.bench.evaluate import evaluate
 from osd_hf.bundled import load_bundled
 from osd_hf.cli.flags import Placement, Reporting, Rows, flag, in_groups
 from osd_hf.errors import ConfigError
+from osd_hf.evaluate import evaluate
 from osd_hf.hub.cards import EVALUATION, PLOT, EvaluationSet, facts_of, hub_id
 from osd_hf.hub.push import check_push, check_visibility, export_to_vllm, push_folder, save_draft
 from osd_hf.pair import load_model, load_pair, load_tokenizer
