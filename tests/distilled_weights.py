@@ -31,5 +31,6 @@ def save_distilled(architecture: str, source: str, batch_size: int, folder: str)
     """What each of several processes does."""
     result = distilled(architecture, source, batch_size, folder)
     if result.state.is_world_process_zero:
-        found = {"weights": result.draft.state_dict(), "alpha": result.alpha, "epoch": result.log_history[0]["epoch"]}
+        epoch = next(entry["epoch"] for entry in result.log_history if "loss" in entry)
+        found = {"weights": result.draft.state_dict(), "alpha": result.alpha, "epoch": epoch}
         torch.save(found, f"{folder}/result.pt")

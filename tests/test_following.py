@@ -6,9 +6,8 @@ import errno
 import json
 import logging
 import os
-import random
 import shutil
-import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import LONG
 
 from osd_hf import ConfigError, CorrectionStore, StateError, StoreError, Trace
 from osd_hf.engine import learn as module_of_following
@@ -514,63 +514,64 @@ def test_versions_without_a_pointer_do_not_pile_up(versions: VersionFolder, monk
     assert len(published(versions.path)) <= 1 + versions.keep
 
 
-def publish_until_killed(path: Path, end: int, *, stuck: bool) -> None:
-    """Publish versions in a child, telling of each file that is written; stuck in the middle of the first where it is
-    to be killed there for certain."""
+# Forks publishers, one after the other, each killed at some moment; says what the pointer names behind each.
+KILLER = """
+import json, os, random, signal, sys
+from pathlib import Path
+from osd_hf.engine.versions import VersionFolder
 
-    def write(folder: Path) -> None:
-        text = str(os.getpid()) + "-" + os.urandom(4).hex()
-        for i in range(6):
-            folder.mkdir(exist_ok=True)
-            (folder / f"file-{i}").write_text(text * 5000)
-            os.write(end, b".")
-            if stuck and i == 3:
-                os.write(end, b"x")
-                signal.pause()
+path, moments = Path(sys.argv[1]), random.Random(0)
 
-    versions = VersionFolder(path, keep=2)
-    while True:
-        versions.publish(write, {})
+def write(folder):
+    text = str(os.getpid()) + "-" + os.urandom(4).hex()
+    for i in range(6):
+        folder.mkdir(exist_ok=True)
+        (folder / f"file-{i}").write_text(text * 5000)
+        os.write(end, b".")
+        if stuck and i == 3:
+            os.write(end, b"x")
+            signal.pause()
 
-
-def killed_publisher(path: Path, files: int | None) -> dict[str, Any]:
-    """What the pointer names after a publisher was killed when it had written so many files or, for `None`, in the
-    middle of writing."""
+for life in range(15):
+    stuck = life % 5 == 4  # killed in the middle of writing for certain, and else at any moment
     begin, end = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             os.close(begin)
-            publish_until_killed(path, end, stuck=files is None)
+            versions = VersionFolder(path, keep=2)
+            while True:
+                versions.publish(write, {})
         finally:
             os._exit(1)
     os.close(end)
-    if files is None:
-        while (said := os.read(begin, 1)) != b"x":
-            assert said
+    if stuck:
+        while os.read(begin, 1) != b"x":
+            pass
     else:
-        for _ in range(files):
+        for _ in range(moments.randrange(1, 24)):  # files: killed behind any of them
             assert os.read(begin, 1)
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     os.close(begin)
-    link = path / LATEST
-    facts = json.loads((link / FACTS).read_text()) if link.exists() else None
+    link = path / "latest"
+    facts = json.loads((link / "version.json").read_text()) if link.exists() else None
     texts = {(link / f"file-{i}").read_text() for i in range(6)} if facts else {"none"}
-    return {"killed": os.WIFSIGNALED(status), "facts": facts, "texts": len(texts),
-            "sizes": len({len(text) for text in texts}), "left": unfinished(path)}  # fmt: skip
-
-
-def unfinished(path: Path) -> int:
-    return sum(entry.name.endswith(".tmp") for entry in path.iterdir())
+    sizes = {len(t) for t in texts}
+    print(json.dumps({"killed": os.WIFSIGNALED(status), "facts": facts, "texts": len(texts), "sizes": len(sizes),
+                      "left": sum(p.name.endswith(".tmp") for p in path.iterdir())}))
+versions = VersionFolder(path, keep=2)
+print(json.dumps({"left": sum(p.name.endswith(".tmp") for p in path.iterdir()), "number": versions.number}))
+"""
 
 
 @posix
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_kill_9_leaves_whole_versions(tmp_path: Path) -> None:
-    path, moments = tmp_path / "drafts", random.Random(0)
-    # Killed after any file, and every fifth in the middle of writing for certain.
-    seen = [killed_publisher(path, None if life % 5 == 4 else moments.randrange(1, 24)) for life in range(15)]
+    done = subprocess.run(
+        [sys.executable, "-c", KILLER, str(tmp_path / "drafts")], capture_output=True, text=True, timeout=LONG
+    )
+    assert done.returncode == 0, done.stderr
+    *seen, end = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(seen) == 15
     assert all(found["killed"] for found in seen)
     assert all((found["texts"], found["sizes"]) == (1, 1) for found in seen)
@@ -578,10 +579,8 @@ def test_kill_9_leaves_whole_versions(tmp_path: Path) -> None:
     assert reached == sorted(reached)
     assert reached[-1] > 5
     assert any(found["left"] for found in seen)  # it was killed in the middle of writing
-    versions = VersionFolder(path, keep=2)
-    assert unfinished(path) == 0
-    assert versions.number >= reached[-1]
-    versions.close()
+    assert end["left"] == 0
+    assert end["number"] >= reached[-1]
 
 
 def test_a_store_that_is_away_for_a_moment_is_waited_for(writers: Writers, tmp_path: Path) -> None:
