@@ -116,8 +116,8 @@ def test_a_draft_gets_closer_to_its_target(tmp_path: Any, architecture: str, sou
         (target, draft),
         tmp_path,
         sample_source=source,
-        max_steps=12,
-        learning_rate=5e-3,
+        max_steps=8,
+        learning_rate=1e-2,
         per_device_train_batch_size=12,
     )
     assert np.mean(losses(result)[-3:]) < 0.8 * np.mean(losses(result)[:3])
@@ -514,7 +514,7 @@ def test_accumulated_micro_batches_equal_one_batch(tmp_path: Any, pair: Any, sou
     target, draft = (models.double(model) for model in pair)
     target.generation_config.eos_token_id = list(range(3, 14))  # answers of different lengths
     trained = [
-        weights(run((target, draft), tmp_path, sample_source=source, **PLAIN, **sizes).draft)
+        weights(run((target, draft), tmp_path, sample_source=source, max_steps=2, **PLAIN, **sizes).draft)
         for sizes in (
             {"per_device_train_batch_size": 4},
             {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
@@ -580,13 +580,13 @@ def test_recomputed_activations_make_no_difference(tmp_path: Any, architecture: 
 
 
 def test_judging_does_not_change_what_is_learned(tmp_path: Any, pair: Any) -> None:
-    silent = run(pair, tmp_path, sample_source="mix_token")
+    silent = run(pair, tmp_path, sample_source="mix_token", max_steps=2)
     judged = run(
-        pair, tmp_path, sample_source="mix_token", eval_dataset=HELD_OUT, eval_strategy="steps", eval_steps=1,
-        eval_temperature=1.0,
+        pair, tmp_path, sample_source="mix_token", max_steps=2, eval_dataset=HELD_OUT, eval_strategy="steps",
+        eval_steps=1, eval_temperature=1.0,
     )  # fmt: skip
     assert torch.equal(weights(silent.draft), weights(judged.draft))
-    assert set(judged.alpha) == {0, 1, 2, 3}
+    assert set(judged.alpha) == {0, 1, 2}
 
 
 # --- what a draft is judged by --------------------------------------------------------------------------------------
