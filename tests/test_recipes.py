@@ -1,4 +1,4 @@
-"""Each recipe of the lab pair runs its smallest form, as a user would start it."""
+"""Each recipe of the lab pair runs its smallest form."""
 
 import importlib
 import json
