@@ -10,10 +10,10 @@ LOWEST := $(VENV)-lowest
 CORE := contract offline_contract guards hook lossless losses updater session store completions app_view
 # One process a core (tests/conftest.py), each test file in one of them, the long files first.
 SPREAD := -n auto --dist loadfile --no-loadscope-reorder
-# -qq: silent unless it fails.
-PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
+# -qq: silent unless it fails. Modules are compiled as they are first imported; most never are.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-compile --constraint constraints.txt
 
-.PHONY: help quickstart bench app test test-lowest newest check
+.PHONY: help quickstart bench app test test-lowest newest check install-dev install-lowest
 .DELETE_ON_ERROR:
 
 help:
@@ -40,6 +40,10 @@ test: $(VENV)/.installed-test
 test-lowest: $(LOWEST)/.installed
 	@$(LOWEST)/bin/python -m pytest $(SPREAD) $(CORE:%=tests/test_%.py) \
 		tests/test_browser.py::test_a_program_chats_and_reads_the_statistics
+
+# What CI installs before it runs both sets of versions.
+install-dev: $(VENV)/.installed-dev
+install-lowest: $(LOWEST)/.installed
 
 newest: $(VENV)/.installed
 	@$(BIN)/python .ci/newest.py
@@ -87,6 +91,6 @@ $(LOWEST)/.installed: $(VENV)/.installed-test constraints-lowest.txt
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		>"$$($(LOWEST)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tested.pth"
 	@awk -F== '!($$1 in seen) { seen[$$1]; print }' constraints-lowest.txt constraints.txt >$(LOWEST)/constraints.txt
-	@$(LOWEST)/bin/python -m pip --disable-pip-version-check install -qq --no-warn-conflicts \
+	@$(LOWEST)/bin/python -m pip --disable-pip-version-check install -qq --no-compile --no-warn-conflicts \
 		--constraint $(LOWEST)/constraints.txt --editable '.[distill,app]' pytest hypothesis scipy
 	@touch $@

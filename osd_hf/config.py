@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from osd_hf.errors import ConfigError
@@ -18,7 +18,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
 COUNTS = ("update_interval", "steps_per_update", "batch_size", "buffer_size", "autosave_interval", "max_drafts")
 
 
-def _setting(default: Any, help: str) -> Any:
+def setting(default: Any, help: str) -> Any:
+    """A field of a configuration, with what the help of its flag says."""
     return field(default=default, metadata={"help": help})
 
 
@@ -87,35 +88,35 @@ class OnlineConfig:
         ConfigError: a value outside its range; names field, rule and value.
     """
 
-    num_assistant_tokens: int | Literal["auto"] | None = _setting(
+    num_assistant_tokens: int | Literal["auto"] | None = setting(
         5, "tokens drafted per round (k); auto = by acceptance and costs; none = the draft's own setting"
     )
-    drafting: Literal["lean", "stock"] = _setting("lean", "lean, or stock (transformers' candidate generator)")
-    compile_draft: bool = _setting(False, "compile the draft's forward (lean drafting)")
-    divergence: str = _setting("forward_kl", "loss between target and draft: " + ", ".join(DIVERGENCES))
-    learn_from: Literal["verified", "corrections"] = _setting("verified", "positions learned from")
-    num_logprobs: int | None = _setting(64, "target entries kept per position; none = whole rows")
-    update_strategy: Literal["interval", "idle", "manual"] = _setting(
+    drafting: Literal["lean", "stock"] = setting("lean", "lean, or stock (transformers' candidate generator)")
+    compile_draft: bool = setting(False, "compile the draft's forward (lean drafting)")
+    divergence: str = setting("forward_kl", "loss between target and draft: " + ", ".join(DIVERGENCES))
+    learn_from: Literal["verified", "corrections"] = setting("verified", "positions learned from")
+    num_logprobs: int | None = setting(64, "target entries kept per position; none = whole rows")
+    update_strategy: Literal["interval", "idle", "manual"] = setting(
         "interval", "when updates run: after answers, between them, or when asked"
     )
-    update_interval: int = _setting(8, "requests between two updates")
-    steps_per_update: int = _setting(8, "optimizer steps of an update")
-    batch_size: int = _setting(32, "requests in the batch of one step")
-    replay_fraction: float = _setting(0.75, "share of a batch drawn from the replay buffer")
-    buffer_size: int = _setting(2048, "requests in the replay buffer")
-    optimizer: Literal["muon", "adamw"] = _setting(
+    update_interval: int = setting(8, "requests between two updates")
+    steps_per_update: int = setting(8, "optimizer steps of an update")
+    batch_size: int = setting(32, "requests in the batch of one step")
+    replay_fraction: float = setting(0.75, "share of a batch drawn from the replay buffer")
+    buffer_size: int = setting(2048, "requests in the replay buffer")
+    optimizer: Literal["muon", "adamw"] = setting(
         "muon", "muon (matrices inside the layers; AdamW for the rest) or adamw"
     )
-    learning_rate: float = _setting(1e-3, "of the optimizer, constant")
-    max_grad_norm: float = _setting(1.0, "gradients are clipped to this norm")
-    weight_average: float = _setting(0.98, "decay of the averaged weights that serve; 0 = the last step's")
-    gate: bool = _setting(True, "a version serves only if it does as well on held-back requests")
-    max_duty_cycle: float = _setting(1.0, "share of the time that learning may take at most")
-    micro_step_seconds: float = _setting(0.02, "idle: what an arriving request may have to wait, about")
-    autosave_interval: int = _setting(8, "updates between two saves of the session, where it is saved")
-    max_drafts: int = _setting(32, "drafts per domain that learn at most; further domains take the base draft")
-    max_draft_bytes: int | None = _setting(None, "of the drafts per domain held ready to serve; none = all")
-    seed: int = _setting(0, "of the replay samples")
+    learning_rate: float = setting(1e-3, "of the optimizer, constant")
+    max_grad_norm: float = setting(1.0, "gradients are clipped to this norm")
+    weight_average: float = setting(0.98, "decay of the averaged weights that serve; 0 = the last step's")
+    gate: bool = setting(True, "a version serves only if it does as well on held-back requests")
+    max_duty_cycle: float = setting(1.0, "share of the time that learning may take at most")
+    micro_step_seconds: float = setting(0.02, "idle: what an arriving request may have to wait, about")
+    autosave_interval: int = setting(8, "updates between two saves of the session, where it is saved")
+    max_drafts: int = setting(32, "drafts per domain that learn at most; further domains take the base draft")
+    max_draft_bytes: int | None = setting(None, "of the drafts per domain held ready to serve; none = all")
+    seed: int = setting(0, "of the replay samples")
 
     def __post_init__(self) -> None:
         def must(name: str, holds: bool, rule: str) -> None:
@@ -168,4 +169,4 @@ class OnlineConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Field by field, ready for JSON."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        return asdict(self)

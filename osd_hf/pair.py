@@ -18,8 +18,7 @@ from transformers import (
 )
 
 from osd_hf.bundled import load_bundled
-from osd_hf.errors import ConfigError, UnsupportedModelError, VocabularyMismatchError
-from osd_hf.utils.masking import without_credentials
+from osd_hf.errors import ConfigError, UnsupportedModelError, VocabularyMismatchError, first_line
 
 MOST_WRAPPERS = 16  # one inside the other; what makes up every attribute that it is asked for has no end
 
@@ -157,11 +156,11 @@ def load_pair(
     if (target is None) != (draft is None):
         raise ConfigError("A pair is two models: name a target and a draft, or neither for the bundled pair.")
     if target is None or draft is None:
-        bundled = Pair(*load_bundled())
-        return Pair(placed(bundled.target, device or "cpu"), placed(bundled.draft, device or "cpu"), bundled.tokenizer)
-    models = [load_model(name, dtype=dtype, device=device) for name in (target, draft)]
+        large, small, tokenizer = load_bundled()
+        return Pair(placed(large, device or "cpu"), placed(small, device or "cpu"), tokenizer)
+    large, small = (load_model(name, dtype=dtype, device=device) for name in (target, draft))
     tokenizer = load_tokenizer(target)
-    return Pair(models[0], of_one_size(models[1], models[0]), tokenizer)
+    return Pair(large, of_one_size(small, large), tokenizer)
 
 
 def load_eos_ids(source: str) -> tuple[int, ...]:
@@ -206,12 +205,6 @@ def prompt_room(target_config: Any, draft_config: Any, max_new_tokens: int) -> i
             f"{max_new_tokens} new tokens leave no room for a prompt: the models have {positions} positions."
         )
     return positions - max_new_tokens
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, cut to one line without its full stop, and without passwords and keys."""
-    lines = (line.strip() for line in without_credentials(str(error)).splitlines())
-    return next((line.rstrip(".") for line in lines if line), type(error).__name__)
 
 
 def check_draft(draft: Any) -> None:

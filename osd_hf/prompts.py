@@ -13,8 +13,7 @@ from typing import Any
 
 from pyarrow import parquet
 
-from osd_hf.errors import ConfigError, DataError
-from osd_hf.pair import first_line
+from osd_hf.errors import ConfigError, DataError, first_line
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 

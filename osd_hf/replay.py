@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessorList
 
 from osd_hf.errors import ConfigError, VocabularyMismatchError
@@ -276,14 +277,10 @@ def batches(traces: Sequence[Trace], vocab_size: int, batch_size: int = 32) -> I
 
 def padded(rows: Sequence[Any], side: Literal["left", "right"], device: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of token ids as one batch, padded with zeros on one side: ids and mask, int64, `(rows, longest row)`."""
-    width = max(len(r) for r in rows)
-    ids = torch.zeros(len(rows), width, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for i, row in enumerate(rows):
-        where = slice(width - len(row), width) if side == "left" else slice(0, len(row))
-        ids[i, where] = torch.from_numpy(np.asarray(row, dtype=np.int64))
-        mask[i, where] = 1
-    return ids.to(device), mask.to(device)
+    ids = [torch.from_numpy(np.array(row, dtype=np.int64)) for row in rows]
+    both = (ids, [torch.ones_like(row) for row in ids])
+    padded_ids, mask = (pad_sequence(part, batch_first=True, padding_side=side).to(device) for part in both)
+    return padded_ids, mask
 
 
 def completion_mask(traces: Sequence[Trace], device: Any = None) -> torch.Tensor:
@@ -341,7 +338,16 @@ def process_rows(model: Any, trace: Trace, logits: torch.Tensor) -> torch.Tensor
         return logits.float()
     start = trace.decoder_prompt_ids if trace.decoder_prompt_ids is not None else trace.prompt_ids
     ids = torch.from_numpy(np.concatenate([start, trace.completion_ids]).astype(np.int64))[None].to(logits.device)
-    processors = _processors(model, trace, len(start))
+    config = GenerationConfig(**{k: v for k, v in trace.sampling.items() if k not in ("processors", "max_new_tokens")})
+    encoder_ids = None
+    if trace.decoder_prompt_ids is not None:
+        config.decoder_start_token_id = int(trace.decoder_prompt_ids[0])
+        encoder_ids = torch.from_numpy(trace.prompt_ids.astype(np.int64))[None].to(model.device)
+    model._prepare_special_tokens(config, True, device=model.device)
+    processors: LogitsProcessorList = model._get_logits_processor(
+        generation_config=config, input_ids_seq_length=len(start), encoder_input_ids=encoder_ids,
+        device=model.device, model_kwargs={},
+    )  # fmt: skip
     rebuilt = [type(p).__name__ for p in processors]
     if rebuilt != recorded:
         logger.warning(
@@ -350,17 +356,3 @@ def process_rows(model: Any, trace: Trace, logits: torch.Tensor) -> torch.Tensor
         )  # fmt: skip
     rows = [processors(ids[:, : len(start) + t], logits[t : t + 1].float()) for t in range(len(trace))]
     return torch.cat(rows)
-
-
-def _processors(model: Any, trace: Trace, prompt_tokens: int) -> LogitsProcessorList:
-    settings = {k: v for k, v in trace.sampling.items() if k not in ("processors", "max_new_tokens")}
-    config = GenerationConfig(**settings)
-    encoder_ids = None
-    if trace.decoder_prompt_ids is not None:
-        config.decoder_start_token_id = int(trace.decoder_prompt_ids[0])
-        encoder_ids = torch.from_numpy(trace.prompt_ids.astype(np.int64))[None].to(model.device)
-    model._prepare_special_tokens(config, True, device=model.device)
-    return model._get_logits_processor(
-        generation_config=config, input_ids_seq_length=prompt_tokens, encoder_input_ids=encoder_ids,
-        device=model.device, model_kwargs={},
-    )  # fmt: skip

@@ -49,12 +49,10 @@ class RoutedPrompt:
     A prompt, as a router sees it.
 
     Args:
-        ids (`np.ndarray` of shape `(tokens,)`):
-            Token ids without padding, int32 or int64.
+        ids (`np.ndarray` of shape `(tokens,)`): Token ids without padding, int32 or int64.
         tokenizer (`PreTrainedTokenizerBase`, *optional*):
             What the ids were made with; needed by routers that read text.
-        learn (`bool`, *optional*, defaults to `True`):
-            With `False` a router keeps nothing of it.
+        learn (`bool`, *optional*, defaults to `True`): With `False` a router keeps nothing of it.
     """
 
     ids: NDArray[np.integer[Any]]
@@ -164,7 +162,10 @@ class LanguageRouter(Router):
         """What stands between the last special tokens of a chat template, role words left out."""
         tokenizer, special = self._special
         if tokenizer is not prompt.tokenizer:
-            self._special = prompt.tokenizer, (special := _special_ids(prompt.tokenizer))
+            tokenizer = prompt.tokenizer
+            added = {i for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if token.special}
+            special = np.array(sorted(added.union(getattr(tokenizer, "all_special_ids", ()))), np.int64)
+            self._special = tokenizer, special
         ends = [-1, *np.flatnonzero(np.isin(prompt.ids, special)).tolist(), len(prompt.ids)]
         for start, end in zip(ends[-2::-1], ends[:0:-1], strict=True):
             if end > start + 1:
@@ -172,11 +173,6 @@ class LanguageRouter(Router):
                 if text := TAG.sub(" ", ROLE.sub("", text)).strip():
                     return text
         return ""
-
-
-def _special_ids(tokenizer: Any) -> NDArray[np.int64]:
-    special = {i for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if token.special}
-    return np.array(sorted(special.union(getattr(tokenizer, "all_special_ids", ()))), np.int64)
 
 
 class TopicRouter(Router):
@@ -193,8 +189,7 @@ class TopicRouter(Router):
     Args:
         target (`PreTrainedModel`):
             Gives the embeddings; also compiled, or with an adapter around it. Only their weight is kept.
-        max_topics (`int`, *optional*, defaults to 8):
-            Topics at most, at least 1.
+        max_topics (`int`, *optional*, defaults to 8): Topics at most, at least 1.
 
     Raises:
         ConfigError: `max_topics` is out of range.

@@ -8,8 +8,7 @@ import math
 import pytest
 
 from osd_hf import AcceptanceStats
-from osd_hf.comparison import Comparison, figures_of
-from osd_hf.metrics import alpha_gain_interval
+from osd_hf.metrics import Comparison, alpha_gain_interval, figures_of
 
 DOMAINS = [*"abab", None]
 

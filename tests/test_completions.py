@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from osd_hf import CorrectionStore, DataError, Trace, record_traces, replay
-from osd_hf.engine.responses import ResponseReader, unwrapped
+from osd_hf.engine.completions import ResponseReader, unwrapped
 from osd_hf.replay import process_rows, replay_each
 
 KEPT = 8

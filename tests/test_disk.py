@@ -16,7 +16,7 @@ import torch
 from osd_hf import CorrectionStore, OnlineAssistant, OnlineConfig, Trace, capture_traces
 from osd_hf.cli.run import open_folder, serve
 from osd_hf.engine.collect import LogReader
-from osd_hf.engine.versions import VersionFolder
+from osd_hf.engine.learn import VersionFolder
 from osd_hf.hub.cards import EvaluationSet
 from osd_hf.prompts import Prompt, encode_prompts
 from osd_hf.utils import disk as module
@@ -75,7 +75,7 @@ def write_log_place(folder: Path, traces: list[Trace]) -> None:
 def write_session(folder: Path, traces: list[Trace]) -> None:
     with OnlineAssistant(*models.pair(), config=CONFIG, autosave=folder) as assistant:
         for trace in traces:
-            assistant._observe(trace, learn=True, seen=None)
+            assistant._upkeep.take_in(trace, learn=True, store=None, seen=None)
         assistant.update()
         assistant.save_state(folder)
 

@@ -26,8 +26,7 @@ from osd_hf.bench.evaluate import evaluate
 from osd_hf.bundled import bundled_prompts, load_bundled
 from osd_hf.cli.main import main
 from osd_hf.hub.cards import DraftFacts, EvaluationSet, draft_card, hub_id
-from osd_hf.hub.export import export_to_vllm
-from osd_hf.hub.push import push_folder, push_store, save_draft
+from osd_hf.hub.push import export_to_vllm, push_folder, push_store, save_draft
 from osd_hf.prompts import Prompt, encode_turn
 
 # Of huggingface_hub, which hands the bytes of a file to httpx2.
@@ -77,6 +76,7 @@ def here(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeH
                  "HF_TOKEN_PATH": str(tmp_path / "no token")}  # fmt: skip
     for name, value in constants.items():
         monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+    monkeypatch.setattr("transformers.utils.hub._hf_api", None)  # it keeps the first address that it was asked for
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     return hub
@@ -240,7 +240,7 @@ def test_a_push_that_fails_says_why_and_keeps_the_folder(
     assert TOKEN not in told
     assert {p: p.stat().st_mtime_ns for p in published.rglob("*")} == before
     assert not here.repos.get(("model", "me/draft"))  # nothing half
-    assert len(waits) == (5 if "/upload/" in refuse else 0)
+    assert bool(waits) == ("/upload/" in refuse)  # only a line that drops is tried again
 
 
 def test_a_repo_that_is_there_is_taken_or_refused(here: FakeHub, published: Path) -> None:
@@ -447,7 +447,7 @@ def test_an_exported_draft_has_the_targets_vocabulary_and_the_drafts_logits(tmp_
 
 def test_an_export_that_went_wrong_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from osd_hf import StateError
-    from osd_hf.hub import export as engines
+    from osd_hf.hub import push as engines
 
     other = models.build("llama", seed=3)
     monkeypatch.setattr(engines, "load_model", lambda *args, **kwargs: other)

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from osd_hf import ConfigError, OSDError
 from osd_hf.cli.main import main
+from osd_hf.errors import first_line, shown_settings, without_credentials, without_secrets
 from osd_hf.hub.cards import DraftFacts, draft_card
-from osd_hf.pair import first_line
-from osd_hf.utils.masking import shown_settings, without_credentials, without_secrets
 from osd_hf.utils.report import provenance
 
 MARK = "QZX"  # stands in every part of a secret, so that no part of one can be overlooked

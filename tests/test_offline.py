@@ -271,6 +271,10 @@ def test_adapters_that_cannot_learn_or_be_merged_are_refused(tmp_path: Any, pair
         run((target, get_peft_model(copy.deepcopy(draft), soft)), tmp_path)
     with pytest.raises(ConfigError, match="`peft_config` was given as well"):
         run((target, half_lora(draft)), tmp_path, peft_config=LoraConfig(target_modules=["q_proj"]))
+    tied = models.pair(noise=0.5, tie_word_embeddings=True)
+    refused = pytest.raises(ConfigError, match="ties its output head to its input embeddings")
+    with refused, pytest.warns(UserWarning, match="tied layer"):
+        run(tied, tmp_path, peft_config=LoraConfig(target_modules=["lm_head"]))
 
 
 @pytest.mark.parametrize("gathered", [{}, None])
@@ -579,6 +583,25 @@ def test_recomputed_activations_make_no_difference(tmp_path: Any, architecture: 
     assert recomputed.alpha == plain.alpha
 
 
+@peft_warns
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("selective", [False, True])
+def test_the_selection_of_what_is_recomputed_makes_no_difference(
+    tmp_path: Any, adapters: bool, selective: bool, in_double: None
+) -> None:
+    from peft import LoraConfig
+
+    pair = tuple(map(models.double, models.pair(noise=0.5)))
+
+    def learned(**settings: Any) -> torch.Tensor:
+        lora = LoraConfig(target_modules=["q_proj"], r=2) if adapters else None
+        return weights(run(pair, tmp_path, max_steps=2, peft_config=lora, **settings).draft)
+
+    chosen = learned(gradient_checkpointing=True, gradient_checkpointing_kwargs={"selective": selective})
+    torch.testing.assert_close(chosen, learned(), atol=1e-10, rtol=0)
+
+
 def test_judging_does_not_change_what_is_learned(tmp_path: Any, pair: Any) -> None:
     silent = run(pair, tmp_path, sample_source="mix_token", max_steps=2)
     judged = run(
@@ -773,6 +796,15 @@ def test_a_causal_draft_without_a_tokenizer_is_refused(pair: Any, tmp_path: Any)
         ({"packing": True}, "`packing` must be left alone"),
         ({"max_length": 512}, "`max_length` must be left alone"),
         ({"seq_kd": True}, "`seq_kd` must be left alone"),
+        pytest.param(
+            {"gradient_checkpointing_kwargs": {"selective": True}},
+            "`gradient_checkpointing_kwargs` must be without `selective`",
+            marks=pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_kwargs:FutureWarning"),
+        ),
+        (
+            {"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": True}},
+            "`liger_kernel_config` must be without `fused_linear_cross_entropy`",
+        ),
     ],
 )
 def test_settings_outside_their_range_are_refused(tmp_path: Any, changes: Any, message: str) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import inspect
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import models
+import pytest
 import torch
+from peft import LoraConfig
 from transformers import Trainer, TrainingArguments
 from trl import SFTConfig
 from trl.experimental.gkd import GKDConfig
@@ -93,3 +96,15 @@ def test_the_trainer_leaves_the_plain_forward_as_it_was(tmp_path: Any) -> None:
     assert torch.equal(draft(ids).logits, plain(ids).logits)
     assert "logits_to_keep" in parameters(draft.forward)
     assert "forward" in vars(draft)  # which is why what was learned goes into a fresh copy
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
+def test_adapters_under_zero_3_get_what_deepspeed_asks_for() -> None:
+    draft = models.build().bfloat16()
+    config = SimpleNamespace(
+        deepspeed_plugin=SimpleNamespace(zero_stage=3), gradient_checkpointing=True, seed=0,
+        gradient_checkpointing_kwargs=None,
+    )  # fmt: skip
+    prepared = offline._prepared(draft, config, LoraConfig(target_modules=["q_proj"], r=2))
+    assert {p.dtype for p in prepared.parameters() if p.requires_grad} == {torch.bfloat16}
+    assert config.activation_checkpointing_kwargs == {"use_reentrant": True}

@@ -36,14 +36,14 @@ from osd_hf import (
 from osd_hf.cli import learn as learn_command
 from osd_hf.cli.main import main
 from osd_hf.engine import learn as module
-from osd_hf.engine.learn import StoreFollower, StoreLearner
-from osd_hf.engine.responses import ResponseReader
-from osd_hf.engine.versions import VersionFolder
+from osd_hf.engine.completions import ResponseReader
+from osd_hf.engine.learn import StoreLearner, VersionFolder
 from osd_hf.learning import learner as learner_module
 from osd_hf.learning import session as session_module
 from osd_hf.learning.updater import Updater
 from osd_hf.prompts import encode_turn
 from osd_hf.replay import replay_each
+from osd_hf.store.folder import StoreFollower
 
 # Without the gate each update is a version.
 CONFIG = OnlineConfig(

@@ -21,12 +21,11 @@ from osd_hf.assistant import OnlineAssistant
 from osd_hf.bench.controlled import ControlledAcceptance, feeds_through
 from osd_hf.bench.display import progress
 from osd_hf.bench.timing import compare_outputs, in_turns, median_ratio, pad_setting
-from osd_hf.comparison import figures_of
 from osd_hf.config import OnlineConfig
 from osd_hf.drafting.forward import DraftForward
 from osd_hf.drafting.generator import Clock
 from osd_hf.errors import ConfigError, UnsupportedModelError
-from osd_hf.metrics import AcceptanceStats, expected_speedup
+from osd_hf.metrics import AcceptanceStats, expected_speedup, figures_of
 from osd_hf.pair import unwrap
 from osd_hf.trace import DraftRound, num_accepted
 

@@ -12,8 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from osd_hf.bench.timing import answer_greedily
 from osd_hf.drafting.forward import DraftForward
 from osd_hf.drafting.generator import LeanDrafting
-from osd_hf.errors import ConfigError
-from osd_hf.pair import first_line
+from osd_hf.errors import ConfigError, first_line
 
 LABEL = "controlled acceptance, random weights: times mean something, text does not"
 

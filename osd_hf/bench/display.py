@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from tqdm import tqdm
 
-from osd_hf.comparison import Comparison
-from osd_hf.metrics import AcceptanceStats
+from osd_hf.metrics import AcceptanceStats, Comparison
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -20,11 +20,10 @@ from osd_hf.bench.timing import cores, faster_threads
 from osd_hf.bundled import DOMAINS, bundled_prompts, check_answer
 from osd_hf.bundled.example import Example
 from osd_hf.capture.recording import record_traces
-from osd_hf.comparison import Comparison, figures_of
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError
 from osd_hf.learning.updater import Updater
-from osd_hf.metrics import AcceptanceStats
+from osd_hf.metrics import AcceptanceStats, Comparison, figures_of
 from osd_hf.pair import Pair
 from osd_hf.prompts import encode_turn
 from osd_hf.replay import replay_each

@@ -15,9 +15,8 @@ from tqdm import tqdm
 from osd_hf.bundled import load_bundled
 from osd_hf.cli.flags import FAILED, INTERRUPTED, Reporting, flag, in_groups, stopping
 from osd_hf.cli.settings import Prompts
-from osd_hf.engine.client import CompletionClient, environment_key, parse_address
 from osd_hf.engine.collect import CollectionReport, LogReader, collect, collect_log
-from osd_hf.engine.responses import ResponseReader
+from osd_hf.engine.completions import CompletionClient, ResponseReader, environment_key, parse_address
 from osd_hf.errors import ConfigError, DataError, ServerError, StoreError
 from osd_hf.pair import eos_ids, load_config, load_eos_ids, load_tokenizer, prompt_room
 from osd_hf.prompts import EncodedPrompts

@@ -19,11 +19,10 @@ from transformers import HfArgumentParser
 import osd_hf
 from osd_hf.bench.display import figure, text_table
 from osd_hf.cli.flags import Reporting
-from osd_hf.errors import ConfigError, DataError, StoreError
-from osd_hf.pair import check_tokenizers, first_line, load_model, load_tokenizer, prompt_room
+from osd_hf.errors import ConfigError, DataError, StoreError, first_line, shown_settings
+from osd_hf.pair import check_tokenizers, load_model, load_tokenizer, prompt_room
 from osd_hf.prompts import PromptSource, encode_prompts, open_rows, read_prompts
 from osd_hf.store.store import CorrectionStore
-from osd_hf.utils.masking import shown_settings
 from osd_hf.utils.report import json_text, make_folder, provenance
 
 __all__ = ["add_distill", "distill_command"]

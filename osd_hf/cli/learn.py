@@ -15,14 +15,14 @@ import torch
 from osd_hf.bench.display import AlphaBar, plot_alpha, rolling_window, stats_interval
 from osd_hf.cli.flags import FAILED, Reporting, flag, in_groups, stopping
 from osd_hf.cli.settings import Learning, Placement
-from osd_hf.engine.learn import StoreFollower, StoreLearner
-from osd_hf.engine.versions import VersionFolder
+from osd_hf.engine.learn import StoreLearner, VersionFolder
 from osd_hf.errors import StateError, StoreError
 from osd_hf.hub.cards import facts_of
 from osd_hf.hub.push import check_push, check_visibility
 from osd_hf.learning.tracking import make_accelerator
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.pair import load_config, load_model, load_pair, load_tokenizer, of_one_size
+from osd_hf.store.folder import StoreFollower
 from osd_hf.utils.report import provenance
 
 _models, _requests, _publishing = in_groups("models", "requests", "publishing")

@@ -12,8 +12,7 @@ from typing import Any
 import huggingface_hub
 
 from osd_hf.cli.flags import BAD_INPUT, FAILED, INTERRUPTED, Reporting, add_flags, settings_from
-from osd_hf.errors import CaptureError, HubError, LearnerError, OSDError, ServerError
-from osd_hf.utils.masking import without_credentials
+from osd_hf.errors import CaptureError, HubError, LearnerError, OSDError, ServerError, without_credentials
 
 # What each command does. The module of that name in this folder has its settings and `NAME_command`.
 COMMANDS = {

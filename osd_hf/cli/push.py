@@ -18,8 +18,7 @@ from osd_hf.cli.flags import Reporting, flag, in_groups
 from osd_hf.cli.settings import Placement
 from osd_hf.errors import ConfigError
 from osd_hf.hub.cards import EVALUATION, PLOT, EvaluationSet, facts_of, hub_id
-from osd_hf.hub.export import export_to_vllm
-from osd_hf.hub.push import check_push, check_visibility, push_folder, save_draft
+from osd_hf.hub.push import check_push, check_visibility, export_to_vllm, push_folder, save_draft
 from osd_hf.pair import load_model, load_pair, load_tokenizer
 from osd_hf.prompts import PromptSource, read_prompts
 from osd_hf.utils.report import provenance

@@ -13,9 +13,8 @@ from osd_hf.bench import display
 from osd_hf.bench.display import comparison_row, figure, text_table
 from osd_hf.cli.flags import Reporting, flag
 from osd_hf.cli.settings import Dtype, Learning
-from osd_hf.comparison import Comparison, figures_of
 from osd_hf.errors import DataError, StoreError
-from osd_hf.metrics import AcceptanceStats, expected_speedup
+from osd_hf.metrics import AcceptanceStats, Comparison, expected_speedup, figures_of
 from osd_hf.pair import load_model
 from osd_hf.replay import replay_each
 from osd_hf.simulate import simulate

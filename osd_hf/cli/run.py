@@ -1,5 +1,4 @@
-"""The command `osd-hf run`: serves a stream of prompts, with a journal and a saved session that a killed run goes on
-from."""
+"""The command `osd-hf run`: serves a stream of prompts; a killed run goes on from its journal and saved session."""
 
 from __future__ import annotations
 
@@ -22,11 +21,10 @@ from osd_hf.bench.display import AlphaBar, comparison_row, figure, plot_alpha, r
 from osd_hf.bench.timing import pad_setting
 from osd_hf.cli.flags import Reporting, flag, in_groups
 from osd_hf.cli.settings import Learning, Placement, Prompts
-from osd_hf.comparison import Comparison
-from osd_hf.errors import ConfigError, LearnerError, StateError
+from osd_hf.errors import ConfigError, LearnerError, StateError, first_line
 from osd_hf.learning.session import check_pointer, has_session
-from osd_hf.metrics import AcceptanceStats
-from osd_hf.pair import Pair, first_line, load_config, load_pair, load_tokenizer, prompt_room
+from osd_hf.metrics import AcceptanceStats, Comparison
+from osd_hf.pair import Pair, load_config, load_pair, load_tokenizer, prompt_room
 from osd_hf.prompts import EncodedPrompts, fingerprint
 from osd_hf.replay import replay
 from osd_hf.trace import Trace

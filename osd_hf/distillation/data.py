@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessor
 
 from osd_hf.capture.hook import capture_traces
@@ -20,8 +18,8 @@ from osd_hf.capture.recording import record_traces
 from osd_hf.capture.request import NO_WARPING, sampling_settings
 from osd_hf.errors import ConfigError, DataError, StateError, UnsupportedModelError, VocabularyMismatchError
 from osd_hf.metrics import AcceptanceStats
-from osd_hf.pair import check_draft, check_pair, eos_ids, prompt_room, unwrap
-from osd_hf.replay import replay
+from osd_hf.pair import check_draft, check_pair, eos_ids, evaluating, fixed_k, prompt_room, unwrap, vocab_size_of
+from osd_hf.replay import padded, replay
 from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace, ids_dtype
 
@@ -80,28 +78,19 @@ class HeldOut:
     def _sampled(self, draft: Any, prompts: Sequence[Trace]) -> AcceptanceStats:
         traces: list[Trace] = []
         devices = [self.target.device] if self.target.device.type == "cuda" else []
-        inner = unwrap(draft)
-        was_training, before = draft.training, inner.generation_config
-        draft.eval()
-        inner.generation_config = copy.deepcopy(before)  # from which `generate` reads k
-        inner.generation_config.update(
-            num_assistant_tokens=self.num_assistant_tokens,
-            num_assistant_tokens_schedule="constant",
-            assistant_confidence_threshold=0.0,
-        )
         settings = {**NO_WARPING, "temperature": self.temperature, "max_new_tokens": self.max_new_tokens}
-        try:
-            with torch.random.fork_rng(devices), capture_traces(self.target, traces.append, num_logprobs=1):
-                torch.manual_seed(self.seed)
-                for prompt in prompts:
-                    ids = torch.from_numpy(prompt.prompt_ids)[None].long().to(self.target.device)
-                    mask = torch.ones_like(ids)
-                    self.target.generate(
-                        ids, attention_mask=mask, assistant_model=draft, do_sample=True, pad_token_id=0, **settings
-                    )
-        finally:
-            inner.generation_config = before
-            draft.train(was_training)
+        with (
+            torch.random.fork_rng(devices),
+            evaluating(draft),
+            fixed_k(draft, self.num_assistant_tokens),
+            capture_traces(self.target, traces.append, num_logprobs=1),
+        ):
+            torch.manual_seed(self.seed)
+            for prompt in prompts:
+                ids, mask = padded([prompt.prompt_ids], "right", self.target.device)
+                self.target.generate(
+                    ids, attention_mask=mask, assistant_model=draft, do_sample=True, pad_token_id=0, **settings
+                )
         return sum(map(AcceptanceStats.from_trace, traces), AcceptanceStats())
 
 
@@ -125,7 +114,7 @@ def read_data(target: Any, draft: Any, dataset: Any, eval_dataset: Any, tokenize
         check_pair(unwrap(target), unwrap(draft))
     else:
         check_draft(draft)
-    vocab_size = int(draft.config.get_text_config().vocab_size)
+    vocab_size = vocab_size_of(draft)
     is_encoder_decoder = draft.config.is_encoder_decoder
     start = unwrap(draft).generation_config.decoder_start_token_id if is_encoder_decoder else None
     if is_encoder_decoder and start is None:
@@ -376,21 +365,12 @@ class Sampler:
         return completed
 
     def _answered(
-        self,
-        model: Any,
-        requests: Sequence[Trace],
-        picks: NDArray[np.float32],
-        *,
-        target: Any,
+        self, model: Any, requests: Sequence[Trace], picks: NDArray[np.float32], *, target: Any,
         mixed: tuple[Any, NDArray[np.bool_]] | None = None,
-    ) -> list[Trace]:
+    ) -> list[Trace]:  # fmt: skip
         is_encoder_decoder = requests[0].is_encoder_decoder
-        prompts = [torch.from_numpy(r.prompt_ids.astype(np.int64)) for r in requests]
-        side = "right" if is_encoder_decoder else "left"
-        ids, mask = (
-            pad_sequence(tensors, batch_first=True, padding_side=side).to(model.device)
-            for tensors in (prompts, [torch.ones_like(p) for p in prompts])
-        )
+        prompts = [r.prompt_ids for r in requests]
+        ids, mask = padded(prompts, "right" if is_encoder_decoder else "left", model.device)
         start = 1 if is_encoder_decoder else ids.shape[1]
         processors: list[Any] = []
         if mixed is not None:

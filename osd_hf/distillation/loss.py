@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from osd_hf.distillation.data import bare_trace
 from osd_hf.errors import UnsupportedModelError
 from osd_hf.losses import outcome_logprobs
-from osd_hf.pair import unwrap
+from osd_hf.pair import unwrap, vocab_size_of
 from osd_hf.replay import completion_logits, completion_mask
 from osd_hf.trace import Trace
 
@@ -38,14 +38,10 @@ def divergence_sum(
     backward instead of being kept.
 
     Args:
-        draft (`PreTrainedModel` or `PeftModel`):
-            The model whose parameters get gradients.
-        traces (`Sequence[Trace]`):
-            The batch.
-        rows (`Rows`):
-            The target's rows at the positions, in the order of the traces.
-        divergence (`Callable`):
-            A value of `osd_hf.losses.DIVERGENCES`.
+        draft (`PreTrainedModel` or `PeftModel`): The model whose parameters get gradients.
+        traces (`Sequence[Trace]`): The batch.
+        rows (`Rows`): The target's rows at the positions, in the order of the traces.
+        divergence (`Callable`): A value of `osd_hf.losses.DIVERGENCES`.
 
     Returns:
         Scalar `torch.Tensor`, float32, in nats.
@@ -95,7 +91,7 @@ def stored_rows(traces: Sequence[Trace]) -> Rows:
 def check_head(model: Any) -> None:
     """Refuse a model whose logits are not what its head computes from its inputs; raises UnsupportedModelError."""
     start = np.zeros(1, np.int32) if model.config.is_encoder_decoder else None
-    probe = bare_trace([0, 0], [0, 0, 0], int(model.config.get_text_config().vocab_size), start)
+    probe = bare_trace([0, 0], [0, 0, 0], vocab_size_of(model), start)
     with torch.no_grad():
         logits = completion_logits(model, [probe])[0].float()
         ours = _head(model)(_completion_states(model, [probe])).float()

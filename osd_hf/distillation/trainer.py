@@ -7,9 +7,9 @@ import functools
 import itertools
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,18 @@ from typing import Any
 import numpy as np
 import torch
 from huggingface_hub import HfApi
-from transformers import EarlyStoppingCallback, Trainer, TrainingArguments, set_seed
+from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
 
+from osd_hf.config import setting
 from osd_hf.distillation.data import SAMPLE_SOURCES, Data, Sampler, read_data
 from osd_hf.distillation.loss import check_head, divergence_sum, stored_rows, target_rows
 from osd_hf.errors import ConfigError, StateError, UnsupportedModelError
-from osd_hf.hub.push import TokenStaysHere, refuse_public
+from osd_hf.hub.push import refuse_public
 from osd_hf.learning.updater import trainable_parameters
-from osd_hf.learning.weights import learning_context
+from osd_hf.learning.weights import adapted, learning_context
 from osd_hf.losses import DIVERGENCES, generalized_jsd
-from osd_hf.pair import common_tokenizer, is_peft, merged, uncompiled
+from osd_hf.pair import common_tokenizer, evaluating, is_peft, merged, uncompiled, unwrap
+from osd_hf.replay import padded
 from osd_hf.trace import Trace
 
 try:
@@ -34,7 +36,8 @@ try:
         # A contract test pins what is used from there.
         warnings.filterwarnings("ignore", "You are importing from 'trl.experimental'")
         from trl.experimental.gkd import GKDConfig
-    from peft import PEFT_TYPE_TO_TUNER_MAPPING, get_peft_model
+    from peft import PEFT_TYPE_TO_TUNER_MAPPING
+    from peft.tuners.tuners_utils import BaseTunerLayer
     from trl.models.activation_offloading import get_act_offloading_ctx_manager
     from trl.models.selective_activation_checkpointing import enable_selective_activation_checkpointing
     from trl.models.utils import prepare_deepspeed, unwrap_model_for_generation
@@ -58,12 +61,8 @@ _WITHOUT_MEANING = sorted(
 )
 
 
-def _setting(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass
-class DistillConfig(TokenStaysHere, GKDConfig):
+class DistillConfig(GKDConfig):
     """
     Training arguments of [`distill`]. They are those of `transformers.TrainingArguments` and of TRL's `GKDConfig`,
     except that settings of how TRL prepares text are refused. These are added or have another default:
@@ -75,10 +74,8 @@ class DistillConfig(TokenStaysHere, GKDConfig):
             `"mix_token"`, the same per token.
         divergence (`str`, *optional*, defaults to `"forward_kl"`):
             The loss between the target's and the draft's distribution; a key of `osd_hf.losses.DIVERGENCES`.
-        lmbda (`float`, *optional*, defaults to 0.5):
-            The draft's share in the mixes.
-        beta (`float`, *optional*, defaults to 0.5):
-            Weight of the target in the divergence `"jsd"`.
+        lmbda (`float`, *optional*, defaults to 0.5): The draft's share in the mixes.
+        beta (`float`, *optional*, defaults to 0.5): Weight of the target in the divergence `"jsd"`.
         temperature (`float`, *optional*, defaults to 1.0):
             Temperature of the samples; 0 takes the likeliest token. The loss compares distributions at 1.
         max_new_tokens (`int`, *optional*, defaults to 128):
@@ -100,24 +97,22 @@ class DistillConfig(TokenStaysHere, GKDConfig):
         ConfigError: a value has another type or is outside its range, or a setting of TRL's has no meaning here.
     """
 
-    sample_source: str = _setting("teacher", "Whose tokens are learned on: " + ", ".join(SAMPLE_SOURCES) + ".")
-    divergence: str = _setting("forward_kl", "Loss between target and draft: " + ", ".join(DIVERGENCES) + ".")
-    temperature: float = _setting(1.0, "Of the samples; 0 takes the likeliest token.")
-    num_assistant_tokens: int = _setting(5, "Tokens drafted per round where acceptance is measured.")
-    eval_temperature: float = _setting(0.0, "Of the target's answers to held-out prompts; 0 is greedy.")
-    early_stopping_patience: int | None = _setting(None, "Stop after so many evaluations without a new best.")
-    metric_for_best_model: str | None = _setting(
+    sample_source: str = setting("teacher", "Whose tokens are learned on: " + ", ".join(SAMPLE_SOURCES) + ".")
+    divergence: str = setting("forward_kl", "Loss between target and draft: " + ", ".join(DIVERGENCES) + ".")
+    temperature: float = setting(1.0, "Of the samples; 0 takes the likeliest token.")
+    num_assistant_tokens: int = setting(5, "Tokens drafted per round where acceptance is measured.")
+    eval_temperature: float = setting(0.0, "Of the target's answers to held-out prompts; 0 is greedy.")
+    early_stopping_patience: int | None = setting(None, "Stop after so many evaluations without a new best.")
+    metric_for_best_model: str | None = setting(
         "alpha", "What the best checkpoint is best at: alpha or block_efficiency."
     )
-    max_length: int | None = _setting(None, "Without meaning here.")
-    gradient_checkpointing: bool | None = _setting(  # type: ignore[assignment]
+    max_length: int | None = setting(None, "Without meaning here.")
+    gradient_checkpointing: bool | None = setting(  # type: ignore[assignment]
         None, "Deprecated in transformers; use activation_checkpointing."
     )
-    dataloader_pin_memory: bool = _setting(False, "Of no use: batches hold numbers of rows.")
-    hub_private_repo: bool | None = _setting(
-        True, "Push to a private repo; a draft may have learned answers by heart."
-    )
-    bf16: bool = _setting(False, "Compute in bf16; the draft's weights are kept in fp32.")
+    dataloader_pin_memory: bool = setting(False, "Of no use: batches hold numbers of rows.")
+    hub_private_repo: bool | None = setting(True, "Push to a private repo; a draft may have learned answers by heart.")
+    bf16: bool = setting(False, "Compute in bf16; the draft's weights are kept in fp32.")
 
     def __post_init__(self) -> None:
         def must(name: str, holds: bool, rule: str) -> None:
@@ -145,6 +140,18 @@ class DistillConfig(TokenStaysHere, GKDConfig):
             must(name, getattr(self, name) == defaults[name], "left alone: it has no meaning in distillation")
         self.hub_private_repo = self.hub_private_repo is not False
         super().__post_init__()  # type: ignore[no-untyped-call]
+        recomputing = self.gradient_checkpointing_kwargs or {}
+        can_select = self.gradient_checkpointing and not recomputing.get("use_reentrant")
+        must(
+            "gradient_checkpointing_kwargs", can_select or not recomputing.get("selective"),
+            "without `selective`, which needs gradient checkpointing without `use_reentrant`",
+        )  # fmt: skip
+        fuses = self.use_liger_kernel and (self.liger_kernel_config or {}).get("fused_linear_cross_entropy")
+        must("liger_kernel_config", not fuses, "without `fused_linear_cross_entropy`, which would replace the loss")
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Trainers write their arguments beside the weights and push them.
+        return {**vars(self), "hub_token": None}
 
 
 @dataclass(frozen=True)
@@ -156,10 +163,8 @@ class DistillResult:
         draft (`PreTrainedModel`):
             The trained draft in evaluation mode and in the dtype of the one given, adapters merged. Under FSDP or
             ZeRO-3, only the main process gets what was learned; the others get the draft as it was given.
-        state (`TrainerState`):
-            The trainer's state, with the best metric and checkpoint.
-        log_history (`list[dict[str, Any]]`):
-            All logged entries, in order.
+        state (`TrainerState`): The trainer's state, with the best metric and checkpoint.
+        log_history (`list[dict[str, Any]]`): All logged entries, in order.
         alpha (`dict[int, float]`):
             Acceptance on the held-out requests by optimizer step; 0 is before the first. It is measured on the
             learner in the precision of the run, and may differ a little in the draft's own dtype.
@@ -190,8 +195,8 @@ def distill(
             The model whose distributions are learned. It may be `None` if `dataset` brings them along and nothing is
             sampled.
         draft (`PreTrainedModel` or `PeftModel`):
-            The model that learning starts from; it is not changed. The copy learns in fp32. Only the adapters learn if
-            it is a `PeftModel` or `peft_config` is given.
+            The model that learning starts from; it is not changed. A copy learns, in fp32; only its adapters do if it
+            is a `PeftModel` or `peft_config` is given.
         dataset (`datasets.Dataset`, iterable of rows or of [`Trace`], or [`CorrectionStore`]):
             Rows with the columns `prompt` and perhaps `completion` (text, token ids or messages), or `messages`;
             missing completions are sampled as `config.sample_source` says. From recorded requests the stored rows of
@@ -205,8 +210,7 @@ def distill(
             The tokenizer of both models; by default the one found where the target came from, otherwise the draft's.
         peft_config (`PeftConfig`, *optional*):
             Train only adapters, of a kind that can be merged, and merge them at the end.
-        callbacks (`Sequence[TrainerCallback]`, *optional*):
-            Callbacks of the trainer.
+        callbacks (`Sequence[TrainerCallback]`, *optional*): Callbacks of the trainer.
 
     Returns:
         `DistillResult`
@@ -217,8 +221,8 @@ def distill(
         StateError: there is no checkpoint to resume from, or recordings keep rows of several widths.
         DataError: there are no rows, a column is missing, a prompt or completion is empty, a request is too long for
             the models, or recordings come from another kind of model.
-        UnsupportedModelError: the models are no pair, their logits cannot be computed in parts, or the draft has
-            nothing to train.
+        UnsupportedModelError: the models are no pair, their logits cannot be computed in parts, the adapters do not
+            fit, or the draft has nothing to train.
         VocabularyMismatchError: models, tokenizers or recordings have different vocabularies.
     """
     target, draft = uncompiled(target), uncompiled(draft)
@@ -239,7 +243,7 @@ def distill(
         callbacks.append(EarlyStoppingCallback(config.early_stopping_patience))
     checkpoint = last_checkpoint(config)
     config.eval_on_start |= data.held_out is not None and checkpoint is None
-    with learning_context(), _as_it_was(target):
+    with learning_context(), nullcontext() if target is None else _as_it_was(target):
         learner = learner_of(draft, peft_config)
         for model in (learner, data.target):
             if model is not None:
@@ -321,19 +325,15 @@ def _check_adapters(draft: Any, peft_config: Any) -> None:
 @contextmanager
 def _as_it_was(target: Any) -> Iterator[None]:
     """Take back what accelerate sets on a target that it prepares for several processes and precisions."""
-    if target is None:
-        yield
-        return
-    was_training, before = target.training, dict(vars(target))
-    target.eval()
-    try:
-        yield
-    finally:
-        for name in ("forward", "_original_forward", "_is_accelerate_prepared"):
-            vars(target).pop(name, None)
-            if name in before:
-                vars(target)[name] = before[name]
-        target.train(was_training)
+    names = ("forward", "_original_forward", "_is_accelerate_prepared")
+    before = {name: vars(target)[name] for name in names if name in vars(target)}
+    with evaluating(target):
+        try:
+            yield
+        finally:
+            for name in names:
+                vars(target).pop(name, None)
+            vars(target).update(before)
 
 
 # --- trainer --------------------------------------------------------------------------------------------------------
@@ -351,22 +351,14 @@ class Distiller(Trainer):
     def __init__(
         self, learner: Any, data: Data, config: DistillConfig, tokenizer: Any, peft_config: Any, callbacks: list[Any]
     ) -> None:
-        set_seed(config.seed)  # for the weights of the adapters
-        if peft_config is not None:
-            learner = get_peft_model(learner, peft_config)
-        _prepare_checkpointing(learner, config)
         config.remove_unused_columns = False
         if config.use_liger_kernel:  # its fused loss would replace the forward that `_let_run` sets
             config.liger_kernel_config = {**(config.liger_kernel_config or {}), "fused_linear_cross_entropy": False}
         super().__init__(
-            model=learner,
-            args=config,
-            data_collator=_collate,
-            train_dataset=range(len(data.requests)),
+            model=_prepared(learner, config, peft_config), args=config, data_collator=_collate,
+            train_dataset=range(len(data.requests)), processing_class=tokenizer, callbacks=callbacks,
             eval_dataset=data.held_out and range(len(data.held_out.requests)),
-            processing_class=tokenizer,
-            callbacks=callbacks,
-        )
+        )  # fmt: skip
         self.model_accepts_loss_kwargs = True  # otherwise the trainer would not count the tokens
         self.data, self.target = data, data.target
         if self.target is not None and self.is_deepspeed_enabled:
@@ -394,17 +386,11 @@ class Distiller(Trainer):
         if self.target is not None:
             traces = self._completed(traces, rows)
 
-        def padded(parts: Iterable[Any], value: int) -> torch.Tensor:
-            tensors = [torch.from_numpy(np.asarray(part, dtype=np.int64)) for part in parts]
-            return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
-
         # The trainer only counts tokens of the tensors; it takes the first label for one that nothing predicts.
-        return {
-            "traces": traces,
-            "labels": padded((np.append(-100, t.completion_ids) for t in traces), -100),
-            "input_ids": padded((np.append(t.prompt_ids, t.completion_ids) for t in traces), 0),
-            "attention_mask": padded((np.ones(len(t.prompt_ids) + len(t)) for t in traces), 0),
-        }
+        labels, is_label = padded([np.append(-100, t.completion_ids) for t in traces], "right", "cpu")
+        ids, mask = padded([np.append(t.prompt_ids, t.completion_ids) for t in traces], "right", "cpu")
+        labels = labels.masked_fill(is_label == 0, -100)
+        return {"traces": traces, "labels": labels, "input_ids": ids, "attention_mask": mask}
 
     def _completed(self, traces: list[Trace], rows: Sequence[int]) -> list[Trace]:
         source = self.sampler.source
@@ -464,14 +450,32 @@ def _collate(rows: list[int]) -> dict[str, list[int]]:
     return {"rows": rows}
 
 
-def _prepare_checkpointing(learner: Any, config: Any) -> None:
-    """Prepare a learner for gradient checkpointing where transformers' trainer does not."""
-    if not config.gradient_checkpointing:
-        return
-    if is_peft(learner):  # https://github.com/huggingface/transformers/issues/42489
-        learner.enable_input_require_grads()
-    if (config.gradient_checkpointing_kwargs or {}).get("selective"):  # a key of TRL's own
-        enable_selective_activation_checkpointing(learner)
+def _prepared(learner: Any, config: Any, peft_config: Any) -> Any:
+    """The learner with its adapters, ready for gradient checkpointing where transformers' trainer does not see to it.
+    Writes into `config`."""
+    plugin, recomputing = config.deepspeed_plugin, dict(config.gradient_checkpointing_kwargs or {})
+    is_sharded = plugin is not None and plugin.zero_stage == 3
+    if peft_config is not None:
+        with_adapters = adapted(learner, peft_config, "default", config.seed)
+        # ZeRO-3 gathers weights of one dtype alone: https://github.com/deepspeedai/DeepSpeed/issues/8072
+        learner = with_adapters.to(learner.dtype) if is_sharded else with_adapters
+    if is_peft(learner):
+        head = learner.get_output_embeddings()
+        if isinstance(head, BaseTunerLayer) and head.weight is learner.get_input_embeddings().weight:
+            raise ConfigError(
+                "The draft ties its output head to its input embeddings, so that an adapter of the head, once merged, "
+                "would change both. Leave the head out of the adapter's `target_modules`."
+            )
+        if config.gradient_checkpointing:
+            learner.enable_input_require_grads()  # https://github.com/huggingface/transformers/issues/42489
+            if is_sharded:  # https://github.com/huggingface/trl/issues/2514
+                recomputing["use_reentrant"] = True
+                if recomputing.get("selective"):
+                    raise ConfigError("Adapters under ZeRO-3 need `use_reentrant`, which `selective` cannot do.")
+    if recomputing.pop("selective", False):  # a key of TRL's own
+        enable_selective_activation_checkpointing(unwrap(learner))
+    config.gradient_checkpointing_kwargs = config.activation_checkpointing_kwargs = recomputing or None
+    return learner
 
 
 def _disable_dropout(model: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
-from osd_hf.pair import first_line
+from osd_hf.errors import first_line
 from osd_hf.utils.disk import in_child, renewing
 
 logger = logging.getLogger(__name__)

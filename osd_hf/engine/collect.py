@@ -10,21 +10,19 @@ import re
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from osd_hf.engine.client import CompletionClient, RequestRefusedError
-from osd_hf.engine.responses import ResponseReader, unwrapped
-from osd_hf.errors import DataError, ServerError
+from osd_hf.engine.completions import CompletionClient, RequestRefusedError, ResponseReader, unwrapped
+from osd_hf.errors import DataError, ServerError, without_credentials
 from osd_hf.prompts import Prompt
 from osd_hf.store.folder import store_errors
 from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace
 from osd_hf.utils.disk import FileLock, hold_lock, write_whole
-from osd_hf.utils.masking import without_credentials
 
 __all__ = ["CollectionReport", "LogReader", "collect", "collect_log"]
 
@@ -37,6 +35,7 @@ LOG_BYTES = 1 << 20  # read at once
 LINE_BYTES = 1 << 27  # of one line: an answer of a hundred thousand tokens with twenty log-probs each
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass
@@ -92,14 +91,11 @@ def collect(
     the collection ends with the reason.
 
     Args:
-        report (`CollectionReport`, *optional*):
-            Counts, seen by the caller when an error ends the collection.
-        on_request (`Callable[[Trace], object]`, *optional*):
-            Called for each trace kept.
+        report (`CollectionReport`, *optional*): Counts, seen by the caller when an error ends the collection.
+        on_request (`Callable[[Trace], object]`, *optional*): Called for each trace kept.
         stop (`threading.Event`, *optional*):
             Ends the collection when it is set; answers that come within seconds are kept.
-        max_new_tokens (`int`), settings (`Any`):
-            Passed on to [`~CompletionClient.complete`].
+        max_new_tokens (`int`), settings (`Any`): Passed on to [`~CompletionClient.complete`].
 
     Raises:
         ServerError: the server went away, or refused. What was answered is in the store.
@@ -107,21 +103,23 @@ def collect(
         StoreError: the store cannot be written.
     """
     report = report or CollectionReport()
-    waiting, answers = deque(prompts), dict[Future[Any], Prompt]()
+    waiting, answers = deque(prompts), set[Future[list[Trace]]]()
     failures: list[RequestRefusedError | DataError] = []  # since the last answer that was kept
     started = time.perf_counter()
 
-    def ask(ids: list[int]) -> tuple[dict[str, Any], dict[str, Any]]:
-        return client.complete(ids, max_new_tokens=max_new_tokens, num_logprobs=reader.num_logprobs, **settings)
+    def ask(prompt: Prompt, ids: list[int]) -> list[Trace]:
+        request, response = client.complete(
+            ids, max_new_tokens=max_new_tokens, num_logprobs=reader.num_logprobs, **settings
+        )
+        return reader.traces(response, request, domain=prompt.domain)
 
-    def keep(done: Iterable[Future[Any]]) -> ServerError | DataError | None:
+    def keep(done: set[Future[list[Trace]]]) -> ServerError | DataError | None:
         """Keep what was answered; returns what should end the collection."""
         fatal: ServerError | DataError | None = None
-        for future in list(done):
-            prompt = answers.pop(future)
+        for future in done:
+            answers.remove(future)
             try:
-                request, response = future.result()
-                traces = reader.traces(response, request, domain=prompt.domain)
+                traces = future.result()
             except (RequestRefusedError, DataError) as error:
                 report.skip(str(error))
                 failures.append(error)
@@ -139,16 +137,14 @@ def collect(
         try:
             while not (stop is not None and stop.is_set()):
                 while waiting and len(answers) < concurrency:
-                    prompt, ids = waiting.popleft()
-                    answers[_begun(ask, ids)] = prompt
+                    answers.add(_begun(ask, *waiting.popleft()))
                 if not answers:
                     break
                 fatal = keep(wait(answers, timeout=STOP_SECONDS, return_when=FIRST_COMPLETED).done)
                 if fatal is not None:
                     raise fatal
         finally:  # of requests under way, those that are answered soon
-            wait(answers, timeout=GRACE_SECONDS)
-            keep([future for future in answers if future.done()])
+            keep(wait(answers, timeout=GRACE_SECONDS).done)
             report.unanswered += len(waiting) + len(answers)
         if failures and not report.requests:
             raise failures[-1]
@@ -158,13 +154,13 @@ def collect(
     return report
 
 
-def _begun(call: Callable[[list[int]], Any], ids: list[int]) -> Future[Any]:
+def _begun(call: Callable[..., T], *arguments: Any) -> Future[T]:
     """A call by a thread that does not hold up the end of the program, as those of an executor do."""
-    future: Future[Any] = Future()
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
-            future.set_result(call(ids))
+            future.set_result(call(*arguments))
         except BaseException as error:  # noqa: BLE001  # whoever asks for the result gets it
             future.set_exception(error)
 
@@ -182,20 +178,16 @@ class LogReader:
     one is begun.
 
     Args:
-        path (`Path`):
-            A file of JSON lines.
-        place (`Path`, *optional*):
-            File that keeps how far the log has been read, so that another run goes on there.
+        path (`Path`): A file of JSON lines.
+        place (`Path`, *optional*): File that keeps how far the log has been read, so that another run goes on there.
 
     Raises:
         DataError: there is no such file, or it cannot be read.
         ConfigError: another process reads it for the same `place`.
 
     Attributes:
-        has_rest (`bool`):
-            Whether there was a line without its end after the last whole one.
-        too_long (`int`):
-            Lines passed over because they are too long.
+        has_rest (`bool`): Whether there was a line without its end after the last whole one.
+        too_long (`int`): Lines passed over because they are too long.
     """
 
     def __init__(self, path: Path, place: Path | None = None) -> None:
@@ -223,8 +215,8 @@ class LogReader:
 
     def _begin(self, offset: int, *, is_inside: bool = False) -> None:
         """Go on at a line's start, or inside a line that is passed over."""
-        # What is dealt with ends at `offset`, the line handed out last at `_end`, and what has been read at `_read`.
-        self.offset = self._end = self._read = offset
+        # What is dealt with ends at `offset`, and what has been read at `_read`.
+        self.offset = self._read = offset
         self._rest, self._is_inside = bytearray(), is_inside  # of the line that has begun
 
     def _resume(self) -> None:
@@ -249,7 +241,7 @@ class LogReader:
         else:
             logger.warning(
                 "%s is another file than the one that was read before: it is read from its start, and what the other "
-                "gained behind byte %d is not read.", self.path, offset,
+                "gained after byte %d is not read.", self.path, offset,
             )  # fmt: skip
 
     def lines(self) -> Iterator[bytes]:
@@ -274,9 +266,10 @@ class LogReader:
 
     def _whole_lines(self) -> Iterator[bytes]:
         size, begun = os.fstat(self._file.fileno()).st_size, bytes(self._rest[:HEAD_BYTES])
+        is_accepted = self._read == self.offset + len(self._rest)
         if size < self.offset or self._bytes_at(0, len(self._head)) != self._head:
             self._begin(0)  # it was emptied in place, and may have grown since
-        elif self._end != self.offset or size < self._read or self._bytes_at(self.offset, len(begun)) != begun:
+        elif not is_accepted or size < self._read or self._bytes_at(self.offset, len(begun)) != begun:
             self._begin(self.offset, is_inside=self._is_inside)
         while True:
             *ended, rest = self._bytes_at(self._read, LOG_BYTES).split(b"\n")
@@ -284,15 +277,14 @@ class LogReader:
                 self._grow(piece)
                 line = None if self._is_inside else bytes(self._rest)
                 self._rest, self._is_inside = bytearray(), False
-                self._read = self._end = self._read + 1
+                self._read += 1
                 if line is not None:
                     yield line
-                self.offset = self._end
+                self.accept()
             if not rest and not ended:
                 break
             self._grow(rest)
-            if self._is_inside:
-                self.offset = self._end = self._read
+            self.accept()
         self.has_rest = bool(self._rest) and not self._rest.isspace()
         self._head = self._bytes_at(0, min(HEAD_BYTES, self.offset))
 
@@ -314,15 +306,13 @@ class LogReader:
     def _is_rotated(self) -> bool:
         """Whether another file has the name now."""
         try:
-            now = self.path.stat()
+            return not os.path.samestat(self.path.stat(), os.fstat(self._file.fileno()))
         except OSError:
             return False  # until the new one is there
-        mine = os.fstat(self._file.fileno())
-        return (now.st_dev, now.st_ino) != (mine.st_dev, mine.st_ino)
 
     def accept(self) -> None:
         """Take the line that came last for dealt with, as happens by itself when the next one is asked for."""
-        self.offset = self._end
+        self.offset = self._read - len(self._rest)
 
     def commit(self) -> None:
         """Write how far the log has been read, without the line that came last if that is not accepted; raises
@@ -342,7 +332,6 @@ class LogReader:
         self._file.close()
         if self._lock is not None:
             self._lock.close()
-            self._lock = None
 
 
 def collect_log(
@@ -370,9 +359,9 @@ def collect_log(
                 traces = _traces_of(line, reader, domain) if line.strip() else []
             except DataError as error:
                 report.skip(str(error))
-                traces = []
-            report.keep(store, traces, on_request)
-            kept += len(traces)
+            else:
+                report.keep(store, traces, on_request)
+                kept += len(traces)
             log.accept()
             if kept >= store.flush_every:
                 store.flush()

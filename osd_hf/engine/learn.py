@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import math
+import os
 import re
+import secrets
+import shutil
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 from accelerate import Accelerator
 
 from osd_hf.config import OnlineConfig
-from osd_hf.engine.versions import VersionFolder
-from osd_hf.errors import ConfigError, OSDError, StateError, StoreError
+from osd_hf.errors import ConfigError, OSDError, StateError
 from osd_hf.hub.cards import DraftFacts
-from osd_hf.hub.export import check_written
-from osd_hf.hub.push import push_folder, save_draft
+from osd_hf.hub.push import check_written, push_folder, save_draft
 from osd_hf.learning.drafts import DomainDrafts
-from osd_hf.learning.faults import Readable
 from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.session import check_pointer, has_session, load_session, save_session
@@ -31,126 +32,171 @@ from osd_hf.learning.updater import UpdateReport, finish
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.replay import replay_each
 from osd_hf.simulate import serve_recorded
-from osd_hf.store.arrow import readable_traces
-from osd_hf.store.folder import list_shards, open_store, read_table
+from osd_hf.store.folder import StoreFollower
 from osd_hf.trace import Trace
-from osd_hf.utils.report import provenance
+from osd_hf.utils.disk import hold_lock, sync_folder, sync_tree
+from osd_hf.utils.report import make_folder, provenance, write_report
 
-__all__ = ["StoreFollower", "StoreLearner"]
+__all__ = ["FACTS", "LATEST", "StoreLearner", "VersionFolder", "latest_version"]
 
 logger = logging.getLogger(__name__)
 
-ATTEMPTS = 5  # at a shard that cannot be read before it is left out
+LATEST = "latest"
+FACTS = "version.json"
+LEAST_KEPT = 2  # the newest, and the one that an engine may be loading just now
+LOCK = ".publisher.lock"
+VERSION = re.compile(r"v(\d{6,})")
+UNFINISHED = re.compile(rf"\.(v\d{{6,}}|{LATEST})-[0-9a-f]+\.tmp")  # names that nobody else gives
 TAKEN_AT_ONCE = 16  # requests between two looks at the clock, and at who wants to stop
 RETRY_SECONDS = 30.0  # between two attempts to write what could not be written
 RECENT = 4096  # requests whose acceptance is kept
 
 
-class StoreFollower:
+# --- versions -------------------------------------------------------------------------------------------------------
+
+
+def latest_version(path: Path) -> Path | None:
+    """Folder of the version that the pointer in a folder of versions names; `None` where there is none."""
+    link = path / LATEST
+    return link.resolve() if link.exists() else None
+
+
+class VersionFolder:
     """
-    New requests of stores that other processes append to; each request of a finished shard is taken once.
+    Published versions `v000001`, `v000002`, ... and a symbolic link `latest` to the newest. A reader finds whole
+    versions only: each is written under a hidden name, synced and renamed, and the link is replaced after that. Other
+    files in the folder stay as they are: a version of ours is known by its `version.json`.
 
     Args:
-        paths (`Sequence[Path]`):
-            Folders of the stores; made where they are missing.
+        path (`Path`): Folder of the versions, made where it is missing.
+        keep (`int`, *optional*, defaults to 5): Newest versions kept, at least 2.
 
     Raises:
-        StoreError: a path is no store.
-
-    Attributes:
-        is_waiting (`bool`):
-            Whether a shard could not be read just now, and is tried again later.
-        left_out (`Counter[str]`):
-            Shards and requests that cannot be read, by reason.
+        ConfigError: it cannot be written, another process publishes there, or `latest` is something else there.
     """
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self.paths = list(dict.fromkeys(path.expanduser().absolute() for path in paths))
-        for path in self.paths:
-            open_store(path)
-        self.is_waiting = False
-        self.left_out: Counter[str] = Counter()
-        # Writer -> number of the shard to read next, and how many of its rows were taken. No two writers of any stores
-        # have one name.
-        self._taken: dict[str, tuple[int, int]] = {}
-        self._unread: list[tuple[int, str, str]] = []  # number, writer and path of each shard, in the order of reading
-        self._failed: Counter[str] = Counter()  # attempts by path; "" is the listing
-        self._open: tuple[str, list[Trace | None]] = ("", [])
+    def __init__(self, path: Path, *, keep: int = 5) -> None:
+        if keep < LEAST_KEPT:
+            raise ConfigError(f"At least {LEAST_KEPT} versions are kept, as one may just be read, got {keep}.")
+        self.path, self.keep = path.expanduser().absolute(), keep
+        make_folder(self.path)
+        try:
+            self._lock = hold_lock(
+                self.path / LOCK,
+                f"Another process publishes to {path}, or its file system has no locks. Choose another folder, or "
+                "stop that process.",
+            )
+        except OSError as error:
+            raise ConfigError(f"The folder {path} cannot be written to: {error.strerror}.") from error
+        pointer = self.path / LATEST
+        if os.path.lexists(pointer) and not pointer.is_symlink():
+            self.close()
+            raise ConfigError(f"{pointer} is no pointer to a version. Choose another folder, or move it away.")
+        for entry in list(self.path.iterdir()):
+            if UNFINISHED.fullmatch(entry.name):  # of a publisher that was killed
+                _remove(entry)
+        # A publisher may have been killed before the pointer followed; one that somebody set back stays.
+        *_, before, newest = (0, 0, *self._numbers())
+        if newest and self._pointed in (0, before):
+            with contextlib.suppress(OSError):
+                self._point(newest)
 
-    def take(self, limit: int) -> list[Trace]:
+    def publish(self, write: Callable[[Path], object], facts: dict[str, Any]) -> Path:
         """
-        The next requests, those of each writer in their order; none where nothing new has come. A shard that again
-        and again cannot be read is left out, and the log says so: others come after it.
+        Publish the next version, which `write` writes into a folder that does not exist yet, and return its folder.
+        The facts are kept beside it in `version.json`, with its number.
 
         Raises:
-            StoreError: a store cannot be listed, again and again.
+            StateError: it cannot be written; the versions before it, and the pointer, stay as they are.
         """
-        if not self._unread:
-            self._unread = self._listed()
-        taken: list[Trace] = []
-        while self._unread and len(taken) < limit:
-            number, writer, path = self._unread[0]
-            traces = self._load(path)
-            if traces is None:  # it is tried again at the next look, and later shards of its writer wait for it
-                self._unread = [shard for shard in self._unread if shard[1] != writer]
-                continue
-            begin, first = self._taken.get(writer, (number, 0))
-            first = first if begin == number else 0
-            part = traces[first : first + limit - len(taken)]
-            readable = [trace for trace in part if trace is not None]
-            taken += readable
-            if unreadable := len(part) - len(readable):
-                self.left_out["that cannot be read"] += unreadable
-                logger.warning("Left out: %d requests of %s that cannot be read.", unreadable, path)
-            is_done = first + len(part) >= len(traces)
-            self._taken[writer] = (number + 1, 0) if is_done else (number, first + len(part))
-            if is_done:
-                del self._unread[0]
-        return taken
-
-    def _listed(self) -> list[tuple[int, str, str]]:
-        """The shards that are not read to their end; none where a store is away for a moment."""
+        number = self.number + 1
+        while os.path.lexists(self._folder(number)):  # somebody else's
+            number += 1
+        unfinished = self._hidden(f"v{number:06d}")
         try:
-            paths = [Path(path) for store in self.paths for path in list_shards(store)]
-        except StoreError as error:
-            self._failed[""] += 1
-            if self._failed[""] == ATTEMPTS:
+            write(unfinished)
+            unfinished.mkdir(exist_ok=True)
+            write_report(unfinished / FACTS, {"version": number, **facts})
+            sync_tree(unfinished)
+            os.replace(unfinished, self._folder(number))
+            with contextlib.suppress(OSError):  # before the pointer names it; what is amiss is told below
+                sync_folder(self.path)
+            try:
+                self._point(number)
+            except BaseException:
+                if self._pointed != number:  # nobody is ever told of it
+                    _remove(self._folder(number))
                 raise
-            logger.warning("Tried again: %s.", error)
-            self.is_waiting = True
-            return []
-        self._failed[""], self.is_waiting = 0, False
-        numbered = [(re.search(r"(\d+)\.parquet$", path.name), path.parent.name, str(path)) for path in paths]
-        shards = [(int(number[1]), writer, path) for number, writer, path in numbered if number is not None]
-        return sorted(shard for shard in shards if shard[0] >= self._taken.get(shard[1], (0, 0))[0])
+        except Exception as error:  # safetensors and tokenizers report a full disk as errors of many kinds
+            raise StateError(f"Version {number} cannot be written to {self.path}: {error}.") from error
+        finally:
+            _remove(unfinished)
+        for old in filter(self._is_ours, self._numbers()[: -self.keep]):
+            with contextlib.suppress(OSError):  # by its name nobody finds half of it
+                os.replace(self._folder(old), gone := self._hidden(f"v{old:06d}"))
+                _remove(gone)
+        return self._folder(number)
 
-    def _load(self, path: str) -> list[Trace | None] | None:
-        """The requests of a shard, `None` for one that cannot be read; `None` where it should be tried again."""
-        if self._open[0] == path:
-            return self._open[1]
+    def _hidden(self, name: str) -> Path:
+        return self.path / f".{name}-{secrets.token_hex(4)}.tmp"
+
+    def _point(self, number: int) -> None:
+        link = self._hidden(LATEST)
         try:
-            table = read_table(path)
-            self._open = (path, [] if table is None else readable_traces(table))
-        except (StoreError, ValueError, TypeError, MemoryError, pa.ArrowException) as error:
-            self._failed[path] += 1
-            if self._failed[path] < ATTEMPTS:
-                self.is_waiting = True
-                return None
-            logger.warning("Left out: %s.", error)
-            del self._failed[path]
-            self.left_out["of shards that cannot be read, counted by shard"] += 1
-            self._open = (path, [])
-        return self._open[1]
+            os.symlink(self._folder(number).name, link, target_is_directory=True)
+            os.replace(link, self.path / LATEST)
+            sync_folder(self.path)
+        finally:
+            _remove(link)
 
-    def state_dict(self) -> dict[str, list[int]]:
-        """What has been taken, ready for JSON."""
-        return {writer: list(place) for writer, place in self._taken.items()}
+    def _folder(self, number: int) -> Path:
+        return self.path / f"v{number:06d}"
 
-    def load_state_dict(self, state: Mapping[str, Sequence[int]], left_out: Mapping[str, int] | None = None) -> None:
-        """Go on after what was taken and left out."""
-        self._taken = {str(writer): (int(place[0]), int(place[1])) for writer, place in state.items()}
-        self.left_out.update(left_out or {})
-        self._unread.clear()
+    @property
+    def number(self) -> int:
+        """Number of the newest version; 0 where there is none."""
+        return max(self._numbers(), default=0)
+
+    @property
+    def latest(self) -> Path | None:
+        """Folder of the version that the pointer names; `None` where there is none."""
+        return latest_version(self.path)
+
+    @property
+    def _pointed(self) -> int:
+        """Number of the version that the pointer names; 0 where it names none."""
+        with contextlib.suppress(OSError):
+            name = VERSION.fullmatch(os.readlink(self.path / LATEST))
+            if name is not None and int(name[1]) in self._numbers():
+                return int(name[1])
+        return 0
+
+    def _numbers(self) -> list[int]:
+        names = (VERSION.fullmatch(entry.name) for entry in self.path.iterdir())
+        return sorted(int(name[1]) for name in names if name is not None and (self.path / name[0] / FACTS).is_file())
+
+    def _is_ours(self, number: int) -> bool:
+        """Whether a version was published here, and is no folder of somebody else's by such a name."""
+        try:
+            return bool(json.loads((self._folder(number) / FACTS).read_text())["version"] == number)
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
+    def close(self) -> None:
+        """Let another process publish here."""
+        if self._lock is not None:
+            self._lock.close()
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+# --- learning -------------------------------------------------------------------------------------------------------
 
 
 class StoreLearner:
@@ -162,39 +208,29 @@ class StoreLearner:
     Args:
         draft (`PreTrainedModel`), tokenizer (`PreTrainedTokenizerBase`):
             Where learning starts, with the target's vocabulary size; not changed. The tokenizer is published with it.
-        follower (`StoreFollower`), versions (`VersionFolder`):
-            Where requests come from, and where versions go.
-        config (`OnlineConfig`, *optional*):
-            The rule of learning; `num_assistant_tokens` must be a number.
-        state (`Path`, *optional*):
-            Folder of the session; one that lies there is gone on with.
-        domain (`str`, *optional*):
-            Learn from requests of this label only.
-        facts (`DraftFacts`, *optional*):
-            What the cards say beside the figures.
+        follower (`StoreFollower`), versions (`VersionFolder`): Where requests come from, and where versions go.
+        config (`OnlineConfig`): The rule of learning; `num_assistant_tokens` must be a number.
+        state (`Path`, *optional*): Folder of the session; one that lies there is gone on with.
+        domain (`str`, *optional*): Learn from requests of this label only.
+        facts (`DraftFacts`, *optional*): What the cards say beside the figures.
         repo_id (`str`, *optional*), token (`str`, *optional*), private (`bool`, *optional*):
             Repo of the Hub that each version is pushed to as well, by [`~osd_hf.hub.push.push_folder`].
         publish_seconds (`float`, *optional*, defaults to 0.0):
             Least time between two publications; what comes sooner waits, and the newest goes out.
-        accelerator (`Accelerator`, *optional*):
-            Runs backward and step, and has the trackers.
-        clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`):
-            Seconds, for publications.
+        accelerator (`Accelerator`, *optional*): Runs backward and step, and has the trackers.
+        clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`): Seconds, for publications.
 
     Raises:
         ConfigError: a configuration without a fixed k.
         StateError: a session of another draft.
 
     Attributes:
-        requests (`int`), tokens (`int`):
-            Learned from, or judged by, since the session began.
-        skipped (`Counter[str]`):
-            What this run left out as it does not fit this learner, by reason.
+        requests (`int`), tokens (`int`): Learned from, or judged by, since the session began.
+        skipped (`Counter[str]`): What this run left out as it does not fit this learner, by reason.
         learned (`deque[AcceptanceStats]`), frozen (`deque[AcceptanceStats]`):
             What the version that served at the time, and the draft of the beginning, made of the newest requests of
             this run.
-        published (`list[dict]`):
-            Facts of the versions published by this run.
+        published (`list[dict]`): Facts of the versions published by this run.
     """
 
     def __init__(
@@ -203,7 +239,7 @@ class StoreLearner:
         tokenizer: Any,
         follower: StoreFollower,
         versions: VersionFolder,
-        config: OnlineConfig | None = None,
+        config: OnlineConfig,
         *,
         state: Path | None = None,
         domain: str | None = None,
@@ -215,7 +251,7 @@ class StoreLearner:
         accelerator: Accelerator | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        config = replace(config or OnlineConfig(), update_strategy="interval", max_duty_cycle=1.0)
+        config = replace(config, update_strategy="interval", max_duty_cycle=1.0)
         if not isinstance(config.num_assistant_tokens, int):
             raise ConfigError(f"A fixed k is needed, got `num_assistant_tokens={config.num_assistant_tokens!r}`.")
         self.config, self.k = config, config.num_assistant_tokens
@@ -223,7 +259,6 @@ class StoreLearner:
         self.domain, self.facts, self.repo_id = domain, facts or DraftFacts(), repo_id
         self._draft, self._token, self._private, self._state = draft, token, private, state
         self._publish_seconds, self._clock, self._published_at = publish_seconds, clock, -float("inf")
-        self._readable = Readable.by(draft)
         self.learner = Learner(DomainDrafts(draft, config, per_domain=False), config, accelerator)
         self.requests = self.tokens = 0
         self.skipped: Counter[str] = Counter()
@@ -234,7 +269,7 @@ class StoreLearner:
         self._unpushed: Path | None = None
         self._unsaved_updates = 0
         self._retry_at = -float("inf")
-        self._since_update: list[AcceptanceStats] = []
+        self._since_update = AcceptanceStats()
         if state is not None:
             check_pointer(state)
             if has_session(state):
@@ -291,7 +326,7 @@ class StoreLearner:
             self.tokens += len(trace)
             self.learned.append(stats)
             self.frozen.append(next(frozen))
-            self._since_update.append(stats)
+            self._since_update += stats
             if on_request is not None:
                 on_request(stats, self.frozen[-1], trace.draft_version)
         if self._clock() >= self._retry_at:
@@ -305,23 +340,19 @@ class StoreLearner:
         return len(taken)
 
     def _fits(self, trace: Trace) -> bool:
-        kept, positions = self.config.num_logprobs, self._readable.positions
-        width = 0 if kept is None or kept >= trace.vocab_size else kept
-        reason = None
-        if self.domain is not None and trace.domain != self.domain:
-            reason = "of another domain"
-        elif not len(trace) or not trace.num_kept:
-            reason = "without target rows"
-        elif trace.vocab_size != self._readable.vocab_size:
-            reason = f"of a vocabulary of {trace.vocab_size}, not {self._readable.vocab_size}"
-        elif trace.top_ids.shape[1] != width:
-            reason = f"with {trace.top_ids.shape[1] or 'all'} entries per position, not {width or 'all'}"
-        elif trace.is_encoder_decoder:
-            reason = "of an encoder-decoder"
-        elif positions is not None and len(trace.prompt_ids) + len(trace) > positions:
-            reason = f"longer than the draft's {positions} positions"
-        elif trace.is_sampled and self.config.learn_from == "corrections":
-            reason = "sampled, whose corrections cannot be known"
+        kept, readable, size = self.config.num_logprobs, self.learner.updater(None).readable, trace.vocab_size
+        found, wanted = trace.top_ids.shape[1], 0 if kept is None or kept >= size else kept
+        most = math.inf if readable.positions is None else readable.positions
+        misfits = {
+            "of another domain": self.domain not in (None, trace.domain),
+            "without target rows": not len(trace) or not trace.num_kept,
+            f"of a vocabulary of {size}, not {readable.vocab_size}": size != readable.vocab_size,
+            f"with {found or 'all'} entries per position, not {wanted or 'all'}": found != wanted,
+            "of an encoder-decoder": trace.is_encoder_decoder,
+            f"longer than the draft's {most} positions": len(trace.prompt_ids) + len(trace) > most,
+            "sampled, whose corrections cannot be known": trace.is_sampled and self.config.learn_from == "corrections",
+        }
+        reason = next((reason for reason, is_so in misfits.items() if is_so), None)
         if reason is not None:
             if not self.skipped[reason]:
                 hint = " Set `num_logprobs` to what they were collected with." if "entries" in reason else ""
@@ -331,9 +362,8 @@ class StoreLearner:
 
     def _updated(self, report: UpdateReport) -> None:
         self._unsaved_updates += 1
-        recent = sum(self._since_update, AcceptanceStats())
-        self._since_update.clear()
-        log_update(self.learner.accelerator, report, self.requests, recent)
+        log_update(self.learner.accelerator, report, self.requests, self._since_update)
+        self._since_update = AcceptanceStats()
         for decision in self.learner.decisions:
             if decision.outcome in ("promoted", "rolled back"):
                 self._unpublished = decision
@@ -342,29 +372,25 @@ class StoreLearner:
     # --- publishing -------------------------------------------------------------------------------------------------
 
     def _publish_what_waits(self) -> bool:
-        """Publish or push what waits; whether something did."""
+        """Publish the version that serves now, or push the one published last, where that waits; whether something
+        did. The session is saved apart. Raises StateError where a version cannot be written, or does not say what the
+        draft says; the one before it stays."""
         if self._unpublished is not None:
-            self.publish()
+            self._publish(self._unpublished)
         elif self._unpushed is not None:
-            self._push()
+            self._push(self._unpushed)
         else:
             return False
         return True
 
-    def publish(self) -> Path:
-        """
-        Publish the version that serves now, and return its folder. The session is saved apart.
-
-        Raises:
-            StateError: it cannot be written, or does not say what the draft says; the version before stays.
-        """
-        decision, self._published_at = self._unpublished, self._clock()
+    def _publish(self, decision: GateDecision) -> None:
+        self._published_at = self._clock()
         facts: dict[str, Any] = {
             "draft_version": self.learner.drafts.serving_version(),
             "requests": self.requests,
             "tokens": self.tokens,
             "num_assistant_tokens": self.k,
-            "decision": None if decision is None else decision.to_dict(),
+            "decision": decision.to_dict(),
             "created_at_seconds": time.time(),
             "provenance": provenance(),
         }
@@ -374,37 +400,33 @@ class StoreLearner:
         self.published.append({"version": self.versions.number, **facts})
         logger.info("Published version %d after %d requests.", self.versions.number, self.requests)
         if self.repo_id is not None:
-            self._unpushed = folder
-            self._push()
-        return folder
+            self._push(folder)
 
     def _write(self, folder: Path, draft: Any, facts: dict[str, Any]) -> None:
-        decision = facts["decision"] or {}
+        decision = facts["decision"]
         held_back = {
             f"Acceptance on {decision['requests']} held-back requests, {name}": f"{decision[side]:.3f}"
             for name, side in (("before", "alpha_before"), ("this version", "alpha_after"))
-            if decision.get(side) is not None
+            if decision[side] is not None
         }
         training = {**self.facts.training, "Requests learned from": facts["requests"], **held_back}
         name = self.repo_id or f"{self.versions.path.name}/{folder.name.lstrip('.').split('-')[0]}"
         card = replace(self.facts, training=training)
-        try:
-            save_draft(folder, draft, self.tokenizer, num_assistant_tokens=self.k, repo_id=name, facts=card)
-            check_written(folder, draft, draft)
-        except ConfigError as error:
-            raise StateError(str(error)) from error
+        save_draft(folder, draft, self.tokenizer, num_assistant_tokens=self.k, repo_id=name, facts=card)
+        check_written(folder, draft, draft)
 
-    def _push(self) -> None:
+    def _push(self, folder: Path) -> None:
         """Push what was published last; a failure is tried again after the time between two versions."""
-        assert self.repo_id is not None and self._unpushed is not None
-        message = f"Version {int(self._unpushed.name.removeprefix('v'))} of the draft"
+        assert self.repo_id is not None
+        self._unpushed = folder
+        message = f"Version {int(folder.name.removeprefix('v'))} of the draft"
         try:
-            push_folder(self._unpushed, self.repo_id, token=self._token, private=self._private, commit_message=message)
+            push_folder(folder, self.repo_id, token=self._token, private=self._private, commit_message=message)
         except OSDError as error:
             logger.warning("Version %d was not pushed: %s", self.versions.number, error)
             self._published_at = self._clock()
-            return
-        self._unpushed = None
+        else:
+            self._unpushed = None
 
     # --- keeping ----------------------------------------------------------------------------------------------------
 
@@ -424,7 +446,7 @@ class StoreLearner:
     def _resume(self, state: Path) -> None:
         facts, _ = load_session(state, self.learner)
         try:
-            self.follower.load_state_dict(facts["taken"], facts.get("left_out"))
+            self.follower.load_state_dict(facts["taken"], facts["left_out"])
             self.requests, self.tokens = int(facts["requests"]), int(facts["tokens"])
             self._unpublished = None if facts["unpublished"] is None else GateDecision(**facts["unpublished"])
             self._unpushed = self.versions.latest if facts["unpushed"] and self.repo_id is not None else None

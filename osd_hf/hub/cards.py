@@ -13,11 +13,10 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils._validators import validate_repo_id
 
 from osd_hf.bundled import DOMAINS, bundled_prompts
-from osd_hf.errors import ConfigError
-from osd_hf.metrics import AcceptanceStats, alpha_gain_interval
+from osd_hf.errors import ConfigError, without_credentials
+from osd_hf.metrics import AcceptanceStats, Comparison
 from osd_hf.prompts import Prompt
 from osd_hf.utils.disk import write_whole
-from osd_hf.utils.masking import without_credentials
 from osd_hf.utils.report import write_report
 
 __all__ = [
@@ -27,7 +26,7 @@ __all__ = [
 
 EVALUATION = "evaluation"  # folder of a repo
 PLOT = "alpha.png"  # in it, where it was drawn
-TEMPLATE = Path(__file__).with_name("draft_card.jinja")
+HERE = Path(__file__).parent  # the templates of both cards lie here
 
 # --- what was measured ----------------------------------------------------------------------------------------------
 
@@ -38,12 +37,9 @@ class EvaluationSet:
     Prompts that a draft is judged by, and that are published with it: public or generated ones, never traffic.
 
     Args:
-        name (`str`):
-            Name of the set, such as `"openai/gsm8k, test"`.
-        prompts (`tuple[Prompt, ...]`):
-            User turns, at least two.
-        max_new_tokens (`int`, *optional*, defaults to 128):
-            Most tokens of an answer.
+        name (`str`): Name of the set, such as `"openai/gsm8k, test"`.
+        prompts (`tuple[Prompt, ...]`): User turns, at least two.
+        max_new_tokens (`int`, *optional*, defaults to 128): Most tokens of an answer.
 
     Raises:
         ConfigError: fewer than two prompts.
@@ -80,16 +76,12 @@ class Evaluation:
     How two drafts were accepted, by replay on greedy answers of the target.
 
     Args:
-        dataset (`EvaluationSet`):
-            The prompts; those that left no room for an answer are not in it.
-        num_assistant_tokens (`int`):
-            k.
-        before (`tuple[AcceptanceStats, ...]`), after (`tuple[AcceptanceStats, ...]`):
-            Counts of each prompt.
+        dataset (`EvaluationSet`): The prompts; those that left no room for an answer are not in it.
+        num_assistant_tokens (`int`): k.
+        before (`tuple[AcceptanceStats, ...]`), after (`tuple[AcceptanceStats, ...]`): Counts of each prompt.
         speedups (`dict[str, dict[str, Any]]`, *optional*):
             System -> its tokens per second over the target alone, `median` and `interval`; empty where not timed.
-        facts (`dict[str, Any]`, *optional*):
-            Command, versions, machine.
+        facts (`dict[str, Any]`, *optional*): Command, versions, machine.
     """
 
     dataset: EvaluationSet
@@ -99,16 +91,14 @@ class Evaluation:
     speedups: dict[str, dict[str, Any]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
+    def parts(self) -> dict[str | None, Comparison]:
+        """The drafts `"before"` and `"after"` over all prompts (`None`) and by domain, in the order of the prompts."""
+        compared = Comparison([p.domain for p in self.dataset.prompts], {"before": self.before, "after": self.after})
+        return {None: compared, **{name: compared.of(name) for name in compared.names if name is not None}}
+
     def stats(self, side: str, domain: str | None = None) -> AcceptanceStats:
         """Counts of the draft `"before"` or `"after"`, over all prompts or those of a domain."""
-        each: Sequence[AcceptanceStats] = getattr(self, side)
-        chosen = [s for s, p in zip(each, self.dataset.prompts, strict=True) if domain in (None, p.domain)]
-        return sum(chosen, AcceptanceStats())
-
-    def sides(self) -> dict[str | None, tuple[AcceptanceStats, AcceptanceStats]]:
-        """Counts of both drafts, over all prompts (`None`) and by domain, in the order of the prompts."""
-        domains = dict.fromkeys(p.domain for p in self.dataset.prompts if p.domain is not None)
-        return {domain: (self.stats("before", domain), self.stats("after", domain)) for domain in (None, *domains)}
+        return self.parts()[domain].totals[side]
 
     def to_dict(self) -> dict[str, Any]:
         """All figures, ready for JSON."""
@@ -118,12 +108,11 @@ class Evaluation:
 
         parts = {
             domain: {
-                "requests": after.num_requests,
-                "before": figures(before),
-                "after": figures(after),
-                "gain_interval": list(alpha_gain_interval(before, after)),
+                "requests": part.totals["after"].num_requests,
+                **{side: figures(stats) for side, stats in part.totals.items()},
+                "gain_interval": list(part.gain_interval),
             }
-            for domain, (before, after) in self.sides().items()
+            for domain, part in self.parts().items()
         }
         return {
             "dataset": self.dataset.name,
@@ -137,13 +126,8 @@ class Evaluation:
 
     def bars(self) -> dict[str, dict[str, tuple[float, tuple[float, float]]]]:
         """Alpha of both drafts with its interval, over all prompts and by domain, as `plot_domains` takes them."""
-        return {
-            "all" if domain is None else domain: {
-                "draft before": (before.alpha, before.alpha_interval),
-                "this draft": (after.alpha, after.alpha_interval),
-            }
-            for domain, (before, after) in self.sides().items()
-        }
+        labels = {"before": "draft before", "after": "this draft"}
+        return {"all" if domain is None else domain: part.bars(labels)["all"] for domain, part in self.parts().items()}
 
     def write(self, folder: Path) -> None:
         """Write `prompts.jsonl` and `results.json` into a folder, made where it is missing."""
@@ -165,14 +149,10 @@ class DraftFacts:
             Hub id and commit of the model that it drafts for.
         base_model (`str`, *optional*), license (`str`, *optional*):
             Hub id and license of the draft that it was learned from.
-        is_adapter (`bool`, *optional*, defaults to `False`):
-            Whether the repo holds a LoRA adapter alone.
-        domains (`tuple[str, ...]`, *optional*):
-            Domains that it was learned on.
-        training (`Mapping[str, Any]`, *optional*):
-            Facts of the learning, such as requests, updates and settings.
-        command (`str`, *optional*):
-            The command that made it.
+        is_adapter (`bool`, *optional*, defaults to `False`): Whether the repo holds a LoRA adapter alone.
+        domains (`tuple[str, ...]`, *optional*): Domains that it was learned on.
+        training (`Mapping[str, Any]`, *optional*): Facts of the learning, such as requests, updates and settings.
+        command (`str`, *optional*): The command that made it.
     """
 
     target: str | None = None
@@ -237,7 +217,7 @@ def draft_card(repo_id: str, facts: DraftFacts, evaluation: Evaluation | None = 
     if facts.command is not None:
         made += f"\n\n```sh\n{facts.command}\n```"
     card: ModelCard = ModelCard.from_template(
-        data, str(TEMPLATE), repo=repo_id, name=data.model_name, facts=facts, evaluation=evaluation,
+        data, str(HERE / "draft_card.jinja"), repo=repo_id, name=data.model_name, facts=facts, evaluation=evaluation,
         made=without_credentials(made),  # facts are their writer's, and cards are for others
     )  # fmt: skip
     return card
@@ -255,13 +235,7 @@ def store_card(
         license=license, tags=["speculative-decoding", "distillation", "osd-hf"], task_categories=["text-generation"],
         pretty_name=repo_id.split("/")[-1], configs=[{"config_name": "default", "data_files": "**/*.parquet"}],
     )  # fmt: skip
-    whose = "a target model" if target is None else f"[{target}](https://huggingface.co/{target})"
-    labels = f" Domains: {', '.join(domains)}." if domains else ""
-    text = (
-        f"# {repo_id.split('/')[-1]}\n\n{requests:,} requests answered by {whose}, as token ids: prompt, completion, "
-        "the rounds of speculative decoding, and the target's largest log-probabilities per position with the mass of "
-        f"the tail.{labels} **It holds the text of the requests.** It was published by an explicit call, and is what "
-        "osd_hf replays drafts on and learns from.\n\n```python\nfrom datasets import load_dataset\n\n"
-        f'load_dataset("{repo_id}")\n```\n'
+    card: DatasetCard = DatasetCard.from_template(
+        data, str(HERE / "store_card.jinja"), repo=repo_id, target=target, requests=requests, domains=domains
     )
-    return DatasetCard(f"---\n{data.to_yaml()}\n---\n\n{text}")
+    return card

@@ -1,45 +1,41 @@
-"""Publishing on the Hub: a draft as the folder of its repo, whether and how it is pushed, a store of requests."""
+"""Publishing: a draft as the folder of its repo or for a serving engine, and a draft or a store on the Hub."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import HfApi, get_token
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    LocalTokenNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-)
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 from huggingface_hub.errors import HTTPError as NetworkError  # type: ignore[attr-defined]  # httpx's
 from huggingface_hub.utils._validators import validate_repo_id
 
-from osd_hf.errors import ConfigError, HubError
+from osd_hf.errors import ConfigError, HubError, StateError, first_line
 from osd_hf.hub.cards import EVALUATION, DraftFacts, Evaluation, draft_card, store_card
-from osd_hf.pair import first_line, is_peft
+from osd_hf.pair import align_vocab, fixed_k, is_peft, load_model, merged, unwrap, vocab_size_of
 from osd_hf.store.store import CorrectionStore
 from osd_hf.utils.report import make_folder
 
 __all__ = [
-    "TokenStaysHere", "check_push", "check_visibility", "push_folder", "push_store", "refuse_public", "save_draft",
+    "check_push", "check_visibility", "check_written", "export_to_vllm", "push_folder", "push_store",
+    "refuse_public", "save_draft",
 ]  # fmt: skip
 
-NO_TOKEN = "There is no token to push with. Pass one, or run `hf auth login` first."
+TOLERANCE, HALF_TOLERANCE = 1e-4, 5e-2  # of log-probs; half precisions round in other places
 
 
-def refuse_public(api: HfApi, repo_id: str, *, repo_type: str = "model", kept: str = "") -> None:
+def refuse_public(api: HfApi, repo_id: str, *, repo_type: str = "model") -> None:
     """Raises ConfigError for a repo that is not known to be private, and what the Hub raises where it cannot be
     asked."""
     if api.repo_info(repo_id, repo_type=repo_type).private is not True:
         raise ConfigError(
             f"{repo_id!r} is open to everybody, and a draft may have learned answers by heart. Make it private or "
-            f"take another name; to push there all the same, say so: `private=False` (--public). {kept}".strip()
+            "take another name; to push there all the same, say so: `private=False` (--public)."
         )
 
 
@@ -50,13 +46,6 @@ def check_visibility(repo_id: str, token: str | None, private: bool | None) -> N
         return
     with contextlib.suppress(HfHubHTTPError, NetworkError, OSError, RuntimeError):
         refuse_public(HfApi(token=token), repo_id)
-
-
-class TokenStaysHere:
-    """Put before training arguments as a base class, as trainers write these beside the weights and push them."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "hub_token": None}
 
 
 def save_draft(
@@ -74,16 +63,13 @@ def save_draft(
     evaluation with its prompts, and the model card.
 
     Args:
-        directory (`str` or `Path`):
-            The folder, made where it is missing.
+        directory (`str` or `Path`): The folder, made where it is missing.
         draft (`PreTrainedModel` or `PeftModel`):
             An ordinary model is written with its weights, a `PeftModel` as its adapter alone. Left as it is.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*):
-            The target's.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's.
         num_assistant_tokens (`int`, *optional*):
             k of the generation config; that of the evaluation by default, otherwise what the draft has.
-        repo_id (`str`, *optional*):
-            What the snippets of the card load; the folder by default.
+        repo_id (`str`, *optional*): What the snippets of the card load; the folder by default.
         facts (`DraftFacts`, *optional*), evaluation (`Evaluation`, *optional*):
             What the card says of the draft, and what was measured.
 
@@ -94,10 +80,10 @@ def save_draft(
     make_folder(folder)
     k = num_assistant_tokens or (evaluation.num_assistant_tokens if evaluation is not None else None)
     is_adapter = is_peft(draft)
-    with _drafting(draft, k):
+    with fixed_k(draft, k):
         draft.save_pretrained(folder)
         if is_adapter:  # which transformers reads beside an adapter, too
-            draft.generation_config.save_pretrained(folder)
+            unwrap(draft).generation_config.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     if evaluation is not None:
@@ -106,21 +92,65 @@ def save_draft(
     card.save(folder / "README.md")
 
 
-@contextlib.contextmanager
-def _drafting(draft: Any, k: int | None) -> Iterator[None]:
-    """The draft's generation config drafts k tokens a round inside."""
-    config = draft.generation_config
-    wanted = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
-    if k is not None:
-        wanted["num_assistant_tokens"] = k
-    before = {name: getattr(config, name, None) for name in wanted}
-    try:
-        for name, value in wanted.items():
-            setattr(config, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(config, name, value)
+def export_to_vllm(
+    directory: str | os.PathLike[str],
+    draft: Any,
+    target: Any,
+    tokenizer: Any,
+    *,
+    num_assistant_tokens: int = 5,
+    target_name: str | None = None,
+) -> list[str]:
+    """
+    Write a draft as vLLM's `draft_model` method takes it: merged weights, the target's vocabulary size and tokenizer.
+    SGLang takes the same folder; llama.cpp converts it.
+
+    Args:
+        directory (`str` or `Path`): A new or empty folder.
+        draft (`PreTrainedModel` or `PeftModel`), target (`PreTrainedModel`): Decoder-only models; left as they are.
+        tokenizer (`PreTrainedTokenizerBase`): The tokenizer of both.
+        num_assistant_tokens (`int`, *optional*, defaults to 5): k.
+        target_name (`str`, *optional*): How the command names the target; where it came from by default.
+
+    Returns:
+        `list[str]`: the command that serves the pair.
+
+    Raises:
+        ConfigError: a folder that is not empty or cannot be written, a k below 1, an encoder-decoder.
+        VocabularyMismatchError: the vocabularies differ in more than padding.
+        StateError: what was written does not load, or has other logits than the draft.
+    """
+    folder = Path(directory)
+    if num_assistant_tokens < 1:
+        raise ConfigError(f"`num_assistant_tokens` must be at least 1, got {num_assistant_tokens}.")
+    if draft.config.is_encoder_decoder:
+        raise ConfigError("vLLM drafts with decoder-only models, got an encoder-decoder. Serve it with transformers.")
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} is not empty. Choose another folder.")
+    draft = merged(draft)
+    exported = align_vocab(draft, target, tokenizer)
+    save_draft(folder, exported, tokenizer, num_assistant_tokens=num_assistant_tokens, repo_id=folder.name)
+    check_written(folder, exported, draft)
+    config = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": num_assistant_tokens}
+    name = target_name or target.config.name_or_path
+    return ["vllm", "serve", name, "--speculative-config", json.dumps(config)]
+
+
+@torch.inference_mode()
+def check_written(folder: Path, exported: Any, draft: Any) -> None:
+    """Raises StateError where the model in a folder does not have the log-probs of the draft that it was made of."""
+    again = load_model(str(folder), dtype="auto", device=str(exported.device))
+    rows = min(vocab_size_of(exported), vocab_size_of(draft))
+    size = min(32, int(getattr(exported.config.get_text_config(), "max_position_embeddings", 32)))
+    ids = torch.randint(rows, (1, size), generator=torch.Generator().manual_seed(0)).to(exported.device)
+    wanted, found = (m.eval()(ids).logits.float()[..., :rows].log_softmax(-1) for m in (draft, again))
+    error = float((wanted - found).abs().max())
+    tolerance = TOLERANCE if again.dtype == torch.float32 else HALF_TOLERANCE
+    if not error <= tolerance:
+        raise StateError(
+            f"What was written to {folder} differs from the draft by {error:.2g} in log-probabilities (at most "
+            f"{tolerance:g} is expected). Do not serve it; export again, in float32."
+        )
 
 
 def push_folder(
@@ -138,17 +168,14 @@ def push_folder(
     Make a repo, where there is none, and commit a folder to it. The folder stays as it is, whatever happens.
 
     Args:
-        folder (`str` or `Path`):
-            What is pushed, such as a folder that [`save_draft`] has written.
+        folder (`str` or `Path`): What is pushed, such as a folder that [`save_draft`] has written.
         repo_id (`str`), repo_type (`str`, *optional*, defaults to `"model"`):
             The repo as `user/name`, of a model or a `"dataset"`.
-        token (`str`, *optional*):
-            A token with the right to write; the login of this machine by default.
+        token (`str`, *optional*): A token with the right to write; the login of this machine by default.
         private (`bool`, *optional*):
             A new repo is private, and one that is there and open to everybody is refused, unless this is `False`: a
             draft may have learned answers by heart. The visibility of a repo that is there is never changed.
-        exist_ok (`bool`, *optional*, defaults to `True`):
-            Whether the repo may exist already.
+        exist_ok (`bool`, *optional*, defaults to `True`): Whether the repo may exist already.
         commit_message (`str`, *optional*), kept (`str`, *optional*):
             First line of the commit, and a sentence for errors about what is still there: by default that the local
             copy is.
@@ -161,19 +188,16 @@ def push_folder(
         HubError: the Hub refused, or could not be reached to the end.
     """
     kept = kept or f"The local copy stays in {folder}."
-    token = check_push(repo_id, token, kept)
-    api = HfApi(token=token)
     try:
+        api = HfApi(token=check_push(repo_id, token))
         url = api.create_repo(repo_id, private=private is not False, repo_type=repo_type, exist_ok=exist_ok)
         if private is not False:  # which the Hub does not look at where there is one already
-            refuse_public(api, repo_id, repo_type=repo_type, kept=kept)
+            refuse_public(api, repo_id, repo_type=repo_type)
         api.upload_folder(repo_id=repo_id, folder_path=str(folder), repo_type=repo_type, commit_message=commit_message)
-    except ConfigError:
-        raise
+    except ConfigError as error:
+        raise ConfigError(f"{error} {kept}") from error
     except OfflineModeIsEnabled as error:
         raise ConfigError(f"HF_HUB_OFFLINE is set: nothing can be pushed. Unset it and push again. {kept}") from error
-    except LocalTokenNotFoundError as error:
-        raise ConfigError(f"{NO_TOKEN} {kept}") from error
     except HfHubHTTPError as error:
         raise HubError(f"{_refusal(error, repo_id)} {kept}") from error
     except (NetworkError, OSError, RuntimeError, ValueError) as error:  # no network, and one that drops
@@ -184,7 +208,7 @@ def push_folder(
     return str(url)
 
 
-def check_push(repo_id: str, token: str | None = None, kept: str = "") -> str:
+def check_push(repo_id: str, token: str | None = None) -> str:
     """The token to push to a repo with; raises ConfigError for a name that is none, or where there is no token."""
     if "/" not in repo_id:
         raise ConfigError(f"A repo is named as user/name, got {repo_id!r}.")
@@ -194,21 +218,19 @@ def check_push(repo_id: str, token: str | None = None, kept: str = "") -> str:
         raise ConfigError(f"{repo_id!r} is no name of a repo: {first_line(error)}.") from error
     token = token or get_token()
     if not token:
-        raise ConfigError(f"{NO_TOKEN} {kept}".strip())
+        raise ConfigError("There is no token to push with. Pass one, or run `hf auth login` first.")
     return token
 
 
 def _refusal(error: HfHubHTTPError, repo_id: str) -> str:
-    status = getattr(error.response, "status_code", None)
-    if status == 409:
-        return f"There is a repo {repo_id!r} already. Choose another name, or allow an existing one."
-    if status == 401:
-        return "The Hub does not know this token. Log in again, or pass another one."
-    if status == 403:
-        return f"This token may not write to {repo_id!r}. Take one with the right to write there."
-    if status == 404 or isinstance(error, RepositoryNotFoundError):
-        return f"There is no place for {repo_id!r}: the user or organization is unknown, or hidden from this token."
-    return f"The Hub refused {repo_id!r} with status {status}: {first_line(error)}."
+    status = getattr(error.response, "status_code", 0)
+    known = {
+        401: "The Hub does not know this token. Log in again, or pass another one.",
+        403: f"This token may not write to {repo_id!r}. Take one with the right to write there.",
+        404: f"There is no place for {repo_id!r}: the user or organization is unknown, or hidden from this token.",
+        409: f"There is a repo {repo_id!r} already. Choose another name, or allow an existing one.",
+    }
+    return known.get(status) or f"The Hub refused {repo_id!r} with status {status}: {first_line(error)}."
 
 
 def push_store(
@@ -225,12 +247,9 @@ def push_store(
     its requests**; nothing else of this package publishes any.
 
     Args:
-        store (`CorrectionStore`):
-            A store with at least one request.
-        license (`str`):
-            License of the data, as the Hub names it.
-        target (`str`, *optional*):
-            Hub id of the model whose answers these are.
+        store (`CorrectionStore`): A store with at least one request.
+        license (`str`): License of the data, as the Hub names it.
+        target (`str`, *optional*): Hub id of the model whose answers these are.
         repo_id (`str`), token (`str`, *optional*), private (`bool`, *optional*, defaults to `True`):
             The same as for [`push_folder`].
 
@@ -238,13 +257,14 @@ def push_store(
         ConfigError: the store has no requests, or a reason of [`push_folder`].
         HubError: the Hub refused, or could not be reached to the end.
     """
-    domains = sorted({trace.domain for trace in store if trace.domain is not None})
-    if not len(store):
+    dataset = store.to_dataset()
+    if not len(dataset):
         raise ConfigError("The store has no requests; there is nothing to publish.")
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "data").mkdir()
-        store.to_dataset().to_parquet(Path(folder) / "data" / "requests.parquet")
-        card = store_card(repo_id, target=target, requests=len(store), domains=domains, license=license)
+        dataset.to_parquet(Path(folder) / "data" / "requests.parquet")
+        domains = sorted({domain for domain in dataset["domain"] if domain is not None})
+        card = store_card(repo_id, target=target, requests=len(dataset), domains=domains, license=license)
         card.save(Path(folder) / "README.md")
         return push_folder(
             folder, repo_id, token=token, private=private, repo_type="dataset",

@@ -55,8 +55,12 @@ def _leaf(field: Any) -> tuple[str, Any]:
     return name, kind
 
 
-DICTIONARY_COLUMNS = [name for name, kind in map(_leaf, SCHEMA) if not pa.types.is_floating(kind)]
-SPLIT_COLUMNS = [name for name, kind in map(_leaf, SCHEMA) if kind in (pa.float16(), pa.float32())]
+# How Parquet writes such tables.
+PARQUET = {
+    "compression": "zstd", "write_statistics": False, "write_page_checksum": True,
+    "use_dictionary": [name for name, kind in map(_leaf, SCHEMA) if not pa.types.is_floating(kind)],
+    "use_byte_stream_split": [name for name, kind in map(_leaf, SCHEMA) if kind in (pa.float16(), pa.float32())],
+}  # fmt: skip
 # What odd contents of a table raise on their way to traces.
 _ODD = (StoreError, ValueError, TypeError, IndexError, OverflowError, RecursionError, pa.ArrowException)
 
@@ -86,13 +90,17 @@ def table_to_traces(table: pa.Table) -> list[Trace]:
 
 def readable_traces(table: pa.Table) -> list[Trace | None]:
     """The traces of a table as [`table_to_traces`] reads them, with `None` for each row that holds no trace."""
-    traces: list[Trace | None] = []
-    for batch in _columns_of_traces(table).to_batches():
-        try:
-            traces += _batch_to_traces(batch)
-        except _ODD:
-            traces += [_row_to_trace(batch, i) for i in range(batch.num_rows)]
-    return traces
+    return [trace for batch in _columns_of_traces(table).to_batches() for trace in _readable(batch)]
+
+
+def _readable(batch: Any) -> list[Trace | None]:
+    try:
+        return [*_batch_to_traces(batch)]
+    except _ODD:
+        if batch.num_rows == 1:
+            return [None]
+        # Each row is copied, as a slice of the batch would have what is odd in the others with it.
+        return [trace for row in range(batch.num_rows) for trace in _readable(batch.take(pa.array([row])))]
 
 
 def _columns_of_traces(table: pa.Table) -> pa.Table:
@@ -103,13 +111,6 @@ def _columns_of_traces(table: pa.Table) -> pa.Table:
         return table if table.schema.equals(SCHEMA) else table.cast(SCHEMA)
     except pa.ArrowException as error:
         raise StoreError(f"the table holds no traces: {error}") from error
-
-
-def _row_to_trace(batch: Any, row: int) -> Trace | None:
-    try:
-        return _batch_to_traces(batch.take(pa.array([row])))[0]  # alone: what is odd in others is not with it
-    except _ODD:
-        return None
 
 
 def split_by_bytes(traces: Sequence[Trace], limit: int) -> Iterator[Sequence[Trace]]:
@@ -123,16 +124,13 @@ def split_by_bytes(traces: Sequence[Trace], limit: int) -> Iterator[Sequence[Tra
         yield traces[start:]
 
 
-def _concatenate(arrays: Sequence[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:
-    return np.concatenate(arrays, dtype=dtype, casting="same_kind") if arrays else np.empty(0, dtype)
-
-
 # Arrays are made from buffers and back: `pyarrow.array` and `to_numpy` import pandas, which takes half a second, and
 # fails at the end of a program.
 
 
-def _array(values: NDArray[Any]) -> Any:
-    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
+def _array(values: Sequence[Any] | NDArray[Any], dtype: DTypeLike) -> Any:
+    found = np.asarray(values, dtype)
+    return pa.Array.from_buffers(pa.from_numpy_dtype(found.dtype), len(found), [None, pa.py_buffer(found)])
 
 
 def _view(values: Any) -> NDArray[Any]:
@@ -144,38 +142,38 @@ def _view(values: Any) -> NDArray[Any]:
     return np.frombuffer(buffer, dtype, len(values), values.offset * dtype.itemsize)
 
 
-def _validity(missing: Sequence[bool]) -> Any:
-    return pa.py_buffer(np.packbits(~np.asarray(missing, bool), bitorder="little")) if any(missing) else None
-
-
-def _offsets(lengths: Sequence[int] | NDArray[np.int64]) -> Any:
+def _buffers(lengths: Sequence[int] | NDArray[np.int64], missing: Sequence[bool]) -> list[Any]:
+    """Which elements of an Arrow array are there, and where each begins."""
+    present = pa.py_buffer(np.packbits(~np.asarray(missing, bool), bitorder="little")) if any(missing) else None
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     assert offsets[-1] < 1 << 31
-    return pa.py_buffer(offsets.astype(np.int32))
+    return [present, pa.py_buffer(offsets.astype(np.int32))]
 
 
 def _nest(lengths: Sequence[int] | NDArray[np.int64], values: Any, missing: Sequence[bool] = ()) -> Any:
     """An Arrow list array: element `i` takes the next `lengths[i]` values, and is null where `missing[i]`."""
-    buffers = [_validity(missing), _offsets(lengths)]
-    return pa.Array.from_buffers(_list_of(values.type), len(lengths), buffers, children=[values])
+    return pa.Array.from_buffers(_list_of(values.type), len(lengths), _buffers(lengths, missing), children=[values])
 
 
 def _texts(texts: Sequence[str | None]) -> Any:
     encoded = [b"" if text is None else text.encode() for text in texts]
-    buffers = [_validity([text is None for text in texts]), _offsets([len(e) for e in encoded])]
+    buffers = _buffers([len(e) for e in encoded], [text is None for text in texts])
     return pa.Array.from_buffers(pa.string(), len(texts), [*buffers, pa.py_buffer(b"".join(encoded))])
 
 
+def _flat(arrays: Sequence[NDArray[Any]], dtype: DTypeLike) -> Any:
+    return _array(np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype, casting="same_kind"), dtype)
+
+
 def _vectors(arrays: Sequence[NDArray[Any] | None], dtype: DTypeLike) -> Any:
-    flat = _concatenate([a for a in arrays if a is not None], dtype)
-    return _nest([0 if a is None else len(a) for a in arrays], _array(flat), [a is None for a in arrays])
+    values = _flat([a for a in arrays if a is not None], dtype)
+    return _nest([0 if a is None else len(a) for a in arrays], values, [a is None for a in arrays])
 
 
 def _matrices(arrays: Sequence[NDArray[Any]], dtype: DTypeLike) -> Any:
-    flat = _concatenate([a.reshape(-1) for a in arrays], dtype)
     widths = np.repeat([a.shape[1] for a in arrays], [a.shape[0] for a in arrays])
-    return _nest([a.shape[0] for a in arrays], _nest(widths, _array(flat)))
+    return _nest([a.shape[0] for a in arrays], _nest(widths, _flat([a.reshape(-1) for a in arrays], dtype)))
 
 
 def _probabilities(traces: Sequence[Trace], name: str) -> Any:
@@ -195,18 +193,18 @@ def _traces_to_batch(traces: Sequence[Trace]) -> Any:
         _vectors([t.completion_ids for t in traces], np.int32),
         _vectors([t.decoder_prompt_ids for t in traces], np.int32),
         _nest(counts, _vectors([r.drafted_ids for r in rounds], np.int32)),
-        _nest(counts, _array(np.array([r.num_accepted for r in rounds], np.int32))),
-        _nest(counts, _array(np.array([r.num_emitted for r in rounds], np.int32))),
+        _nest(counts, _array([r.num_accepted for r in rounds], np.int32)),
+        _nest(counts, _array([r.num_emitted for r in rounds], np.int32)),
         _probabilities(traces, "p"),
         _probabilities(traces, "q"),
         _matrices([t.top_logits for t in traces], np.float16),
         _matrices([t.top_ids for t in traces], np.int32),
         _vectors([t.tail_logprob for t in traces], np.float32),
-        _array(np.array([t.vocab_size for t in traces], np.int32)),
+        _array([t.vocab_size for t in traces], np.int32),
         _texts([t.domain for t in traces]),
-        _array(np.array([t.draft_version for t in traces], np.int32)),
+        _array([t.draft_version for t in traces], np.int32),
         _texts([json.dumps(plain(t.sampling)) for t in traces]),
-        _array(np.array([t.created_at_seconds for t in traces], np.float64)),
+        _array([t.created_at_seconds for t in traces], np.float64),
     ]
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
 

@@ -1,4 +1,4 @@
-"""The folder of a store on disk: one subfolder of Parquet shards per writer, written whole, read by anybody."""
+"""The folder of a store on disk: a subfolder of Parquet shards per writer, written whole, that anybody may follow."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import secrets
 import sys
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,18 +23,11 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from osd_hf.errors import StoreError
-from osd_hf.store.arrow import (
-    DICTIONARY_COLUMNS,
-    SCHEMA,
-    SPLIT_COLUMNS,
-    split_by_bytes,
-    table_to_traces,
-    traces_to_table,
-)
+from osd_hf.store.arrow import PARQUET, SCHEMA, readable_traces, split_by_bytes, table_to_traces, traces_to_table
 from osd_hf.trace import Trace
 from osd_hf.utils.disk import FileLock, is_open_to_others, lock_file, make_private_folder, sync_folder, write_whole
 
-__all__ = ["Folder", "Shard", "list_shards", "open_store", "read_from", "read_table", "store_errors"]
+__all__ = ["Folder", "Shard", "StoreFollower", "list_shards", "open_store", "read_from", "store_errors"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -48,6 +41,7 @@ SHARD = re.compile(r"shard-\d{6,}\.parquet")
 UNFINISHED = re.compile(r"\.shard-\d{6,}-[0-9a-f]+\.tmp")
 GROUP_BYTES = 1 << 20  # of array data in one row group, the unit that `sample` reads and caches
 CACHE_BYTES = 64 << 20
+ATTEMPTS = 5  # at a shard that cannot be read before a follower leaves it out
 
 
 @contextlib.contextmanager
@@ -137,11 +131,6 @@ def open_store(path: Path) -> None:
         )
 
 
-def read_table(path: str) -> Any:
-    """All of a shard, or `None` where it was deleted since the store was listed."""
-    return read_from(path, lambda file: file.read(SCHEMA.names, use_threads=False).cast(SCHEMA))
-
-
 class Folder:
     """Shards of all writers of one store. Not thread-safe but for `read`."""
 
@@ -159,8 +148,7 @@ class Folder:
         self._warn_of_readers()
 
     def _warn_of_readers(self) -> None:
-        """Say once that other users of this machine can read a store, which an earlier version made so, or somebody on
-        purpose."""
+        """Say once that other users of this machine can read a store, as they can where it was copied."""
         folders = {os.path.dirname(path) for path in self.shards}
         with contextlib.suppress(OSError):
             if is_open_to_others(self.path) and any(is_open_to_others(Path(folder)) for folder in folders):
@@ -200,21 +188,17 @@ class Folder:
         group = int(np.searchsorted(shard.group_starts, row, side="right")) - 1
         key = (shard.path, group)
         with self.cache_lock:
-            traces = self.cache.get(key)
-            if traces is not None:
-                self.cache.move_to_end(key)
-        if traces is None:
-            traces = read_from(shard.path, lambda f: table_to_traces(f.read_row_group(group, use_threads=False)))
-            if traces is None:
-                return None
-            with self.cache_lock:
-                if key not in self.cache:
-                    self.cache[key] = traces
-                    self.cache_nbytes += sum(t.nbytes for t in traces)
+            if key not in self.cache:
+                traces = read_from(shard.path, lambda f: table_to_traces(f.read_row_group(group, use_threads=False)))
+                if traces is None:
+                    return None
+                self.cache[key] = traces
+                self.cache_nbytes += sum(t.nbytes for t in traces)
                 while self.cache_nbytes > CACHE_BYTES and len(self.cache) > 1:
                     _, dropped = self.cache.popitem(last=False)
                     self.cache_nbytes -= sum(t.nbytes for t in dropped)
-        return traces[row - int(shard.group_starts[group])]
+            self.cache.move_to_end(key)
+            return self.cache[key][row - int(shard.group_starts[group])]
 
     def start_writing(self) -> None:
         """Make this process its own folder, and tidy up after writers that died."""
@@ -237,20 +221,10 @@ class Folder:
     def write(self, traces: Sequence[Trace]) -> None:
         self.start_writing()
         assert self.own is not None
-        sink = pa.BufferOutputStream()
-        sizes = []
-        with pq.ParquetWriter(
-            sink,
-            SCHEMA,
-            compression="zstd",
-            use_dictionary=DICTIONARY_COLUMNS,
-            use_byte_stream_split=SPLIT_COLUMNS,
-            write_statistics=False,
-            write_page_checksum=True,
-        ) as writer:
-            for group in split_by_bytes(traces, GROUP_BYTES):
+        sink, groups = pa.BufferOutputStream(), list(split_by_bytes(traces, GROUP_BYTES))
+        with pq.ParquetWriter(sink, SCHEMA, **PARQUET) as writer:
+            for group in groups:
                 writer.write_table(traces_to_table(group), row_group_size=len(group))
-                sizes.append(len(group))
         data = sink.getvalue()
         path = self.own / f"shard-{self.own_count + 1:06d}.parquet"
         with store_errors("write", path):
@@ -258,7 +232,7 @@ class Folder:
         self.own_count += 1
         self.written_nbytes += data.size
         times = np.array([t.created_at_seconds for t in traces], np.float64)
-        domains = [t.domain for t in traces]
+        domains, sizes = [t.domain for t in traces], [len(group) for group in groups]
         self.shards[str(path)] = Shard(str(path), data.size, times, domains, sizes)
         self._tally()
 
@@ -279,23 +253,122 @@ class Folder:
         self.own_count = 0
 
     def _sweep(self) -> None:
-        """
-        Delete the unfinished files of dead writers, and their folders where no shard is left. A live writer holds
-        its lock.
-        """
+        """Delete unfinished files of dead writers, which hold no lock, and their folders where no shard is left."""
         for writer in [p for p in self.path.iterdir() if p.is_dir() and WRITER.fullmatch(p.name)]:
             try:
                 lock = lock_file(writer / LOCK_NAME, wait=False)
                 if lock is None:
                     continue
-                try:
+                with contextlib.closing(lock):
                     for file in writer.iterdir():
                         if UNFINISHED.fullmatch(file.name):
                             file.unlink()
                     if {p.name for p in writer.iterdir()} == {LOCK_NAME}:
                         (writer / LOCK_NAME).unlink()
                         writer.rmdir()
-                finally:
-                    lock.close()
             except OSError as error:  # it may belong to another user; being untidy harms nobody
                 logger.debug("did not tidy up %s: %s", writer, error)
+
+
+class StoreFollower:
+    """
+    New requests of stores that other processes append to; each request of a finished shard is taken once.
+
+    Args:
+        paths (`Sequence[Path]`): Folders of the stores; made where they are missing.
+
+    Raises:
+        StoreError: a path is no store.
+
+    Attributes:
+        is_waiting (`bool`): Whether a shard could not be read just now, and is tried again later.
+        left_out (`Counter[str]`): Shards and requests that cannot be read, by reason.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.paths = list(dict.fromkeys(path.expanduser().absolute() for path in paths))
+        for path in self.paths:
+            open_store(path)
+        self.is_waiting = False
+        self.left_out: Counter[str] = Counter()
+        # Writer -> number of the shard to read next, and how many of its rows were taken. No two writers of any stores
+        # have one name.
+        self._taken: dict[str, tuple[int, int]] = {}
+        self._unread: list[tuple[int, str, str]] = []  # number, writer and path of each shard, in the order of reading
+        self._failed: Counter[str] = Counter()  # attempts by path; "" is the listing
+        self._open: tuple[str, list[Trace | None]] = ("", [])
+
+    def take(self, limit: int) -> list[Trace]:
+        """
+        The next requests, those of each writer in their order; none where nothing new has come. A shard that again
+        and again cannot be read is left out, and the log says so: others come after it.
+
+        Raises:
+            StoreError: a store cannot be listed, again and again.
+        """
+        if not self._unread:
+            self._unread = self._listed()
+        taken: list[Trace] = []
+        while self._unread and len(taken) < limit:
+            number, writer, path = self._unread[0]
+            traces = self._load(path)
+            if traces is None:  # it is tried again at the next look, and later shards of its writer wait for it
+                self._unread = [shard for shard in self._unread if shard[1] != writer]
+                continue
+            begin, first = self._taken.get(writer, (number, 0))
+            first = first if begin == number else 0
+            part = traces[first : first + limit - len(taken)]
+            readable = [trace for trace in part if trace is not None]
+            taken += readable
+            if unreadable := len(part) - len(readable):
+                self.left_out["that cannot be read"] += unreadable
+                logger.warning("Left out: %d requests of %s that cannot be read.", unreadable, path)
+            is_done = first + len(part) >= len(traces)
+            self._taken[writer] = (number + 1, 0) if is_done else (number, first + len(part))
+            if is_done:
+                del self._unread[0]
+        return taken
+
+    def _listed(self) -> list[tuple[int, str, str]]:
+        """The shards that are not read to their end; none where a store is away for a moment."""
+        try:
+            paths = [Path(path) for store in self.paths for path in list_shards(store)]
+        except StoreError as error:
+            self._failed[""] += 1
+            if self._failed[""] == ATTEMPTS:
+                raise
+            logger.warning("Tried again: %s.", error)
+            self.is_waiting = True
+            return []
+        self._failed[""], self.is_waiting = 0, False
+        numbered = [(re.search(r"(\d+)\.parquet$", path.name), path.parent.name, str(path)) for path in paths]
+        shards = [(int(number[1]), writer, path) for number, writer, path in numbered if number is not None]
+        return sorted(shard for shard in shards if shard[0] >= self._taken.get(shard[1], (0, 0))[0])
+
+    def _load(self, path: str) -> list[Trace | None] | None:
+        """The requests of a shard, `None` for one that cannot be read; `None` where it should be tried again."""
+        if self._open[0] == path:
+            return self._open[1]
+        try:
+            table = read_from(path, lambda file: file.read(SCHEMA.names, use_threads=False).cast(SCHEMA))
+            self._open = (path, [] if table is None else readable_traces(table))
+        except (StoreError, ValueError, TypeError, MemoryError, pa.ArrowException) as error:
+            self._failed[path] += 1
+            if self._failed[path] < ATTEMPTS:
+                self.is_waiting = True
+                return None
+            logger.warning("Left out: %s.", error)
+            del self._failed[path]
+            self.left_out["of shards that cannot be read, counted by shard"] += 1
+            self._open = (path, [])
+        return self._open[1]
+
+    def state_dict(self) -> dict[str, list[int]]:
+        """What has been taken, ready for JSON."""
+        return {writer: list(place) for writer, place in self._taken.items()}
+
+    def load_state_dict(self, state: Mapping[str, Sequence[int]], left_out: Mapping[str, int] | None = None) -> None:
+        """Go on after what was taken and left out."""
+        self._taken = {str(writer): (int(place[0]), int(place[1])) for writer, place in state.items()}
+        self.left_out.update(left_out)
+        self._unread.clear()

@@ -12,7 +12,7 @@ import weakref
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from osd_hf.errors import ConfigError, DataError, StoreError
 from osd_hf.store.arrow import SCHEMA, table_to_traces, traces_to_table
-from osd_hf.store.folder import Folder, Shard, read_table
+from osd_hf.store.folder import Folder, Shard
 from osd_hf.trace import Trace, misshapen
 from osd_hf.utils.disk import in_child
 
@@ -80,31 +80,26 @@ class _Calendar:
 
 
 class _Snapshot:
-    """Where the traces lay at one moment, oldest first."""
+    """Where the traces lay at one moment, oldest first, without those from before `cutoff`."""
 
-    def __init__(self, folder: Folder | None, tail: list[Trace]) -> None:
+    def __init__(self, folder: Folder | None, tail: list[Trace], cutoff: float) -> None:
         self.folder = folder
         self.shards = [] if folder is None else list(folder.shards.values())
         self.tail = tail.copy()
-        self.times = np.concatenate(
-            [*(s.times for s in self.shards), np.array([t.created_at_seconds for t in tail], np.float64)]
-        )
         self.starts = np.cumsum([0, *(len(s) for s in self.shards)])
-        self.order: NDArray[np.int64] = np.argsort(self.times, kind="stable")
+        tail_times = np.array([t.created_at_seconds for t in tail], np.float64)
+        times = np.concatenate([*(s.times for s in self.shards), tail_times])
+        order = np.argsort(times, kind="stable")
+        is_old = times[order] < cutoff
+        self.order: NDArray[np.int64] = order[~is_old]
 
-    def keep(self, mask: NDArray[np.bool_]) -> None:
-        self.order = self.order[mask[self.order]]
-
-    def domain_mask(self, domain: str) -> NDArray[np.bool_]:
+    def of_domain(self, domain: str) -> NDArray[np.int64]:
         domains = [d for s in self.shards for d in s.domains] + [t.domain for t in self.tail]
-        return np.fromiter((d == domain for d in domains), bool, len(domains))
-
-    def locate(self, index: int) -> tuple[int, int]:
-        part = int(np.searchsorted(self.starts, index, side="right")) - 1
-        return part, index - int(self.starts[part])
+        return self.order[[domains[i] == domain for i in self.order.tolist()]]
 
     def load(self, index: int) -> Trace | None:
-        part, row = self.locate(index)
+        part = int(np.searchsorted(self.starts, index, side="right")) - 1
+        row = index - int(self.starts[part])
         if part == len(self.shards):
             return self.tail[row]
         assert self.folder is not None
@@ -136,10 +131,8 @@ class CorrectionStore:
             if shorter) it deletes nothing that would still be kept without the leap. A pause that long looks like a
             leap: a process that ends sooner than an hour after opening deletes by the newest shard's time, until the
             next opening.
-        flush_every (`int`, defaults to 256):
-            Traces in a shard, at most.
-        clock (`Callable[[], float]`, *optional*, defaults to `time.time`):
-            Now, in Unix seconds.
+        flush_every (`int`, defaults to 256): Traces in a shard, at most.
+        clock (`Callable[[], float]`, *optional*, defaults to `time.time`): Now, in Unix seconds.
         steady (`Callable[[], float]`, *optional*):
             Seconds of a clock that nobody sets, by which leaps are told; by default the system's where `clock` is, and
             otherwise `clock`.
@@ -177,8 +170,8 @@ class CorrectionStore:
         self._tail_nbytes = 0
         self._closed = False
         self._folder = None if self.path is None else Folder(self.path)
-        age = math.inf if self.max_age_seconds is None else self.max_age_seconds
-        self._calendar = _Calendar(self.clock, self.steady, age / 8, min(HOLD_SECONDS, age))
+        self._age = math.inf if self.max_age_seconds is None else self.max_age_seconds
+        self._calendar = _Calendar(self.clock, self.steady, self._age / 8, min(HOLD_SECONDS, self._age))
         if self._folder is not None and self.max_age_seconds is not None and self.steady is not self.clock:
             # What was written just now may have been written by the clock that is in doubt.
             before = self.clock() - self._calendar.hold
@@ -197,8 +190,16 @@ class CorrectionStore:
             [`StoreError`]: the store is closed, or could not be written. In the latter case the trace is kept, and
                 written by a later flush.
         """
-        _check(trace)
-        if self.max_age_seconds is not None and trace.created_at_seconds > self.clock() + self.max_age_seconds / 8:
+        # One bad trace in the tail would spoil every flush, so it is refused before it gets there.
+        if (wrong := misshapen(trace)) is not None:
+            raise DataError(wrong)
+        if not math.isfinite(trace.created_at_seconds):
+            raise DataError(f"created_at_seconds must be finite, got {trace.created_at_seconds}")
+        try:
+            (trace.domain or "").encode()
+        except UnicodeEncodeError as error:
+            raise DataError(f"the domain {trace.domain!r} is no valid Unicode") from error
+        if trace.created_at_seconds > self.clock() + self._age / 8:
             trace = replace(trace, created_at_seconds=self.clock())
         with self._lock:
             if self._closed:
@@ -222,7 +223,7 @@ class CorrectionStore:
             return True
         first, last = self._tail[0].created_at_seconds, self._tail[-1].created_at_seconds
         span = max(last, trace.created_at_seconds) - min(first, trace.created_at_seconds)
-        return self.max_age_seconds is not None and span > self.max_age_seconds / 8
+        return span > self._age / 8
 
     def flush(self) -> None:
         """
@@ -237,16 +238,15 @@ class CorrectionStore:
                     self._folder.write(self._tail)
                     self._tail, self._tail_nbytes = [], 0
                 self._folder.refresh()
-                if self.max_age_seconds is not None:
-                    now, cutoff = self.clock(), self._cutoff(self._calendar.now())
-                    shards = list(self._folder.shards.values())
-                    for shard in [s for s in shards if s.oldest > now and _written_at(s) < cutoff]:
-                        self._folder.delete(shard)
+                now, cutoff = self.clock(), self._calendar.now() - self._age
+                from_the_future = [s for s in self._folder.shards.values() if s.oldest > now]
+                for shard in [s for s in from_the_future if _written_at(s) < cutoff]:
+                    self._folder.delete(shard)
             self._enforce()
 
     def _enforce(self) -> None:
         """Delete what is over the limits."""
-        cutoff = self._cutoff(self._calendar.now())
+        cutoff = self._calendar.now() - self._age
         self._drop(bisect_left(self._tail, cutoff, key=CREATED))
         if self._folder is not None and self._folder.oldest < cutoff:
             for shard in [s for s in self._folder.shards.values() if s.oldest < cutoff]:
@@ -271,9 +271,6 @@ class CorrectionStore:
         self._tail_nbytes -= sum(t.nbytes for t in self._tail[:count])
         del self._tail[:count]
 
-    def _cutoff(self, now: float) -> float:
-        return -math.inf if self.max_age_seconds is None else now - self.max_age_seconds
-
     @property
     def nbytes(self) -> int:
         """Bytes of all shards known here, and of the arrays in memory."""
@@ -290,10 +287,7 @@ class CorrectionStore:
         with self._lock:
             if self._folder is not None:
                 self._folder.refresh()
-            snapshot = _Snapshot(self._folder, self._tail)
-        if self.max_age_seconds is not None:
-            snapshot.keep(snapshot.times >= self._cutoff(self.clock()))
-        return snapshot
+            return _Snapshot(self._folder, self._tail, self.clock() - self._age)
 
     def __len__(self) -> int:
         return len(self._snapshot().order)
@@ -315,10 +309,8 @@ class CorrectionStore:
         Different traces, drawn evenly.
 
         Args:
-            n (`int`):
-                How many; fewer come back where fewer exist.
-            rng (`np.random.Generator` or `int`, *optional*):
-                Where the randomness comes from.
+            n (`int`): How many; fewer come back where fewer exist.
+            rng (`np.random.Generator` or `int`, *optional*): Where the randomness comes from.
             domain (`str`, *optional*), newest (`int`, *optional*):
                 Draw from this domain only, and from so many of the newest traces only, counted within the domain.
 
@@ -329,9 +321,9 @@ class CorrectionStore:
             if value is not None and value < 0:
                 raise ConfigError(f"{name} must not be negative, got {value}")
         snapshot = self._snapshot()
-        if domain is not None:
-            snapshot.keep(snapshot.domain_mask(domain))
-        candidates = snapshot.order if newest is None else snapshot.order[max(0, len(snapshot.order) - newest) :]
+        candidates = snapshot.order if domain is None else snapshot.of_domain(domain)
+        if newest is not None:
+            candidates = candidates[max(0, len(candidates) - newest) :]
         drawn: list[Trace] = []
         for index in np.random.default_rng(rng).permutation(candidates).tolist():
             if len(drawn) == n:
@@ -347,19 +339,10 @@ class CorrectionStore:
         """
         import datasets
 
-        snapshot = self._snapshot()
-        order = snapshot.order
-        tables: dict[int, Any] = {len(snapshot.shards): traces_to_table(snapshot.tail)}
-        slices = [SCHEMA.empty_table()]
-        # Rows that lie next to each other in one part are taken together.
-        breaks = np.flatnonzero((np.diff(order) != 1) | np.isin(order[1:], snapshot.starts)) + 1
-        for start, stop in pairwise(sorted({0, *breaks.tolist(), len(order)})):
-            part, first = snapshot.locate(int(order[start]))
-            if part not in tables:
-                tables[part] = read_table(snapshot.shards[part].path)
-            if tables[part] is not None:
-                slices.append(tables[part].slice(first, stop - start))
-        return datasets.Dataset(pa.concat_tables(slices))
+        tables, traces = [SCHEMA.empty_table()], iter(self)
+        while part := list(islice(traces, self.flush_every)):
+            tables.append(traces_to_table(part))
+        return datasets.Dataset(pa.concat_tables(tables))
 
     def close(self) -> None:
         """Flush; nothing can be appended afterwards. Reading goes on. Closing twice does nothing."""
@@ -408,18 +391,6 @@ def _written_at(shard: Shard) -> float:
         return -math.inf
 
 
-def _check(trace: Trace) -> None:
-    """One bad trace in the tail would spoil every flush, so it is refused before it gets there."""
-    if (wrong := misshapen(trace)) is not None:
-        raise DataError(wrong)
-    if not math.isfinite(trace.created_at_seconds):
-        raise DataError(f"created_at_seconds must be finite, got {trace.created_at_seconds}")
-    try:
-        (trace.domain or "").encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"the domain {trace.domain!r} is no valid Unicode") from error
-
-
 _live_stores: weakref.WeakSet[CorrectionStore] = weakref.WeakSet()
 
 
@@ -430,9 +401,7 @@ def _close_quietly(store: CorrectionStore) -> None:
         logger.warning("%d traces were lost: %s", len(store._tail), error)
 
 
+@atexit.register
 def _close_all() -> None:
     for store in list(_live_stores):
         _close_quietly(store)
-
-
-atexit.register(_close_all)

@@ -1,1 +1,1 @@
-"""Files and locks that outlast crashes, masks of secrets, reports."""
+"""Files and locks that outlast crashes, reports."""

@@ -175,18 +175,27 @@ class FileLock:
             os.close(self.descriptor)
 
 
+def _locked(path: Path, *, create: bool, wait: bool) -> FileLock | None:
+    """A lock on that file, `None` where its system has none; raises BlockingIOError for one that is held."""
+    if sys.platform == "win32":
+        return None
+    descriptor = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise
+        return None
+    return FileLock(descriptor)
+
+
 def lock_file(path: Path, *, wait: bool) -> FileLock | None:
     """A lock on that file. `None` where another process holds it, or where the system has no such locks: then no
     writer is ever taken for dead."""
-    if sys.platform == "win32":
-        return None
-    descriptor = os.open(path, os.O_RDWR | (os.O_CREAT if wait else 0), 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError:  # held, or a file system without locks
-        os.close(descriptor)
-        return None
-    return FileLock(descriptor)
+    with contextlib.suppress(BlockingIOError):
+        return _locked(path, create=wait, wait=wait)
+    return None
 
 
 def hold_lock(path: Path, refusal: str) -> FileLock | None:
@@ -205,12 +214,9 @@ def hold_lock(path: Path, refusal: str) -> FileLock | None:
 
 
 def wait_for_lock(
-    path: Path,
-    seconds: float,
-    *,
-    clock: Callable[[], float] = time.monotonic,
+    path: Path, seconds: float, *, clock: Callable[[], float] = time.monotonic,
     rest: Callable[[float], None] = time.sleep,
-) -> FileLock | None:
+) -> FileLock | None:  # fmt: skip
     """
     A lock on that file, made where it is missing, as soon as nobody else holds it; `None` where the system has no such
     locks. A wait that takes longer than a moment is logged.
@@ -219,25 +225,15 @@ def wait_for_lock(
         TimeoutError: another process held it all the time. A dead process holds none; a stopped one does.
         OSError: the file cannot be made.
     """
-    if sys.platform == "win32":
-        return None
     begun, is_told = clock(), False
-    with contextlib.ExitStack() as unlocked:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        unlocked.callback(os.close, descriptor)
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                waited = clock() - begun
-                if waited > seconds:
-                    raise TimeoutError(f"another process holds {path}") from None
-                if waited > QUIET_SECONDS and not is_told:
-                    is_told = True
-                    logger.warning("Waiting for another process that holds %s, up to %.0f s.", path, seconds)
-                rest(LOOK_SECONDS)
-            except OSError:  # a file system without locks
-                return None
-            else:
-                unlocked.pop_all()
-                return FileLock(descriptor)
+    while True:
+        try:
+            return _locked(path, create=True, wait=False)
+        except BlockingIOError:
+            waited = clock() - begun
+            if waited > seconds:
+                raise TimeoutError(f"another process holds {path}") from None
+            if waited > QUIET_SECONDS and not is_told:
+                is_told = True
+                logger.warning("Waiting for another process that holds %s, up to %.0f s.", path, seconds)
+            rest(LOOK_SECONDS)

@@ -16,8 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from osd_hf.errors import ConfigError
-from osd_hf.utils.masking import without_credentials, without_secrets
+from osd_hf.errors import ConfigError, without_credentials, without_secrets
 
 __all__ = ["json_text", "make_folder", "plain", "provenance", "write_report"]
 
