@@ -137,7 +137,7 @@ def main() -> None:
                 paper, seconds = run_rule(draft, traces, rule, f"{name} paper {rate:g}")
                 row[f"paper {rate:g}"] = {**last_fifth(paper, static), "learner_seconds_per_request": seconds}
             best_paper = max((row[f"paper {rate:g}"]["gain"] for rate in args.rates), default=float("nan"))
-            row["gain_over_best_paper"] = row["default"]["gain"] / best_paper
+            row["gain_over_best_paper"] = row["default"]["gain"] / (best_paper or float("nan"))
             held_out = traces[split:]
             row["repeated_4gram_share"] = float(np.mean(np.concatenate([repeated(t) for t in traces])))
             row["static_without_repeats"] = alpha_without_repeats(redraft(draft, held_out, K))

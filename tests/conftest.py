@@ -13,6 +13,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "agg")
 
+import gc
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +31,7 @@ settings.load_profile("everywhere" if os.environ.get("CI") else "home")
 
 MOST_WORKERS = 8  # each loads torch and the bundled pair
 # The files that take longest, longest first: begun last, they would be waited for.
-LONG_FILES = "browser serving recipes hub simulate lossless faults offline replay recording draft_forward".split()
+LONG_FILES = "browser lossless app_strangers draft_forward serving offline faults hub recipes experiments".split()
 
 
 @pytest.hookimpl(optionalhook=True)  # without pytest-xdist nobody asks
@@ -46,6 +47,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the long files first; the rest stays in its order."""
     places = {f"test_{name}": place for place, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what the imports have made out of the collections of garbage to come, of which a trainer starts some in
+    each run: they would go through a million objects that stay anyway."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,7 @@
-"""Distills a tiny pair and saves what was learned; run alone, or by `accelerate launch`."""
+"""Distills a tiny pair, in one process or in several, and saves what was learned."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import models
@@ -28,7 +27,10 @@ def distilled(architecture: str, source: str, batch_size: int, folder: str) -> A
     )  # fmt: skip
 
 
-if __name__ == "__main__":
-    result = distilled(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])
+def save_distilled(architecture: str, source: str, batch_size: int, folder: str) -> None:
+    """What each of several processes does."""
+    result = distilled(architecture, source, batch_size, folder)
     if result.state.is_world_process_zero:
-        torch.save({"weights": result.draft.state_dict(), "alpha": result.alpha}, f"{sys.argv[4]}/result.pt")
+        epoch = next(entry["epoch"] for entry in result.log_history if "loss" in entry)
+        found = {"weights": result.draft.state_dict(), "alpha": result.alpha, "epoch": epoch}
+        torch.save(found, f"{folder}/result.pt")

@@ -189,13 +189,16 @@ def test_tokenizer_keeps_text_and_splits_digits(pair):
 def test_committed_target_answers_rightly(pair, domain):
     target, _, tokenizer = pair
     right = 0
-    for example in bundled_prompts(domain, 10, seed=7):
-        inputs = encode(tokenizer, example.prompt)
-        out = target.generate(**inputs, max_new_tokens=128, do_sample=False)
-        assert out[0, -1] == tokenizer.eos_token_id
-        right += check_answer(
-            example, tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        )
+    examples = bundled_prompts(domain, 10, seed=7)
+    turns = [[{"role": "user", "content": example.prompt}] for example in examples]
+    inputs = tokenizer.apply_chat_template(
+        turns, add_generation_prompt=True, return_tensors="pt", return_dict=True, padding=True,
+        tokenizer_kwargs={"padding_side": "left"},
+    )  # fmt: skip
+    out = target.generate(**inputs, max_new_tokens=128, do_sample=False)
+    for example, answer in zip(examples, out[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
+        assert tokenizer.eos_token_id in answer
+        right += check_answer(example, tokenizer.decode(answer, skip_special_tokens=True))
     assert right >= 8
 
 

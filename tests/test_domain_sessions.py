@@ -80,17 +80,17 @@ def test_a_session_with_domains_goes_on_as_if_it_had_not_ended(
     monkeypatch.setattr("osd_hf.learning.lesson.HOLD_BACK_EVERY", 2)  # enough to judge by, sooner
     saved = {}
     with routed() as straight:
-        for split in (4, 19, 32):
+        for split in (4, 16, 26):
             serve(straight, straight.stats.num_requests, split)
             straight.save_state(tmp_path / str(split))
             saved[split] = everything(straight)
-    expected = saved.pop(32)
+    expected = saved.pop(26)
     for split in saved:
         with routed() as after:
             serve(after, 1, 7)  # of an earlier life, that is forgotten
             after.load_state(tmp_path / str(split))
             assert everything(after) == saved[split], split
-            serve(after, split, 32)
+            serve(after, split, 26)
             assert everything(after) == expected, split
     assert set(expected["versions"]) == {"even", "odd"}
     assert "promoted" in {d["outcome"] for d in expected["decisions"]}

@@ -93,7 +93,7 @@ def run(name: str, folder: Path, rows: list[Any], *flags: str) -> dict[str, Any]
     """Run a recipe two steps; its report."""
     recipe: Any = importlib.import_module(name)
     argv = ["--target", str(folder / "target"), "--draft", str(folder / "draft"), "--max-steps", "2",
-            "--requests", "10", "--max-new-tokens", "6", "--data", write_rows(Path("rows.jsonl"), rows),
+            "--requests", "10", "--max-new-tokens", "4", "--data", write_rows(Path("rows.jsonl"), rows),
             "--name", "smoke", *flags]  # fmt: skip
     if name == "arena":
         recipe.main(argv)

@@ -7,8 +7,10 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import models
@@ -19,13 +21,16 @@ from huggingface_hub import DatasetCard, ModelCard
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from osd_hf import ConfigError, CorrectionStore, HubError, OnlineAssistant, OnlineConfig, capture_traces
+from osd_hf import ConfigError, CorrectionStore, HubError, OnlineAssistant, OnlineConfig, OSDError, capture_traces
 from osd_hf.bundled import bundled_prompts, load_bundled
 from osd_hf.cli.main import main
 from osd_hf.evaluate import evaluate
 from osd_hf.hub.cards import DraftFacts, EvaluationSet, draft_card, hub_id
 from osd_hf.hub.push import export_to_vllm, push_folder, push_store, save_draft
 from osd_hf.prompts import Prompt, encode_turn
+
+# Of huggingface_hub, which hands the bytes of a file to httpx2.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
 
 FACTS = DraftFacts(
     target="somebody/target", target_revision="abc123", base_model="somebody/draft", domains=("finance",),
@@ -37,11 +42,11 @@ FACTS = DraftFacts(
 def learned() -> Any:
     """The bundled target and draft, the draft after some finance, their tokenizer."""
     target, draft, tokenizer = load_bundled()
-    config = OnlineConfig(update_strategy="manual", gate=False, weight_average=0.0, steps_per_update=24)
+    config = OnlineConfig(update_strategy="manual", gate=False, weight_average=0.0, steps_per_update=16)
     assistant = OnlineAssistant(target, draft, tokenizer, config)
-    for example in bundled_prompts("finance", 16):
+    for example in bundled_prompts("finance", 8):
         ids = torch.tensor([encode_turn(tokenizer, example.prompt)])
-        assistant.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=64)
+        assistant.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=32)
     assistant.update()
     return target, draft, assistant.draft, tokenizer
 
@@ -52,7 +57,7 @@ def published(learned: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target, before, after, tokenizer = learned
     folder = tmp_path_factory.mktemp("published") / "draft"
     prompts = [Prompt(i, e.prompt, "finance") for i, e in enumerate(bundled_prompts("finance", 12, seed=7))]
-    dataset = EvaluationSet("generated finance", tuple(prompts), max_new_tokens=48)
+    dataset = EvaluationSet("generated finance", tuple(prompts), max_new_tokens=32)
     evaluation = evaluate(target, before, after, tokenizer, dataset, num_assistant_tokens=4)
     save_draft(folder, after, tokenizer, repo_id="me/draft", facts=FACTS, evaluation=evaluation)
     return folder
@@ -64,32 +69,46 @@ def hub() -> Iterator[FakeHub]:
         yield hub
 
 
-def in_fresh_process(hub: FakeHub, folder: Path, code: str, **environment: str) -> str:
+@pytest.fixture
+def here(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
+    """The Hub of this process."""
+    constants = {"ENDPOINT": hub.address, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True,
+                 "HF_TOKEN_PATH": str(tmp_path / "no token")}  # fmt: skip
+    for name, value in constants.items():
+        monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+    monkeypatch.setattr("transformers.utils.hub._hf_api", None)  # it keeps the first address that it was asked for
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    return hub
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What the Hub's client would have waited before each of its retries, in seconds: it waits for nothing."""
+    waits: list[float] = []
+    clock = SimpleNamespace(**{**vars(time), "sleep": waits.append})
+    monkeypatch.setattr("huggingface_hub.utils._http.time", clock)
+    return waits
+
+
+def in_fresh_process(hub: FakeHub, folder: Path, code: str) -> str:
     """What a new interpreter, for which this Hub is the Hub, prints."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
     environment = {
         **kept, "HF_ENDPOINT": hub.address, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(folder / "home"),
-        "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", **environment,
+        "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-PUSH = """
-import sys
-from osd_hf.errors import OSDError
-from osd_hf.hub.push import push_folder
-try:
-    print(push_folder({folder!r}, "me/draft", exist_ok={exist_ok}))
-except OSDError as error:
-    print(type(error).__name__, error)
-"""
-
-
-def pushed(hub: FakeHub, tmp_path: Path, folder: Path, *, exist_ok: bool = True, **environment: str) -> str:
-    code = PUSH.format(folder=str(folder), exist_ok=exist_ok)
-    return in_fresh_process(hub, tmp_path, code, **{"HF_TOKEN": TOKEN, **environment})
+def pushed(folder: Path, *, exist_ok: bool = True) -> str:
+    """The address that a push returns, or the error that it raises."""
+    try:
+        return push_folder(folder, "me/draft", exist_ok=exist_ok)
+    except OSDError as error:
+        return f"{type(error).__name__} {error}"
 
 
 # --- what is written ------------------------------------------------------------------------------------------------
@@ -170,71 +189,66 @@ def test_a_set_of_one_prompt_has_no_interval() -> None:
 
 
 def test_a_pushed_draft_is_read_back_by_transformers_alone(
-    hub: FakeHub, published: Path, learned: Any, tmp_path: Path
+    here: FakeHub, published: Path, learned: Any, tmp_path: Path
 ) -> None:
     target, _, _, tokenizer = learned
-    assert pushed(hub, tmp_path, published).strip() == f"{hub.address}/me/draft"
-    repo = hub.repos["model", "me/draft"]
+    assert pushed(published) == f"{here.address}/me/draft"
+    repo = here.repos["model", "me/draft"]
     assert set(repo) >= {
         "model.safetensors", "config.json", "generation_config.json", "README.md", "tokenizer.json",
         "evaluation/prompts.jsonl", "evaluation/results.json",
     }  # fmt: skip
-    assert set(hub.cards) == {repo["README.md"].decode()}  # as the Hub validates it
+    assert set(here.cards) == {repo["README.md"].decode()}  # as the Hub validates it
     # The card's own snippets, in an interpreter that has never heard of osd_hf.
     target.save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
     snippets = re.findall(r"```python\n(.*?)```", repo["README.md"].decode(), re.DOTALL)
     code = "\n".join(snippets).replace('"somebody/target"', repr(str(tmp_path / "target")))
     code = "import sys\nsys.modules['osd_hf'] = None\n" + code
-    said = in_fresh_process(hub, tmp_path, code).splitlines()
+    said = in_fresh_process(here, tmp_path, code).splitlines()
     alpha = float(said[-1].split()[1])
     low, high = json.loads(repo["evaluation/results.json"])["after"]["alpha_interval"]
     assert low <= alpha <= high
 
 
 @pytest.mark.parametrize(
-    ("refuse", "environment", "said"),
+    ("refuse", "said"),
     [
-        ({}, {"HF_TOKEN": ""}, "ConfigError There is no token to push with"),
-        ({}, {"HF_HUB_OFFLINE": "1"}, "ConfigError HF_HUB_OFFLINE is set"),
-        ({"/api/repos/create": 401}, {}, "HubError The Hub does not know this token"),
-        ({"/api/repos/create": 403}, {}, "HubError This token may not write to 'me/draft'"),
-        ({"/api/repos/create": 404}, {}, "HubError There is no place for 'me/draft'"),
-        ({"/commit/main": 403}, {}, "HubError This token may not write to 'me/draft'"),
-        ({"/commit/main": 422}, {}, "HubError The Hub refused 'me/draft' with status 422"),
-        ({"/upload/": "drop"}, {}, "HubError 'me/draft' could not be reached to the end"),
+        ({"/api/repos/create": 401}, "HubError The Hub does not know this token"),
+        ({"/api/repos/create": 403}, "HubError This token may not write to 'me/draft'"),
+        ({"/api/repos/create": 404}, "HubError There is no place for 'me/draft'"),
+        ({"/commit/main": 403}, "HubError This token may not write to 'me/draft'"),
+        ({"/commit/main": 422}, "HubError The Hub refused 'me/draft' with status 422"),
+        ({"/upload/": "drop"}, "HubError 'me/draft' could not be reached to the end"),
+        ("no token", "ConfigError There is no token to push with"),
+        ("offline", "ConfigError HF_HUB_OFFLINE is set"),
     ],
 )
 def test_a_push_that_fails_says_why_and_keeps_the_folder(
-    hub: FakeHub, published: Path, tmp_path: Path, refuse: Any, environment: dict[str, str], said: str
+    here: FakeHub, published: Path, refuse: Any, said: str, waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub.refuse = refuse
+    if refuse == "no token":
+        monkeypatch.setenv("HF_TOKEN", "")
+    elif refuse == "offline":
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    else:
+        here.refuse = refuse
     before = {p: p.stat().st_mtime_ns for p in published.rglob("*")}
-    told = pushed(hub, tmp_path, published, **environment)
+    told = pushed(published)
     assert told.startswith(said)
     assert "The local copy stays in" in told
     assert TOKEN not in told
     assert {p: p.stat().st_mtime_ns for p in published.rglob("*")} == before
-    assert not hub.repos.get(("model", "me/draft"))  # nothing half
+    assert not here.repos.get(("model", "me/draft"))  # nothing half
+    assert bool(waits) == ("/upload/" in refuse)  # only a line that drops is tried again
 
 
-def test_a_repo_that_is_there_is_taken_or_refused(hub: FakeHub, published: Path, tmp_path: Path) -> None:
-    hub.repos["model", "me/draft"] = {"other.txt": b"stays"}
-    assert pushed(hub, tmp_path, published, exist_ok=False).startswith("HubError There is a repo 'me/draft' already")
-    assert hub.repos["model", "me/draft"] == {"other.txt": b"stays"}
-    assert pushed(hub, tmp_path, published).strip().endswith("/me/draft")
-    assert {"other.txt", "model.safetensors"} <= set(hub.repos["model", "me/draft"])
-
-
-@pytest.fixture
-def here(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
-    """The Hub of this process."""
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.address)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("transformers.utils.hub._hf_api", None)  # it keeps the first address that it was asked for
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    return hub
+def test_a_repo_that_is_there_is_taken_or_refused(here: FakeHub, published: Path) -> None:
+    here.repos["model", "me/draft"] = {"other.txt": b"stays"}
+    assert pushed(published, exist_ok=False).startswith("HubError There is a repo 'me/draft' already")
+    assert here.repos["model", "me/draft"] == {"other.txt": b"stays"}
+    assert pushed(published).endswith("/me/draft")
+    assert {"other.txt", "model.safetensors"} <= set(here.repos["model", "me/draft"])
 
 
 @pytest.fixture
@@ -308,25 +322,14 @@ def test_a_name_that_is_none_is_refused_before_anything_is_asked(name: str, publ
         push_folder(published, name, token=TOKEN)
 
 
-ASSISTANT = """
-import torch
-from osd_hf import OnlineAssistant, OnlineConfig
-import sys
-sys.path.insert(0, {tests!r})
-import models
-target, draft = models.pair()
-assistant = OnlineAssistant(target, draft, config=OnlineConfig(num_assistant_tokens=3))
-ids = models.prompt(6)
-assistant.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8)
-print(assistant.push_to_hub("me/draft"))
-"""
-
-
-def test_an_assistant_pushes_its_draft_and_nothing_of_a_request(hub: FakeHub, tmp_path: Path) -> None:
-    code = ASSISTANT.format(tests=str(Path(__file__).parent))
-    assert in_fresh_process(hub, tmp_path, code, HF_TOKEN=TOKEN).strip().endswith("/me/draft")
-    repo = hub.repos["model", "me/draft"]
-    assert not hub.public
+def test_an_assistant_pushes_its_draft_and_nothing_of_a_request(here: FakeHub) -> None:
+    target, draft = models.pair()
+    with OnlineAssistant(target, draft, config=OnlineConfig(num_assistant_tokens=3)) as assistant:
+        ids = models.prompt(6)
+        assistant.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8)
+        assert assistant.push_to_hub("me/draft").endswith("/me/draft")
+    repo = here.repos["model", "me/draft"]
+    assert not here.public
     assert set(repo) == {"README.md", "config.json", "generation_config.json", "model.safetensors"}
     assert json.loads(repo["generation_config.json"])["num_assistant_tokens"] == 3
     assert "- requests served: 1" in repo["README.md"].decode()
@@ -371,23 +374,15 @@ def test_a_token_stays_out_of_what_a_trainer_writes_and_pushes(architecture: str
 # --- a store, by its own call ---------------------------------------------------------------------------------------
 
 
-STORE = """
-from osd_hf import CorrectionStore
-from osd_hf.hub.push import push_store
-print(push_store(CorrectionStore({folder!r}), "me/corrections", license="mit", target="somebody/target"))
-"""
-
-
-def test_a_store_goes_up_by_its_own_call_as_a_data_set(hub: FakeHub, tmp_path: Path) -> None:
+def test_a_store_goes_up_by_its_own_call_as_a_data_set(here: FakeHub, tmp_path: Path) -> None:
     target, draft = models.pair()
     with CorrectionStore(tmp_path / "store") as store, capture_traces(target, store.append, domain="sums"):
         ids = models.prompt(6)
         target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, max_new_tokens=8)
-    code = STORE.format(folder=str(tmp_path / "store"))
-    said = in_fresh_process(hub, tmp_path, code, HF_TOKEN=TOKEN)
-    assert said.strip().endswith("/datasets/me/corrections")
-    repo = hub.repos["dataset", "me/corrections"]
-    assert not hub.public
+    said = push_store(CorrectionStore(tmp_path / "store"), "me/corrections", license="mit", target="somebody/target")
+    assert said.endswith("/datasets/me/corrections")
+    repo = here.repos["dataset", "me/corrections"]
+    assert not here.public
     assert set(repo) == {"README.md", "data/requests.parquet"}
     (tmp_path / "README.md").write_bytes(repo["README.md"])
     card = DatasetCard.load(tmp_path / "README.md")

@@ -94,26 +94,48 @@ def test_errors_share_a_root_and_are_what_a_caller_would_catch():
         assert leaf is osd_hf.OSDError or issubclass(leaf, ValueError | RuntimeError)
 
 
-def imported_by(statement: str) -> set[str]:
-    """Top-level packages of `HEAVY` in `sys.modules` after a statement in a fresh interpreter."""
-    code = f"{statement}\nimport json, sys\nprint(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return set(json.loads(done.stdout.splitlines()[-1]))
+# One interpreter, and what of the heavy ones it has loaded after each step: the same as one interpreter a step, as
+# nothing is ever unloaded. Without trl first, which then comes.
+STEPS = """
+import json, sys
+heavy, lazy = json.loads(sys.argv[1])
+told = {}
+def tell(step):
+    told[step] = [name for name in heavy if sys.modules.get(name) is not None]
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin
+tell("transformers")
+import osd_hf
+for name in set(osd_hf.__all__) - set(lazy):
+    getattr(osd_hf, name)
+tell("everything")
+sys.modules["trl"] = None
+try:
+    osd_hf.distill
+except ImportError as error:
+    told["error"] = str(error)
+del sys.modules["trl"]
+osd_hf.distill
+tell("distill")
+print(json.dumps(told))
+"""
 
 
-def test_importing_is_light():
-    baseline = imported_by("from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin")
-    everything = f"import osd_hf\nfor name in set(osd_hf.__all__) - {LAZY!r}: getattr(osd_hf, name)"
-    assert imported_by(everything) - baseline == set()
+@pytest.fixture(scope="module")
+def fresh():
+    """What `STEPS` tells in an interpreter of its own."""
+    arguments = json.dumps([HEAVY, sorted(LAZY)])
+    done = subprocess.run([sys.executable, "-c", STEPS, arguments], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_lazy_names_bring_in_what_they_need():
-    assert "trl" in imported_by("import osd_hf; osd_hf.distill")
+def test_importing_is_light(fresh):
+    assert set(fresh["everything"]) - set(fresh["transformers"]) == set()
 
 
-def test_a_missing_extra_names_the_pip_command():
-    code = "import sys; sys.modules['trl'] = None\nimport osd_hf; osd_hf.distill"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "ImportError" in done.stderr
-    assert "pip install 'osd-hf[distill]'" in done.stderr
+def test_lazy_names_bring_in_what_they_need(fresh):
+    assert "trl" not in fresh["everything"]
+    assert "trl" in fresh["distill"]
+
+
+def test_a_missing_extra_names_the_pip_command(fresh):
+    assert "pip install 'osd-hf[distill]'" in fresh["error"]

@@ -25,6 +25,9 @@ SIZES = {
 }  # fmt: skip
 
 
+SMALLER = {"learn_requests": 2, "later_requests": 2, "timed_requests": 1, "max_new_tokens": 4, "ceiling_epochs": 1}
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     return save_pair(tmp_path_factory.mktemp("pair"))
@@ -72,18 +75,18 @@ def test_plots_and_json_are_written(finished):
 
 
 def test_it_is_overwritten_and_the_table_is_narrow(finished, pair, capsys):
-    assert main(arguments(pair, finished)) == 0
+    assert main(arguments(pair, finished, **SMALLER)) == 0
     lines = capsys.readouterr().out.splitlines()
     table = [line for line in lines if line.startswith((*DOMAINS, "all ", "domain"))]
     assert len(table) == 12
     assert max(map(len, table)) <= 110
     assert any("chosen on these later prompts, which favors the ceiling" in line for line in lines)
-    assert any("16 of 16 assisted outputs are the target's own" in line for line in lines)
+    assert any("8 of 8 assisted outputs are the target's own" in line for line in lines)
 
 
 def test_a_differing_output_exits_with_1(pair, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("osd_hf.bench.benchmark.compare_outputs", lambda *args: "differing")
-    assert main(arguments(pair, tmp_path / "out", later_requests=2, timed_requests=1)) == 1
+    assert main(arguments(pair, tmp_path / "out", **SMALLER)) == 1
     assert "8 DIFFER" in capsys.readouterr().out
 
 

@@ -49,11 +49,11 @@ def total(traces: list[Trace]) -> AcceptanceStats:
 @pytest.mark.parametrize("architecture", models.ARCHITECTURES)
 def test_replay_counts_what_a_live_run_counts(architecture: str, k: int) -> None:
     target, draft = models.pair(architecture, noise=0.08, k=k)
-    prompts = models.prompts(3)
+    prompts = models.prompts(2)
     cut = live(target, draft, prompts)
     ends = [int(t.completion_ids[10]) for t in cut]
     ended = live(target, draft, prompts, eos_token_id=ends)
-    penalized = live(target, draft, prompts[:2], repetition_penalty=1.3, max_new_tokens=9 + k)
+    penalized = live(target, draft, prompts, repetition_penalty=1.3, max_new_tokens=9 + k)
     for traces in (cut, ended, penalized):
         assert counts(replay(draft, traces, k)) == counts(total(traces))
     assert any(len(t) < 20 for t in ended)
@@ -63,7 +63,7 @@ def test_replay_counts_what_a_live_run_counts(architecture: str, k: int) -> None
 @pytest.mark.parametrize("architecture", ["llama", "t5"])
 def test_replay_of_target_only_recordings_counts_what_a_live_run_counts(architecture: str) -> None:
     target, draft = models.pair(architecture, noise=0.08)
-    prompts = models.prompts(5)
+    prompts = models.prompts(4)
     recorded = list(record_traces(target, [p[0].tolist() for p in prompts], max_new_tokens=20, batch_size=3))
     other = models.draft_of(target, noise=0.2, seed=5)
     for tried in (draft, other):
@@ -74,7 +74,7 @@ def test_replay_of_target_only_recordings_counts_what_a_live_run_counts(architec
 def test_redrafted_rounds_are_the_live_ones(settings: dict[str, Any]) -> None:
     target, draft = models.pair("qwen3", noise=0.08)
     other = models.draft_of(target, noise=0.2, seed=5)
-    prompts = models.prompts(5)
+    prompts = models.prompts(3)
     eos = int(live(target, draft, prompts[:1])[0].completion_ids[7])
     traces = live(target, draft, prompts, eos_token_id=eos, **settings)
     for ours, theirs in zip(

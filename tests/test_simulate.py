@@ -29,7 +29,7 @@ def test_a_simulated_run_is_the_live_run(
     # in it, which the updater leaves otherwise, takes the same steps.
     monkeypatch.setattr(torch.nn.Module, "float", lambda module: module)
     target, draft = map(models.double, models.pair(architecture, noise=0.08))
-    prompts = models.prompts(8)
+    prompts = models.prompts(7)
     if ends:
         ids = prompts[0]
         answer = target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
