@@ -41,29 +41,54 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def address(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with app_server(tmp_path_factory.mktemp("saved")) as address:
+    """An app that learns in short."""
+    with app_server(tmp_path_factory.mktemp("saved"), steps_per_update=1) as address:
         yield address
 
 
 @contextmanager
-def unused(browser: Browser, **settings: Any) -> Iterator[BrowserContext]:
-    """A browser that nobody has used."""
-    context = browser.new_context(**{"viewport": {"width": 1280, "height": 1000}, **settings})
+def window(browser: Browser) -> Iterator[BrowserContext]:
+    context = browser.new_context(viewport={"width": 1280, "height": 1000})
     context.set_default_timeout(PATIENCE)
     yield context
     context.close()
 
 
-@pytest.fixture
-def visitor(browser: Browser) -> Iterator[BrowserContext]:
-    with unused(browser) as context:
+@pytest.fixture(scope="module")
+def first_window(browser: Browser) -> Iterator[BrowserContext]:
+    with window(browser) as context:
         yield context
 
 
-@pytest.fixture
-def other_visitor(browser: Browser) -> Iterator[BrowserContext]:
-    with unused(browser) as context:
+@pytest.fixture(scope="module")
+def second_window(browser: Browser) -> Iterator[BrowserContext]:
+    with window(browser) as context:
         yield context
+
+
+def forget(context: BrowserContext) -> None:
+    """Leave a browser as one that nobody has used, but for the files of the page that it has fetched."""
+    origins = {"/".join(page.url.split("/")[:3]) for page in context.pages}
+    blank = context.new_page()
+    for page in context.pages:
+        if page is not blank:
+            page.close()
+    session = context.new_cdp_session(blank)
+    for origin in origins:
+        session.send("Storage.clearDataForOrigin", {"origin": origin, "storageTypes": "all"})
+    blank.close()
+
+
+@pytest.fixture
+def visitor(first_window: BrowserContext) -> Iterator[BrowserContext]:
+    yield first_window
+    forget(first_window)
+
+
+@pytest.fixture
+def other_visitor(second_window: BrowserContext) -> Iterator[BrowserContext]:
+    yield second_window
+    forget(second_window)
 
 
 def opened(context: BrowserContext, address: str, query: str = "") -> Page:
@@ -107,8 +132,15 @@ def reset(page: Page) -> None:
 # --- one visitor ----------------------------------------------------------------------------------------------------
 
 
-def test_acceptance_rises_while_one_chats(visitor: BrowserContext, address: str) -> None:
-    page = opened(visitor, address)
+@pytest.fixture
+def eager_address(browser: Browser, tmp_path: Path) -> Iterator[str]:
+    """An app that learns as the app does."""
+    with app_server(tmp_path) as address:
+        yield address
+
+
+def test_acceptance_rises_while_one_chats(visitor: BrowserContext, eager_address: str) -> None:
+    page = opened(visitor, eager_address)
     for _ in range(2):
         page.locator("#suggest").click()
         expect(page.locator("#prompt textarea")).not_to_have_value("")
@@ -319,7 +351,7 @@ def markup_pair(tmp_path: Path) -> Path:
 
 def test_markup_in_an_answer_is_text(visitor: BrowserContext, markup_pair: Path) -> None:
     pair = ("--target", str(markup_pair / "target"), "--draft", str(markup_pair / "draft"))
-    with app_server(markup_pair / "saved", *pair) as address:
+    with app_server(markup_pair / "saved", *pair, steps_per_update=1) as address:
         page = opened(visitor, address)
         ask(page, "say something")
         assert "<script>window.hacked" in page.locator("#chat .osd-answer").inner_text()
@@ -359,7 +391,7 @@ def test_a_program_chats_and_reads_the_statistics(address: str) -> None:
 def test_a_public_page_serves_visitors_and_shows_no_owners_controls(
     visitor: BrowserContext, other_visitor: BrowserContext, tmp_path: Path
 ) -> None:
-    with app_server(tmp_path, "--public") as address:
+    with app_server(tmp_path, "--public", steps_per_update=1) as address:
         page, other = opened(visitor, address), opened(other_visitor, address)
         for shown, text in ((page, "What is 3 + 4?"), (other, "What is 5 + 6?")):
             ask(shown, text)
