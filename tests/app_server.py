@@ -7,24 +7,13 @@ import multiprocessing
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from held_app import serve
+from processes import process_for
 from waiting import LONG
-
-# Imported once, by a process that each app is a fork of.
-PRELOADED = ["osd_hf_app.launch", "osd_hf.cli.app", "transformers.models.llama.modeling_llama"]
-
-
-def process_of_its_own(work: Callable[..., object], *args: Any) -> Any:
-    """A process that has imported the app, and will do this."""
-    context: Any = multiprocessing.get_context(
-        "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-    )
-    context.set_forkserver_preload(PRELOADED)
-    return context.Process(target=work, args=args, daemon=True)
 
 
 def free_port() -> int:
@@ -44,7 +33,7 @@ def app_server(folder: Path, *flags: str, **config: Any) -> Iterator[str]:
         "GRADIO_SERVER_PORT": str(free_port()),
     }  # fmt: skip
     output, its_output = multiprocessing.Pipe(duplex=False)
-    process = process_of_its_own(serve, its_output, environment, ["--output-dir", str(folder), *flags], config)
+    process = process_for(serve, its_output, environment, ["--output-dir", str(folder), *flags], config)
     process.start()
     its_output.close()
     said: list[str] = []

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from processes import say_into
+
 from osd_hf.cli.main import main
 from osd_hf_app import launch
 from osd_hf_app.service import Service
@@ -29,8 +31,7 @@ def answer_when_stopped(service: Service, session: Any, answer: Any, *rest: Any)
 
 def serve(output: Connection, environment: Mapping[str, str], flags: Sequence[str], config: dict[str, Any]) -> None:
     """Serve the app in this process, which says into `output` what it says; `config` in place of the app's own."""
-    for descriptor in (1, 2):
-        os.dup2(output.fileno(), descriptor)
+    say_into(output.fileno(), output.fileno())
     output.close()
     os.environ.clear()
     os.environ.update(environment)

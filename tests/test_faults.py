@@ -1,8 +1,6 @@
 import errno
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +12,7 @@ import killed_sessions
 import models
 import pytest
 import torch
+from processes import run_python
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from waiting import LONG
 
@@ -281,9 +280,7 @@ def test_a_request_that_ends_while_a_session_is_saved_is_in_all_of_it_or_in_none
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="restarts by fork")
 def test_a_session_killed_at_any_moment_goes_on(tmp_path: Path) -> None:
     kills = 20
-    command = [sys.executable, killed_sessions.__file__, str(tmp_path / "session"), str(kills)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # a team of threads does not live on in a fork
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=LONG)
+    done = run_python(Path(killed_sessions.__file__), str(tmp_path / "session"), str(kills))
     assert done.returncode == 0, done.stderr
     first, *lives = [json.loads(line) for line in done.stdout.splitlines()]
     alone, least = first["alone"], 0

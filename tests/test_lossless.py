@@ -1,6 +1,8 @@
 """The answers are the target's own: token by token when greedy, in distribution when sampled. Each check is shown to
 fail for a loop that accepts what it should not."""
 
+import copy
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -50,13 +52,27 @@ def assistant_of(target: Any, draft: Any, way: str, config: OnlineConfig, tokeni
 # --- the checks -----------------------------------------------------------------------------------------------------
 
 
-def greedy_divergences(target: Any, generate: Callable[..., Any], requests: list[Request]) -> tuple[list[str], int]:
-    """Answers that are not the target's own, but for ties; and the number of these ties."""
+def greedy(ids: torch.Tensor, settings: dict[str, Any]) -> dict[str, Any]:
+    return {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 24, **settings}
+
+
+def answers_alone(target: Any, requests: list[Request]) -> list[Any]:
+    """What the target answers by itself, with scores."""
+    return [
+        target.generate(ids, output_scores=True, return_dict_in_generate=True, **greedy(ids, settings))
+        for ids, settings in requests
+    ]
+
+
+def greedy_divergences(
+    target: Any, generate: Callable[..., Any], requests: list[Request], answers: list[Any] | None = None
+) -> tuple[list[str], int]:
+    """Answers that are not the target's own, but for ties; and the number of these ties. `answers` are those of the
+    target alone, where it has been asked."""
     wrong, ties = [], 0
-    for number, (ids, settings) in enumerate(requests):
-        settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 24, **settings}
-        alone = target.generate(ids, output_scores=True, return_dict_in_generate=True, **settings)
-        assisted = generate(ids, **settings)
+    answers = answers_alone(target, requests) if answers is None else answers
+    for number, ((ids, settings), alone) in enumerate(zip(requests, answers, strict=True)):
+        assisted = generate(ids, **greedy(ids, settings))
         start = alone.sequences.shape[1] - len(alone.scores)
         ours, theirs = assisted[0, start:], alone.sequences[0, start:]
         both = min(len(ours), len(theirs))
@@ -145,8 +161,8 @@ def broken_greedy(monkeypatch: pytest.MonkeyPatch) -> None:
 def requests_of(target: Any) -> list[Request]:
     """Plain requests, and one each that is padded, penalized, ended by EOS, and cut."""
     ids = models.prompts(8)
-    requests: list[Request] = [(x, {}) for x in ids]
-    answer = target.generate(ids[0], attention_mask=torch.ones_like(ids[0]), do_sample=False, max_new_tokens=24)
+    requests: list[Request] = [(x, {"max_new_tokens": 2 * models.WINDOW}) for x in ids]
+    answer = target.generate(ids[0], **greedy(ids[0], requests[0][1]))
     requests.append((ids[0], {"eos_token_id": int(answer[0, -9])}))
     requests.append((ids[1], {"repetition_penalty": 1.4}))
     requests.append((ids[2], {"max_new_tokens": 7, "no_repeat_ngram_size": 2}))
@@ -158,16 +174,24 @@ def requests_of(target: Any) -> list[Request]:
     return requests
 
 
+@functools.cache
+def asked(architecture: str) -> tuple[Any, list[Request], list[Any]]:
+    """A target, requests, and what it answers alone."""
+    target = models.build(architecture)
+    requests = requests_of(target)
+    return target, requests, answers_alone(target, requests)
+
+
 @pytest.mark.parametrize(
     ("architecture", "way"),
     [*itertools.product(models.ARCHITECTURES, ["lean", "stock", "auto"]), ("gemma3", "auto, losing"),
      ("t5", "auto, losing")],
 )  # fmt: skip
 def test_greedy_answers_are_the_targets_while_the_draft_learns(architecture: str, way: str) -> None:
-    target, draft = models.pair(architecture, noise=0.08)
+    alone, requests, answers = asked(architecture)
+    target, draft = copy.deepcopy(alone), models.draft_of(alone, noise=0.08)
     assistant = assistant_of(target, draft, way, FAST)
-    requests = requests_of(target)
-    wrong, ties = greedy_divergences(target, assistant.generate, requests)
+    wrong, ties = greedy_divergences(target, assistant.generate, requests, answers)
     print(
         f"{architecture}, {way}: {ties} ties in {len(requests)} answers, versions 0 to {assistant.version}, "
         f"{assistant.stats}"
@@ -179,10 +203,24 @@ def test_greedy_answers_are_the_targets_while_the_draft_learns(architecture: str
     assert any(not torch.equal(a, b) for a, b in zip(assistant.draft.parameters(), draft.parameters(), strict=True))
 
 
+@functools.cache
+def asked_in_turns(architecture: str) -> tuple[Any, list[Request], list[Any]]:
+    """A target, requests that go on from its answers, and what it answers alone."""
+    target, context = models.build(architecture), models.prompt(4)
+    requests: list[Request] = []
+    answers: list[Any] = []
+    for number in range(4):
+        requests.append((context, {"max_new_tokens": 9}))
+        answers += answers_alone(target, requests[-1:])
+        context = torch.cat([answers[-1].sequences, models.prompt(3, seed=number)], dim=1)
+    return target, requests, answers
+
+
 @every_way
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma3", "gpt2"])
 def test_greedy_answers_are_the_targets_across_turns(architecture: str, way: str) -> None:
-    target, draft = models.pair(architecture, noise=0.08)
+    alone, requests, answers = asked_in_turns(architecture)
+    target, draft = copy.deepcopy(alone), models.draft_of(alone, noise=0.08)
     assistant = assistant_of(target, draft, way, FAST)
     kept: dict[str, Any] = {}
 
@@ -191,12 +229,9 @@ def test_greedy_answers_are_the_targets_across_turns(architecture: str, way: str
         kept["past_key_values"] = output.past_key_values
         return output.sequences
 
-    context = models.prompt(4)
     for number in range(4):
-        wrong, _ = greedy_divergences(target, turn, [(context, {"max_new_tokens": 9})])
+        wrong, _ = greedy_divergences(target, turn, requests[number : number + 1], answers[number : number + 1])
         assert wrong == [], f"turn {number}"
-        answer = target.generate(context, attention_mask=torch.ones_like(context), do_sample=False, max_new_tokens=9)
-        context = torch.cat([answer, models.prompt(3, seed=number)], dim=1)
     assert assistant.version == 2
 
 
@@ -205,9 +240,10 @@ def test_greedy_answers_are_the_targets_across_turns(architecture: str, way: str
 def test_a_loop_that_accepts_every_draft_fails_the_greedy_check(
     architecture: str, way: str, broken_greedy: None
 ) -> None:
-    target, draft = models.pair(architecture)
+    alone, requests, answers = asked(architecture)
+    target, draft = copy.deepcopy(alone), models.draft_of(alone)
     assistant = assistant_of(target, draft, way, FAST)
-    wrong, _ = greedy_divergences(target, assistant.generate, requests_of(target))
+    wrong, _ = greedy_divergences(target, assistant.generate, requests, answers)
     assert len(wrong) > 5
 
 
@@ -221,44 +257,61 @@ class AfterTokens(StoppingCriteria):  # type: ignore[misc]
         return torch.tensor([int(input_ids[0, -1]) in self.tokens])
 
 
+@functools.cache
+def asked_with_a_criterion() -> tuple[Any, list[Request], list[Any]]:
+    target, requests = models.build("qwen3"), []
+    for ids in models.prompts(6):
+        answer = target.generate(ids, **greedy(ids, {"max_new_tokens": 3}))
+        stop = AfterTokens({int(answer[0, ids.shape[1] + 2])})
+        requests.append((ids, {"stopping_criteria": StoppingCriteriaList([stop])}))
+    return target, requests, answers_alone(target, requests)
+
+
 @every_way
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 def test_a_criterion_stops_at_its_token(noise: float, way: str) -> None:
-    target, draft = models.pair("qwen3", noise=noise)
+    alone, requests, answers = asked_with_a_criterion()
+    target, draft = copy.deepcopy(alone), models.draft_of(alone, noise)
     assistant = assistant_of(target, draft, way, FAST)
-    requests = []
-    for ids in models.prompts(6):
-        answer = target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24)
-        stop = AfterTokens({int(answer[0, ids.shape[1] + 2])})
-        requests.append((ids, {"stopping_criteria": StoppingCriteriaList([stop])}))
-    assert greedy_divergences(target, assistant.generate, requests) == ([], 0)
+    assert greedy_divergences(target, assistant.generate, requests, answers) == ([], 0)
     assert assistant.stats.emitted <= 3 * 6
+
+
+@functools.cache
+def asked_with_stop_strings() -> tuple[Any, list[Request], list[Any]]:
+    target, tokenizer, requests = models.build("llama"), models.tokenizer(), []
+    for ids in models.prompts(4):
+        answer = target.generate(ids, **greedy(ids, {"max_new_tokens": 4}))
+        word = tokenizer.convert_ids_to_tokens(int(answer[0, ids.shape[1] + 3]))
+        requests.append((ids, {"stop_strings": [word], "tokenizer": tokenizer}))
+    return target, requests, answers_alone(target, requests)
 
 
 @every_way
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 def test_stop_strings_stop_at_their_token(noise: float, way: str) -> None:
-    target, draft = models.pair("llama", noise=noise)
-    tokenizer = models.tokenizer()
-    assistant = assistant_of(target, draft, way, FAST, tokenizer)
-    requests = []
-    for ids in models.prompts(4):
-        answer = target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24)
-        word = tokenizer.convert_ids_to_tokens(int(answer[0, ids.shape[1] + 3]))
-        requests.append((ids, {"stop_strings": [word], "tokenizer": tokenizer}))
-    assert greedy_divergences(target, assistant.generate, requests) == ([], 0)
+    alone, requests, answers = asked_with_stop_strings()
+    target, draft = copy.deepcopy(alone), models.draft_of(alone, noise)
+    assistant = assistant_of(target, draft, way, FAST, requests[0][1]["tokenizer"])
+    assert greedy_divergences(target, assistant.generate, requests, answers) == ([], 0)
     assert assistant.stats.emitted <= 4 * 4
+
+
+@functools.cache
+def asked_with_eos() -> tuple[Any, list[Request], list[Any]]:
+    target, ids = models.build("gemma3"), models.prompt()
+    answer = target.generate(ids, **greedy(ids, {"max_new_tokens": 8}))
+    requests: list[Request] = [(ids, {"eos_token_id": int(answer[0, 6 + i])}) for i in range(8)]
+    return target, requests, answers_alone(target, requests)
 
 
 @every_way
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 def test_eos_stops_at_its_token(noise: float, way: str) -> None:
-    target, draft = models.pair("gemma3", noise=noise)
+    alone, requests, answers = asked_with_eos()
+    target, draft = copy.deepcopy(alone), models.draft_of(alone, noise)
     assistant = assistant_of(target, draft, way, FAST)
-    ids = models.prompt()
-    answer = target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24)
-    requests: list[Request] = [(ids, {"eos_token_id": int(answer[0, 6 + i])}) for i in range(8)]
-    assert greedy_divergences(target, assistant.generate, requests) == ([], 0)
+    assert greedy_divergences(target, assistant.generate, requests, answers) == ([], 0)
 
 
 def test_a_criterion_that_is_looked_at_once_a_round_fails_the_check() -> None:
@@ -331,11 +384,11 @@ def test_a_loop_that_accepts_too_much_fails_the_sampled_check(broken_sampling: N
     assert goodness_of_fit(sampled_answers(assistant, ids, 600), answer_distribution(target, ids)) < 1e-6
 
 
-def long_answers(assistant: OnlineAssistant, vocab_size: int) -> Iterator[list[int]]:
+def long_answers(assistant: OnlineAssistant, vocab_size: int, tokens: int = 500) -> Iterator[list[int]]:
     for number in range(4):
         ids = torch.tensor([[number % vocab_size]])
         output = assistant.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=500, do_sample=True, top_k=0
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=True, top_k=0
         )
         yield output[0].tolist()
 
@@ -358,7 +411,7 @@ def test_a_loop_that_accepts_too_much_fails_the_check_of_long_answers(way: str, 
     target = models.bigram(0)
     assistant = assistant_of(target, models.bigram(1), way, FROZEN)
     table = target.by_token.detach().double().softmax(-1).numpy()
-    assert transitions_fit(list(long_answers(assistant, 5)), table) < 1e-6
+    assert transitions_fit(list(long_answers(assistant, 5, tokens=100)), table) < 1e-6  # already
 
 
 STOPS = {0, 1}

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
 from models import rounding
+from processes import run_python
 from safetensors.torch import load_file
 from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -160,10 +159,7 @@ main(sys.argv[1:])
 
 def test_a_run_killed_between_two_saves_ends_as_one_that_was_not(straight, pair, prompts, tmp_path):
     folder, store = tmp_path / "run", tmp_path / "store"
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, *arguments(pair, prompts, folder, *OFTEN, "--store", str(store))],
-        capture_output=True,
-    )
+    done = run_python(KILLED, *arguments(pair, prompts, folder, *OFTEN, "--store", str(store)))
     assert done.returncode == -signal.SIGKILL
     assert len((folder / "journal.jsonl").read_text().splitlines()) == 14
     with (folder / "journal.jsonl").open("a") as journal:

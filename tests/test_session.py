@@ -1,8 +1,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -13,6 +11,7 @@ import killed_savers
 import models
 import pytest
 import torch
+from processes import run_python
 
 from osd_hf import OnlineConfig, StateError, Trace, capture_traces
 from osd_hf.learning import session as module
@@ -253,9 +252,7 @@ def test_requests_of_another_width_are_refused_before_anything_changes(
 def test_savers_that_are_killed_leave_the_old_state_or_the_new_one_and_what_is_the_users(
     arguments: tuple[str, ...], tmp_path: Path
 ) -> None:
-    command = [sys.executable, killed_savers.__file__, str(tmp_path / "session"), *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=600)
+    done = run_python(Path(killed_savers.__file__), str(tmp_path / "session"), *arguments)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     if arguments[0] != "0":
