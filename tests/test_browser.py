@@ -25,6 +25,12 @@ pytestmark = pytest.mark.browser
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PATIENCE = 1000 * LONG  # milliseconds
+# Nothing on the page moves by itself: drawn without an accelerator, that takes longer than answering.
+STILL = """addEventListener("DOMContentLoaded", () => {
+    const style = document.createElement("style");
+    style.textContent = "*, *::before, *::after { animation: none !important; transition: none !important }";
+    document.head.append(style);
+})"""
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +56,7 @@ def address(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Itera
 def window(browser: Browser) -> Iterator[BrowserContext]:
     context = browser.new_context(viewport={"width": 1280, "height": 1000})
     context.set_default_timeout(PATIENCE)
+    context.add_init_script(STILL)
     yield context
     context.close()
 
@@ -101,6 +108,41 @@ def opened(context: BrowserContext, address: str, query: str = "") -> Page:
     return page
 
 
+@pytest.fixture(scope="module")
+def open_page(browser: Browser, address: str) -> Iterator[Page]:
+    with window(browser) as context:
+        yield opened(context, address)
+
+
+@pytest.fixture(scope="module")
+def other_open_page(browser: Browser, address: str) -> Iterator[Page]:
+    with window(browser) as context:
+        yield opened(context, address)
+
+
+@pytest.fixture
+def page(open_page: Page) -> Page:
+    """One that a visitor of the app at `address` has open, without a chat."""
+    return cleared(open_page)
+
+
+@pytest.fixture
+def other_page(other_open_page: Page) -> Page:
+    """That of another visitor."""
+    return cleared(other_open_page)
+
+
+def cleared(page: Page) -> Page:
+    page.locator("#clear").click()
+    expect(page.locator("#chat .osd-you, #chat [role=alert]")).to_have_count(0)
+    return page
+
+
+def unfold(page: Page, part: str, inside: str) -> None:
+    if not page.locator(inside).is_visible():
+        page.locator(f"{part} button").first.click()
+
+
 def ask(page: Page, text: str) -> None:
     """Send a prompt, and wait for its whole answer."""
     before = page.locator("#chat .osd-figures", has_text="target pass").count()
@@ -124,7 +166,7 @@ def last_alpha(page: Page, side: str) -> float:
 
 
 def reset(page: Page) -> None:
-    page.locator("#keep button").first.click()
+    unfold(page, "#keep", "#reset")
     page.locator("#reset").click()
     expect(page.locator("#kept")).to_contain_text("as it was")
 
@@ -183,8 +225,7 @@ def test_acceptance_rises_while_one_chats(visitor: BrowserContext, eager_address
     assert page.errors == []  # type: ignore[attr-defined]
 
 
-def test_a_reload_keeps_the_chat(visitor: BrowserContext, address: str) -> None:
-    page = opened(visitor, address)
+def test_a_reload_keeps_the_chat(page: Page) -> None:
     ask(page, "What is 3 + 4?")
     before = page.locator(".osd-chat").inner_text()
     page.reload()
@@ -192,21 +233,18 @@ def test_a_reload_keeps_the_chat(visitor: BrowserContext, address: str) -> None:
     assert page.locator(".osd-chat").inner_text() == before
 
 
-def test_an_answer_goes_on_while_its_visitor_is_away(
-    visitor: BrowserContext, other_visitor: BrowserContext, address: str
-) -> None:
+def test_an_answer_goes_on_while_its_visitor_is_away(visitor: BrowserContext, other_page: Page, address: str) -> None:
     page = opened(visitor, address)
     choose(page, "#domain", "python")
     page.locator("#twenty").click()
     expect(page.locator("#chat")).to_contain_text(f"{ANSWERS} of 20 answered")
     page.close()
-    other = opened(other_visitor, address)
-    ask(other, "What is 3 + 4?")  # comes in between
+    ask(other_page, "What is 3 + 4?")  # comes in between
     page = opened(visitor, address)
     expect(page.locator("#chat")).to_contain_text(f"{ANSWERS} of 20 answered")
     page.locator("#stop").click()
     expect(page.locator("#chat")).to_contain_text(f"{ANSWERS} of 20 answered, stopped")
-    assert "python" not in other.locator("#chat").inner_text()
+    assert "python" not in other_page.locator("#chat").inner_text()
 
 
 @pytest.mark.parametrize(
@@ -218,10 +256,7 @@ def test_an_answer_goes_on_while_its_visitor_is_away(
         ("word " * 3000, "tokens; beside an answer of"),
     ],
 )
-def test_a_prompt_that_cannot_be_answered_is_told(
-    visitor: BrowserContext, address: str, text: str, shown: str
-) -> None:
-    page = opened(visitor, address)
+def test_a_prompt_that_cannot_be_answered_is_told(page: Page, text: str, shown: str) -> None:
     page.fill("#prompt textarea", text)
     page.press("#prompt textarea", "Enter")
     expect(page.locator("#chat [role=alert]")).to_contain_text(shown)
@@ -230,8 +265,7 @@ def test_a_prompt_that_cannot_be_answered_is_told(
     assert page.locator("#chat [role=alert]").count() == 0
 
 
-def test_markup_in_a_prompt_is_text(visitor: BrowserContext, address: str) -> None:
-    page = opened(visitor, address)
+def test_markup_in_a_prompt_is_text(page: Page) -> None:
     text = "<img src=x onerror='window.hacked=1'><script>window.hacked=2</script> <b>3 + 4</b>?\x07"
     ask(page, text)
     assert page.locator("#chat .osd-you").inner_text() == text.replace("\x07", "")
@@ -239,11 +273,10 @@ def test_markup_in_a_prompt_is_text(visitor: BrowserContext, address: str) -> No
     assert page.locator("#chat img, #chat script, #chat b").count() == 0
 
 
-def test_models_that_do_not_fit_leave_the_old_pair(visitor: BrowserContext, address: str, tmp_path: Path) -> None:
+def test_models_that_do_not_fit_leave_the_old_pair(page: Page, tmp_path: Path) -> None:
     models.build("llama").save_pretrained(tmp_path / "tiny")
     models.tokenizer().save_pretrained(tmp_path / "tiny")
-    page = opened(visitor, address)
-    page.locator("#models button").first.click()
+    unfold(page, "#models", "#load")
     for target, draft, shown in (
         ("no/such-model", "no/such-draft", "cannot be loaded"),
         (str(tmp_path / "tiny"), "", "name a target and a draft"),
@@ -257,25 +290,21 @@ def test_models_that_do_not_fit_leave_the_old_pair(visitor: BrowserContext, addr
     ask(page, "What is 3 + 4?")
 
 
-def test_a_draft_of_ones_own_learns_apart(
-    visitor: BrowserContext, other_visitor: BrowserContext, address: str
-) -> None:
-    page, other = opened(visitor, address), opened(other_visitor, address)
-    reset(other)
-    page.locator("#settings button").first.click()
+def test_a_draft_of_ones_own_learns_apart(page: Page, other_page: Page) -> None:
+    reset(other_page)
+    unfold(page, "#settings", "#private")
     page.locator("#private input").check()
     expect(page.locator("#state")).to_contain_text("your own")
     ask(page, "What is 3 + 4?")
     expect(page.locator("#table tbody tr").first).to_contain_text("1")
-    expect(other.locator("#table tbody tr").first.locator("td").nth(1)).to_have_text("0")
+    expect(other_page.locator("#table tbody tr").first.locator("td").nth(1)).to_have_text("0")
     page.locator("#private input").uncheck()
     expect(page.locator("#state")).to_contain_text("shared by all")
 
 
-def test_save_and_push_say_what_came_of_it(visitor: BrowserContext, address: str) -> None:
-    page = opened(visitor, address)
+def test_save_and_push_say_what_came_of_it(page: Page) -> None:
     ask(page, "What is 3 + 4?")
-    page.locator("#keep button").first.click()
+    unfold(page, "#keep", "#save")
     page.locator("#save").click()
     expect(page.locator("#kept")).to_contain_text("Saved: ")
     page.fill("#repo textarea", "somebody/draft")
@@ -313,9 +342,9 @@ def test_phone_dark_and_keyboard(browser: Browser, address: str) -> None:
 # --- two visitors ---------------------------------------------------------------------------------------------------
 
 
-def test_two_visitors_at_once(visitor: BrowserContext, other_visitor: BrowserContext, address: str) -> None:
-    pages = [opened(context, address) for context in (visitor, other_visitor)]
-    reset(pages[0])
+def test_two_visitors_at_once(page: Page, other_page: Page) -> None:
+    pages = [page, other_page]
+    reset(page)
     prompts = [[f"What is {i} + {j}?" for j in range(3)] for i in (11, 22)]
     for j in range(3):
         for page, own in zip(pages, prompts, strict=True):  # neither waits for the other
