@@ -251,11 +251,15 @@ def test_a_failed_request_gives_its_cache_back(traced: None, monkeypatch: pytest
     assert made == []
 
 
-def test_two_sizes_of_cache_serve_one_draft(traced: None) -> None:
-    target, draft = models.pair(noise=0.05, max_position_embeddings=1024, num_hidden_layers=1)
-    length = SMALLEST_STATIC_CACHE + 30
-    requests = [(models.prompt(seed=n), {"length": n}) for n in (20, length, 30)]
+def test_two_sizes_of_cache_serve_one_draft(traced: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("osd_hf.drafting.forward.SMALLEST_STATIC_CACHE", 32)
+    sizes: list[int] = []
+    new_cache = CompiledDraft._new_cache
+    monkeypatch.setattr(CompiledDraft, "_new_cache", lambda self, size: sizes.append(size) or new_cache(self, size))
+    target, draft = models.pair(noise=0.05, num_hidden_layers=1)
+    requests = [(models.prompt(seed=n), {"length": n}) for n in (10, 70, 15)]
     same_as_eager(target, draft, requests)
+    assert sizes == [32, 128]
 
 
 def test_two_drafts_share_nothing_that_is_compiled(traced: None, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,8 +1,10 @@
+import functools
 import json
 import os
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,12 @@ def learner(traces: list[Trace], updates: int, config: OnlineConfig = CONFIG, dr
     for trace in traces[3:5]:
         taught.observe(None, trace)
     return taught
+
+
+@pytest.fixture(scope="module")
+def taught(traces: list[Trace]) -> Callable[[int], Learner]:
+    """Learners of so many updates, to be read and saved by whoever asks."""
+    return functools.cache(lambda updates: learner(traces, updates))
 
 
 def updater(taught: Learner) -> Updater:
@@ -100,9 +108,9 @@ def test_a_session_comes_back_whole(tmp_path: Path, traces: list[Trace], gate: b
     assert all(map(torch.equal, weights(saved), weights(fresh)))
 
 
-def test_saving_again_leaves_one_state(tmp_path: Path, traces: list[Trace]) -> None:
+def test_saving_again_leaves_one_state(tmp_path: Path, traces: list[Trace], taught: Callable[[int], Learner]) -> None:
     for version in range(3):
-        save_session(tmp_path, learner(traces, version), {"version": version})
+        save_session(tmp_path, taught(version), {"version": version})
     assert len(list(tmp_path.glob("state-*"))) == 1
     facts, router = load_session(tmp_path, learner(traces, 0))
     assert (facts["version"], router) == (2, None)
@@ -129,9 +137,10 @@ def test_what_breaks_while_saving_leaves_a_state_that_loads(
     error: type[BaseException],
     tmp_path: Path,
     traces: list[Trace],
+    taught: Callable[[int], Learner],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    save_session(tmp_path, learner(traces, 1), {"version": 1})
+    save_session(tmp_path, taught(1), {"version": 1})
     homes: dict[str, tuple[Any, str]] = {
         "mkdir": (os, "mkdir"),
         "torch.save": (module.torch, "save"),
@@ -152,7 +161,7 @@ def test_what_breaks_while_saving_leaves_a_state_that_loads(
             raise error("killed")
         return whole(*args, **kwargs)
 
-    second = learner(traces, 2)
+    second = taught(2)
     with monkeypatch.context() as patch:
         patch.setattr(*homes[step], fail)
         with pytest.raises(StateError if error is OSError and step != "rmtree" else error):
@@ -160,7 +169,7 @@ def test_what_breaks_while_saving_leaves_a_state_that_loads(
     expected = 2 if step == "rmtree" else 1
     fresh = learner(traces, 0)
     assert load_session(tmp_path, fresh)[0]["version"] == fresh.drafts.serving_version() == expected
-    assert all(map(torch.equal, weights(fresh), weights(learner(traces, expected))))
+    assert all(map(torch.equal, weights(fresh), weights(taught(expected))))
     save_session(tmp_path, second, {"version": 3})  # goes on, and clears what was left
     assert load_session(tmp_path, fresh)[0]["version"] == 3
     assert len(list(tmp_path.glob("state-*"))) == 1
@@ -182,8 +191,10 @@ def damage(folder: Path, file: str, how: str) -> None:
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol:UserWarning")  # torch, of the garbage
 @pytest.mark.parametrize("how", ["missing", "empty", "half", "garbage"])
 @pytest.mark.parametrize("file", ["CURRENT", "session.json", "requests-000.parquet", "learner-000.pt", "drafts.pt"])
-def test_damaged_files_are_named_and_change_nothing(file: str, how: str, tmp_path: Path, traces: list[Trace]) -> None:
-    save_session(tmp_path, learner(traces, 2), {"version": 2})
+def test_damaged_files_are_named_and_change_nothing(
+    file: str, how: str, tmp_path: Path, traces: list[Trace], taught: Callable[[int], Learner]
+) -> None:
+    save_session(tmp_path, taught(2), {"version": 2})
     damage(tmp_path, file, how)
     fresh = learner(traces, 1)
     before, states, drafts = weights(fresh), fresh.lesson_states(), fresh.drafts.state_dict()
