@@ -4,6 +4,7 @@ fail for a loop that accepts what it should not."""
 import copy
 import functools
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -103,18 +104,20 @@ def goodness_of_fit(counts: Counter[Any], probabilities: dict[Any, float]) -> fl
     return float(stats.chisquare(observed, expected).pvalue)
 
 
-def answers_fit(counts: Counter[tuple[int, ...]], probabilities: dict[tuple[int, ...], float]) -> float:
-    """p-value over whole answers and over each two of their tokens, for as many tests. Most answers are so rare that
-    they make one class; departures are seen in pairs of tokens with a third of the answers."""
+def fits(counts: Counter[Any], probabilities: dict[Any, float], views: list[Callable[[Any], Any]]) -> float:
+    """p-value over whole answers and over what each of `views` makes of them, for as many tests. Most answers are so
+    rare that they make one class: departures are seen in parts of them with fewer answers."""
 
-    def seen(places: tuple[int, ...]) -> float:
-        parts: tuple[Counter[Any], Counter[Any]] = (Counter(), Counter())
-        for part, whole in zip(parts, (counts, probabilities), strict=True):
-            for answer, number in whole.items():
-                part[tuple(answer[place] for place in places)] += number  # type: ignore[assignment]
-        return goodness_of_fit(parts[0], parts[1])
+    def seen(view: Callable[[Any], Any]) -> float:
+        observed: Counter[Any] = Counter()
+        expected: dict[Any, float] = {}
+        for answer, number in counts.items():
+            observed[view(answer)] += number
+        for answer, probability in probabilities.items():
+            expected[view(answer)] = expected.get(view(answer), 0.0) + probability
+        return goodness_of_fit(observed, expected)
 
-    views = [tuple(range(NEW)), *itertools.combinations(range(NEW), 2)]
+    views = [lambda answer: answer, *views]
     return min(len(views) * min(map(seen, views)), 1.0)
 
 
@@ -177,17 +180,17 @@ def broken_greedy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def requests_of(target: Any) -> list[Request]:
     """Plain requests, and one each that is padded, penalized, ended by EOS, and cut."""
-    ids = models.prompts(8)
-    requests: list[Request] = [(x, {"max_new_tokens": 2 * models.WINDOW}) for x in ids]
-    answer = target.generate(ids[0], **greedy(ids[0], requests[0][1]))
-    requests.append((ids[0], {"eos_token_id": int(answer[0, -9])}))
-    requests.append((ids[1], {"repetition_penalty": 1.4}))
+    ids, long = models.prompts(8), {"max_new_tokens": 2 * models.WINDOW}
+    requests: list[Request] = [(x, long) for x in ids]
+    answer = target.generate(ids[0], **greedy(ids[0], long))
+    requests.append((ids[0], {**long, "eos_token_id": int(answer[0, -9])}))
+    requests.append((ids[1], {**long, "repetition_penalty": 1.4}))
     requests.append((ids[2], {"max_new_tokens": 7, "no_repeat_ngram_size": 2}))
     if not target.config.is_encoder_decoder:
         for x in ids[3:5]:
             padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), x], dim=1)
             mask = (torch.arange(padded.shape[1]) >= 5).long()[None]
-            requests.append((padded, {"attention_mask": mask}))
+            requests.append((padded, {**long, "attention_mask": mask}))
     return requests
 
 
@@ -373,6 +376,9 @@ def small_pair() -> tuple[Any, Any]:
     return target, models.draft_of(target, noise=1.5)
 
 
+PAIRS = [operator.itemgetter(*places) for places in itertools.combinations(range(NEW), 2)]
+
+
 def sampled_answers(assistant: OnlineAssistant, ids: torch.Tensor, number: int) -> Counter[tuple[int, ...]]:
     counts: Counter[tuple[int, ...]] = Counter()
     for _ in range(number):
@@ -387,7 +393,7 @@ def test_sampled_answers_have_the_targets_distribution_while_the_draft_learns(wa
     assistant = assistant_of(target, draft, way, LEARNS)
     ids = models.prompt(3, vocab_size=VOCAB)
     counts = sampled_answers(assistant, ids, 400)
-    p_value = answers_fit(counts, answer_distribution(target, ids))
+    p_value = fits(counts, answer_distribution(target, ids), PAIRS)
     print(f"p = {p_value:.3f} over {len(counts)} answers, version {assistant.version}, {assistant.stats}")
     assert p_value > 1e-3
     assert assistant.version == 40
@@ -398,7 +404,7 @@ def test_a_loop_that_accepts_too_much_fails_the_sampled_check(broken_sampling: N
     target, draft = small_pair()
     assistant = assistant_of(target, draft, "lean", replace(FROZEN, num_assistant_tokens=2))
     ids = models.prompt(3, vocab_size=VOCAB)
-    assert answers_fit(sampled_answers(assistant, ids, 200), answer_distribution(target, ids)) < 1e-6  # already
+    assert fits(sampled_answers(assistant, ids, 200), answer_distribution(target, ids), PAIRS) < 1e-6  # already
 
 
 def long_answers(assistant: OnlineAssistant, vocab_size: int, tokens: int = 500) -> Iterator[list[int]]:
@@ -458,6 +464,10 @@ def stopped_distribution(target: Any, start: int) -> dict[tuple[int, ...], float
     return answers
 
 
+def end_of(answer: tuple[int, ...]) -> tuple[int, bool]:
+    return len(answer), answer[-1] in STOPS
+
+
 def stopped_answers(assistant: OnlineAssistant, start: int, number: int) -> Counter[tuple[int, ...]]:
     ids = torch.tensor([[start]])
     settings = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW, "attention_mask": torch.ones_like(ids)}
@@ -471,7 +481,7 @@ def stopped_answers(assistant: OnlineAssistant, start: int, number: int) -> Coun
 def test_a_criterion_leaves_sampled_answers_their_distribution(way: str) -> None:
     target, draft = stopping_pair()
     assistant = assistant_of(target, draft, way, FROZEN)
-    p_value = goodness_of_fit(stopped_answers(assistant, 2, 500), stopped_distribution(target, 2))
+    p_value = fits(stopped_answers(assistant, 2, 350), stopped_distribution(target, 2), [end_of])
     print(f"p = {p_value:.3f}, {assistant.stats}")
     assert p_value > 1e-3
 
@@ -491,7 +501,7 @@ def test_a_draft_that_leaves_out_the_token_of_a_criterion_fails_the_sampled_chec
     monkeypatch.setattr(LeanCandidateGenerator, "get_candidates", get_candidates)
     target, draft = stopping_pair()
     assistant = assistant_of(target, draft, "lean", FROZEN)
-    assert goodness_of_fit(stopped_answers(assistant, 2, 500), stopped_distribution(target, 2)) < 1e-6
+    assert fits(stopped_answers(assistant, 2, 350), stopped_distribution(target, 2), [end_of]) < 1e-6
 
 
 # --- drafts that break down -----------------------------------------------------------------------------------------
