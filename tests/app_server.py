@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from held_app import serve
+from processes import process_for
 from waiting import LONG
 
 
@@ -22,29 +24,31 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def app_server(folder: Path, *flags: str) -> Iterator[str]:
-    """The address of an app with these flags, whose page saves into the folder."""
-    command = [sys.executable, str(Path(__file__).with_name("held_app.py")), "--output-dir", str(folder)]
+def app_server(folder: Path, *flags: str, **config: Any) -> Iterator[str]:
+    """The address of an app with these flags, whose page saves into the folder; `config` are settings of the draft
+    that learns in place of the app's own."""
     environment = {
-        **os.environ, "GRADIO_ANALYTICS_ENABLED": "False", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1",
+        **os.environ, "GRADIO_ANALYTICS_ENABLED": "False", "OMP_NUM_THREADS": "1",
         # From there on the first free one is taken: between the look and the start another test may have come.
         "GRADIO_SERVER_PORT": str(free_port()),
     }  # fmt: skip
-    process = subprocess.Popen(
-        [*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    )
-    assert process.stdout is not None
+    output, its_output = multiprocessing.Pipe(duplex=False)
+    process = process_for(serve, its_output, environment, ["--output-dir", str(folder), *flags], config)
+    process.start()
+    its_output.close()
     said: list[str] = []
     watchdog = threading.Timer(LONG, process.kill)
     watchdog.start()
     try:
-        while not (said and " serves " in said[-1]):
-            line = process.stdout.readline()
-            assert line, f"the app did not start: {''.join(said)}"
-            said.append(line)
-        watchdog.cancel()
-        yield said[-1].split()[0]
+        with open(output.fileno(), closefd=False) as lines:
+            while not (said and " serves " in said[-1]):
+                line = lines.readline()
+                assert line, f"the app did not start: {''.join(said)}"
+                said.append(line)
+            watchdog.cancel()
+            yield said[-1].split()[0]
     finally:
         watchdog.cancel()
         process.terminate()
-        process.communicate()
+        process.join()
+        output.close()

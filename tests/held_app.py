@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
+from processes import say_into
+
 from osd_hf.cli.main import main
+from osd_hf_app import launch
 from osd_hf_app.service import Service
 from osd_hf_app.visitors import Batch
 
@@ -22,6 +29,12 @@ def answer_when_stopped(service: Service, session: Any, answer: Any, *rest: Any)
     _answer(service, session, answer, *rest)
 
 
-if __name__ == "__main__":
+def serve(output: Connection, environment: Mapping[str, str], flags: Sequence[str], config: dict[str, Any]) -> None:
+    """Serve the app in this process, which says into `output` what it says; `config` in place of the app's own."""
+    say_into(output.fileno(), output.fileno())
+    output.close()
+    os.environ.clear()
+    os.environ.update(environment)
     Service._answer = answer_when_stopped  # type: ignore[method-assign]
-    sys.exit(main(["app", *sys.argv[1:]]))
+    launch.Service = functools.partial(Service, config=config)  # type: ignore[misc]
+    sys.exit(main(["app", *flags]))

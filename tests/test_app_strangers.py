@@ -8,7 +8,6 @@ import ctypes
 import json
 import logging
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ import pytest
 import uvicorn
 from app_server import app_server
 from gradio import queueing, routes
+from processes import run_python
 from saved_pair import save_pair
 from waiting import LONG
 
@@ -461,7 +461,7 @@ for _ in range(2):
     libc.free(libc.malloc(4 * MAPPED_BYTES))
 print(mapped(), bound_heap(), mapped())
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=LONG)
+    done = run_python(script)
     assert done.stdout.split() == ["False", "True", "True"], done.stderr
 
 
@@ -579,9 +579,8 @@ def test_an_answer_stops_when_the_program_that_asked_for_it_has_gone(
 
 def test_the_load_script_finds_no_leak(tmp_path: Path) -> None:
     recipe = Path(__file__).parent.parent / "recipes" / "app_strangers.py"
-    command = [sys.executable, str(recipe), "--seconds", "4", "--clients", "4", "--rest", "0.1"]
-    environment = {**os.environ, "OSD_HF_RESULTS": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    environment = {**os.environ, "OSD_HF_RESULTS": str(tmp_path)}
+    done = run_python(recipe, "--seconds", "4", "--clients", "4", "--rest", "0.1", environment=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     report = json.loads((tmp_path / "app_strangers.json").read_text())
     assert report["marks_of_others_received"] == 0

@@ -25,6 +25,12 @@ pytestmark = pytest.mark.browser
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PATIENCE = 1000 * LONG  # milliseconds
+# Nothing on the page moves by itself: drawn without an accelerator, that takes longer than answering.
+STILL = """addEventListener("DOMContentLoaded", () => {
+    const style = document.createElement("style");
+    style.textContent = "*, *::before, *::after { animation: none !important; transition: none !important }";
+    document.head.append(style);
+})"""
 
 
 @pytest.fixture(scope="module")
@@ -41,29 +47,55 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def address(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with app_server(tmp_path_factory.mktemp("saved")) as address:
+    """An app that learns in short."""
+    with app_server(tmp_path_factory.mktemp("saved"), steps_per_update=1) as address:
         yield address
 
 
 @contextmanager
-def unused(browser: Browser, **settings: Any) -> Iterator[BrowserContext]:
-    """A browser that nobody has used."""
-    context = browser.new_context(**{"viewport": {"width": 1280, "height": 1000}, **settings})
+def window(browser: Browser) -> Iterator[BrowserContext]:
+    context = browser.new_context(viewport={"width": 1280, "height": 1000})
     context.set_default_timeout(PATIENCE)
+    context.add_init_script(STILL)
     yield context
     context.close()
 
 
-@pytest.fixture
-def visitor(browser: Browser) -> Iterator[BrowserContext]:
-    with unused(browser) as context:
+@pytest.fixture(scope="module")
+def first_window(browser: Browser) -> Iterator[BrowserContext]:
+    with window(browser) as context:
         yield context
 
 
-@pytest.fixture
-def other_visitor(browser: Browser) -> Iterator[BrowserContext]:
-    with unused(browser) as context:
+@pytest.fixture(scope="module")
+def second_window(browser: Browser) -> Iterator[BrowserContext]:
+    with window(browser) as context:
         yield context
+
+
+def forget(context: BrowserContext) -> None:
+    """Leave a browser as one that nobody has used, but for the files of the page that it has fetched."""
+    origins = {"/".join(page.url.split("/")[:3]) for page in context.pages}
+    blank = context.new_page()
+    for page in context.pages:
+        if page is not blank:
+            page.close()
+    session = context.new_cdp_session(blank)
+    for origin in origins:
+        session.send("Storage.clearDataForOrigin", {"origin": origin, "storageTypes": "all"})
+    blank.close()
+
+
+@pytest.fixture
+def visitor(first_window: BrowserContext) -> Iterator[BrowserContext]:
+    yield first_window
+    forget(first_window)
+
+
+@pytest.fixture
+def other_visitor(second_window: BrowserContext) -> Iterator[BrowserContext]:
+    yield second_window
+    forget(second_window)
 
 
 def opened(context: BrowserContext, address: str, query: str = "") -> Page:
@@ -74,6 +106,41 @@ def opened(context: BrowserContext, address: str, query: str = "") -> Page:
     page.goto(address + query)
     expect(page.locator("#send")).to_be_enabled(timeout=PATIENCE)  # the visitor is known
     return page
+
+
+@pytest.fixture(scope="module")
+def open_page(browser: Browser, address: str) -> Iterator[Page]:
+    with window(browser) as context:
+        yield opened(context, address)
+
+
+@pytest.fixture(scope="module")
+def other_open_page(browser: Browser, address: str) -> Iterator[Page]:
+    with window(browser) as context:
+        yield opened(context, address)
+
+
+@pytest.fixture
+def page(open_page: Page) -> Page:
+    """One that a visitor of the app at `address` has open, without a chat."""
+    return cleared(open_page)
+
+
+@pytest.fixture
+def other_page(other_open_page: Page) -> Page:
+    """That of another visitor."""
+    return cleared(other_open_page)
+
+
+def cleared(page: Page) -> Page:
+    page.locator("#clear").click()
+    expect(page.locator("#chat .osd-you, #chat [role=alert]")).to_have_count(0)
+    return page
+
+
+def unfold(page: Page, part: str, inside: str) -> None:
+    if not page.locator(inside).is_visible():
+        page.locator(f"{part} button").first.click()
 
 
 def ask(page: Page, text: str) -> None:
@@ -99,7 +166,7 @@ def last_alpha(page: Page, side: str) -> float:
 
 
 def reset(page: Page) -> None:
-    page.locator("#keep button").first.click()
+    unfold(page, "#keep", "#reset")
     page.locator("#reset").click()
     expect(page.locator("#kept")).to_contain_text("as it was")
 
@@ -107,8 +174,15 @@ def reset(page: Page) -> None:
 # --- one visitor ----------------------------------------------------------------------------------------------------
 
 
-def test_acceptance_rises_while_one_chats(visitor: BrowserContext, address: str) -> None:
-    page = opened(visitor, address)
+@pytest.fixture
+def eager_address(browser: Browser, tmp_path: Path) -> Iterator[str]:
+    """An app that learns as the app does."""
+    with app_server(tmp_path) as address:
+        yield address
+
+
+def test_acceptance_rises_while_one_chats(visitor: BrowserContext, eager_address: str) -> None:
+    page = opened(visitor, eager_address)
     for _ in range(2):
         page.locator("#suggest").click()
         expect(page.locator("#prompt textarea")).not_to_have_value("")
@@ -151,8 +225,7 @@ def test_acceptance_rises_while_one_chats(visitor: BrowserContext, address: str)
     assert page.errors == []  # type: ignore[attr-defined]
 
 
-def test_a_reload_keeps_the_chat(visitor: BrowserContext, address: str) -> None:
-    page = opened(visitor, address)
+def test_a_reload_keeps_the_chat(page: Page) -> None:
     ask(page, "What is 3 + 4?")
     before = page.locator(".osd-chat").inner_text()
     page.reload()
@@ -160,21 +233,18 @@ def test_a_reload_keeps_the_chat(visitor: BrowserContext, address: str) -> None:
     assert page.locator(".osd-chat").inner_text() == before
 
 
-def test_an_answer_goes_on_while_its_visitor_is_away(
-    visitor: BrowserContext, other_visitor: BrowserContext, address: str
-) -> None:
+def test_an_answer_goes_on_while_its_visitor_is_away(visitor: BrowserContext, other_page: Page, address: str) -> None:
     page = opened(visitor, address)
     choose(page, "#domain", "python")
     page.locator("#twenty").click()
     expect(page.locator("#chat")).to_contain_text(f"{ANSWERS} of 20 answered")
     page.close()
-    other = opened(other_visitor, address)
-    ask(other, "What is 3 + 4?")  # comes in between
+    ask(other_page, "What is 3 + 4?")  # comes in between
     page = opened(visitor, address)
     expect(page.locator("#chat")).to_contain_text(f"{ANSWERS} of 20 answered")
     page.locator("#stop").click()
     expect(page.locator("#chat")).to_contain_text(f"{ANSWERS} of 20 answered, stopped")
-    assert "python" not in other.locator("#chat").inner_text()
+    assert "python" not in other_page.locator("#chat").inner_text()
 
 
 @pytest.mark.parametrize(
@@ -186,10 +256,7 @@ def test_an_answer_goes_on_while_its_visitor_is_away(
         ("word " * 3000, "tokens; beside an answer of"),
     ],
 )
-def test_a_prompt_that_cannot_be_answered_is_told(
-    visitor: BrowserContext, address: str, text: str, shown: str
-) -> None:
-    page = opened(visitor, address)
+def test_a_prompt_that_cannot_be_answered_is_told(page: Page, text: str, shown: str) -> None:
     page.fill("#prompt textarea", text)
     page.press("#prompt textarea", "Enter")
     expect(page.locator("#chat [role=alert]")).to_contain_text(shown)
@@ -198,8 +265,7 @@ def test_a_prompt_that_cannot_be_answered_is_told(
     assert page.locator("#chat [role=alert]").count() == 0
 
 
-def test_markup_in_a_prompt_is_text(visitor: BrowserContext, address: str) -> None:
-    page = opened(visitor, address)
+def test_markup_in_a_prompt_is_text(page: Page) -> None:
     text = "<img src=x onerror='window.hacked=1'><script>window.hacked=2</script> <b>3 + 4</b>?\x07"
     ask(page, text)
     assert page.locator("#chat .osd-you").inner_text() == text.replace("\x07", "")
@@ -207,11 +273,10 @@ def test_markup_in_a_prompt_is_text(visitor: BrowserContext, address: str) -> No
     assert page.locator("#chat img, #chat script, #chat b").count() == 0
 
 
-def test_models_that_do_not_fit_leave_the_old_pair(visitor: BrowserContext, address: str, tmp_path: Path) -> None:
+def test_models_that_do_not_fit_leave_the_old_pair(page: Page, tmp_path: Path) -> None:
     models.build("llama").save_pretrained(tmp_path / "tiny")
     models.tokenizer().save_pretrained(tmp_path / "tiny")
-    page = opened(visitor, address)
-    page.locator("#models button").first.click()
+    unfold(page, "#models", "#load")
     for target, draft, shown in (
         ("no/such-model", "no/such-draft", "cannot be loaded"),
         (str(tmp_path / "tiny"), "", "name a target and a draft"),
@@ -225,25 +290,21 @@ def test_models_that_do_not_fit_leave_the_old_pair(visitor: BrowserContext, addr
     ask(page, "What is 3 + 4?")
 
 
-def test_a_draft_of_ones_own_learns_apart(
-    visitor: BrowserContext, other_visitor: BrowserContext, address: str
-) -> None:
-    page, other = opened(visitor, address), opened(other_visitor, address)
-    reset(other)
-    page.locator("#settings button").first.click()
+def test_a_draft_of_ones_own_learns_apart(page: Page, other_page: Page) -> None:
+    reset(other_page)
+    unfold(page, "#settings", "#private")
     page.locator("#private input").check()
     expect(page.locator("#state")).to_contain_text("your own")
     ask(page, "What is 3 + 4?")
     expect(page.locator("#table tbody tr").first).to_contain_text("1")
-    expect(other.locator("#table tbody tr").first.locator("td").nth(1)).to_have_text("0")
+    expect(other_page.locator("#table tbody tr").first.locator("td").nth(1)).to_have_text("0")
     page.locator("#private input").uncheck()
     expect(page.locator("#state")).to_contain_text("shared by all")
 
 
-def test_save_and_push_say_what_came_of_it(visitor: BrowserContext, address: str) -> None:
-    page = opened(visitor, address)
+def test_save_and_push_say_what_came_of_it(page: Page) -> None:
     ask(page, "What is 3 + 4?")
-    page.locator("#keep button").first.click()
+    unfold(page, "#keep", "#save")
     page.locator("#save").click()
     expect(page.locator("#kept")).to_contain_text("Saved: ")
     page.fill("#repo textarea", "somebody/draft")
@@ -281,9 +342,9 @@ def test_phone_dark_and_keyboard(browser: Browser, address: str) -> None:
 # --- two visitors ---------------------------------------------------------------------------------------------------
 
 
-def test_two_visitors_at_once(visitor: BrowserContext, other_visitor: BrowserContext, address: str) -> None:
-    pages = [opened(context, address) for context in (visitor, other_visitor)]
-    reset(pages[0])
+def test_two_visitors_at_once(page: Page, other_page: Page) -> None:
+    pages = [page, other_page]
+    reset(page)
     prompts = [[f"What is {i} + {j}?" for j in range(3)] for i in (11, 22)]
     for j in range(3):
         for page, own in zip(pages, prompts, strict=True):  # neither waits for the other
@@ -319,7 +380,7 @@ def markup_pair(tmp_path: Path) -> Path:
 
 def test_markup_in_an_answer_is_text(visitor: BrowserContext, markup_pair: Path) -> None:
     pair = ("--target", str(markup_pair / "target"), "--draft", str(markup_pair / "draft"))
-    with app_server(markup_pair / "saved", *pair) as address:
+    with app_server(markup_pair / "saved", *pair, steps_per_update=1) as address:
         page = opened(visitor, address)
         ask(page, "say something")
         assert "<script>window.hacked" in page.locator("#chat .osd-answer").inner_text()
@@ -359,7 +420,7 @@ def test_a_program_chats_and_reads_the_statistics(address: str) -> None:
 def test_a_public_page_serves_visitors_and_shows_no_owners_controls(
     visitor: BrowserContext, other_visitor: BrowserContext, tmp_path: Path
 ) -> None:
-    with app_server(tmp_path, "--public") as address:
+    with app_server(tmp_path, "--public", steps_per_update=1) as address:
         page, other = opened(visitor, address), opened(other_visitor, address)
         for shown, text in ((page, "What is 3 + 4?"), (other, "What is 5 + 6?")):
             ask(shown, text)

@@ -2,6 +2,7 @@
 
 import contextvars
 import copy
+import functools
 import logging
 import random
 import shutil
@@ -21,11 +22,17 @@ from osd_hf.drafting.forward import SMALLEST_STATIC_CACHE, CompiledDraft, DraftF
 COMPILABLE = ("llama", "gpt2")
 
 
+COMPILE = torch.compile
+
+
+def traced_alone(step: Any, **kwargs: Any) -> Any:
+    """`torch.compile` without its compiler: what it traces runs as it was traced."""
+    return COMPILE(step, **{**kwargs, "backend": "eager"})
+
+
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`torch.compile` without its compiler: what it traces runs as it was traced."""
-    compile_by = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda step, **kwargs: compile_by(step, **{**kwargs, "backend": "eager"}))
+    monkeypatch.setattr(torch, "compile", traced_alone)
 
 
 def by_itself(model: Any, ids: list[int], source: torch.Tensor | None = None) -> torch.Tensor:
@@ -109,15 +116,27 @@ def answer(assistant: OnlineAssistant, ids: torch.Tensor, length: int = 20, **se
     return output
 
 
-def same_as_eager(target: Any, draft: Any, requests: list[tuple[torch.Tensor, dict[str, Any]]]) -> OnlineAssistant:
-    compiled, eager = assistant_of(target, draft), assistant_of(target, draft, compile_draft=False)
+Requests = list[tuple[torch.Tensor, dict[str, Any]]]
+
+
+def served(assistant: OnlineAssistant, requests: Requests) -> list[list[int]]:
+    answers = []
     for number, (ids, settings) in enumerate(requests):
-        answers = []
-        for assistant in (compiled, eager):
-            torch.manual_seed(number)
-            answers.append(answer(assistant, ids, **settings))
-        assert answers[0] == answers[1]
-    ours, theirs = compiled.stats, eager.stats
+        torch.manual_seed(number)
+        answers.append(answer(assistant, ids, **settings))
+    return answers
+
+
+def same_as_eager(target: Any, draft: Any, requests: Requests, eagerly: Any = None) -> OnlineAssistant:
+    """A compiled draft's assistant, which answers and counts as the eager one does. `eagerly` are the answers and
+    statistics of that one, where they are known."""
+    if eagerly is None:
+        eager = assistant_of(target, draft, compile_draft=False)
+        eagerly = served(eager, requests), eager.stats
+    answers, theirs = eagerly
+    compiled = assistant_of(target, draft)
+    assert served(compiled, requests) == answers
+    ours = compiled.stats
     assert (ours.drafted, ours.examined, ours.accepted) == (theirs.drafted, theirs.examined, theirs.accepted)
     assert ours.accepted_length_histogram == theirs.accepted_length_histogram
     assert 0 < ours.alpha < 1
@@ -134,16 +153,34 @@ def some_requests() -> list[tuple[torch.Tensor, dict[str, Any]]]:
     ]
 
 
+@functools.cache
+def served_eagerly(architecture: str) -> Any:
+    """A pair, some requests, and how the eager draft serves them."""
+    target, draft = models.pair(architecture, noise=0.06)
+    eager, requests = assistant_of(target, draft, compile_draft=False), some_requests()
+    return target, draft, requests, (served(eager, requests), eager.stats)
+
+
+@pytest.fixture(scope="module")
+def double() -> tuple[Any, CompiledDraft]:
+    """A draft in double precision, traced once for all tests that change nothing of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", traced_alone)
+        model = models.double(models.build())
+        compiled = CompiledDraft(model)
+        compiled.forward(40).close()
+    return model, compiled
+
+
 @pytest.mark.parametrize("architecture", COMPILABLE)
 def test_compiled_drafts_are_the_eager_ones(architecture: str, traced: None, caplog: pytest.LogCaptureFixture) -> None:
-    same_as_eager(*models.pair(architecture, noise=0.06), some_requests())
+    same_as_eager(*served_eagerly(architecture))
     assert "not compiled" not in caplog.text
 
 
-def test_single_tokens_alone_go_through_what_is_compiled(traced: None) -> None:
-    model = models.double(models.build())
+def test_single_tokens_alone_go_through_what_is_compiled(double: tuple[Any, CompiledDraft]) -> None:
+    model, compiled = double
     with torch.inference_mode():
-        compiled = CompiledDraft(model)
         forward = compiled.forward(40)
         assert type(forward) is StaticForward
         with models.ForwardCounter(model.lm_head) as eager:
@@ -161,7 +198,7 @@ def test_a_cache_is_as_large_as_the_request_and_used_again(traced: None, monkeyp
         return new_cache(self, size)
 
     monkeypatch.setattr(CompiledDraft, "_new_cache", counting)
-    compiled = CompiledDraft(models.build())
+    compiled = CompiledDraft(models.build(num_hidden_layers=1))
     smallest = SMALLEST_STATIC_CACHE
     first = compiled.forward(smallest)
     assert first.cache.layers[0].max_cache_len == smallest
@@ -177,9 +214,8 @@ def test_a_cache_is_as_large_as_the_request_and_used_again(traced: None, monkeyp
     assert {id(f.cache) for f in again} == {id(f.cache) for f in (first, both, larger)}
 
 
-def test_nothing_of_a_request_is_left_for_the_next(traced: None) -> None:
-    model = models.double(models.build())
-    compiled = CompiledDraft(model)
+def test_nothing_of_a_request_is_left_for_the_next(double: tuple[Any, CompiledDraft]) -> None:
+    model, compiled = double
     with torch.inference_mode():
         for length in (30, 4, 9):
             forward = compiled.forward(64)
@@ -191,7 +227,7 @@ def test_nothing_of_a_request_is_left_for_the_next(traced: None) -> None:
 
 
 def test_a_failed_request_gives_its_cache_back(traced: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, draft = models.pair()
+    target, draft = models.pair(num_hidden_layers=1)
     assistant = assistant_of(target, draft)
     before = answer(assistant, models.prompt())
     made: list[int] = []
@@ -215,11 +251,15 @@ def test_a_failed_request_gives_its_cache_back(traced: None, monkeypatch: pytest
     assert made == []
 
 
-def test_two_sizes_of_cache_serve_one_draft(traced: None) -> None:
-    target, draft = models.pair(noise=0.05, max_position_embeddings=1024, num_hidden_layers=1)
-    length = SMALLEST_STATIC_CACHE + 30
-    requests = [(models.prompt(seed=n), {"length": n}) for n in (20, length, 30)]
+def test_two_sizes_of_cache_serve_one_draft(traced: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("osd_hf.drafting.forward.SMALLEST_STATIC_CACHE", 32)
+    sizes: list[int] = []
+    new_cache = CompiledDraft._new_cache
+    monkeypatch.setattr(CompiledDraft, "_new_cache", lambda self, size: sizes.append(size) or new_cache(self, size))
+    target, draft = models.pair(noise=0.05, num_hidden_layers=1)
+    requests = [(models.prompt(seed=n), {"length": n}) for n in (10, 70, 15)]
     same_as_eager(target, draft, requests)
+    assert sizes == [32, 128]
 
 
 def test_two_drafts_share_nothing_that_is_compiled(traced: None, caplog: pytest.LogCaptureFixture) -> None:
@@ -290,7 +330,7 @@ def served_together(assistant: OnlineAssistant, prompts: list[torch.Tensor]) -> 
 
 
 def test_requests_of_two_threads_do_not_meet(traced: None) -> None:
-    target = models.build()
+    target = models.build(num_hidden_layers=1)
     assistant = assistant_of(target, copy.deepcopy(target))
     prompts = models.prompts(2)
     alone = [answer(assistant, ids) for ids in prompts]
@@ -301,7 +341,7 @@ def test_requests_of_two_threads_do_not_meet(traced: None) -> None:
 def test_requests_are_drafted_eagerly_while_another_one_compiles(
     monkeypatch: pytest.MonkeyPatch, traced: None
 ) -> None:
-    compiled, compile_it = CompiledDraft(models.build()), CompiledDraft._compile
+    compiled, compile_it = CompiledDraft(models.build(num_hidden_layers=1)), CompiledDraft._compile
     reached, opened, found = threading.Event(), threading.Event(), []
 
     def waiting(self: CompiledDraft, size: int) -> Any:
@@ -342,7 +382,7 @@ def test_without_a_compiler_the_draft_runs_eagerly(
     }
     monkeypatch.setattr(torch, "compile", ways[where])
     caplog.set_level(logging.WARNING)
-    same_as_eager(*models.pair(noise=0.06), some_requests())
+    same_as_eager(*served_eagerly("llama"))
     assert caplog.text.count("runs eagerly") == 1
     assert "RuntimeError" in caplog.text
     assert message.split(".")[0] in caplog.text
@@ -364,10 +404,9 @@ def test_a_draft_that_cannot_be_traced_runs_eagerly(traced: None, caplog: pytest
 
 
 def test_an_eager_forward_serves_where_a_larger_cache_fails(
-    traced: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    double: tuple[Any, CompiledDraft], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = models.double(models.build())
-    compiled = CompiledDraft(model)
+    model, compiled = double
     first = compiled.forward(8)
     assert type(first) is StaticForward
 
@@ -410,7 +449,7 @@ def test_drafts_by_a_real_compiler_are_the_eager_ones(caplog: pytest.LogCaptureF
 
 
 def test_another_dtype_is_compiled_anew_and_autocast_runs_eagerly(traced: None) -> None:
-    target, draft = models.pair()
+    target, draft = models.pair(num_hidden_layers=1)
     assistant = OnlineAssistant(target, draft, config=OnlineConfig(compile_draft=True))
     ids = models.prompt()
     settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 12, "learn": False}
@@ -427,7 +466,7 @@ def test_a_cache_beyond_the_largest_is_left_to_the_eager_forward(
     traced: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("osd_hf.drafting.forward.LARGEST_STATIC_CACHE", SMALLEST_STATIC_CACHE)
-    compiled = CompiledDraft(models.build())
+    compiled = CompiledDraft(models.build(num_hidden_layers=1))
     assert type(compiled.forward(SMALLEST_STATIC_CACHE + 1)) is DraftForward
     assert "static caches end at" in caplog.text
     assert type(compiled.forward(SMALLEST_STATIC_CACHE)) is StaticForward

@@ -1,8 +1,6 @@
 import errno
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +12,7 @@ import killed_sessions
 import models
 import pytest
 import torch
+from processes import run_python
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from waiting import LONG
 
@@ -308,9 +307,7 @@ def test_a_request_that_ends_while_a_session_is_loaded_is_added_to_all_of_it(
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="restarts by fork")
 def test_a_session_killed_at_any_moment_goes_on(tmp_path: Path) -> None:
     kills = 20
-    command = [sys.executable, killed_sessions.__file__, str(tmp_path / "session"), str(kills)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # a team of threads does not live on in a fork
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=LONG)
+    done = run_python(Path(killed_sessions.__file__), str(tmp_path / "session"), str(kills))
     assert done.returncode == 0, done.stderr
     first, *lives = [json.loads(line) for line in done.stdout.splitlines()]
     alone, least = first["alone"], 0
@@ -365,8 +362,8 @@ def test_requests_of_two_threads_are_the_targets_own_while_versions_come_and_go(
 
     def serve(thread: int) -> None:
         try:
-            for number in range(250):
-                if number % 10 == 0:
+            for number in range(125):
+                if number % 5 == 0:
                     assert learned[thread].acquire(timeout=LONG)  # however slow learning is
                 seen.setdefault(threading.get_ident(), []).clear()
                 output = assistant.generate(prompts[number % 10], **kwargs)
@@ -391,7 +388,7 @@ def test_requests_of_two_threads_are_the_targets_own_while_versions_come_and_go(
             thread.join(LONG)
             assert not thread.is_alive()
     assert wrong == []
-    assert assistant.stats.num_requests == 500
+    assert assistant.stats.num_requests == 250
     assert assistant.version > 20
     assert min(map(len, versions)) > 5
     assert assistant.drafts.num_serving == 1

@@ -1,8 +1,6 @@
 import json
 import multiprocessing
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 import models
 import pytest
 import torch
+from processes import run_python
 
 from osd_hf import DomainDrafts, OnlineConfig
 from osd_hf.drafting.forward import CompiledDraft, DraftForward, StaticForward
@@ -348,9 +347,7 @@ case(Path(sys.argv[1]) / "interval", "interval", False)
 
 
 def test_a_forked_child_serves_and_learns_and_leaves_the_folder_to_its_parent(tmp_path: Path) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
-    command = [sys.executable, "-W", "ignore", "-c", CHILDREN, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=900)
+    done = run_python(CHILDREN, str(tmp_path), timeout=900)
     assert done.returncode == 0, done.stderr
     parent = {"same": True, "learned": True}
     child = parent | {"error": "None", "left_alone": True, "goes_on": True}

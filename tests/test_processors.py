@@ -746,6 +746,18 @@ def opted_in(takes_back: bool) -> ReplayedProcessor:
     return ReplayedProcessor(Matcher, Matcher.take_back if takes_back else None)
 
 
+@functools.cache
+def answered_with_a_memory() -> list[tuple[torch.Tensor, dict[str, Any], list[list[int]]]]:
+    """Prompts, settings, and what the target alone answers."""
+    target, found = models.build(), []
+    for ids in models.prompts(6):
+        for eos in (None, 2):
+            kwargs = {"max_new_tokens": 24, "attention_mask": torch.ones_like(ids), "eos_token_id": eos}
+            alone = target.generate(ids, logits_processor=[Matcher()], do_sample=False, **kwargs)
+            found.append((ids, kwargs, alone.tolist()))
+    return found
+
+
 @pytest.mark.parametrize("takes_back", [True, False])
 @pytest.mark.parametrize("drafting", ["lean", "stock"])
 def test_a_processor_with_a_memory_is_served_exactly_while_the_draft_learns(drafting: Any, takes_back: bool) -> None:
@@ -753,12 +765,9 @@ def test_a_processor_with_a_memory_is_served_exactly_while_the_draft_learns(draf
     config = OnlineConfig(drafting=drafting, update_interval=2, steps_per_update=2, learning_rate=3e-3, gate=False)
     assistant = OnlineAssistant(target, draft, config=config)
     processor = opted_in(takes_back)
-    for ids in models.prompts(6):
-        for eos in (None, 2):
-            kwargs = {"max_new_tokens": 24, "attention_mask": torch.ones_like(ids), "eos_token_id": eos}
-            alone = target.generate(ids, logits_processor=[Matcher()], do_sample=False, **kwargs)
-            ours = assistant.generate(ids, logits_processor=[processor], do_sample=False, **kwargs)
-            assert ours.tolist() == alone.tolist()
+    for ids, kwargs, alone in answered_with_a_memory():
+        ours = assistant.generate(ids, logits_processor=[processor], do_sample=False, **kwargs)
+        assert ours.tolist() == alone
     assert 0.1 < assistant.stats.alpha < 0.95
     assert assistant.version >= 3
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
 from models import rounding
+from processes import run_python
 from safetensors.torch import load_file
 from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -22,7 +21,7 @@ from osd_hf.learning import session
 from osd_hf.prompts import Prompt, encode_prompts, encode_turn
 from osd_hf.utils.disk import lock_file
 
-REQUESTS = 22
+REQUESTS, NEW_TOKENS = 22, 8
 LEARNING = [  # without the gate each update is a version
     "--update-interval", "4", "--steps-per-update", "2", "--batch-size", "4", "--learning-rate", "3e-3", "--no-gate",
 ]  # fmt: skip
@@ -46,8 +45,8 @@ def prompts(tmp_path_factory):
 def arguments(pair, prompts, folder, *more):
     return [
         "run", "--target", str(pair / "target"), "--draft", str(pair / "draft"), "--prompts", str(prompts),
-        "--column", "question", "--domain-column", "kind", "--max-new-tokens", "12", "--output-dir", str(folder),
-        *LEARNING, *more,
+        "--column", "question", "--domain-column", "kind", "--max-new-tokens", str(NEW_TOKENS),
+        "--output-dir", str(folder), *LEARNING, *more,
     ]  # fmt: skip
 
 
@@ -138,7 +137,7 @@ def test_kept_answers_are_the_targets_own(pair, prompts, tmp_path):
     assert len(lines) == 9
     for line in lines:
         ids = torch.tensor([encode_turn(tokenizer, line["prompt"])])
-        alone = target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
+        alone = target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS)
         assert line["answer"] == tokenizer.decode(alone[0, ids.shape[1] :], skip_special_tokens=True)
 
 
@@ -160,10 +159,7 @@ main(sys.argv[1:])
 
 def test_a_run_killed_between_two_saves_ends_as_one_that_was_not(straight, pair, prompts, tmp_path):
     folder, store = tmp_path / "run", tmp_path / "store"
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, *arguments(pair, prompts, folder, *OFTEN, "--store", str(store))],
-        capture_output=True,
-    )
+    done = run_python(KILLED, *arguments(pair, prompts, folder, *OFTEN, "--store", str(store)))
     assert done.returncode == -signal.SIGKILL
     assert len((folder / "journal.jsonl").read_text().splitlines()) == 14
     with (folder / "journal.jsonl").open("a") as journal:
@@ -310,7 +306,7 @@ def test_skipped_prompts_are_counted_and_said(pair, tmp_path, capsys):
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert report["skipped"] == {"empty": 2, "long": 1}
     assert report["overall"]["requests"] == 2
-    assert "skipped 2 prompts without text and 1 that leave no room for 12 new tokens" in capsys.readouterr().err
+    assert "skipped 2 prompts without text and 1 that leave no room for 8 new tokens" in capsys.readouterr().err
 
 
 def test_a_draft_that_differs_in_padding_is_aligned(pair, prompts, tmp_path):

@@ -1,10 +1,10 @@
+import functools
 import json
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +14,7 @@ import killed_savers
 import models
 import pytest
 import torch
+from processes import run_python
 
 from osd_hf import OnlineConfig, StateError, Trace, capture_traces
 from osd_hf.learning import session as module
@@ -49,6 +50,12 @@ def learner(traces: list[Trace], updates: int, config: OnlineConfig = CONFIG, dr
 
 def save_session(folder: Path, taught: Learner, facts: dict[str, Any], router: dict[str, Any] | None = None) -> None:
     module.save_session(folder, taught.state_dict(), facts, router)
+
+
+@pytest.fixture(scope="module")
+def taught(traces: list[Trace]) -> Callable[[int], Learner]:
+    """Learners of so many updates, to be read and saved by whoever asks."""
+    return functools.cache(lambda updates: learner(traces, updates))
 
 
 def updater(taught: Learner) -> Updater:
@@ -107,9 +114,9 @@ def test_a_session_comes_back_whole(tmp_path: Path, traces: list[Trace], gate: b
     assert all(map(torch.equal, weights(saved), weights(fresh)))
 
 
-def test_saving_again_leaves_one_state(tmp_path: Path, traces: list[Trace]) -> None:
+def test_saving_again_leaves_one_state(tmp_path: Path, traces: list[Trace], taught: Callable[[int], Learner]) -> None:
     for version in range(3):
-        save_session(tmp_path, learner(traces, version), {"version": version})
+        save_session(tmp_path, taught(version), {"version": version})
     assert len(list(tmp_path.glob("state-*"))) == 1
     assert load_session(tmp_path, learner(traces, 0))["version"] == 2
     assert not list(tmp_path.glob(".CURRENT-*"))
@@ -135,9 +142,10 @@ def test_what_breaks_while_saving_leaves_a_state_that_loads(
     error: type[BaseException],
     tmp_path: Path,
     traces: list[Trace],
+    taught: Callable[[int], Learner],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    save_session(tmp_path, learner(traces, 1), {"version": 1})
+    save_session(tmp_path, taught(1), {"version": 1})
     homes: dict[str, tuple[Any, str]] = {
         "mkdir": (os, "mkdir"),
         "torch.save": (module.torch, "save"),
@@ -158,7 +166,7 @@ def test_what_breaks_while_saving_leaves_a_state_that_loads(
             raise error("killed")
         return whole(*args, **kwargs)
 
-    second = learner(traces, 2)
+    second = taught(2)
     with monkeypatch.context() as patch:
         patch.setattr(*homes[step], fail)
         with pytest.raises(StateError if error is OSError and step != "rmtree" else error):
@@ -166,7 +174,7 @@ def test_what_breaks_while_saving_leaves_a_state_that_loads(
     expected = 2 if step == "rmtree" else 1
     fresh = learner(traces, 0)
     assert load_session(tmp_path, fresh)["version"] == fresh.drafts.serving_version() == expected
-    assert all(map(torch.equal, weights(fresh), weights(learner(traces, expected))))
+    assert all(map(torch.equal, weights(fresh), weights(taught(expected))))
     save_session(tmp_path, second, {"version": 3})  # goes on, and clears what was left
     assert load_session(tmp_path, fresh)["version"] == 3
     assert len(list(tmp_path.glob("state-*"))) == 1
@@ -188,8 +196,10 @@ def damage(folder: Path, file: str, how: str) -> None:
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol:UserWarning")  # torch, of the garbage
 @pytest.mark.parametrize("how", ["missing", "empty", "half", "garbage"])
 @pytest.mark.parametrize("file", ["CURRENT", "session.json", "requests-000.parquet", "learner-000.pt", "drafts.pt"])
-def test_damaged_files_are_named_and_change_nothing(file: str, how: str, tmp_path: Path, traces: list[Trace]) -> None:
-    save_session(tmp_path, learner(traces, 2), {"version": 2})
+def test_damaged_files_are_named_and_change_nothing(
+    file: str, how: str, tmp_path: Path, traces: list[Trace], taught: Callable[[int], Learner]
+) -> None:
+    save_session(tmp_path, taught(2), {"version": 2})
     damage(tmp_path, file, how)
     fresh = learner(traces, 1)
     before, states, drafts = weights(fresh), fresh.state_dict()["lessons"], fresh.drafts.state_dict()
@@ -258,9 +268,7 @@ def test_requests_of_another_width_are_refused_before_anything_changes(
 def test_savers_that_are_killed_leave_the_old_state_or_the_new_one_and_what_is_the_users(
     arguments: tuple[str, ...], tmp_path: Path
 ) -> None:
-    command = [sys.executable, killed_savers.__file__, str(tmp_path / "session"), *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=600)
+    done = run_python(Path(killed_savers.__file__), str(tmp_path / "session"), *arguments)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     if arguments[0] != "0":

@@ -6,7 +6,6 @@ import errno
 import json
 import logging
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 from fake_engine import completion
+from processes import run_python
 from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from waiting import LONG
 
 from osd_hf import (
     ConfigError,
@@ -714,10 +713,8 @@ def test_sigterm_ends_it_with_everything_written(flags: list[str], tmp_path: Pat
     assert learn_command.StoreLearner is StoreLearner
     report = str(tmp_path / "report.json")
     flags[flags.index("--poll-seconds") + 1] = "60"  # which the signal cuts short
-    done = subprocess.run(
-        [sys.executable, "-c", STOPPED, *flags, "--json", report, "--publish-seconds", "1000"],
-        capture_output=True, text=True, timeout=LONG, env={**os.environ, "MPLBACKEND": "agg"},
-    )  # fmt: skip
+    environment = {**os.environ, "MPLBACKEND": "agg"}
+    done = run_python(STOPPED, *flags, "--json", report, "--publish-seconds", "1000", environment=environment)
     assert done.returncode == 0, done.stderr
     assert "osd-hf: stopping" in done.stderr
     assert json.loads((tmp_path / "report.json").read_text())["requests"] == 8

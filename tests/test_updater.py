@@ -66,7 +66,7 @@ def test_an_update_brings_the_draft_closer(architecture: str, divergence: str) -
     config = replace(CONFIG, divergence=divergence, steps_per_update=1)
     updater = Updater(draft, config)
     losses = []
-    for _ in range(12):
+    for _ in range(6):
         for trace in traces:
             updater.observe(trace)
         losses.append(updater.update().loss)
