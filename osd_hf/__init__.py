@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         VocabularyMismatchError,
     )
     from osd_hf.learning.drafts import DomainDrafts
-    from osd_hf.learning.lesson import GateDecision
+    from osd_hf.learning.gate import GateDecision
     from osd_hf.learning.updater import UpdateReport
     from osd_hf.metrics import AcceptanceStats, best_k, expected_block_efficiency, expected_speedup
     from osd_hf.pair import align_vocab

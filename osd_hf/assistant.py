@@ -18,8 +18,8 @@ from osd_hf.drafting.pacing import DraftingPlan
 from osd_hf.hub.cards import facts_of
 from osd_hf.hub.push import push_folder, save_draft
 from osd_hf.learning.drafts import DomainDrafts
+from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.learner import Learner
-from osd_hf.learning.lesson import GateDecision
 from osd_hf.learning.updater import UpdateReport, make_accelerator
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.pair import check_pair, common_tokenizer, load_model, uncompiled, unwrap

@@ -40,7 +40,8 @@ class OnlineConfig:
             Compile the draft's forward over a static cache, which takes some seconds at the first request and for
             each doubling of the longest sequence. Where it cannot be done, the log says so and the draft runs eagerly.
         divergence (`str`, *optional*, defaults to `"forward_kl"`):
-            What an update lowers between the target's and the draft's distribution; a key of `osd_hf.losses`.
+            What an update lowers between the target's and the draft's distribution; a key of
+            `osd_hf.losses.DIVERGENCES`.
         learn_from (`str`, *optional*, defaults to `"verified"`):
             `"verified"`: every emitted position; `"corrections"`: only where the target corrected the draft.
         num_logprobs (`int`, *optional*, defaults to 64):

@@ -9,8 +9,8 @@ from typing import Any
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, DataError
 from osd_hf.learning.drafts import DomainDrafts
+from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.learner import Learner
-from osd_hf.learning.lesson import GateDecision
 from osd_hf.learning.updater import UpdateReport
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.replay import redraft, replay_each

@@ -8,18 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from osd_hf.learning import lesson as module
-from osd_hf.learning.lesson import (
-    HELD_BACK,
-    HOLD_BACK_EVERY,
-    LEAST_HELD_BACK,
-    LEAST_SERVED,
-    WATCHED,
-    Lesson,
-    judge,
-    paired_gain,
-    regressed,
-)
+from osd_hf.learning import gate as module
+from osd_hf.learning.gate import LEAST_HELD_BACK, LEAST_SERVED, judge, paired_gain, regressed
+from osd_hf.learning.lesson import HELD_BACK, HOLD_BACK_EVERY, WATCHED, Lesson
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.trace import Trace
 

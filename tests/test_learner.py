@@ -12,8 +12,9 @@ import torch
 from osd_hf import DomainDrafts, OnlineAssistant, OnlineConfig, Trace, capture_traces
 from osd_hf import replay as replayed
 from osd_hf.learning import learner as module
+from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.learner import Learner
-from osd_hf.learning.lesson import HOLD_BACK_EVERY, GateDecision
+from osd_hf.learning.lesson import HOLD_BACK_EVERY
 from osd_hf.learning.updater import Updater, finish
 from osd_hf.simulate import simulate
 

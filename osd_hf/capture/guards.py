@@ -18,7 +18,7 @@ from osd_hf.errors import ConfigError, UnsupportedGenerationError
 from osd_hf.pair import vocab_size_of
 
 _CROPPED_CACHES = (None, "dynamic", "dynamic_full", "offloaded")
-# Setting of `generate`, the values under which it does nothing, why it is refused.
+# Fields of a generation config: name, values under which it does nothing, why it is refused.
 _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("num_beams", (None, 1), "beams verify no draft; use greedy decoding or sampling"),
     ("num_return_sequences", (None, 1), "assisted generation answers one sequence; call once per answer"),
@@ -35,7 +35,7 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("use_cache", (None, True), "assisted generation needs the key-value cache"),
     ("cache_implementation", _CROPPED_CACHES, "assisted generation needs a dynamic cache, which can be cropped"),
 )
-# Argument of the assistant's `generate`, why it is refused.
+# Arguments of `OnlineAssistant.generate` that no generation config has: name, why it is refused and what to do.
 _REFUSED_ARGUMENTS = (
     ("assistant_model", "the assistant brings its own draft. Leave it out, or call `target.generate` inside `with "
      "assistant.attached():`"),
@@ -43,8 +43,8 @@ _REFUSED_ARGUMENTS = (
     ("inputs_embeds", "the draft reads token ids. Pass `input_ids` instead"),
     ("encoder_outputs", "the draft reads the source with an encoder of its own. Pass `input_ids` instead"),
 )  # fmt: skip
-# Settings that are served, and those that do nothing to an assisted answer. A field in none of these lists, as a newer
-# transformers may bring, is refused where it is set: what it does is not known here.
+# Fields that are served, and those that do nothing to an assisted answer. A field of a generation config that is in
+# none of these lists, as a newer transformers may bring, is refused where it is set: what it does is not known here.
 _SERVED = frozenset({
     "assistant_confidence_threshold", "bad_words_ids", "begin_suppress_tokens", "bos_token_id",
     "decoder_start_token_id", "do_sample", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty",

@@ -24,8 +24,8 @@ from osd_hf.errors import ConfigError, OSDError, StateError
 from osd_hf.hub.cards import DraftFacts
 from osd_hf.hub.push import check_written, push_folder, save_draft
 from osd_hf.learning.drafts import DomainDrafts
+from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.learner import Learner
-from osd_hf.learning.lesson import GateDecision
 from osd_hf.learning.session import check_pointer, has_session, load_session, save_session
 from osd_hf.learning.updater import UpdateReport, finish, log_update
 from osd_hf.metrics import AcceptanceStats

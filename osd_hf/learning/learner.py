@@ -14,7 +14,8 @@ from accelerate import Accelerator
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import StateError
 from osd_hf.learning.drafts import DomainDrafts
-from osd_hf.learning.lesson import DROPPED_IN_A_ROW, GateDecision, Lesson, judge, regressed
+from osd_hf.learning.gate import DROPPED_IN_A_ROW, GateDecision, judge, regressed
+from osd_hf.learning.lesson import Lesson
 from osd_hf.learning.updater import Updater, UpdateReport, finish
 from osd_hf.learning.weights import FALLBACK_K, Snapshot, is_finite
 from osd_hf.metrics import AcceptanceStats

@@ -21,7 +21,8 @@ from accelerate.utils import ProjectConfiguration
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, StateError, UnsupportedModelError
 from osd_hf.learning.faults import Readable
-from osd_hf.learning.lesson import GateDecision, Lesson
+from osd_hf.learning.gate import GateDecision
+from osd_hf.learning.lesson import Lesson
 from osd_hf.learning.weights import Snapshot, adapter_state, learning_context, load_adapter, write_snapshot
 from osd_hf.losses import divergence_loss
 from osd_hf.metrics import AcceptanceStats
