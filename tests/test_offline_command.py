@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,7 @@ from osd_hf import (
     record_traces,
     replay,
 )
-from osd_hf.cli.distill import DistillSettings, distill_command
-from osd_hf.cli.flags import add_flags, settings_from
+from osd_hf.cli.distill import distill_command, read_settings
 from osd_hf.cli.main import main
 from osd_hf.prompts import encode_turn
 
@@ -60,11 +59,8 @@ def store(traces: list[Any], tmp_path_factory: Any) -> Path:
 
 
 def command(folder: Path, *flags: Any, json_path: str | None = None) -> int:
-    parser = argparse.ArgumentParser()
-    add_flags(parser, DistillSettings)
     more = [] if json_path is None else ["--json", json_path]
-    args = parser.parse_args(["--output-dir", str(folder), *more, *map(str, flags)])
-    return distill_command(settings_from(DistillSettings, args))
+    return distill_command(read_settings(["--output-dir", str(folder), *more, *map(str, flags)]))
 
 
 def report(folder: Path) -> Any:
@@ -160,10 +156,10 @@ def test_prompts_without_room_for_an_answer_are_left_out(tmp_path: Path, pair: P
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--learning-rate", "fast"], "`learning_rate` must be a number, got 'fast'"),
-        (["--max-steps", "1.5"], "`max_steps` must be an integer, got 1.5"),
-        (["--num-train-epochs", "two"], "`num_train_epochs` must be a number, got 'two'"),
-        (["--eval-strategy", "steps", "--eval-steps", "often"], "`eval_steps` must be a number, got 'often'"),
+        (["--learning-rate", "fast"], "--learning-rate: invalid float value: 'fast'"),
+        (["--max-steps", "1.5"], "--max-steps: invalid int value: '1.5'"),
+        (["--num-train-epochs", "two"], "--num-train-epochs: invalid float value: 'two'"),
+        (["--eval-strategy", "steps", "--eval-steps", "often"], "--eval-steps: invalid float value: 'often'"),
         (["--early-stopping-patience", "2", "--num-held-out", "2"], "`early_stopping_patience` must be left out"),
     ],
 )
@@ -201,12 +197,42 @@ def test_a_file_sets_what_flags_do_not(tmp_path: Path, pair: Path, rows: Path) -
 def test_flags_go_before_a_file_wherever_they_stand(tmp_path: Path) -> None:
     path = tmp_path / "distill.yaml"
     path.write_text("max_steps: 5\nsplit: held\nsubset: main\nlearning_rate: 2e-3\n")
-    parser = argparse.ArgumentParser()
-    add_flags(parser, DistillSettings)
-    flags = ["--max-steps", "1", "--config", str(path), "--split", "test"]
-    settings = settings_from(DistillSettings, parser.parse_args(flags))
-    assert settings.training == {"max_steps": 1, "learning_rate": 2e-3}
+    settings = read_settings(["--max-steps", "1", "--config", str(path), "--split", "test"])
+    assert (settings.training.max_steps, settings.training.learning_rate) == (1, 2e-3)
     assert (settings.split, settings.subset, settings.eval_split) == ("test", "main", "test")
+
+
+def test_every_setting_is_a_flag_and_a_name_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "distill.yaml"
+    path.write_text("eval_strategy: no\nweight_decay: 1e-2\nbf16: false\nsubset: null\nreport_to: [none]\n")
+    assert read_settings([f"--config={path}"]).training.weight_decay == 0.01
+    more = ["--adam-beta2", "0.9", "--save_steps", "7", "--eval-steps", "none", "--resume-from-checkpoint", "true"]
+    settings = read_settings([*more, "--no-hub-private-repo", "--config", str(path), "--weight-decay", "0"])
+    training = settings.training
+    assert (training.weight_decay, training.adam_beta2, training.save_steps) == (0, 0.9, 7)
+    assert training.eval_strategy == "no"
+    assert (training.eval_steps, settings.subset) == (None, None)
+    assert (training.resume_from_checkpoint, training.hub_private_repo) == (True, False)
+    assert read_settings([]).training.to_dict() == osd_hf.DistillConfig("osd_hf_distill").to_dict()
+
+
+def test_the_help_names_all_settings(capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["distill", "--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: osd-hf distill [-h] [--config FILE]")
+    for title, flag in [("models", "--draft"), ("prompts", "--num-held-out"), ("training", "--sample-source")]:
+        assert flag in shown[shown.index(f"\n{title}:") :]
+    assert "exit codes: 0 done; 1" in shown
+
+
+def test_a_missing_extra_names_the_pip_command(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.delitem(sys.modules, "osd_hf.distillation.trainer", raising=False)
+    monkeypatch.delitem(vars(osd_hf), "DistillConfig", raising=False)
+    monkeypatch.setitem(sys.modules, "trl.experimental.gkd", None)
+    assert main(["distill", "--help"]) == 2
+    assert "pip install 'osd-hf[distill]'" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
@@ -221,12 +247,16 @@ def test_adapters_are_trained_by_a_flag(tmp_path: Path, pair: Path, store: Path)
     [
         ("learning_rat: 1", "`learning_rat` is no setting of distillation. Did you mean `learning_rate`"),
         ("qwertz: 1", "`qwertz` is no setting of distillation.$"),
+        ("env: {HF_HOME: here}", "`env` is no setting of distillation"),
+        ("json: here", "`json` is no setting of distillation"),
+        ("max_steps: 1.5", "`max_steps` must be an integer, got 1.5"),
+        ("learning_rate: true", "`learning_rate` must be a number, got True"),
         ("- draft", "must hold names with values"),
         ("a: b: c", "cannot be read"),
         ("divergence: kl", "`divergence` must be one of"),
         ("eval_strategy: sometimes", "settings do not go together: .*sometimes"),
         ("num_requests: 0", "`num_requests` must be an integer of at least 1, got 0"),
-        ("lora_rank: many", "`lora_rank` must be an integer of at least 1, got 'many'"),
+        ("lora_rank: many", "--lora-rank: invalid int value: 'many'"),
     ],
 )
 def test_a_file_that_makes_no_sense_is_refused(
@@ -256,5 +286,9 @@ def test_flags_that_make_no_sense_are_refused(tmp_path: Path, pair: Path, rows: 
         command(tmp_path, *draft, "--store", tmp_path / "missing")
     with pytest.raises(DataError, match="no column 'missing'"):
         command(tmp_path, *draft, "--prompts", rows, "--column", "missing")
-    with pytest.raises(SystemExit):
+    with pytest.raises(ConfigError, match="`learning_speed` is no setting of distillation. Did you mean"):
         command(tmp_path, *draft, "--learning-speed", 1)
+    with pytest.raises(ConfigError, match="`qwertz` is no setting of distillation.$"):
+        command(tmp_path, *draft, "qwertz")
+    with pytest.raises(ConfigError, match="--config: expected one argument"):
+        command(tmp_path, *draft, "--config")

@@ -6,9 +6,9 @@ import argparse
 import contextlib
 import difflib
 import itertools
-import re
 import sys
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import yaml
 
 import osd_hf
 from osd_hf.bench.display import figure, text_table
-from osd_hf.cli.flags import Dtype, Reporting, Rows, encode, flag, given_part, in_groups, recorded
+from osd_hf.cli.flags import Dtype, Reporting, Rows, add_flags, encode, flag, in_groups, recorded, settings_from
 from osd_hf.errors import ConfigError, DataError, first_line, shown_settings
 from osd_hf.pair import check_tokenizers, load_model, load_tokenizer, prompt_room
 from osd_hf.prompts import open_rows, read_prompts
@@ -24,65 +24,7 @@ from osd_hf.utils.report import make_folder, provenance, write_report
 
 __all__ = ["DistillSettings", "distill_command"]
 
-OF_FLAGS = {"config", "json", "training"}  # settings that no file has
-
-# Flags of fields of `DistillConfig`; a YAML file may set all its fields. The class itself takes seconds to import.
-TRAINING = {
-    "sample_source": "whose tokens are learned on: teacher, student, mix_request, mix_token",
-    "divergence": "loss between target and draft: forward_kl, reverse_kl, jsd, ...",
-    "lmbda": "of the mixes: the draft's share",
-    "temperature": "of the samples; 0 takes the likeliest token",
-    "max_new_tokens": "bound of a sample",
-    "learning_rate": "at the start",
-    "lr_scheduler_type": "linear, constant, cosine, ...",
-    "num_train_epochs": "passes over the data",
-    "max_steps": "optimizer steps, instead of epochs",
-    "per_device_train_batch_size": "requests in a micro-batch",
-    "gradient_accumulation_steps": "micro-batches in a step",
-    "bf16": "true: compute in bf16",
-    "seed": "of the order and the samples",
-    "num_assistant_tokens": "tokens drafted per round where acceptance is measured",
-    "eval_temperature": "of the answers to held-out prompts; 0 is greedy",
-    "eval_strategy": "no, steps or epoch",
-    "eval_steps": "optimizer steps between two measurements",
-    "early_stopping_patience": "measurements without a new best before the run stops",
-    "load_best_model_at_end": "true: keep the checkpoint of the best acceptance",
-    "save_strategy": "no, steps, epoch or best",
-    "save_steps": "optimizer steps between two checkpoints",
-    "resume_from_checkpoint": "true: go on from the last checkpoint in the output folder",
-    "report_to": "trackio, tensorboard, wandb, ...",
-    "push_to_hub": "true: push the checkpoints, to a private repo",
-    "hub_model_id": "where to",
-    "hub_private_repo": "false: everybody may read it",
-}
-
-
-# --- settings -------------------------------------------------------------------------------------------------------
-
-
-def _meant(value: Any) -> Any:
-    """YAML takes 1e-4 for text."""
-    is_number = isinstance(value, str) and re.fullmatch(r"[-+]?\d+\.?\d*[eE][-+]?\d+", value)
-    return float(value) if is_number else value
-
-
-class FromFile(argparse.Action):
-    """Takes from a YAML file what flags do not say, wherever they stand; raises ConfigError."""
-
-    def __call__(self, parser: Any, namespace: argparse.Namespace, path: Any, option: str | None = None) -> None:
-        try:
-            read = yaml.safe_load(path.read_text())
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ConfigError(f"The configuration {path} cannot be read: {first_line(error)}.") from error
-        if not isinstance(read, dict) or not all(isinstance(name, str) for name in read):
-            raise ConfigError(
-                f"The configuration {path} must hold names with values, such as `learning_rate: 0.0001`."
-            )
-        for name, value in read.items():
-            place = name if name in _names() else f"training.{name}"
-            if not hasattr(namespace, place):
-                setattr(namespace, place, _meant(value))
-
+OF_FLAGS = {"config", "json", "help"}  # settings that no file has
 
 _models, _prompts = in_groups("models", "prompts")
 
@@ -91,8 +33,7 @@ _models, _prompts = in_groups("models", "prompts")
 class DistillSettings(Rows, Reporting):
     """The flags of `osd-hf distill`."""
 
-    config: Path | None = flag("YAML with these settings, underscores for hyphens, and any of the fields of "
-                               "DistillConfig; flags go before", metavar="FILE", action=FromFile)  # fmt: skip
+    config: Path | None = flag("YAML with these settings, underscores for hyphens; flags go before", metavar="FILE")
     target: str | None = _models("Hub id or folder of the model to learn from; not needed with --store",
                                  metavar="ID|PATH")  # fmt: skip
     draft: str | None = _models("Hub id or folder of the model that learns", metavar="ID|PATH")
@@ -109,11 +50,7 @@ class DistillSettings(Rows, Reporting):
     eval_split: str = _prompts("of a Hub data set", "test")
     eval_store: str | None = _prompts("instead: folder of held-out captured requests", metavar="DIR")
     num_held_out: int = _prompts("instead: hold out the last N requests of the data", 0, metavar="N")
-    training: dict[str, Any] = given_part(
-        TRAINING, lambda text: _meant(yaml.safe_load(text)), metavar="X",
-        group="training; where nothing is said, the defaults of DistillConfig",
-    )  # fmt: skip
-    output_dir: Path = flag("checkpoints, the draft, the report", Path("osd_hf_distill"), metavar="DIR")
+    training: Any = None  # a DistillConfig, whose fields are flags as well; the class takes seconds to import
 
     def check(self) -> None:
         """Raises ConfigError for what is too small or missing, and for what does not go together."""
@@ -132,28 +69,64 @@ class DistillSettings(Rows, Reporting):
             raise ConfigError("--num-held-out cuts held-out requests off the data; give no others besides.")
 
 
-def _names() -> set[str]:
-    """The settings that a file may have, beside those of the trainer."""
-    return {f.name for f in fields(DistillSettings)} - OF_FLAGS
+def read_settings(arguments: Sequence[str], **how: Any) -> DistillSettings:
+    """
+    The settings that these arguments name, and what the file of `--config` says besides, wherever that flag stands.
 
+    Args:
+        arguments (`Sequence[str]`): The arguments after the command's name.
+        how (`Any`): Arguments of the parser, such as `prog` and `description`.
 
-def _training(**given: Any) -> Any:
-    """The settings of the trainer; raises ConfigError where they make no sense."""
+    Raises:
+        ConfigError: a setting is not known or makes no sense, the file cannot be read, or trl is not installed.
+    """
     try:
         kind = osd_hf.DistillConfig
     except ImportError as error:
         raise ConfigError(str(error)) from error
-    known = {f.name for f in fields(kind) if f.init}
-    for name in [name for name in given if name not in known]:
-        close = difflib.get_close_matches(name, known | _names(), 1)
-        meant = f" Did you mean `{close[0]}`?" if close else ""
-        raise ConfigError(f"`{name}` is no setting of distillation.{meant}")
+    from trl import TrlParser  # type: ignore[attr-defined]
+
+    own = argparse.ArgumentParser(add_help=False)
+    add_flags(own, DistillSettings)
+    usage = "%(prog)s [-h] [--config FILE] [--NAME VALUE ...]"  # there are some 170 flags
+    parser = TrlParser(kind, parents=[own], usage=usage, exit_on_error=False, **how)
+    parser.set_defaults(output_dir="osd_hf_distill")
     try:
-        return kind(**given)
+        first, unknown = parser.parse_known_args(arguments)
+        if "config" in first:
+            read = _read_file(first.config)
+            unknown += [*parser.set_defaults_with_config(**read), *(OF_FLAGS & set(read))]
+        _refuse(unknown, [*vars(first), *(f.name for f in fields(DistillSettings))])
+        given = parser.parse_args(arguments)
+        (training,) = parser.parse_dict(vars(given), allow_extra_keys=True)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{first_line(error)}.") from error
     except ConfigError:
         raise
     except (ValueError, TypeError) as error:
         raise ConfigError(f"The training settings do not go together: {first_line(error)}.") from error
+    return replace(settings_from(DistillSettings, given), training=training)
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    """The settings of a YAML file; raises ConfigError."""
+    try:
+        read = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"The configuration {path} cannot be read: {first_line(error)}.") from error
+    if not isinstance(read, dict) or not all(isinstance(name, str) for name in read):
+        raise ConfigError(f"The configuration {path} must hold names with values, such as `learning_rate: 0.0001`.")
+    # YAML takes a written `no` for false.
+    return {name: "no" if name.endswith("_strategy") and v is False else v for name, v in read.items()}
+
+
+def _refuse(unknown: list[str], known: Iterable[str]) -> None:
+    """Raises ConfigError for the first of these flags, if there is one."""
+    if unknown:
+        name = unknown[0].split("=")[0].lstrip("-").replace("-", "_")
+        close = difflib.get_close_matches(name, known, 1)
+        meant = f" Did you mean `{close[0]}`?" if close else ""
+        raise ConfigError(f"`{name}` is no setting of distillation.{meant}")
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
@@ -163,10 +136,8 @@ def distill_command(settings: DistillSettings) -> int:
     """Distill and report; returns the exit code."""
     settings.check()
     with contextlib.redirect_stdout(sys.stderr):  # the trainer prints what it logs
-        folder = Path(settings.output_dir)
-        # YAML takes a written `no` for false.
-        training = {n: "no" if n.endswith("_strategy") and v is False else v for n, v in settings.training.items()}
-        config = _training(output_dir=str(folder), **training)
+        config = settings.training
+        folder = Path(config.output_dir)
         make_folder(folder)
         # Not as a pair: a store needs no target, and the draft that is written has its own dtype and tokenizer.
         draft = load_model(str(settings.draft), device=settings.device)
@@ -187,10 +158,10 @@ def distill_command(settings: DistillSettings) -> int:
         return 0
     result.draft.save_pretrained(folder / "draft")
     own_tokenizer.save_pretrained(folder / "draft")
-    given = {n: v for n, v in vars(settings).items() if v is not None and n not in OF_FLAGS}
+    given = {n: v for n, v in vars(settings).items() if v is not None and n not in OF_FLAGS | {"training"}}
     report = {
         "provenance": provenance(seed=config.seed),
-        "settings": shown_settings({**given, "output_dir": str(folder), **training}),
+        "settings": shown_settings({**given, **config.to_dict()}),
         "num_requests": len(dataset),
         "steps": result.state.global_step,
         "alpha": {str(step): alpha for step, alpha in result.alpha.items()},

@@ -12,7 +12,7 @@ import sys
 import threading
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -61,13 +61,6 @@ def part(*, group: str = "", metavar: str) -> Any:
     return field(metadata={"group": group, "rivals": "", "metavar": metavar})
 
 
-def given_part(helps: Mapping[str, str], kind: Callable[[str], Any], *, group: str, metavar: str) -> Any:
-    """A field that holds what is given of a class whose import takes too long for a help: a dict of the settings that
-    `helps` names and explains, with their values as `kind` reads them."""
-    metadata = {"group": group, "rivals": "", "metavar": metavar, "helps": helps, "kind": kind}
-    return field(default_factory=dict, metadata=metadata)
-
-
 def option(name: str) -> str:
     """The flag of a field."""
     return "--" + name.replace("_", "-")
@@ -87,11 +80,7 @@ def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
         if metadata["rivals"] not in rivals:
             rivals[metadata["rivals"]] = group.add_mutually_exclusive_group()
         add = functools.partial((rivals[metadata["rivals"]] or group).add_argument, default=argparse.SUPPRESS)
-        if "helps" in metadata:
-            for name, help in metadata["helps"].items():
-                dest = f"{outer.name}.{name}"
-                add(option(name), dest=dest, help=help, type=metadata["kind"], metavar=metadata["metavar"])
-        elif is_dataclass(hint):
+        if is_dataclass(hint):
             for f, its_hint in _fields(hint):
                 dest, help = f"{outer.name}.{f.name}", f.metadata["help"] + _default(f)
                 add(option(f.name), dest=dest, help=help, **_of_type(its_hint, metadata["metavar"]))
@@ -102,10 +91,10 @@ def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
 
 
 def _fields(kind: Any) -> list[tuple[Field[Any], Any]]:
-    """The fields of a class and then those of its bases, each with its type."""
+    """The fields of a class that are flags and then those of its bases, each with its type."""
     hints, known = typing.get_type_hints(kind), {f.name: f for f in fields(kind)}
     names = dict.fromkeys(name for cls in kind.__mro__ for name in cls.__dict__.get("__annotations__", ()))
-    return [(known[name], hints[name]) for name in names if name in known]
+    return [(known[name], hints[name]) for name in names if name in known and known[name].metadata]
 
 
 def _default(f: Field[Any]) -> str:
@@ -140,13 +129,13 @@ def settings_from(kind: type[Kind], args: argparse.Namespace) -> Kind:
     """The settings that [`add_flags`] has added the flags of; raises what the classes of the settings raise."""
     given, values = vars(args), dict[str, Any]()
     for outer, hint in _fields(kind):
-        prefix = f"{outer.name}."
-        own = {name.removeprefix(prefix): value for name, value in given.items() if name.startswith(prefix)}
         if is_dataclass(hint):
+            prefix = f"{outer.name}."
+            own = {name.removeprefix(prefix): value for name, value in given.items() if name.startswith(prefix)}
             make: Any = getattr(hint, "paper", hint) if given.get("paper") else hint
             values[outer.name] = make(**own)
-        elif own or outer.name in given:
-            values[outer.name] = own or given[outer.name]
+        elif outer.name in given:
+            values[outer.name] = given[outer.name]
     return kind(**values)
 
 

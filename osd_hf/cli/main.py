@@ -7,7 +7,7 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import huggingface_hub
@@ -43,12 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         `int`: the exit code, see `osd-hf --help`. Bad usage exits by itself, as `argparse` does.
     """
     argv = sys.argv[1:] if argv is None else argv
-    parser = _parser(argv)
     try:
-        args = parser.parse_args(argv)
         _tell_nobody()
+        command, settings = _asked(argv)
         importlib.import_module("transformers").utils.logging.disable_progress_bar()
-        return int(args.command(args.settings(args)))
+        return int(command(settings))
     except KeyboardInterrupt as interrupt:
         print(": ".join(["osd-hf: interrupted", *map(str, interrupt.args)]), file=sys.stderr)
         return INTERRUPTED
@@ -66,6 +65,24 @@ def _tell_nobody() -> None:
         huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True
 
 
+def _asked(argv: Sequence[str]) -> tuple[Callable[[Any], int], Any]:
+    """The command that these arguments name, and its settings."""
+    if argv and argv[0] == "distill":  # reads them by the parser of trl, which takes seconds to import
+        module: Any = importlib.import_module("osd_hf.cli.distill")
+        return module.distill_command, module.read_settings(argv[1:], **_texts("distill"))
+    args = _parser(argv).parse_args(argv)
+    return args.command, args.settings(args)
+
+
+def _texts(name: str) -> dict[str, Any]:
+    """Arguments of the parser of a command."""
+    help = COMMANDS[name]
+    return {
+        "prog": f"osd-hf {name}", "description": help[0].upper() + help[1:] + ".", "epilog": EPILOG,
+        "allow_abbrev": False,  # a token is known by the whole name of its flag, and never written down
+    }  # fmt: skip
+
+
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     """The parser of these arguments. Only the command that they name is imported and gets its flags, so that the list
     of commands is shown at once."""
@@ -74,10 +91,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     )
     subparsers = parser.add_subparsers(required=True, metavar="command")
     for name, help in COMMANDS.items():
-        added = subparsers.add_parser(
-            name, help=help, description=help[0].upper() + help[1:] + ".", epilog=EPILOG,
-            allow_abbrev=False,  # a token is known by the whole name of its flag, and never written down
-        )  # fmt: skip
+        added = subparsers.add_parser(name, help=help, **_texts(name))
         if argv and argv[0] == name:
             flags: Any = importlib.import_module("osd_hf.cli.flags")
             module: Any = importlib.import_module(f"osd_hf.cli.{MODULES.get(name, name)}")

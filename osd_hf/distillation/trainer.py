@@ -113,6 +113,10 @@ class DistillConfig(GKDConfig):
     dataloader_pin_memory: bool = setting(False, "Of no use: batches hold numbers of rows.")
     hub_private_repo: bool | None = setting(True, "Push to a private repo; a draft may have learned answers by heart.")
     bf16: bool = setting(False, "Compute in bf16; the draft's weights are kept in fp32.")
+    lmbda: float = setting(0.5, "The draft's share in the mixes.")
+    resume_from_checkpoint: str | None = setting(None, "A checkpoint, or true: the last one in the output folder.")
+
+    _argument_group_name = "training"  # where the help of a `HfArgumentParser` has its flags
 
     def __post_init__(self) -> None:
         def must(name: str, holds: bool, rule: str) -> None:
@@ -139,6 +143,8 @@ class DistillConfig(GKDConfig):
         for name in _WITHOUT_MEANING:
             must(name, getattr(self, name) == defaults[name], "left alone: it has no meaning in distillation")
         self.hub_private_repo = self.hub_private_repo is not False
+        if self.resume_from_checkpoint in ("true", "false"):  # as a flag says it
+            self.resume_from_checkpoint = self.resume_from_checkpoint == "true"  # type: ignore[assignment]
         super().__post_init__()  # type: ignore[no-untyped-call]
         recomputing = self.gradient_checkpointing_kwargs or {}
         can_select = self.gradient_checkpointing and not recomputing.get("use_reentrant")
