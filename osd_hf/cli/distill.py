@@ -24,7 +24,7 @@ from osd_hf.utils.report import make_folder, provenance, write_report
 
 __all__ = ["DistillSettings", "distill_command"]
 
-OF_FLAGS = {"config", "json", "help"}  # settings that no file has
+OF_FLAGS = {"config", "json", "help", "training"}  # settings that no file has
 
 _models, _prompts = in_groups("models", "prompts")
 
@@ -70,16 +70,8 @@ class DistillSettings(Rows, Reporting):
 
 
 def read_settings(arguments: Sequence[str], **how: Any) -> DistillSettings:
-    """
-    The settings that these arguments name, and what the file of `--config` says besides, wherever that flag stands.
-
-    Args:
-        arguments (`Sequence[str]`): The arguments after the command's name.
-        how (`Any`): Arguments of the parser, such as `prog` and `description`.
-
-    Raises:
-        ConfigError: a setting is not known or makes no sense, the file cannot be read, or trl is not installed.
-    """
+    """The settings that these arguments name, and what the file of `--config` says besides, wherever that flag stands;
+    `how` are arguments of the parser. Raises ConfigError, also where trl is not installed."""
     try:
         kind = osd_hf.DistillConfig
     except ImportError as error:
@@ -158,7 +150,7 @@ def distill_command(settings: DistillSettings) -> int:
         return 0
     result.draft.save_pretrained(folder / "draft")
     own_tokenizer.save_pretrained(folder / "draft")
-    given = {n: v for n, v in vars(settings).items() if v is not None and n not in OF_FLAGS | {"training"}}
+    given = {n: v for n, v in vars(settings).items() if v is not None and n not in OF_FLAGS}
     report = {
         "provenance": provenance(seed=config.seed),
         "settings": shown_settings({**given, **config.to_dict()}),
