@@ -44,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
-        _tell_nobody()
         command, settings = _asked(argv)
+        _tell_nobody()
         importlib.import_module("transformers").utils.logging.disable_progress_bar()
         return int(command(settings))
     except KeyboardInterrupt as interrupt:
