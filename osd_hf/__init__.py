@@ -93,7 +93,7 @@ _HOMES = {
     "errors": "CaptureError ConfigError DataError HubError LearnerError OSDError "
     "ServerError StateError StoreError UnsupportedGenerationError UnsupportedModelError VocabularyMismatchError",
     "learning.drafts": "DomainDrafts",
-    "learning.lesson": "GateDecision",
+    "learning.gate": "GateDecision",
     "learning.updater": "UpdateReport",
     "metrics": "AcceptanceStats best_k expected_block_efficiency expected_speedup",
     "pair": "align_vocab",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import tempfile
 import weakref
@@ -29,6 +30,8 @@ from osd_hf.trace import Trace
 from osd_hf.upkeep import Upkeep
 
 __all__ = ["OnlineAssistant"]
+
+logger = logging.getLogger(__name__)
 
 
 class OnlineAssistant:
@@ -110,7 +113,7 @@ class OnlineAssistant:
                 Tokens drafted per round for this request, in place of the configuration's; needs lean drafting.
             on_trace (`Callable[[Trace], object]`, *optional*):
                 Called with the request's trace once the answer is there, also with `learn=False`; not called where
-                nothing could be captured, such as a prompt of embeddings.
+                nothing could be captured, such as a prompt of embeddings. Where it fails, the log says so.
             generate_kwargs (`Any`): Passed on to `target.generate`.
 
         Raises:
@@ -130,7 +133,10 @@ class OnlineAssistant:
             output = self.target.generate(inputs, **generate_kwargs)
         if on_trace is not None:
             for trace in seen or ():
-                on_trace(trace)
+                try:
+                    on_trace(trace)
+                except Exception:
+                    logger.exception("`on_trace` failed; the answer is delivered.")
         return output
 
     @contextlib.contextmanager

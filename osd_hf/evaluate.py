@@ -15,6 +15,8 @@ from osd_hf.prompts import encode_prompts
 from osd_hf.replay import replay_each
 from osd_hf.utils.report import provenance
 
+__all__ = ["evaluate"]
+
 TUNED = range(1, 9)  # numbers of drafted tokens that are tried, where none is given
 
 

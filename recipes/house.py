@@ -134,7 +134,7 @@ def entered(call: Any) -> list[str]:
 
 
 def requests() -> dict[str, Any]:
-    """Of one greedy and one sampled request of the bundled pair: modules entered, and entries into the assistant."""
+    """The modules that a greedy and a sampled request of the bundled pair enter, and how often the assistant."""
     import torch
 
     from osd_hf import OnlineAssistant, OnlineConfig

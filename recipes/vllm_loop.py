@@ -134,7 +134,7 @@ def serving(args: argparse.Namespace, draft: Path, log: Path) -> Iterator[tuple[
 
 def osd_hf(*arguments: Any) -> list[str]:
     """A command of this package."""
-    return [sys.executable, "-m", "osd_hf.cli.main", *map(str, arguments)]
+    return [sys.executable, "-m", "osd_hf.cli", *map(str, arguments)]
 
 
 def collected(args: argparse.Namespace, engine: Engine, prompts: Path, store: Path) -> dict[str, Any]:

@@ -238,7 +238,7 @@ def controlled(requests, dtype=torch.float32, tokens=48, **changes):
         System("lean", "lean", draft, 4, acceptance=acceptance, **changes),
     ]  # fmt: skip
     data = {str(alpha): group for alpha, group in by_alpha.items()}
-    return benchmark(target, systems, data, max_new_tokens=tokens, watched_requests=0)
+    return benchmark(target, systems, data, max_new_tokens=tokens, watched_requests=1)
 
 
 def within_bounds(stats, alpha):

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from osd_hf.learning.lesson import MOST_DOMAINS, ReplayBuffer
+from osd_hf import OnlineConfig
+from osd_hf.learning.lesson import MOST_DOMAINS, Lesson, ReplayBuffer
 from osd_hf.trace import Trace
 
 CAPACITY = st.integers(1, 12)
@@ -149,3 +150,16 @@ def test_labels_without_bound_take_no_room_without_bound() -> None:
     again = buffer(8)
     again.restore(list(held), held.seen.items())
     assert set(again) == set(held)
+
+
+def test_requests_that_newer_ones_push_out_while_they_are_learned_from_are_replayed_afterwards() -> None:
+    lesson = Lesson(config=OnlineConfig(gate=False, buffer_size=2))
+    traces = [request() for _ in range(4)]
+    for trace in traces[:2]:
+        lesson.observe(trace, is_served=True)
+    learned = lesson.begin_update()
+    for trace in traces[2:]:
+        lesson.observe(trace, is_served=True)
+    lesson.end_update(learned)
+    assert list(lesson.buffer) == traces[:2]
+    assert list(lesson.pending) == traces[2:]

@@ -62,6 +62,15 @@ def test_a_module_is_short(path):
 
 
 @pytest.mark.parametrize("path", MODULES, ids=relative)
+def test_no_module_imports_another_one_inside_a_function(path):
+    tree = ast.parse(path.read_text())
+    inside = [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)]
+    found = [n for f in inside for n in ast.walk(f) if isinstance(n, ast.Import | ast.ImportFrom)]
+    names = [n.module if isinstance(n, ast.ImportFrom) else alias.name for n in found for alias in n.names]
+    assert [name for name in names if name is None or name.split(".")[0] in ("osd_hf", "osd_hf_app")] == []
+
+
+@pytest.mark.parametrize("path", MODULES, ids=relative)
 def test_a_module_says_its_job_in_one_line(path):
     docstring = ast.get_docstring(ast.parse(path.read_text()))
     assert docstring, "no docstring"

@@ -94,6 +94,12 @@ def test_errors_share_a_root_and_are_what_a_caller_would_catch():
         assert leaf is osd_hf.OSDError or issubclass(leaf, ValueError | RuntimeError)
 
 
+def test_the_package_alone_brings_in_neither_torch_nor_transformers():
+    code = "import sys, osd_hf; print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
 # One interpreter, and what of the heavy ones it has loaded after each step: the same as one interpreter a step, as
 # nothing is ever unloaded. Without trl first, which then comes.
 STEPS = """

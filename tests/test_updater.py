@@ -209,7 +209,8 @@ def test_a_perfect_draft_leaves_no_corrections() -> None:
 def test_a_request_whose_rows_are_not_finite_is_set_aside_and_the_others_are_learned() -> None:
     target, draft = models.pair()
     traces = traffic(target, draft)
-    poison = replace(traces[1], top_logits=np.full_like(traces[1].top_logits, np.nan))
+    nan = np.full_like(traces[1].top_logits, np.nan)
+    poison = replace(traces[1], top_logits=nan, created_at_seconds=traces[1].created_at_seconds + 1)
     updater, clean = Updater(draft, replace(PLAIN, batch_size=8)), Updater(draft, replace(PLAIN, batch_size=8))
     for trace in (*traces, poison):
         updater.observe(trace)

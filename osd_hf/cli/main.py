@@ -100,7 +100,3 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
             read = functools.partial(flags.settings_from, kind)
             added.set_defaults(command=getattr(module, f"{name}_command"), settings=read)
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

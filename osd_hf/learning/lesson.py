@@ -147,19 +147,17 @@ class Lesson:
             self.requests_waiting = 0
             return list(self.pending)
 
-    def still_pending(self, traces: Sequence[Trace]) -> list[Trace]:
-        """Those that have not been let go meanwhile."""
-        with self.lock:
-            there = set(self.pending)
-        return [trace for trace in traces if trace in there]
+    def without_set_aside(self, traces: Iterable[Trace]) -> list[Trace]:
+        """Those that have not been set aside meanwhile."""
+        return [trace for trace in traces if trace not in self.set_aside]
 
     def end_update(self, learned: Sequence[Trace]) -> None:
-        """Requests that were pending have been learned from."""
-        learned = self.still_pending(learned)
+        """Requests that were pending, until newer ones took their place perhaps, have been learned from."""
         with self.lock:
             for trace in learned:
-                self.pending.remove(trace)
-        self.buffer.extend(learned)
+                if trace in self.pending:
+                    self.pending.remove(trace)
+        self.buffer.extend(self.without_set_aside(learned))
 
     def sound(self, traces: Iterable[Trace], accepts: Callable[[Trace], object]) -> Generator[None, None, list[Trace]]:
         """Those of the lesson's traces that `accepts` does not set aside; the others are let go. Yields after each
@@ -171,7 +169,7 @@ class Lesson:
                 accepts(trace)
                 self.looked_at.add(trace)
                 yield
-        sound = [trace for trace in found if trace not in self.set_aside]
+        sound = self.without_set_aside(found)
         if len(sound) < len(found):
             self.forget_set_aside()
         with self.lock:
@@ -204,7 +202,8 @@ class Lesson:
 
     def check_width(self, traces: Sequence[Trace]) -> None:
         """Refuse traces that do not keep as many entries per row as those already there; raises StateError."""
-        known = itertools.chain(itertools.islice(self.pending, 1), itertools.islice(self.buffer, 1))
+        with self.lock:
+            known = [*itertools.islice(self.pending, 1), *itertools.islice(self.buffer, 1)]
         widths = {t.top_ids.shape[1] for t in (*traces, *known) if len(t) and t.num_kept}
         if len(widths) > 1:
             raise StateError(
