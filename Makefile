@@ -10,8 +10,10 @@ LOWEST := $(VENV)-lowest
 CORE := contract offline_contract guards hook lossless losses updater session store completions app_view
 # One process a core (tests/conftest.py), each test file in one of them, the long files first.
 SPREAD := -n auto --dist loadfile --no-loadscope-reorder
-# -qq: silent unless it fails. Modules are compiled as they are first imported; most never are.
+# -qq: silent unless it fails. What is installed is compiled afterwards, by all cores; pip takes one. A few files of
+# other packages cannot be compiled, nor imported.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-compile --constraint constraints.txt
+COMPILE := -c 'import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path("purelib"), quiet=2, workers=0)'
 
 .PHONY: help quickstart bench app test test-lowest newest check install-dev install-lowest
 .DELETE_ON_ERROR:
@@ -65,21 +67,25 @@ $(VENV)/.installed-torch: constraints.txt
 $(VENV)/.installed: $(VENV)/.installed-torch pyproject.toml
 	@echo "installing osd-hf into $(VENV)"
 	@$(PIP) --editable .
+	@$(BIN)/python $(COMPILE)
 	@touch $@
 
 $(VENV)/.installed-app: $(VENV)/.installed-torch pyproject.toml
 	@echo "installing osd-hf[app] into $(VENV)"
 	@$(PIP) --editable '.[app]'
+	@$(BIN)/python $(COMPILE)
 	@touch $(VENV)/.installed $@
 
 $(VENV)/.installed-test: $(VENV)/.installed-torch pyproject.toml
 	@echo "installing osd-hf[test] into $(VENV)"
 	@$(PIP) --editable '.[test]'
+	@$(BIN)/python $(COMPILE)
 	@touch $(VENV)/.installed $(VENV)/.installed-app $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed-torch pyproject.toml
 	@echo "installing osd-hf[dev] into $(VENV)"
 	@$(PIP) --editable '.[dev]'
+	@$(BIN)/python $(COMPILE)
 	@touch $(VENV)/.installed $(VENV)/.installed-app $(VENV)/.installed-test $@
 
 # The lowest versions lie before the tested ones, which serve for the rest (torch above all): pip takes what is already
@@ -93,4 +99,5 @@ $(LOWEST)/.installed: $(VENV)/.installed-test constraints-lowest.txt
 	@awk -F== '!($$1 in seen) { seen[$$1]; print }' constraints-lowest.txt constraints.txt >$(LOWEST)/constraints.txt
 	@$(LOWEST)/bin/python -m pip --disable-pip-version-check install -qq --no-compile --no-warn-conflicts \
 		--constraint $(LOWEST)/constraints.txt --editable '.[distill,app]' pytest hypothesis scipy
+	@$(LOWEST)/bin/python $(COMPILE)
 	@touch $@
