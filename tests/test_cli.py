@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 
 import pytest
 from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from waiting import LONG
 
 from osd_hf import CorrectionStore, LearnerError, OnlineConfig, expected_speedup, record_traces, replay
 from osd_hf.cli.main import _parser, main
@@ -275,3 +277,11 @@ def test_a_setting_that_is_true_or_false_is_a_flag(flag, value):
     given = ["run", "--bundled", flag]
     arguments = _parser(given).parse_args(given)
     assert getattr(arguments, "config.compile_draft") is value
+
+
+def test_the_app_starts_where_nothing_is_said_of_telemetry():
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_DISABLE_TELEMETRY"}
+    command = [sys.executable, "-m", "osd_hf.cli", "app", "--target", "alone"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LONG)
+    assert done.returncode == 2
+    assert "name a target and a draft" in done.stderr

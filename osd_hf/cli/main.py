@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import huggingface_hub
+import huggingface_hub.constants
 
 from osd_hf.cli import BAD_INPUT, FAILED, INTERRUPTED
 from osd_hf.errors import CaptureError, HubError, LearnerError, OSDError, ServerError, without_credentials
