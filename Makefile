@@ -15,6 +15,13 @@ SPREAD := -n auto --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-compile --constraint constraints.txt
 COMPILE := -c 'import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path("purelib"), quiet=2, workers=0)'
 
+# The package, editable, with an extra and all that they need.
+define install
+	@echo "installing osd-hf$(1) into $(VENV)"
+	@$(PIP) --editable '.$(1)'
+	@$(BIN)/python $(COMPILE)
+endef
+
 .PHONY: help quickstart bench app test test-lowest newest check install-dev install-lowest
 .DELETE_ON_ERROR:
 
@@ -65,27 +72,19 @@ $(VENV)/.installed-torch: constraints.txt
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.installed-torch pyproject.toml
-	@echo "installing osd-hf into $(VENV)"
-	@$(PIP) --editable .
-	@$(BIN)/python $(COMPILE)
+	$(call install,)
 	@touch $@
 
 $(VENV)/.installed-app: $(VENV)/.installed-torch pyproject.toml
-	@echo "installing osd-hf[app] into $(VENV)"
-	@$(PIP) --editable '.[app]'
-	@$(BIN)/python $(COMPILE)
+	$(call install,[app])
 	@touch $(VENV)/.installed $@
 
 $(VENV)/.installed-test: $(VENV)/.installed-torch pyproject.toml
-	@echo "installing osd-hf[test] into $(VENV)"
-	@$(PIP) --editable '.[test]'
-	@$(BIN)/python $(COMPILE)
+	$(call install,[test])
 	@touch $(VENV)/.installed $(VENV)/.installed-app $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed-torch pyproject.toml
-	@echo "installing osd-hf[dev] into $(VENV)"
-	@$(PIP) --editable '.[dev]'
-	@$(BIN)/python $(COMPILE)
+	$(call install,[dev])
 	@touch $(VENV)/.installed $(VENV)/.installed-app $(VENV)/.installed-test $@
 
 # The lowest versions lie before the tested ones, which serve for the rest (torch above all): pip takes what is already

@@ -7,7 +7,9 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -61,6 +63,12 @@ def eos_ids(config: Any) -> tuple[int, ...]:
     """Ids that end an answer, by a configuration or a mapping that names one, several or none."""
     eos = config.get("eos_token_id") if isinstance(config, Mapping) else getattr(config, "eos_token_id", None)
     return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+
+
+def until_end(answer: NDArray[np.int32], config: Any) -> NDArray[np.int32]:
+    """An answer up to and with its first token that ends one, by a generation config."""
+    found = np.flatnonzero(np.isin(answer, eos_ids(config)))
+    return answer[: found[0] + 1] if len(found) else answer
 
 
 def set_fixed_k(generation_config: Any, k: int | None = None) -> None:

@@ -277,6 +277,15 @@ class AfterTokens(StoppingCriteria):  # type: ignore[misc]
         return torch.tensor([int(input_ids[0, -1]) in self.tokens])
 
 
+def emitted_where_the_target_stops(asked: tuple[Any, list[Request], list[Any]], noise: float, way: str) -> int:
+    """Tokens emitted for requests that stop early, after their answers were found to be the target's own."""
+    alone, requests, answers = asked
+    target, draft = copy.deepcopy(alone), models.draft_of(alone, noise)
+    assistant = assistant_of(target, draft, way, FAST, requests[0][1].get("tokenizer"))
+    assert greedy_divergences(target, assistant.generate, requests, answers) == ([], 0)
+    return assistant.stats.emitted
+
+
 @functools.cache
 def asked_with_a_criterion() -> tuple[Any, list[Request], list[Any]]:
     target, requests = models.build("qwen3"), []
@@ -290,11 +299,7 @@ def asked_with_a_criterion() -> tuple[Any, list[Request], list[Any]]:
 @every_way
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 def test_a_criterion_stops_at_its_token(noise: float, way: str) -> None:
-    alone, requests, answers = asked_with_a_criterion()
-    target, draft = copy.deepcopy(alone), models.draft_of(alone, noise)
-    assistant = assistant_of(target, draft, way, FAST)
-    assert greedy_divergences(target, assistant.generate, requests, answers) == ([], 0)
-    assert assistant.stats.emitted <= 3 * 6
+    assert emitted_where_the_target_stops(asked_with_a_criterion(), noise, way) <= 3 * 6
 
 
 @functools.cache
@@ -310,11 +315,7 @@ def asked_with_stop_strings() -> tuple[Any, list[Request], list[Any]]:
 @every_way
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 def test_stop_strings_stop_at_their_token(noise: float, way: str) -> None:
-    alone, requests, answers = asked_with_stop_strings()
-    target, draft = copy.deepcopy(alone), models.draft_of(alone, noise)
-    assistant = assistant_of(target, draft, way, FAST, requests[0][1]["tokenizer"])
-    assert greedy_divergences(target, assistant.generate, requests, answers) == ([], 0)
-    assert assistant.stats.emitted <= 4 * 4
+    assert emitted_where_the_target_stops(asked_with_stop_strings(), noise, way) <= 4 * 4
 
 
 @functools.cache
@@ -328,10 +329,7 @@ def asked_with_eos() -> tuple[Any, list[Request], list[Any]]:
 @every_way
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 def test_eos_stops_at_its_token(noise: float, way: str) -> None:
-    alone, requests, answers = asked_with_eos()
-    target, draft = copy.deepcopy(alone), models.draft_of(alone, noise)
-    assistant = assistant_of(target, draft, way, FAST)
-    assert greedy_divergences(target, assistant.generate, requests, answers) == ([], 0)
+    emitted_where_the_target_stops(asked_with_eos(), noise, way)
 
 
 def test_a_criterion_that_is_looked_at_once_a_round_fails_the_check() -> None:

@@ -23,7 +23,7 @@ from transformers import GenerationMixin, LogitsProcessorList
 from osd_hf.capture.guards import ReplayedProcessor, check_generation, check_processors, forgets
 from osd_hf.capture.request import NO_WARPING, Binding, Lease, Request, Rows, Sink, sampling_settings
 from osd_hf.errors import CaptureError, ConfigError, OSDError, UnsupportedModelError
-from osd_hf.pair import eos_ids, unwrap, vocab_size_of
+from osd_hf.pair import until_end, unwrap, vocab_size_of
 from osd_hf.replay import padded
 from osd_hf.trace import Trace
 
@@ -149,7 +149,6 @@ def record_traces(
             "choice. Unset it for the recording, or capture assisted requests instead."
         )
     is_encoder_decoder, size = target.config.is_encoder_decoder, vocab_size_of(target)
-    ends = eos_ids(target.generation_config)
     sampling = {"max_new_tokens": max_new_tokens, "processors": []}
     sampling["eos_token_id"] = target.generation_config.eos_token_id
     for first in range(0, len(prompts), batch_size):
@@ -162,9 +161,7 @@ def record_traces(
         sequences = output.sequences.cpu().numpy().astype(np.int32)
         start = sequences.shape[1] - len(output.logits)
         for row, prompt in enumerate(batch):
-            answer = sequences[row, start:]
-            ended = np.flatnonzero(np.isin(answer, ends))
-            answer = answer[: ended[0] + 1] if len(ended) else answer
+            answer = until_end(sequences[row, start:], target.generation_config)
             rows = Rows({num_logprobs})
             rows.add(torch.stack([step[row] for step in output.logits[: len(answer)]]))
             top_logits, top_ids, tail = rows.stored(num_logprobs, len(answer), size)

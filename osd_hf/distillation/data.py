@@ -17,7 +17,16 @@ from osd_hf.capture.hook import capture_traces, record_traces
 from osd_hf.capture.request import NO_WARPING, sampling_settings
 from osd_hf.errors import ConfigError, DataError, StateError, UnsupportedModelError, VocabularyMismatchError
 from osd_hf.metrics import AcceptanceStats
-from osd_hf.pair import check_draft, check_pair, eos_ids, evaluating, fixed_k, prompt_room, unwrap, vocab_size_of
+from osd_hf.pair import (
+    check_draft,
+    check_pair,
+    evaluating,
+    fixed_k,
+    prompt_room,
+    until_end,
+    unwrap,
+    vocab_size_of,
+)
 from osd_hf.replay import padded, replay
 from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace, ids_dtype
@@ -382,12 +391,10 @@ class Sampler:
             eos_token_id=target.generation_config.eos_token_id, pad_token_id=0, max_new_tokens=self.max_new_tokens,
             logits_processor=processors,
         )  # fmt: skip
-        ends = eos_ids(target.generation_config)
-        answered = []
-        for request, answer in zip(requests, sequences[:, start:].cpu().numpy(), strict=True):
-            found = np.flatnonzero(np.isin(answer, ends))
-            answered.append(unanswered(request, answer[: found[0] + 1] if len(found) else answer))
-        return answered
+        return [
+            unanswered(request, until_end(answer, target.generation_config))
+            for request, answer in zip(requests, sequences[:, start:].cpu().numpy(), strict=True)
+        ]
 
 
 class _Draw(LogitsProcessor):
