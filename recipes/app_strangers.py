@@ -194,8 +194,8 @@ def start(folder: Path) -> tuple[subprocess.Popen[str], str]:
     command = [sys.executable, "-m", "osd_hf.cli", "app", "--public", "--port", str(port)]
     command += ["--output-dir", str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "FORWARDED_ALLOW_IPS": "127.0.0.1"}
-    log = (folder / "log").open("w")
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
     assert process.stdout is not None
     for line in process.stdout:
         if " serves " in line:

@@ -144,7 +144,7 @@ def fake_hub() -> Iterator[FakeHub]:
     hub = FakeHub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler_of(hub))
     hub.address = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:
         yield hub

@@ -9,9 +9,10 @@ import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from waiting import LONG
 
@@ -62,3 +63,44 @@ def run_python(
             raise subprocess.TimeoutExpired(sys.argv, timeout)
         out, err = ((Path(folder) / name).read_text() for name in ("out", "err"))
     return subprocess.CompletedProcess(list(arguments), process.exitcode, out, err)
+
+
+def _run_module(name: str, arguments: list[str], environment: Mapping[str, str], output: Connection, log: str) -> None:
+    with open(log, "ab") as errors:
+        say_into(output.fileno(), errors.fileno())
+    output.close()
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = [name, *arguments]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+class ModuleProcess:
+    """What `subprocess.Popen` returns for `[sys.executable, "-m", ...]`, as far as a server is started and ended by
+    it: standard output can be read line by line, standard error goes to a named file."""
+
+    def __init__(
+        self, command: Sequence[str], *, stdout: int, stderr: TextIO, text: bool, env: Mapping[str, str]
+    ) -> None:
+        interpreter, flag, module, *arguments = command
+        assert (interpreter, flag, stdout, text) == (sys.executable, "-m", subprocess.PIPE, True)
+        output, its_output = multiprocessing.Pipe(duplex=False)
+        self._process = process_for(_run_module, module, arguments, dict(env), its_output, stderr.name)
+        self._process.start()
+        its_output.close()
+        self.pid: int = self._process.pid
+        self.stdout = os.fdopen(os.dup(output.fileno()))
+        output.close()
+
+    def poll(self) -> int | None:
+        """Its exit code; `None` while it runs."""
+        return self._process.exitcode  # type: ignore[no-any-return]
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self._process.terminate()
+
+    def communicate(self) -> None:
+        """Wait until it has ended."""
+        self._process.join()
+        self.stdout.close()

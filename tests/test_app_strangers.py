@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
+import importlib
 import json
 import logging
-import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ import pytest
 import uvicorn
 from app_server import app_server
 from gradio import queueing, routes
-from processes import run_python
+from processes import ModuleProcess, run_python
 from saved_pair import save_pair
 from waiting import LONG
 
@@ -577,11 +578,15 @@ def test_an_answer_stops_when_the_program_that_asked_for_it_has_gone(
         service.close()
 
 
-def test_the_load_script_finds_no_leak(tmp_path: Path) -> None:
-    recipe = Path(__file__).parent.parent / "recipes" / "app_strangers.py"
-    environment = {**os.environ, "OSD_HF_RESULTS": str(tmp_path)}
-    done = run_python(recipe, "--seconds", "4", "--clients", "4", "--rest", "0.1", environment=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_the_load_script_finds_no_leak(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "recipes"))
+    recipe = importlib.import_module("app_strangers")
+    monkeypatch.setattr(importlib.import_module("common"), "RESULTS", tmp_path)
+    monkeypatch.setattr(recipe, "subprocess", SimpleNamespace(PIPE=subprocess.PIPE, Popen=ModuleProcess))
+    monkeypatch.setattr(sys, "argv", ["app_strangers.py", "--seconds", "4", "--clients", "4", "--rest", "0.1"])
+    assert recipe.main() == 0, capsys.readouterr().out
     report = json.loads((tmp_path / "app_strangers.json").read_text())
     assert report["marks_of_others_received"] == 0
     assert report["app_survived"]

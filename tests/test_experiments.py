@@ -54,12 +54,13 @@ ROWS: dict[str, Any] = {
     "xsum": lambda t: {"document": t, "summary": "All.", "id": "1"},
 }  # fmt: skip
 CAUSAL_ONLY = ("piqa", "starcode", "arena")
-CASES = [
-    (name, arch, mode)
-    for name in ROWS
+MODES = ("online", "offline")
+# Each experiment with each kind of pair and in each mode, and each kind in each mode: an experiment has prompts of its
+# own, and all of them learn and are measured by the same code.
+CASES = [(name, "causal", mode) for name in CAUSAL_ONLY for mode in MODES] + [
+    (name, arch, MODES[(place + (arch == "t5")) % 2])
+    for place, name in enumerate(name for name in ROWS if name not in CAUSAL_ONLY)
     for arch in ("causal", "t5")
-    if arch == "causal" or name not in CAUSAL_ONLY
-    for mode in ("online", "offline")
 ]
 
 

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from waiting import LONG
+from processes import run_python
 
 from osd_hf import ConfigError, CorrectionStore, StateError, StoreError, Trace
 from osd_hf.engine import learn as module
@@ -567,9 +566,7 @@ print(json.dumps({"left": sum(p.name.endswith(".tmp") for p in path.iterdir()), 
 
 @posix
 def test_kill_9_leaves_whole_versions(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", KILLER, str(tmp_path / "drafts")], capture_output=True, text=True, timeout=LONG
-    )
+    done = run_python(KILLER, str(tmp_path / "drafts"))
     assert done.returncode == 0, done.stderr
     *seen, end = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(seen) == 15

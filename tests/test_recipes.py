@@ -4,12 +4,11 @@ import importlib
 import json
 import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from waiting import LONG
+from processes import run_python
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 SMOKES = {
@@ -55,7 +54,6 @@ def test_a_recipe_runs_its_smallest_form(
 
 def test_a_recipe_without_its_data_says_what_to_set() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "OSD_HF_DATA"}
-    command = [sys.executable, str(RECIPES / "lab_online.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LONG)
+    done = run_python(RECIPES / "lab_online.py", environment=environment)
     assert done.returncode == 1
     assert "Set OSD_HF_DATA" in done.stderr
