@@ -137,7 +137,7 @@ def build(architecture: str = "llama", seed: int = 0, *, vocab_size: int = VOCAB
     return model.eval()
 
 
-def draft_of(target: Any, noise: float = 0.12, seed: int = 1, k: int = 5) -> Any:
+def draft_of(target: Any, noise: float = 0.06, seed: int = 1, k: int = 5) -> Any:
     """A copy of the target with noise on its weights: right now and then. Drafts `k` tokens a round, threshold 0."""
     draft = copy.deepcopy(target)
     generator = torch.Generator().manual_seed(seed)
@@ -184,7 +184,7 @@ def fixed_k(draft: Any, k: int = 5) -> Any:
 
 
 def pair(
-    architecture: str = "llama", seed: int = 0, *, noise: float = 0.12, k: int = 5, **changes: Any
+    architecture: str = "llama", seed: int = 0, *, noise: float = 0.06, k: int = 5, **changes: Any
 ) -> tuple[Any, Any]:
     target = build(architecture, seed, **changes)
     return target, draft_of(target, noise, k=k)

@@ -484,7 +484,7 @@ def test_the_draft_does_not_change_in_the_middle_of_a_request() -> None:
 
 @pytest.mark.parametrize("gate", [False, True])
 def test_a_resumed_session_equals_one_straight_through(tmp_path: Path, gate: bool) -> None:
-    target, draft = models.pair()
+    target, draft = models.pair(noise=0.12)
     config = replace(FAST, gate=gate)
     straight = OnlineAssistant(target, draft, config=config)
     first = OnlineAssistant(target, draft, config=config)

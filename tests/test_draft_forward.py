@@ -263,7 +263,7 @@ def test_two_sizes_of_cache_serve_one_draft(traced: None, monkeypatch: pytest.Mo
 
 
 def test_two_drafts_share_nothing_that_is_compiled(traced: None, caplog: pytest.LogCaptureFixture) -> None:
-    target, good = models.pair(noise=0.05)
+    target, good = models.pair(noise=0.05, num_hidden_layers=1)
     bad = models.build(seed=7, num_hidden_layers=1)
     stats = []
     for draft in (good, bad):
@@ -277,7 +277,7 @@ def test_two_drafts_share_nothing_that_is_compiled(traced: None, caplog: pytest.
 
 
 def test_an_update_reaches_what_is_compiled(traced: None) -> None:
-    target, draft = models.pair(noise=0.3)
+    target, draft = models.pair(noise=0.3, num_hidden_layers=1)
     ways = []
     for compile_draft in (True, False):
         assistant = assistant_of(target, draft, compile_draft=compile_draft, learning_rate=3e-3, weight_average=0.0)
@@ -365,9 +365,13 @@ def test_requests_are_drafted_eagerly_while_another_one_compiles(
 
 # --- where nothing can be compiled ----------------------------------------------------------------------------------
 
+COMPLAINT = "no C++ compiler.\nSee the log."
 
-@pytest.mark.parametrize("message", ["no C++ compiler.\nSee the log.", ""])
-@pytest.mark.parametrize("where", ["at once", "in the backend", "at the first call"])
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [("at once", ""), ("in the backend", COMPLAINT), ("at the first call", COMPLAINT)],
+)
 def test_without_a_compiler_the_draft_runs_eagerly(
     message: str, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -362,7 +362,7 @@ def test_requests_of_two_threads_are_the_targets_own_while_versions_come_and_go(
 
     def serve(thread: int) -> None:
         try:
-            for number in range(125):
+            for number in range(75):
                 if number % 5 == 0:
                     assert learned[thread].acquire(timeout=LONG)  # however slow learning is
                 seen.setdefault(threading.get_ident(), []).clear()
@@ -388,8 +388,8 @@ def test_requests_of_two_threads_are_the_targets_own_while_versions_come_and_go(
             thread.join(LONG)
             assert not thread.is_alive()
     assert wrong == []
-    assert assistant.stats.num_requests == 250
-    assert assistant.version > 20
+    assert assistant.stats.num_requests == 150
+    assert assistant.version > 12
     assert min(map(len, versions)) > 5
     assert assistant.drafts.num_serving == 1
 

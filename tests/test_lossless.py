@@ -26,6 +26,7 @@ TIE = 1e-4  # a difference of the top two logits below this may be broken otherw
 
 # Without the gate each update changes the draft.
 FAST = OnlineConfig(update_interval=2, steps_per_update=2, learning_rate=3e-3, gate=False)
+EACH = replace(FAST, update_interval=1, steps_per_update=1)
 FROZEN = OnlineConfig(update_strategy="manual")
 
 Request = tuple[torch.Tensor, dict[str, Any]]
@@ -39,6 +40,10 @@ WAYS: dict[str, tuple[dict[str, Any], float | None]] = {
     "auto, losing": ({"num_assistant_tokens": "auto"}, 3.0),
 }
 every_way = pytest.mark.parametrize("way", WAYS)
+# A draft that is always right, and one that is not.
+every_way_to_stop = pytest.mark.parametrize(
+    ("way", "noise"), [*((way, 0.05) for way in WAYS), ("lean", 0.0), ("stock", 0.0)]
+)
 lean_and_stock = pytest.mark.parametrize("way", ["lean", "stock"])
 
 
@@ -180,7 +185,7 @@ def broken_greedy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def requests_of(target: Any) -> list[Request]:
     """Plain requests, and one each that is padded, penalized, ended by EOS, and cut."""
-    ids, long = models.prompts(8), {"max_new_tokens": 2 * models.WINDOW}
+    ids, long = models.prompts(5), {"max_new_tokens": 2 * models.WINDOW}
     requests: list[Request] = [(x, long) for x in ids]
     answer = target.generate(ids[0], **greedy(ids[0], long))
     requests.append((ids[0], {**long, "eos_token_id": int(answer[0, -9])}))
@@ -204,13 +209,13 @@ def asked(architecture: str) -> tuple[Any, list[Request], list[Any]]:
 
 @pytest.mark.parametrize(
     ("architecture", "way"),
-    [*itertools.product(models.ARCHITECTURES, ["lean", "stock", "auto"]), ("gemma3", "auto, losing"),
-     ("t5", "auto, losing")],
+    [*itertools.product(models.ARCHITECTURES, ["lean", "stock"]),
+     *itertools.product(["llama", "gemma3", "t5"], ["auto"]), *itertools.product(["gemma3", "t5"], ["auto, losing"])],
 )  # fmt: skip
 def test_greedy_answers_are_the_targets_while_the_draft_learns(architecture: str, way: str) -> None:
     alone, requests, answers = asked(architecture)
     target, draft = copy.deepcopy(alone), models.draft_of(alone, noise=0.08)
-    assistant = assistant_of(target, draft, way, FAST)
+    assistant = assistant_of(target, draft, way, EACH)
     wrong, ties = greedy_divergences(target, assistant.generate, requests, answers)
     print(
         f"{architecture}, {way}: {ties} ties in {len(requests)} answers, versions 0 to {assistant.version}, "
@@ -236,8 +241,11 @@ def asked_in_turns(architecture: str) -> tuple[Any, list[Request], list[Any]]:
     return target, requests, answers
 
 
-@every_way
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma3", "gpt2"])
+@pytest.mark.parametrize(
+    ("architecture", "way"),
+    [*itertools.product(["llama", "mistral", "gemma3", "gpt2"], ["lean", "stock"]),
+     *itertools.product(["llama", "gemma3"], ["auto", "auto, losing"])],
+)  # fmt: skip
 def test_greedy_answers_are_the_targets_across_turns(architecture: str, way: str) -> None:
     alone, requests, answers = asked_in_turns(architecture)
     target, draft = copy.deepcopy(alone), models.draft_of(alone, noise=0.08)
@@ -261,10 +269,10 @@ def test_a_loop_that_accepts_every_draft_fails_the_greedy_check(
     architecture: str, way: str, broken_greedy: None
 ) -> None:
     alone, requests, answers = asked(architecture)
-    target, draft = copy.deepcopy(alone), models.draft_of(alone)
+    target, draft = copy.deepcopy(alone), models.draft_of(alone, noise=0.12)
     assistant = assistant_of(target, draft, way, FAST)
     wrong, _ = greedy_divergences(target, assistant.generate, requests, answers)
-    assert len(wrong) > 5
+    assert len(wrong) > len(requests) / 3
 
 
 class AfterTokens(StoppingCriteria):  # type: ignore[misc]
@@ -296,8 +304,7 @@ def asked_with_a_criterion() -> tuple[Any, list[Request], list[Any]]:
     return target, requests, answers_alone(target, requests)
 
 
-@every_way
-@pytest.mark.parametrize("noise", [0.0, 0.05])
+@every_way_to_stop
 def test_a_criterion_stops_at_its_token(noise: float, way: str) -> None:
     assert emitted_where_the_target_stops(asked_with_a_criterion(), noise, way) <= 3 * 6
 
@@ -312,8 +319,7 @@ def asked_with_stop_strings() -> tuple[Any, list[Request], list[Any]]:
     return target, requests, answers_alone(target, requests)
 
 
-@every_way
-@pytest.mark.parametrize("noise", [0.0, 0.05])
+@every_way_to_stop
 def test_stop_strings_stop_at_their_token(noise: float, way: str) -> None:
     assert emitted_where_the_target_stops(asked_with_stop_strings(), noise, way) <= 4 * 4
 
@@ -326,8 +332,7 @@ def asked_with_eos() -> tuple[Any, list[Request], list[Any]]:
     return target, requests, answers_alone(target, requests)
 
 
-@every_way
-@pytest.mark.parametrize("noise", [0.0, 0.05])
+@every_way_to_stop
 def test_eos_stops_at_its_token(noise: float, way: str) -> None:
     emitted_where_the_target_stops(asked_with_eos(), noise, way)
 
@@ -390,11 +395,11 @@ def test_sampled_answers_have_the_targets_distribution_while_the_draft_learns(wa
     target, draft = small_pair()
     assistant = assistant_of(target, draft, way, LEARNS)
     ids = models.prompt(3, vocab_size=VOCAB)
-    counts = sampled_answers(assistant, ids, 400)
+    counts = sampled_answers(assistant, ids, 250)
     p_value = fits(counts, answer_distribution(target, ids), PAIRS)
     print(f"p = {p_value:.3f} over {len(counts)} answers, version {assistant.version}, {assistant.stats}")
     assert p_value > 1e-3
-    assert assistant.version == 40
+    assert assistant.version == 25
     assert 0.2 < assistant.stats.alpha < 0.95
 
 
@@ -405,7 +410,7 @@ def test_a_loop_that_accepts_too_much_fails_the_sampled_check(broken_sampling: N
     assert fits(sampled_answers(assistant, ids, 200), answer_distribution(target, ids), PAIRS) < 1e-6  # already
 
 
-def long_answers(assistant: OnlineAssistant, vocab_size: int, tokens: int = 500) -> Iterator[list[int]]:
+def long_answers(assistant: OnlineAssistant, vocab_size: int, tokens: int = 250) -> Iterator[list[int]]:
     for number in range(4):
         ids = torch.tensor([[number % vocab_size]])
         output = assistant.generate(
@@ -479,7 +484,7 @@ def stopped_answers(assistant: OnlineAssistant, start: int, number: int) -> Coun
 def test_a_criterion_leaves_sampled_answers_their_distribution(way: str) -> None:
     target, draft = stopping_pair()
     assistant = assistant_of(target, draft, way, FROZEN)
-    p_value = fits(stopped_answers(assistant, 2, 350), stopped_distribution(target, 2), [end_of])
+    p_value = fits(stopped_answers(assistant, 2, 250), stopped_distribution(target, 2), [end_of])
     print(f"p = {p_value:.3f}, {assistant.stats}")
     assert p_value > 1e-3
 

@@ -750,7 +750,7 @@ def opted_in(takes_back: bool) -> ReplayedProcessor:
 def answered_with_a_memory() -> list[tuple[torch.Tensor, dict[str, Any], list[list[int]]]]:
     """Prompts, settings, and what the target alone answers."""
     target, found = models.build(), []
-    for ids in models.prompts(6):
+    for ids in models.prompts(4):
         for eos in (None, 2):
             kwargs = {"max_new_tokens": 24, "attention_mask": torch.ones_like(ids), "eos_token_id": eos}
             alone = target.generate(ids, logits_processor=[Matcher()], do_sample=False, **kwargs)
@@ -761,7 +761,7 @@ def answered_with_a_memory() -> list[tuple[torch.Tensor, dict[str, Any], list[li
 @pytest.mark.parametrize("takes_back", [True, False])
 @pytest.mark.parametrize("drafting", ["lean", "stock"])
 def test_a_processor_with_a_memory_is_served_exactly_while_the_draft_learns(drafting: Any, takes_back: bool) -> None:
-    target, draft = models.pair(noise=0.3)
+    target, draft = models.pair(noise=0.2)
     config = OnlineConfig(drafting=drafting, update_interval=2, steps_per_update=2, learning_rate=3e-3, gate=False)
     assistant = OnlineAssistant(target, draft, config=config)
     processor = opted_in(takes_back)

@@ -34,6 +34,12 @@ def pair(tmp_path_factory):
     return save_pair(tmp_path_factory.mktemp("pair"))
 
 
+@pytest.fixture(autouse=True)
+def unplotted(monkeypatch):
+    """Only the run of `straight`, which is made before, draws its figure."""
+    monkeypatch.setattr("osd_hf.bench.display.plot_alpha", lambda *args, **kwargs: None)
+
+
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "prompts.jsonl"

@@ -17,11 +17,14 @@ def counts(stats: AcceptanceStats) -> tuple[Any, ...]:
     return stats.examined, stats.accepted, stats.emitted, stats.target_forwards, histogram
 
 
+PAPER, SHORT = OnlineConfig.paper(update_interval=3), replace(CONFIG, num_assistant_tokens=3)
+
+
 @pytest.mark.parametrize(
-    "config", [CONFIG, OnlineConfig.paper(update_interval=3), replace(CONFIG, num_assistant_tokens=3)]
-)
-@pytest.mark.parametrize("architecture", ["llama", "t5"])
-@pytest.mark.parametrize("ends", [False, True])
+    ("architecture", "config", "ends"),
+    [("llama", CONFIG, False), ("llama", PAPER, True), ("llama", SHORT, False), ("t5", CONFIG, True),
+     ("t5", PAPER, False), ("t5", SHORT, True)],
+)  # fmt: skip
 def test_a_simulated_run_is_the_live_run(
     architecture: str, config: OnlineConfig, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import logging
 import os
@@ -12,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import models
 import numpy as np
 import pytest
@@ -50,6 +52,8 @@ CONFIG = OnlineConfig(
     autosave_interval=1, num_assistant_tokens=4,
 )  # fmt: skip
 TOKENIZER = models.tokenizer()
+TEMPLATE = functools.cache(jinja2.Template)
+PLOT = learn_command.plot_alpha
 
 
 class Clock:
@@ -58,6 +62,13 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+@pytest.fixture(autouse=True)
+def written_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The template of a card is read once, not for each version, and no figure is drawn where none is looked at."""
+    monkeypatch.setattr(jinja2, "Template", TEMPLATE)
+    monkeypatch.setattr(learn_command, "plot_alpha", lambda path, *args, **kwargs: path.touch())
 
 
 @pytest.fixture(scope="module")
@@ -569,8 +580,10 @@ def flags(saved: Path, recorded: list[Trace], tmp_path: Path) -> list[str]:
 
 
 def test_the_command_learns_and_publishes(
-    flags: list[str], saved: Path, recorded: list[Trace], tmp_path: Path, capsys: Any
-) -> None:
+    flags: list[str], saved: Path, recorded: list[Trace], tmp_path: Path, capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(learn_command, "plot_alpha", PLOT)
     report = tmp_path / "report.json"
     assert main([*flags, "--once", "--publish-seconds", "0", "--json", str(report)]) == 0
     draft = AutoModelForCausalLM.from_pretrained(saved / "draft")
@@ -586,7 +599,7 @@ def test_the_command_learns_and_publishes(
     assert found["versions"][-1]["draft_version"] == 2
     latest = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "latest")
     assert replay_each(latest, recorded, 3) == replay_each(simulated.draft, recorded, 3)
-    assert (tmp_path / "out" / "alpha.png").is_file()
+    assert (tmp_path / "out" / "alpha.png").read_bytes().startswith(b"\x89PNG")
     assert "8 requests, " in capsys.readouterr().out
     assert facts(tmp_path / "out")["version"] == int(str(found["latest"]).lstrip("v"))
 

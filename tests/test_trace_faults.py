@@ -23,7 +23,7 @@ LONG = 40  # tokens of the answer that is too long
 
 @pytest.fixture(scope="module")
 def traces() -> list[Trace]:
-    target, draft = models.pair()
+    target, draft = models.pair(noise=0.12)
     seen: list[Trace] = []
     with capture_traces(target, seen.append, num_logprobs=8):
         for i, ids in enumerate(models.prompts(9)):
@@ -142,7 +142,7 @@ def test_requests_that_fail_one_after_the_other_are_not_set_aside_for_ever(
 
 def learner(**changes: Any) -> Learner:
     config = replace(CONFIG, **changes)
-    return Learner(DomainDrafts(models.pair()[1], config, per_domain=False), config)
+    return Learner(DomainDrafts(models.pair(noise=0.12)[1], config, per_domain=False), config)
 
 
 def everything(taught: Learner) -> list[Trace]:
