@@ -12,7 +12,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "drafting": ("lean", "stock"),
     "divergence": tuple(DIVERGENCES),
     "learn_from": ("verified", "corrections"),
-    "update_strategy": ("interval", "idle", "manual"),
+    "update_strategy": ("spread", "interval", "idle", "manual"),
     "optimizer": ("muon", "adamw"),
 }
 COUNTS = ("update_interval", "steps_per_update", "batch_size", "buffer_size", "autosave_interval", "max_drafts")
@@ -46,9 +46,11 @@ class OnlineConfig:
             `"verified"`: every emitted position; `"corrections"`: only where the target corrected the draft.
         num_logprobs (`int`, *optional*, defaults to 64):
             Target entries kept per position (K); `None` keeps whole rows.
-        update_strategy (`str`, *optional*, defaults to `"interval"`):
-            `"interval"`: an update after every `update_interval` requests, after the answer that completes them;
-            `"idle"`: the same updates by a thread of their own, which steps only while no request is running;
+        update_strategy (`str`, *optional*, defaults to `"spread"`):
+            `"spread"`: an update for every `update_interval` requests, cut into parts that are done after the answers
+            to as many requests, so that none waits for a whole update;
+            `"interval"`: the same updates, whole, after the answer that completes the interval;
+            `"idle"`: the same by a thread of their own, which steps only while no request is running;
             `"manual"`: only when `update` is called.
         update_interval (`int`, *optional*, defaults to 8):
             Requests (of one draft, where domains have their own) between two updates.
@@ -97,8 +99,8 @@ class OnlineConfig:
     divergence: str = setting("forward_kl", "loss between target and draft: " + ", ".join(DIVERGENCES))
     learn_from: Literal["verified", "corrections"] = setting("verified", "positions learned from")
     num_logprobs: int | None = setting(64, "target entries kept per position; none = whole rows")
-    update_strategy: Literal["interval", "idle", "manual"] = setting(
-        "interval", "when updates run: after answers, between them, or when asked"
+    update_strategy: Literal["spread", "interval", "idle", "manual"] = setting(
+        "spread", "when updates run: a part after each answer, whole, between answers, or when asked"
     )
     update_interval: int = setting(8, "requests between two updates")
     steps_per_update: int = setting(8, "optimizer steps of an update")

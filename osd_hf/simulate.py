@@ -66,7 +66,8 @@ def simulate(
     """
     Serve recorded greedy requests one after the other to a learning draft. Counts are those of a live run, as greedy
     replay is exact (see [`replay`], also of `drafted`) and requests between two updates do not depend on each other.
-    Updates follow `update_interval`, whatever the strategy.
+    Updates follow `update_interval`: spread over the requests between two or whole, as they are without a simulation;
+    whole for `"idle"`.
 
     Args:
         draft (`PreTrainedModel`): Where learning starts; not changed.
@@ -140,18 +141,23 @@ def serve_recorded(
     start = 0
     while start < len(traces):
         end = start + _until_due(learner, traces, start)
-        for trace, stats in _redrafted(learner.drafts, traces[start:end], k):
+        for trace, stats in _redrafted(learner, traces[start:end], k):
             learner.observe(trace.domain, trace)
             yield trace, stats
-        while (lesson := learner.due()) is not None:
-            yield learner.update(lesson.domain)
+        report = learner.after_answer()
+        while report is not None:
+            yield report
+            report = learner.after_answer()
         start = end
 
 
 def _until_due(learner: Learner, traces: Sequence[Trace], start: int) -> int:
-    """Requests until one of the drafts has its next update: these do not depend on each other."""
+    """Requests until one of the drafts has its next update: these do not depend on each other. Where the gate compares
+    drafts by the last request, or updates are spread, each depends on the one before."""
     if learner.config.update_strategy == "manual":
         return len(traces) - start
+    if learner.chooses or learner.config.update_strategy == "spread":
+        return 1
     waiting = {domain: lesson.requests_waiting for domain, lesson in learner.lessons.items()}
     for count, trace in enumerate(traces[start:], 1):
         domain = trace.domain if learner.drafts.per_domain else None
@@ -161,15 +167,16 @@ def _until_due(learner: Learner, traces: Sequence[Trace], start: int) -> int:
     return len(traces) - start
 
 
-def _redrafted(drafts: DomainDrafts, traces: Sequence[Trace], k: int) -> list[tuple[Trace, AcceptanceStats]]:
+def _redrafted(learner: Learner, traces: Sequence[Trace], k: int) -> list[tuple[Trace, AcceptanceStats]]:
     """As captured with the drafts that serve now, with what these made of them."""
+    drafts = learner.drafts
     groups: dict[tuple[str | None, bool], list[int]] = {}
     for i, trace in enumerate(traces):
         groups.setdefault((drafts.key(trace.domain), trace.is_sampled), []).append(i)
     drafted: dict[int, tuple[Trace, AcceptanceStats]] = {}
     for (key, is_sampled), places in groups.items():
         those = [traces[i] for i in places]
-        with drafts.lease(key) as draft:
+        with drafts.lease(key, original=learner.prefers_original(key)) as draft:
             if is_sampled:
                 found = replay_each(draft.model, those, k)
             else:

@@ -141,7 +141,7 @@ class Upkeep:
         with contextlib.nullcontext() if is_begun else self.request():
             if domain is None and self.router is not None and prompt is not None:
                 domain = self._routed(self.router, RoutedPrompt(prompt, self.tokenizer, learn=learn))
-            with self.drafts.lease(domain) as draft:
+            with self.drafts.lease(domain, original=self.learner.prefers_original(domain)) as draft:
                 if self.drafts.owns(assistant_model):
                     yield Lease(draft.version, domain, draft.model, draft.drafting)
                 else:
@@ -197,13 +197,12 @@ class Upkeep:
         """Learn after an answer where that is due and nobody else does; the idle thread learns by itself."""
         if self.config.update_strategy == "idle":
             self._wake()  # a request inside `attached` has ended before it is taken in
-        # While another thread learns, this one's answer does not wait for it; the update stays due.
-        elif self.learner.due():
+        elif self.config.update_strategy != "manual":
+            # While another thread learns, this one's answer does not wait for it; what is due stays due.
             with self.alone(wait=False) as is_mine:
-                # One: others' requests may make more due meanwhile, after their answers.
-                lesson = self.learner.due() if is_mine else None
-                if lesson is not None:
-                    self._report(self.learner.update(lesson.domain))
+                report = self.learner.after_answer() if is_mine else None
+                if report is not None:
+                    self._report(report)
 
     def update(self, steps: int | None, domain: str | None) -> UpdateReport:
         """One update of a domain's draft, at once; by default that with the most requests waiting. Raises LearnerError

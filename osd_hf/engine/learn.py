@@ -258,7 +258,8 @@ class StoreLearner:
         self.domain, self.facts, self.repo_id = domain, facts or DraftFacts(), repo_id
         self._draft, self._token, self._private, self._state = draft, token, private, state
         self._publish_seconds, self._clock, self._published_at = publish_seconds, clock, -float("inf")
-        self.learner = Learner(DomainDrafts(draft, config, per_domain=False), config, accelerator)
+        drafts = DomainDrafts(draft, config, per_domain=False)
+        self.learner = Learner(drafts, config, accelerator, chooses=False)
         self.requests = self.tokens = 0
         self.skipped: Counter[str] = Counter()
         self.learned: deque[AcceptanceStats] = deque(maxlen=RECENT)

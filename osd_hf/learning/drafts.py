@@ -74,17 +74,15 @@ class ServingDraft:
 class Copies:
     """
     Copies of one base model, each `held` for a domain, within `max_draft_bytes`; requests at once may need more for a
-    while. The base serves as well; where all domains share a draft, it holds the first version. `making` are the
-    domains of which one is being filled. Not locked: its owner is, for all but [`~Copies.fill`], which takes long.
-    Where weights are an adapter's, `template` is a `PeftModel` with that adapter, unmerged.
+    while. The base serves as well, always as it was. `making` are the domains of which one is being filled. Not
+    locked: its owner is, for all but [`~Copies.fill`], which takes long. Where weights are an adapter's, `template` is
+    a `PeftModel` with that adapter, unmerged.
     """
 
-    def __init__(
-        self, base: Any, template: Any, config: OnlineConfig, pacer: Pacer, shared: Version | None = None
-    ) -> None:
+    def __init__(self, base: Any, template: Any, config: OnlineConfig, pacer: Pacer) -> None:
         self.template, self.config, self.pacer = template, config, pacer
-        self.base = ServingDraft(base, self._draft_with(base), holds=shared)
-        self.held = [] if shared is None else [self.base]
+        self.base = ServingDraft(base, self._draft_with(base))
+        self.held: list[ServingDraft] = []
         self.making: set[str | None] = set()
         self.made: weakref.WeakSet[Any] = weakref.WeakSet([base])  # all models that serve, or did
         self.bytes_each: int = sum(tensor.nbytes for tensor in (*base.parameters(), *base.buffers()))
@@ -145,8 +143,8 @@ class Copies:
     def forget_leases(self) -> None:
         """Nobody uses these models any more, and nobody fills what was reserved. Who holds one nevertheless gives the
         old entry back, which no longer counts."""
-        before, self.base = self.base, replace(self.base, leases=0)
-        self.held = [self.base if s is before else replace(s, leases=0) for s in self.held if s.model is not None]
+        self.base = replace(self.base, leases=0)
+        self.held = [replace(serving, leases=0) for serving in self.held if serving.model is not None]
         self.making = set()
 
     def another(self) -> Any:
@@ -206,8 +204,7 @@ class DomainDrafts:
         self.version = 0
         self._drafts: dict[str | None, _Draft] = {} if per_domain else {None: _Draft(Lesson(None, self.config))}
         self._has_refused = False
-        shared = None if per_domain else self._drafts[None].serving
-        self._copies = Copies(base, self._template, self.config, self.pacer, shared)
+        self._copies = Copies(base, self._template, self.config, self.pacer)
         self._master: Any = None  # of all domains' adapters
         self._scratch: Any = None
         self._renew_locks()
@@ -284,11 +281,11 @@ class DomainDrafts:
     # --- who serves -------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def lease(self, domain: str | None = None) -> Iterator[ServingDraft]:
-        """The draft of a domain, in its newest version; its weights stay as they are inside the `with` block. Where it
-        has to be made ready first, only requests of the same draft wait for it."""
+    def lease(self, domain: str | None = None, *, original: bool = False) -> Iterator[ServingDraft]:
+        """The draft of a domain, in its newest version or, `original`, as it was; its weights stay as they are inside
+        the `with` block. Where it has to be made ready first, only requests of the same draft wait for it."""
         try:
-            serving = self._leased(domain)
+            serving = self._leased(domain, original=original)
         except Exception:  # out of memory, for one: the answer must not suffer
             logger.exception("The draft of %r cannot be made ready; another version serves.", domain)
             with self._lock:
@@ -300,7 +297,7 @@ class DomainDrafts:
 
     @property
     def base(self) -> Any:
-        """The base draft's model; where all share one, a model that serves."""
+        """The base draft's model: the draft as it was."""
         return self._copies.base.model
 
     def model(self, domain: str | None = None) -> Any:
@@ -323,13 +320,13 @@ class DomainDrafts:
         """Models per domain held ready now."""
         return len(self._copies.held)
 
-    def _leased(self, domain: str | None) -> ServingDraft:
+    def _leased(self, domain: str | None, *, original: bool = False) -> ServingDraft:
         """A model that holds the newest version of a draft, leased; made ready now where none does."""
         while True:
             with self._lock:
                 key = self.key(domain)
                 draft = self._drafts.get(key)
-                if draft is None or (self.per_domain and draft.serving.number == 0):
+                if original or draft is None or draft.serving.number == 0:
                     return self._copies.use(self._copies.base)  # what has learned nothing changes nothing
                 version = draft.serving
                 found = self._copies.find(key, version)
@@ -403,7 +400,7 @@ class DomainDrafts:
             if draft.updater is not None:
                 return draft.updater
         updater = self._new_updater(accelerator, draft.lesson)
-        if self.per_domain and self._template is None:  # the base is there, and stays
+        if self._template is None:  # the base is there, and stays
             original = {name: p.detach() for name, p in self.base.named_parameters() if name in updater.averaged}
         else:
             original = self._cast(updater.snapshot())

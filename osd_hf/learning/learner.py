@@ -56,13 +56,17 @@ class Learner:
         config (`OnlineConfig`): How to learn.
         accelerator (`Accelerator`, *optional*): Runs backward and step.
         clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`): In seconds, for the duty cycle.
+        chooses (`bool`, *optional*, defaults to `True`):
+            With a gate, let each request be served by the learned draft or by the draft as it was, whichever was
+            better on the last few; `False` where something else serves.
     """
 
     def __init__(
         self, drafts: DomainDrafts, config: OnlineConfig, accelerator: Accelerator | None = None, *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic, chooses: bool = True,
     ) -> None:  # fmt: skip
         self.drafts, self.config = drafts, config
+        self.chooses = config.gate and chooses
         self.accelerator = accelerator or Accelerator(device_placement=False)
         self.duty_cycle = DutyCycle(config.max_duty_cycle, clock)
         self.decisions: deque[GateDecision] = deque(maxlen=MOST_DECISIONS)  # oldest first
@@ -70,7 +74,9 @@ class Learner:
         self.seconds = 0.0  # of work, over all updates
         self._work: tuple[str | None, Work] | None = None
         self._spent = 0.0
-        self._scored_at_once = 1 if config.update_strategy == "idle" else 32
+        # Parts that the last update had and that the one under way has had, and the requests that it is spread over.
+        self._parts_before, self._parts, self._requests_left = 2 * config.steps_per_update, 0, 0
+        self._scored_at_once = {"idle": 1, "spread": 4}.get(config.update_strategy, 32)
         self._k = config.num_assistant_tokens if isinstance(config.num_assistant_tokens, int) else FALLBACK_K
         if not drafts.per_domain:
             self.updater(None)
@@ -90,6 +96,14 @@ class Learner:
         return sum((lesson.set_aside.counts.copy() for lesson in self.lessons.values()), Counter())
 
     # --- requests ---------------------------------------------------------------------------------------------------
+
+    def prefers_original(self, domain: str | None) -> bool:
+        """Whether a request of this domain is better served by the draft as it was, going by the last few."""
+        lesson = self.lessons.get(self.drafts.key(domain))
+        if lesson is None or not self.chooses:
+            return False
+        with lesson.lock:
+            return lesson.choice.is_original()
 
     def observe(self, domain: str | None, trace: Trace) -> None:
         """Take in one served request of the draft of a domain."""
@@ -130,12 +144,14 @@ class Learner:
             if lesson is None:
                 return None
             self._work, self._spent = (lesson.domain, self._update(lesson.domain, None)), 0.0
+            self._parts, self._requests_left = 0, self.config.update_interval
         domain, work = self._work
+        self._parts += 1
         started = time.perf_counter()
         try:
             next(work)
         except StopIteration as done:
-            self._work = None
+            self._work, self._parts_before = None, self._parts
             report: UpdateReport = done.value
             return replace(report, seconds=self._spent + time.perf_counter() - started)
         except BaseException:
@@ -144,8 +160,38 @@ class Learner:
         finally:
             self.seconds += time.perf_counter() - started
         self._spent += time.perf_counter() - started
-        self.updater(domain).pace()
+        if self.config.update_strategy == "idle":
+            self.updater(domain).pace()
         return None
+
+    def after_answer(self) -> UpdateReport | None:
+        """Take the work that falls to an answer: what both drafts make of it, and its share of an update or, unless
+        updates are spread, the whole of one that is due. Returns the report of an update that has ended."""
+        started = time.perf_counter()
+        for lesson in self.lessons.values() if self.chooses and not self.is_paused else ():
+            finish(self._compare(lesson))
+        self.seconds += time.perf_counter() - started
+        if self.config.update_strategy == "spread":
+            return self._advance()
+        due = self.due()
+        return None if due is None else self.update(due.domain)
+
+    def _advance(self) -> UpdateReport | None:
+        """The micro-steps of an update are spread over as many requests as lie between two; there are about as many
+        as the last one had. Returns the report where they were the last."""
+        if self.is_paused or self.duty_cycle.rest_seconds() > 0 or (self._work is None and self._due() is None):
+            return None
+        started = time.perf_counter()
+        report = self.step()
+        missing = max(self._parts_before - self._parts + 1, 1)
+        share = -(-missing // self._requests_left)
+        is_last = self._requests_left == 1
+        while self._work is not None and (is_last or share > 1):
+            share -= 1
+            report = self.step()
+        self._requests_left -= 1
+        self.duty_cycle.worked(time.perf_counter() - started)
+        return report
 
     def update(self, domain: str | None = None, steps: int | None = None) -> UpdateReport:
         """One update of a draft, at once; that of an update under way comes first."""
@@ -185,15 +231,15 @@ class Learner:
             return report
         if report.steps:
             version, snapshot = self.drafts.candidate(domain)
-            decision = yield from self._judge(lesson, version, snapshot)
+            decision, tried = yield from self._judge(lesson, version, snapshot)
         else:  # no version has come of it
             version, snapshot = self.drafts.version + 1, updater.snapshot()
             reason = f"none of {report.dropped_steps} steps had a finite loss and gradient"
-            decision = GateDecision("dropped", version, report.version, domain, reason)
+            decision, tried = GateDecision("dropped", version, report.version, domain, reason), {}
         lesson.dropped = lesson.dropped + 1 if decision.outcome == "dropped" else 0
         if decision.outcome == "promoted":
             self.drafts.promote(domain, version, snapshot)
-            lesson.begin_watching(version)
+            lesson.begin_watching(version, tried)
         elif lesson.dropped >= DROPPED_IN_A_ROW or not is_finite(snapshot):
             lesson.dropped = 0
             updater.restart(self.drafts.serving_snapshot(domain))
@@ -208,14 +254,17 @@ class Learner:
         whose = "" if decision.domain is None else f" of {decision.domain!r}"
         logger.log(level, "Draft version %d%s %s: %s.", decision.version, whose, decision.outcome, decision.reason)
 
-    def _judge(self, lesson: Lesson, version: int, snapshot: Snapshot) -> Generator[None, None, GateDecision]:
-        """Whether a version may serve, by what it and the one that serves make of the requests held back."""
+    def _judge(
+        self, lesson: Lesson, version: int, snapshot: Snapshot
+    ) -> Generator[None, None, tuple[GateDecision, dict[Trace, AcceptanceStats]]]:
+        """Whether a version may serve, by what it and the one that serves make of the requests held back; and what it
+        makes of each of them."""
         domain, updater, scores = lesson.domain, self.updater(lesson.domain), lesson.scores
         serving = self.drafts.serving_version(domain)
         if not is_finite(snapshot):
-            return GateDecision("dropped", version, serving, domain, "its weights are not finite")
+            return GateDecision("dropped", version, serving, domain, "its weights are not finite"), {}
         if not self.config.gate:
-            return GateDecision("promoted", version, version, domain, "there is no gate")
+            return GateDecision("promoted", version, version, domain, "there is no gate"), {}
         held_back = yield from lesson.sound(lesson.held_back, updater.accepts)
         unknown = [t for t in held_back if t not in scores or scores[t][0] != serving]
         with self.drafts.lease(domain) as draft:
@@ -227,31 +276,53 @@ class Learner:
         found = yield from self._scored(lesson, self.drafts.tried(snapshot), held_back)
         after = {t: s for t, s in zip(held_back, found, strict=True) if s is not None}
         yield from lesson.sound(lesson.held_back, updater.accepts)
-        return judge(version, serving, domain, list(after), [scores[t][1] for t in after], list(after.values()))
+        before = [scores[t][1] for t in after]
+        if serving == 0:
+            for trace, original in zip(after, before, strict=True):
+                lesson.compare(trace, original, original)
+        return judge(version, serving, domain, list(after), before, list(after.values())), after
+
+    def _compare(self, lesson: Lesson) -> Generator[None, None, None]:
+        """Score the requests that have arrived by the draft as it was and by the one that serves, for the choice
+        between the two."""
+        domain, version = lesson.domain, self.drafts.serving_version(lesson.domain)
+        arrived = lesson.take_arrived()
+        if version == 0 or not arrived:
+            return
+        arrived = yield from lesson.sound(arrived, self.updater(domain).accepts)
+        with self.drafts.lease(domain, original=True) as draft:
+            originals = yield from self._scored(lesson, draft.model, arrived)
+        unknown = [t for t in arrived if t.draft_version != version or not self._is_counted(t)]
+        with self.drafts.lease(domain) as draft:
+            replayed = yield from self._scored(lesson, draft.model, unknown)
+        found = dict(zip(unknown, replayed, strict=True))
+        for trace, original in zip(arrived, originals, strict=True):
+            learned = found[trace] if trace in found else AcceptanceStats.from_trace(trace)
+            if original is not None and learned is not None:
+                lesson.compare(trace, original, learned)
+
+    def _is_counted(self, trace: Trace) -> bool:
+        """Whether what happened is what replay would find: of a greedy request, with a fixed number of drafted
+        tokens."""
+        is_plain = not (trace.is_sampled or trace.sampling.get("processors"))
+        is_usual = "num_assistant_tokens" not in trace.sampling
+        return is_plain and is_usual and self._k == self.config.num_assistant_tokens
 
     def _watch(self, lesson: Lesson) -> Generator[None, None, None]:
         """Let an earlier version serve again where the one that serves is accepted less, on what it has served."""
         domain, version = lesson.domain, self.drafts.serving_version(lesson.domain)
         if not self.config.gate or version == 0:
             return
-        served = yield from lesson.sound(lesson.take_served(), self.updater(domain).accepts)
-        # A fixed number of drafted tokens makes what happened and what is replayed the same kind of figure.
-        if self._k == self.config.num_assistant_tokens and not any(
-            t.is_sampled or t.sampling.get("processors") or "num_assistant_tokens" in t.sampling for t in served
-        ):
-            now: list[AcceptanceStats | None] = [AcceptanceStats.from_trace(t) for t in served]
-        else:
-            with self.drafts.lease(domain) as draft:
-                now = yield from self._scored(lesson, draft.model, served)
-        original = self.drafts.original(domain)
-        previous, weights = self.drafts.previous(domain) or (0, original)
-        as_it_was = yield from self._scored(lesson, self.drafts.tried(original), served)
-        before = as_it_was
+        yield from self._compare(lesson)
+        served = [t for t in lesson.take_served() if lesson.choice.of(t) is not None]
+        previous, weights = self.drafts.previous(domain) or (0, {})
+        before: list[AcceptanceStats | None] = [None] * len(served)
         if previous != 0:
             before = yield from self._scored(lesson, self.drafts.tried(weights), served)
-        for b, o, n in zip(before, as_it_was, now, strict=True):
-            if b is not None and o is not None and n is not None:
-                lesson.compared.append((b, o, n))
+        for trace, earlier in zip(served, before, strict=True):
+            pair = lesson.choice.of(trace)
+            if pair is not None and (earlier is not None or previous == 0):
+                lesson.compared.append((earlier or pair[0], *pair))
         sides = [[row[side] for row in lesson.compared] for side in range(3)]
         # In traffic of another kind, what was learned is worse than nothing.
         falls = [
@@ -261,7 +332,9 @@ class Learner:
         decision = max(filter(None, falls), key=lambda fall: fall.alpha_before or 0.0, default=None)
         if decision is not None:
             self.updater(domain).restart(self.drafts.roll_back(domain, decision.serving))
-            lesson.begin_watching(decision.serving)
+            lesson.begin_watching(decision.serving, {})
+            with lesson.lock:
+                lesson.choice.clear()
             self._decided(decision)
 
     def _scored(

@@ -6,13 +6,14 @@ import itertools
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import StateError
+from osd_hf.learning.choice import Choice
 from osd_hf.learning.faults import SetAside
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.trace import Trace
@@ -116,6 +117,8 @@ class Lesson:
         self.looked_at: set[Trace] = set()  # held back or pending; what is at fault in them is known
         self.held_back: deque[Trace] = deque()
         self.served: deque[Trace] = deque(maxlen=WATCHED)  # by the version that serves, since somebody looked
+        self.arrived: deque[Trace] = deque(maxlen=WATCHED)  # not yet compared by both drafts
+        self.choice = Choice()
         self.dropped = 0  # versions in a row
         # What the version of that number makes of held-back requests; what the version before it, the draft as it was,
         # and it itself made of those that it has served.
@@ -128,8 +131,10 @@ class Lesson:
         to_learn = self.hold_back(trace) if self.config.gate else trace
         if to_learn is not None:
             self.pending.append(to_learn)
-        if self.config.gate and is_served:
-            self.served.append(trace)
+        if self.config.gate:
+            self.arrived.append(trace)
+            if is_served:
+                self.served.append(trace)
 
     def hold_back(self, trace: Trace) -> Trace | None:
         """Take in a request; returns the one to learn from in its place: itself, an older one, or none yet."""
@@ -179,21 +184,36 @@ class Lesson:
     def forget_set_aside(self) -> None:
         """Let go of requests that were set aside meanwhile."""
         with self.lock:
-            for kept in (self.pending, self.held_back, self.served):
+            for kept in (self.pending, self.held_back, self.served, self.arrived):
                 for trace in [trace for trace in kept if trace in self.set_aside]:
                     kept.remove(trace)
         self.buffer.discard(self.set_aside)
 
     def take_served(self) -> list[Trace]:
         """What has been served since the last call."""
-        with self.lock:
-            served = list(self.served)
-            self.served.clear()
-            return served
+        return self._take(self.served)
 
-    def begin_watching(self, version: int) -> None:
-        """Another version serves: only what it has served itself, since a moment ago, says something about it."""
+    def take_arrived(self) -> list[Trace]:
+        """What has arrived since the last call."""
+        return self._take(self.arrived)
+
+    def _take(self, traces: deque[Trace]) -> list[Trace]:
         with self.lock:
+            taken = list(traces)
+            traces.clear()
+            return taken
+
+    def compare(self, trace: Trace, original: AcceptanceStats, learned: AcceptanceStats) -> None:
+        """Take in what the draft as it was and the learned one make of a request."""
+        with self.lock:
+            self.choice.add(trace, original, learned)
+
+    def begin_watching(self, version: int, tried: Mapping[Trace, AcceptanceStats]) -> None:
+        """Another version serves: only what it has served itself, since a moment ago, says something about it, and
+        what it makes of the requests that it was tried on."""
+        with self.lock:
+            for trace, stats in tried.items():
+                self.choice.promoted(trace, stats)
             kept = [trace for trace in self.served if trace.draft_version == version]
             self.served.clear()
             self.served.extend(kept)
@@ -233,6 +253,8 @@ class Lesson:
             self.requests_waiting, self.observed = int(state["requests_waiting"]), int(state["observed"])
             self.dropped = int(state["dropped"])
             self.served.clear()
+            self.arrived.clear()
+            self.choice.clear()
             for kept, saved in ((self.pending, traces["pending"]), (self.held_back, traces["held_back"])):
                 kept.clear()
                 kept.extend(saved)
