@@ -17,7 +17,13 @@ import torch
 from osd_hf import OnlineAssistant, OnlineConfig
 
 CONFIG = OnlineConfig(
-    update_interval=2, steps_per_update=1, batch_size=4, num_logprobs=8, learning_rate=3e-3, autosave_interval=1
+    update_strategy="interval",
+    update_interval=2,
+    steps_per_update=1,
+    batch_size=4,
+    num_logprobs=8,
+    learning_rate=3e-3,
+    autosave_interval=1,
 )
 PROMPTS = models.prompts(9)
 

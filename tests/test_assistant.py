@@ -33,7 +33,9 @@ from osd_hf import (
 from osd_hf.metrics import AcceptanceStats
 
 # Without the gate each update is a version, so that versions can be counted.
-FAST = OnlineConfig(update_interval=3, steps_per_update=2, batch_size=4, learning_rate=3e-3, gate=False)
+FAST = OnlineConfig(
+    update_strategy="interval", update_interval=3, steps_per_update=2, batch_size=4, learning_rate=3e-3, gate=False
+)
 MANUAL = replace(FAST, update_strategy="manual")
 
 

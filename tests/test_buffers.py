@@ -153,13 +153,13 @@ def test_labels_without_bound_take_no_room_without_bound() -> None:
 
 
 def test_requests_that_newer_ones_push_out_while_they_are_learned_from_are_replayed_afterwards() -> None:
-    lesson = Lesson(config=OnlineConfig(gate=False, buffer_size=2))
+    lesson = Lesson(config=OnlineConfig(update_strategy="interval", gate=False, buffer_size=2))
     traces = [request() for _ in range(4)]
     for trace in traces[:2]:
-        lesson.observe(trace, is_served=True)
+        lesson.observe(trace)
     learned = lesson.begin_update()
     for trace in traces[2:]:
-        lesson.observe(trace, is_served=True)
+        lesson.observe(trace)
     lesson.end_update(learned)
     assert list(lesson.buffer) == traces[:2]
     assert list(lesson.pending) == traces[2:]

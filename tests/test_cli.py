@@ -20,6 +20,7 @@ from osd_hf.utils.report import json_text
 
 LEARNING = [  # without the gate each update is a version
     "--update-interval", "4", "--steps-per-update", "2", "--batch-size", "4", "--learning-rate", "3e-3", "--no-gate",
+    "--update-strategy", "interval",
 ]  # fmt: skip
 
 

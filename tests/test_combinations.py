@@ -49,7 +49,14 @@ SETTINGS: dict[str, st.SearchStrategy[Any]] = {
 
 @functools.cache
 def assistant_of(drafting: Any) -> OnlineAssistant:
-    config = OnlineConfig(drafting=drafting, update_interval=4, steps_per_update=1, learning_rate=3e-3, gate=False)
+    config = OnlineConfig(
+        update_strategy="interval",
+        drafting=drafting,
+        update_interval=4,
+        steps_per_update=1,
+        learning_rate=3e-3,
+        gate=False,
+    )
     return OnlineAssistant(*models.pair(noise=0.1), config=config)
 
 

@@ -11,7 +11,9 @@ import torch
 
 from osd_hf import LearnerError, OnlineAssistant, OnlineConfig, Router, StateError
 
-CONFIG = OnlineConfig(update_interval=3, steps_per_update=3, batch_size=8, num_logprobs=8, learning_rate=3e-3)
+CONFIG = OnlineConfig(
+    update_strategy="interval", update_interval=3, steps_per_update=3, batch_size=8, num_logprobs=8, learning_rate=3e-3
+)
 NOISE = 0.2  # of the draft: there is something to learn
 DIFFERENT = 9  # prompts, of which each comes again and again
 

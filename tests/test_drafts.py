@@ -18,7 +18,7 @@ from osd_hf.learning.weights import Snapshot
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
 
-CONFIG = OnlineConfig(batch_size=4, steps_per_update=2, num_logprobs=8, learning_rate=1e-2)
+CONFIG = OnlineConfig(update_strategy="interval", batch_size=4, steps_per_update=2, num_logprobs=8, learning_rate=1e-2)
 KINDS = ["adapters", "copies"]
 HANG = 120  # seconds, which nothing takes that does not hang
 
@@ -400,7 +400,7 @@ def test_a_copy_that_fails_leaves_nothing_and_the_next_request_makes_it(
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_longest_unused_gives_way_and_comes_back_whole(kind: str) -> None:
     size = made(kind).bytes_per_draft
-    drafts = made(kind, OnlineConfig(max_draft_bytes=2 * size + 1))
+    drafts = made(kind, OnlineConfig(update_strategy="interval", max_draft_bytes=2 * size + 1))
     expected = {}
     for seed, domain in enumerate("abc"):
         promote(drafts, domain, seed)
@@ -425,7 +425,7 @@ def test_the_longest_unused_gives_way_and_comes_back_whole(kind: str) -> None:
 
 
 def test_one_is_held_however_small_the_limit() -> None:
-    drafts = made("copies", OnlineConfig(max_draft_bytes=1))
+    drafts = made("copies", OnlineConfig(update_strategy="interval", max_draft_bytes=1))
     for seed, domain in enumerate("ab"):
         promote(drafts, domain, seed)
     for domain in "abba":
@@ -434,7 +434,7 @@ def test_one_is_held_however_small_the_limit() -> None:
 
 
 def test_further_domains_take_the_base_draft(caplog: pytest.LogCaptureFixture) -> None:
-    drafts = made("copies", OnlineConfig(max_drafts=2))
+    drafts = made("copies", OnlineConfig(update_strategy="interval", max_drafts=2))
     with caplog.at_level(logging.WARNING):
         assert [drafts.admit(domain) for domain in "abcacdb"] == [True, True, False, True, False, False, True]
     assert len(caplog.records) == 1

@@ -25,7 +25,13 @@ from osd_hf.utils.disk import lock_file
 
 # Without the gate each update is a version.
 CONFIG = OnlineConfig(
-    update_interval=3, steps_per_update=2, batch_size=4, num_logprobs=8, learning_rate=3e-3, gate=False
+    update_strategy="interval",
+    update_interval=3,
+    steps_per_update=2,
+    batch_size=4,
+    num_logprobs=8,
+    learning_rate=3e-3,
+    gate=False,
 )
 IDLE = replace(CONFIG, update_strategy="idle")
 

@@ -256,8 +256,8 @@ def test_a_better_version_or_none_at_all_is_left_alone() -> None:
 
 def test_the_evidence_is_bounded() -> None:
     lesson = Lesson()
-    lesson.served.extend(request() for _ in range(3 * WATCHED))
+    lesson.arrived.extend(request() for _ in range(3 * WATCHED))
     for _ in range(40 * HELD_BACK):
         lesson.hold_back(request())
-    assert (len(lesson.served), len(lesson.held_back)) == (WATCHED, HELD_BACK)
+    assert (len(lesson.arrived), len(lesson.held_back)) == (WATCHED, HELD_BACK)
     assert module.FELL < module.ROLL_BACK

@@ -70,7 +70,7 @@ def test_a_json_grammar_is_refused_as_it_is_and_exact_where_it_opts_in(
 ) -> None:
     target, draft, tokenizer = trio
     make, take_back = library(target, tokenizer)
-    config = OnlineConfig(update_interval=1, steps_per_update=1, gate=False)
+    config = OnlineConfig(update_strategy="interval", update_interval=1, steps_per_update=1, gate=False)
     assistant = OnlineAssistant(target, draft, tokenizer, config)
     grammar = ReplayedProcessor(make, take_back)
     answers = set()

@@ -324,7 +324,9 @@ def test_a_name_that_is_none_is_refused_before_anything_is_asked(name: str, publ
 
 def test_an_assistant_pushes_its_draft_and_nothing_of_a_request(here: FakeHub) -> None:
     target, draft = models.pair()
-    with OnlineAssistant(target, draft, config=OnlineConfig(num_assistant_tokens=3)) as assistant:
+    with OnlineAssistant(
+        target, draft, config=OnlineConfig(update_strategy="interval", num_assistant_tokens=3)
+    ) as assistant:
         ids = models.prompt(6)
         assistant.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8)
         assert assistant.push_to_hub("me/draft").endswith("/me/draft")
@@ -407,7 +409,9 @@ def test_an_assistant_pushes_to_a_private_repo(here: FakeHub, monkeypatch: pytes
     uploaded: list[Any] = []
     monkeypatch.setattr("huggingface_hub.HfApi.upload_folder", lambda self, **kwargs: uploaded.append(kwargs))
     target, draft = models.pair()
-    with OnlineAssistant(target, draft, config=OnlineConfig(num_assistant_tokens=3)) as assistant:
+    with OnlineAssistant(
+        target, draft, config=OnlineConfig(update_strategy="interval", num_assistant_tokens=3)
+    ) as assistant:
         assistant.push_to_hub("me/draft")
         assert not here.public
         assistant.push_to_hub("me/open", private=False)

@@ -25,7 +25,7 @@ from osd_hf.drafting.generator import LeanCandidateGenerator
 TIE = 1e-4  # a difference of the top two logits below this may be broken otherwise
 
 # Without the gate each update changes the draft.
-FAST = OnlineConfig(update_interval=2, steps_per_update=2, learning_rate=3e-3, gate=False)
+FAST = OnlineConfig(update_strategy="interval", update_interval=2, steps_per_update=2, learning_rate=3e-3, gate=False)
 EACH = replace(FAST, update_interval=1, steps_per_update=1)
 FROZEN = OnlineConfig(update_strategy="manual")
 
@@ -357,7 +357,14 @@ def test_a_criterion_that_is_looked_at_once_a_round_fails_the_check() -> None:
 VOCAB = 6
 NEW = 3
 SETTINGS = {"do_sample": True, "temperature": 1.3, "top_k": 5, "top_p": 1.0}
-LEARNS = OnlineConfig(update_interval=10, steps_per_update=2, learning_rate=3e-3, num_assistant_tokens=2, gate=False)
+LEARNS = OnlineConfig(
+    update_strategy="interval",
+    update_interval=10,
+    steps_per_update=2,
+    learning_rate=3e-3,
+    num_assistant_tokens=2,
+    gate=False,
+)
 
 
 def answer_distribution(target: Any, ids: torch.Tensor) -> dict[tuple[int, ...], float]:
@@ -422,7 +429,14 @@ def long_answers(assistant: OnlineAssistant, vocab_size: int, tokens: int = 250)
 @every_way
 def test_each_token_of_long_answers_is_drawn_as_the_target_draws_it(way: str) -> None:
     target, draft = models.bigram(0), models.bigram(1)
-    config = OnlineConfig(update_interval=1, steps_per_update=8, learning_rate=0.3, num_logprobs=None, gate=False)
+    config = OnlineConfig(
+        update_strategy="interval",
+        update_interval=1,
+        steps_per_update=8,
+        learning_rate=0.3,
+        num_logprobs=None,
+        gate=False,
+    )
     assistant = assistant_of(target, draft, way, config)
     table = target.by_token.detach().double().softmax(-1).numpy()
     p_value = transitions_fit(list(long_answers(assistant, 5)), table)

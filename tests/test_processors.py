@@ -762,7 +762,14 @@ def answered_with_a_memory() -> list[tuple[torch.Tensor, dict[str, Any], list[li
 @pytest.mark.parametrize("drafting", ["lean", "stock"])
 def test_a_processor_with_a_memory_is_served_exactly_while_the_draft_learns(drafting: Any, takes_back: bool) -> None:
     target, draft = models.pair(noise=0.2)
-    config = OnlineConfig(drafting=drafting, update_interval=2, steps_per_update=2, learning_rate=3e-3, gate=False)
+    config = OnlineConfig(
+        update_strategy="interval",
+        drafting=drafting,
+        update_interval=2,
+        steps_per_update=2,
+        learning_rate=3e-3,
+        gate=False,
+    )
     assistant = OnlineAssistant(target, draft, config=config)
     processor = opted_in(takes_back)
     for ids, kwargs, alone in answered_with_a_memory():

@@ -24,7 +24,9 @@ from osd_hf.learning.session import load_session
 from osd_hf.learning.updater import Updater
 from osd_hf.utils.disk import lock_file
 
-CONFIG = OnlineConfig(batch_size=4, steps_per_update=1, num_logprobs=8, buffer_size=5, gate=False)
+CONFIG = OnlineConfig(
+    update_strategy="interval", batch_size=4, steps_per_update=1, num_logprobs=8, buffer_size=5, gate=False
+)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +92,9 @@ def alike(a: Any, b: Any) -> bool:
 
 @pytest.mark.parametrize("gate", [False, True])
 def test_a_session_comes_back_whole(tmp_path: Path, traces: list[Trace], gate: bool) -> None:
-    config = OnlineConfig(batch_size=4, steps_per_update=1, num_logprobs=8, buffer_size=5, gate=gate)
+    config = OnlineConfig(
+        update_strategy="interval", batch_size=4, steps_per_update=1, num_logprobs=8, buffer_size=5, gate=gate
+    )
     saved = learner(traces, 3, config)
     save_session(tmp_path / "new" / "folder", saved, {"version": 2, "note": [1, None]}, {"weights": torch.ones(2)})
     fresh = learner(traces, 0, config)
@@ -231,7 +235,13 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path, traces: list[Tr
         save_session(tmp_path / "file", learner(traces, 0), {})
 
 
-@pytest.mark.parametrize("other", [OnlineConfig(optimizer="adamw"), OnlineConfig(weight_average=0.0)])
+@pytest.mark.parametrize(
+    "other",
+    [
+        OnlineConfig(update_strategy="interval", optimizer="adamw"),
+        OnlineConfig(update_strategy="interval", weight_average=0.0),
+    ],
+)
 def test_the_state_of_another_rule_is_refused_or_taken_whole(
     other: OnlineConfig, tmp_path: Path, traces: list[Trace]
 ) -> None:

@@ -47,7 +47,7 @@ from osd_hf.replay import replay_each
 from osd_hf.store.folder import StoreFollower
 
 # Without the gate each update is a version.
-CONFIG = OnlineConfig(
+CONFIG = OnlineConfig(update_strategy="interval",
     update_interval=3, steps_per_update=2, batch_size=4, num_logprobs=8, learning_rate=3e-3, gate=False,
     autosave_interval=1, num_assistant_tokens=4,
 )  # fmt: skip
@@ -587,7 +587,7 @@ def test_the_command_learns_and_publishes(
     report = tmp_path / "report.json"
     assert main([*flags, "--once", "--publish-seconds", "0", "--json", str(report)]) == 0
     draft = AutoModelForCausalLM.from_pretrained(saved / "draft")
-    config = OnlineConfig(
+    config = OnlineConfig(update_strategy="interval",
         num_logprobs=8, update_interval=4, steps_per_update=1, batch_size=4, learning_rate=3e-3, gate=False,
         num_assistant_tokens=3,
     )  # fmt: skip

@@ -17,7 +17,14 @@ from osd_hf.learning.session import load_session, save_session
 from osd_hf.learning.updater import Updater, finish
 from osd_hf.trace import DraftRound
 
-CONFIG = OnlineConfig(update_interval=8, steps_per_update=2, batch_size=8, num_logprobs=8, num_assistant_tokens=5)
+CONFIG = OnlineConfig(
+    update_strategy="interval",
+    update_interval=8,
+    steps_per_update=2,
+    batch_size=8,
+    num_logprobs=8,
+    num_assistant_tokens=5,
+)
 LONG = 40  # tokens of the answer that is too long
 
 
@@ -147,7 +154,7 @@ def learner(**changes: Any) -> Learner:
 
 def everything(taught: Learner) -> list[Trace]:
     lesson = taught.lessons[None]
-    return [*lesson.held_back, *lesson.served, *lesson.pending, *lesson.buffer]
+    return [*lesson.held_back, *lesson.arrived, *lesson.pending, *lesson.buffer]
 
 
 def test_a_request_that_cannot_be_replayed_leaves_the_gate(
@@ -167,7 +174,7 @@ def test_a_request_that_cannot_be_replayed_leaves_the_gate(
     for i in range(60):
         taught.observe(None, replace(traces[i % 8], created_at_seconds=float(i)))
     taught.lessons[None].held_back.extend(long[:2])
-    taught.lessons[None].served.extend([long[2], traces[0]])
+    taught.lessons[None].arrived.extend([long[2], traces[0]])
     taught.lessons[None].pending.extend(long[3:])
     reports = [taught.update() for _ in range(3)]
     assert all(report.steps for report in reports)
@@ -351,17 +358,17 @@ def test_what_arrives_while_a_version_is_watched_is_watched_next(
     version, lesson = taught.drafts.serving_version(None), taught.lessons[None]
     assert version > 0
     served = [replace(traces[i], draft_version=version, created_at_seconds=100.0 + i) for i in range(8)]
-    lesson.served.extend(served[:4])
+    lesson.arrived.extend(served[:4])
     fault, arriving = Readable.fault, served[4:5]
 
     def meanwhile(self: Readable, trace: Trace) -> str | None:
-        lesson.served.extend(arriving)
+        lesson.arrived.extend(arriving)
         arriving.clear()
         return fault(self, trace)
 
     monkeypatch.setattr(Readable, "fault", meanwhile)
     finish(taught._watch(lesson))
-    assert list(lesson.served) == served[4:5]
+    assert list(lesson.arrived) == served[4:5]
     assert len(lesson.compared) == 4
 
 
@@ -380,4 +387,4 @@ def test_what_a_new_version_served_before_the_learner_went_on_is_watched(
 
     monkeypatch.setattr(DomainDrafts, "promote", at_once)
     taught.update()
-    assert served and list(taught.lessons[None].served) == served
+    assert served and list(taught.lessons[None].arrived) == served

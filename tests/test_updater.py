@@ -11,7 +11,9 @@ import torch
 from osd_hf import ConfigError, OnlineConfig, StateError, Trace, capture_traces
 from osd_hf.learning.updater import Updater, _learned_mask
 
-CONFIG = OnlineConfig(batch_size=4, steps_per_update=2, learning_rate=1e-3, num_logprobs=16)
+CONFIG = OnlineConfig(
+    update_strategy="interval", batch_size=4, steps_per_update=2, learning_rate=1e-3, num_logprobs=16
+)
 PLAIN = replace(CONFIG, optimizer="adamw", weight_average=0.0, replay_fraction=0.0)
 
 
@@ -406,7 +408,7 @@ def test_the_papers_rule() -> None:
         ("num_logprobs", 0, "at least 1, or None"),
         ("divergence", "kl", "one of forward_kl"),
         ("learn_from", "all", "one of verified"),
-        ("update_strategy", "sometimes", "one of interval"),
+        ("update_strategy", "sometimes", "one of spread"),
         ("update_interval", 0, "at least 1"),
         ("steps_per_update", -1, "at least 1"),
         ("batch_size", 0, "at least 1"),

@@ -110,7 +110,7 @@ class Learner:
         if len(trace) and trace.num_kept and self.drafts.admit(domain):
             lesson = self.lessons[self.drafts.key(domain)]
             with lesson.lock:
-                lesson.observe(trace, is_served=trace.draft_version == self.drafts.serving_version(domain))
+                lesson.observe(trace)
 
     def due(self) -> Lesson | None:
         """Whose update should begin now; `None` while learning rests, is paused, or waits for requests."""
@@ -278,8 +278,9 @@ class Learner:
         yield from lesson.sound(lesson.held_back, updater.accepts)
         before = [scores[t][1] for t in after]
         if serving == 0:
-            for trace, original in zip(after, before, strict=True):
-                lesson.compare(trace, original, original)
+            with lesson.lock:  # the first version: nothing has been compared yet
+                for trace, original in zip(after, before, strict=True):
+                    lesson.choice.add(trace, original, original)
         return judge(version, serving, domain, list(after), before, list(after.values())), after
 
     def _compare(self, lesson: Lesson) -> Generator[None, None, None]:
@@ -314,12 +315,12 @@ class Learner:
         if not self.config.gate or version == 0:
             return
         yield from self._compare(lesson)
-        served = [t for t in lesson.take_served() if lesson.choice.of(t) is not None]
+        watched = [t for t in lesson.take_unwatched() if lesson.choice.of(t) is not None]
         previous, weights = self.drafts.previous(domain) or (0, {})
-        before: list[AcceptanceStats | None] = [None] * len(served)
+        before: list[AcceptanceStats | None] = [None] * len(watched)
         if previous != 0:
-            before = yield from self._scored(lesson, self.drafts.tried(weights), served)
-        for trace, earlier in zip(served, before, strict=True):
+            before = yield from self._scored(lesson, self.drafts.tried(weights), watched)
+        for trace, earlier in zip(watched, before, strict=True):
             pair = lesson.choice.of(trace)
             if pair is not None and (earlier is not None or previous == 0):
                 lesson.compared.append((earlier or pair[0], *pair))

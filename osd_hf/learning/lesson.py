@@ -23,7 +23,7 @@ __all__ = ["Lesson", "ReplayBuffer"]
 
 HOLD_BACK_EVERY = 4  # requests, of which one is held back
 HELD_BACK = 16  # newest held-back requests that a version is tried on
-WATCHED = 64  # newest served requests that a promotion is judged by afterwards
+WATCHED = 64  # newest requests that a promotion is judged by afterwards
 MOST_DOMAINS = 1024  # with a sample of their own; labels may be anybody's
 
 
@@ -116,8 +116,8 @@ class Lesson:
         self.set_aside = SetAside()
         self.looked_at: set[Trace] = set()  # held back or pending; what is at fault in them is known
         self.held_back: deque[Trace] = deque()
-        self.served: deque[Trace] = deque(maxlen=WATCHED)  # by the version that serves, since somebody looked
         self.arrived: deque[Trace] = deque(maxlen=WATCHED)  # not yet compared by both drafts
+        self.unwatched: deque[Trace] = deque(maxlen=WATCHED)  # compared since somebody looked
         self.choice = Choice()
         self.dropped = 0  # versions in a row
         # What the version of that number makes of held-back requests; what the version before it, the draft as it was,
@@ -125,16 +125,14 @@ class Lesson:
         self.scores: dict[Trace, tuple[int, AcceptanceStats]] = {}
         self.compared: deque[tuple[AcceptanceStats, AcceptanceStats, AcceptanceStats]] = deque(maxlen=WATCHED)
 
-    def observe(self, trace: Trace, *, is_served: bool) -> None:
-        """Take in a request, inside the lock; `is_served`: by the version that serves now."""
+    def observe(self, trace: Trace) -> None:
+        """Take in a request, inside the lock."""
         self.requests_waiting += 1
         to_learn = self.hold_back(trace) if self.config.gate else trace
         if to_learn is not None:
             self.pending.append(to_learn)
         if self.config.gate:
             self.arrived.append(trace)
-            if is_served:
-                self.served.append(trace)
 
     def hold_back(self, trace: Trace) -> Trace | None:
         """Take in a request; returns the one to learn from in its place: itself, an older one, or none yet."""
@@ -184,18 +182,18 @@ class Lesson:
     def forget_set_aside(self) -> None:
         """Let go of requests that were set aside meanwhile."""
         with self.lock:
-            for kept in (self.pending, self.held_back, self.served, self.arrived):
+            for kept in (self.pending, self.held_back, self.arrived, self.unwatched):
                 for trace in [trace for trace in kept if trace in self.set_aside]:
                     kept.remove(trace)
         self.buffer.discard(self.set_aside)
 
-    def take_served(self) -> list[Trace]:
-        """What has been served since the last call."""
-        return self._take(self.served)
-
     def take_arrived(self) -> list[Trace]:
         """What has arrived since the last call."""
         return self._take(self.arrived)
+
+    def take_unwatched(self) -> list[Trace]:
+        """What has been compared since the last call."""
+        return self._take(self.unwatched)
 
     def _take(self, traces: deque[Trace]) -> list[Trace]:
         with self.lock:
@@ -204,19 +202,21 @@ class Lesson:
             return taken
 
     def compare(self, trace: Trace, original: AcceptanceStats, learned: AcceptanceStats) -> None:
-        """Take in what the draft as it was and the learned one make of a request."""
+        """Take in what the draft as it was and the learned one make of a request that has arrived."""
         with self.lock:
             self.choice.add(trace, original, learned)
+            self.unwatched.append(trace)
 
     def begin_watching(self, version: int, tried: Mapping[Trace, AcceptanceStats]) -> None:
-        """Another version serves: only what it has served itself, since a moment ago, says something about it, and
-        what it makes of the requests that it was tried on."""
+        """Another version serves: only requests that it has not learned from say something about it, those that it was
+        `tried` on and those that it has served, since a moment ago perhaps."""
         with self.lock:
             for trace, stats in tried.items():
                 self.choice.promoted(trace, stats)
-            kept = [trace for trace in self.served if trace.draft_version == version]
-            self.served.clear()
-            self.served.extend(kept)
+            self.unwatched.clear()
+            kept = [trace for trace in self.arrived if trace.draft_version == version]
+            self.arrived.clear()
+            self.arrived.extend(kept)
         self.compared.clear()
         self.scores.clear()
 
@@ -252,8 +252,8 @@ class Lesson:
         with self.lock:
             self.requests_waiting, self.observed = int(state["requests_waiting"]), int(state["observed"])
             self.dropped = int(state["dropped"])
-            self.served.clear()
             self.arrived.clear()
+            self.unwatched.clear()
             self.choice.clear()
             for kept, saved in ((self.pending, traces["pending"]), (self.held_back, traces["held_back"])):
                 kept.clear()

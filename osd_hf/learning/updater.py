@@ -23,6 +23,7 @@ from osd_hf.errors import ConfigError, StateError, UnsupportedModelError
 from osd_hf.learning.faults import Readable
 from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.lesson import Lesson
+from osd_hf.learning.optimizer import make_optimizers
 from osd_hf.learning.weights import Snapshot, adapter_state, learning_context, load_adapter, write_snapshot
 from osd_hf.losses import divergence_loss
 from osd_hf.metrics import AcceptanceStats
@@ -113,7 +114,7 @@ class Updater:
             self.master = copy.deepcopy(draft).float().eval() if adapter is None else draft
             self._activate()
             self.parameters = trainable_parameters(self.master)
-            made = _optimizers(self.master, self.parameters, config)
+            made = make_optimizers(self.master, self.parameters, config)
             self.optimizers = [self.accelerator.prepare_optimizer(optimizer) for optimizer in made]
             self.averaged = {name: p.detach().clone() for name, p in self.parameters.items()}
 
@@ -427,25 +428,6 @@ def trainable_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
             "`is_trainable=True`, or use a draft in full or half precision."
         )
     return found
-
-
-def _optimizers(
-    model: Any, parameters: dict[str, torch.nn.Parameter], config: OnlineConfig
-) -> list[torch.optim.Optimizer]:
-    """Muon (arXiv 2502.16982) is for matrices that map hidden states; embeddings and vectors go to AdamW."""
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    if (head := model.get_output_embeddings()) is not None:
-        embeddings.add(id(head.weight))
-    is_muon = config.optimizer == "muon"
-    matrices = [p for p in parameters.values() if is_muon and p.ndim == 2 and id(p) not in embeddings]
-    hidden = {id(p) for p in matrices}
-    rest = [p for p in parameters.values() if id(p) not in hidden]
-    made: list[torch.optim.Optimizer] = []
-    if matrices:
-        made.append(torch.optim.Muon(matrices, config.learning_rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
-    if rest:
-        made.append(torch.optim.AdamW(rest, config.learning_rate, weight_decay=0.0))
-    return made
 
 
 def finish(work: Generator[None, None, T]) -> T:

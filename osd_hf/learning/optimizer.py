@@ -1,0 +1,95 @@
+"""The optimizers of a learner: Muon for the matrices inside the layers, AdamW for everything else."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from osd_hf.config import OnlineConfig
+
+__all__ = ["Muon", "make_optimizers"]
+
+MOMENTUM = 0.95
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration, as published with Muon
+NS_STEPS = 5
+EMBEDDING_RATE = 0.5  # of Muon's, for what AdamW steps beside it
+
+
+class Muon(torch.optim.Optimizer):
+    """
+    Muon (arXiv 2502.16982), its steps scaled to the size of AdamW's: momentum, made orthogonal by Newton-Schulz
+    iterations. Matrices of one shape are iterated together, and on a CPU in float32: `torch.optim.Muon` goes through
+    bfloat16 one by one, which takes twice as long there.
+
+    Args:
+        params (`Iterable[torch.nn.Parameter]`): Matrices.
+        lr (`float`): The learning rate.
+    """
+
+    def __init__(self, params: Iterable[torch.nn.Parameter], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """One step of all matrices that have a gradient."""
+        assert closure is None
+        for group in self.param_groups:
+            by_shape: dict[tuple[Any, ...], list[torch.nn.Parameter]] = defaultdict(list)
+            for p in group["params"]:
+                if p.grad is not None:
+                    by_shape[(*sorted(p.shape), p.device)].append(p)
+            for matrices in by_shape.values():
+                directions = orthogonal(torch.stack([_wide(self._momentum(p)) for p in matrices]))
+                for p, direction in zip(matrices, directions, strict=True):
+                    p.add_(_wide(direction, like=p), alpha=-group["lr"] * 0.2 * math.sqrt(max(p.shape)))
+
+    def _momentum(self, p: torch.nn.Parameter) -> torch.Tensor:
+        """Nesterov's direction of a parameter."""
+        assert p.grad is not None
+        state = self.state[p]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(p)
+        buffer = state["momentum_buffer"].lerp_(p.grad, 1 - MOMENTUM)
+        return p.grad.lerp(buffer, MOMENTUM)
+
+
+def _wide(matrix: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+    """A matrix with no more rows than columns: itself or its transpose; with `like`, back in that one's shape."""
+    is_tall = matrix.shape[0] > matrix.shape[1] if like is None else like.shape != matrix.shape
+    return matrix.T if is_tall else matrix
+
+
+def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
+    """Matrices of shape `(n, rows, columns)`, no more rows than columns, with their singular values moved close to 1;
+    float32. A matrix of zeros stays one."""
+    a, b, c = COEFFICIENTS
+    x = matrices.float() if matrices.device.type == "cpu" else matrices.bfloat16()
+    x = x / x.flatten(1).norm(dim=1).clamp(min=1e-7)[:, None, None]
+    for _ in range(NS_STEPS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.float()
+
+
+def make_optimizers(
+    model: Any, parameters: dict[str, torch.nn.Parameter], config: OnlineConfig
+) -> list[torch.optim.Optimizer]:
+    """Muon is for matrices that map hidden states; embeddings, the head and vectors go to AdamW."""
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    if (head := model.get_output_embeddings()) is not None:
+        embeddings.add(id(head.weight))
+    is_muon = config.optimizer == "muon"
+    matrices = [p for p in parameters.values() if is_muon and p.ndim == 2 and id(p) not in embeddings]
+    hidden = {id(p) for p in matrices}
+    rest = [p for p in parameters.values() if id(p) not in hidden]
+    made: list[torch.optim.Optimizer] = []
+    if matrices:
+        made.append(Muon(matrices, config.learning_rate))
+    if rest:
+        rate = config.learning_rate * (EMBEDDING_RATE if matrices else 1)
+        made.append(torch.optim.AdamW(rest, rate, weight_decay=0.0, fused=True))
+    return made
