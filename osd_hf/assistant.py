@@ -189,6 +189,13 @@ class OnlineAssistant:
         """Time spent on learning so far, the update under way included."""
         return self._learner.seconds
 
+    @property
+    def saved_seconds(self) -> float | None:
+        """What learning has saved so far: time in which the draft as it came would have needed more rounds for the
+        same answers, found by replay. Beside [`~OnlineAssistant.learning_seconds`] it says whether learning has paid.
+        `None` until a round was timed; 0 without a gate, as nothing is compared then."""
+        return self._learner.saved_seconds
+
     def wait_until_idle(self, timeout: float | None = None) -> bool:
         """Wait, with the strategy `"idle"`, until all that is due has been learned, at most `timeout` seconds; returns
         whether it has."""

@@ -149,6 +149,18 @@ class Trace:
         return np.asarray(logits - kept_logsum[:, None] + kept_mass[:, None], dtype=np.float32)
 
 
+def bare_trace(
+    prompt_ids: Any, completion_ids: Any, vocab_size: int, decoder_prompt_ids: NDArray[np.int32] | None = None
+) -> Trace:
+    """A request without rows of the target."""
+    ids = np.asarray(completion_ids, dtype=np.int32)
+    return Trace(
+        prompt_ids=np.asarray(prompt_ids, dtype=np.int32), completion_ids=ids, rounds=(),
+        top_logits=np.zeros((len(ids), 0), np.float16), top_ids=np.zeros((len(ids), 0), ids_dtype(vocab_size)),
+        tail_logprob=np.zeros(len(ids), np.float32), vocab_size=vocab_size, decoder_prompt_ids=decoder_prompt_ids,
+    )  # fmt: skip
+
+
 def misshapen(trace: Trace) -> str | None:
     """What keeps the arrays of a trace from fitting together; `None` where they do."""
     count, kept, tail = len(trace.completion_ids), trace.top_logits, trace.tail_logprob

@@ -37,8 +37,8 @@ from osd_hf import (
     record_traces,
     replay,
 )
+from osd_hf import chunked_loss as offline_loss
 from osd_hf import pair as pairs
-from osd_hf.distillation import chunked_loss as offline_loss
 from osd_hf.distillation import data as offline_data
 from osd_hf.distillation.data import SAMPLE_SOURCES, HeldOut, Sampler, unanswered
 from osd_hf.distillation.trainer import DistillConfig, distill, last_checkpoint

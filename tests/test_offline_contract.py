@@ -23,7 +23,7 @@ from trl.models import (
 )
 
 from osd_hf.distillation import trainer as offline
-from osd_hf.distillation.data import bare_trace
+from osd_hf.trace import bare_trace
 
 
 def parameters(function: Any) -> list[str]:

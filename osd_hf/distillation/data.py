@@ -29,24 +29,12 @@ from osd_hf.pair import (
 )
 from osd_hf.replay import padded, replay
 from osd_hf.store.store import CorrectionStore
-from osd_hf.trace import Trace, ids_dtype
+from osd_hf.trace import Trace, bare_trace
 
-__all__ = ["SAMPLE_SOURCES", "Data", "HeldOut", "Sampler", "bare_trace", "read_data", "unanswered"]
+__all__ = ["SAMPLE_SOURCES", "Data", "HeldOut", "Sampler", "read_data", "unanswered"]
 
 SAMPLE_SOURCES = ("teacher", "student", "mix_request", "mix_token")
 COLUMNS = "`prompt`, with or without `completion`, or `messages`"
-
-
-def bare_trace(
-    prompt_ids: Any, completion_ids: Any, vocab_size: int, decoder_prompt_ids: NDArray[np.int32] | None = None
-) -> Trace:
-    """A request without rows of the target."""
-    ids = np.asarray(completion_ids, dtype=np.int32)
-    return Trace(
-        prompt_ids=np.asarray(prompt_ids, dtype=np.int32), completion_ids=ids, rounds=(),
-        top_logits=np.zeros((len(ids), 0), np.float16), top_ids=np.zeros((len(ids), 0), ids_dtype(vocab_size)),
-        tail_logprob=np.zeros(len(ids), np.float32), vocab_size=vocab_size, decoder_prompt_ids=decoder_prompt_ids,
-    )  # fmt: skip
 
 
 def unanswered(trace: Trace, completion_ids: Any = ()) -> Trace:

@@ -19,8 +19,8 @@ import torch
 from huggingface_hub import HfApi
 from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
 
+from osd_hf.chunked_loss import check_head, divergence_sum, stored_rows, target_rows
 from osd_hf.config import setting
-from osd_hf.distillation.chunked_loss import check_head, divergence_sum, stored_rows, target_rows
 from osd_hf.distillation.data import SAMPLE_SOURCES, Data, Sampler, read_data
 from osd_hf.errors import ConfigError, StateError, UnsupportedModelError
 from osd_hf.hub.push import refuse_public

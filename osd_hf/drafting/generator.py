@@ -204,14 +204,14 @@ class LeanDrafting:
         if self.num_assistant_tokens == "auto":
             return self.pacer.pace((domain, do_sample))
         if isinstance(self.num_assistant_tokens, int):
-            return FixedPace(self.num_assistant_tokens)
+            return FixedPace(self.num_assistant_tokens, pacer=self.pacer)
         config = self.draft.generation_config
         defaults = config._get_default_generation_params()
         k, threshold = (
             defaults[name] if getattr(config, name, None) is None else getattr(config, name)
             for name in ("num_assistant_tokens", "assistant_confidence_threshold")
         )
-        return FixedPace(int(k), float(threshold or 0.0))
+        return FixedPace(int(k), float(threshold or 0.0), self.pacer)
 
     def generator(self, pace: Pace, vocab_size: int, **given: Any) -> LeanCandidateGenerator | None:
         """One request's generator, from what the loop passes to `_get_candidate_generator`; `None` where the stock one

@@ -66,15 +66,21 @@ class FixedPace(Pace):
     """The same number of tokens, k, each round; drafting ends after a token that the draft finds less probable than
     the threshold."""
 
-    def __init__(self, k: int, threshold: float = 0.0) -> None:
+    def __init__(self, k: int, threshold: float = 0.0, pacer: Pacer | None = None) -> None:
         self.k, self.threshold = k, threshold
         self.reads_confidence = threshold > 0
+        self._pacer = pacer  # is told what rounds take
 
     def tokens(self) -> int:
         return self.k
 
     def goes_on(self, confidence: float) -> bool:
         return confidence >= self.threshold
+
+    def timed(self, drafted: int, draft_seconds: float, round_seconds: float | None, *, rounds: int = 1) -> None:
+        if self._pacer is not None and round_seconds is not None:
+            with self._pacer.lock:
+                self._pacer.costs.add(drafted, draft_seconds, round_seconds, rounds)
 
 
 # --- what is measured -----------------------------------------------------------------------------------------------
@@ -297,6 +303,11 @@ class Pacer:
         """What a request of this domain would be served by now."""
         with self.lock:
             return self.plan_for(self._domains.get(domain) or Acceptance())
+
+    def round_seconds(self, k: int) -> float | None:
+        """What a round that drafts k tokens takes; `None` until one was measured."""
+        with self.lock:
+            return self.costs.level * self.costs.round(k) if self.costs.drafting.weight else None
 
     def draft_changed(self, domain: Any = ...) -> None:
         """A new version serves all domains, or one (sampled requests of a domain are one apart, see

@@ -72,6 +72,7 @@ class Learner:
         self.decisions: deque[GateDecision] = deque(maxlen=MOST_DECISIONS)  # oldest first
         self.is_paused = False
         self.seconds = 0.0  # of work, over all updates
+        self._saved_rounds = 0.0  # that the draft as it was would have needed more
         self._work: tuple[str | None, Work] | None = None
         self._spent = 0.0
         # Parts that the last update had and that the one under way has had, and the requests that it is spread over.
@@ -104,6 +105,13 @@ class Learner:
             return False
         with lesson.lock:
             return lesson.choice.is_original()
+
+    @property
+    def saved_seconds(self) -> float | None:
+        """What serving with the learned drafts has saved: the rounds that the draft as it was would have needed more
+        for the same answers, by replay, times what a round takes; `None` until one was timed."""
+        seconds = self.drafts.pacer.round_seconds(self._k)
+        return None if seconds is None else self._saved_rounds * seconds
 
     def observe(self, domain: str | None, trace: Trace) -> None:
         """Take in one served request of the draft of a domain."""
@@ -301,6 +309,8 @@ class Learner:
             learned = found[trace] if trace in found else AcceptanceStats.from_trace(trace)
             if original is not None and learned is not None:
                 lesson.compare(trace, original, learned)
+                if trace.draft_version == version:
+                    self._saved_rounds += original.target_forwards - learned.target_forwards
 
     def _is_counted(self, trace: Trace) -> bool:
         """Whether what happened is what replay would find: of a greedy request, with a fixed number of drafted

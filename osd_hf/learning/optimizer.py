@@ -65,14 +65,14 @@ def _wide(matrix: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tenso
 
 def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
     """Matrices of shape `(n, rows, columns)`, no more rows than columns, with their singular values moved close to 1;
-    float32. A matrix of zeros stays one."""
+    the dtype given. A matrix of zeros stays one."""
     a, b, c = COEFFICIENTS
-    x = matrices.float() if matrices.device.type == "cpu" else matrices.bfloat16()
+    x = matrices if matrices.device.type == "cpu" else matrices.bfloat16()
     x = x / x.flatten(1).norm(dim=1).clamp(min=1e-7)[:, None, None]
     for _ in range(NS_STEPS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.float()
+    return x.to(matrices)
 
 
 def make_optimizers(

@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import ProjectConfiguration
 
+from osd_hf.chunked_loss import check_head, divergence_sum, stored_rows
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, StateError, UnsupportedModelError
 from osd_hf.learning.faults import Readable
@@ -25,7 +26,7 @@ from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.lesson import Lesson
 from osd_hf.learning.optimizer import make_optimizers
 from osd_hf.learning.weights import Snapshot, adapter_state, learning_context, load_adapter, write_snapshot
-from osd_hf.losses import divergence_loss
+from osd_hf.losses import DIVERGENCES, divergence_loss
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.pair import is_peft
 from osd_hf.replay import batches, completion_logits, completion_mask
@@ -117,6 +118,11 @@ class Updater:
             made = make_optimizers(self.master, self.parameters, config)
             self.optimizers = [self.accelerator.prepare_optimizer(optimizer) for optimizer in made]
             self.averaged = {name: p.detach().clone() for name, p in self.parameters.items()}
+            try:
+                check_head(self.master)
+                self._has_plain_head = True
+            except UnsupportedModelError:  # whole rows of logits then
+                self._has_plain_head = False
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -272,11 +278,18 @@ class Updater:
 
     def _loss(self, traces: Sequence[Trace]) -> tuple[torch.Tensor, int]:
         """Mean divergence over the positions learned from, and their number."""
+        mask = np.concatenate([_learned_mask(t, self.config.learn_from) for t in traces])
+        learned = torch.from_numpy(mask)
+        count = int(learned.sum())
+        if self._has_plain_head and count:
+            where = None if count == len(learned) else learned
+            with self.accelerator.autocast():
+                rows, divergence = stored_rows(traces, where), DIVERGENCES[self.config.divergence]
+                return divergence_sum(self.master, traces, rows, divergence, where) / count, count
         with self.accelerator.autocast():
             logits = completion_logits(self.master, traces)
         device = logits.device
-        mask = np.concatenate([_learned_mask(t, self.config.learn_from) for t in traces])
-        learned = torch.from_numpy(mask).to(device)
+        learned = learned.to(device)
 
         def stacked(arrays: Sequence[Any], dtype: Any) -> torch.Tensor:
             return torch.from_numpy(np.concatenate(arrays).astype(dtype)).to(device)[learned]
@@ -288,7 +301,7 @@ class Updater:
             tail_logprob=stacked([t.tail_logprob for t in traces], np.float32),
             divergence=self.config.divergence,
         )
-        return loss, int(learned.sum())
+        return loss, count
 
     def _average(self) -> None:
         # The decay ramps up, so that the start is forgotten at once and not over 1 / (1 - decay) steps.

@@ -1,4 +1,4 @@
-"""The loss of offline distillation: output heads and divergence over some positions at a time, never over a batch."""
+"""The loss of learning, live and offline: output heads and divergence over some positions at a time."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from osd_hf.distillation.data import bare_trace
 from osd_hf.errors import UnsupportedModelError
 from osd_hf.losses import outcome_logprobs
 from osd_hf.pair import unwrap, vocab_size_of
 from osd_hf.replay import completion_logits, completion_mask
-from osd_hf.trace import Trace
+from osd_hf.trace import Trace, bare_trace
 
 __all__ = ["Rows", "check_head", "divergence_sum", "stored_rows", "target_rows"]
 
@@ -29,8 +28,9 @@ log-probs, tail last: what `outcome_logprobs` takes and returns."""
 
 
 def divergence_sum(
-    draft: Any, traces: Sequence[Trace], rows: Rows, divergence: Callable[[Tensor, Tensor], Tensor]
-) -> Tensor:
+    draft: Any, traces: Sequence[Trace], rows: Rows, divergence: Callable[[Tensor, Tensor], Tensor],
+    where: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """
     Sum of a divergence over all completion positions of a batch.
 
@@ -42,11 +42,14 @@ def divergence_sum(
         traces (`Sequence[Trace]`): The batch.
         rows (`Rows`): The target's rows at the positions, in the order of the traces.
         divergence (`Callable`): A value of `osd_hf.losses.DIVERGENCES`.
+        where (`torch.Tensor` of shape `(positions,)`, bool, *optional*):
+            The positions that count, for which alone there are `rows`; all by default.
 
     Returns:
         Scalar `torch.Tensor`, float32, in nats.
     """
     states, head = _completion_states(draft, traces), _head(draft)
+    states = states if where is None else states[where.to(states.device)]
     size = max(1, CHUNK_LOGITS // traces[0].vocab_size)
 
     def part(chunk: Tensor, first: int) -> Tensor:
@@ -75,11 +78,12 @@ def target_rows(target: Any, traces: Sequence[Trace]) -> Rows:
     return rows
 
 
-def stored_rows(traces: Sequence[Trace]) -> Rows:
-    """The rows that the traces have kept, all of one width."""
+def stored_rows(traces: Sequence[Trace], where: Tensor | None = None) -> Rows:
+    """The rows that the traces have kept, all of one width; those at the positions that count, by default all."""
 
     def stacked(arrays: Sequence[Any], dtype: Any) -> Tensor:
-        return torch.from_numpy(np.concatenate(arrays).astype(dtype))
+        rows = torch.from_numpy(np.concatenate(arrays).astype(dtype))
+        return rows if where is None else rows[where]
 
     is_whole = traces[0].top_ids.shape[1] == 0
     top_ids = None if is_whole else stacked([t.top_ids for t in traces], np.int64)
