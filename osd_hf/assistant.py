@@ -190,6 +190,12 @@ class OnlineAssistant:
         return self._learner.seconds
 
     @property
+    def effort(self) -> float:
+        """Share of the configured updates that are done now, above 0 and at most 1: less once acceptance no longer
+        rises, see `min_effort`; of the draft with the most, where domains have their own."""
+        return max((lesson.effort.share for lesson in self._learner.lessons.values()), default=1.0)
+
+    @property
     def saved_seconds(self) -> float | None:
         """What learning has saved so far: time in which the draft as it came would have needed more rounds for the
         same answers, found by replay. Beside [`~OnlineAssistant.learning_seconds`] it says whether learning has paid.

@@ -54,6 +54,9 @@ class OnlineConfig:
             `"manual"`: only when `update` is called.
         update_interval (`int`, *optional*, defaults to 8):
             Requests (of one draft, where domains have their own) between two updates.
+        min_effort (`float`, *optional*, defaults to 0.0625):
+            With a gate, updates come less often once acceptance no longer rises: after up to `update_interval` divided
+            by this many requests; as often as set again when traffic changes. 1 does all of them.
         steps_per_update (`int`, *optional*, defaults to 8): Optimizer steps of an update.
         batch_size (`int`, *optional*, defaults to 32): Requests in the batch of one step.
         replay_fraction (`float`, *optional*, defaults to 0.75):
@@ -103,6 +106,7 @@ class OnlineConfig:
         "spread", "when updates run: a part after each answer, whole, between answers, or when asked"
     )
     update_interval: int = setting(8, "requests between two updates")
+    min_effort: float = setting(0.0625, "share of the updates done once acceptance no longer rises; 1 = all, always")
     steps_per_update: int = setting(8, "optimizer steps of an update")
     batch_size: int = setting(32, "requests in the batch of one step")
     replay_fraction: float = setting(0.75, "share of a batch drawn from the replay buffer")
@@ -143,6 +147,7 @@ class OnlineConfig:
         must("max_draft_bytes", size is None or is_int(size), "a positive integer, or None")
         must("replay_fraction", 0 <= self.replay_fraction <= 1, "between 0 and 1")
         must("weight_average", 0 <= self.weight_average < 1, "at least 0 and below 1")
+        must("min_effort", 0 < self.min_effort <= 1, "above 0 and at most 1")
         must("max_duty_cycle", 0 < self.max_duty_cycle <= 1, "above 0 and at most 1")
         must("seed", is_int(self.seed, 0), "an integer of at least 0")
         if self.drafting == "stock" and (k == "auto" or self.compile_draft):

@@ -162,7 +162,8 @@ def _until_due(learner: Learner, traces: Sequence[Trace], start: int) -> int:
     for count, trace in enumerate(traces[start:], 1):
         domain = trace.domain if learner.drafts.per_domain else None
         waiting[domain] = waiting.get(domain, 0) + 1
-        if waiting[domain] >= learner.config.update_interval:
+        lesson = learner.lessons.get(domain)
+        if waiting[domain] >= (lesson.update_interval if lesson is not None else learner.config.update_interval):
             return count
     return len(traces) - start
 

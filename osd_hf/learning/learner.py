@@ -128,12 +128,15 @@ class Learner:
         if self.is_paused or self.config.update_strategy == "manual":
             return None
         lesson = self.lessons.get(self.fullest())
-        return lesson if lesson is not None and lesson.requests_waiting >= self.config.update_interval else None
+        return lesson if lesson is not None and lesson.requests_waiting >= lesson.update_interval else None
 
     def fullest(self) -> str | None:
-        """The domain whose draft has the most requests waiting; `None` where all share one, or there is none."""
+        """The domain whose draft has the most requests waiting, by its effort; `None` where all share one, or there is
+        none."""
         lessons = self.lessons
-        return max(lessons, key=lambda domain: lessons[domain].requests_waiting, default=None)
+        return max(
+            lessons, key=lambda domain: lessons[domain].requests_waiting * lessons[domain].effort.share, default=None
+        )
 
     def has_work(self) -> bool:
         """Whether there is a micro-step to take, now or after the rest that learning has to take."""
@@ -152,7 +155,7 @@ class Learner:
             if lesson is None:
                 return None
             self._work, self._spent = (lesson.domain, self._update(lesson.domain, None)), 0.0
-            self._parts, self._requests_left = 0, self.config.update_interval
+            self._parts, self._requests_left = 0, lesson.update_interval
         domain, work = self._work
         self._parts += 1
         started = time.perf_counter()

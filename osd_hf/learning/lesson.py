@@ -14,6 +14,7 @@ import numpy as np
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import StateError
 from osd_hf.learning.choice import Choice
+from osd_hf.learning.effort import Effort
 from osd_hf.learning.faults import SetAside
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.trace import Trace
@@ -119,6 +120,7 @@ class Lesson:
         self.arrived: deque[Trace] = deque(maxlen=WATCHED)  # not yet compared by both drafts
         self.unwatched: deque[Trace] = deque(maxlen=WATCHED)  # compared since somebody looked
         self.choice = Choice()
+        self.effort = Effort(self.config.min_effort)
         self.dropped = 0  # versions in a row
         # What the version of that number makes of held-back requests; what the version before it, the draft as it was,
         # and it itself made of those that it has served.
@@ -143,6 +145,11 @@ class Lesson:
             return trace
         self.held_back.append(trace)
         return self.held_back.popleft() if len(self.held_back) > HELD_BACK else None
+
+    @property
+    def update_interval(self) -> int:
+        """Requests between two updates, at the present effort."""
+        return round(self.config.update_interval / self.effort.share)
 
     def begin_update(self) -> list[Trace]:
         """The requests that an update begins with; it is due again after an interval, also where it fails."""
@@ -205,6 +212,7 @@ class Lesson:
         """Take in what the draft as it was and the learned one make of a request that has arrived."""
         with self.lock:
             self.choice.add(trace, original, learned)
+            self.effort.add(original, learned)
             self.unwatched.append(trace)
 
     def begin_watching(self, version: int, tried: Mapping[Trace, AcceptanceStats]) -> None:
@@ -240,6 +248,7 @@ class Lesson:
                 "requests_waiting": self.requests_waiting,
                 "observed": self.observed,
                 "dropped": self.dropped,
+                "effort": self.effort.share,
                 "seen": list(self.buffer.seen.items()),
                 "traces": traces,
                 "set_aside": self.set_aside.state_dict(),
@@ -252,6 +261,8 @@ class Lesson:
         with self.lock:
             self.requests_waiting, self.observed = int(state["requests_waiting"]), int(state["observed"])
             self.dropped = int(state["dropped"])
+            self.effort.renew()
+            self.effort.share = float(state["effort"])
             self.arrived.clear()
             self.unwatched.clear()
             self.choice.clear()

@@ -1,0 +1,82 @@
+"""How much of the configured learning is done."""
+
+import models
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from osd_hf import AcceptanceStats, ConfigError, OnlineAssistant, OnlineConfig
+from osd_hf.learning.effort import RECENT, STRIDE, WINDOW, Effort
+
+
+def of(alpha: float, examined: int = 100) -> AcceptanceStats:
+    accepted = round(alpha * examined)
+    return AcceptanceStats.from_counts(
+        drafted=examined, examined=examined, accepted=accepted, emitted=examined, target_forwards=5
+    )
+
+
+def gains(effort: Effort, values: object) -> None:
+    for gain in values:  # type: ignore[attr-defined]
+        effort.add(of(0.3), of(float(np.clip(0.3 + gain, 0, 1))))
+
+
+def noise(requests: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0, 0.12, requests)
+
+
+@given(st.integers(0, 200))
+def test_all_is_done_while_acceptance_rises(seed: int) -> None:
+    effort = Effort(1 / 16)
+    gains(effort, np.linspace(0, 0.5, 6 * WINDOW) + noise(6 * WINDOW, seed) / 3)
+    assert effort.share == 1
+
+
+def test_little_is_done_once_acceptance_stands() -> None:
+    shares = []
+    for seed in range(40):  # chance doubles the share now and then
+        effort = Effort(1 / 16)
+        gains(effort, 0.3 + noise(2 * WINDOW - 1, seed))
+        assert effort.share == 1  # nothing is known yet
+        gains(effort, 0.3 + noise(14 * STRIDE, seed + 1000))
+        shares.append(effort.share)
+    assert min(shares) == 1 / 16
+    assert np.median(shares) <= 1 / 8
+
+
+def test_all_is_done_again_when_traffic_changes() -> None:
+    for fallen in (-0.2, 0.02):  # worse than the draft as it was; or just of little use
+        effort = Effort(1 / 16)
+        gains(effort, 0.3 + noise(2 * WINDOW + 6 * STRIDE))
+        assert effort.share < 1
+        gains(effort, fallen + noise(2 * RECENT) / 3)
+        assert effort.share == 1
+
+
+def test_requests_of_which_nothing_was_examined_say_nothing() -> None:
+    effort = Effort(0.5)
+    for _ in range(4 * WINDOW):
+        effort.add(AcceptanceStats(), of(0.5))
+    assert effort.share == 1
+
+
+def test_an_assistant_updates_less_often_by_its_effort() -> None:
+    target, draft = models.pair(noise=0.2)
+    config = OnlineConfig(
+        update_strategy="interval", update_interval=2, steps_per_update=1, batch_size=2, learning_rate=3e-3
+    )
+    with OnlineAssistant(target, draft, config=config) as assistant:
+        assert assistant.effort == 1
+        assistant._learner.lessons[None].effort.share = 0.25
+        assert assistant.effort == 0.25
+        for ids in models.prompts(16):
+            assistant.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=6)
+        assert len(assistant.decisions) == 2
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5])
+def test_a_floor_outside_its_range_is_refused(value: float) -> None:
+    with pytest.raises(ConfigError, match="min_effort"):
+        OnlineConfig(min_effort=value)
