@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from osd_hf import (
     OnlineConfig,
     SimulationReport,
     Trace,
-    UpdateReport,
     record_traces,
     simulate,
 )
@@ -190,17 +188,10 @@ def equal_counts(counts: Sequence[Counts], simulated: Sequence[AcceptanceStats])
     return sum(c == (s.examined, s.accepted, s.emitted) for c, s in zip(counts, simulated, strict=False))
 
 
-class ProcessorTimed(Learner):
-    """A learner that reports processor seconds: with one thread, wall time on a core without other jobs."""
-
-    def update(self, domain: str | None = None, steps: int | None = None) -> UpdateReport:
-        started = time.process_time()
-        return replace(super().update(domain, steps), seconds=time.process_time() - started)
-
-
-def processor_timed(draft: Any, config: OnlineConfig) -> ProcessorTimed:
-    """For `simulate`."""
-    return ProcessorTimed(DomainDrafts(draft, config, per_domain=False), config)
+def processor_timed(draft: Any, config: OnlineConfig) -> Learner:
+    """For `simulate`: a learner that reports processor seconds, with one thread wall time on a core without other
+    jobs."""
+    return Learner(DomainDrafts(draft, config, per_domain=False), config, timer=time.process_time)
 
 
 # --- figures, reports, plots ----------------------------------------------------------------------------------------

@@ -56,6 +56,8 @@ class Learner:
         config (`OnlineConfig`): How to learn.
         accelerator (`Accelerator`, *optional*): Runs backward and step.
         clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`): In seconds, for the duty cycle.
+        timer (`Callable[[], float]`, *optional*, defaults to `time.perf_counter`):
+            In seconds, for what work took; `time.process_time` leaves out what else ran on the machine.
         chooses (`bool`, *optional*, defaults to `True`):
             With a gate, let each request be served by the learned draft or by the draft as it was, whichever was
             better on the last few; `False` where something else serves.
@@ -63,9 +65,10 @@ class Learner:
 
     def __init__(
         self, drafts: DomainDrafts, config: OnlineConfig, accelerator: Accelerator | None = None, *,
-        clock: Callable[[], float] = time.monotonic, chooses: bool = True,
+        clock: Callable[[], float] = time.monotonic, timer: Callable[[], float] = time.perf_counter,
+        chooses: bool = True,
     ) -> None:  # fmt: skip
-        self.drafts, self.config = drafts, config
+        self.drafts, self.config, self._timer = drafts, config, timer
         self.chooses = config.gate and chooses
         self.accelerator = accelerator or Accelerator(device_placement=False)
         self.duty_cycle = DutyCycle(config.max_duty_cycle, clock)
@@ -158,19 +161,19 @@ class Learner:
             self._parts, self._requests_left = 0, lesson.update_interval
         domain, work = self._work
         self._parts += 1
-        started = time.perf_counter()
+        started = self._timer()
         try:
             next(work)
         except StopIteration as done:
             self._work, self._parts_before = None, self._parts
             report: UpdateReport = done.value
-            return replace(report, seconds=self._spent + time.perf_counter() - started)
+            return replace(report, seconds=self._spent + self._timer() - started)
         except BaseException:
             self._work = None
             raise
         finally:
-            self.seconds += time.perf_counter() - started
-        self._spent += time.perf_counter() - started
+            self.seconds += self._timer() - started
+        self._spent += self._timer() - started
         if self.config.update_strategy == "idle":
             self.updater(domain).pace()
         return None
@@ -178,10 +181,10 @@ class Learner:
     def after_answer(self) -> UpdateReport | None:
         """Take the work that falls to an answer: what both drafts make of it, and its share of an update or, unless
         updates are spread, the whole of one that is due. Returns the report of an update that has ended."""
-        started = time.perf_counter()
+        started = self._timer()
         for lesson in self.lessons.values() if self.chooses and not self.is_paused else ():
             finish(self._compare(lesson))
-        self.seconds += time.perf_counter() - started
+        self.seconds += self._timer() - started
         if self.config.update_strategy == "spread":
             return self._advance()
         due = self.due()
@@ -192,7 +195,7 @@ class Learner:
         as the last one had. Returns the report where they were the last."""
         if self.is_paused or self.duty_cycle.rest_seconds() > 0 or (self._work is None and self._due() is None):
             return None
-        started = time.perf_counter()
+        started = self._timer()
         report = self.step()
         missing = max(self._parts_before - self._parts + 1, 1)
         share = -(-missing // self._requests_left)
@@ -201,7 +204,7 @@ class Learner:
             share -= 1
             report = self.step()
         self._requests_left -= 1
-        self.duty_cycle.worked(time.perf_counter() - started)
+        self.duty_cycle.worked(self._timer() - started)
         return report
 
     def update(self, domain: str | None = None, steps: int | None = None) -> UpdateReport:
@@ -209,13 +212,13 @@ class Learner:
         if self._work is not None:
             (_, work), self._work = self._work, None
             finish(work)
-        started = time.perf_counter()
+        started = self._timer()
         try:
             report = finish(self._update(domain, steps))
-            return replace(report, seconds=time.perf_counter() - started)
+            return replace(report, seconds=self._timer() - started)
         finally:
-            self.seconds += time.perf_counter() - started
-            self.duty_cycle.worked(time.perf_counter() - started)
+            self.seconds += self._timer() - started
+            self.duty_cycle.worked(self._timer() - started)
 
     def abandon(self) -> None:
         """Give the update under way up; what it was learning from stays."""
