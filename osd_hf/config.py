@@ -59,6 +59,9 @@ class OnlineConfig:
             by this many requests; as often as set again when traffic changes. 1 does all of them.
         steps_per_update (`int`, *optional*, defaults to 8): Optimizer steps of an update.
         batch_size (`int`, *optional*, defaults to 32): Requests in the batch of one step.
+        batch_positions (`int`, *optional*):
+            Positions of answers in the batch of one step, about, with `batch_size` as the most requests; `None` takes
+            as many requests as that, however long their answers are.
         replay_fraction (`float`, *optional*, defaults to 0.75):
             Share of a batch drawn from the replay buffer; the rest are the newest requests. Where these are fewer,
             the buffer fills up; where the buffer is empty, the batch is smaller.
@@ -109,6 +112,7 @@ class OnlineConfig:
     min_effort: float = setting(0.0625, "share of the updates done once acceptance no longer rises; 1 = all, always")
     steps_per_update: int = setting(8, "optimizer steps of an update")
     batch_size: int = setting(32, "requests in the batch of one step")
+    batch_positions: int | None = setting(None, "positions of answers in the batch of one step; none = any")
     replay_fraction: float = setting(0.75, "share of a batch drawn from the replay buffer")
     buffer_size: int = setting(2048, "requests in the replay buffer")
     optimizer: Literal["muon", "adamw"] = setting(
@@ -144,6 +148,8 @@ class OnlineConfig:
         k, width, size = self.num_assistant_tokens, self.num_logprobs, self.max_draft_bytes
         must("num_assistant_tokens", k in (None, "auto") or is_int(k), 'an integer of at least 1, "auto", or None')
         must("num_logprobs", width is None or is_int(width), "an integer of at least 1, or None")
+        most = self.batch_positions
+        must("batch_positions", most is None or is_int(most), "an integer of at least 1, or None")
         must("max_draft_bytes", size is None or is_int(size), "a positive integer, or None")
         must("replay_fraction", 0 <= self.replay_fraction <= 1, "between 0 and 1")
         must("weight_average", 0 <= self.weight_average < 1, "at least 0 and below 1")

@@ -199,8 +199,15 @@ class Updater:
         fresh = min(len(newest), size - round(size * self.config.replay_fraction))
         replayed = min(len(self.buffer), size - fresh) if self.config.replay_fraction > 0 else 0
         fresh = min(len(newest), size - replayed)
-        chosen = [newest[i] for i in self.buffer.rng.permutation(len(newest))[:fresh]]
-        return chosen + self.buffer.sample(replayed)
+        chosen = [newest[i] for i in self.buffer.rng.permutation(len(newest))[:fresh]] + self.buffer.sample(replayed)
+        most = self.config.batch_positions
+        if most is None or sum(map(len, chosen)) <= most:
+            return chosen
+        # In an order in which every part of the batch has both in their shares.
+        places = np.concatenate([(np.arange(n) + 0.5) / n for n in (fresh, replayed) if n])
+        ordered = [chosen[i] for i in np.argsort(places, kind="stable")]
+        ends = np.cumsum([len(trace) for trace in ordered])
+        return ordered[: max(int(np.searchsorted(ends, most, side="right")), 1)]
 
     def _step(self, traces: Sequence[Trace]) -> Generator[None, None, tuple[float | None, int]]:
         """One optimizer step; the loss (`None` if the step was dropped) and the number of positions. Requests that
