@@ -547,7 +547,7 @@ def test_a_page_of_another_site_is_not_answered_for_who_is_logged_in(
 def test_an_answer_stops_when_the_program_that_asked_for_it_has_gone(
     pair: ServedPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service = Service(pair, config={"update_strategy": "manual"}, is_public=True)
+    service = Service(pair, config={"update_strategy": "manual"}, is_public=True, threads=1)
     answers, ask = [], service.ask
 
     def asked(*args: Any, **kwargs: Any) -> Any:
