@@ -25,6 +25,9 @@ pytestmark = pytest.mark.browser
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PATIENCE = 1000 * LONG  # milliseconds
+QUICK = {
+    "update_interval": 4, "steps_per_update": 4, "optimizer": "adamw", "learning_rate": 2e-3, "weight_average": 0.0,
+}  # fmt: skip
 # Nothing on the page moves by itself: drawn without an accelerator, that takes longer than answering.
 STILL = """addEventListener("DOMContentLoaded", () => {
     const style = document.createElement("style");
@@ -47,8 +50,8 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def address(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """An app that learns in short."""
-    with app_server(tmp_path_factory.mktemp("saved"), steps_per_update=1) as address:
+    """An app that learns in short: sixteen prompts are enough for a version that is promoted."""
+    with app_server(tmp_path_factory.mktemp("saved"), "--threads", "1", **QUICK) as address:
         yield address
 
 
@@ -174,15 +177,8 @@ def reset(page: Page) -> None:
 # --- one visitor ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def eager_address(browser: Browser, tmp_path: Path) -> Iterator[str]:
-    """An app that learns as the app does."""
-    with app_server(tmp_path) as address:
-        yield address
-
-
-def test_acceptance_rises_while_one_chats(visitor: BrowserContext, eager_address: str) -> None:
-    page = opened(visitor, eager_address)
+def test_acceptance_rises_while_one_chats(page: Page) -> None:
+    reset(page)
     for _ in range(2):
         page.locator("#suggest").click()
         expect(page.locator("#prompt textarea")).not_to_have_value("")
@@ -378,15 +374,28 @@ def markup_pair(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_markup_in_an_answer_is_text(visitor: BrowserContext, markup_pair: Path) -> None:
-    pair = ("--target", str(markup_pair / "target"), "--draft", str(markup_pair / "draft"))
-    with app_server(markup_pair / "saved", *pair, steps_per_update=1) as address:
-        page = opened(visitor, address)
-        ask(page, "say something")
-        assert "<script>window.hacked" in page.locator("#chat .osd-answer").inner_text()
-        expect(page.locator("#corrections")).to_contain_text("onerror")
-        assert page.evaluate("window.hacked") is None
-        assert page.locator("#chat img, #chat script, #corrections img, #corrections script").count() == 0
+@pytest.fixture
+def markup_page(open_page: Page, markup_pair: Path) -> Iterator[Page]:
+    """One whose app serves these models meanwhile."""
+
+    def load(target: str, draft: str, shown: str) -> None:
+        unfold(open_page, "#models", "#load")
+        open_page.fill("#target textarea", target)
+        open_page.fill("#draft textarea", draft)
+        open_page.locator("#load").click()
+        expect(open_page.locator("#loaded")).to_contain_text(f"Serving {shown}")
+
+    load(str(markup_pair / "target"), str(markup_pair / "draft"), str(markup_pair))
+    yield cleared(open_page)
+    load("", "", "the bundled pair")
+
+
+def test_markup_in_an_answer_is_text(markup_page: Page) -> None:
+    ask(markup_page, "say something")
+    assert "<script>window.hacked" in markup_page.locator("#chat .osd-answer").inner_text()
+    expect(markup_page.locator("#corrections")).to_contain_text("onerror")
+    assert markup_page.evaluate("window.hacked") is None
+    assert markup_page.locator("#chat img, #chat script, #corrections img, #corrections script").count() == 0
 
 
 # --- programs -------------------------------------------------------------------------------------------------------
