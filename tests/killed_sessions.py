@@ -17,8 +17,9 @@ import torch
 from osd_hf import OnlineAssistant, OnlineConfig
 
 CONFIG = OnlineConfig(
-    update_interval=2, steps_per_update=1, batch_size=4, num_logprobs=8, learning_rate=3e-3, autosave_interval=1
-)
+    update_interval=2, steps_per_update=1, batch_size=4, num_logprobs=8, optimizer="adamw", learning_rate=3e-3,
+    autosave_interval=1,
+)  # fmt: skip
 PROMPTS = models.prompts(9)
 
 

@@ -18,7 +18,9 @@ from osd_hf.learning.lesson import HOLD_BACK_EVERY
 from osd_hf.learning.updater import Updater, finish
 from osd_hf.simulate import simulate
 
-CONFIG = OnlineConfig(update_interval=4, steps_per_update=3, batch_size=8, num_logprobs=8, learning_rate=3e-3)
+CONFIG = OnlineConfig(
+    update_interval=4, steps_per_update=3, batch_size=8, num_logprobs=8, optimizer="adamw", learning_rate=3e-3
+)
 NOISE = 0.2  # of the draft: there is something to learn
 DIFFERENT = 9  # prompts, of which each comes again and again, and each is held back now and then
 
