@@ -18,7 +18,7 @@ from osd_hf.learning.weights import Snapshot
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
 
-CONFIG = OnlineConfig(batch_size=4, steps_per_update=2, num_logprobs=8, learning_rate=1e-2)
+CONFIG = OnlineConfig(batch_size=4, steps_per_update=2, num_logprobs=8, optimizer="adamw", learning_rate=1e-2)
 KINDS = ["adapters", "copies"]
 HANG = 120  # seconds, which nothing takes that does not hang
 

@@ -307,7 +307,7 @@ def test_a_request_that_ends_while_a_session_is_loaded_is_added_to_all_of_it(
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="restarts by fork")
 def test_a_session_killed_at_any_moment_goes_on(tmp_path: Path) -> None:
-    kills = 20
+    kills = 14
     done = run_python(Path(killed_sessions.__file__), str(tmp_path / "session"), str(kills))
     assert done.returncode == 0, done.stderr
     first, *lives = [json.loads(line) for line in done.stdout.splitlines()]
@@ -326,7 +326,7 @@ def test_a_session_killed_at_any_moment_goes_on(tmp_path: Path) -> None:
         least = state["requests"]
         for request in answered:
             assert request["answer"] == alone[request["number"] % len(alone)]
-    assert least >= 10
+    assert least >= 10  # two at least for each life that saved, of which the last one tells
     assert lives[-1]["said"][0]["state"]["promoted"]
 
 

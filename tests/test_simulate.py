@@ -8,7 +8,9 @@ import torch
 from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, record_traces, simulate
 
 # Without the gate each update is a version.
-CONFIG = OnlineConfig(update_interval=3, steps_per_update=2, batch_size=4, learning_rate=3e-3, gate=False)
+CONFIG = OnlineConfig(
+    update_interval=3, steps_per_update=2, batch_size=4, optimizer="adamw", learning_rate=3e-3, gate=False
+)
 
 
 def counts(stats: AcceptanceStats) -> tuple[Any, ...]:

@@ -17,7 +17,9 @@ from osd_hf.learning.session import load_session, save_session
 from osd_hf.learning.updater import Updater, finish
 from osd_hf.trace import DraftRound
 
-CONFIG = OnlineConfig(update_interval=8, steps_per_update=2, batch_size=8, num_logprobs=8, num_assistant_tokens=5)
+CONFIG = OnlineConfig(
+    update_interval=8, steps_per_update=2, batch_size=8, num_logprobs=8, optimizer="adamw", num_assistant_tokens=5
+)
 LONG = 40  # tokens of the answer that is too long
 
 
