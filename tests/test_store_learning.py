@@ -558,8 +558,9 @@ def test_a_session_that_cannot_be_saved_is_saved_later(
 
 
 SMALL = [
-    "--num-logprobs", "8", "--update-interval", "4", "--steps-per-update", "1", "--batch-size", "4", "--learning-rate",
-    "3e-3", "--optimizer", "adamw", "--no-gate", "--num-assistant-tokens", "3", "--device", "cpu", "--poll-seconds", "0",
+    "--num-logprobs", "8", "--update-interval", "4", "--steps-per-update", "1", "--batch-size", "4",
+    "--optimizer", "adamw", "--learning-rate", "3e-3", "--no-gate", "--num-assistant-tokens", "3", "--device", "cpu",
+    "--poll-seconds", "0",
 ]  # fmt: skip
 
 
