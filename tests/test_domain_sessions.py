@@ -39,7 +39,7 @@ class Parity(Router):
 
 @contextlib.contextmanager
 def routed(router: Any = None, **changes: Any) -> Iterator[OnlineAssistant]:
-    target, draft = models.pair(noise=NOISE)
+    target, draft = models.pair(noise=NOISE, num_hidden_layers=1)
     config = replace(CONFIG, **changes)
     with OnlineAssistant(target, draft, models.tokenizer(), config, router=router or Parity()) as assistant:
         yield assistant
@@ -111,7 +111,7 @@ def test_a_session_of_another_kind_changes_nothing(tmp_path: Path) -> None:
     with routed(num_logprobs=16) as other:
         serve(other, 0, 8)
         other.save_state(tmp_path / "optimizer")
-    target, draft = models.pair(noise=NOISE)
+    target, draft = models.pair(noise=NOISE, num_hidden_layers=1)
     with OnlineAssistant(target, draft, config=CONFIG) as shared:
         shared.save_state(tmp_path / "shared")
     with routed(optimizer="muon") as assistant:
@@ -128,7 +128,7 @@ def test_a_router_that_fails_costs_no_answer() -> None:
         def route(self, prompt: Any) -> str | None:
             raise ValueError("cannot read this")
 
-    target, _ = models.pair(noise=NOISE)
+    target, _ = models.pair(noise=NOISE, num_hidden_layers=1)
     with routed(Broken()) as assistant:
         for _ in range(2):
             ids = models.prompt()

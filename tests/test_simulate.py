@@ -67,7 +67,7 @@ def test_a_simulated_run_is_the_live_run(
 
 
 def test_a_simulated_gate_decides_as_the_live_one() -> None:
-    target, draft = models.pair("gpt2", noise=0.3)
+    target, draft = models.pair("gpt2", noise=0.3, num_hidden_layers=1)
     config = replace(CONFIG, gate=True, update_interval=6)
     prompts = models.prompts(36)
     assistant = OnlineAssistant(target, draft, config=config)
