@@ -178,6 +178,7 @@ def test_a_run_killed_between_two_saves_ends_as_one_that_was_not(straight, pair,
 
 
 def test_an_interrupted_sampled_run_goes_on_with_the_same_draws(pair, prompts, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("osd_hf.learning.lesson.HOLD_BACK_EVERY", 2)  # enough to judge by, sooner
     how = [*SAMPLING, *OFTEN, "--gate"]
     arguments_of = lambda name, *more: arguments(pair, prompts, tmp_path / name, *how, *more)  # noqa: E731
     assert main(arguments_of("straight")) == 0
@@ -187,6 +188,8 @@ def test_an_interrupted_sampled_run_goes_on_with_the_same_draws(pair, prompts, t
     assert "osd-hf: interrupted: go on with the same command and --resume" in capsys.readouterr().err
     assert main(arguments_of("resumed", "--resume")) == 0
     assert_same_run(tmp_path / "resumed", tmp_path / "straight")
+    updates = json.loads((tmp_path / "straight" / "report.json").read_text())["updates"]
+    assert updates[-1]["decision"]["alpha_after"] is not None  # the gate has judged
 
 
 def test_a_run_interrupted_before_its_first_save_begins_again(straight, pair, prompts, tmp_path, monkeypatch):
