@@ -24,7 +24,7 @@ from osd_hf.learning.session import load_session
 from osd_hf.learning.updater import Updater
 from osd_hf.utils.disk import lock_file
 
-CONFIG = OnlineConfig(batch_size=4, steps_per_update=1, num_logprobs=8, buffer_size=5, gate=False)
+CONFIG = OnlineConfig(batch_size=4, steps_per_update=1, num_logprobs=8, buffer_size=5, optimizer="adamw", gate=False)
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +231,9 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path, traces: list[Tr
         save_session(tmp_path / "file", learner(traces, 0), {})
 
 
-@pytest.mark.parametrize("other", [OnlineConfig(optimizer="adamw"), OnlineConfig(weight_average=0.0)])
+@pytest.mark.parametrize(
+    "other", [OnlineConfig(optimizer="muon"), OnlineConfig(optimizer="adamw", weight_average=0.0)]
+)
 def test_the_state_of_another_rule_is_refused_or_taken_whole(
     other: OnlineConfig, tmp_path: Path, traces: list[Trace]
 ) -> None:

@@ -8,7 +8,9 @@ import torch
 from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, record_traces, simulate
 
 # Without the gate each update is a version.
-CONFIG = OnlineConfig(update_interval=3, steps_per_update=2, batch_size=4, learning_rate=3e-3, gate=False)
+CONFIG = OnlineConfig(
+    update_interval=3, steps_per_update=2, batch_size=4, optimizer="adamw", learning_rate=3e-3, gate=False
+)
 
 
 def counts(stats: AcceptanceStats) -> tuple[Any, ...]:
@@ -65,7 +67,7 @@ def test_a_simulated_run_is_the_live_run(
 
 
 def test_a_simulated_gate_decides_as_the_live_one() -> None:
-    target, draft = models.pair("gpt2", noise=0.3)
+    target, draft = models.pair("gpt2", noise=0.3, num_hidden_layers=1)
     config = replace(CONFIG, gate=True, update_interval=6)
     prompts = models.prompts(36)
     assistant = OnlineAssistant(target, draft, config=config)
