@@ -22,7 +22,6 @@ CONFIG = OnlineConfig(
     autosave_interval=1,
 )  # fmt: skip
 PROMPTS = models.prompts(9)
-lesson.HOLD_BACK_EVERY = 2  # enough to judge by, sooner
 
 
 def answer(generate: Any, number: int, **kwargs: Any) -> list[int]:
@@ -68,6 +67,7 @@ def pointed(current: Path) -> str | None:
 
 
 def main(folder: Path, kills: int) -> None:
+    lesson.HOLD_BACK_EVERY = 2  # enough to judge by, sooner; in this process and its children
     pair = models.pair(noise=0.2)
     print(json.dumps({"alone": [answer(pair[0].generate, i) for i in range(len(PROMPTS))]}), flush=True)
     with OnlineAssistant(*pair, config=CONFIG, autosave=folder.with_name("warm")) as warm:  # children begin at once
