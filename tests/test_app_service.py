@@ -16,7 +16,14 @@ from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from waiting import LONG
 
-from osd_hf import ConfigError, CorrectionStore, StateError, UnsupportedModelError, VocabularyMismatchError
+from osd_hf import (
+    ConfigError,
+    CorrectionStore,
+    OnlineConfig,
+    StateError,
+    UnsupportedModelError,
+    VocabularyMismatchError,
+)
 from osd_hf.bundled import bundled_prompts
 from osd_hf.capture.guards import check_criteria
 from osd_hf_app import pair as pair_module
@@ -824,6 +831,19 @@ def test_models_that_may_be_large_get_all_cores_unless_it_is_said_otherwise(
     monkeypatch.setattr(pair, "is_bundled", is_bundled)
     Service(pair, config=MANUAL, threads=asked_for).close()
     assert numbers == [used]
+
+
+@pytest.mark.parametrize("is_bundled", [True, False])
+def test_on_the_bundled_pair_learning_is_so_eager_that_few_prompts_show_it(
+    pair: ServedPair, monkeypatch: pytest.MonkeyPatch, is_bundled: bool
+) -> None:
+    monkeypatch.setattr(pair, "is_bundled", is_bundled)
+    service = Service(pair, config={"batch_size": 3}, threads=1)
+    config, usual = service.visitors.shared.assistant.config, OnlineConfig()
+    service.close()
+    is_eager = config.update_interval < usual.update_interval and config.steps_per_update > usual.steps_per_update
+    assert is_eager == is_bundled
+    assert (config.batch_size, config.update_strategy) == (3, "idle")
 
 
 def test_a_closed_service_leaves_no_thread(pair: ServedPair) -> None:
