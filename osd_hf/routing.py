@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import re
@@ -119,6 +120,12 @@ def as_router(router: Router | Callable[[str], str | None] | None) -> Router | N
     raise ConfigError(f"`router` must be a router, a function of the prompt's text, or None, got {router!r}.")
 
 
+@functools.cache
+def _identifier(langid: Any) -> Any:
+    """The identifier of languages, read once: it takes half a second, and asking it changes nothing."""
+    return langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)
+
+
 class LanguageRouter(Router):
     """
     Routes by the language (ISO 639-1 code) of the first 256 tokens of the user's last turn. Needs "osd-hf[language]".
@@ -140,7 +147,7 @@ class LanguageRouter(Router):
             langid = importlib.import_module("py3langid.langid")
         except ImportError as error:
             raise ConfigError('Routing by language needs py3langid: pip install "osd-hf[language]".') from error
-        self._identifier = langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)
+        self._identifier = _identifier(langid)
         known = {label for label in self._identifier.labels if len(label) == 2}
         codes = known if languages is None else {languages} if isinstance(languages, str) else set(languages)
         if not codes or codes - known:

@@ -31,7 +31,7 @@ settings.load_profile("everywhere" if os.environ.get("CI") else "home")
 
 MOST_WORKERS = 8  # each loads torch and the bundled pair
 # The files that take longest, longest first: begun last, they would be waited for.
-LONG_FILES = "browser lossless app_strangers draft_forward serving offline faults hub recipes experiments".split()
+LONG_FILES = "browser lossless offline app_strangers hook hub collecting store_learning recipes draft_forward".split()
 
 
 @pytest.hookimpl(optionalhook=True)  # without pytest-xdist nobody asks

@@ -12,7 +12,7 @@ from typing import Any
 from processes import say_into
 
 from osd_hf.cli.main import main
-from osd_hf_app import launch
+from osd_hf_app import launch, page
 from osd_hf_app.service import Service
 from osd_hf_app.visitors import Batch
 
@@ -36,5 +36,6 @@ def serve(output: Connection, environment: Mapping[str, str], flags: Sequence[st
     os.environ.clear()
     os.environ.update(environment)
     Service._answer = answer_when_stopped  # type: ignore[method-assign]
+    page.TICK_SECONDS = 0.7  # what looks at the panels waits for less
     launch.Service = functools.partial(Service, config=config)  # type: ignore[misc]
     sys.exit(main(["app", *flags]))

@@ -15,16 +15,12 @@ import models
 import torch
 
 from osd_hf import OnlineAssistant, OnlineConfig
+from osd_hf.learning import lesson
 
-CONFIG = OnlineConfig(
-    update_strategy="interval",
-    update_interval=2,
-    steps_per_update=1,
-    batch_size=4,
-    num_logprobs=8,
-    learning_rate=3e-3,
+CONFIG = OnlineConfig(update_strategy="interval",
+    update_interval=2, steps_per_update=1, batch_size=4, num_logprobs=8, optimizer="adamw", learning_rate=3e-3,
     autosave_interval=1,
-)
+)  # fmt: skip
 PROMPTS = models.prompts(9)
 
 
@@ -71,6 +67,7 @@ def pointed(current: Path) -> str | None:
 
 
 def main(folder: Path, kills: int) -> None:
+    lesson.HOLD_BACK_EVERY = 2  # enough to judge by, sooner; in this process and its children
     pair = models.pair(noise=0.2)
     print(json.dumps({"alone": [answer(pair[0].generate, i) for i in range(len(PROMPTS))]}), flush=True)
     with OnlineAssistant(*pair, config=CONFIG, autosave=folder.with_name("warm")) as warm:  # children begin at once

@@ -16,7 +16,14 @@ from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from waiting import LONG
 
-from osd_hf import ConfigError, CorrectionStore, StateError, UnsupportedModelError, VocabularyMismatchError
+from osd_hf import (
+    ConfigError,
+    CorrectionStore,
+    OnlineConfig,
+    StateError,
+    UnsupportedModelError,
+    VocabularyMismatchError,
+)
 from osd_hf.bundled import bundled_prompts
 from osd_hf.capture.guards import check_criteria
 from osd_hf_app import pair as pair_module
@@ -29,7 +36,7 @@ from osd_hf_app.visitors import Answer, Batch, Session, Settings
 
 PATIENCE = LONG
 SHORT = Settings(domain="sql", max_new_tokens=16)
-MANUAL = {"update_strategy": "manual", "gate": False, "batch_size": 2}
+MANUAL = {"update_strategy": "manual", "gate": False, "batch_size": 2, "optimizer": "adamw"}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +53,7 @@ def pair(folder: Path) -> ServedPair:
 
 @pytest.fixture
 def service(pair: ServedPair) -> Iterator[Service]:
-    made = Service(pair, config=MANUAL)
+    made = Service(pair, config=MANUAL, threads=1)
     yield made
     made.close()
 
@@ -632,14 +639,14 @@ def test_a_saved_session_goes_on_and_its_drafts_load(service: Service, pair: Ser
             assert torch.equal(learned.state_dict()[name], weight)
     assert any(not torch.equal(p, q) for p, q in zip(learned.parameters(), pair.draft.parameters(), strict=True))
     assert len(AutoTokenizer.from_pretrained(written[1])) == len(pair.tokenizer)
-    again = Service(pair, state=written[0], config=MANUAL)
+    again = Service(pair, state=written[0], config=MANUAL, threads=1)
     try:
         assert again.visitors.shared.assistant.drafts.domains == ("sql", "math")
         assert asked(again, again.visitors.session(None), "one").version == 1
     finally:
         again.close()
     with pytest.raises(StateError):
-        Service(pair, state=tmp_path / "nothing", config=MANUAL)
+        Service(pair, state=tmp_path / "nothing", config=MANUAL, threads=1)
 
 
 def test_saving_deletes_drafts_of_an_earlier_save_and_nothing_else(service: Service, tmp_path: Path) -> None:
@@ -674,7 +681,7 @@ def test_a_session_is_saved_where_a_folder_is_in_the_way_of_a_draft(service: Ser
     (tmp_path / "demo" / "drafts" / "sql").mkdir(parents=True)
     with pytest.raises(ConfigError, match="The session is saved as .*session, the drafts are not: .*sql is no draft"):
         service.visitors.shared.save(tmp_path / "demo")
-    again = Service(service.pair, state=tmp_path / "demo" / "session", config=MANUAL)
+    again = Service(service.pair, state=tmp_path / "demo" / "session", config=MANUAL, threads=1)
     again.close()
     assert again.visitors.shared.assistant.drafts.domains == ("sql",)
     assert list((tmp_path / "demo" / "drafts" / "sql").iterdir()) == []
@@ -800,7 +807,7 @@ def test_a_batch_with_a_prompt_that_does_not_fit_says_so(service: Service) -> No
 def test_a_batch_learns_between_its_prompts(pair: ServedPair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_module, "LEARNING_SECONDS", LONG)  # however slow learning is
     eager = {"update_strategy": "idle", "update_interval": 2, "steps_per_update": 1, "gate": False, "batch_size": 2}
-    service = Service(pair, config=eager)
+    service = Service(pair, config=eager, threads=1)
     try:
         session = service.visitors.session(None)
         batch = service.send(session, "finance", 4, Settings(max_new_tokens=4))
@@ -814,9 +821,34 @@ def test_a_batch_learns_between_its_prompts(pair: ServedPair, monkeypatch: pytes
         service.close()
 
 
+@pytest.mark.parametrize(("is_bundled", "asked_for", "used"), [(False, None, 7), (True, None, 1), (False, 3, 3)])
+def test_models_that_may_be_large_get_all_cores_unless_it_is_said_otherwise(
+    pair: ServedPair, monkeypatch: pytest.MonkeyPatch, is_bundled: bool, asked_for: int | None, used: int
+) -> None:
+    numbers: list[int] = []
+    monkeypatch.setattr(service_module, "cores", lambda: 7)
+    monkeypatch.setattr(torch, "set_num_threads", numbers.append)
+    monkeypatch.setattr(pair, "is_bundled", is_bundled)
+    Service(pair, config=MANUAL, threads=asked_for).close()
+    assert numbers == [used]
+
+
+@pytest.mark.parametrize("is_bundled", [True, False])
+def test_on_the_bundled_pair_learning_is_so_eager_that_few_prompts_show_it(
+    pair: ServedPair, monkeypatch: pytest.MonkeyPatch, is_bundled: bool
+) -> None:
+    monkeypatch.setattr(pair, "is_bundled", is_bundled)
+    service = Service(pair, config={"batch_size": 3}, threads=1)
+    config, usual = service.visitors.shared.assistant.config, OnlineConfig()
+    service.close()
+    is_eager = config.update_interval < usual.update_interval and config.steps_per_update > usual.steps_per_update
+    assert is_eager == is_bundled
+    assert (config.batch_size, config.update_strategy) == (3, "idle")
+
+
 def test_a_closed_service_leaves_no_thread(pair: ServedPair) -> None:
     before = set(threading.enumerate())
-    service = Service(pair, config={"update_strategy": "idle"})
+    service = Service(pair, config={"update_strategy": "idle"}, threads=1)
     service.visitors.go_private(service.visitors.session(None), True)
     assert len(set(threading.enumerate()) - before) == 2
     service.close()
@@ -867,7 +899,7 @@ def test_a_push_is_of_a_draft_that_has_learned_and_says_where_it_is(
 
 @pytest.fixture
 def public(pair: ServedPair) -> Iterator[Service]:
-    made = Service(pair, config=MANUAL, is_public=True)
+    made = Service(pair, config=MANUAL, is_public=True, threads=1)
     yield made
     made.close()
 

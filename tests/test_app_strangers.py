@@ -547,7 +547,7 @@ def test_a_page_of_another_site_is_not_answered_for_who_is_logged_in(
 def test_an_answer_stops_when_the_program_that_asked_for_it_has_gone(
     pair: ServedPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service = Service(pair, config={"update_strategy": "manual"}, is_public=True)
+    service = Service(pair, config={"update_strategy": "manual"}, is_public=True, threads=1)
     answers, ask = [], service.ask
 
     def asked(*args: Any, **kwargs: Any) -> Any:
@@ -585,7 +585,7 @@ def test_the_load_script_finds_no_leak(
     recipe = importlib.import_module("app_strangers")
     monkeypatch.setattr(importlib.import_module("common"), "RESULTS", tmp_path)
     monkeypatch.setattr(recipe, "subprocess", SimpleNamespace(PIPE=subprocess.PIPE, Popen=ModuleProcess))
-    monkeypatch.setattr(sys, "argv", ["app_strangers.py", "--seconds", "4", "--clients", "4", "--rest", "0.1"])
+    monkeypatch.setattr(sys, "argv", ["app_strangers.py", "--seconds", "2", "--clients", "4", "--rest", "0.1"])
     assert recipe.main() == 0, capsys.readouterr().out
     report = json.loads((tmp_path / "app_strangers.json").read_text())
     assert report["marks_of_others_received"] == 0

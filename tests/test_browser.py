@@ -25,6 +25,9 @@ pytestmark = pytest.mark.browser
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PATIENCE = 1000 * LONG  # milliseconds
+QUICK = {
+    "update_interval": 4, "steps_per_update": 4, "optimizer": "adamw", "learning_rate": 2e-3, "weight_average": 0.0,
+}  # fmt: skip
 # Nothing on the page moves by itself: drawn without an accelerator, that takes longer than answering.
 STILL = """addEventListener("DOMContentLoaded", () => {
     const style = document.createElement("style");
@@ -47,8 +50,8 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def address(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """An app that learns in short."""
-    with app_server(tmp_path_factory.mktemp("saved"), steps_per_update=1) as address:
+    """An app that learns in short: sixteen prompts are enough for a version that is promoted."""
+    with app_server(tmp_path_factory.mktemp("saved"), "--threads", "1", **QUICK) as address:
         yield address
 
 
@@ -61,51 +64,20 @@ def window(browser: Browser) -> Iterator[BrowserContext]:
     context.close()
 
 
-@pytest.fixture(scope="module")
-def first_window(browser: Browser) -> Iterator[BrowserContext]:
-    with window(browser) as context:
-        yield context
-
-
-@pytest.fixture(scope="module")
-def second_window(browser: Browser) -> Iterator[BrowserContext]:
-    with window(browser) as context:
-        yield context
-
-
-def forget(context: BrowserContext) -> None:
-    """Leave a browser as one that nobody has used, but for the files of the page that it has fetched."""
-    origins = {"/".join(page.url.split("/")[:3]) for page in context.pages}
-    blank = context.new_page()
-    for page in context.pages:
-        if page is not blank:
-            page.close()
-    session = context.new_cdp_session(blank)
-    for origin in origins:
-        session.send("Storage.clearDataForOrigin", {"origin": origin, "storageTypes": "all"})
-    blank.close()
-
-
-@pytest.fixture
-def visitor(first_window: BrowserContext) -> Iterator[BrowserContext]:
-    yield first_window
-    forget(first_window)
-
-
-@pytest.fixture
-def other_visitor(second_window: BrowserContext) -> Iterator[BrowserContext]:
-    yield second_window
-    forget(second_window)
-
-
-def opened(context: BrowserContext, address: str, query: str = "") -> Page:
+def opened(context: BrowserContext, address: str) -> Page:
+    """A new tab, of the visitor that this window is known as at the address."""
     page = context.new_page()
     page.errors = []  # type: ignore[attr-defined]
     page.on("pageerror", lambda error: page.errors.append(str(error)))  # type: ignore[attr-defined]
     page.on("dialog", lambda dialog: page.errors.append(f"dialog {dialog.message}"))  # type: ignore[attr-defined]
-    page.goto(address + query)
-    expect(page.locator("#send")).to_be_enabled(timeout=PATIENCE)  # the visitor is known
+    page.goto(address)
+    known(page)
     return page
+
+
+def known(page: Page) -> None:
+    """Wait until the page knows its visitor."""
+    expect(page.locator("#send")).to_be_enabled(timeout=PATIENCE)
 
 
 @pytest.fixture(scope="module")
@@ -174,15 +146,8 @@ def reset(page: Page) -> None:
 # --- one visitor ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def eager_address(browser: Browser, tmp_path: Path) -> Iterator[str]:
-    """An app that learns as the app does."""
-    with app_server(tmp_path) as address:
-        yield address
-
-
-def test_acceptance_rises_while_one_chats(visitor: BrowserContext, eager_address: str) -> None:
-    page = opened(visitor, eager_address)
+def test_acceptance_rises_while_one_chats(page: Page, address: str) -> None:
+    page = opened(page.context, address)  # scrolled nowhere
     for _ in range(2):
         page.locator("#suggest").click()
         expect(page.locator("#prompt textarea")).not_to_have_value("")
@@ -223,6 +188,7 @@ def test_acceptance_rises_while_one_chats(visitor: BrowserContext, eager_address
     page.locator("#clear").click()
     expect(page.locator("#chat .osd-you")).to_have_count(0)
     assert page.errors == []  # type: ignore[attr-defined]
+    page.close()
 
 
 def test_a_reload_keeps_the_chat(page: Page) -> None:
@@ -233,14 +199,14 @@ def test_a_reload_keeps_the_chat(page: Page) -> None:
     assert page.locator(".osd-chat").inner_text() == before
 
 
-def test_an_answer_goes_on_while_its_visitor_is_away(visitor: BrowserContext, other_page: Page, address: str) -> None:
-    page = opened(visitor, address)
+def test_an_answer_goes_on_while_its_visitor_is_away(page: Page, other_page: Page, address: str) -> None:
     choose(page, "#domain", "python")
     page.locator("#twenty").click()
     expect(page.locator("#chat")).to_contain_text(f"{ANSWERS} of 20 answered")
-    page.close()
+    page.goto("about:blank")
     ask(other_page, "What is 3 + 4?")  # comes in between
-    page = opened(visitor, address)
+    page.goto(address)
+    known(page)
     expect(page.locator("#chat")).to_contain_text(f"{ANSWERS} of 20 answered")
     page.locator("#stop").click()
     expect(page.locator("#chat")).to_contain_text(f"{ANSWERS} of 20 answered, stopped")
@@ -312,10 +278,14 @@ def test_save_and_push_say_what_came_of_it(page: Page) -> None:
     expect(page.locator("#kept")).to_contain_text("Not pushed: ")
 
 
-def test_phone_dark_and_keyboard(browser: Browser, address: str) -> None:
-    context = browser.new_context(viewport={"width": 390, "height": 844}, color_scheme="dark", has_touch=True)
-    context.set_default_timeout(PATIENCE)
-    page = opened(context, address, "?__theme=dark")
+def test_phone_dark_and_keyboard(page: Page, address: str) -> None:
+    page = page.context.new_page()
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.emulate_media(color_scheme="dark")
+    page.context.new_cdp_session(page).send("Emulation.setTouchEmulationEnabled", {"enabled": True})
+    page.goto(f"{address}?__theme=dark")
+    known(page)
+    assert page.evaluate("navigator.maxTouchPoints") > 0
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     assert "dark" in (page.locator("body").get_attribute("class") or "")
     # By keyboard alone: type, tab to Send, press it, tab on to what was corrected.
@@ -336,7 +306,7 @@ def test_phone_dark_and_keyboard(browser: Browser, address: str) -> None:
         && !e.labels?.length && !e.ariaLabel && !e.innerText.trim() && !e.title).map(e => e.outerHTML)"""
     )
     assert nameless == []
-    context.close()
+    page.close()
 
 
 # --- two visitors ---------------------------------------------------------------------------------------------------
@@ -378,15 +348,28 @@ def markup_pair(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_markup_in_an_answer_is_text(visitor: BrowserContext, markup_pair: Path) -> None:
-    pair = ("--target", str(markup_pair / "target"), "--draft", str(markup_pair / "draft"))
-    with app_server(markup_pair / "saved", *pair, steps_per_update=1) as address:
-        page = opened(visitor, address)
-        ask(page, "say something")
-        assert "<script>window.hacked" in page.locator("#chat .osd-answer").inner_text()
-        expect(page.locator("#corrections")).to_contain_text("onerror")
-        assert page.evaluate("window.hacked") is None
-        assert page.locator("#chat img, #chat script, #corrections img, #corrections script").count() == 0
+@pytest.fixture
+def markup_page(open_page: Page, markup_pair: Path) -> Iterator[Page]:
+    """One whose app serves these models meanwhile."""
+
+    def load(target: str, draft: str, shown: str) -> None:
+        unfold(open_page, "#models", "#load")
+        open_page.fill("#target textarea", target)
+        open_page.fill("#draft textarea", draft)
+        open_page.locator("#load").click()
+        expect(open_page.locator("#loaded")).to_contain_text(f"Serving {shown}")
+
+    load(str(markup_pair / "target"), str(markup_pair / "draft"), str(markup_pair))
+    yield cleared(open_page)
+    load("", "", "the bundled pair")
+
+
+def test_markup_in_an_answer_is_text(markup_page: Page) -> None:
+    ask(markup_page, "say something")
+    assert "<script>window.hacked" in markup_page.locator("#chat .osd-answer").inner_text()
+    expect(markup_page.locator("#corrections")).to_contain_text("onerror")
+    assert markup_page.evaluate("window.hacked") is None
+    assert markup_page.locator("#chat img, #chat script, #corrections img, #corrections script").count() == 0
 
 
 # --- programs -------------------------------------------------------------------------------------------------------
@@ -417,13 +400,18 @@ def test_a_program_chats_and_reads_the_statistics(address: str) -> None:
 # --- strangers ------------------------------------------------------------------------------------------------------
 
 
-def test_a_public_page_serves_visitors_and_shows_no_owners_controls(
-    visitor: BrowserContext, other_visitor: BrowserContext, tmp_path: Path
-) -> None:
+def test_a_public_page_serves_visitors_and_shows_no_owners_controls(open_page: Page, tmp_path: Path) -> None:
     with app_server(tmp_path, "--public", steps_per_update=1) as address:
-        page, other = opened(visitor, address), opened(other_visitor, address)
-        for shown, text in ((page, "What is 3 + 4?"), (other, "What is 5 + 6?")):
-            ask(shown, text)
+        page = opened(open_page.context, address)
+        ask(page, "What is 3 + 4?")
+        kept = page.evaluate("JSON.stringify(localStorage)")
+        page.evaluate("localStorage.clear()")  # another visitor then
+        page.reload()
+        known(page)
+        expect(page.locator("#chat .osd-you")).to_have_count(0)
+        ask(page, "What is 5 + 6?")
+        assert "3 + 4" not in page.content()
+        page.evaluate("kept => { localStorage.clear(); Object.assign(localStorage, JSON.parse(kept)) }", kept)
         page.reload()
         expect(page.locator("#chat .osd-you")).to_have_text("What is 3 + 4?", timeout=PATIENCE)
         assert "5 + 6" not in page.content()
@@ -433,3 +421,4 @@ def test_a_public_page_serves_visitors_and_shows_no_owners_controls(
         page.locator("#private input").check()
         expect(page.locator("#state")).to_contain_text("your own", timeout=PATIENCE)
         assert page.errors == []  # type: ignore[attr-defined]
+        page.close()

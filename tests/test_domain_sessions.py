@@ -12,7 +12,13 @@ import torch
 from osd_hf import LearnerError, OnlineAssistant, OnlineConfig, Router, StateError
 
 CONFIG = OnlineConfig(
-    update_strategy="interval", update_interval=3, steps_per_update=3, batch_size=8, num_logprobs=8, learning_rate=3e-3
+    update_strategy="interval",
+    update_interval=3,
+    steps_per_update=2,
+    batch_size=8,
+    num_logprobs=8,
+    optimizer="adamw",
+    learning_rate=3e-3,
 )
 NOISE = 0.2  # of the draft: there is something to learn
 DIFFERENT = 9  # prompts, of which each comes again and again
@@ -39,7 +45,7 @@ class Parity(Router):
 
 @contextlib.contextmanager
 def routed(router: Any = None, **changes: Any) -> Iterator[OnlineAssistant]:
-    target, draft = models.pair(noise=NOISE)
+    target, draft = models.pair(noise=NOISE, num_hidden_layers=1)
     config = replace(CONFIG, **changes)
     with OnlineAssistant(target, draft, models.tokenizer(), config, router=router or Parity()) as assistant:
         yield assistant
@@ -82,17 +88,17 @@ def test_a_session_with_domains_goes_on_as_if_it_had_not_ended(
     monkeypatch.setattr("osd_hf.learning.lesson.HOLD_BACK_EVERY", 2)  # enough to judge by, sooner
     saved = {}
     with routed() as straight:
-        for split in (4, 16, 26):
+        for split in (4, 12, 20):
             serve(straight, straight.stats.num_requests, split)
             straight.save_state(tmp_path / str(split))
             saved[split] = everything(straight)
-    expected = saved.pop(26)
+    expected = saved.pop(20)
     for split in saved:
         with routed() as after:
             serve(after, 1, 7)  # of an earlier life, that is forgotten
             after.load_state(tmp_path / str(split))
             assert everything(after) == saved[split], split
-            serve(after, split, 26)
+            serve(after, split, 20)
             assert everything(after) == expected, split
     assert set(expected["versions"]) == {"even", "odd"}
     assert "promoted" in {d["outcome"] for d in expected["decisions"]}
@@ -105,16 +111,16 @@ def test_a_session_of_another_kind_changes_nothing(tmp_path: Path) -> None:
         def state_dict(self) -> dict[str, Any]:
             return {"something": "else"}
 
-    with routed(Forgetful(), optimizer="adamw") as other:
-        serve(other, 0, 12)
+    with routed(Forgetful(), optimizer="muon") as other:
+        serve(other, 0, 8)
         other.save_state(tmp_path / "router")
     with routed(num_logprobs=16) as other:
-        serve(other, 0, 12)
+        serve(other, 0, 8)
         other.save_state(tmp_path / "optimizer")
-    target, draft = models.pair(noise=NOISE)
+    target, draft = models.pair(noise=NOISE, num_hidden_layers=1)
     with OnlineAssistant(target, draft, config=CONFIG) as shared:
         shared.save_state(tmp_path / "shared")
-    with routed(optimizer="adamw") as assistant:
+    with routed(optimizer="muon") as assistant:
         serve(assistant, 0, 2)  # nothing has begun to learn
         before = everything(assistant)
         for name in ("optimizer", "router", "shared"):
@@ -128,7 +134,7 @@ def test_a_router_that_fails_costs_no_answer() -> None:
         def route(self, prompt: Any) -> str | None:
             raise ValueError("cannot read this")
 
-    target, _ = models.pair(noise=NOISE)
+    target, _ = models.pair(noise=NOISE, num_hidden_layers=1)
     with routed(Broken()) as assistant:
         for _ in range(2):
             ids = models.prompt()

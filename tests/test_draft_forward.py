@@ -35,6 +35,15 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", traced_alone)
 
 
+@pytest.fixture
+def untraced(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Nothing is traced, which takes most of the time, for tests of who gets which caches: what would have been
+    compiled is kept here, and runs as it is."""
+    steps: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda step, **kwargs: steps.append(step) or step)
+    return steps
+
+
 def by_itself(model: Any, ids: list[int], source: torch.Tensor | None = None) -> torch.Tensor:
     """The logits behind some tokens, by one forward without a cache."""
     tokens = torch.tensor([ids])
@@ -143,10 +152,10 @@ def same_as_eager(target: Any, draft: Any, requests: Requests, eagerly: Any = No
     return compiled
 
 
-def some_requests() -> list[tuple[torch.Tensor, dict[str, Any]]]:
+def some_requests() -> Requests:
     padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), models.prompt(5)], dim=1)
     return [
-        *((ids, {}) for ids in models.prompts(3)),
+        (models.prompt(3), {}),
         (padded, {"attention_mask": (torch.arange(9) >= 4).long()[None]}),
         (models.prompt(), {"do_sample": True, "top_k": 20}),
         (models.prompt(), {"eos_token_id": list(range(3, 12))}),
@@ -189,7 +198,9 @@ def test_single_tokens_alone_go_through_what_is_compiled(double: tuple[Any, Comp
         feed_and_crop(model, compiled.forward(40))
 
 
-def test_a_cache_is_as_large_as_the_request_and_used_again(traced: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_is_as_large_as_the_request_and_used_again(
+    untraced: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[int] = []
     new_cache = CompiledDraft._new_cache
 
@@ -226,7 +237,7 @@ def test_nothing_of_a_request_is_left_for_the_next(double: tuple[Any, CompiledDr
             forward.close()
 
 
-def test_a_failed_request_gives_its_cache_back(traced: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_request_gives_its_cache_back(untraced: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = models.pair(num_hidden_layers=1)
     assistant = assistant_of(target, draft)
     before = answer(assistant, models.prompt())
@@ -251,7 +262,7 @@ def test_a_failed_request_gives_its_cache_back(traced: None, monkeypatch: pytest
     assert made == []
 
 
-def test_two_sizes_of_cache_serve_one_draft(traced: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_sizes_of_cache_serve_one_draft(untraced: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("osd_hf.drafting.forward.SMALLEST_STATIC_CACHE", 32)
     sizes: list[int] = []
     new_cache = CompiledDraft._new_cache
@@ -262,32 +273,29 @@ def test_two_sizes_of_cache_serve_one_draft(traced: None, monkeypatch: pytest.Mo
     assert sizes == [32, 128]
 
 
-def test_two_drafts_share_nothing_that_is_compiled(traced: None, caplog: pytest.LogCaptureFixture) -> None:
-    target, good = models.pair(noise=0.05, num_hidden_layers=1)
-    bad = models.build(seed=7, num_hidden_layers=1)
-    stats = []
-    for draft in (good, bad):
-        compiled, eager = assistant_of(target, draft), assistant_of(target, draft, compile_draft=False)
-        for ids in models.prompts(2):
-            assert answer(compiled, ids) == answer(eager, ids)
-        assert compiled.stats.accepted_length_histogram == eager.stats.accepted_length_histogram
-        stats.append(compiled.stats)
-    assert stats[1].alpha < 0.3 < stats[0].alpha < 1.0
-    assert "not compiled" not in caplog.text
+def test_two_drafts_share_nothing_that_is_compiled(double: tuple[Any, CompiledDraft], traced: None) -> None:
+    model, compiled = double
+    other = models.double(models.build(seed=7, num_hidden_layers=1))
+    with torch.inference_mode():
+        for draft, forward in ((other, CompiledDraft(other).forward(40)), (model, compiled.forward(40))):
+            assert type(forward) is StaticForward
+            feed_and_crop(draft, forward)
+            forward.close()
 
 
 def test_an_update_reaches_what_is_compiled(traced: None) -> None:
     target, draft = models.pair(noise=0.3, num_hidden_layers=1)
     ways = []
     for compile_draft in (True, False):
-        assistant = assistant_of(target, draft, compile_draft=compile_draft, learning_rate=3e-3, weight_average=0.0)
-        answers = [answer(assistant, ids) for ids in models.prompts(4)]
+        assistant = assistant_of(
+            target, draft, compile_draft=compile_draft, optimizer="adamw", learning_rate=1e-2, weight_average=0.0
+        )
+        answers = [answer(assistant, ids) for ids in models.prompts(2)]
         before = assistant.stats
-        for _ in range(3):
-            assistant.update()
+        assistant.update()
         assistant.reset_stats()
-        answers += [answer(assistant, ids) for ids in models.prompts(4)]
-        assert assistant.version == 3
+        answers += [answer(assistant, ids) for ids in models.prompts(2)]
+        assert assistant.version == 1
         assert assistant.stats.alpha > before.alpha + 0.1
         ways.append((answers, before, assistant.stats))
     (ours, *compiled), (theirs, *eager) = ways
@@ -329,7 +337,7 @@ def served_together(assistant: OnlineAssistant, prompts: list[torch.Tensor]) -> 
     return [answers[number] for number in range(len(prompts))]
 
 
-def test_requests_of_two_threads_do_not_meet(traced: None) -> None:
+def test_requests_of_two_threads_do_not_meet(untraced: list[Any]) -> None:
     target = models.build(num_hidden_layers=1)
     assistant = assistant_of(target, copy.deepcopy(target))
     prompts = models.prompts(2)
@@ -339,7 +347,7 @@ def test_requests_of_two_threads_do_not_meet(traced: None) -> None:
 
 
 def test_requests_are_drafted_eagerly_while_another_one_compiles(
-    monkeypatch: pytest.MonkeyPatch, traced: None
+    monkeypatch: pytest.MonkeyPatch, untraced: list[Any]
 ) -> None:
     compiled, compile_it = CompiledDraft(models.build(num_hidden_layers=1)), CompiledDraft._compile
     reached, opened, found = threading.Event(), threading.Event(), []
@@ -403,7 +411,7 @@ def test_what_static_caches_cannot_serve_runs_eagerly(architecture: str, caplog:
 
 def test_a_draft_that_cannot_be_traced_runs_eagerly(traced: None, caplog: pytest.LogCaptureFixture) -> None:
     target, draft = models.pair("opt", noise=0.05)  # it asks a tensor for a length
-    same_as_eager(target, draft, some_requests())
+    same_as_eager(target, draft, [(models.prompt(3), {})])
     assert caplog.text.count("runs eagerly") == 1
 
 
@@ -452,7 +460,7 @@ def test_drafts_by_a_real_compiler_are_the_eager_ones(caplog: pytest.LogCaptureF
     assert "not compiled" not in caplog.text
 
 
-def test_another_dtype_is_compiled_anew_and_autocast_runs_eagerly(traced: None) -> None:
+def test_another_dtype_is_compiled_anew_and_autocast_runs_eagerly(untraced: list[Any]) -> None:
     target, draft = models.pair(num_hidden_layers=1)
     assistant = OnlineAssistant(target, draft, config=OnlineConfig(compile_draft=True))
     ids = models.prompt()
@@ -467,7 +475,7 @@ def test_another_dtype_is_compiled_anew_and_autocast_runs_eagerly(traced: None) 
 
 
 def test_a_cache_beyond_the_largest_is_left_to_the_eager_forward(
-    traced: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    untraced: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("osd_hf.drafting.forward.LARGEST_STATIC_CACHE", SMALLEST_STATIC_CACHE)
     compiled = CompiledDraft(models.build(num_hidden_layers=1))

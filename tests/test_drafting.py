@@ -82,7 +82,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
      *itertools.product(["llama", "gemma3", "t5"], [1, 8])],
 )  # fmt: skip
 def test_the_target_as_its_own_draft_is_always_accepted(architecture: str, k: int) -> None:
-    target = models.build(architecture)
+    target = models.build(architecture, **models.SHALLOW[architecture])
     assistant = assistant_of(target, copy.deepcopy(target), num_assistant_tokens=k)
     ids = models.prompt(5)
     requests: list[tuple[torch.Tensor, dict[str, Any]]] = [
@@ -105,7 +105,7 @@ def test_the_target_as_its_own_draft_is_always_accepted(architecture: str, k: in
         assert counts.accepted == counts.examined == counts.drafted
         assert counts.target_forwards == -(-length // (k + 1))
     answer = alone(target, ids)[0, -20:].tolist()
-    for at in (0, 1, 4, 7, 12):
+    for at in (0, 4, 7):
         eos = answer[at]
         output, trace = answered(assistant, ids, eos_token_id=eos)
         end = answer.index(eos) + 1
@@ -204,10 +204,10 @@ def streamed(generate: Any, ids: torch.Tensor, **settings: Any) -> Listener:
 
 @pytest.mark.parametrize(("architecture", "k"), [("llama", 1), ("llama", 5), ("gemma3", 5), ("t5", 5)])
 def test_a_streamer_gets_the_chunks_that_the_stock_generator_gives(architecture: str, k: int) -> None:
-    target, draft = models.pair(architecture, noise=0.06)
+    target, draft = models.pair(architecture, noise=0.06, **models.SHALLOW[architecture])
     lean, stock = (assistant_of(target, draft, drafting=d, num_assistant_tokens=k) for d in ("lean", "stock"))
     sizes = set()
-    for ids in models.prompts(2):
+    for ids in models.prompts(1):
         answer = alone(target, ids)[0].tolist()
         token = answer[-7]
         stop = StoppingCriteriaList([lambda ids, scores, token=token, **_: ids[:, -1] == token])
@@ -318,15 +318,15 @@ def test_the_logits_are_those_that_tokens_were_drawn_from(
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_the_target_as_its_own_sampled_draft_is_always_accepted(name: str) -> None:
-    target = models.build("qwen3")
+    target = models.build("qwen3", num_hidden_layers=1)
     assistant = assistant_of(target, copy.deepcopy(target))
-    for ids in models.prompts(3):
+    for ids in models.prompts(2):
         _, trace = answered(assistant, ids, do_sample=True, **SAMPLED[name])
         for r in trace.rounds:
             assert r.p is not None and r.q is not None
             torch.testing.assert_close(torch.from_numpy(r.p), torch.from_numpy(r.q), atol=1e-4, rtol=1e-3)
     assert assistant.stats.alpha == 1.0
-    assert assistant.stats.target_forwards == 3 * 4
+    assert assistant.stats.target_forwards == 2 * 4
 
 
 def test_greedy_drafts_come_without_logits_and_heed_processors(calls: Calls) -> None:
@@ -530,12 +530,12 @@ peft_warns = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:Futu
 def test_a_lora_draft_is_served_merged_after_each_update(calls: Calls) -> None:
     from peft import LoraConfig, get_peft_model
 
-    target, draft = models.pair(noise=0.05)
+    target, draft = models.pair(noise=0.05, num_hidden_layers=1)
     wrapped = get_peft_model(draft, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], r=2))
-    settings = {"update_interval": 2, "steps_per_update": 2, "learning_rate": 0.05, "weight_average": 0.0}
-    assistant = assistant_of(target, wrapped, update_strategy="interval", **settings)
+    settings = {"update_interval": 2, "steps_per_update": 2, "optimizer": "adamw", "learning_rate": 0.05}
+    assistant = assistant_of(target, wrapped, update_strategy="interval", weight_average=0.0, **settings)
     seen = []
-    for ids in models.prompts(6):
+    for ids in models.prompts(4):
         output, _ = answered(assistant, ids)
         assert torch.equal(output, alone(target, ids))
         master = copy.deepcopy(assistant._learner.updater(None).master).merge_and_unload()
@@ -544,7 +544,7 @@ def test_a_lora_draft_is_served_merged_after_each_update(calls: Calls) -> None:
         for name, parameter in master.named_parameters():
             torch.testing.assert_close(served[name], parameter, atol=1e-6, rtol=1e-6)
         seen.append(served["model.layers.0.self_attn.q_proj.weight"].clone())
-    assert assistant.version == 3
+    assert assistant.version == 2
     assert not torch.equal(seen[0], seen[-1])
     assert calls.kinds == {LeanCandidateGenerator}
     for generator, *_ in calls.seen:
@@ -586,12 +586,12 @@ def plain_assistant(architecture: str, **settings: Any) -> OnlineAssistant:
 
 
 def test_while_speculation_loses_most_requests_are_plain(calls: Calls) -> None:
-    target, draft = models.pair("llama")
+    target, draft = models.pair(num_hidden_layers=1)
     assistant = assistant_of(target, draft, num_assistant_tokens="auto")
     assert assistant.drafting is not None
     assistant.drafting.clock = models.ForwardTime({target: 1.0, assistant.draft: 5.0})
     plain = []
-    for number in range(60):
+    for number in range(40):
         ids = models.prompt(seed=number)
         calls.seen.clear()
         output, _ = answered(assistant, ids, max_new_tokens=10)
@@ -601,7 +601,7 @@ def test_while_speculation_loses_most_requests_are_plain(calls: Calls) -> None:
     assert plan is not None
     assert not plan.speculates
     assert not plain[0]  # costs are measured
-    assert sum(plain[20:]) > 20
+    assert sum(plain[20:]) > 10
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "t5"])
@@ -657,13 +657,14 @@ def test_a_plain_request_draws_as_the_target_alone(plainly: None) -> None:
 
 
 def test_a_draft_learns_from_plain_requests(plainly: None) -> None:
-    assistant = plain_assistant("llama", update_strategy="interval", update_interval=2, learning_rate=3e-3)
+    settings = {"update_interval": 2, "optimizer": "adamw", "learning_rate": 3e-3}
+    assistant = plain_assistant("llama", update_strategy="interval", **settings)
     traces = []
-    for ids in models.prompts(12):
+    for ids in models.prompts(8):
         _, trace = answered(assistant, ids)
         assert not any(len(r.drafted_ids) for r in trace.rounds)
         traces.append(trace)
-    assert assistant.version == 6
+    assert assistant.version == 4
     untaught = models.draft_of(assistant.target)
     learned, given = (replay(draft, traces, 5).alpha for draft in (assistant.draft, untaught))
     assert learned > given + 0.1

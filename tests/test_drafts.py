@@ -18,7 +18,9 @@ from osd_hf.learning.weights import Snapshot
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
 
-CONFIG = OnlineConfig(update_strategy="interval", batch_size=4, steps_per_update=2, num_logprobs=8, learning_rate=1e-2)
+CONFIG = OnlineConfig(
+    update_strategy="interval", batch_size=4, steps_per_update=2, num_logprobs=8, optimizer="adamw", learning_rate=1e-2
+)
 KINDS = ["adapters", "copies"]
 HANG = 120  # seconds, which nothing takes that does not hang
 
@@ -28,7 +30,7 @@ def lora(targets: Any = "all-linear", r: int = 4) -> LoraConfig:
 
 
 def made(kind: str, config: OnlineConfig = CONFIG, draft: Any = None, **changes: Any) -> DomainDrafts:
-    draft = models.pair(**changes)[1] if draft is None else draft
+    draft = models.pair(**{"num_hidden_layers": 1, **changes})[1] if draft is None else draft
     return DomainDrafts(draft, config, peft_config=lora() if kind == "adapters" else None)
 
 
@@ -529,8 +531,8 @@ def test_a_state_comes_back(kind: str, tmp_path: Path) -> None:
     [
         (("adapters", {}), ("adapters", {"hidden_size": 16})),
         (("copies", {}), ("copies", {"hidden_size": 16})),
-        (("copies", {}), ("copies", {"num_hidden_layers": 1})),
-        (("copies", {"num_hidden_layers": 1}), ("copies", {})),
+        (("copies", {}), ("copies", {"num_hidden_layers": 2})),
+        (("copies", {"num_hidden_layers": 2}), ("copies", {})),
         (("adapters", {}), ("copies", {})),
         (("copies", {}), ("adapters", {})),
         (("adapters", {}), ("rank", {})),
@@ -539,7 +541,7 @@ def test_a_state_comes_back(kind: str, tmp_path: Path) -> None:
 def test_drafts_of_another_base_are_refused(ours: Any, theirs: Any, tmp_path: Path) -> None:
     def drafts(kind: str, changes: Any) -> DomainDrafts:
         if kind == "rank":
-            return DomainDrafts(models.pair(**changes)[1], CONFIG, peft_config=lora(r=8))
+            return DomainDrafts(models.pair(num_hidden_layers=1, **changes)[1], CONFIG, peft_config=lora(r=8))
         return made(kind, **changes)
 
     saved, other = drafts(*theirs), drafts(*ours)

@@ -24,15 +24,10 @@ from osd_hf.store import folder as shards
 from osd_hf.utils.disk import lock_file
 
 # Without the gate each update is a version.
-CONFIG = OnlineConfig(
-    update_strategy="interval",
-    update_interval=3,
-    steps_per_update=2,
-    batch_size=4,
-    num_logprobs=8,
-    learning_rate=3e-3,
+CONFIG = OnlineConfig(update_strategy="interval",
+    update_interval=3, steps_per_update=1, batch_size=4, num_logprobs=8, optimizer="adamw", learning_rate=3e-3,
     gate=False,
-)
+)  # fmt: skip
 IDLE = replace(CONFIG, update_strategy="idle")
 
 
@@ -312,7 +307,7 @@ def test_a_request_that_ends_while_a_session_is_loaded_is_added_to_all_of_it(
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="restarts by fork")
 def test_a_session_killed_at_any_moment_goes_on(tmp_path: Path) -> None:
-    kills = 20
+    kills = 14
     done = run_python(Path(killed_sessions.__file__), str(tmp_path / "session"), str(kills))
     assert done.returncode == 0, done.stderr
     first, *lives = [json.loads(line) for line in done.stdout.splitlines()]
@@ -331,7 +326,7 @@ def test_a_session_killed_at_any_moment_goes_on(tmp_path: Path) -> None:
         least = state["requests"]
         for request in answered:
             assert request["answer"] == alone[request["number"] % len(alone)]
-    assert least >= 10
+    assert least >= 10  # two at least for each life that saved, of which the last one tells
     assert lives[-1]["said"][0]["state"]["promoted"]
 
 
@@ -368,8 +363,8 @@ def test_requests_of_two_threads_are_the_targets_own_while_versions_come_and_go(
 
     def serve(thread: int) -> None:
         try:
-            for number in range(75):
-                if number % 5 == 0:
+            for number in range(40):
+                if number % 4 == 0:
                     assert learned[thread].acquire(timeout=LONG)  # however slow learning is
                 seen.setdefault(threading.get_ident(), []).clear()
                 output = assistant.generate(prompts[number % 10], **kwargs)
@@ -394,15 +389,15 @@ def test_requests_of_two_threads_are_the_targets_own_while_versions_come_and_go(
             thread.join(LONG)
             assert not thread.is_alive()
     assert wrong == []
-    assert assistant.stats.num_requests == 150
-    assert assistant.version > 12
+    assert assistant.stats.num_requests == 80
+    assert assistant.version >= 10
     assert min(map(len, versions)) > 5
     assert assistant.drafts.num_serving == 1
 
 
 def test_learning_between_requests_only_and_answers_as_ever() -> None:
     target, draft = models.pair()
-    alone = answers(target.generate, range(30), max_new_tokens=4)
+    alone = answers(target.generate, range(15), max_new_tokens=4)
     overlapped: list[str] = []
     forwards, learns, inside = [0], [0], [0]
     loss, step = Updater._loss, Updater._average
@@ -446,7 +441,7 @@ def test_learning_between_requests_only_and_answers_as_ever() -> None:
         patch.setattr(Updater, "_average", learning(step))
         handles = [register_module_forward_pre_hook(began), register_module_forward_hook(ended)]
         client = threading.Thread(
-            target=lambda: found.extend(answers(assistant.generate, range(30), max_new_tokens=4))
+            target=lambda: found.extend(answers(assistant.generate, range(15), max_new_tokens=4))
         )
         client.start()
         client.join(LONG)
@@ -456,7 +451,7 @@ def test_learning_between_requests_only_and_answers_as_ever() -> None:
         assert found == alone
         assert overlapped == []
         assert assistant.version > 0
-        assert assistant.stats.num_requests == 30
+        assert assistant.stats.num_requests == 15
         assert not assistant.is_learning
 
 

@@ -25,7 +25,14 @@ from osd_hf.drafting.generator import LeanCandidateGenerator
 TIE = 1e-4  # a difference of the top two logits below this may be broken otherwise
 
 # Without the gate each update changes the draft.
-FAST = OnlineConfig(update_strategy="interval", update_interval=2, steps_per_update=2, learning_rate=3e-3, gate=False)
+FAST = OnlineConfig(
+    update_strategy="interval",
+    update_interval=2,
+    steps_per_update=2,
+    optimizer="adamw",
+    learning_rate=3e-3,
+    gate=False,
+)
 EACH = replace(FAST, update_interval=1, steps_per_update=1)
 FROZEN = OnlineConfig(update_strategy="manual")
 
@@ -185,24 +192,22 @@ def broken_greedy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def requests_of(target: Any) -> list[Request]:
     """Plain requests, and one each that is padded, penalized, ended by EOS, and cut."""
-    ids, long = models.prompts(5), {"max_new_tokens": 2 * models.WINDOW}
-    requests: list[Request] = [(x, long) for x in ids]
+    ids, long = models.prompts(4), {"max_new_tokens": 2 * models.WINDOW}
+    requests: list[Request] = [(x, long) for x in ids[:3]]
     answer = target.generate(ids[0], **greedy(ids[0], long))
     requests.append((ids[0], {**long, "eos_token_id": int(answer[0, -9])}))
     requests.append((ids[1], {**long, "repetition_penalty": 1.4}))
     requests.append((ids[2], {"max_new_tokens": 7, "no_repeat_ngram_size": 2}))
     if not target.config.is_encoder_decoder:
-        for x in ids[3:5]:
-            padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), x], dim=1)
-            mask = (torch.arange(padded.shape[1]) >= 5).long()[None]
-            requests.append((padded, {**long, "attention_mask": mask}))
+        padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), ids[3]], dim=1)
+        requests.append((padded, {**long, "attention_mask": (torch.arange(padded.shape[1]) >= 5).long()[None]}))
     return requests
 
 
 @functools.cache
 def asked(architecture: str) -> tuple[Any, list[Request], list[Any]]:
     """A target, requests, and what it answers alone."""
-    target = models.build(architecture)
+    target = models.build(architecture, **models.SHALLOW[architecture])
     requests = requests_of(target)
     return target, requests, answers_alone(target, requests)
 
@@ -231,7 +236,7 @@ def test_greedy_answers_are_the_targets_while_the_draft_learns(architecture: str
 @functools.cache
 def asked_in_turns(architecture: str) -> tuple[Any, list[Request], list[Any]]:
     """A target, requests that go on from its answers, and what it answers alone."""
-    target, context = models.build(architecture), models.prompt(4)
+    target, context = models.build(architecture, **models.SHALLOW[architecture]), models.prompt(4)
     requests: list[Request] = []
     answers: list[Any] = []
     for number in range(4):
@@ -296,7 +301,7 @@ def emitted_where_the_target_stops(asked: tuple[Any, list[Request], list[Any]], 
 
 @functools.cache
 def asked_with_a_criterion() -> tuple[Any, list[Request], list[Any]]:
-    target, requests = models.build("qwen3"), []
+    target, requests = models.build("qwen3", num_hidden_layers=1), []
     for ids in models.prompts(6):
         answer = target.generate(ids, **greedy(ids, {"max_new_tokens": 3}))
         stop = AfterTokens({int(answer[0, ids.shape[1] + 2])})
@@ -311,7 +316,7 @@ def test_a_criterion_stops_at_its_token(noise: float, way: str) -> None:
 
 @functools.cache
 def asked_with_stop_strings() -> tuple[Any, list[Request], list[Any]]:
-    target, tokenizer, requests = models.build("llama"), models.tokenizer(), []
+    target, tokenizer, requests = models.build(num_hidden_layers=1), models.tokenizer(), []
     for ids in models.prompts(4):
         answer = target.generate(ids, **greedy(ids, {"max_new_tokens": 4}))
         word = tokenizer.convert_ids_to_tokens(int(answer[0, ids.shape[1] + 3]))
@@ -357,14 +362,7 @@ def test_a_criterion_that_is_looked_at_once_a_round_fails_the_check() -> None:
 VOCAB = 6
 NEW = 3
 SETTINGS = {"do_sample": True, "temperature": 1.3, "top_k": 5, "top_p": 1.0}
-LEARNS = OnlineConfig(
-    update_strategy="interval",
-    update_interval=10,
-    steps_per_update=2,
-    learning_rate=3e-3,
-    num_assistant_tokens=2,
-    gate=False,
-)
+LEARNS = replace(FAST, update_interval=10, num_assistant_tokens=2)
 
 
 def answer_distribution(target: Any, ids: torch.Tensor) -> dict[tuple[int, ...], float]:
@@ -429,14 +427,7 @@ def long_answers(assistant: OnlineAssistant, vocab_size: int, tokens: int = 250)
 @every_way
 def test_each_token_of_long_answers_is_drawn_as_the_target_draws_it(way: str) -> None:
     target, draft = models.bigram(0), models.bigram(1)
-    config = OnlineConfig(
-        update_strategy="interval",
-        update_interval=1,
-        steps_per_update=8,
-        learning_rate=0.3,
-        num_logprobs=None,
-        gate=False,
-    )
+    config = replace(FAST, update_interval=1, steps_per_update=8, learning_rate=0.3, num_logprobs=None)
     assistant = assistant_of(target, draft, way, config)
     table = target.by_token.detach().double().softmax(-1).numpy()
     p_value = transitions_fit(list(long_answers(assistant, 5)), table)

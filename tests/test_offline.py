@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import os
 import string
 import subprocess
@@ -97,7 +96,7 @@ def recorded(target: Any, number: int = 6, **settings: Any) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def pair() -> tuple[Any, Any]:
-    return models.pair(noise=0.5)
+    return models.pair(noise=0.5, num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +108,16 @@ def t5_pair() -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "source"), [*itertools.product(["llama", "t5"], SAMPLE_SOURCES), ("bart", "student")]
+    ("architecture", "source"),
+    [
+        *(("llama", source) for source in SAMPLE_SOURCES),
+        ("t5", "mix_request"),
+        ("t5", "mix_token"),
+        ("bart", "student"),
+    ],
 )
 def test_a_draft_gets_closer_to_its_target(tmp_path: Any, architecture: str, source: str) -> None:
-    target, draft = models.pair(architecture, noise=0.5)
+    target, draft = models.pair(architecture, noise=0.5, **models.SHALLOW[architecture])
     before = weights(draft)
     result = run(
         (target, draft),
@@ -144,7 +149,7 @@ def test_recorded_requests_need_no_target(tmp_path: Any, pair: Any) -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "t5"])
 def test_stored_whole_rows_teach_what_the_target_teaches(tmp_path: Any, architecture: str) -> None:
-    target, draft = models.pair(architecture, noise=0.5)
+    target, draft = models.pair(architecture, noise=0.5, **models.SHALLOW[architecture])
     traces = recorded(target, 4, num_logprobs=None)
     rows = [{"prompt": t.prompt_ids.tolist(), "completion": t.completion_ids.tolist()} for t in traces]
     stored = run((None, draft), tmp_path, traces)
@@ -162,7 +167,7 @@ def test_recorded_requests_give_prompts_to_the_other_sources(tmp_path: Any, pair
 def test_adapters_learn_and_are_merged(tmp_path: Any, architecture: str) -> None:
     from peft import LoraConfig
 
-    target, draft = models.pair(architecture, noise=0.5)
+    target, draft = models.pair(architecture, noise=0.5, **models.SHALLOW[architecture])
     modules = ["q_proj", "down_proj"] if architecture == "llama" else ["q", "wo"]
     result = run(
         (target, draft), tmp_path, peft_config=LoraConfig(target_modules=modules, r=4), save_strategy="steps",
@@ -317,7 +322,7 @@ def test_the_loss_is_that_of_gkd_on_whole_logits(
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "opt", "t5", "bart"])
 def test_identical_models_have_no_loss_and_learn_nothing(tmp_path: Any, architecture: str, in_double: None) -> None:
-    target = models.double(models.build(architecture))
+    target = models.double(models.build(architecture, **models.SHALLOW[architecture]))
     result = run((target, copy.deepcopy(target)), tmp_path, sample_source="mix_token", optim="sgd", learning_rate=1.0)
     assert losses(result) == pytest.approx([0, 0, 0], abs=1e-12)
     torch.testing.assert_close(weights(result.draft), weights(target), atol=1e-10, rtol=0)
@@ -325,7 +330,7 @@ def test_identical_models_have_no_loss_and_learn_nothing(tmp_path: Any, architec
 
 @pytest.mark.parametrize("architecture", models.ARCHITECTURES)
 def test_chunks_of_positions_make_no_difference(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, draft = map(models.double, models.pair(architecture, noise=0.5))
+    target, draft = map(models.double, models.pair(architecture, noise=0.5, **models.SHALLOW[architecture]))
     traces = recorded(target)
     found = []
     for size in (1 << 24, 5 * models.VOCAB):
@@ -442,7 +447,7 @@ def test_mix_token_draws_each_token_from_one_model() -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2", "t5", "bart"])
 def test_a_mix_of_only_the_draft_is_what_the_draft_says(architecture: str) -> None:
-    target, draft = models.pair(architecture, noise=0.5)
+    target, draft = models.pair(architecture, noise=0.5, **models.SHALLOW[architecture])
     prompts = [unanswered(t) for t in recorded(target)]
     sampler = Sampler("mix_token", 1.0, 1.0, 8, 0)
     mixed = sampler.complete(prompts, range(6), 0, target=target, draft=draft)
@@ -556,9 +561,9 @@ class Kill(TrainerCallback):  # type: ignore[misc]
 
 @pytest.mark.parametrize(("architecture", "source"), [("llama", "mix_token"), ("t5", "student")])
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Any, architecture: str, source: str) -> None:
-    pair = models.pair(architecture, noise=0.5)
+    pair = models.pair(architecture, noise=0.5, **models.SHALLOW[architecture])
     # Three steps an epoch: the checkpoint at step 4 lies in the middle of the second.
-    settings = {"sample_source": source, "max_steps": 8, "save_strategy": "steps", "save_steps": 4}
+    settings = {"sample_source": source, "max_steps": 6, "save_strategy": "steps", "save_steps": 2}
     straight = run(pair, tmp_path / "straight", **settings)
     with pytest.raises(Killed):
         run(pair, tmp_path / "killed", callbacks=[Kill()], **settings)
@@ -567,7 +572,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Any, architec
     assert torch.equal(weights(resumed.draft), weights(straight.draft))
     assert losses(resumed) == losses(straight)
     states = [
-        torch.load(tmp_path / name / "checkpoint-8" / "optimizer.pt", weights_only=True)["state"]
+        torch.load(tmp_path / name / "checkpoint-6" / "optimizer.pt", weights_only=True)["state"]
         for name in ("straight", "killed")
     ]
     for ours, theirs in zip(states[0].values(), states[1].values(), strict=True):
@@ -577,7 +582,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Any, architec
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # the name that all versions know
 @pytest.mark.parametrize("architecture", ["llama", "t5"])
 def test_recomputed_activations_make_no_difference(tmp_path: Any, architecture: str, in_double: None) -> None:
-    pair = tuple(map(models.double, models.pair(architecture, noise=0.5)))
+    pair = tuple(map(models.double, models.pair(architecture, noise=0.5, **models.SHALLOW[architecture])))
     settings = {"sample_source": "student", "eval_dataset": HELD_OUT, "max_steps": 2}
     plain = run(pair, tmp_path, **settings)
     recomputed = run(pair, tmp_path, gradient_checkpointing=True, **settings)
@@ -593,7 +598,7 @@ def test_the_selection_of_what_is_recomputed_makes_no_difference(
 ) -> None:
     from peft import LoraConfig
 
-    pair = tuple(map(models.double, models.pair(noise=0.5)))
+    pair = tuple(map(models.double, models.pair(noise=0.5, num_hidden_layers=1)))
 
     def learned(**settings: Any) -> torch.Tensor:
         lora = LoraConfig(target_modules=["q_proj"], r=2) if adapters else None
@@ -624,7 +629,7 @@ def recorded_answers(target: Any, max_new_tokens: int = 6) -> list[Any]:
 
 @pytest.mark.parametrize("architecture", ["llama", "t5"])
 def test_alpha_is_that_of_the_draft_on_held_out_requests(tmp_path: Any, architecture: str) -> None:
-    target, draft = models.pair(architecture, noise=0.2)
+    target, draft = models.pair(architecture, noise=0.2, **models.SHALLOW[architecture])
     answers = recorded_answers(target)
     settings = {"num_assistant_tokens": 3, "eval_strategy": "steps", "eval_steps": 3}
     for held_out in (HELD_OUT, answers):

@@ -78,6 +78,7 @@ def test_the_commit_is_that_of_the_packages_checkout(tmp_path: Path) -> None:
 
 def test_works_without_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(module, "_own_commit", module._own_commit.__wrapped__)
     assert provenance()["commit"] is None
 
 

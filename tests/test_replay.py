@@ -48,10 +48,10 @@ def total(traces: list[Trace]) -> AcceptanceStats:
 
 @pytest.mark.parametrize(
     ("architecture", "k"),
-    [*((architecture, 5) for architecture in models.ARCHITECTURES), *itertools.product(["llama", "t5"], [1, 3, 7])],
+    [*((architecture, 5) for architecture in models.ARCHITECTURES), *itertools.product(["llama", "t5"], [1, 7])],
 )
 def test_replay_counts_what_a_live_run_counts(architecture: str, k: int) -> None:
-    target, draft = models.pair(architecture, noise=0.08, k=k)
+    target, draft = models.pair(architecture, noise=0.12, k=k, **models.SHALLOW[architecture])
     prompts = models.prompts(2)
     cut = live(target, draft, prompts)
     ends = [int(t.completion_ids[10]) for t in cut]
@@ -65,7 +65,7 @@ def test_replay_counts_what_a_live_run_counts(architecture: str, k: int) -> None
 
 @pytest.mark.parametrize("architecture", ["llama", "t5"])
 def test_replay_of_target_only_recordings_counts_what_a_live_run_counts(architecture: str) -> None:
-    target, draft = models.pair(architecture, noise=0.08)
+    target, draft = models.pair(architecture, noise=0.12, **models.SHALLOW[architecture])
     prompts = models.prompts(4)
     recorded = list(record_traces(target, [p[0].tolist() for p in prompts], max_new_tokens=20, batch_size=3))
     other = models.draft_of(target, noise=0.2, seed=5)
@@ -75,9 +75,9 @@ def test_replay_of_target_only_recordings_counts_what_a_live_run_counts(architec
 
 @pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}])
 def test_redrafted_rounds_are_the_live_ones(settings: dict[str, Any]) -> None:
-    target, draft = models.pair("qwen3", noise=0.08)
+    target, draft = models.pair("qwen3", noise=0.12, num_hidden_layers=1)
     other = models.draft_of(target, noise=0.2, seed=5)
-    prompts = models.prompts(3)
+    prompts = models.prompts(2)
     eos = int(live(target, draft, prompts[:1])[0].completion_ids[7])
     traces = live(target, draft, prompts, eos_token_id=eos, **settings)
     for ours, theirs in zip(

@@ -25,7 +25,13 @@ from osd_hf.learning.updater import Updater
 from osd_hf.utils.disk import lock_file
 
 CONFIG = OnlineConfig(
-    update_strategy="interval", batch_size=4, steps_per_update=1, num_logprobs=8, buffer_size=5, gate=False
+    update_strategy="interval",
+    batch_size=4,
+    steps_per_update=1,
+    num_logprobs=8,
+    buffer_size=5,
+    optimizer="adamw",
+    gate=False,
 )
 
 
@@ -238,8 +244,8 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path, traces: list[Tr
 @pytest.mark.parametrize(
     "other",
     [
-        OnlineConfig(update_strategy="interval", optimizer="adamw"),
-        OnlineConfig(update_strategy="interval", weight_average=0.0),
+        OnlineConfig(update_strategy="interval", optimizer="muon"),
+        OnlineConfig(update_strategy="interval", optimizer="adamw", weight_average=0.0),
     ],
 )
 def test_the_state_of_another_rule_is_refused_or_taken_whole(

@@ -9,7 +9,13 @@ from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, record_traces
 
 # Without the gate each update is a version.
 CONFIG = OnlineConfig(
-    update_strategy="interval", update_interval=3, steps_per_update=2, batch_size=4, learning_rate=3e-3, gate=False
+    update_strategy="interval",
+    update_interval=3,
+    steps_per_update=2,
+    batch_size=4,
+    optimizer="adamw",
+    learning_rate=3e-3,
+    gate=False,
 )
 
 
@@ -69,7 +75,7 @@ def test_a_simulated_run_is_the_live_run(
 
 @pytest.mark.parametrize("strategy", ["interval", "spread"])
 def test_a_simulated_gate_decides_as_the_live_one(strategy: str) -> None:
-    target, draft = models.pair("gpt2", noise=0.3)
+    target, draft = models.pair("gpt2", noise=0.3, num_hidden_layers=1)
     config = replace(CONFIG, gate=True, update_interval=6, update_strategy=strategy)
     prompts = models.prompts(36)
     assistant = OnlineAssistant(target, draft, config=config)
@@ -81,7 +87,6 @@ def test_a_simulated_gate_decides_as_the_live_one(strategy: str) -> None:
     assert [(d.outcome, d.version, d.serving, d.requests) for d in report.decisions] == outcomes
     # One that is spread ends with the answer before the next is due: the last is not at its end.
     assert len(outcomes) == (6 if strategy == "interval" else 5)
-    assert sum(s.accepted for s in report.stats) == assistant.stats.accepted
     assert [outcome for outcome, *_ in outcomes[:2]] == ["kept back"] * 2  # 3 requests were held back by then
     assert "promoted" in [outcome for outcome, *_ in outcomes]
     assert report.drafts.serving_version() == assistant.version > 0

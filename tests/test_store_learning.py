@@ -48,9 +48,13 @@ from osd_hf.store.folder import StoreFollower
 
 # Without the gate each update is a version.
 CONFIG = OnlineConfig(update_strategy="interval",
-    update_interval=3, steps_per_update=2, batch_size=4, num_logprobs=8, learning_rate=3e-3, gate=False,
-    autosave_interval=1, num_assistant_tokens=4,
+    update_interval=3, steps_per_update=1, batch_size=4, num_logprobs=8, optimizer="adamw", learning_rate=3e-3,
+    gate=False, autosave_interval=1, num_assistant_tokens=4,
 )  # fmt: skip
+MUON = replace(CONFIG, optimizer="muon", steps_per_update=2)
+REQUESTS = 16
+VERSIONS = 5
+SELDOM = 1e9  # seconds between two publications: the first version goes out, and the last
 TOKENIZER = models.tokenizer()
 TEMPLATE = functools.cache(jinja2.Template)
 PLOT = learn_command.plot_alpha
@@ -78,7 +82,7 @@ def pair() -> Any:
 
 @pytest.fixture(scope="module")
 def traces(pair: Any) -> list[Trace]:
-    prompts = [p[0].tolist() for p in models.prompts(20)]
+    prompts = [p[0].tolist() for p in models.prompts(REQUESTS)]
     return list(record_traces(pair[0], prompts, max_new_tokens=8, num_logprobs=8))
 
 
@@ -145,12 +149,12 @@ def full(*_: Any, **__: Any) -> None:
 @pytest.mark.parametrize(
     ("config", "limit"),
     [(CONFIG, 1), (CONFIG, 99), (OnlineConfig.paper(update_interval=3, num_logprobs=8), 5),
-     (replace(CONFIG, update_interval=7), 5)],
+     (replace(MUON, update_interval=7), 5)],
 )  # fmt: skip
 def test_it_learns_as_a_simulated_run_does(
     begin: Any, pair: Any, traces: list[Trace], config: OnlineConfig, limit: int
 ) -> None:
-    learner, seen = begin(config), []
+    learner, seen = begin(config, publish_seconds=SELDOM), []
     while learner.step(lambda *request: seen.append(request), limit=limit):
         pass
     report = simulate(pair[1], traces, config)
@@ -160,7 +164,7 @@ def test_it_learns_as_a_simulated_run_does(
     assert equal(
         weights(learner)[: len(list(report.draft.parameters()))], [p.detach() for p in report.draft.parameters()]
     )
-    assert (learner.requests, learner.tokens) == (20, sum(map(len, traces)))
+    assert (learner.requests, learner.tokens) == (REQUESTS, sum(map(len, traces)))
     assert learner.learner.drafts.serving_version() == len(report.updates) > 0
     assert learner.learning_seconds > 0
 
@@ -170,7 +174,7 @@ def test_its_gate_decides_as_that_of_a_simulated_run(
 ) -> None:
     target, draft = models.pair("gpt2", noise=0.3)
     traces = list(record_traces(target, [p[0].tolist() for p in models.prompts(36)], max_new_tokens=8, num_logprobs=8))
-    config = replace(CONFIG, gate=True, update_interval=6)
+    config = replace(MUON, gate=True, update_interval=6)
     reports: list[Any] = []
     monkeypatch.setattr(module, "log_update", lambda accelerator, report, *rest: reports.append(report))
     learner = begin(config, path=written(tmp_path / "longer", traces), draft=draft)
@@ -188,7 +192,7 @@ def test_its_gate_decides_as_that_of_a_simulated_run(
 
 def test_the_frozen_draft_is_the_one_of_the_beginning(begin: Any, pair: Any, traces: list[Trace]) -> None:
     before = [p.detach().clone() for p in pair[1].parameters()]
-    learner = begin()
+    learner = begin(publish_seconds=SELDOM)
     learn(learner)
     assert list(learner.frozen) == replay_each(pair[1], traces, CONFIG.num_assistant_tokens)
     assert list(learner.frozen) != list(learner.learned)
@@ -204,7 +208,7 @@ def test_sampled_requests_are_learned_from(begin: Any, pair: Any, tmp_path: Path
         }  # fmt: skip
         sampled += reader.traces(completion(pair[0], asked), asked)
     path = written(tmp_path / "sampled", sampled)
-    learner = begin(path=path)
+    learner = begin(path=path, publish_seconds=SELDOM)
     with caplog.at_level(logging.WARNING):
         learn(learner)
     assert learner.requests == 8
@@ -270,14 +274,14 @@ def test_an_answer_too_long_for_memory_is_set_aside_and_does_not_come_back(
         for i in range(number)
     ]  # fmt: skip
     path = written(tmp_path / "long", [*traces[:4], *long, *traces[4:]])
-    learner = begin(path=path, state=tmp_path / "state")
+    learner = begin(path=path, state=tmp_path / "state", publish_seconds=SELDOM)
     learn(learner)
     assert learner.requests == len(traces)
     assert learner.set_aside == {"that need more memory than there is": number}
     held = learner.learner.state_dict()["lessons"][0]["traces"]
     assert not [trace for those in held.values() for trace in those if len(trace.prompt_ids) > 40]
 
-    again = begin(path=path, state=tmp_path / "state", versions="drafts")  # killed, and started again
+    again = begin(path=path, state=tmp_path / "state", publish_seconds=SELDOM)  # killed, and started again
     assert again.set_aside == learner.set_aside
     learn(again)
     assert again.set_aside == learner.set_aside  # none was met once more
@@ -294,7 +298,7 @@ def test_a_fixed_k_is_needed(begin: Any) -> None:
 
 def test_what_comes_later_is_learned_later(begin: Any, traces: list[Trace], tmp_path: Path, pair: Any) -> None:
     with CorrectionStore(tmp_path / "grows", flush_every=4) as store:
-        learner = begin(path=tmp_path / "grows")
+        learner = begin(path=tmp_path / "grows", publish_seconds=SELDOM)
         assert learner.step() == 0
         for number, trace in enumerate(traces, 1):
             store.append(trace)
@@ -322,8 +326,8 @@ def test_the_latest_version_is_what_serves(begin: Any, pair: Any, traces: list[T
     assert AutoTokenizer.from_pretrained(path).get_vocab() == TOKENIZER.get_vocab()
     found = facts(learner.versions)
     assert found == json.loads(json.dumps(learner.published[-1]))
-    assert (found["requests"], found["tokens"]) == (20, sum(map(len, traces)))
-    assert found["draft_version"] == learner.learner.drafts.serving_version() == 6
+    assert (found["requests"], found["tokens"]) == (REQUESTS, sum(map(len, traces)))
+    assert found["draft_version"] == learner.learner.drafts.serving_version() == VERSIONS
     assert (path / "README.md").is_file()
 
 
@@ -341,7 +345,7 @@ def test_versions_do_not_come_more_often_than_asked(begin: Any) -> None:
     assert learner.step() == 0
     clock.now = 20.0
     assert learner.step() == 0  # nothing new has come, but what waited goes out
-    assert (learner.versions.number, facts(learner.versions)["draft_version"]) == (3, 6)
+    assert (learner.versions.number, facts(learner.versions)["draft_version"]) == (3, VERSIONS)
     clock.now = 99.0
     learner.step()
     learner.close()
@@ -349,11 +353,11 @@ def test_versions_do_not_come_more_often_than_asked(begin: Any) -> None:
 
 
 def test_what_waits_is_published_at_the_end(begin: Any) -> None:
-    learner = begin(publish_seconds=1e9, clock=Clock())
+    learner = begin(publish_seconds=SELDOM, clock=Clock())
     learn(learner)
-    assert facts(learner.versions)["draft_version"] < 6
+    assert facts(learner.versions)["draft_version"] < VERSIONS
     learner.close()
-    assert facts(learner.versions)["draft_version"] == 6
+    assert facts(learner.versions)["draft_version"] == VERSIONS
 
 
 @pytest.mark.parametrize("place", ["save_draft", "check_written", "fsync"])
@@ -378,7 +382,7 @@ def test_a_version_that_cannot_be_written_is_published_later(
     learn(learner, limit=99)
     assert facts(learner.versions)["draft_version"] > 1
     learner.close()
-    assert facts(learner.versions)["draft_version"] == 6
+    assert facts(learner.versions)["draft_version"] == VERSIONS
     assert list(learner.learned) == list(simulate(pair[1], traces, CONFIG).stats)
 
 
@@ -422,11 +426,11 @@ def test_a_version_that_was_not_pushed_is_pushed_later(
 # --- killed, and resumed --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("config", "killed_after"), [(CONFIG, 1), (replace(CONFIG, gate=True, update_interval=4), 1)])
+@pytest.mark.parametrize(("config", "killed_after"), [(CONFIG, 1), (replace(MUON, gate=True, update_interval=4), 1)])
 def test_a_learner_that_is_killed_goes_on_where_it_stood(
     begin: Any, tmp_path: Path, killed_after: int, config: OnlineConfig
 ) -> None:
-    straight = begin(config, state=tmp_path / "straight", versions="straight-drafts")
+    straight = begin(config, versions="straight-drafts", publish_seconds=SELDOM)
     learn(straight)
     state, learner, steps = tmp_path / "state", begin(config, state=tmp_path / "state"), 0
     while learner.step(limit=4):  # with an update in each, behind which it is saved
@@ -434,8 +438,8 @@ def test_a_learner_that_is_killed_goes_on_where_it_stood(
         assert steps < 99
         if steps % killed_after == 0:
             learner = begin(config, state=state)
-    assert steps == 5
-    assert (learner.requests, learner.tokens) == (straight.requests, straight.tokens) == (20, straight.tokens)
+    assert steps == REQUESTS / 4
+    assert (learner.requests, learner.tokens) == (straight.requests, straight.tokens) == (REQUESTS, straight.tokens)
     assert learner.follower.state_dict() == straight.follower.state_dict()
     assert learner.learner.drafts.serving_version() == straight.learner.drafts.serving_version()
     assert equal(weights(learner), weights(straight))
@@ -455,7 +459,7 @@ def straight(pair: Any, traces: list[Trace], tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp("straight")
     versions = VersionFolder(folder / "drafts")
     follower = StoreFollower([written(folder / "store", traces)])
-    learner = StoreLearner(pair[1], TOKENIZER, follower, versions, CONFIG, publish_seconds=1e9)
+    learner = StoreLearner(pair[1], TOKENIZER, follower, versions, CONFIG, publish_seconds=SELDOM)
     learn(learner, limit=99)
     versions.close()
     return weights(learner)
@@ -484,12 +488,12 @@ def test_a_learner_that_is_killed_inside_a_step_learns_each_request_once(
         patch.setattr(home, place, kill)
         with pytest.raises(Killed):
             learn(learner)
-    learner = begin(state=tmp_path / "state")
+    learner = begin(state=tmp_path / "state", publish_seconds=SELDOM)
     learn(learner)
-    assert learner.requests == 20
+    assert learner.requests == REQUESTS
     assert equal(weights(learner), straight)
-    assert facts(learner.versions)["draft_version"] == 6
     learner.close()
+    assert facts(learner.versions)["draft_version"] == VERSIONS
     assert len(list((tmp_path / "state").glob("state-*"))) == 1
 
 
@@ -508,7 +512,7 @@ def test_what_waited_to_be_published_waits_behind_a_kill(begin: Any, tmp_path: P
 
 def test_a_session_of_another_draft_or_width_is_refused(begin: Any, tmp_path: Path, traces: list[Trace]) -> None:
     learner = begin(state=tmp_path / "state")
-    learn(learner)
+    learner.step(limit=3)
     learner.close()
     with pytest.raises(StateError, match="num_logprobs"):
         begin(replace(CONFIG, num_logprobs=16), state=tmp_path / "state")
@@ -527,24 +531,24 @@ def test_a_session_of_another_command_is_refused(begin: Any, tmp_path: Path) -> 
 
 
 def test_of_another_store_all_is_new(begin: Any, tmp_path: Path, traces: list[Trace]) -> None:
-    learner = begin(state=tmp_path / "state")
+    learner = begin(state=tmp_path / "state", publish_seconds=SELDOM)
     learn(learner)
     other = written(tmp_path / "other", traces[:5])
     again = begin(state=tmp_path / "state", path=other)
     learn(again)
-    assert again.requests == 25
+    assert again.requests == REQUESTS + 5
 
 
 def test_a_session_that_cannot_be_saved_is_saved_later(
     begin: Any, straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    learner = begin(state=tmp_path / "state", publish_seconds=1e9, clock=Clock())
+    learner = begin(state=tmp_path / "state", publish_seconds=SELDOM, clock=Clock())
     learner.step(limit=3)
     with monkeypatch.context() as patch:
         patch.setattr(session_module.pq, "write_table", full)
         with pytest.raises(StateError, match="The session cannot be saved"):
             learner.step(limit=3)
-    again = begin(state=tmp_path / "state")
+    again = begin(state=tmp_path / "state", publish_seconds=SELDOM)
     assert again.requests == 3
     learn(again)
     assert equal(weights(again), straight)
@@ -554,8 +558,9 @@ def test_a_session_that_cannot_be_saved_is_saved_later(
 
 
 SMALL = [
-    "--num-logprobs", "8", "--update-interval", "4", "--steps-per-update", "1", "--batch-size", "4", "--learning-rate",
-    "3e-3", "--no-gate", "--num-assistant-tokens", "3", "--device", "cpu", "--poll-seconds", "0",
+    "--num-logprobs", "8", "--update-interval", "4", "--steps-per-update", "1", "--batch-size", "4",
+    "--optimizer", "adamw", "--learning-rate", "3e-3", "--no-gate", "--num-assistant-tokens", "3", "--device", "cpu",
+    "--poll-seconds", "0",
 ]  # fmt: skip
 
 
@@ -588,8 +593,8 @@ def test_the_command_learns_and_publishes(
     assert main([*flags, "--once", "--publish-seconds", "0", "--json", str(report)]) == 0
     draft = AutoModelForCausalLM.from_pretrained(saved / "draft")
     config = OnlineConfig(update_strategy="interval",
-        num_logprobs=8, update_interval=4, steps_per_update=1, batch_size=4, learning_rate=3e-3, gate=False,
-        num_assistant_tokens=3,
+        num_logprobs=8, update_interval=4, steps_per_update=1, batch_size=4, optimizer="adamw", learning_rate=3e-3,
+        gate=False, num_assistant_tokens=3,
     )  # fmt: skip
     simulated = simulate(draft, recorded[:8], config)
     found = json.loads(report.read_text())

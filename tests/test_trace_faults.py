@@ -23,6 +23,7 @@ CONFIG = OnlineConfig(
     steps_per_update=2,
     batch_size=8,
     num_logprobs=8,
+    optimizer="adamw",
     num_assistant_tokens=5,
 )
 LONG = 40  # tokens of the answer that is too long
@@ -69,21 +70,29 @@ def taught(updater: Updater, traces: Sequence[Trace]) -> Any:
 # --- steps ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", ["interval", "idle"])
+SHORT_OF_MEMORY = "that need more memory than there is"
+
+
 @pytest.mark.parametrize(
-    "error, reason",
+    "error, reason, strategy",
     [
-        (MemoryError, "that need more memory than there is"),
-        (lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), "more memory than there is"),
-        (lambda: RuntimeError("DefaultCPUAllocator: not enough memory: you tried to"), "more memory than there is"),
-        (lambda: RuntimeError("[enforce fail] can't allocate memory"), "more memory than there is"),
-        (lambda: IndexError("index out of range in self"), r"that cannot be learned from (IndexError)"),
-        (lambda: RuntimeError("the size of tensor a must match"), "that cannot be learned from (RuntimeError)"),
-        (None, "whose loss or gradient is not finite"),
+        (MemoryError, SHORT_OF_MEMORY, "interval"),
+        (MemoryError, SHORT_OF_MEMORY, "idle"),
+        (lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), SHORT_OF_MEMORY, "interval"),
+        (lambda: RuntimeError("DefaultCPUAllocator: not enough memory: you tried to"), SHORT_OF_MEMORY, "interval"),
+        (lambda: RuntimeError("[enforce fail] can't allocate memory"), SHORT_OF_MEMORY, "interval"),
+        (lambda: IndexError("index out of range in self"), "that cannot be learned from (IndexError)", "interval"),
+        (
+            lambda: RuntimeError("the size of tensor a must match"),
+            "that cannot be learned from (RuntimeError)",
+            "idle",
+        ),
+        (None, "whose loss or gradient is not finite", "interval"),
+        (None, "whose loss or gradient is not finite", "idle"),
     ],
 )
 def test_a_request_that_makes_steps_fail_is_set_aside_and_the_others_are_learned(
-    strategy: Any, error: Any, reason: str, traces: list[Trace], monkeypatch: pytest.MonkeyPatch, caplog: Any
+    error: Any, reason: str, strategy: Any, traces: list[Trace], monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     updater = Updater(models.pair()[1], replace(CONFIG, update_strategy=strategy))
     monkeypatch.setattr(Updater, "_loss", fails_on(one_is_long, error))

@@ -1,4 +1,5 @@
 import copy
+import functools
 import importlib
 from dataclasses import fields, replace
 from typing import Any
@@ -17,19 +18,22 @@ CONFIG = OnlineConfig(
 PLAIN = replace(CONFIG, optimizer="adamw", weight_average=0.0, replay_fraction=0.0)
 
 
-def traffic(target: Any, draft: Any, number: int = 4, **settings: Any) -> list[Trace]:
+@functools.cache
+def recorded(architecture: str, number: int, num_logprobs: int | None, **changes: Any) -> tuple[Trace, ...]:
+    target, draft = models.pair(architecture, **changes)
     traces: list[Trace] = []
-    num_logprobs = settings.pop("num_logprobs", 16)
     with capture_traces(target, traces.append, num_logprobs=num_logprobs):
         for i, ids in enumerate(models.prompts(number)):
-            kwargs = {
-                "attention_mask": torch.ones_like(ids),
-                "do_sample": False,
-                "max_new_tokens": 6 + 3 * i,
-                **settings,
-            }
+            kwargs = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 6 + 3 * i}
             target.generate(ids, assistant_model=draft, **kwargs)
-    return traces
+    return tuple(traces)
+
+
+def traffic(
+    architecture: str = "llama", number: int = 4, num_logprobs: int | None = 16, **changes: Any
+) -> list[Trace]:
+    """Requests of such a pair as it is drafted for, which are recorded once."""
+    return list(recorded(architecture, number, num_logprobs, **changes))
 
 
 def learned(draft: Any, traces: list[Trace], config: OnlineConfig, updates: int = 1) -> Updater:
@@ -63,8 +67,8 @@ def in_double(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
 @pytest.mark.parametrize("architecture", ["llama", "t5"])
 def test_an_update_brings_the_draft_closer(architecture: str, divergence: str) -> None:
-    target, draft = models.pair(architecture)
-    traces = traffic(target, draft)
+    draft = models.pair(architecture)[1]
+    traces = traffic(architecture)
     config = replace(CONFIG, divergence=divergence, steps_per_update=1)
     updater = Updater(draft, config)
     losses = []
@@ -80,8 +84,8 @@ def test_an_update_brings_the_draft_closer(architecture: str, divergence: str) -
 def test_micro_batches_add_up_to_one_batch(
     architecture: str, learn_from: str, monkeypatch: pytest.MonkeyPatch, in_double: None
 ) -> None:
-    target, draft = models.pair(architecture)
-    traces = traffic(target, draft)
+    draft = models.pair(architecture)[1]
+    traces = traffic(architecture)
     draft = models.double(draft)
     config = replace(PLAIN, learn_from=learn_from, steps_per_update=1, max_grad_norm=1e9)
 
@@ -103,8 +107,7 @@ def test_micro_batches_add_up_to_one_batch(
 
 
 def test_corrections_are_where_the_target_corrected_the_draft() -> None:
-    target, draft = models.pair()
-    for trace in traffic(target, draft):
+    for trace in traffic():
         mask = _learned_mask(trace, "corrections")
         assert mask.tolist() == trace.correction_mask.tolist()
         assert mask.sum() == sum(r.num_examined - r.num_accepted for r in trace.rounds)
@@ -113,8 +116,8 @@ def test_corrections_are_where_the_target_corrected_the_draft() -> None:
 
 
 def test_positions_learned_from_are_counted() -> None:
-    target, draft = models.pair()
-    traces = traffic(target, draft)
+    draft = models.pair()[1]
+    traces = traffic()
     for learn_from, number in (
         ("verified", sum(len(t) for t in traces)),
         ("corrections", sum(int(t.correction_mask.sum()) for t in traces)),
@@ -128,16 +131,16 @@ def test_positions_learned_from_are_counted() -> None:
 
 
 def test_whole_rows_and_kept_rows_learn_alike() -> None:
-    target, draft = models.pair()
-    kept, whole = (traffic(target, draft, num_logprobs=n) for n in (63, None))
+    draft = models.pair()[1]
+    kept, whole = (traffic(num_logprobs=n) for n in (63, None))
     first, second = (learned(draft, traces, PLAIN) for traces in (kept, whole))
     for name, parameter in weights(first).items():
         torch.testing.assert_close(parameter, weights(second)[name], atol=2e-3, rtol=0)
 
 
 def test_a_half_precision_draft_keeps_small_steps() -> None:
-    target, draft = models.pair()
-    traces = traffic(target, draft)
+    draft = models.pair()[1]
+    traces = traffic()
     half = copy.deepcopy(draft).to(torch.bfloat16)
     config = replace(PLAIN, learning_rate=3e-5, steps_per_update=1)
     updater = learned(half, traces, config)
@@ -159,9 +162,9 @@ def test_a_half_precision_draft_keeps_small_steps() -> None:
 
 
 def test_the_callers_draft_is_not_changed() -> None:
-    target, draft = models.pair()
+    draft = models.pair()[1]
     before = copy.deepcopy(draft)
-    traces = traffic(target, draft)
+    traces = traffic()
     draft.train()
     frozen = next(iter(draft.parameters())).requires_grad_(False)
     learned(draft, traces, CONFIG)
@@ -176,8 +179,8 @@ def test_the_callers_draft_is_not_changed() -> None:
 def test_of_a_peft_draft_only_the_adapter_learns() -> None:
     from peft import LoraConfig, get_peft_model
 
-    target, draft = models.pair()
-    traces = traffic(target, draft)
+    draft = models.pair()[1]
+    traces = traffic()
     wrapped = get_peft_model(draft, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], r=2))
     before = copy.deepcopy(wrapped)
     updater = learned(wrapped, traces, replace(CONFIG, learning_rate=0.05), updates=3)
@@ -202,15 +205,14 @@ def test_an_update_without_requests_changes_nothing() -> None:
 
 
 def test_a_perfect_draft_leaves_no_corrections() -> None:
-    target = models.build()
-    draft = models.draft_of(target, noise=0.0)
-    updater = learned(draft, traffic(target, draft), replace(CONFIG, learn_from="corrections"))
+    draft = models.pair(noise=0.0)[1]
+    updater = learned(draft, traffic(noise=0.0), replace(CONFIG, learn_from="corrections"))
     assert updater.version == 0
 
 
 def test_a_request_whose_rows_are_not_finite_is_set_aside_and_the_others_are_learned() -> None:
-    target, draft = models.pair()
-    traces = traffic(target, draft)
+    draft = models.pair()[1]
+    traces = traffic()
     nan = np.full_like(traces[1].top_logits, np.nan)
     poison = replace(traces[1], top_logits=nan, created_at_seconds=traces[1].created_at_seconds + 1)
     updater, clean = Updater(draft, replace(PLAIN, batch_size=8)), Updater(draft, replace(PLAIN, batch_size=8))
@@ -231,9 +233,9 @@ def test_a_request_whose_rows_are_not_finite_is_set_aside_and_the_others_are_lea
 
 
 def test_steps_that_are_not_finite_are_dropped_and_counted(caplog: pytest.LogCaptureFixture) -> None:
-    target, draft = models.pair()
+    draft = models.pair()[1]
     updater = Updater(draft, PLAIN)
-    for trace in traffic(target, draft):
+    for trace in traffic():
         updater.observe(trace)
     before = weights(updater)
     hook = next(iter(updater.parameters.values())).register_hook(lambda gradient: gradient * float("inf"))
@@ -248,9 +250,9 @@ def test_steps_that_are_not_finite_are_dropped_and_counted(caplog: pytest.LogCap
 
 
 def test_traces_without_rows_are_not_taken_in() -> None:
-    target, draft = models.pair()
+    draft = models.pair()[1]
     updater = Updater(draft, CONFIG)
-    trace = traffic(target, draft, 1)[0]
+    trace = traffic(number=1)[0]
     updater.observe(replace(trace, top_logits=np.zeros((len(trace), 0), np.float16)))
     assert not updater.lesson.pending
 
@@ -259,8 +261,8 @@ def test_traces_without_rows_are_not_taken_in() -> None:
 
 
 def test_the_optimizer_goes_on_where_it_stood(in_double: None) -> None:
-    target, draft = models.pair()
-    traces = traffic(target, draft)
+    draft = models.pair()[1]
+    traces = traffic()
     draft = models.double(draft)
     whole = learned(draft, traces, replace(PLAIN, steps_per_update=4))
     halves = learned(draft, traces, replace(PLAIN, steps_per_update=2), updates=2)
@@ -271,8 +273,8 @@ def test_the_optimizer_goes_on_where_it_stood(in_double: None) -> None:
 
 @pytest.mark.parametrize("config", [CONFIG, PLAIN, OnlineConfig.paper(batch_size=3)])
 def test_saved_and_resumed_equals_straight_through(config: OnlineConfig) -> None:
-    target, draft = models.pair()
-    traces = traffic(target, draft, 8)
+    draft = models.pair()[1]
+    traces = traffic(number=8)
     straight = learned(draft, traces[:4], config)
     first = learned(draft, traces[:4], config)
     second = Updater(draft, config)
@@ -298,8 +300,8 @@ def test_the_state_of_another_draft_is_refused() -> None:
 
 
 def test_requests_learned_from_are_replayed_later() -> None:
-    target, draft = models.pair()
-    traces = traffic(target, draft)
+    draft = models.pair()[1]
+    traces = traffic()
     updater = learned(draft, traces[:3], replace(CONFIG, replay_fraction=0.5, buffer_size=2, steps_per_update=1))
     assert not updater.lesson.pending
     assert list(updater.buffer) == traces[1:3]
@@ -340,8 +342,8 @@ def test_batches_mix_the_newest_with_replay() -> None:
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_a_restart_is_a_fresh_beginning_and_holds_no_more_memory(optimizer: Any) -> None:
-    target, draft = models.pair()
-    traces = traffic(target, draft)
+    draft = models.pair()[1]
+    traces = traffic()
     config = replace(CONFIG, optimizer=optimizer)
     updater = learned(draft, traces, config, updates=2)
     held = len(updater.accelerator._optimizers)
@@ -361,19 +363,19 @@ def test_a_restart_is_a_fresh_beginning_and_holds_no_more_memory(optimizer: Any)
 
 
 def test_rows_of_another_width_are_refused() -> None:
-    target, draft = models.pair()
+    draft = models.pair()[1]
     updater = Updater(draft, CONFIG)
-    updater.observe(traffic(target, draft, 1)[0])
+    updater.observe(traffic(number=1)[0])
     for other, words in ((8, "8 and 16 entries"), (None, "all and 16 entries")):
         with pytest.raises(StateError, match=words):
-            updater.observe(traffic(target, draft, 1, num_logprobs=other)[0])
+            updater.observe(traffic(number=1, num_logprobs=other)[0])
     assert len(updater.lesson.pending) == 1
 
 
 def test_a_failed_update_does_not_hold_on_to_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, draft = models.pair()
+    draft = models.pair()[1]
     updater = Updater(draft, CONFIG)
-    for trace in traffic(target, draft, 2):
+    for trace in traffic(number=2):
         updater.observe(trace)
     with monkeypatch.context() as patch:
         patch.setattr(updater, "_step", lambda traces: 1 / 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -89,7 +90,7 @@ def provenance(**extra: Any) -> dict[str, Any]:
     shown = [_without_folders(argument, Path.cwd()) for argument in without_secrets(arguments)]
     return {
         "command": shlex.join([Path(program).name, *shown]),
-        "commit": _commit(Path(__file__).resolve().parent),
+        "commit": _own_commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         **{name: _version(name) for name in PACKAGES},
@@ -114,6 +115,12 @@ def _cut(path: str, folder: Path) -> str:
     return str(whole.relative_to(folder)) if whole.is_relative_to(folder) else whole.name
 
 
+# What this process runs was imported once, so it is looked up once: a learner may publish a version every few seconds.
+@functools.cache
+def _own_commit() -> str | None:
+    return _commit(Path(__file__).resolve().parent)
+
+
 def _commit(folder: Path) -> str | None:
     """The commit of the checkout that `folder` is tracked in; an environment inside some checkout is not its code."""
     if not _git(folder, "ls-files", "."):
@@ -132,6 +139,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return result.stdout.strip()
 
 
+@functools.cache
 def _version(name: str) -> str | None:
     try:
         return metadata.version(name)
@@ -139,6 +147,7 @@ def _version(name: str) -> str | None:
         return None
 
 
+@functools.cache
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
