@@ -156,6 +156,27 @@ def test_a_request_is_logged_with_its_domain_and_version() -> None:
     assert assistant.version == 2
 
 
+def test_the_trace_of_a_request_is_handed_over_also_where_nothing_is_kept_of_it() -> None:
+    assistant = OnlineAssistant(*models.pair(), config=FAST)
+    seen: list[Trace] = []
+    answers = serve(assistant, 2, on_trace=seen.append, learn=False)
+    assert [trace.completion_ids.tolist() for trace in seen] == answers
+    assert all(trace.rounds and trace.num_kept for trace in seen)
+    assert not list(assistant._learner.lessons[None].pending)
+
+
+def test_who_fails_on_a_trace_costs_no_answer(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(trace: Trace) -> None:
+        raise RuntimeError("no room for traces")
+
+    assistant = OnlineAssistant(*models.pair(), config=FAST)
+    answers = serve(assistant, 3)
+    with caplog.at_level(logging.ERROR):
+        assert serve(assistant, 3, on_trace=fail) == answers
+    assert caplog.text.count("`on_trace` failed") == 3
+    assert "no room for traces" in caplog.text
+
+
 def test_attached_learns_from_the_callers_own_requests() -> None:
     target, draft = models.pair()
     cls = type(target)

@@ -411,7 +411,7 @@ def test_what_static_caches_cannot_serve_runs_eagerly(architecture: str, caplog:
 
 def test_a_draft_that_cannot_be_traced_runs_eagerly(traced: None, caplog: pytest.LogCaptureFixture) -> None:
     target, draft = models.pair("opt", noise=0.05)  # it asks a tensor for a length
-    same_as_eager(target, draft, [(models.prompt(3), {})])
+    same_as_eager(target, draft, some_requests())
     assert caplog.text.count("runs eagerly") == 1
 
 
