@@ -155,6 +155,7 @@ class Room:
             "overall": compared(records),
             "by_domain": {domain: compared(part) for domain, part in by_domain(records).items()},
             "learning_seconds": self.assistant.learning_seconds,
+            "saved_seconds": self.assistant.saved_seconds,
             "decisions": decisions,
         }
 

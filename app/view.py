@@ -147,7 +147,9 @@ def learner_state(room: Room, is_private: bool, is_public: bool = False) -> str:
     return (
         f'<div class="osd-state" role="status"><span class="osd-dot {state}"></span><b>{state}</b> · the draft is '
         f"{whose}<br>serving: {escape(', '.join(versions)) or 'the draft as it was'}"
-        f"<br>newest versions: {'; '.join(told) or 'none yet'}{failure}</div>"
+        f"<br>newest versions: {'; '.join(told) or 'none yet'}"
+        f"<br>learning took {room.assistant.learning_seconds:.1f} s and saved {room.assistant.saved_seconds or 0:.1f} s "
+        f"of answering{failure}</div>"
     )
 
 

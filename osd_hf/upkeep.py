@@ -197,7 +197,7 @@ class Upkeep:
         """Learn after an answer where that is due and nobody else does; the idle thread learns by itself."""
         if self.config.update_strategy == "idle":
             self._wake()  # a request inside `attached` has ended before it is taken in
-        elif self.config.update_strategy != "manual":
+        else:
             # While another thread learns, this one's answer does not wait for it; what is due stays due.
             with self.alone(wait=False) as is_mine:
                 report = self.learner.after_answer() if is_mine else None

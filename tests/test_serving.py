@@ -73,7 +73,7 @@ def interrupt(monkeypatch, request):
 def comparable(folder):
     """Everything that two equal runs share: the report and the journal without times, the draft's weights."""
     report = json.loads((folder / "report.json").read_text())
-    for name in ("provenance", "seconds", "update_seconds", "tokens_per_second"):
+    for name in ("provenance", "seconds", "learning_seconds", "saved_seconds", "tokens_per_second"):
         del report[name]
     lines = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
     for update in [*report["updates"], *(line["update"] for line in lines if line["update"])]:
@@ -84,7 +84,7 @@ def comparable(folder):
             if update["decision"][name] is not None:
                 update["decision"][name] = pytest.approx(update["decision"][name], abs=rounding(300))
     for line in lines:
-        del line["seconds"]
+        del line["seconds"], line["learning_seconds"]
     return report, lines, load_file(folder / "draft" / "model.safetensors")
 
 

@@ -149,6 +149,7 @@ def _measured(
     with OnlineAssistant(*pair, config) as assistant:
         write(f"serving {len(stream)} requests of {len(DOMAINS)} domains, shuffled; the draft learns meanwhile")
         served = serve_stream(assistant, stream, sizes.max_new_tokens)
+        balance = {"learning_seconds": assistant.learning_seconds, "saved_seconds": assistant.saved_seconds}
         done("serving")
         torch.set_num_threads(threads or cores())
         ids = [one for _, one in asked]
@@ -167,6 +168,7 @@ def _measured(
     compared = Comparison([domain for domain, _ in asked], {"static": static, "learned": learned, "ceiling": best})
     facts = {
         "ceiling": ceiling, "updates": assistant.version, "thread_seconds": thread_seconds, "phase_seconds": seconds,
+        **balance,
     }  # fmt: skip
     return _Measured(serving, compared, later, timed, serving_threads, facts)
 
@@ -294,6 +296,9 @@ def _shown(report: dict[str, Any], sample: Example, answer: str) -> list[str]:
         text_table(["domain", "alone", "static", "learned", "static x", "learned x", "identical"], speeds),
         f"\n{outputs['identical']} of {sum(outputs.values())} assisted outputs are the target's own, "
         f"token by token{tied}{differing}.",
+        f"\nWhile the {len(DOMAINS) * sizes['learn_requests']} requests were served, learning took "
+        f"{report['learning_seconds']:.1f} s and saved {report['saved_seconds'] or 0:.1f} s: rounds that the static "
+        "draft would have needed more.",
         f"\nA prompt ({sample.domain}):\n{prompt}\nand its answer:\n{answer}",
     ]
 

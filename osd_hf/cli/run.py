@@ -175,7 +175,8 @@ def _report(
     settings.say(text_table(header, rows))
     settings.say(
         f"\n{report['tokens_per_second'] or 0:.0f} tokens/s, {report['seconds']:.1f} s of answers, "
-        f"{report['update_seconds']:.1f} s of learning; draft version {report['draft_version']}. "
+        f"{report['learning_seconds']:.1f} s of learning, which saved "
+        f"{report['saved_seconds']:.1f} s beside the frozen draft; draft version {report['draft_version']}. "
         f"Frozen: {frozen_is}.\nWrote report.json, alpha.png, journal.jsonl and draft/ to {folder}"
         + ("." if settings.no_learn else "; state/ is for --resume and holds tokens of requests.")
     )
@@ -189,8 +190,9 @@ def _report(
 class Served:
     """
     One request of a run, a line of its journal: the row of the prompt in its source and its label; what happened, and
-    what the draft of the beginning would have scored by replay; wall time of the answer; the version of the draft that
-    served it; the report of the update that followed, if one did; prompt and answer, where they are to be kept.
+    what the draft of the beginning would have scored by replay; wall time of the answer, without what learning took
+    after it; the version of the draft that served it; wall time of learning, and the report of the update that
+    followed, if one did; prompt and answer, where they are to be kept.
     """
 
     index: int
@@ -199,6 +201,7 @@ class Served:
     frozen: AcceptanceStats
     seconds: float
     draft_version: int
+    learning_seconds: float = 0.0
     update: Mapping[str, Any] | None = None
     prompt: str | None = None
     answer: str | None = None
@@ -261,8 +264,8 @@ def serve(
 
     Args:
         assistant (`OnlineAssistant`):
-            New, with a fixed k and the strategy `"manual"`: updates are called for here, after every
-            `update_interval` requests, so that the session is saved between two requests.
+            New, with a fixed k and the strategy `"manual"`: updates are called for here, when they are due, so that
+            the session is saved between two requests.
         frozen (`PreTrainedModel`): The draft as it was before learning.
         prompts (`EncodedPrompts`), generate_kwargs (`Mapping[str, Any]`):
             The requests in order of arrival, and the arguments of `generate` for each.
@@ -286,22 +289,25 @@ def serve(
         served = _resumed(assistant, folder, learn)
         for request in served:
             on_request(request)
+        updates = sum(request.update is not None for request in served)
         config, k, saved_at = assistant.config, assistant.config.num_assistant_tokens, clock()
         assert isinstance(k, int)
         with open(folder / JOURNAL, "a", opener=open_privately) as file:
             for count, (prompt, ids) in enumerate(prompts.prompts[len(served) :], len(served) + 1):
                 traces: list[Trace] = []
-                version, is_due = assistant.version, learn and count % config.update_interval == 0
                 input_ids = torch.tensor([ids], device=assistant.target.device)
                 torch.manual_seed(config.seed * 1_000_003 + count - 1)
-                started = time.perf_counter()
+                started, learned_before = time.perf_counter(), assistant.learning_seconds
                 output = assistant.generate(
                     input_ids, attention_mask=torch.ones_like(input_ids), domain=prompt.domain, learn=learn,
                     on_trace=traces.append, **generate_kwargs,
                 )  # fmt: skip
                 answer = output[0].tolist()  # waits for the device
-                seconds = time.perf_counter() - started
+                seconds = time.perf_counter() - started - (assistant.learning_seconds - learned_before)
                 start = 0 if assistant.target.config.is_encoder_decoder else len(ids)
+                is_due = learn and assistant.is_learning
+                update = _updated(assistant, count) if is_due else None
+                updates += is_due
                 text = assistant.tokenizer.decode(answer[start:], skip_special_tokens=True) if keep_text else None
                 request = Served(
                     index=prompt.index,
@@ -309,8 +315,9 @@ def serve(
                     learned=AcceptanceStats.from_trace(traces[0]),
                     frozen=replay(frozen, traces, k),
                     seconds=seconds,
-                    draft_version=version,
-                    update=_updated(assistant, count) if is_due else None,
+                    draft_version=traces[0].draft_version,
+                    learning_seconds=assistant.learning_seconds - learned_before,
+                    update=update,
                     prompt=prompt.text if keep_text else None,
                     answer=text,
                 )
@@ -320,7 +327,7 @@ def serve(
                 if save_every is None:
                     is_time = clock() - saved_at >= SAVE_SECONDS
                 else:
-                    is_time = is_due and count // config.update_interval % save_every == 0
+                    is_time = is_due and updates % save_every == 0
                 if learn and (is_time or count == len(prompts.prompts)):
                     _save(assistant, file, folder)
                     saved_at = clock()
@@ -401,6 +408,8 @@ def report_on(served: Sequence[Served], *, window: int) -> dict[str, Any]:
     """What all requests of a run showed: acceptance of the draft that learned and, by replay on the same requests, of
     the same draft frozen, also for each `window` of requests; ready for JSON."""
     compared, seconds = _compared(served), sum(s.seconds for s in served)
+    rounds = {name: stats.target_forwards for name, stats in compared.totals.items()}
+    saved = (rounds["frozen"] - rounds["learned"]) * seconds / rounds["learned"] if rounds["learned"] else 0.0
     updates = [{"after_requests": i, **s.update} for i, s in enumerate(served, 1) if s.update is not None]
     windows = {first + 1: _compared(served[first : first + window]) for first in range(0, len(served), window)}
     return {
@@ -411,7 +420,8 @@ def report_on(served: Sequence[Served], *, window: int) -> dict[str, Any]:
         "updates": updates,
         "draft_version": updates[-1]["version"] if updates else 0,
         "seconds": seconds,
-        "update_seconds": sum(u["seconds"] for u in updates),
+        "learning_seconds": sum(s.learning_seconds for s in served),
+        "saved_seconds": saved,  # rounds that the frozen draft would have needed more, at what a round took
         "tokens_per_second": sum(s.learned.emitted for s in served) / seconds if seconds else None,
     }
 

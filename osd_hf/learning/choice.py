@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Any
 
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.trace import Trace
@@ -21,7 +22,7 @@ class Choice:
     """
 
     def __init__(self) -> None:
-        self._known: OrderedDict[Trace, tuple[AcceptanceStats, AcceptanceStats]] = OrderedDict()
+        self._known: OrderedDict[object, tuple[AcceptanceStats, AcceptanceStats]] = OrderedDict()
 
     def add(self, trace: Trace, original: AcceptanceStats, learned: AcceptanceStats) -> None:
         """Take in a request and what both drafts make of it."""
@@ -55,6 +56,16 @@ class Choice:
         """Whether the draft as it was serves the next request; where nothing is known, the learned one does."""
         alphas = self.alphas()
         return alphas is not None and alphas[0] > alphas[1]
+
+    def state_dict(self) -> list[list[dict[str, Any]]]:
+        """What both made of each request, ready for JSON."""
+        return [[stats.to_dict(derived=False) for stats in pair] for pair in self._known.values()]
+
+    def load_state_dict(self, state: list[list[dict[str, Any]]]) -> None:
+        """Go on from a saved state, whose requests themselves are not known any more."""
+        self._known.clear()
+        for original, learned in state:
+            self._known[object()] = AcceptanceStats.from_dict(original), AcceptanceStats.from_dict(learned)
 
     def clear(self) -> None:
         """Forget all of it: the drafts are others now."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -58,3 +60,13 @@ class Effort:
         """Begin again with all of it, from what comes from now on."""
         self.share, self._undecided = 1.0, 0
         self._gains.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {"share": self.share, "gains": list(self._gains), "undecided": self._undecided}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        self.share, self._undecided = max(float(state["share"]), self.least), int(state["undecided"])
+        self._gains.clear()
+        self._gains.extend(map(float, state["gains"]))

@@ -128,7 +128,7 @@ class Learner:
         return None if self.duty_cycle.rest_seconds() > 0 else self._due()
 
     def _due(self) -> Lesson | None:
-        if self.is_paused or self.config.update_strategy == "manual":
+        if self.is_paused:
             return None
         lesson = self.lessons.get(self.fullest())
         return lesson if lesson is not None and lesson.requests_waiting >= lesson.update_interval else None
@@ -180,14 +180,15 @@ class Learner:
 
     def after_answer(self) -> UpdateReport | None:
         """Take the work that falls to an answer: what both drafts make of it, and its share of an update or, unless
-        updates are spread, the whole of one that is due. Returns the report of an update that has ended."""
+        updates are spread, the whole of one that is due; none where updates are asked for. Returns the report of an
+        update that has ended."""
         started = self._timer()
         for lesson in self.lessons.values() if self.chooses and not self.is_paused else ():
             finish(self._compare(lesson))
         self.seconds += self._timer() - started
         if self.config.update_strategy == "spread":
             return self._advance()
-        due = self.due()
+        due = self.due() if self.config.update_strategy != "manual" else None
         return None if due is None else self.update(due.domain)
 
     def _advance(self) -> UpdateReport | None:

@@ -248,7 +248,8 @@ class Lesson:
                 "requests_waiting": self.requests_waiting,
                 "observed": self.observed,
                 "dropped": self.dropped,
-                "effort": self.effort.share,
+                "choice": self.choice.state_dict(),
+                "effort": self.effort.state_dict(),
                 "seen": list(self.buffer.seen.items()),
                 "traces": traces,
                 "set_aside": self.set_aside.state_dict(),
@@ -261,11 +262,10 @@ class Lesson:
         with self.lock:
             self.requests_waiting, self.observed = int(state["requests_waiting"]), int(state["observed"])
             self.dropped = int(state["dropped"])
-            self.effort.renew()
-            self.effort.share = float(state["effort"])
+            self.effort.load_state_dict(state["effort"])
+            self.choice.load_state_dict(state["choice"])
             self.arrived.clear()
             self.unwatched.clear()
-            self.choice.clear()
             for kept, saved in ((self.pending, traces["pending"]), (self.held_back, traces["held_back"])):
                 kept.clear()
                 kept.extend(saved)
