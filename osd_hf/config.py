@@ -26,7 +26,7 @@ def setting(default: Any, help: str) -> Any:
 @dataclass(frozen=True)
 class OnlineConfig:
     """
-    How an assistant drafts and learns. The defaults were chosen by experiment (`recipes/online_rules.py`);
+    How an assistant drafts and learns. The defaults were chosen by experiment (`recipes/frontier.py`);
     [`OnlineConfig.paper`] is the rule of arXiv 2310.07177.
 
     Args:
@@ -57,11 +57,11 @@ class OnlineConfig:
         min_effort (`float`, *optional*, defaults to 0.0625):
             With a gate, updates come less often once acceptance no longer rises: after up to `update_interval` divided
             by this many requests; as often as set again when traffic changes. 1 does all of them.
-        steps_per_update (`int`, *optional*, defaults to 8): Optimizer steps of an update.
-        batch_size (`int`, *optional*, defaults to 32): Requests in the batch of one step.
-        batch_positions (`int`, *optional*):
-            Positions of answers in the batch of one step, about, with `batch_size` as the most requests; `None` takes
-            as many requests as that, however long their answers are.
+        steps_per_update (`int`, *optional*, defaults to 9): Optimizer steps of an update.
+        batch_size (`int`, *optional*, defaults to 16): Requests in the batch of one step, at most.
+        batch_positions (`int`, *optional*, defaults to 480):
+            Positions of answers in the batch of one step, about: fewer requests than `batch_size` where answers are
+            long. `None` takes `batch_size` requests, however long their answers are.
         replay_fraction (`float`, *optional*, defaults to 0.75):
             Share of a batch drawn from the replay buffer; the rest are the newest requests. Where these are fewer,
             the buffer fills up; where the buffer is empty, the batch is smaller.
@@ -70,7 +70,7 @@ class OnlineConfig:
             fit, the domain with the most gives way.
         optimizer (`str`, *optional*, defaults to `"muon"`):
             `"muon"`: Muon for the weight matrices inside the layers, AdamW for the rest; `"adamw"`: AdamW for all.
-        learning_rate (`float`, *optional*, defaults to 1e-3):
+        learning_rate (`float`, *optional*, defaults to 3e-3):
             Constant; Muon's steps are scaled to the size of AdamW's, and one rate serves both.
         max_grad_norm (`float`, *optional*, defaults to 1.0): Gradients are clipped to this norm.
         weight_average (`float`, *optional*, defaults to 0.98):
@@ -110,15 +110,15 @@ class OnlineConfig:
     )
     update_interval: int = setting(8, "requests between two updates")
     min_effort: float = setting(0.0625, "share of the updates done once acceptance no longer rises; 1 = all, always")
-    steps_per_update: int = setting(8, "optimizer steps of an update")
-    batch_size: int = setting(32, "requests in the batch of one step")
-    batch_positions: int | None = setting(None, "positions of answers in the batch of one step; none = any")
+    steps_per_update: int = setting(9, "optimizer steps of an update")
+    batch_size: int = setting(16, "requests in the batch of one step")
+    batch_positions: int | None = setting(480, "positions of answers in the batch of one step; none = any")
     replay_fraction: float = setting(0.75, "share of a batch drawn from the replay buffer")
     buffer_size: int = setting(2048, "requests in the replay buffer")
     optimizer: Literal["muon", "adamw"] = setting(
         "muon", "muon (matrices inside the layers; AdamW for the rest) or adamw"
     )
-    learning_rate: float = setting(1e-3, "of the optimizer, constant")
+    learning_rate: float = setting(3e-3, "of the optimizer, constant")
     max_grad_norm: float = setting(1.0, "gradients are clipped to this norm")
     weight_average: float = setting(0.98, "decay of the averaged weights that serve; 0 = the last step's")
     gate: bool = setting(True, "a version serves only if it does as well on held-back requests")
@@ -177,6 +177,7 @@ class OnlineConfig:
         rule: dict[str, Any] = {
             "num_assistant_tokens": 5, "divergence": "forward_kl", "learn_from": "corrections",
             "update_strategy": "interval", "update_interval": 8, "steps_per_update": 1, "batch_size": 8,
+            "batch_positions": None,
             "replay_fraction": 0.0, "optimizer": "adamw", "learning_rate": 1e-4, "weight_average": 0.0, "gate": False,
         }  # fmt: skip
         return cls(**{**rule, **changes})

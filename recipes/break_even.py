@@ -1,232 +1,217 @@
 """
-After how many requests learning has paid for itself: what the learned draft saves against the static one, less what
-learning costs, by load, and where learning stops after so many requests.
+When learning has paid for itself: live, at full load, everything counted.
 
-    OSD_HF_DATA=... python recipes/break_even.py                                            # 4 x 600 requests
-    OSD_HF_DATA=... python recipes/break_even.py --requests 20 --stops 8 --datasets gsm8k   # smoke
+    OSD_HF_DATA=... python recipes/break_even.py                                           # 4 x 600 requests
+    OSD_HF_DATA=... python recipes/break_even.py --requests 2000 --datasets spider gsm8k
+    OSD_HF_DATA=... python recipes/break_even.py --requests 400 --datasets gsm8k --rules default before   # latency
+    OSD_HF_DATA=... python recipes/break_even.py --requests 12 --datasets gsm8k --no-compile              # smoke
 
-One simulated run per data set; the drafts that it had after each of `--stops` requests are replayed on the rest. What
-is saved is rounds (a round = k forwards of the draft and one of the target), counted in three ways:
+Each prompt is answered by the target alone and by an assistant of each rule, in turns that change from request to
+request; an assistant's time holds what it learns after the answer. Drafting is `"auto"` and compiled; compiling is
+paid before the first request and reported as the start. Of each assistant: requests until its total time is below the
+target's for good, the ratio of the totals (with an interval over blocks of 50 requests), of the last fifth, the
+learner's share, the latencies' p50 and p99, and whether each answer is the target's own.
 
-seconds        measured ones of the lab pair: a round's by flags, learning's processor seconds by this run
-lab FLOPs      2 a parameter and token forward, 6 learning (prompts and replayed requests included); a round verifies
-               k + 1 tokens
-7B FLOPs       the same for a 7B target with a 160M draft, *as if* their acceptance had the lab pair's curves
-
-FLOPs are no time: decoding one request at a time is bound by memory, learning in batches by compute, so that on an
-accelerator a saved FLOP of decoding is worth many FLOPs of learning. Prefill is the same on both sides and left out.
-
-At load rho with the static draft the machine idles (1 - rho) / rho of each request's service. Learning in that time is
-free; only what does not fit into the idle time of the update's own requests is paid. Where the balance ends below
-zero, the break-even is extrapolated at the mean slope of the last fifth and marked by ~.
+The same run is also put to a **model** of an 8B target with a 0.6B draft on one H100, with k = 5: bf16 weights are
+read once a forward at 3.35 TB/s, and 400 TFLOP/s are reached where that takes longer; a step of learning reads and
+writes 32 bytes a parameter. Acceptance by request, static and learned, and the positions learned from are the lab
+pair's own: how a pair of that size would learn is not known from it.
 """
 
 from __future__ import annotations
 
-import argparse
-import itertools
-import math
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from common import (
+    MAX_NEW_TOKENS,
     TEMPLATES,
     K,
     drawing,
     last_share,
     load_pair,
     make_parser,
-    processor_timed,
-    recorded,
+    prompts,
     run_facts,
-    simulated,
     write_report,
 )
 from numpy.typing import NDArray
+from tqdm import tqdm
 
-from osd_hf import AcceptanceStats, OnlineConfig, Trace
+from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, Trace
+from osd_hf.metrics import expected_block_efficiency
 from osd_hf.replay import replay_each
 
+RULES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "full effort": {"min_effort": 1.0},
+    "before": {
+        "update_strategy": "interval", "steps_per_update": 8, "batch_size": 32, "batch_positions": None,
+        "learning_rate": 1e-3, "min_effort": 1.0,
+    },
+}  # fmt: skip
+BLOCK = 50  # requests resampled together
+BANDWIDTH, FLOPS, TARGET, DRAFT = 3.35e12, 4e14, 8e9, 0.6e9  # bytes/s and FLOP/s of the model, parameters
 Array = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Run:
-    """Rounds of each request with the static draft and, by the request after which learning stopped, with the learned
-    one; of each update the seconds and the tokens forwarded."""
+class Served:
+    """What one assistant did: seconds of each request, of them learning, its traces, and positions learned from."""
 
-    static: list[AcceptanceStats]
-    learned: dict[int, list[AcceptanceStats]]
-    seconds: Array
-    tokens: Array
+    def __init__(self, pair: Any, rule: str, seed: int, compile_draft: bool) -> None:
+        config = OnlineConfig(num_assistant_tokens="auto", compile_draft=compile_draft, seed=seed, **RULES[rule])
+        self.rule, self.assistant = rule, OnlineAssistant(*pair, config)
+        self.seconds: list[float] = []
+        self.learning: list[float] = []
+        self.effort: list[float] = []
+        self.traces: list[Trace] = []
+        self.same = 0
 
-
-@dataclass(frozen=True)
-class Account:
-    """What a round and each update cost, in one unit."""
-
-    round: float
-    updates: Array
-
-
-def run(draft: Any, traces: list[Trace], stops: list[int], config: OnlineConfig, name: str) -> Run:
-    learner = processor_timed(draft, config)
-    stats: list[AcceptanceStats] = []
-    updates, learned = [], {}
-    for stop in stops:
-        report = simulated(draft, traces[len(stats) : stop], learner=learner, bar=f"{name} until {stop}")
-        stats, updates = stats + list(report.stats), updates + list(report.updates)
-        learned[stop] = stats + replay_each(report.draft, traces[stop:], K)
-    # The report counts answer positions; prompts are forwarded with them.
-    answers, prompts = sum(len(t) for t in traces), sum(len(t.prompt_ids) for t in traces)
-    tokens = np.array([u.positions for u in updates]) * (1 + prompts / answers)
-    return Run(replay_each(draft, traces, K), learned, np.array([u.seconds for u in updates]), tokens)
+    def answer(self, ids: torch.Tensor, alone: torch.Tensor, settings: dict[str, Any]) -> None:
+        before, started = self.assistant.learning_seconds, time.perf_counter()
+        answer = self.assistant.generate(ids, on_trace=self.traces.append, **settings)
+        self.seconds.append(time.perf_counter() - started)
+        self.learning.append(self.assistant.learning_seconds - before)
+        self.effort.append(self.assistant.effort)
+        self.same += int(torch.equal(answer, alone))
 
 
-def accounts(found: Run, args: argparse.Namespace, sizes: dict[str, tuple[float, float]]) -> dict[str, Account]:
-    """Costs of the lab pair in seconds, and of each pair (parameters of target and draft) in FLOPs."""
-    those = {"seconds": Account(args.round_ms / 1e3, found.seconds)}
-    for name, (target, draft) in sizes.items():
-        those[name] = Account(2 * ((K + 1) * target + K * draft), 6 * draft * found.tokens)
-    return those
+def generated(prompt: Sequence[int]) -> tuple[torch.Tensor, dict[str, Any]]:
+    ids = torch.as_tensor(prompt)[None].long()
+    return ids, {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": MAX_NEW_TOKENS}
 
 
-def rounds(stats: list[AcceptanceStats]) -> Array:
-    return np.array([s.target_forwards for s in stats], dtype=float)
+def paid_after(alone: Array, served: Array) -> int | None:
+    """Requests after which the total stays below that of the target alone; `None` where it does not."""
+    behind = np.flatnonzero(np.cumsum(alone - served) < 0)
+    if len(behind) == 0:
+        return 0
+    return None if behind[-1] == len(alone) - 1 else int(behind[-1]) + 2
 
 
-def balance(found: Run, account: Account, stop: int, load: float, interval: int) -> Array:
-    """What was saved less what was paid, after each request."""
-    static, learned = rounds(found.static) * account.round, rounds(found.learned[stop]) * account.round
-    idle = static * (1 - load) / load
-    paid = np.zeros(len(static))
-    for i in range(stop // interval):
-        those = slice(i * interval, (i + 1) * interval)
-        paid[those.stop - 1] = max(account.updates[i] - idle[those].sum(), 0.0)
-    return np.cumsum(static - learned - paid)
+def ratio(alone: Array, served: Array, seed: int) -> list[float]:
+    """Times as fast over all, and its 95% interval by resampling blocks of requests."""
+    size = min(BLOCK, max(len(alone) // 4, 1))
+    blocks = [slice(i, i + size) for i in range(0, len(alone) - size + 1, size)]
+    sums = np.array([[alone[b].sum(), served[b].sum()] for b in blocks])
+    drawn = sums[np.random.default_rng(seed).integers(len(sums), size=(2000, len(sums)))].sum(1)
+    low, high = np.percentile(drawn[:, 0] / drawn[:, 1], [2.5, 97.5])
+    return [float(alone.sum() / served.sum()), float(low), float(high)]
 
 
-def break_even(net: Array) -> tuple[float, bool]:
-    """The number of requests after which the balance stays at least zero (infinite: never), and whether it had to be
-    extrapolated."""
-    if net[-1] >= 0:
-        below = np.flatnonzero(net < 0)
-        return (float(below[-1] + 2) if len(below) else 0.0), False
-    start = round(len(net) * 0.8)
-    slope = (net[-1] - net[start - 1]) / (len(net) - start)
-    return (len(net) - net[-1] / slope if slope > 0 else math.inf), True
+def accelerator(traces: Sequence[Trace], static: Sequence[float], learned: Sequence[float], tokens: Array) -> Any:
+    """Seconds of each request of the model: the target alone, and served, and learned from."""
+    read = {size: size * 2 / BANDWIDTH for size in (TARGET, DRAFT)}
+
+    def forward(size: float, fed: float) -> float:
+        return max(read[size], 2 * size * fed / FLOPS)
+
+    answers = np.array([len(t) for t in traces])
+    prefill = np.array([forward(TARGET, len(t.prompt_ids)) for t in traces])
+    drafted = np.array([forward(DRAFT, len(t.prompt_ids)) for t in traces])
+    alone = prefill + answers * forward(TARGET, 1)
+    a_round = forward(TARGET, K + 1) + K * forward(DRAFT, 1)
+
+    def served(alphas: Sequence[float]) -> Array:
+        return prefill + drafted + answers / np.array([expected_block_efficiency(a, K) for a in alphas]) * a_round
+
+    steps = tokens / 480
+    learning = 6 * DRAFT * tokens * 1.6 / FLOPS + steps * 32 * DRAFT / BANDWIDTH  # prompts are forwarded, too
+    compared = np.array([2 * forward(DRAFT, len(t) + len(t.prompt_ids)) for t in traces])
+    return alone, served(static), served(learned) + learning + compared
 
 
-def shown(requests: float, extrapolated: bool) -> str:
-    if math.isinf(requests):
-        return "never"
-    return f"~{requests:,.0f}" if extrapolated else "at once" if requests == 0 else f"{requests:.0f}"
+def account(alone: Array, served: Array, seed: int) -> dict[str, Any]:
+    fifth = slice(round(len(alone) * 0.8), None)
+    return {
+        "paid_after": paid_after(alone, served),
+        "times_alone": ratio(alone, served, seed),
+        "times_alone_last_fifth": float(alone[fifth].sum() / served[fifth].sum()),
+    }
 
 
-def matrix_parameters(model: Any) -> int:
-    """Parameters that a token is multiplied with: looking up an embedding costs nothing, a tied head does."""
-    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
-    return model.num_parameters() - (0 if tied else model.get_input_embeddings().weight.numel())
-
-
-def plot(name: str, mean_net: dict[tuple[str, float, int], Array], last: int) -> None:
-    """Mean balance of the data sets: loads across, ways of counting down, a line for each stop."""
-    ways, loads, stops = (list(dict.fromkeys(key[i] for key in mean_net)) for i in range(3))
-    size = (3.4 * len(loads), 2.9 * len(ways))
-    with drawing(name, len(ways), len(loads), figsize=size, sharex=True, dpi=120) as (_, axes):
-        for (row, way), (column, load) in itertools.product(enumerate(ways), enumerate(loads)):
-            axis = axes[row, column]
-            for number, stop in enumerate(stops):
-                label = "learns throughout" if stop == last else f"learns from the first {stop}"
-                axis.plot(np.arange(1, last + 1), mean_net[way, load, stop], color=f"C{number}", label=label)
-            axis.axhline(0, color="0.4", linewidth=0.8)
-            axis.grid(alpha=0.3)
-        for axis, load in zip(axes[0], loads, strict=True):
-            axis.set_title(f"load {load:g}")
-        for axis in axes[-1]:
-            axis.set_xlabel("request")
-        for axis, way in zip(axes[:, 0], ways, strict=True):
-            axis.set_ylabel(f"balance in {way},\nserved requests' worth")
-        axes[0, 0].legend(fontsize=8)
+def report_on(found: Served, alone: Array, static: Sequence[AcceptanceStats], name: str, seed: int) -> dict[str, Any]:
+    seconds, learning = np.array(found.seconds), np.array(found.learning)
+    stats = [AcceptanceStats.from_trace(trace) for trace in found.traces]
+    fifth = slice(round(len(alone) * 0.8), None)
+    alphas = [[s.alpha if s.examined else 0.5 for s in side] for side in (static, stats)]
+    updates = np.array(found.effort) * found.assistant.config.steps_per_update
+    tokens = updates / found.assistant.config.update_interval * (found.assistant.config.batch_positions or 1500)
+    model = accelerator(found.traces, *alphas, tokens)
+    p50, p99 = np.percentile(seconds, [50, 99])
+    row = {
+        "dataset": name, "rule": found.rule, "seed": seed, "requests": len(alone),
+        "alone_seconds": float(alone.mean()), "served_seconds": float((seconds - learning).mean()),
+        "learning_seconds": float(learning.mean()),
+        **account(alone, seconds, seed),
+        "learning_share_last_fifth": float(learning[fifth].sum() / (seconds - learning)[fifth].sum()),
+        "saved_seconds": found.assistant.saved_seconds,
+        "alpha": last_share(stats).alpha, "static": last_share([*static]).alpha,
+        "p50": float(p50), "p99": float(p99), "effort": found.effort[-1], "identical": found.same,
+        "model": {
+            **account(model[0], model[2], seed), "static_times_alone": float(model[0].sum() / model[1].sum()),
+        },
+        "curve": np.cumsum(alone - seconds).round(3).tolist(),
+    }  # fmt: skip
+    times, low, high = row["times_alone"]
+    paid = {way: "not" if (n := part["paid_after"]) is None else f"{n}" for way, part in
+            (("here", row), ("model", row["model"]))}  # fmt: skip
+    print(
+        f"{name} {found.rule} seed {seed}: {len(alone)} requests, alpha {row['static']:.3f} > {row['alpha']:.3f}; a "
+        f"request alone {row['alone_seconds']:.3f} s, served {row['served_seconds']:.3f}, learning "
+        f"{row['learning_seconds']:.3f}; {times:.3f} [{low:.3f}, {high:.3f}] times alone, last fifth "
+        f"{row['times_alone_last_fifth']:.3f} (learning {row['learning_share_last_fifth']:.1%} of serving); paid "
+        f"after {paid['here']}; p50 {p50:.3f}, p99 {p99:.3f} s; {found.same}/{len(alone)} identical; H100 model "
+        f"{row['model']['times_alone'][0]:.2f}, last fifth {row['model']['times_alone_last_fifth']:.2f}, static "
+        f"{row['model']['static_times_alone']:.2f}, paid after {paid['model']}",
+        flush=True,
+    )
+    return row
 
 
 def main() -> None:
-    parser = make_parser(__doc__, "break_even")
+    parser = make_parser(__doc__, "break_even", traces=False)
     parser.add_argument("--datasets", nargs="+", default=list(TEMPLATES))
     parser.add_argument("--requests", type=int, default=600)
-    parser.add_argument("--stops", type=int, nargs="*", default=[64, 128, 256], help="learn from the first N only")
-    parser.add_argument("--loads", type=float, nargs="+", default=[0.3, 0.6, 0.9, 1.0])
-    parser.add_argument("--token-ms", type=float, default=3.0, help="of the target alone")
-    parser.add_argument("--round-ms", type=float, default=8.8, help="of a round at k = 5, lean drafting")
-    parser.add_argument("--target-parameters", type=float, default=7e9, help="of the pair that is not there")
-    parser.add_argument("--draft-parameters", type=float, default=160e6)
+    parser.add_argument("--rules", nargs="+", default=["default"], choices=list(RULES))
+    parser.add_argument("--no-compile", action="store_true", help="draft eagerly")
     args = parser.parse_args()
-    config = OnlineConfig(gate=False, seed=args.seed)
-    every = config.update_interval
-    if any(not 0 < stop < args.requests or stop % every for stop in args.stops):
-        parser.error(f"--stops must be below --requests and multiples of {every}.")
-    pair, started = load_pair(), time.time()
-    other = f"{args.target_parameters / 1e9:g}B FLOPs"
-    sizes = {
-        "lab FLOPs": (float(matrix_parameters(pair[0])), float(matrix_parameters(pair[1]))),
-        other: (args.target_parameters, args.draft_parameters),
-    }
-    stops = [*sorted(args.stops), args.requests]
-    rows: list[dict[str, Any]] = []
-    nets: dict[tuple[str, float, int], list[Array]] = {}
+    pair, started, rows, starts = load_pair(), time.time(), [], {}
     for name in args.datasets:
-        traces = recorded(name, args.seed, args.requests, args.traces, pair)
-        found = run(pair[1], traces, stops, config, name)
-        alone = args.token_ms / 1e3 * float(np.mean([len(t) for t in traces]))
-        static, learner = args.round_ms / 1e3 * rounds(found.static).mean(), found.seconds.sum() / len(traces)
-        frozen = {stop: last_share(stats) for stop, stats in found.learned.items()}
-        print(
-            f"\n{name}: {len(traces)} requests; seconds a request: target alone {alone:.3f}, static draft "
-            f"{static:.3f}, learning {learner:.3f}; last fifth's alpha: static {last_share(found.static).alpha:.3f}, "
-            + ", ".join(f"{s.alpha:.3f} learned from {stop}" for stop, s in frozen.items()),
-            flush=True,
-        )
-        for way, account in accounts(found, args, sizes).items():
-            for stop in stops:
-                cells = {}
-                for load in args.loads:
-                    net = balance(found, account, stop, load, every)
-                    unit = rounds(found.static).mean() * account.round
-                    nets.setdefault((way, load, stop), []).append(net / unit)
-                    cells[load] = (*break_even(net), net[-1] / unit)
-                end = last_share(found.static).target_forwards - frozen[stop].target_forwards
-                rows.append(
-                    {
-                        "dataset": name, "way": way, "learns_from": stop, "round": account.round,
-                        "update": float(account.updates.mean()), "alpha_last_fifth": frozen[stop].alpha,
-                        "static_last_fifth": last_share(found.static).alpha,
-                        "saved_per_request_last_fifth": end / frozen[stop].num_requests * account.round,
-                        "learning_per_request": float(account.updates[: stop // every].sum()) / stop,
-                        "loads": [
-                            {
-                                "load": load, "requests": None if math.isinf(n) else n, "extrapolated": guessed,
-                                "net_in_served_requests": end_net,
-                            }
-                            for load, (n, guessed, end_net) in cells.items()
-                        ],
-                    }
-                )  # fmt: skip
-                print(
-                    f"  {way:10s} learns from {stop:3d}: a request at the end saves "
-                    f"{rows[-1]['saved_per_request_last_fifth']:.3g}, learning costs "
-                    f"{rows[-1]['learning_per_request']:.3g} each; paid after "
-                    + "  ".join(f"{shown(n, guessed)} ({load:g})" for load, (n, guessed, _) in cells.items()),
-                    flush=True,
-                )
-        rows[-1]["seconds_per_request"] = {"target_alone": alone, "static": static, "learning": learner}
-    plot(args.name, {key: np.mean(n, axis=0) for key, n in nets.items()}, args.requests)
-    report = {
-        "config": config.to_dict(), "k": K, "token_ms": args.token_ms, "round_ms": args.round_ms,
-        "parameters": {way: {"target": t, "draft": d} for way, (t, d) in sizes.items()}, "rows": rows,
-    }  # fmt: skip
-    write_report(args.name, report, seed=args.seed, requests=args.requests, **run_facts(started))
+        asked = prompts(name, pair.tokenizer, args.requests, args.seed)
+        ways = [Served(pair, rule, args.seed, not args.no_compile) for rule in args.rules]
+        for way in ways:  # what only a first request pays, of both sizes of caches
+            begun = time.perf_counter()
+            for length in (20, 200):
+                ids, settings = generated(range(100, 100 + length))
+                pair.target.generate(ids, **settings)
+                way.assistant.generate(ids, learn=False, **settings)
+            starts[f"{name} {way.rule}"] = time.perf_counter() - begun
+            way.assistant.reset_stats()
+        alone: list[float] = []
+        for i, prompt in enumerate(tqdm(asked, desc=name, leave=False)):
+            ids, settings = generated(prompt)
+            begun = time.perf_counter()
+            answer = pair.target.generate(ids, **settings)
+            alone.append(time.perf_counter() - begun)
+            for way in np.roll(np.array(ways, dtype=object), i):
+                way.answer(ids, answer, settings)
+        static = replay_each(pair.draft, ways[0].traces, K)
+        rows += [report_on(way, np.array(alone), static, name, args.seed) for way in ways]
+        for way in ways:
+            way.assistant.close()
+        report = {"config": OnlineConfig().to_dict(), "start_seconds": starts, "rows": rows}
+        write_report(args.name, report, seed=args.seed, requests=args.requests, **run_facts(started))
+    with drawing(args.name, figsize=(8, 4.5)) as (_, axes):
+        for row in rows:
+            axes[0, 0].plot(row["curve"], label=f"{row['dataset']}, {row['rule']}")
+        axes[0, 0].axhline(0, color="0.5", linewidth=0.8)
+        axes[0, 0].set(xlabel="request", ylabel="seconds ahead of the target alone, learning counted")
+        axes[0, 0].legend(fontsize=8)
+        axes[0, 0].grid(alpha=0.3)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ What acceptance costs: alpha gained against what the learner takes, by rule, on 
     OSD_HF_DATA=... python recipes/frontier.py --rules default before --seeds 0 1 2
     OSD_HF_DATA=... python recipes/frontier.py --requests 16 --rules default --datasets gsm8k     # smoke
 
-Each rule changes the default in the fields that it names. Simulated by replay over recorded target traces, one pass
+Each rule changes the default in the fields that it names; most are run as whole updates without the gate, so that
+every version serves, as the row `rule alone` is. Simulated by replay over recorded target traces, one pass
 from a fresh draft. Measured are alpha over the last fifth and over the first 40 requests, both beside the static
 draft's on the same requests, and the learner's processor seconds and FLOPs a request, the gate's included: 6 a
 parameter and token that has a gradient, 2 a parameter and token that is read only. Rows are added to the report, so
@@ -39,28 +40,28 @@ from common import (
 from osd_hf import AcceptanceStats, OnlineConfig, Trace
 from osd_hf.replay import replay_each
 
-# What was the default before this experiment.
-BEFORE: dict[str, Any] = {
-    "update_strategy": "interval", "update_interval": 8, "steps_per_update": 8, "batch_size": 32,
-    "replay_fraction": 0.75, "learning_rate": 1e-3, "min_effort": 1.0,
-}  # fmt: skip
+# Whole updates, every version of which serves: what a rule makes of the requests, without what guards it.
+RULE: dict[str, Any] = {"update_strategy": "interval", "gate": False}
 RULES: dict[str, dict[str, Any]] = {
     "default": {},
-    "before": BEFORE,
+    "rule alone": RULE,
+    # The rule of the versions before this experiment.
+    "before": {**RULE, "steps_per_update": 8, "batch_size": 32, "batch_positions": None, "learning_rate": 1e-3},
     "always full": {"min_effort": 1.0},
-    "half the steps": {"steps_per_update": 10},
-    "twice the steps": {"steps_per_update": 40},
-    "batches of 2": {"batch_size": 2, "replay_fraction": 0.5},
-    "batches of 8": {"batch_size": 8, "steps_per_update": 10},
-    "half replayed": {"replay_fraction": 0.5},
-    "nothing replayed": {"replay_fraction": 0.0},
-    "rate / 2": {"learning_rate": 1e-3},
-    "rate x2": {"learning_rate": 4e-3},
-    "adamw": {"optimizer": "adamw"},
-    "adamw, rate / 2": {"optimizer": "adamw", "learning_rate": 1e-3},
-    "average 0.99": {"weight_average": 0.99},
-    "last weights": {"weight_average": 0.0},
-    "interval 8": {"update_interval": 8, "steps_per_update": 10},
+    "steps / 2": {**RULE, "steps_per_update": 5},
+    "steps x2": {**RULE, "steps_per_update": 18},
+    "batches / 2, steps x2": {**RULE, "batch_positions": 240, "steps_per_update": 18},
+    "batches x2, steps / 2": {**RULE, "batch_positions": 960, "batch_size": 32, "steps_per_update": 5},
+    "half replayed": {**RULE, "replay_fraction": 0.5},
+    "nothing replayed": {**RULE, "replay_fraction": 0.0},
+    "rate / 2": {**RULE, "learning_rate": 1.5e-3},
+    "rate x2": {**RULE, "learning_rate": 6e-3},
+    "adamw": {**RULE, "optimizer": "adamw"},
+    "adamw, rate / 3": {**RULE, "optimizer": "adamw", "learning_rate": 1e-3},
+    "average 0.95": {**RULE, "weight_average": 0.95},
+    "last weights": {**RULE, "weight_average": 0.0},
+    "jsd": {**RULE, "divergence": "jsd"},
+    "corrections only": {**RULE, "learn_from": "corrections"},
 }
 
 
@@ -118,7 +119,7 @@ def plot(rows: list[dict[str, Any]], report: str) -> None:
         for axis, name in zip(axes[0], names, strict=True):
             for r in (r for r in rows if r["dataset"] == name):
                 point = r["learner_seconds_per_request"] * 1e3, r["alpha"]
-                color = {"default": "C3", "before": "C2"}.get(r["rule"], "C0")
+                color = {"default": "C3", "rule alone": "C1", "before": "C2"}.get(r["rule"], "C0")
                 axis.scatter(*point, color=color, s=60 if color != "C0" else 18)
                 axis.annotate(r["rule"], point, fontsize=6, xytext=(3, 2), textcoords="offset points")
             axis.set(title=name, xlabel="learner, processor ms a request", xscale="log")

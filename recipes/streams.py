@@ -2,17 +2,19 @@
 The paper's streams of requests, by replay over recorded target traces: acceptance while the traffic changes, of the
 learning draft against the static one, with a plot of each.
 
-    OSD_HF_DATA=... python recipes/streams.py                                  # all three, 600 requests a data set
-    OSD_HF_DATA=... python recipes/streams.py --stream sharp --paper-rule
-    OSD_HF_DATA=... python recipes/streams.py --requests 16 --window 8         # smoke
+    OSD_HF_DATA=... python recipes/streams.py                                  # all, 600 requests a data set, 3 seeds
+    OSD_HF_DATA=... python recipes/streams.py --stream sharp --rule before --name streams_before
+    OSD_HF_DATA=... python recipes/streams.py --requests 16 --seeds 0 --window 8                # smoke
 
 sharp     gsm8k, spider, finance, code, one after the other; how many requests it takes to win back 90% of what each
           switch costs
 smooth    spider grows from a tenth to eight tenths of the traffic, gsm8k shrinks the other way, finance keeps a tenth
 two_mix   gsm8k and finance mixed; only requests of gsm8k are learned from at first, only those of finance in the
           second half
+every_10, every_50, every_200   the four data sets by turns, switched every so many requests; 800 in all
 
-What a switch costs, and what is won back, is measured as gain over the static draft on the same requests, which
+Simulated as it is served by default: with the gate, and with the choice between the learned draft and the draft as it
+was. What a switch costs, and what is won back, is measured as gain over the static draft on the same requests, which
 cancels how hard they are: from the first 8 requests, served before anything was learned from the new data set, to the
 level of the last fifth of its segment. Gains are pooled over a window, as in the plot, whose lag is counted.
 """
@@ -21,14 +23,28 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 import common
 import numpy as np
-from common import K, drawing, last_share, load_pair, make_parser, pooled, recorded, simulated, write_report
+from common import (
+    K,
+    drawing,
+    kept,
+    last_share,
+    load_pair,
+    make_parser,
+    pooled,
+    recorded,
+    requests_stats,
+    rotate,
+    simulated,
+    write_report,
+)
 
 from osd_hf import AcceptanceStats, OnlineConfig, Trace
 from osd_hf.bench.display import rolling_alpha
@@ -39,7 +55,18 @@ DATASETS = {
     "sharp": common.DATASETS,
     "smooth": ("spider", "gsm8k", "finance_alpaca"),
     "two_mix": ("gsm8k", "finance_alpaca"),
+    **dict.fromkeys(("every_10", "every_50", "every_200"), common.DATASETS),
 }
+# The rule before, each version of which served; and what is the paper's.
+RULES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "before": {
+        "update_strategy": "interval", "steps_per_update": 8, "batch_size": 32, "batch_positions": None,
+        "learning_rate": 1e-3, "gate": False,
+    },
+    "paper": OnlineConfig.paper().to_dict(),
+}  # fmt: skip
+WINDOW = 20  # requests in a row over which learning should not be worse than not learning
 Stats = Sequence[AcceptanceStats]
 
 
@@ -66,6 +93,11 @@ def two_mix(traces: dict[str, list[Trace]], rng: random.Random) -> list[Trace]:
         trace if trace.domain == (first if i < len(stream) // 2 else second) else not_learned(trace)
         for i, trace in enumerate(stream)
     ]
+
+
+def every(segment: int) -> Callable[[dict[str, list[Trace]], random.Random], list[Trace]]:
+    """The data sets by turns, for so many requests each."""
+    return lambda traces, rng: rotate(traces, segment, len(next(iter(traces.values()))) // 200 * 200 * 4 // 3 or 16)
 
 
 def not_learned(trace: Trace) -> Trace:
@@ -136,17 +168,28 @@ def by_part(stream: list[Trace], learned: Stats, static: Stats, parts: int) -> l
     return rows
 
 
-def plot(name: str, kind: str, stream: list[Trace], learned: Stats, static: Stats, window: int) -> None:
-    """Rolling alpha over the requests: one pair of lines, or where two are mixed, one for each data set."""
+def worst_window(pairs: Sequence[tuple[Stats, Stats]]) -> dict[str, Any]:
+    """Where learning was furthest below the static draft, over any `WINDOW` requests in a row: of the mean of the
+    seeds, and of each."""
+    gains = np.array([rolling_alpha(learned, WINDOW) - rolling_alpha(static, WINDOW) for learned, static in pairs])
+    gains = gains[:, WINDOW - 1 :]
+    mean = gains.mean(0)
+    return {"gain": float(mean.min()), "ends_at": int(mean.argmin()) + WINDOW, "by_seed": gains.min(1).tolist()}
+
+
+def plot(name: str, kind: str, stream: list[Trace], pairs: Sequence[tuple[Stats, Stats]], window: int) -> None:
+    """Rolling alpha over the requests, mean of the seeds: one pair of lines, or where two are mixed, one for each
+    data set of the first seed."""
     domains = [str(trace.domain) for trace in stream]
     lines = {"": range(len(stream))}
     if kind == "two_mix":
-        lines = {name: [i for i, d in enumerate(domains) if d == name] for name in dict.fromkeys(domains)}
+        pairs, places_of = pairs[:1], dict.fromkeys(domains)
+        lines = {name: [i for i, d in enumerate(domains) if d == name] for name in places_of}
     with drawing(f"{name}_{kind}", figsize=(9, 4)) as (_, axes):
         axis = axes[0, 0]
         for number, (domain, places) in enumerate(lines.items()):
-            for label, stats, style in (("learning", learned, "-"), ("static", static, "--")):
-                alpha = rolling_alpha([stats[i] for i in places], window)
+            for side, (label, style) in enumerate((("learning", "-"), ("static", "--"))):
+                alpha = np.mean([rolling_alpha([pair[side][i] for i in places], window) for pair in pairs], axis=0)
                 axis.plot([i + 1 for i in places], alpha, style, color=f"C{number}", label=f"{label} {domain}".strip())
         notes = {}
         if kind == "sharp":
@@ -162,50 +205,82 @@ def plot(name: str, kind: str, stream: list[Trace], learned: Stats, static: Stat
         axis.grid(alpha=0.3)
 
 
+MAKE = {
+    "sharp": sharp, "smooth": smooth, "two_mix": two_mix, "every_10": every(10), "every_50": every(50),
+    "every_200": every(200),
+}  # fmt: skip
+
+
 def earlier(name: str) -> dict[str, Any]:
     """The streams of an earlier report; those run now take their places."""
     path = common.RESULTS / f"{name}.json"
     return dict(json.loads(path.read_text())["streams"]) if path.exists() else {}
 
 
+def served(counts: Sequence[Sequence[float]]) -> Stats:
+    """The stats of requests whose counts were kept."""
+    return [
+        AcceptanceStats.from_counts(drafted=e, examined=e, accepted=a, emitted=e, target_forwards=1) for e, a in counts
+    ]
+
+
 def main() -> None:
-    parser = make_parser(__doc__, "streams")
+    parser = make_parser(__doc__, "streams", seed=False)
     parser.add_argument("--stream", nargs="+", choices=tuple(DATASETS), default=list(DATASETS))
     parser.add_argument("--requests", type=int, default=600, help="of each data set")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--window", type=int, default=32, help="requests pooled in a point")
-    parser.add_argument("--paper-rule", action="store_true", help="the paper's update in place of ours")
+    parser.add_argument("--rule", choices=list(RULES), default="default")
     args = parser.parse_args()
-    pair = load_pair()
-    config = (OnlineConfig.paper if args.paper_rule else OnlineConfig)(gate=False, seed=args.seed)
-    make = {"sharp": sharp, "smooth": smooth, "two_mix": two_mix}
+    pair, rule = load_pair(), RULES[args.rule]
     report: dict[str, Any] = {"window": args.window, "streams": earlier(args.name)}
     for kind in args.stream:
-        traces = {name: recorded(name, args.seed, args.requests, args.traces, pair) for name in DATASETS[kind]}
-        stream = make[kind](traces, random.Random(args.seed))
-        static = replay_each(pair.draft, stream, K)
-        learned = simulated(pair.draft, stream, config, bar=kind).stats
-        found: dict[str, Any] = {
-            "config": config.to_dict(), "requests": len(stream), "alpha": pooled(learned), "static": pooled(static),
-            "parts": by_part(stream, learned, static, 2 if kind == "two_mix" else 4),
+        pairs: list[tuple[Stats, Stats]] = []
+        switches, streams = [], []
+        for seed in args.seeds:
+            traces = {name: recorded(name, seed, args.requests, args.traces, pair) for name in DATASETS[kind]}
+            stream = MAKE[kind](traces, random.Random(seed))
+            static, config = replay_each(pair.draft, stream, K), OnlineConfig(**{"seed": seed, **rule})
+            known = zlib.crc32(json.dumps([config.to_dict(), args.requests, provenance()["commit"]]).encode())
+
+            title = f"{kind} seed {seed}"
+
+            def run(stream: list[Trace] = stream, config: OnlineConfig = config, bar: str = title) -> dict[str, Any]:
+                return {"counts": requests_stats(simulated(pair.draft, stream, config, bar=bar))}
+
+            file = args.traces / "streams" / f"{kind}-seed{seed}-{args.rule}-{known:08x}.json"
+            pairs.append((served(kept(file, run)["counts"]), static))
+            streams.append(stream)
+            if kind == "sharp":
+                switches.append(recoveries(stream, *pairs[-1], args.window, config.update_interval))
+            elif kind == "two_mix":
+                switches.append([recovery(stream, *pairs[-1], args.window)])
+        found = report["streams"][kind] = {
+            "config": config.to_dict(), "seeds": args.seeds, "requests": len(stream),
+            "alpha": float(np.mean([pooled(learned) for learned, _ in pairs])),
+            "static": float(np.mean([pooled(static) for _, static in pairs])),
+            "first_40": float(np.mean([pooled(one[:40]) - pooled(still[:40]) for one, still in pairs])),
+            "worst_window": worst_window(pairs), "switches": switches,
+            "parts": [by_part(s, *p, 2 if kind == "two_mix" else 4) for s, p in zip(streams, pairs, strict=True)],
+            "provenance": provenance(seeds=args.seeds, requests=args.requests),
         }  # fmt: skip
-        print(f"\n{kind}: {len(stream)} requests, alpha {found['alpha']:.3f}, static {found['static']:.3f}")
-        if kind == "sharp":
-            found["switches"] = recoveries(stream, learned, static, args.window, config.update_interval)
-        else:
-            for p in found["parts"]:
-                print(f"  {p['part']} {p['dataset']:24s} alpha {p['alpha']:.3f}, static {p['static']:.3f}")
-        if kind == "two_mix":
-            found["switches"] = [recovery(stream, learned, static, args.window)]
-        for s in found.get("switches", ()):
-            back = f"after {s['requests_to_recover']} requests" if s["requests_to_recover"] else "not"
+        worst = found["worst_window"]
+        print(
+            f"\n{kind}: {len(stream)} requests, {len(pairs)} seeds, alpha {found['alpha']:.3f}, static "
+            f"{found['static']:.3f}; first 40 {found['first_40']:+.3f}; the worst {WINDOW} requests "
+            f"{worst['gain']:+.3f}, up to request {worst['ends_at']} (by seed "
+            f"{' '.join(f'{g:+.3f}' for g in worst['by_seed'])})",
+            flush=True,
+        )
+        for those in zip(*switches, strict=True):
+            back = [s["requests_to_recover"] for s in those]
+            low, level, loss = (np.mean([s[key] for s in those]) for key in ("alpha_before", "alpha_level", "loss"))
             print(
-                f"  to {s['to']:24s} alpha {s['alpha_before']:.3f} before, {s['alpha_level']:.3f} at the end; 90% of "
-                f"the loss of {s['loss']:.3f} won back: {back}"
+                f"  to {those[0]['to']:24s} alpha {low:.3f} before, {level:.3f} at the end; 90% of the loss of "
+                f"{loss:.3f} won back after {', '.join('-' if n is None else str(n) for n in back)} requests"
             )
-        found["provenance"] = provenance(seed=args.seed, requests=args.requests)
-        report["streams"][kind] = found
-        plot(args.name, kind, stream, learned, static, args.window)
-    write_report(args.name, report, seed=args.seed, requests=args.requests)
+        plot(args.name, kind, streams[0], pairs, args.window)
+        write_report(args.name, report, seeds=args.seeds, requests=args.requests)
 
 
 if __name__ == "__main__":

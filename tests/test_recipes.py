@@ -16,8 +16,8 @@ SMOKES = {
         *("--requests", "10", "--seeds", "0", "--datasets", "gsm8k", "--rates", "1e-3", "--epochs", "1"),
         *("--live", "2", "--traces", "{traces}"),
     ],
-    "online_rules": [
-        *("--requests", "10", "--rules", "default", "4 steps", "--datasets", "gsm8k", "--traces", "{traces}"),
+    "frontier": [
+        *("--requests", "10", "--rules", "default", "steps / 2", "--datasets", "gsm8k", "--traces", "{traces}"),
     ],
     "lab_drafting": [
         *("--requests", "1", "--learn", "4", "--drafts", "draft", "--datasets", "gsm8k", "--max-new-tokens", "8"),
