@@ -146,7 +146,7 @@ def test_corrections_show_any_text_as_text(pairs: list[tuple[str, str]]) -> None
 def room_of(domain: str, failure: str, outcome: str = "promoted") -> Any:
     decision = GateDecision(outcome, 2, 2, domain, "no reason", 4, 0.5, 0.75)  # type: ignore[arg-type]
     drafts = SimpleNamespace(domains=(domain,), serving_version=lambda _: 2)
-    assistant = SimpleNamespace(drafts=drafts, decisions=(decision,))
+    assistant = SimpleNamespace(drafts=drafts, decisions=(decision,), learning_seconds=2.0, saved_seconds=None)
     records = [Record(1, domain, STATS, STATS, 2)]
     return SimpleNamespace(assistant=assistant, state="failed", failure=failure, snapshot=lambda: records)
 
@@ -180,10 +180,14 @@ def test_a_page_with_nothing_yet_reads() -> None:
     assert "none yet" in Read(view.corrections(Counter())).text
     drafts = SimpleNamespace(domains=(), serving_version=lambda _: 0)
     room: Any = SimpleNamespace(
-        assistant=SimpleNamespace(drafts=drafts, decisions=()), state="idle", failure=None, snapshot=list
+        assistant=SimpleNamespace(drafts=drafts, decisions=(), learning_seconds=2.0, saved_seconds=3.26),
+        state="idle",
+        failure=None,
+        snapshot=list,
     )
     state = Read(view.learner_state(room, False))
     assert "serving: the draft as it was" in state.text
+    assert "learning took 2.0 s and saved 3.3 s of answering" in state.text
     assert state.inside("osd-error") == ""
     assert Read(view.domain_table(room)).text.endswith("all0––")
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import models
@@ -81,7 +82,7 @@ def spoil(assistant: OnlineAssistant) -> None:
     drafts.promote(None, number, noise)
 
 
-@pytest.mark.parametrize("strategy", ["spread", "interval"])
+@pytest.mark.parametrize("strategy", ["spread", "interval", "idle", "manual"])
 def test_after_one_answer_a_draft_that_does_badly_is_not_asked_again(strategy: str) -> None:
     target, draft = models.pair(noise=0.1)
     with OnlineAssistant(target, draft, config=replace(CONFIG, update_strategy=strategy)) as assistant:
@@ -93,8 +94,26 @@ def test_after_one_answer_a_draft_that_does_badly_is_not_asked_again(strategy: s
             output, version = served_by(assistant, ids)
             assert torch.equal(output, target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12))
             versions.append(version)
+            assert assistant.wait_until_idle(60)
         assert versions == [bad, 0]
         assert assistant._learner.prefers_original(None)
+
+
+def test_what_is_known_of_both_outlives_a_session(tmp_path: Path) -> None:
+    target, draft = models.pair(noise=0.1)
+    prompts = models.prompts(8)
+    with OnlineAssistant(target, draft, config=CONFIG) as assistant:
+        served_by(assistant, prompts[0])
+        spoil(assistant)
+        served_by(assistant, prompts[1])
+        assistant._learner.lessons[None].effort.share = 0.25
+        known = assistant._learner.lessons[None].choice.alphas()
+        assistant.save_state(tmp_path)
+    with OnlineAssistant(target, draft, config=CONFIG) as resumed:
+        resumed.load_state(tmp_path)
+        assert resumed._learner.lessons[None].choice.alphas() == known
+        assert resumed.effort == 0.25
+        assert served_by(resumed, prompts[2])[1] == 0
 
 
 def test_without_a_gate_every_request_is_served_by_the_newest_version() -> None:
@@ -155,8 +174,7 @@ def test_what_was_saved_is_rounds_that_the_draft_as_it_was_would_have_needed() -
         assistant.drafts.promote(None, number, perfect)
         ids = models.prompts(6)[5]
         served_by(assistant, ids)
-        needed = [assistant._learner.lessons[None].choice.of(t) for t in assistant._learner.lessons[None].unwatched]
-        original, learned = needed[-1] or (of(0), of(0))
+        original, learned = list(assistant._learner.lessons[None].choice._known.values())[-1]
         seconds = assistant.drafts.pacer.round_seconds(3)
         assert seconds is not None and learned.target_forwards < original.target_forwards
         saved = (original.target_forwards - learned.target_forwards) * seconds

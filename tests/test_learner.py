@@ -329,9 +329,12 @@ def bypass(taught: Learner, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Updater, "snapshot", bad)
 
 
+# Where little is learned, versions are watched all the same.
+@pytest.mark.parametrize("effort", [1.0, 0.0625])
 @pytest.mark.parametrize("regress", [spoil_serving, bypass])
 def test_a_version_that_does_worse_than_the_one_before_it_goes(
     regress: Callable[..., None],
+    effort: float,
     recorded: list[Trace],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -349,6 +352,7 @@ def test_a_version_that_does_worse_than_the_one_before_it_goes(
             taught.update()
     bad = taught.drafts.serving_version()
     assert replayed(taught.drafts.model(None), recorded).alpha < good - 0.2
+    taught.lessons[None].effort.share = effort
     with caplog.at_level(logging.WARNING):
         simulate(None, stream(recorded, 16), learner=taught)
     (decision,) = [d for d in taught.decisions if d.outcome == "rolled back"]

@@ -63,7 +63,8 @@ def test_the_report_has_each_domain_and_all_of_them(finished):
         assert {part["emitted"] for part in parts} == {24}
     assert every["answers"] == 12
     assert report["outputs"] == {"identical": 16, "tied": 0, "differing": 0}
-    assert report["updates"] == 2
+    assert report["updates"] == 1  # the second was spread over requests that did not come any more
+    assert report["learning_seconds"] > 0
     assert set(every["tokens_per_second"]) == {"target alone", "static draft", "learned draft"}
     assert report["provenance"]["seed"] == 0
 

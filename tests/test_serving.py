@@ -396,3 +396,19 @@ def test_two_processes_do_not_serve_into_one_folder(pair, prompts, straight, tmp
     lock.close()
     changed = {path for path in before if path.read_bytes() != before[path]}
     assert changed <= {folder / "settings.json"}
+
+
+def test_where_acceptance_stands_a_run_learns_less_often(pair, prompts, tmp_path):
+    loaded = [AutoModelForCausalLM.from_pretrained(pair / name) for name in ("target", "draft")]
+    tokenizer = AutoTokenizer.from_pretrained(pair / "target")
+    settings = {"update_interval": 2, "steps_per_update": 1, "batch_size": 2, "update_strategy": "manual"}
+    rows = [Prompt(i, f"quux {i}") for i in range(REQUESTS)]
+    with OnlineAssistant(*loaded, tokenizer, OnlineConfig(**settings)) as assistant:
+        assistant._learner.lessons[None].effort.share = 0.25
+        encoded = encode_prompts(rows, tokenizer)
+        served = serve(
+            assistant, loaded[1], encoded, tmp_path, generate_kwargs={"max_new_tokens": 4, "do_sample": False}
+        )
+    assert [i for i, request in enumerate(served, 1) if request.update is not None] == [8]
+    report = report_on(served, window=4)
+    assert report["learning_seconds"] >= served[7].learning_seconds >= served[7].update["seconds"] > 0

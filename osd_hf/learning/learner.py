@@ -7,6 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
+from inspect import GEN_RUNNING, getgeneratorstate
 from typing import Any
 
 from accelerate import Accelerator
@@ -27,7 +28,7 @@ __all__ = ["DutyCycle", "Learner"]
 logger = logging.getLogger(__name__)
 
 MOST_DECISIONS = 4096
-Work = Generator[None, None, UpdateReport]
+Work = Generator[None, None, UpdateReport | None]
 
 
 class DutyCycle:
@@ -124,14 +125,25 @@ class Learner:
                 lesson.observe(trace)
 
     def due(self) -> Lesson | None:
-        """Whose update should begin now; `None` while learning rests, is paused, or waits for requests."""
-        return None if self.duty_cycle.rest_seconds() > 0 else self._due()
+        """Whose update should begin now; `None` while learning rests, is paused, or waits for requests or to be asked
+        for."""
+        must_wait = self.config.update_strategy == "manual" or self.duty_cycle.rest_seconds() > 0
+        return None if must_wait else self._due()
 
     def _due(self) -> Lesson | None:
         if self.is_paused:
             return None
         lesson = self.lessons.get(self.fullest())
         return lesson if lesson is not None and lesson.requests_waiting >= lesson.update_interval else None
+
+    def _with_arrived(self) -> Lesson | None:
+        """Whose requests have not all been compared yet."""
+        if not self.chooses or self.is_paused:
+            return None
+        return next((lesson for lesson in self.lessons.values() if self._has_arrived(lesson)), None)
+
+    def _has_arrived(self, lesson: Lesson) -> bool:
+        return bool(lesson.arrived) and self.drafts.serving_version(lesson.domain) != 0
 
     def fullest(self) -> str | None:
         """The domain whose draft has the most requests waiting, by its effort; `None` where all share one, or there is
@@ -143,7 +155,9 @@ class Learner:
 
     def has_work(self) -> bool:
         """Whether there is a micro-step to take, now or after the rest that learning has to take."""
-        return not self.is_paused and (self._work is not None or self._due() is not None)
+        return not self.is_paused and (
+            self._work is not None or self._due() is not None or self._with_arrived() is not None
+        )
 
     def pause(self, is_paused: bool) -> None:
         """Begin no update, and take no further step of one under way; with `False`: learn again."""
@@ -152,21 +166,28 @@ class Learner:
     # --- work -------------------------------------------------------------------------------------------------------
 
     def step(self) -> UpdateReport | None:
-        """One micro-step of the update under way, or of the one that is due; its report where that was the last."""
+        """One micro-step of the update under way, or of the one that is due, or else of comparing what has arrived;
+        the report of an update where that was the last."""
         if self._work is None:
-            lesson = self.due()
-            if lesson is None:
+            if (lesson := self.due()) is not None:
+                self._work = lesson.domain, self._update(lesson.domain, None)
+                self._parts, self._requests_left = 0, lesson.update_interval
+            elif (lesson := self._with_arrived()) is not None:
+                self._work = lesson.domain, self._follow(lesson)
+            else:
                 return None
-            self._work, self._spent = (lesson.domain, self._update(lesson.domain, None)), 0.0
-            self._parts, self._requests_left = 0, lesson.update_interval
+            self._spent = 0.0
         domain, work = self._work
         self._parts += 1
         started = self._timer()
         try:
             next(work)
         except StopIteration as done:
-            self._work, self._parts_before = None, self._parts
-            report: UpdateReport = done.value
+            self._work = None
+            report: UpdateReport | None = done.value
+            if report is None:
+                return None
+            self._parts_before = self._parts
             return replace(report, seconds=self._spent + self._timer() - started)
         except BaseException:
             self._work = None
@@ -183,12 +204,12 @@ class Learner:
         updates are spread, the whole of one that is due; none where updates are asked for. Returns the report of an
         update that has ended."""
         started = self._timer()
-        for lesson in self.lessons.values() if self.chooses and not self.is_paused else ():
-            finish(self._compare(lesson))
+        while (lesson := self._with_arrived()) is not None:
+            finish(self._follow(lesson))
         self.seconds += self._timer() - started
         if self.config.update_strategy == "spread":
             return self._advance()
-        due = self.due() if self.config.update_strategy != "manual" else None
+        due = self.due()
         return None if due is None else self.update(due.domain)
 
     def _advance(self) -> UpdateReport | None:
@@ -233,7 +254,7 @@ class Learner:
         for domain in self.drafts.learning:
             self.updater(domain).restart(self.drafts.serving_snapshot(domain))
 
-    def _update(self, domain: str | None, steps: int | None) -> Work:
+    def _update(self, domain: str | None, steps: int | None) -> Generator[None, None, UpdateReport]:
         lesson = self.lessons[domain]
         newest = lesson.begin_update()  # those that arrive meanwhile are for the next update
         updater = self.updater(domain)
@@ -298,6 +319,13 @@ class Learner:
                     lesson.choice.add(trace, original, original)
         return judge(version, serving, domain, list(after), before, list(after.values())), after
 
+    def _follow(self, lesson: Lesson) -> Generator[None, None, None]:
+        """Compare what has arrived and, after as many requests as lie between two updates at full effort, watch: also
+        where updates are rare."""
+        yield from self._compare(lesson)
+        if len(lesson.unwatched) >= self.config.update_interval:
+            yield from self._watch(lesson)
+
     def _compare(self, lesson: Lesson) -> Generator[None, None, None]:
         """Score the requests that have arrived by the draft as it was and by the one that serves, for the choice
         between the two."""
@@ -349,6 +377,9 @@ class Learner:
         ]
         decision = max(filter(None, falls), key=lambda fall: fall.alpha_before or 0.0, default=None)
         if decision is not None:
+            under_way = self._work is not None and self._work[0] == domain and self._work[1]
+            if under_way and getgeneratorstate(under_way) != GEN_RUNNING:
+                self.abandon()  # it would go on from what is given up
             self.updater(domain).restart(self.drafts.roll_back(domain, decision.serving))
             lesson.begin_watching(decision.serving, {})
             with lesson.lock:

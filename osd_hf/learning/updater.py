@@ -108,6 +108,7 @@ class Updater:
         # Requests in one forward and backward, at most; between requests nobody knows yet how long one takes.
         self.micro_batch = 1 if config.update_strategy == "idle" else config.batch_size
         self._backward_seconds: float | None = None  # of the last micro-batch
+        self._heads: bool | None = None  # whether they are plain; found out at the first step
         self.accelerator = accelerator or Accelerator(device_placement=False)
         self._shared = dict(AcceleratorState._shared_state)
         with learning_context():
@@ -118,11 +119,6 @@ class Updater:
             made = make_optimizers(self.master, self.parameters, config)
             self.optimizers = [self.accelerator.prepare_optimizer(optimizer) for optimizer in made]
             self.averaged = {name: p.detach().clone() for name, p in self.parameters.items()}
-            try:
-                check_head(self.master)
-                self._has_plain_head = True
-            except UnsupportedModelError:  # whole rows of logits then
-                self._has_plain_head = False
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -288,7 +284,7 @@ class Updater:
         mask = np.concatenate([_learned_mask(t, self.config.learn_from) for t in traces])
         learned = torch.from_numpy(mask)
         count = int(learned.sum())
-        if self._has_plain_head and count:
+        if count and self._has_plain_head():
             where = None if count == len(learned) else learned
             with self.accelerator.autocast():
                 rows, divergence = stored_rows(traces, where), DIVERGENCES[self.config.divergence]
@@ -309,6 +305,16 @@ class Updater:
             divergence=self.config.divergence,
         )
         return loss, count
+
+    def _has_plain_head(self) -> bool:
+        """Whether logits are what the head computes from its inputs, so that they need not all exist at once."""
+        if self._heads is None:
+            try:
+                check_head(self.master)
+                self._heads = True
+            except UnsupportedModelError:
+                self._heads = False
+        return self._heads
 
     def _average(self) -> None:
         # The decay ramps up, so that the start is forgotten at once and not over 1 / (1 - decay) steps.
