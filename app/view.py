@@ -139,6 +139,7 @@ def _batch(batch: Batch, is_newest: bool) -> str:
 def learner_state(room: Room, is_private: bool, is_public: bool = False) -> str:
     """What the learner does, and what became of its last versions; strangers are told of no error word by word."""
     drafts, decisions, state = room.assistant.drafts, room.assistant.decisions, room.state
+    spent, saved = room.assistant.learning_seconds, room.assistant.saved_seconds or 0
     versions = [f"{domain or 'all'} v{drafts.serving_version(domain)}" for domain in drafts.domains]
     whose = "your own, which learns from nobody else" if is_private else "shared by all visitors, from whom it learns"
     told = [f"{escape(d.domain or 'all')} v{d.version} {escape(d.outcome)}{_gain(d)}" for d in decisions[:-4:-1]]
@@ -148,8 +149,7 @@ def learner_state(room: Room, is_private: bool, is_public: bool = False) -> str:
         f'<div class="osd-state" role="status"><span class="osd-dot {state}"></span><b>{state}</b> · the draft is '
         f"{whose}<br>serving: {escape(', '.join(versions)) or 'the draft as it was'}"
         f"<br>newest versions: {'; '.join(told) or 'none yet'}"
-        f"<br>learning took {room.assistant.learning_seconds:.1f} s and saved {room.assistant.saved_seconds or 0:.1f} s "
-        f"of answering{failure}</div>"
+        f"<br>learning took {spent:.1f} s and saved {saved:.1f} s of answering{failure}</div>"
     )
 
 

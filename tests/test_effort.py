@@ -80,3 +80,20 @@ def test_an_assistant_updates_less_often_by_its_effort() -> None:
 def test_a_floor_outside_its_range_is_refused(value: float) -> None:
     with pytest.raises(ConfigError, match="min_effort"):
         OnlineConfig(min_effort=value)
+
+
+@pytest.mark.parametrize("value", [0.5, float("inf"), float("nan")])
+def test_a_ceiling_outside_its_range_is_refused(value: float) -> None:
+    with pytest.raises(ConfigError, match="max_effort"):
+        OnlineConfig(max_effort=value)
+
+
+def test_a_ceiling_above_one_lets_updates_come_sooner() -> None:
+    target, draft = models.pair(noise=0.2)
+    config = OnlineConfig(
+        update_strategy="interval", update_interval=4, max_effort=2, steps_per_update=1, batch_size=2
+    )
+    with OnlineAssistant(target, draft, config=config) as assistant:
+        for ids in models.prompts(8):
+            assistant.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=6)
+        assert len(assistant.decisions) == 4

@@ -21,18 +21,19 @@ FELL = 3.0  # standard errors
 
 class Effort:
     """
-    Share of the configured updates that are done, between `least` and 1. What learning has gained is known by request:
-    how much better the learned draft is on it than the draft as it was. Where the mean of the newest requests is no
-    longer above that of those before, by a standard error, the share is halved; where it is, it is doubled. Where the
-    gain falls, or the draft as it was is the better one, traffic has changed, and all is done again.
+    Share of the configured updates that are done, between `least` and `most`. What learning has gained is known by
+    request: how much better the learned draft is on it than the draft as it was. Where the mean of the newest requests
+    is no longer above that of those before, by a standard error, the share is halved; where it is, it is doubled.
+    Where the gain falls, or the draft as it was is the better one, traffic has changed, and the most is done again.
 
     Args:
         least (`float`): Above 0 and at most 1.
+        most (`float`, *optional*, defaults to 1): At least 1; more than all: updates come sooner than configured.
     """
 
-    def __init__(self, least: float) -> None:
-        self.least = least
-        self.share = 1.0
+    def __init__(self, least: float, most: float = 1.0) -> None:
+        self.least, self.most = least, most
+        self.share = most
         self._gains: deque[float] = deque(maxlen=2 * WINDOW)  # oldest first
         self._undecided = 0  # requests
 
@@ -44,7 +45,7 @@ class Effort:
         self._undecided += 1
         gains = np.array(self._gains)
         recent, before = gains[-RECENT:], gains[:-RECENT]
-        if self.share < 1 and len(before) > RECENT:
+        if self.share < self.most and len(before) > RECENT:
             error = math.sqrt(before.var() / RECENT + before.var() / len(before))
             if recent.mean() < 0 or recent.mean() < before[-WINDOW:].mean() - FELL * error:
                 self.renew()
@@ -54,11 +55,11 @@ class Effort:
             older, newer = gains[:WINDOW], gains[WINDOW:]
             error = math.sqrt((older.var() + newer.var()) / WINDOW)
             factor = 2.0 if newer.mean() - older.mean() > error else 0.5
-            self.share = min(max(self.share * factor, self.least), 1.0)
+            self.share = min(max(self.share * factor, self.least), self.most)
 
     def renew(self) -> None:
-        """Begin again with all of it, from what comes from now on."""
-        self.share, self._undecided = 1.0, 0
+        """Begin again with the most, from what comes from now on."""
+        self.share, self._undecided = self.most, 0
         self._gains.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -67,6 +68,7 @@ class Effort:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state."""
-        self.share, self._undecided = max(float(state["share"]), self.least), int(state["undecided"])
+        self.share = min(max(float(state["share"]), self.least), self.most)
+        self._undecided = int(state["undecided"])
         self._gains.clear()
         self._gains.extend(map(float, state["gains"]))

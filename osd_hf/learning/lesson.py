@@ -120,7 +120,7 @@ class Lesson:
         self.arrived: deque[Trace] = deque(maxlen=WATCHED)  # not yet compared by both drafts
         self.unwatched: deque[Trace] = deque(maxlen=WATCHED)  # compared since somebody looked
         self.choice = Choice()
-        self.effort = Effort(self.config.min_effort)
+        self.effort = Effort(self.config.min_effort, self.config.max_effort)
         self.dropped = 0  # versions in a row
         # What the version of that number makes of held-back requests; what the version before it, the draft as it was,
         # and it itself made of those that it has served.
@@ -149,7 +149,7 @@ class Lesson:
     @property
     def update_interval(self) -> int:
         """Requests between two updates, at the present effort."""
-        return round(self.config.update_interval / self.effort.share)
+        return max(round(self.config.update_interval / self.effort.share), 1)
 
     def begin_update(self) -> list[Trace]:
         """The requests that an update begins with; it is due again after an interval, also where it fails."""
