@@ -137,7 +137,9 @@ def report_on(found: Served, alone: Array, static: Sequence[AcceptanceStats], na
     seconds, learning = np.array(found.seconds), np.array(found.learning)
     stats = [AcceptanceStats.from_trace(trace) for trace in found.traces]
     fifth = slice(round(len(alone) * 0.8), None)
-    alphas = [[s.alpha if s.examined else 0.5 for s in side] for side in (static, stats)]
+    still = [s.alpha if s.examined else 0.0 for s in static]
+    # Where `"auto"` drafted nothing, the draft as it was stands for the learned one.
+    alphas = still, [s.alpha if s.examined else a for s, a in zip(stats, still, strict=True)]
     updates = np.array(found.effort) * found.assistant.config.steps_per_update
     tokens = updates / found.assistant.config.update_interval * (found.assistant.config.batch_positions or 1500)
     model = accelerator(found.traces, *alphas, tokens)
@@ -149,7 +151,7 @@ def report_on(found: Served, alone: Array, static: Sequence[AcceptanceStats], na
         **account(alone, seconds, seed),
         "learning_share_last_fifth": float(learning[fifth].sum() / (seconds - learning)[fifth].sum()),
         "saved_seconds": found.assistant.saved_seconds,
-        "alpha": last_share(stats).alpha, "static": last_share([*static]).alpha,
+        "alpha": (ends := last_share(stats)).alpha if ends.examined else None, "static": last_share([*static]).alpha,
         "p50": float(p50), "p99": float(p99), "effort": found.effort[-1], "identical": found.same,
         "model": {
             **account(model[0], model[2], seed), "static_times_alone": float(model[0].sum() / model[1].sum()),
@@ -160,7 +162,7 @@ def report_on(found: Served, alone: Array, static: Sequence[AcceptanceStats], na
     paid = {way: "not" if (n := part["paid_after"]) is None else f"{n}" for way, part in
             (("here", row), ("model", row["model"]))}  # fmt: skip
     print(
-        f"{name} {found.rule} seed {seed}: {len(alone)} requests, alpha {row['static']:.3f} > {row['alpha']:.3f}; a "
+        f"{name} {found.rule} seed {seed}: {len(alone)} requests, alpha {row['static']:.3f} > {row['alpha'] or 0:.3f}; a "
         f"request alone {row['alone_seconds']:.3f} s, served {row['served_seconds']:.3f}, learning "
         f"{row['learning_seconds']:.3f}; {times:.3f} [{low:.3f}, {high:.3f}] times alone, last fifth "
         f"{row['times_alone_last_fifth']:.3f} (learning {row['learning_share_last_fifth']:.1%} of serving); paid "
