@@ -191,15 +191,16 @@ class OnlineAssistant:
 
     @property
     def effort(self) -> float:
-        """Share of the configured updates that are done now, above 0 and at most 1: less once acceptance no longer
-        rises, see `min_effort`; of the draft with the most, where domains have their own."""
+        """Share of the configured updates that are done now, from `min_effort` to `max_effort`: less once acceptance
+        no longer rises; of the draft with the most, where domains have their own."""
         return max((lesson.effort.share for lesson in self._learner.lessons.values()), default=1.0)
 
     @property
     def saved_seconds(self) -> float | None:
         """What learning has saved so far: time in which the draft as it came would have needed more rounds for the
         same answers, found by replay. Beside [`~OnlineAssistant.learning_seconds`] it says whether learning has paid.
-        `None` until a round was timed; 0 without a gate, as nothing is compared then."""
+        `None` until a round was timed, which stock drafting never does; 0 without a gate, as nothing is compared then.
+        With `num_assistant_tokens="auto"` an estimate, by rounds of 5 drafted tokens."""
         return self._learner.saved_seconds
 
     def wait_until_idle(self, timeout: float | None = None) -> bool:
@@ -212,7 +213,7 @@ class OnlineAssistant:
     @property
     def draft(self) -> Any:
         """The draft that serves (with drafts per domain: the base draft), an ordinary transformers model. Its weights
-        change between requests; where requests overlap, a new version may be another model: ask again."""
+        change between requests, and a new version may be another model: ask again."""
         return self.serving_draft()
 
     def serving_draft(self, domain: str | None = None) -> Any:

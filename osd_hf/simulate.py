@@ -11,6 +11,7 @@ from osd_hf.errors import ConfigError, DataError
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.learner import Learner
+from osd_hf.learning.lesson import WATCHED
 from osd_hf.learning.updater import UpdateReport
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.replay import redraft, replay_each
@@ -65,7 +66,7 @@ def simulate(
 ) -> SimulationReport:  # fmt: skip
     """
     Serve recorded greedy requests one after the other to a learning draft. Counts are those of a live run, as greedy
-    replay is exact (see [`replay`], also of `drafted`) and requests between two updates do not depend on each other.
+    replay is exact (see [`replay`], also of `drafted`).
     Updates follow `update_interval`: spread over the requests between two or whole, as they are without a simulation;
     whole for `"idle"`.
 
@@ -163,7 +164,8 @@ def _until_due(learner: Learner, traces: Sequence[Trace], start: int) -> int:
         domain = trace.domain if learner.drafts.per_domain else None
         waiting[domain] = waiting.get(domain, 0) + 1
         lesson = learner.lessons.get(domain)
-        if waiting[domain] >= (lesson.update_interval if lesson is not None else learner.config.update_interval):
+        interval = lesson.update_interval if lesson is not None else learner.config.update_interval
+        if waiting[domain] >= interval or count == WATCHED:
             return count
     return len(traces) - start
 

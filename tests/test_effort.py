@@ -55,6 +55,44 @@ def test_all_is_done_again_when_traffic_changes() -> None:
         assert effort.share == 1
 
 
+def test_where_nothing_is_gained_little_is_done() -> None:
+    shares = []
+    for seed in range(20):
+        effort = Effort(1 / 16)
+        gains(effort, noise(16 * WINDOW, seed) / 2)
+        shares.append(effort.share)
+    assert np.median(shares) <= 1 / 8
+
+
+def test_a_slow_fall_is_seen() -> None:
+    looked_at = 0
+    for seed in range(20):
+        effort = Effort(1 / 16)
+        gains(effort, 0.3 + noise(2 * WINDOW + 4 * STRIDE, seed))
+        if effort.share == 1:  # by chance
+            continue
+        looked_at += 1
+        reached = []
+        for one in np.linspace(0.3, 0.05, 5 * WINDOW) + noise(5 * WINDOW, seed + 100):
+            gains(effort, [one])
+            reached.append(effort.share)
+        assert max(reached) == 1
+    assert looked_at > 10
+
+
+def test_where_no_version_is_let_through_little_is_done() -> None:
+    target, draft = models.pair(noise=0.0)  # the draft is the target: nothing can be gained
+    config = OnlineConfig(update_strategy="interval", update_interval=64, steps_per_update=1, batch_size=2)
+    with OnlineAssistant(target, draft, config=config) as assistant:
+        lesson = assistant._learner.lessons[None]
+        gains(lesson.effort, np.zeros(2 * WINDOW + STRIDE - 4))
+        before = lesson.effort.share
+        for ids in models.prompts(8):
+            assistant.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=6)
+        assert assistant.version == 0
+        assert lesson.effort.share < before
+
+
 def test_requests_of_which_nothing_was_examined_say_nothing() -> None:
     effort = Effort(0.5)
     for _ in range(4 * WINDOW):

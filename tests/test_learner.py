@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import models
+import numpy as np
 import pytest
 import torch
 
@@ -224,6 +225,7 @@ def test_learning_by_hand_ends_what_was_under_way(recorded: list[Trace]) -> None
     taught = learner(replace(CONFIG, update_strategy="idle"))
     for trace in stream(recorded, 8):
         taught.observe(None, trace)
+    taught.step()  # compares what has arrived
     taught.step()
     taught.update()
     assert len(taught.decisions) == 2
@@ -415,3 +417,35 @@ def test_only_backward_passes_set_the_size_of_micro_steps(recorded: list[Trace])
         sizes.append(taught.updater(None).micro_batch)
     assert sizes == sorted(sizes, reverse=True)  # nothing that is quick by nature makes them larger
     assert sizes[-1] == 1
+
+
+def test_what_is_tried_meanwhile_changes_no_judgement(recorded: list[Trace]) -> None:
+    taught = learner(replace(CONFIG, update_strategy="spread"))
+    simulate(None, stream(recorded, 64), learner=taught)
+    lesson, drafts = taught.lessons[None], taught.drafts
+    version, candidate = drafts.candidate(None)
+    noise = {name: torch.randn_like(weight) for name, weight in candidate.items()}
+    expected, _ = finish(taught._judge(lesson, version, candidate))
+    lesson.scores.clear()
+    work = taught._judge(lesson, version, candidate)
+    parts = 0
+    while True:
+        drafts.tried(noise)  # as a watch between two answers does
+        try:
+            next(work)
+        except StopIteration as done:
+            decision, _ = done.value
+            break
+        parts += 1
+    assert parts > 2
+    assert decision == expected
+
+
+def test_a_batch_of_one_long_answer_is_new_as_often_as_its_share_says(recorded: list[Trace]) -> None:
+    taught = learner(replace(CONFIG, batch_size=16, batch_positions=1))
+    updater = taught.updater(None)
+    new = [replace(trace) for trace in stream(recorded, 8)]
+    updater.buffer.extend(replace(trace) for trace in stream(recorded, 16))
+    drawn = [updater._batch(new) for _ in range(400)]
+    assert all(len(batch) == 1 for batch in drawn)
+    assert 0.15 < np.mean([any(batch[0] is trace for trace in new) for batch in drawn]) < 0.4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from osd_hf.metrics import AcceptanceStats
@@ -57,15 +58,21 @@ class Choice:
         alphas = self.alphas()
         return alphas is not None and alphas[0] > alphas[1]
 
-    def state_dict(self) -> list[list[dict[str, Any]]]:
-        """What both made of each request, ready for JSON."""
-        return [[stats.to_dict(derived=False) for stats in pair] for pair in self._known.values()]
+    def state_dict(self, places: Mapping[Any, int]) -> list[dict[str, Any]]:
+        """What both made of each request, with its place among those that are saved, ready for JSON."""
+        names = ("original", "learned")
+        return [
+            {"place": places.get(trace), **{n: s.to_dict(derived=False) for n, s in zip(names, pair, strict=True)}}
+            for trace, pair in self._known.items()
+        ]
 
-    def load_state_dict(self, state: list[list[dict[str, Any]]]) -> None:
-        """Go on from a saved state, whose requests themselves are not known any more."""
+    def load_state_dict(self, state: Sequence[Mapping[str, Any]], saved: Sequence[Trace]) -> None:
+        """Go on from a saved state; requests that were not saved themselves are known no more."""
         self._known.clear()
-        for original, learned in state:
-            self._known[object()] = AcceptanceStats.from_dict(original), AcceptanceStats.from_dict(learned)
+        for row in state:
+            trace: object = object() if row["place"] is None else saved[row["place"]]
+            original, learned = (AcceptanceStats.from_dict(row[name]) for name in ("original", "learned"))
+            self._known[trace] = original, learned
 
     def clear(self) -> None:
         """Forget all of it: the drafts are others now."""

@@ -207,6 +207,7 @@ class DomainDrafts:
         self._copies = Copies(base, self._template, self.config, self.pacer)
         self._master: Any = None  # of all domains' adapters
         self._scratch: Any = None
+        self._scratch_holds: Snapshot | None = None
         self._renew_locks()
         in_child(self, DomainDrafts._begin_in_child)
 
@@ -465,7 +466,9 @@ class DomainDrafts:
         """A model with these weights that never serves: valid until the next call."""
         if self._scratch is None:
             self._scratch = self._copies.another()
-        write_snapshot(snapshot, self._scratch, self._template)
+        if self._scratch_holds is not snapshot:
+            write_snapshot(snapshot, self._scratch, self._template)
+            self._scratch_holds = snapshot
         return self._scratch
 
     # --- keeping ----------------------------------------------------------------------------------------------------

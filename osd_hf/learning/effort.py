@@ -17,6 +17,7 @@ WINDOW = 128  # requests of which the mean is compared with that of as many befo
 STRIDE = 64  # requests between two decisions
 RECENT = 12  # requests by which a change of traffic shows
 FELL = 3.0  # standard errors
+WORSE = 4.0  # standard errors below the draft as it was
 
 
 class Effort:
@@ -47,14 +48,20 @@ class Effort:
         recent, before = gains[-RECENT:], gains[:-RECENT]
         if self.share < self.most and len(before) > RECENT:
             error = math.sqrt(before.var() / RECENT + before.var() / len(before))
-            if recent.mean() < 0 or recent.mean() < before[-WINDOW:].mean() - FELL * error:
+            if recent.mean() < -WORSE * before.std() / math.sqrt(RECENT) or (
+                recent.mean() < before[-WINDOW:].mean() - FELL * error
+            ):
                 self.renew()
                 return
         if len(gains) == 2 * WINDOW and self._undecided >= STRIDE:
             self._undecided = 0
             older, newer = gains[:WINDOW], gains[WINDOW:]
             error = math.sqrt((older.var() + newer.var()) / WINDOW)
-            factor = 2.0 if newer.mean() - older.mean() > error else 0.5
+            rise = newer.mean() - older.mean()
+            if rise < -FELL * error:  # slowly, but it falls
+                self.renew()
+                return
+            factor = 2.0 if rise > error else 0.5
             self.share = min(max(self.share * factor, self.least), self.most)
 
     def renew(self) -> None:

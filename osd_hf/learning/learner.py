@@ -137,13 +137,9 @@ class Learner:
         return lesson if lesson is not None and lesson.requests_waiting >= lesson.update_interval else None
 
     def _with_arrived(self) -> Lesson | None:
-        """Whose requests have not all been compared yet."""
-        if not self.chooses or self.is_paused:
-            return None
-        return next((lesson for lesson in self.lessons.values() if self._has_arrived(lesson)), None)
-
-    def _has_arrived(self, lesson: Lesson) -> bool:
-        return bool(lesson.arrived) and self.drafts.serving_version(lesson.domain) != 0
+        """Whose requests the idle thread has not compared yet."""
+        is_idle = self.config.gate and self.config.update_strategy == "idle" and not self.is_paused
+        return next((lesson for lesson in list(self.lessons.values()) if is_idle and lesson.arrived), None)
 
     def fullest(self) -> str | None:
         """The domain whose draft has the most requests waiting, by its effort; `None` where all share one, or there is
@@ -166,14 +162,15 @@ class Learner:
     # --- work -------------------------------------------------------------------------------------------------------
 
     def step(self) -> UpdateReport | None:
-        """One micro-step of the update under way, or of the one that is due, or else of comparing what has arrived;
-        the report of an update where that was the last."""
+        """One micro-step of the work under way, or of comparing what has arrived, or of the update that is due; the
+        report of an update where that was the last."""
         if self._work is None:
-            if (lesson := self.due()) is not None:
-                self._work = lesson.domain, self._update(lesson.domain, None)
-                self._parts, self._requests_left = 0, lesson.update_interval
-            elif (lesson := self._with_arrived()) is not None:
+            if (lesson := self._with_arrived()) is not None:
                 self._work = lesson.domain, self._follow(lesson)
+            elif (lesson := self.due()) is not None:
+                self._work = lesson.domain, self._update(lesson.domain, None)
+                self._parts = 0
+                self._requests_left = min(lesson.update_interval, self.config.update_interval)
             else:
                 return None
             self._spent = 0.0
@@ -187,7 +184,7 @@ class Learner:
             report: UpdateReport | None = done.value
             if report is None:
                 return None
-            self._parts_before = self._parts
+            self._parts_before = max(self._parts, self.config.steps_per_update)
             return replace(report, seconds=self._spent + self._timer() - started)
         except BaseException:
             self._work = None
@@ -204,9 +201,12 @@ class Learner:
         updates are spread, the whole of one that is due; none where updates are asked for. Returns the report of an
         update that has ended."""
         started = self._timer()
-        while (lesson := self._with_arrived()) is not None:
-            finish(self._follow(lesson))
-        self.seconds += self._timer() - started
+        try:
+            for lesson in list(self.lessons.values()) if self.config.gate and not self.is_paused else ():
+                finish(self._follow(lesson))
+        finally:
+            self.seconds += self._timer() - started
+            self.duty_cycle.worked(self._timer() - started)
         if self.config.update_strategy == "spread":
             return self._advance()
         due = self.due()
@@ -219,6 +219,8 @@ class Learner:
             return None
         started = self._timer()
         report = self.step()
+        if self._work is None:  # done, or paused meanwhile
+            return report
         missing = max(self._parts_before - self._parts + 1, 1)
         share = -(-missing // self._requests_left)
         is_last = self._requests_left == 1
@@ -231,11 +233,11 @@ class Learner:
 
     def update(self, domain: str | None = None, steps: int | None = None) -> UpdateReport:
         """One update of a draft, at once; that of an update under way comes first."""
-        if self._work is not None:
-            (_, work), self._work = self._work, None
-            finish(work)
         started = self._timer()
         try:
+            if self._work is not None:
+                (_, work), self._work = self._work, None
+                finish(work)
             report = finish(self._update(domain, steps))
             return replace(report, seconds=self._timer() - started)
         finally:
@@ -309,7 +311,7 @@ class Learner:
         for gone in scores.keys() - set(held_back):
             del scores[gone]
         held_back = [t for t in held_back if t in scores]
-        found = yield from self._scored(lesson, self.drafts.tried(snapshot), held_back)
+        found = yield from self._scored(lesson, snapshot, held_back)
         after = {t: s for t, s in zip(held_back, found, strict=True) if s is not None}
         yield from lesson.sound(lesson.held_back, updater.accepts)
         before = [scores[t][1] for t in after]
@@ -331,7 +333,12 @@ class Learner:
         between the two."""
         domain, version = lesson.domain, self.drafts.serving_version(lesson.domain)
         arrived = lesson.take_arrived()
-        if version == 0 or not arrived:
+        if version == 0:
+            with lesson.lock:
+                for trace in arrived:  # both drafts are one
+                    lesson.effort.add(stats := AcceptanceStats.from_trace(trace), stats)
+            return
+        if not arrived:
             return
         arrived = yield from lesson.sound(arrived, self.updater(domain).accepts)
         with self.drafts.lease(domain, original=True) as draft:
@@ -344,8 +351,9 @@ class Learner:
             learned = found[trace] if trace in found else AcceptanceStats.from_trace(trace)
             if original is not None and learned is not None:
                 lesson.compare(trace, original, learned)
-                if trace.draft_version == version:
-                    self._saved_rounds += original.target_forwards - learned.target_forwards
+                if trace.draft_version == version and any(r.num_drafted for r in trace.rounds):
+                    saved = original.target_forwards / learned.target_forwards - 1
+                    self._saved_rounds += saved * len(trace.rounds)
 
     def _is_counted(self, trace: Trace) -> bool:
         """Whether what happened is what replay would find: of a greedy request, with a fixed number of drafted
@@ -364,7 +372,7 @@ class Learner:
         previous, weights = self.drafts.previous(domain) or (0, {})
         before: list[AcceptanceStats | None] = [None] * len(watched)
         if previous != 0:
-            before = yield from self._scored(lesson, self.drafts.tried(weights), watched)
+            before = yield from self._scored(lesson, weights, watched)
         for trace, earlier in zip(watched, before, strict=True):
             pair = lesson.choice.of(trace)
             if pair is not None and (earlier is not None or previous == 0):
@@ -384,18 +392,25 @@ class Learner:
             lesson.begin_watching(decision.serving, {})
             with lesson.lock:
                 lesson.choice.clear()
+                lesson.effort.renew()
             self._decided(decision)
 
     def _scored(
         self, lesson: Lesson, draft: Any, traces: Sequence[Trace]
     ) -> Generator[None, None, list[AcceptanceStats | None]]:
-        """What a draft makes of each trace; `None` for one that cannot be replayed and was set aside."""
+        """What a draft, or a version's weights, make of each trace; `None` for one that cannot be replayed and was set
+        aside."""
         updater = self.updater(lesson.domain)
         scores: list[AcceptanceStats | None] = []
         for first in range(0, len(traces), self._scored_at_once):
             part = traces[first : first + self._scored_at_once]
             scores += yield from lesson.set_aside.isolate(
-                lambda those: replay_each(draft, those, self._k), part, updater.readable
+                # Between two parts another version may have been tried.
+                lambda those: replay_each(
+                    self.drafts.tried(draft) if isinstance(draft, dict) else draft, those, self._k
+                ),
+                part,
+                updater.readable,
             )
             yield
         if None in scores:

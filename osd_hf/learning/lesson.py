@@ -242,13 +242,14 @@ class Lesson:
     def state_dict(self) -> dict[str, Any]:
         """Counts and requests by what they are for; all is ready for JSON but the traces."""
         with self.lock:
+            places = {trace: i for i, trace in enumerate(self.held_back)}
             traces = {"held_back": list(self.held_back), "pending": list(self.pending), "replayed": list(self.buffer)}
             return {
                 "domain": self.domain,
                 "requests_waiting": self.requests_waiting,
                 "observed": self.observed,
                 "dropped": self.dropped,
-                "choice": self.choice.state_dict(),
+                "choice": self.choice.state_dict(places),
                 "effort": self.effort.state_dict(),
                 "seen": list(self.buffer.seen.items()),
                 "traces": traces,
@@ -262,8 +263,10 @@ class Lesson:
         with self.lock:
             self.requests_waiting, self.observed = int(state["requests_waiting"]), int(state["observed"])
             self.dropped = int(state["dropped"])
-            self.effort.load_state_dict(state["effort"])
-            self.choice.load_state_dict(state["choice"])
+            self.effort.renew()
+            if self.config.gate:  # without one, nothing says that less would do
+                self.effort.load_state_dict(state["effort"])
+            self.choice.load_state_dict(state["choice"], traces["held_back"])
             self.arrived.clear()
             self.unwatched.clear()
             for kept, saved in ((self.pending, traces["pending"]), (self.held_back, traces["held_back"])):

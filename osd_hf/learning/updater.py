@@ -20,7 +20,7 @@ from accelerate.utils import ProjectConfiguration
 
 from osd_hf.chunked_loss import check_head, divergence_sum, stored_rows
 from osd_hf.config import OnlineConfig
-from osd_hf.errors import ConfigError, StateError, UnsupportedModelError
+from osd_hf.errors import ConfigError, StateError, UnsupportedModelError, first_line
 from osd_hf.learning.faults import Readable
 from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.lesson import Lesson
@@ -199,9 +199,10 @@ class Updater:
         most = self.config.batch_positions
         if most is None or sum(map(len, chosen)) <= most:
             return chosen
-        # In an order in which every part of the batch has both in their shares.
+        # In an order in which every part of the batch has both in their shares, also a part of one request.
         places = np.concatenate([(np.arange(n) + 0.5) / n for n in (fresh, replayed) if n])
-        ordered = [chosen[i] for i in np.argsort(places, kind="stable")]
+        order = np.roll(np.argsort(places, kind="stable"), self.buffer.rng.integers(len(chosen)))
+        ordered = [chosen[i] for i in order]
         ends = np.cumsum([len(trace) for trace in ordered])
         return ordered[: max(int(np.searchsorted(ends, most, side="right")), 1)]
 
@@ -312,7 +313,11 @@ class Updater:
             try:
                 check_head(self.master)
                 self._heads = True
-            except UnsupportedModelError:
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever a model fails with: it is asked for whole rows then
+                if not isinstance(error, UnsupportedModelError):
+                    logger.info("The draft's head cannot be called by itself: %s", first_line(error))
                 self._heads = False
         return self._heads
 
