@@ -7,10 +7,11 @@ When learning has paid for itself: live, at full load, everything counted.
     OSD_HF_DATA=... python recipes/break_even.py --requests 12 --datasets gsm8k --no-compile              # smoke
 
 Each prompt is answered by the target alone and by an assistant of each rule, in turns that change from request to
-request; an assistant's time holds what it learns after the answer. Drafting is `"auto"` and compiled; compiling
-the draft as it was is paid before the first request and reported as the start, compiling the learned copy in the run. Of each assistant: requests until its total time is below the
-target's for good, the ratio of the totals (with an interval over blocks of 50 requests), of the last fifth, the
-learner's share, the latencies' p50 and p99, and whether each answer is the target's own.
+request; an assistant's time holds what it learns after the answer. Drafting is `"auto"` and compiled; compiling the
+draft as it was is paid before the first request and reported as the start, compiling the learned copy in the run. Of
+each assistant: requests until its total time is below the target's for good, the ratio of the totals (with an interval
+over blocks of 50 requests), of the last fifth, the learner's share, the latencies' p50 and p99, and how many answers
+are the target's own.
 
 The same run is also put to a **model** of an 8B target with a 0.6B draft on one H100, with k = 5: bf16 weights are
 read once a forward at 3.35 TB/s, and 400 TFLOP/s are reached where that takes longer; a step of learning reads and

@@ -171,10 +171,11 @@ def by_part(stream: list[Trace], learned: Stats, static: Stats, parts: int) -> l
 def worst_window(pairs: Sequence[tuple[Stats, Stats]]) -> dict[str, Any]:
     """Where learning was furthest below the static draft, over any `WINDOW` requests in a row: of the mean of the
     seeds, and of each."""
-    gains = np.array([rolling_alpha(learned, WINDOW) - rolling_alpha(static, WINDOW) for learned, static in pairs])
-    gains = gains[:, WINDOW - 1 :]
+    size = min(WINDOW, len(pairs[0][1]))
+    gains = np.array([rolling_alpha(learned, size) - rolling_alpha(static, size) for learned, static in pairs])
+    gains = gains[:, size - 1 :]
     mean = gains.mean(0)
-    return {"gain": float(mean.min()), "ends_at": int(mean.argmin()) + WINDOW, "by_seed": gains.min(1).tolist()}
+    return {"gain": float(mean.min()), "ends_at": int(mean.argmin()) + size, "by_seed": gains.min(1).tolist()}
 
 
 def plot(name: str, kind: str, stream: list[Trace], pairs: Sequence[tuple[Stats, Stats]], window: int) -> None:
