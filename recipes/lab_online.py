@@ -139,7 +139,8 @@ def main() -> None:
                 paper, seconds = run_rule(draft, traces, rule, f"{name} paper {rate:g}")
                 row[f"paper {rate:g}"] = {**last_fifth(paper, static), "learner_seconds_per_request": seconds}
             best_paper = max((row[f"paper {rate:g}"]["gain"] for rate in args.rates), default=float("nan"))
-            row["gain_over_best_paper"] = row["default"]["gain"] / (best_paper or float("nan"))
+            if args.rates:
+                row["gain_over_best_paper"] = row["default"]["gain"] / (best_paper or float("nan"))
             held_out = traces[split:]
             row["repeated_4gram_share"] = float(np.mean(np.concatenate([repeated(t) for t in traces])))
             row["static_without_repeats"] = alpha_without_repeats(redraft(draft, held_out, K))
@@ -153,7 +154,7 @@ def main() -> None:
             print(
                 f"{name:24s} seed {seed}  static {row['static']:.3f}  learned {d['alpha']:.3f}  gain {d['gain']:+.3f} "
                 f"[{d['gain_interval'][0]:+.3f}, {d['gain_interval'][1]:+.3f}]  paper's best {best_paper:+.3f}  "
-                f"x{row['gain_over_best_paper']:.2f}  ceiling {top:.3f}  "
+                f"x{row.get('gain_over_best_paper', float('nan')):.2f}  ceiling {top:.3f}  "
                 f"{d['learner_seconds_per_request'] * 1e3:.0f} ms/request",
                 flush=True,
             )
