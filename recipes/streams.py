@@ -96,8 +96,13 @@ def two_mix(traces: dict[str, list[Trace]], rng: random.Random) -> list[Trace]:
 
 
 def every(segment: int) -> Callable[[dict[str, list[Trace]], random.Random], list[Trace]]:
-    """The data sets by turns, for so many requests each."""
-    return lambda traces, rng: rotate(traces, segment, len(next(iter(traces.values()))) // 200 * 200 * 4 // 3 or 16)
+    """The data sets by turns, for so many requests each; of few recorded ones, the first alone perhaps."""
+
+    def turns(traces: dict[str, list[Trace]], rng: random.Random) -> list[Trace]:
+        recorded = len(next(iter(traces.values())))
+        return rotate(traces, segment, recorded // 200 * 200 * 4 // 3 or recorded)
+
+    return turns
 
 
 def not_learned(trace: Trace) -> Trace:

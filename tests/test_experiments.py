@@ -265,8 +265,11 @@ def test_the_streams_run_their_smallest_form(
     monkeypatch.setattr(sys, "argv", ["streams.py", "--requests", "10", "--window", "8"])
     streams.main()
     report = json.loads((results / "streams.json").read_text())["streams"]
-    assert {kind: found["requests"] for kind, found in report.items()} == {"sharp": 40, "smooth": 15, "two_mix": 20}
-    assert [s["request"] for s in report["sharp"]["switches"]] == [10, 20, 30]
+    by_turns = dict.fromkeys(("every_10", "every_50", "every_200"), 10)
+    requests = {kind: found["requests"] for kind, found in report.items()}
+    assert requests == {"sharp": 40, "smooth": 15, "two_mix": 20, **by_turns}
+    assert [[s["request"] for s in seed] for seed in report["sharp"]["switches"]] == [[10, 20, 30]] * 3
+    assert all(len(found["worst_window"]["by_seed"]) == 3 for found in report.values())
     assert all((results / f"streams_{kind}.png").stat().st_size > 10_000 for kind in report)
 
 

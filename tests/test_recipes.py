@@ -19,6 +19,7 @@ SMOKES = {
     "frontier": [
         *("--requests", "10", "--rules", "default", "steps / 2", "--datasets", "gsm8k", "--traces", "{traces}"),
     ],
+    "break_even": ["--requests", "9", "--datasets", "spider", "--no-compile"],
     "lab_drafting": [
         *("--requests", "1", "--learn", "4", "--drafts", "draft", "--datasets", "gsm8k", "--max-new-tokens", "8"),
         *("--parts", "equal", "learned", "pace", "useless", "loop", "--no-compile", "--traces", "{traces}"),
