@@ -119,6 +119,17 @@ def test_learning_keeps_to_its_share_and_can_be_paused(recorded: list[Trace]) ->
     assert taught.due() is not None
 
 
+@pytest.mark.parametrize("strategy", ["spread", "interval"])
+def test_comparing_leaves_its_share_to_learning(strategy: Any, recorded: list[Trace]) -> None:
+    now = [0.0]
+    taught = learner(replace(CONFIG, update_strategy=strategy, max_duty_cycle=0.5), clock=lambda: now[0])
+    for trace in stream(recorded, 40):
+        now[0] += 1000.0  # longer than any rest
+        taught.observe(None, trace)
+        taught.after_answer()
+    assert len(taught.decisions) >= 4
+
+
 def test_a_request_without_rows_teaches_nothing(recorded: list[Trace]) -> None:
     taught = learner()
     taught.observe(None, replace(recorded[0], top_logits=recorded[0].top_logits[:, :0]))

@@ -205,12 +205,15 @@ class Learner:
             for lesson in list(self.lessons.values()) if self.config.gate and not self.is_paused else ():
                 finish(self._follow(lesson))
         finally:
-            self.seconds += self._timer() - started
-            self.duty_cycle.worked(self._timer() - started)
-        if self.config.update_strategy == "spread":
-            return self._advance()
-        due = self.due()
-        return None if due is None else self.update(due.domain)
+            spent = self._timer() - started
+            self.seconds += spent
+        try:
+            if self.config.update_strategy == "spread":
+                return self._advance()
+            due = self.due()
+            return None if due is None else self.update(due.domain)
+        finally:  # not before, or learning would always have to rest from the comparing
+            self.duty_cycle.worked(spent)
 
     def _advance(self) -> UpdateReport | None:
         """The micro-steps of an update are spread over as many requests as lie between two; there are about as many
