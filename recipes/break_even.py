@@ -29,10 +29,12 @@ from typing import Any
 import numpy as np
 import torch
 from common import (
+    EARLIER_RULE,
     MAX_NEW_TOKENS,
     TEMPLATES,
     K,
     drawing,
+    greedy,
     last_share,
     load_pair,
     make_parser,
@@ -50,11 +52,8 @@ from osd_hf.replay import replay_each
 RULES: dict[str, dict[str, Any]] = {
     "default": {},
     "full effort": {"min_effort": 1.0},
-    "before": {  # the steps and batches of the rule before, in the present code
-        "update_strategy": "interval", "steps_per_update": 8, "batch_size": 32, "batch_positions": None,
-        "learning_rate": 1e-3, "min_effort": 1.0,
-    },
-}  # fmt: skip
+    "before": {**EARLIER_RULE, "min_effort": 1.0},  # its steps and batches, in the present code
+}
 BLOCK = 50  # requests resampled together
 BANDWIDTH, FLOPS, TARGET, DRAFT = 3.35e12, 4e14, 8e9, 0.6e9  # bytes/s and FLOP/s of the model, parameters
 Array = NDArray[np.float64]
@@ -79,11 +78,6 @@ class Served:
         self.learning.append(self.assistant.learning_seconds - before)
         self.effort.append(self.assistant.effort)
         return answer
-
-
-def generated(prompt: Sequence[int]) -> tuple[torch.Tensor, dict[str, Any]]:
-    ids = torch.as_tensor(prompt)[None].long()
-    return ids, {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": MAX_NEW_TOKENS}
 
 
 def paid_after(alone: Array, served: Array) -> int | None:
@@ -195,14 +189,14 @@ def main() -> None:
         for way in ways:  # what only a first request pays, of both sizes of caches
             begun = time.perf_counter()
             for length in (20, 200):
-                ids, settings = generated(range(100, 100 + length))
+                ids, settings = greedy(range(100, 100 + length), MAX_NEW_TOKENS)
                 pair.target.generate(ids, **settings)
                 way.assistant.generate(ids, learn=False, **settings)
             starts[f"{name} {way.rule}"] = time.perf_counter() - begun
             way.assistant.reset_stats()
         alone: list[float] = []
         for i, prompt in enumerate(tqdm(asked, desc=name, leave=False)):
-            ids, settings = generated(prompt)
+            ids, settings = greedy(prompt, MAX_NEW_TOKENS)
             answers: dict[int, torch.Tensor] = {}
             for place in np.roll(np.arange(-1, len(ways)), i).tolist():
                 if place < 0:

@@ -50,6 +50,11 @@ DATASETS = ("gsm8k", "spider", "finance_alpaca", "code_search_net_python")
 REPLAY_RULES: dict[str, dict[str, Any]] = {
     "with replay": {}, "without replay": {"replay_fraction": 0.0, "batch_size": 8},
 }  # fmt: skip
+# What was the default before `frontier.py`: whole updates, on about five times as many positions.
+EARLIER_RULE: dict[str, Any] = {
+    "update_strategy": "interval", "steps_per_update": 8, "batch_size": 32, "batch_positions": None,
+    "learning_rate": 1e-3,
+}  # fmt: skip
 RESULTS = Path(os.environ.get("OSD_HF_RESULTS", Path(__file__).parent / "results"))
 MAX_NEW_TOKENS = 96
 K = 5  # drafted tokens per round, in all figures that are compared
@@ -166,6 +171,12 @@ def kept(path: Path, find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 Counts = tuple[float, float, float]  # of one request: examined, accepted, emitted
 
 
+def greedy(prompt: Sequence[int], max_new_tokens: int) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The arguments of `generate` for a prompt (token ids), answered greedily."""
+    ids = torch.as_tensor(prompt)[None].long()
+    return ids, {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": max_new_tokens}
+
+
 def served_live(
     pair: Any, requests: Sequence[Any], config: OnlineConfig, max_new_tokens: int, *, bar: str
 ) -> tuple[int, list[Counts], list[Trace]]:
@@ -174,8 +185,7 @@ def served_live(
     identical, counts, store = 0, [], CorrectionStore()
     with OnlineAssistant(*pair, config, store=store) as assistant:
         for prompt in tqdm(requests, desc=bar, leave=False):
-            ids = torch.as_tensor(prompt)[None].long()
-            settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": max_new_tokens}
+            ids, settings = greedy(prompt, max_new_tokens)
             alone = pair[0].generate(ids, **settings)
             identical += int(torch.equal(alone, assistant.generate(ids, **settings)))
             counts.append((assistant.stats.examined, assistant.stats.accepted, assistant.stats.emitted))
@@ -244,14 +254,17 @@ def requests_stats(report: SimulationReport) -> list[list[float]]:
     return [[float(s.examined), float(s.accepted)] for s in report.stats]
 
 
+def kept_stats(counts: Sequence[Sequence[float]]) -> list[AcceptanceStats]:
+    """The stats of requests whose `requests_stats` were kept."""
+    return [
+        AcceptanceStats.from_counts(drafted=e, examined=e, accepted=a, emitted=e, target_forwards=1) for e, a in counts
+    ]
+
+
 def plot_ways(axis: Any, rows: list[dict[str, Any]], static: Sequence[AcceptanceStats], window: int) -> None:
     """Rolling alpha over all requests: the static draft, and a line for each way, from its `requests_stats`."""
     axis.plot(rolling_alpha(static, window), color="0.5", linestyle="--", label="static draft")
     for row in rows:
-        stats = [
-            AcceptanceStats.from_counts(drafted=e, examined=e, accepted=a, emitted=e, target_forwards=1)
-            for e, a in row["requests_stats"]
-        ]
-        axis.plot(rolling_alpha(stats, window), label=row["way"])
+        axis.plot(rolling_alpha(kept_stats(row["requests_stats"]), window), label=row["way"])
     axis.legend(fontsize=8, ncols=3)
     axis.grid(alpha=0.3)

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from common import (
+    EARLIER_RULE,
     RESULTS,
     TEMPLATES,
     K,
@@ -46,7 +47,7 @@ RULES: dict[str, dict[str, Any]] = {
     "default": {},
     "rule alone": RULE,
     # The rule of the versions before this experiment.
-    "before": {**RULE, "steps_per_update": 8, "batch_size": 32, "batch_positions": None, "learning_rate": 1e-3},
+    "before": {**RULE, **EARLIER_RULE},
     "always full": {"min_effort": 1.0},
     "steps / 2": {**RULE, "steps_per_update": 5},
     "steps x2": {**RULE, "steps_per_update": 18},

@@ -32,9 +32,11 @@ from typing import Any
 import common
 import numpy as np
 from common import (
+    EARLIER_RULE,
     K,
     drawing,
     kept,
+    kept_stats,
     last_share,
     load_pair,
     make_parser,
@@ -60,12 +62,9 @@ DATASETS = {
 # The rule before, each version of which served; and what is the paper's.
 RULES: dict[str, dict[str, Any]] = {
     "default": {},
-    "before": {
-        "update_strategy": "interval", "steps_per_update": 8, "batch_size": 32, "batch_positions": None,
-        "learning_rate": 1e-3, "gate": False,
-    },
+    "before": {**EARLIER_RULE, "gate": False},
     "paper": OnlineConfig.paper().to_dict(),
-}  # fmt: skip
+}
 WINDOW = 20  # requests in a row over which learning should not be worse than not learning
 Stats = Sequence[AcceptanceStats]
 
@@ -223,13 +222,6 @@ def earlier(name: str) -> dict[str, Any]:
     return dict(json.loads(path.read_text())["streams"]) if path.exists() else {}
 
 
-def served(counts: Sequence[Sequence[float]]) -> Stats:
-    """The stats of requests whose counts were kept."""
-    return [
-        AcceptanceStats.from_counts(drafted=e, examined=e, accepted=a, emitted=e, target_forwards=1) for e, a in counts
-    ]
-
-
 def main() -> None:
     parser = make_parser(__doc__, "streams", seed=False)
     parser.add_argument("--stream", nargs="+", choices=tuple(DATASETS), default=list(DATASETS))
@@ -246,7 +238,7 @@ def main() -> None:
         for seed in args.seeds:
             traces = {name: recorded(name, seed, args.requests, args.traces, pair) for name in DATASETS[kind]}
             stream = MAKE[kind](traces, random.Random(seed))
-            static, config = replay_each(pair.draft, stream, K), OnlineConfig(**{"seed": seed, **rule})
+            static, config = replay_each(pair.draft, stream, K), OnlineConfig(**{**rule, "seed": seed})
             known = zlib.crc32(json.dumps([config.to_dict(), args.requests]).encode())
 
             title = f"{kind} seed {seed}"
@@ -255,7 +247,7 @@ def main() -> None:
                 return {"counts": requests_stats(simulated(pair.draft, stream, config, bar=bar))}
 
             file = args.traces / "streams" / f"{kind}-seed{seed}-{args.rule}-{known:08x}.json"
-            pairs.append((served(kept(file, run)["counts"]), static))
+            pairs.append((kept_stats(kept(file, run)["counts"]), static))
             streams.append(stream)
             if kind == "sharp":
                 switches.append(recoveries(stream, *pairs[-1], args.window, config.update_interval))

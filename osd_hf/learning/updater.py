@@ -26,7 +26,7 @@ from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.lesson import Lesson
 from osd_hf.learning.optimizer import make_optimizers
 from osd_hf.learning.weights import Snapshot, adapter_state, learning_context, load_adapter, write_snapshot
-from osd_hf.losses import DIVERGENCES, divergence_loss
+from osd_hf.losses import DIVERGENCES, outcome_logprobs
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.pair import is_peft
 from osd_hf.replay import batches, completion_logits, completion_mask
@@ -285,27 +285,17 @@ class Updater:
         mask = np.concatenate([_learned_mask(t, self.config.learn_from) for t in traces])
         learned = torch.from_numpy(mask)
         count = int(learned.sum())
+        where = None if count == len(learned) else learned
+        rows, divergence = stored_rows(traces, where), DIVERGENCES[self.config.divergence]
         if count and self._has_plain_head():
-            where = None if count == len(learned) else learned
             with self.accelerator.autocast():
-                rows, divergence = stored_rows(traces, where), DIVERGENCES[self.config.divergence]
                 return divergence_sum(self.master, traces, rows, divergence, where) / count, count
         with self.accelerator.autocast():
             logits = completion_logits(self.master, traces)
-        device = logits.device
-        learned = learned.to(device)
-
-        def stacked(arrays: Sequence[Any], dtype: Any) -> torch.Tensor:
-            return torch.from_numpy(np.concatenate(arrays).astype(dtype)).to(device)[learned]
-
-        loss = divergence_loss(
-            logits[completion_mask(traces, device)][learned],
-            top_ids=None if traces[0].top_ids.shape[1] == 0 else stacked([t.top_ids for t in traces], np.int64),
-            top_logprobs=stacked([t.kept_logprobs() for t in traces], np.float32),
-            tail_logprob=stacked([t.tail_logprob for t in traces], np.float32),
-            divergence=self.config.divergence,
-        )
-        return loss, count
+        top_ids, p = rows(slice(None))
+        logits = logits[completion_mask(traces, logits.device)][learned.to(logits.device)]
+        q = outcome_logprobs(logits, None if top_ids is None else top_ids.to(logits.device))
+        return divergence(p.to(q), q).sum() / max(count, 1), count
 
     def _has_plain_head(self) -> bool:
         """Whether logits are what the head computes from its inputs, so that they need not all exist at once."""
