@@ -14,6 +14,7 @@ from typing import Any
 from osd_hf.capture.guards import check_request
 from osd_hf.capture.hook import bind
 from osd_hf.config import OnlineConfig
+from osd_hf.drafting.forward import CompiledTarget
 from osd_hf.drafting.generator import LeanDrafting
 from osd_hf.drafting.pacing import DraftingPlan
 from osd_hf.hub.cards import facts_of
@@ -90,7 +91,8 @@ class OnlineAssistant:
         self._learner = Learner(self._drafts, self.config, make_accelerator(report_to, self.config))
         folder = None if autosave is None else Path(autosave)
         # Threads hold no reference to the assistant: one that nobody uses any more takes them along.
-        self._upkeep = Upkeep(self._learner, self.router, self.tokenizer, folder)
+        compiled = CompiledTarget(unwrap(self.target)) if self.config.compile_target else None
+        self._upkeep = Upkeep(self._learner, self.router, self.tokenizer, folder, compiled)
         weakref.finalize(self, self._upkeep.stop)
 
     # --- serving ----------------------------------------------------------------------------------------------------

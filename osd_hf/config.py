@@ -39,6 +39,12 @@ class OnlineConfig:
         compile_draft (`bool`, *optional*, defaults to `False`):
             Compile the draft's forward over a static cache, which takes some seconds at the first request and for
             each doubling of the longest sequence. Where it cannot be done, the log says so and the draft runs eagerly.
+        compile_target (`bool`, *optional*, defaults to `False`):
+            Compile the target's verification of drafts over a static cache: once, for any number of drafted tokens,
+            for each doubling of the longest sequence; it takes some 20 seconds each, less where the compiler's own
+            cache has it already. Answers are the target's as before, up to ties as elsewhere. Where it cannot be done
+            (encoder-decoders, sliding windows), the log says so; requests with a padded prompt, a cache of an earlier
+            turn or hidden states to be returned are verified eagerly.
         divergence (`str`, *optional*, defaults to `"forward_kl"`):
             What an update lowers between the target's and the draft's distribution; a key of
             `osd_hf.losses.DIVERGENCES`.
@@ -105,6 +111,7 @@ class OnlineConfig:
     )
     drafting: Literal["lean", "stock"] = setting("lean", "lean, or stock (transformers' candidate generator)")
     compile_draft: bool = setting(False, "compile the draft's forward (lean drafting)")
+    compile_target: bool = setting(False, "compile the target's verification of drafts")
     divergence: str = setting("forward_kl", "loss between target and draft: " + ", ".join(DIVERGENCES))
     learn_from: Literal["verified", "corrections"] = setting("verified", "positions learned from")
     num_logprobs: int | None = setting(64, "target entries kept per position; none = whole rows")
@@ -145,7 +152,7 @@ class OnlineConfig:
             must(name, is_int(getattr(self, name)), "an integer of at least 1")
         for name, choices in CHOICES.items():
             must(name, getattr(self, name) in choices, f"one of {', '.join(choices)}")
-        for name in ("compile_draft", "gate"):
+        for name in ("compile_draft", "compile_target", "gate"):
             must(name, isinstance(getattr(self, name), bool), "True or False")
         for name in ("learning_rate", "max_grad_norm", "micro_step_seconds"):
             must(name, 0 < getattr(self, name) < float("inf"), "a positive number")

@@ -13,6 +13,7 @@ from typing import Any
 
 from osd_hf.capture.guards import TriedOut
 from osd_hf.capture.request import Binding, Lease
+from osd_hf.drafting.forward import CompiledTarget
 from osd_hf.errors import LearnerError
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.session import FolderBusyError, load_session, save_session
@@ -78,14 +79,16 @@ class Upkeep:
     begins with its first request. It saves nothing by itself: the folder stays with the parent.
 
     A router, with the tokenizer, says which domain a request without a label belongs to. The session is saved to the
-    folder `autosave` after every `autosave_interval` updates, by a thread of its own.
+    folder `autosave` after every `autosave_interval` updates, by a thread of its own. `compiled` verifies candidates,
+    where the target's own forward does not.
     """
 
     def __init__(
-        self, learner: Learner, router: Router | None = None, tokenizer: Any = None, autosave: Path | None = None
-    ) -> None:
+        self, learner: Learner, router: Router | None = None, tokenizer: Any = None, autosave: Path | None = None,
+        compiled: CompiledTarget | None = None,
+    ) -> None:  # fmt: skip
         self.learner, self.drafts, self.config = learner, learner.drafts, learner.config
-        self.router, self.tokenizer, self.autosave = router, tokenizer, autosave
+        self.router, self.tokenizer, self.autosave, self.compiled = router, tokenizer, autosave, compiled
         self.traffic, self.tally = Traffic(), Tally()
         self.failure: Exception | None = None
         self.saving: threading.Thread | None = None  # the last autosave
@@ -130,6 +133,7 @@ class Upkeep:
             exact_stops=is_begun,
             num_assistant_tokens=k,
             tried=tried,
+            compiled=self.compiled,
         )
 
     @contextlib.contextmanager

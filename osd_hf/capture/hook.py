@@ -232,10 +232,10 @@ def _listened_to(decode: Callable[..., Any]) -> Callable[..., Any]:
         with request.served():
             refusal: Exception | None = None
             try:
-                if request.pace is not None and request.pace.is_plain():
+                if request.pace is not None and request.verification is None and request.pace.is_plain():
                     output = request.decode_plainly()
                 else:
-                    output = decode(_WatchedModel(self, request), input_ids, **kwargs)
+                    output = request.returned(decode(_WatchedModel(self, request), input_ids, **kwargs))
             except Exception as error:
                 if isinstance(error, OSDError | MemoryError | torch.OutOfMemoryError) or all(
                     map(forgets, (*given, *kwargs["stopping_criteria"]))
@@ -287,12 +287,19 @@ class _WatchedModel(_Watched):
     __slots__ = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        verification = self._watched_by.verification
+        if verification is not None and kwargs.get("past_key_values") is verification.cache:
+            return verification.forward(**kwargs)
         return self._watched(*args, **kwargs)
 
     def _get_candidate_generator(self, **kwargs: Any) -> Any:
         return _WatchedGenerator(self._watched_by.make_generator(**kwargs), self._watched_by)
 
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        verification = self._watched_by.verification
+        is_round = verification is not None and not kwargs.get("is_first_iteration")
+        if is_round and verification.begins(kwargs["past_key_values"]):
+            return verification.inputs(input_ids, kwargs["next_sequence_length"])
         if self._watched_by.num_cached and kwargs.get("is_first_iteration"):
             # The loop feeds the whole prompt although a cache of an earlier turn holds most of it, which changes the
             # answer; `generate` without an assistant feeds the rest.

@@ -20,6 +20,7 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from osd_hf.capture.guards import TriedOut
+from osd_hf.drafting.forward import CompiledTarget, Verification
 from osd_hf.drafting.generator import LeanCandidateGenerator, LeanDrafting, without_padding
 from osd_hf.drafting.pacing import Pace
 from osd_hf.errors import UnsupportedModelError
@@ -74,6 +75,7 @@ class Binding:
     # k of these requests, where it is another than that of the draft that serves them. Traces tell it.
     num_assistant_tokens: int | str | None = None
     tried: Sequence[TriedOut] = ()  # processors of the request to come that were tried out already
+    compiled: CompiledTarget | None = None  # verifies the candidates; with `None`, the target's own forward does
     target: Any = field(default=None, init=False)  # whose requests it listens to now
 
     def end(self) -> None:
@@ -232,6 +234,7 @@ class Request:
         self.leases: list[Lease] = []
         self.drafting: LeanDrafting | None = None
         self.pace: Pace | None = None
+        self.verification: Verification | None = None
         self.generator: Any = None
         self.stop_at = StoppingCriteriaList()
         self.sequence = input_ids  # as far as it has come
@@ -261,6 +264,9 @@ class Request:
             for lease in self.leases:
                 if lease.model is not None:
                     self.kwargs["assistant_model"] = lease.model
+            compiled = next((b.compiled for b in reversed(self.bindings) if b.compiled is not None), None)
+            if compiled is not None:
+                self.verification = compiled.verification(self.model, self.kwargs, self.max_length)
             yield
 
     def decode_plainly(self) -> Any:
@@ -369,11 +375,20 @@ class Request:
         self.rounds.append(_Round(self.drafted, count, p, q))
         self.generator.update_candidate_strategy(input_ids, scores, num_matches)
 
+    def returned(self, output: Any) -> Any:
+        """What the loop returns, with the cache that it came with."""
+        if self.verification is not None and getattr(output, "past_key_values", None) is self.verification.cache:
+            output.past_key_values = self.kwargs["past_key_values"]
+        return output
+
     def close(self) -> None:
         """The request has ended, well or not."""
         generator, self.generator = self.generator, None
+        verification, self.verification = self.verification, None
         if isinstance(generator, LeanCandidateGenerator):
             generator.close()
+        if verification is not None:
+            verification.close()
 
     def finish(self) -> None:
         """The request has ended well: each listener gets its trace."""

@@ -1,16 +1,23 @@
-"""The draft's forward with a cache of its own: tokens are fed, and taken back when the target rejects them."""
+"""Forwards over caches: the draft's, of tokens that are taken back when the target rejects them, and the target's own
+of a round. Either may be compiled over a static cache."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 import types
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.cache_utils import DynamicLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from osd_hf.errors import first_line
 from osd_hf.utils.disk import in_child, renewing
@@ -19,6 +26,12 @@ logger = logging.getLogger(__name__)
 
 # Tokens of static caches: each doubling in between is compiled once, and longer sequences are drafted eagerly.
 SMALLEST_STATIC_CACHE, LARGEST_STATIC_CACHE = 256, 8192
+# What the target's loop may be given besides tokens where its rounds are compiled.
+KNOWN_ARGUMENTS = {
+    "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "logits_processor",
+    "stopping_criteria", "generation_config", "synced_gpus", "streamer", "inputs_tensor", "assistant_model",
+    "assistant_tokenizer", "tokenizer",
+}  # fmt: skip
 
 
 class _Compiling:
@@ -76,95 +89,125 @@ class DraftForward:
         """The request has ended."""
 
 
-class CompiledDraft:
-    """A draft whose single-token forward is compiled, over static caches that requests take turns with. What cannot be
-    compiled is served eagerly, and the log says why, once. The weights of the draft may change in place between
-    requests, and so may their dtype and device."""
+class CroppableCache(StaticCache):
+    """A static cache that tokens can be taken back from: what lies beyond its length is masked, and overwritten by the
+    next ones."""
 
-    def __init__(self, draft: Any) -> None:
-        self.draft = draft
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back so many tokens, told as a number of at most 0."""
+        with torch.inference_mode(self.layers[0].cumulative_length.is_inference()):
+            for layer in self.layers:
+                if layer.is_initialized:
+                    layer.cumulative_length.add_(tokens_to_remove)
+
+
+class CompiledForward:
+    """
+    A forward of few tokens, compiled, over static caches that requests take turns with. It is that of `model` and of
+    its copies, whose weights may change in place between requests, as may their dtype and device. What cannot be
+    compiled runs eagerly, and the log says why, once.
+    """
+
+    whose = "draft"
+    dynamic: bool | None = False
+    # Weights are no constants to be folded in. The draft's function is called with nothing but single tokens, caches
+    # of one size and copies of one model: asking at each call whether what was compiled still fits takes as long as a
+    # fifth of a small draft's forward.
+    options: dict[str, Any] = {"freezing": False, "guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+
+    def __init__(self, model: Any) -> None:
         # By size of cache; `None` where compiling failed, and while it is under way.
         self._compiled: dict[int, _Compiled | None] = {}
         self._made_for: tuple[Any, ...] = ()
         self._lock = threading.Lock()
         in_child(self, renewing(_lock=threading.Lock, _compiled=dict))  # what was under way never ends in a child
-        kind = "an encoder-decoder" if draft.config.is_encoder_decoder else None
-        config = draft.config.get_text_config(decoder=True)
+        kind = "an encoder-decoder" if model.config.is_encoder_decoder else None
+        config = model.config.get_text_config(decoder=True)
         if any(layer.is_sliding for layer in StaticCache(config=config, max_cache_len=8).layers):
-            kind = "a draft with sliding windows"
+            kind = f"a {self.whose} with sliding windows"
         self._can_be_compiled = kind is None
         if kind:
             self._tell(f"{kind} cannot take tokens back from a static cache")
 
-    def _tell(self, why: str) -> None:
-        logger.warning("The draft is not compiled and runs eagerly: %s.", why)
+    def failed(self, error: Exception) -> None:
+        """Say why compiling failed; once, where it fails again."""
+        cause = getattr(error, "inner_exception", error)  # what the compiler itself said
+        self._tell(f"compiling failed with {type(cause).__name__}: {first_line(cause)}")
 
-    @torch.inference_mode()
-    def forward(self, tokens: int) -> DraftForward:
-        """The forward of one request that feeds at most `tokens` tokens. Where it has to be compiled first, this
-        request waits for it; others are drafted eagerly meanwhile."""
-        draft = self.draft
+    def _tell(self, why: str) -> None:
+        logger.warning("The %s is not compiled and runs eagerly: %s.", self.whose, why)
+
+    @staticmethod
+    def step(model: Any, ids: torch.Tensor, cache: Any) -> Any:
+        """What is compiled."""
+        return model(input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True).logits[:, -1]
+
+    def example(self, device: Any) -> torch.Tensor:
+        """Tokens such as those that it is compiled for."""
+        return torch.zeros(1, 1, dtype=torch.long, device=device)
+
+    def mode(self) -> AbstractContextManager[Any]:
+        """Entered around what makes or changes a cache."""
+        return torch.inference_mode()
+
+    def lease(self, model: Any, tokens: int) -> tuple[_Compiled, CroppableCache] | None:
+        """What is compiled for at most `tokens` tokens, and an empty cache to be put back among those that are free;
+        `None` where the model runs eagerly. Where it has to be compiled first, this request waits for it; others run
+        eagerly meanwhile."""
         size = max(SMALLEST_STATIC_CACHE, 1 << (tokens - 1).bit_length())
         # Compiled code and caches have the dtype that they were made with.
-        if not self._can_be_compiled or torch.is_autocast_enabled(draft.device.type):
-            return DraftForward(draft)
+        if not self._can_be_compiled or torch.is_autocast_enabled(model.device.type):
+            return None
+        is_cuda = model.device.type == "cuda"  # where a captured graph reads its weights at one place
+        made_for = model.dtype, model.device, id(model) if is_cuda else None
         with self._lock:
-            if self._made_for != (draft.dtype, draft.device):
-                self._compiled, self._made_for = {}, (draft.dtype, draft.device)
+            if self._made_for != made_for:
+                self._compiled, self._made_for = {}, made_for
             made, is_new = self._compiled, size not in self._compiled
             if is_new:
                 made[size] = None
-        if is_new:  # no lock is held meanwhile
-            made[size] = self._compile(size)
-        with self._lock:
-            compiled = made[size]
-            if compiled is None:
-                return DraftForward(draft)
-            cache = compiled.free.pop() if compiled.free else self._new_cache(size)
-        cache.reset()
-        return StaticForward(draft, compiled, cache)
+        with self.mode():
+            if is_new:  # no lock is held meanwhile
+                made[size] = self._compile(model, size)
+            with self._lock:
+                compiled = made[size]
+                if compiled is None:
+                    return None
+                cache = compiled.free.pop() if compiled.free else self._new_cache(model, size)
+            cache.reset()
+        return compiled, cache
 
-    def _new_cache(self, size: int) -> Any:
-        return StaticCache(config=self.draft.config.get_text_config(decoder=True), max_cache_len=size)
+    def _new_cache(self, model: Any, size: int) -> CroppableCache:
+        return CroppableCache(config=model.config.get_text_config(decoder=True), max_cache_len=size)
 
-    def _compile(self, size: int) -> _Compiled | None:
-        draft = self.draft
+    def _compile(self, model: Any, size: int) -> _Compiled | None:
         if size > LARGEST_STATIC_CACHE:
             self._tell(f"up to {size} tokens were asked for, and static caches end at {LARGEST_STATIC_CACHE}")
             return None
         if _compiling.is_lost:
             self._tell("this process was forked while a thread of its parent was compiling")
             return None
-        # Weights are no constants to be folded in. Each draft and size of cache has a function of its own, called with
-        # nothing but single tokens and such caches: asking at each call whether it still fits takes as long as a fifth
-        # of a small draft's forward. On CUDA launching the kernels of a small draft takes longer than running them:
-        # they are captured as one graph.
-        options: dict[str, Any] = {"freezing": False, "guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
-        if draft.device.type == "cuda":
+        options = dict(self.options)
+        if model.device.type == "cuda":
+            # Launching the kernels of a small model takes longer than running them: they are captured as one graph.
             options["triton.cudagraphs"] = True
-
-        def step(ids: torch.Tensor, cache: Any) -> Any:
-            return draft(input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True).logits[:, -1]
-
-        # What was compiled is found again by its code object: each function gets one of its own.
-        own = types.FunctionType(step.__code__.replace(), globals(), closure=step.__closure__)
+        # What was compiled is found again by its code object: each model and size of cache has one of its own.
+        own = types.FunctionType(self.step.__code__.replace(), globals())
         started = time.perf_counter()
-        logger.info("Compiling the draft's forward for up to %d tokens, which takes some seconds.", size)
+        logger.info("Compiling the %s's forward for up to %d tokens, which takes some seconds.", self.whose, size)
         _compiling.threads.add(threading.get_ident())
         try:
-            compiled = torch.compile(own, fullgraph=True, dynamic=False, options=options)
-            cache = self._new_cache(size)
-            ids = torch.zeros(1, 1, dtype=torch.long, device=draft.device)
-            draft(input_ids=ids, past_key_values=cache, use_cache=True)
+            compiled = torch.compile(own, fullgraph=True, dynamic=self.dynamic, options=options)
+            cache, ids = self._new_cache(model, size), self.example(model.device)
+            model(input_ids=ids, past_key_values=cache, use_cache=True)
             for _ in range(3):
-                compiled(ids, cache)
+                compiled(model, ids, cache)
         except Exception as error:  # noqa: BLE001 - whatever a compiler fails with: the eager forward does the same
-            cause = getattr(error, "inner_exception", error)  # what the compiler itself said
-            self._tell(f"compiling failed with {type(cause).__name__}: {first_line(cause)}")
+            self.failed(error)
             return None
         finally:
             _compiling.threads.discard(threading.get_ident())
-        logger.info("Compiled the draft's forward in %.1f s.", time.perf_counter() - started)
+        logger.info("Compiled the %s's forward in %.1f s.", self.whose, time.perf_counter() - started)
         return _Compiled(compiled, [cache])
 
 
@@ -173,17 +216,29 @@ class _Compiled:
     """The compiled forward over caches of one size, those that are free, and who may run it."""
 
     step: Any
-    free: list[Any]
+    free: list[CroppableCache]
     running: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         in_child(self, renewing(running=threading.Lock))  # for the request that the forking thread is in
 
 
+# --- of a draft -----------------------------------------------------------------------------------------------------
+
+
+class CompiledDraft(CompiledForward):
+    """The single-token forward of a draft and its copies."""
+
+    def forward(self, draft: Any, tokens: int) -> DraftForward:
+        """The forward of one request that feeds at most `tokens` tokens to the draft."""
+        leased = self.lease(draft, tokens)
+        return DraftForward(draft) if leased is None else StaticForward(draft, *leased)
+
+
 class StaticForward(DraftForward):
     """Single tokens go through the compiled forward, a prompt through the eager one, over the same static cache."""
 
-    def __init__(self, draft: Any, compiled: _Compiled, cache: Any) -> None:
+    def __init__(self, draft: Any, compiled: _Compiled, cache: CroppableCache) -> None:
         super().__init__(draft, cache=cache)
         self._compiled = compiled
 
@@ -193,17 +248,108 @@ class StaticForward(DraftForward):
         # A captured graph writes the next logits where these are, whoever asks for them.
         with self._compiled.running:
             for i in range(ids.shape[1]):
-                logits: torch.Tensor = self._compiled.step(ids[:, i : i + 1], self.cache)
+                logits: torch.Tensor = self._compiled.step(self.draft, ids[:, i : i + 1], self.cache)
             self.length += ids.shape[1]
             return logits.clone()
 
-    @torch.inference_mode()
-    def crop(self, length: int) -> None:
-        # A static cache cannot be cropped: what lies beyond its length is masked, and overwritten by the next tokens.
-        for layer in self.cache.layers:
-            if layer.is_initialized:
-                layer.cumulative_length.fill_(length)
-        self.length = length
+    def close(self) -> None:
+        self._compiled.free.append(self.cache)
+
+
+# --- of the target --------------------------------------------------------------------------------------------------
+
+
+class CompiledTarget(CompiledForward):
+    """The target's forward of a round's tokens, of any number from 2 on. The target is the user's own and may be
+    changed in any way: each call asks whether what was compiled still fits, and compiles again where it does not."""
+
+    whose = "target"
+    dynamic = None
+    options = {"freezing": False}
+
+    @staticmethod
+    def step(model: Any, ids: torch.Tensor, cache: Any) -> Any:
+        return model(input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True).logits
+
+    def example(self, device: Any) -> torch.Tensor:
+        ids = torch.zeros(1, 3, dtype=torch.long, device=device)
+        torch._dynamo.maybe_mark_dynamic(ids, 1)
+        return ids
+
+    @contextlib.contextmanager
+    def mode(self) -> Iterator[None]:
+        # The loop writes into the logits, which it may not where they are of inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+
+    def verification(self, target: Any, kwargs: dict[str, Any], tokens: int) -> Verification | None:
+        """The verification of a request of at most `tokens` tokens, whose loop gets `kwargs`; `None` where it is left
+        to the eager forward."""
+        config, cache = kwargs["generation_config"], kwargs.get("past_key_values")
+        mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        if cache is None or type(cache) is not DynamicCache or cache.get_seq_length() > 0 or target.training:
+            return None
+        # Of what else a forward can be given, nothing is known here.
+        others = any(kwargs[name] is not None for name in kwargs.keys() - KNOWN_ARGUMENTS)
+        if others or config.output_attentions or config.output_hidden_states or (mask is not None and not mask.all()):
+            return None
+        if positions is not None and not torch.equal(positions[0], torch.arange(len(positions[0])).to(positions)):
+            return None
+        leased = self.lease(target, tokens + 1)  # a single token is fed with another one behind it
+        return None if leased is None else Verification(self, target, *leased)
+
+
+class Verification:
+    """One request's rounds by the compiled target. The prompt goes through the eager forward, into the cache that the
+    loop came with; what it holds is put into a static one for the rounds, and back at the end."""
+
+    def __init__(self, owner: CompiledTarget, target: Any, compiled: _Compiled, cache: CroppableCache) -> None:
+        self.cache = cache
+        self._owner, self._target, self._compiled = owner, target, compiled
+        self._given: DynamicCache | None = None
+        self._limit = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+    def begins(self, given: Any) -> bool:
+        """Take over what the loop's cache holds; returns whether the rounds, from now on, are verified here."""
+        if given is self.cache:
+            return True
+        layers = given.layers
+        if len(layers) != len(self.cache.layers) or any(type(layer) is not DynamicLayer for layer in layers):
+            return False
+        self._given = given
+        with self._owner.mode():
+            for ours, theirs in zip(self.cache.layers, layers, strict=True):
+                ours.update(theirs.keys, theirs.values)
+                theirs.keys, theirs.values = theirs.keys[:, :, :0].clone(), theirs.values[:, :, :0].clone()
+        return True
+
+    def inputs(self, ids: torch.Tensor, count: int) -> dict[str, Any]:
+        """What [`~Verification.forward`] is called with for the last `count` tokens of a sequence, `(1, tokens)`."""
+        return {"past_key_values": self.cache, "ids": ids[:, -count:], "length": ids.shape[1]}
+
+    def forward(self, past_key_values: CroppableCache, ids: torch.Tensor, length: int) -> CausalLMOutputWithPast:
+        """The target's logits, `(1, tokens, vocab)`, of the last tokens, `(1, tokens)`, of a sequence so long."""
+        cache, count = past_key_values, ids.shape[1]
+        with self._owner.mode(), self._compiled.running:
+            fed = ids[0].repeat(2 if count == 1 else 1)[None]  # with strides of its own, not those of the sequence
+            if count == 1 and length == self._limit:  # there is no position behind it
+                logits = self._owner.step(self._target, ids, cache)
+            else:
+                try:
+                    logits = self._compiled.step(self._target, fed, cache)
+                except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # the target has changed
+                    self._owner.failed(error)
+                    logits = self._owner.step(self._target, fed, cache)
+                if count == 1:
+                    cache.crop(-1)
+            # A captured graph writes the next logits where these are.
+            return CausalLMOutputWithPast(logits=logits[:, :count].clone(), past_key_values=cache)
 
     def close(self) -> None:
+        """The request has ended: whoever holds the cache that it came with finds there what it read."""
+        if self._given is not None:
+            end = int(self.cache.layers[0].cumulative_length)
+            for ours, theirs in zip(self.cache.layers, self._given.layers, strict=True):
+                theirs.keys, theirs.values = (x[:, :, :end].clone() for x in (ours.keys, ours.values))
+            self._given = None
         self._compiled.free.append(self.cache)

@@ -175,7 +175,8 @@ class LeanDrafting:
         draft (`PreTrainedModel`): What drafts.
         num_assistant_tokens (`int` or `str`, *optional*):
             k, or `"auto"`; `None` reads the draft's generation config at each request.
-        compile_draft (`bool`, defaults to `False`): Compile the single-token forward, at the first request.
+        compiled (`CompiledDraft`, *optional*):
+            Compiles the single-token forward, at the first request; shared with other copies of the draft.
         pacer (`Pacer`, *optional*): Shared with other drafts of the same size; what `"auto"` decides from.
     """
 
@@ -184,13 +185,13 @@ class LeanDrafting:
         draft: Any,
         num_assistant_tokens: int | str | None,
         *,
-        compile_draft: bool = False,
+        compiled: CompiledDraft | None = None,
         pacer: Pacer | None = None,
     ) -> None:
         self.draft, self.num_assistant_tokens = draft, num_assistant_tokens
         self.pacer = pacer or Pacer()
         self.clock: Clock = time.perf_counter  # one that waits for an accelerator makes costs exact, requests slower
-        self._compiled = CompiledDraft(draft) if compile_draft else None
+        self._compiled = compiled
         self._told: set[str] = set()
 
     def at(self, num_assistant_tokens: int | str) -> LeanDrafting:
@@ -233,7 +234,7 @@ class LeanDrafting:
                 source = self._encode(inputs_tensor, given["model_kwargs"].get("attention_mask"))
         max_length = int(generation_config.max_length)
         if source is None and self._compiled is not None:
-            forward = self._compiled.forward(max_length if limit is None else min(max_length, limit))
+            forward = self._compiled.forward(draft, max_length if limit is None else min(max_length, limit))
         else:
             forward = DraftForward(draft, source)
         eos = generation_config._eos_token_tensor

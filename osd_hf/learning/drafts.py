@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from osd_hf.config import OnlineConfig
+from osd_hf.drafting.forward import CompiledDraft
 from osd_hf.drafting.generator import LeanDrafting
 from osd_hf.drafting.pacing import Pacer
 from osd_hf.errors import ConfigError, StateError
@@ -81,6 +82,7 @@ class Copies:
 
     def __init__(self, base: Any, template: Any, config: OnlineConfig, pacer: Pacer) -> None:
         self.template, self.config, self.pacer = template, config, pacer
+        self.compiled = CompiledDraft(base) if config.compile_draft else None
         self.base = ServingDraft(base, self._draft_with(base))
         self.held: list[ServingDraft] = []
         self.making: set[str | None] = set()
@@ -158,8 +160,7 @@ class Copies:
     def _draft_with(self, model: Any) -> LeanDrafting | None:
         if self.config.drafting != "lean":
             return None
-        k, compiled = self.config.num_assistant_tokens, self.config.compile_draft
-        return LeanDrafting(model, k, compile_draft=compiled, pacer=self.pacer)
+        return LeanDrafting(model, self.config.num_assistant_tokens, compiled=self.compiled, pacer=self.pacer)
 
 
 @dataclass(eq=False)
