@@ -194,7 +194,8 @@ class OnlineAssistant:
     @property
     def effort(self) -> float:
         """Share of the configured updates that are done now, from `min_effort` to `max_effort`: less once acceptance
-        no longer rises; of the draft with the most, where domains have their own."""
+        no longer rises, or what that saves is less than it takes; of the draft with the most, where domains have their
+        own."""
         return max((lesson.effort.share for lesson in self._learner.lessons.values()), default=1.0)
 
     @property

@@ -2,14 +2,15 @@
 When learning has paid for itself: live, at full load, everything counted.
 
     OSD_HF_DATA=... python recipes/break_even.py                                           # 4 x 600 requests
-    OSD_HF_DATA=... python recipes/break_even.py --requests 2000 --datasets spider gsm8k
+    OSD_HF_DATA=... python recipes/break_even.py --requests 2000 --datasets spider finance_alpaca
+    OSD_HF_DATA=... python recipes/break_even.py --rules default "not learning"
     OSD_HF_DATA=... python recipes/break_even.py --requests 400 --datasets gsm8k --rules default before   # latency
     OSD_HF_DATA=... python recipes/break_even.py --requests 12 --datasets gsm8k --no-compile              # smoke
 
 Each prompt is answered by the target alone and by an assistant of each rule, in turns that change from request to
-request; an assistant's time holds what it learns after the answer. Drafting is `"auto"` and compiled; compiling the
-draft as it was is paid before the first request and reported as the start, compiling the learned copy in the run. Of
-each assistant: requests until its total time is below the target's for good, the ratio of the totals (with an interval
+request; an assistant's time holds what it learns after the answer. Drafting is `"auto"`; the draft's forward and the
+target's verification are compiled, before the first request, which is reported as the start. The target alone is
+`target.generate`. The rule "not learning" tells what compiling alone does. Of each assistant: requests until its total time is below the target's for good, the ratio of the totals (with an interval
 over blocks of 50 requests), of the last fifth, the learner's share, the latencies' p50 and p99, and how many answers
 are the target's own.
 
@@ -52,6 +53,7 @@ from osd_hf.replay import replay_each
 RULES: dict[str, dict[str, Any]] = {
     "default": {},
     "full effort": {"min_effort": 1.0},
+    "not learning": {"update_strategy": "manual"},
     "before": {**EARLIER_RULE, "min_effort": 1.0},  # its steps and batches, in the present code
 }
 BLOCK = 50  # requests resampled together
@@ -62,8 +64,10 @@ Array = NDArray[np.float64]
 class Served:
     """What one assistant did: seconds of each request, of them learning, effort, traces, and answers."""
 
-    def __init__(self, pair: Any, rule: str, seed: int, compile_draft: bool) -> None:
-        config = OnlineConfig(num_assistant_tokens="auto", compile_draft=compile_draft, seed=seed, **RULES[rule])
+    def __init__(self, pair: Any, rule: str, seed: int, compiled: bool) -> None:
+        config = OnlineConfig(
+            num_assistant_tokens="auto", compile_draft=compiled, compile_target=compiled, seed=seed, **RULES[rule]
+        )
         self.rule, self.assistant = rule, OnlineAssistant(*pair, config)
         self.seconds: list[float] = []
         self.learning: list[float] = []
@@ -180,7 +184,7 @@ def main() -> None:
     parser.add_argument("--datasets", nargs="+", default=list(TEMPLATES))
     parser.add_argument("--requests", type=int, default=600)
     parser.add_argument("--rules", nargs="+", default=["default"], choices=list(RULES))
-    parser.add_argument("--no-compile", action="store_true", help="draft eagerly")
+    parser.add_argument("--no-compile", action="store_true", help="draft and verify eagerly")
     args = parser.parse_args()
     pair, started, rows, starts = load_pair(), time.time(), [], {}
     for name in args.datasets:

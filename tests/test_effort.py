@@ -1,5 +1,7 @@
 """How much of the configured learning is done."""
 
+import json
+
 import models
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from osd_hf import AcceptanceStats, ConfigError, OnlineAssistant, OnlineConfig
-from osd_hf.learning.effort import RECENT, STRIDE, WINDOW, Effort
+from osd_hf.learning.effort import HORIZON, RECENT, STRIDE, WINDOW, Effort
 
 
 def of(alpha: float, examined: int = 100) -> AcceptanceStats:
@@ -38,7 +40,7 @@ def test_little_is_done_once_acceptance_stands() -> None:
     shares = []
     for seed in range(40):  # chance doubles the share now and then
         effort = Effort(1 / 16)
-        gains(effort, 0.3 + noise(2 * WINDOW - 1, seed))
+        gains(effort, 0.3 + noise(WINDOW - 1, seed))
         assert effort.share == 1  # nothing is known yet
         gains(effort, 0.3 + noise(14 * STRIDE, seed + 1000))
         shares.append(effort.share)
@@ -53,6 +55,44 @@ def test_all_is_done_again_when_traffic_changes() -> None:
         assert effort.share < 1
         gains(effort, fallen + noise(2 * RECENT) / 3)
         assert effort.share == 1
+
+
+def rising(effort: Effort, saved: float | None, seconds: float, seed: int = 0, requests: int = 8 * WINDOW) -> float:
+    """The share once alpha rises steadily, by 0.1 a window, each 0.1 of it saves `saved` seconds a request, and a
+    request's learning takes `seconds` at full effort; the mean over the second half of the requests."""
+    shares = []
+    for gain in np.linspace(0, 0.1 * requests / WINDOW, requests) + noise(requests, seed) / 4:
+        effort.took(seconds * effort.share)
+        alpha = float(np.clip(0.1 + gain, 0, 1))
+        effort.add(of(0.1), of(alpha), None if saved is None else saved * 10 * gain)
+        shares.append(effort.share)
+    return float(np.mean(shares[requests // 2 :]))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_does_not_pay_is_not_learned_although_acceptance_rises(seed: int) -> None:
+    # After n requests a window's rise saves n * HORIZON times its seconds, for a window's learning.
+    pays = 0.1 * WINDOW / (HORIZON * WINDOW)
+    assert rising(Effort(1 / 16), 3 * pays, 0.1, seed) == 1
+    assert rising(Effort(1 / 16), None, 0.1, seed) == 1  # nobody knows
+    assert rising(Effort(1 / 16), pays / 100, 0.1, seed) < 0.15
+    assert rising(Effort(1.0), pays / 100, 0.1, seed) == 1  # asked for
+
+
+def test_the_longer_traffic_is_the_same_the_more_pays() -> None:
+    pays = 0.1 * WINDOW / (HORIZON * WINDOW)
+    late = Effort(1 / 16)
+    late._requests = 40 * WINDOW
+    assert rising(late, pays / 10, 0.1) > rising(Effort(1 / 16), pays / 10, 0.1) + 0.3
+
+
+def test_a_saved_effort_goes_on() -> None:
+    one, other = Effort(1 / 16), Effort(1 / 16)
+    rising(one, 0.01, 0.1, requests=3 * WINDOW + 5)
+    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    for effort in (one, other):
+        rising(effort, 0.01, 0.1, seed=1, requests=2 * WINDOW)
+    assert one.state_dict() == other.state_dict()
 
 
 def test_where_nothing_is_gained_little_is_done() -> None:

@@ -1,4 +1,4 @@
-"""How much learning is worth now: all of it while acceptance rises, little once it stands."""
+"""How much learning is worth now: all of it while acceptance rises and that pays, little once it does not."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from osd_hf.metrics import AcceptanceStats
 
 __all__ = ["Effort"]
 
-WINDOW = 128  # requests of which the mean is compared with that of as many before
+WINDOW = 128  # requests of which the mean is compared with that of as many before; half of it, at first
 STRIDE = 64  # requests between two decisions
 RECENT = 12  # requests by which a change of traffic shows
 FELL = 3.0  # standard errors
 WORSE = 4.0  # standard errors below the draft as it was
+HORIZON = 4  # times as many requests as there were are taken to come: what is learned is kept
 
 
 class Effort:
     """
     Share of the configured updates that are done, between `least` and `most`. What learning has gained is known by
-    request: how much better the learned draft is on it than the draft as it was. Where the mean of the newest requests
-    is no longer above that of those before, by a standard error, the share is halved; where it is, it is doubled.
-    Where the gain falls, or the draft as it was is the better one, traffic has changed, and the most is done again.
+    request: how much better the learned draft is on it than the draft as it was. The share is doubled where the mean
+    of the newest requests is above that of those before by a standard error, and what that saves over the requests to
+    come is more than what learning took meanwhile, both in seconds; it is halved where it is not. Where the gain
+    falls, or the draft as it was is the better one, traffic has changed, and the most is done again.
 
     Args:
         least (`float`): Above 0 and at most 1.
@@ -35,16 +37,21 @@ class Effort:
     def __init__(self, least: float, most: float = 1.0) -> None:
         self.least, self.most = least, most
         self.share = most
-        self._gains: deque[float] = deque(maxlen=2 * WINDOW)  # oldest first
+        # Oldest first; by request: alpha gained, and seconds saved, `nan` where rounds are not timed.
+        self._gains: deque[tuple[float, float]] = deque(maxlen=2 * WINDOW)
         self._undecided = 0  # requests
+        self._cost = 0.0  # seconds of learning since the last decision
+        self._requests = 0  # since traffic was another
 
-    def add(self, original: AcceptanceStats, learned: AcceptanceStats) -> None:
-        """Take in what the draft as it was and the learned one make of a request."""
+    def add(self, original: AcceptanceStats, learned: AcceptanceStats, saved_seconds: float | None = None) -> None:
+        """Take in what the draft as it was and the learned one make of a request, and the time that the learned one
+        saved, where it is known."""
         if original.examined == 0 or learned.examined == 0:
             return
-        self._gains.append(learned.alpha - original.alpha)
+        self._gains.append((learned.alpha - original.alpha, math.nan if saved_seconds is None else saved_seconds))
         self._undecided += 1
-        gains = np.array(self._gains)
+        self._requests += 1
+        gains, saved = np.array(self._gains).T
         recent, before = gains[-RECENT:], gains[:-RECENT]
         if self.share < self.most and len(before) > RECENT:
             error = math.sqrt(before.var() / RECENT + before.var() / len(before))
@@ -53,29 +60,42 @@ class Effort:
             ):
                 self.renew()
                 return
-        if len(gains) == 2 * WINDOW and self._undecided >= STRIDE:
-            self._undecided = 0
-            older, newer = gains[:WINDOW], gains[WINDOW:]
-            error = math.sqrt((older.var() + newer.var()) / WINDOW)
-            rise = newer.mean() - older.mean()
-            if rise < -FELL * error:  # slowly, but it falls
-                self.renew()
-                return
-            factor = 2.0 if rise > error else 0.5
-            self.share = min(max(self.share * factor, self.least), self.most)
+        if len(gains) < WINDOW or self._undecided < STRIDE:
+            return
+        half = len(gains) // 2
+        older, newer = gains[-2 * half : -half], gains[-half:]
+        error = math.sqrt((older.var() + newer.var()) / half)
+        rise = newer.mean() - older.mean()
+        if rise < -FELL * error:  # slowly, but it falls
+            self.renew()
+            return
+        cost = self._cost / self._undecided * half
+        saves = (saved[-half:].mean() - saved[-2 * half : -half].mean()) * HORIZON * self._requests
+        factor = 2.0 if rise > error and not saves < cost else 0.5  # `nan` tells nothing
+        self.share = min(max(self.share * factor, self.least), self.most)
+        self._undecided, self._cost = 0, 0.0
+
+    def took(self, seconds: float) -> None:
+        """Learning took so long."""
+        self._cost += seconds
 
     def renew(self) -> None:
         """Begin again with the most, from what comes from now on."""
-        self.share, self._undecided = self.most, 0
+        self.share, self._undecided, self._cost, self._requests = self.most, 0, 0.0, 0
         self._gains.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
-        return {"share": self.share, "gains": list(self._gains), "undecided": self._undecided}
+        gains = [[gain, None if math.isnan(saved) else saved] for gain, saved in self._gains]
+        return {
+            "share": self.share, "gains": gains, "undecided": self._undecided, "cost": self._cost,
+            "requests": self._requests,
+        }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state."""
         self.share = min(max(float(state["share"]), self.least), self.most)
-        self._undecided = int(state["undecided"])
+        self._undecided, self._cost = int(state["undecided"]), float(state["cost"])
+        self._requests = int(state["requests"])
         self._gains.clear()
-        self._gains.extend(map(float, state["gains"]))
+        self._gains.extend((float(gain), math.nan if s is None else float(s)) for gain, s in state["gains"])

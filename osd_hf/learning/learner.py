@@ -190,7 +190,7 @@ class Learner:
             self._work = None
             raise
         finally:
-            self.seconds += self._timer() - started
+            self._took(domain, started)
         self._spent += self._timer() - started
         if self.config.update_strategy == "idle":
             self.updater(domain).pace()
@@ -200,13 +200,13 @@ class Learner:
         """Take the work that falls to an answer: what both drafts make of it, and its share of an update or, unless
         updates are spread, the whole of one that is due; none where updates are asked for. Returns the report of an
         update that has ended."""
-        started = self._timer()
-        try:
-            for lesson in list(self.lessons.values()) if self.config.gate and not self.is_paused else ():
+        spent = 0.0
+        for lesson in list(self.lessons.values()) if self.config.gate and not self.is_paused else ():
+            started = self._timer()
+            try:
                 finish(self._follow(lesson))
-        finally:
-            spent = self._timer() - started
-            self.seconds += spent
+            finally:
+                spent += self._took(lesson.domain, started)
         try:
             if self.config.update_strategy == "spread":
                 return self._advance()
@@ -244,8 +244,16 @@ class Learner:
             report = finish(self._update(domain, steps))
             return replace(report, seconds=self._timer() - started)
         finally:
-            self.seconds += self._timer() - started
-            self.duty_cycle.worked(self._timer() - started)
+            self.duty_cycle.worked(self._took(domain, started))
+
+    def _took(self, domain: str | None, started: float) -> float:
+        """Work for a draft has ended, or paused, that began then; the seconds of it."""
+        seconds = self._timer() - started
+        self.seconds += seconds
+        has_price = self.config.gate and self.config.update_strategy != "idle"  # time that nobody needs is free
+        if has_price and domain in self.lessons:
+            self.lessons[domain].effort.took(seconds)
+        return seconds
 
     def abandon(self) -> None:
         """Give the update under way up; what it was learning from stays."""
@@ -339,7 +347,7 @@ class Learner:
         if version == 0:
             with lesson.lock:
                 for trace in arrived:  # both drafts are one
-                    lesson.effort.add(stats := AcceptanceStats.from_trace(trace), stats)
+                    lesson.effort.add(stats := AcceptanceStats.from_trace(trace), stats, 0.0)
             return
         if not arrived:
             return
@@ -349,14 +357,15 @@ class Learner:
         unknown = [t for t in arrived if t.draft_version != version or not self._is_counted(t)]
         with self.drafts.lease(domain) as draft:
             replayed = yield from self._scored(lesson, draft.model, unknown)
-        found = dict(zip(unknown, replayed, strict=True))
+        found, seconds = dict(zip(unknown, replayed, strict=True)), self.drafts.pacer.round_seconds(self._k)
         for trace, original in zip(arrived, originals, strict=True):
             learned = found[trace] if trace in found else AcceptanceStats.from_trace(trace)
             if original is not None and learned is not None:
-                lesson.compare(trace, original, learned)
+                saved = 0.0
                 if trace.draft_version == version and any(r.num_drafted for r in trace.rounds):
-                    saved = original.target_forwards / learned.target_forwards - 1
-                    self._saved_rounds += saved * len(trace.rounds)
+                    saved = (original.target_forwards / learned.target_forwards - 1) * len(trace.rounds)
+                self._saved_rounds += saved
+                lesson.compare(trace, original, learned, None if seconds is None else saved * seconds)
 
     def _is_counted(self, trace: Trace) -> bool:
         """Whether what happened is what replay would find: of a greedy request, with a fixed number of drafted

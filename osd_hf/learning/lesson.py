@@ -208,11 +208,14 @@ class Lesson:
             traces.clear()
             return taken
 
-    def compare(self, trace: Trace, original: AcceptanceStats, learned: AcceptanceStats) -> None:
-        """Take in what the draft as it was and the learned one make of a request that has arrived."""
+    def compare(
+        self, trace: Trace, original: AcceptanceStats, learned: AcceptanceStats, saved_seconds: float | None
+    ) -> None:
+        """Take in what the draft as it was and the learned one make of a request that has arrived, and the time that
+        the learned one has saved, where it is known."""
         with self.lock:
             self.choice.add(trace, original, learned)
-            self.effort.add(original, learned)
+            self.effort.add(original, learned, saved_seconds)
             self.unwatched.append(trace)
 
     def begin_watching(self, version: int, tried: Mapping[Trace, AcceptanceStats]) -> None:
