@@ -10,9 +10,9 @@ When learning has paid for itself: live, at full load, everything counted.
 Each prompt is answered by the target alone and by an assistant of each rule, in turns that change from request to
 request; an assistant's time holds what it learns after the answer. Drafting is `"auto"`; the draft's forward and the
 target's verification are compiled, before the first request, which is reported as the start. The target alone is
-`target.generate`. The rule "not learning" tells what compiling alone does. Of each assistant: requests until its total time is below the target's for good, the ratio of the totals (with an interval
-over blocks of 50 requests), of the last fifth, the learner's share, the latencies' p50 and p99, and how many answers
-are the target's own.
+`target.generate`. The rule "not learning" tells what compiling alone does. Of each assistant: requests until its total
+time is below the target's for good, the ratio of the totals (with an interval over blocks of 50 requests), of the last
+fifth, the learner's share, the latencies' p50 and p99, and how many answers are the target's own.
 
 The same run is also put to a **model** of an 8B target with a 0.6B draft on one H100, with k = 5: bf16 weights are
 read once a forward at 3.35 TB/s, and 400 TFLOP/s are reached where that takes longer; a step of learning reads and
@@ -46,7 +46,8 @@ from common import (
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, Trace, simulate
+from osd_hf import AcceptanceStats, DomainDrafts, OnlineAssistant, OnlineConfig, Trace, simulate
+from osd_hf.learning.learner import Learner
 from osd_hf.metrics import expected_block_efficiency
 from osd_hf.replay import replay_each
 
@@ -141,7 +142,13 @@ def report_on(
     fifth = slice(round(len(alone) * 0.8), None)
     # At k = 5, as one learns and serves there: `"auto"` drafts what is easy on this machine.
     fixed = OnlineConfig(seed=seed, **RULES[found.rule])
-    run = simulate(draft, [replace(trace, draft_version=0) for trace in found.traces], fixed)
+    learner = Learner(DomainDrafts(draft, fixed, per_domain=False), fixed)
+
+    def as_served(i: int, _: AcceptanceStats) -> None:  # no time is known there that effort could go by
+        learner.lessons[None].effort.share = found.effort[i]
+
+    traces = [replace(trace, draft_version=0) for trace in found.traces]
+    run = simulate(draft, traces, fixed, learner=learner, on_request=as_served)
     stats = list(run.stats)
     alphas = [[s.alpha if s.examined else 0.0 for s in side] for side in (static, stats)]
     positions = sum(update.positions for update in run.updates)
@@ -157,7 +164,8 @@ def report_on(
         "learning_share_last_fifth": float(learning[fifth].sum() / (seconds - learning)[fifth].sum()),
         "saved_seconds": found.assistant.saved_seconds,
         "alpha": ends.alpha if ends.examined else None, "static": last_share([*static]).alpha,
-        "p50": float(p50), "p99": float(p99), "effort": found.effort[-1], "identical": found.same,
+        "alpha_all": sum(stats, AcceptanceStats()).alpha, "effort": found.effort[::BLOCK],
+        "p50": float(p50), "p99": float(p99), "identical": found.same,
         "model": {
             **account(model[0], model[2], seed), "static_times_alone": float(model[0].sum() / model[1].sum()),
         },
