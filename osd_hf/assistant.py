@@ -200,10 +200,10 @@ class OnlineAssistant:
 
     @property
     def saved_seconds(self) -> float | None:
-        """What learning has saved so far: time in which the draft as it came would have needed more rounds for the
-        same answers, found by replay. Beside [`~OnlineAssistant.learning_seconds`] it says whether learning has paid.
-        `None` until a round was timed, which stock drafting never does; 0 without a gate, as nothing is compared then.
-        With `num_assistant_tokens="auto"` an estimate, by rounds of 5 drafted tokens."""
+        """What learning has saved so far: time that the draft as it came would have needed more for the same answers,
+        by replay and what a round takes. Beside [`~OnlineAssistant.learning_seconds`] it says whether learning has
+        paid. `None` until a round was timed, which stock drafting never does; 0 without a gate, as nothing is compared
+        then. With `num_assistant_tokens="auto"` both drafts are taken to draft as many tokens as pays best."""
         return self._learner.saved_seconds
 
     def wait_until_idle(self, timeout: float | None = None) -> bool:

@@ -449,3 +449,18 @@ def test_fading_makes_up_no_evidence() -> None:
     assert seen.chances(0.5, seen.alpha.mean) == before[0.5]
     assert seen.alpha.weight < weights[0]
     assert seen.emitted.weight == weights[1]
+
+
+def test_a_token_takes_what_the_best_way_to_it_takes() -> None:
+    pacer = Pacer()
+    assert pacer.token_seconds(0.5) is None
+    for _ in range(40):
+        for k in (1, 2, 4, 8):  # 10 ms a plain round, 12 and 1 a drafted token otherwise
+            pacer.costs.add(0, 0.0, 0.010, 1)
+            pacer.costs.add(k, 0.001 * k, 0.012 + 0.001 * k, 1)
+    plain = pacer.token_seconds(0.0)
+    assert plain == pytest.approx(0.010, rel=0.05)
+    assert pacer.token_seconds(0.1) == plain  # drafting would lose
+    found = [pacer.token_seconds(alpha) for alpha in (0.5, 0.7, 0.9)]
+    best = [min((0.012 + 0.001 * k) / expected_block_efficiency(a, k) for k in range(1, 33)) for a in (0.5, 0.7, 0.9)]
+    assert found == pytest.approx(best, rel=0.05)

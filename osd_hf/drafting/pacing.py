@@ -272,6 +272,18 @@ class DraftingPlan:
         return asdict(self)
 
 
+def _best_rate(costs: Costs, alpha: float) -> tuple[float, int]:
+    """The most tokens in the time of the level that rounds bring which draft, and the number that they draft then."""
+    base, per_token = costs.line()
+    found, best = 0.0, 0
+    for k in range(1, MAX_K + 1):
+        rate = expected_block_efficiency(min(alpha, 1.0), k) / (base + k * per_token)
+        if rate <= found:  # it rises, and then falls
+            break
+        found, best = rate, k
+    return found, best
+
+
 class Pacer:
     """
     Measures acceptance, by domain and request, and costs, over all requests, and decides from them.
@@ -309,6 +321,15 @@ class Pacer:
         with self.lock:
             return self.costs.level * self.costs.round(k) if self.costs.drafting.weight else None
 
+    def token_seconds(self, alpha: float) -> float | None:
+        """What a token takes at this acceptance with the best number of drafted tokens, which may be none; `None`
+        until that was measured."""
+        with self.lock:
+            costs = self.costs
+            if not costs.are_known:
+                return None
+            return costs.level / max(1 / costs.plain.mean, _best_rate(costs, alpha)[0])
+
     def draft_changed(self, domain: Any = ...) -> None:
         """A new version serves all domains, or one (sampled requests of a domain are one apart, see
         [`~LeanDrafting.pace`]): what was known of the old one's acceptance counts half."""
@@ -328,21 +349,11 @@ class Pacer:
             return DraftingPlan(True, WARM_UP[0], alpha, 1.0, None, None, None, None, examined)
         draft, plain = costs.draft.mean, costs.plain.mean
         base, per_token = costs.line()
-
-        def best_rate(alpha: float) -> tuple[float, int]:
-            found, best = 0.0, 0
-            for k in range(1, MAX_K + 1):
-                rate = expected_block_efficiency(min(alpha, 1.0), k) / (base + k * per_token)
-                if rate <= found:  # it rises, and then falls
-                    break
-                found, best = rate, k
-            return found, best
-
-        best, k = best_rate(alpha)
+        best, k = _best_rate(costs, alpha)
         if domain.drafted.weight > MEMORY / 4:
             # What rounds that ended by confidence reached: more than k tokens each time could.
             reached = domain.emitted.mean / (base + domain.drafted.mean * per_token)
-            best *= max(reached / best_rate(domain.alpha.mean)[0], 1.0)
+            best *= max(reached / _best_rate(costs, domain.alpha.mean)[0], 1.0)
         speculates = best * plain > LEAST_SPEEDUP
         return DraftingPlan(
             speculates=speculates,

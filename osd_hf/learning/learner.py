@@ -76,7 +76,7 @@ class Learner:
         self.decisions: deque[GateDecision] = deque(maxlen=MOST_DECISIONS)  # oldest first
         self.is_paused = False
         self.seconds = 0.0  # of work, over all updates
-        self._saved_rounds = 0.0  # that the draft as it was would have needed more
+        self._saved = 0.0  # seconds that the draft as it was would have needed more
         self._work: tuple[str | None, Work] | None = None
         self._spent = 0.0
         # Parts that the last update had and that the one under way has had, and the requests that it is spread over.
@@ -112,10 +112,22 @@ class Learner:
 
     @property
     def saved_seconds(self) -> float | None:
-        """What serving with the learned drafts has saved: the rounds that the draft as it was would have needed more
-        for the same answers, by replay, times what a round takes; `None` until one was timed."""
-        seconds = self.drafts.pacer.round_seconds(self._k)
-        return None if seconds is None else self._saved_rounds * seconds
+        """What serving with the learned drafts has saved, by what the draft as it was makes of the same requests;
+        `None` until a round was timed."""
+        return None if self.drafts.pacer.round_seconds(self._k) is None else self._saved
+
+    def _saved_by(self, trace: Trace, original: AcceptanceStats, learned: AcceptanceStats) -> float | None:
+        """Seconds that one request would have taken longer with the draft as it was: the rounds that it would have
+        needed more or, where their number of tokens follows acceptance, what both need for a token."""
+        pacer = self.drafts.pacer
+        if not any(r.num_drafted for r in trace.rounds) or original.examined == 0 or learned.examined == 0:
+            return 0.0
+        if self.config.num_assistant_tokens == "auto":
+            before, after = (pacer.token_seconds(stats.alpha) for stats in (original, learned))
+            return None if before is None or after is None else len(trace) * (before - after)
+        seconds = pacer.round_seconds(self._k)
+        more = original.target_forwards / learned.target_forwards - 1
+        return None if seconds is None else more * len(trace.rounds) * seconds
 
     def observe(self, domain: str | None, trace: Trace) -> None:
         """Take in one served request of the draft of a domain."""
@@ -357,15 +369,14 @@ class Learner:
         unknown = [t for t in arrived if t.draft_version != version or not self._is_counted(t)]
         with self.drafts.lease(domain) as draft:
             replayed = yield from self._scored(lesson, draft.model, unknown)
-        found, seconds = dict(zip(unknown, replayed, strict=True)), self.drafts.pacer.round_seconds(self._k)
+        found = dict(zip(unknown, replayed, strict=True))
         for trace, original in zip(arrived, originals, strict=True):
             learned = found[trace] if trace in found else AcceptanceStats.from_trace(trace)
             if original is not None and learned is not None:
-                saved = 0.0
-                if trace.draft_version == version and any(r.num_drafted for r in trace.rounds):
-                    saved = (original.target_forwards / learned.target_forwards - 1) * len(trace.rounds)
-                self._saved_rounds += saved
-                lesson.compare(trace, original, learned, None if seconds is None else saved * seconds)
+                saved = self._saved_by(trace, original, learned)
+                if trace.draft_version == version:
+                    self._saved += saved or 0.0
+                lesson.compare(trace, original, learned, saved)
 
     def _is_counted(self, trace: Trace) -> bool:
         """Whether what happened is what replay would find: of a greedy request, with a fixed number of drafted
