@@ -177,7 +177,7 @@ def double() -> tuple[Any, CompiledDraft]:
         patch.setattr(torch, "compile", traced_alone)
         model = models.double(models.build())
         compiled = CompiledDraft(model)
-        compiled.forward(40).close()
+        compiled.forward(model, 40).close()
     return model, compiled
 
 
@@ -190,12 +190,12 @@ def test_compiled_drafts_are_the_eager_ones(architecture: str, traced: None, cap
 def test_single_tokens_alone_go_through_what_is_compiled(double: tuple[Any, CompiledDraft]) -> None:
     model, compiled = double
     with torch.inference_mode():
-        forward = compiled.forward(40)
+        forward = compiled.forward(model, 40)
         assert type(forward) is StaticForward
         with models.ForwardCounter(model.lm_head) as eager:
             forward.feed(models.prompt(6))
             assert eager.count == 1
-        feed_and_crop(model, compiled.forward(40))
+        feed_and_crop(model, compiled.forward(model, 40))
 
 
 def test_a_cache_is_as_large_as_the_request_and_used_again(
@@ -204,23 +204,23 @@ def test_a_cache_is_as_large_as_the_request_and_used_again(
     made: list[int] = []
     new_cache = CompiledDraft._new_cache
 
-    def counting(self: Any, size: int) -> Any:
+    def counting(self: Any, model: Any, size: int) -> Any:
         made.append(size)
-        return new_cache(self, size)
+        return new_cache(self, model, size)
 
     monkeypatch.setattr(CompiledDraft, "_new_cache", counting)
-    compiled = CompiledDraft(models.build(num_hidden_layers=1))
-    smallest = SMALLEST_STATIC_CACHE
-    first = compiled.forward(smallest)
+    model = models.build(num_hidden_layers=1)
+    compiled, smallest = CompiledDraft(model), SMALLEST_STATIC_CACHE
+    first = compiled.forward(model, smallest)
     assert first.cache.layers[0].max_cache_len == smallest
-    both = compiled.forward(3)  # at the same time
+    both = compiled.forward(model, 3)  # at the same time
     assert both.cache is not first.cache
-    larger = compiled.forward(smallest + 1)
+    larger = compiled.forward(model, smallest + 1)
     assert larger.cache.layers[0].max_cache_len == 2 * smallest
     assert made == [smallest, smallest, 2 * smallest]
     for forward in (first, both, larger):
         forward.close()
-    again = [compiled.forward(n) for n in (3, 4, smallest + 1)]
+    again = [compiled.forward(model, n) for n in (3, 4, smallest + 1)]
     assert made == [smallest, smallest, 2 * smallest]
     assert {id(f.cache) for f in again} == {id(f.cache) for f in (first, both, larger)}
 
@@ -229,7 +229,7 @@ def test_nothing_of_a_request_is_left_for_the_next(double: tuple[Any, CompiledDr
     model, compiled = double
     with torch.inference_mode():
         for length in (30, 4, 9):
-            forward = compiled.forward(64)
+            forward = compiled.forward(model, 64)
             ids = models.prompt(length, seed=length)
             forward.feed(ids[:, :-1])
             logits = forward.feed(ids[:, -1:])
@@ -242,7 +242,7 @@ def test_a_failed_request_gives_its_cache_back(untraced: list[Any], monkeypatch:
     assistant = assistant_of(target, draft)
     before = answer(assistant, models.prompt())
     made: list[int] = []
-    monkeypatch.setattr(CompiledDraft, "_new_cache", lambda self, size: made.append(size))
+    monkeypatch.setattr(CompiledDraft, "_new_cache", lambda self, model, size: made.append(size))
 
     class Gone:
         left = 3
@@ -266,7 +266,9 @@ def test_two_sizes_of_cache_serve_one_draft(untraced: list[Any], monkeypatch: py
     monkeypatch.setattr("osd_hf.drafting.forward.SMALLEST_STATIC_CACHE", 32)
     sizes: list[int] = []
     new_cache = CompiledDraft._new_cache
-    monkeypatch.setattr(CompiledDraft, "_new_cache", lambda self, size: sizes.append(size) or new_cache(self, size))
+    monkeypatch.setattr(
+        CompiledDraft, "_new_cache", lambda self, model, size: sizes.append(size) or new_cache(self, model, size)
+    )
     target, draft = models.pair(noise=0.05, num_hidden_layers=1)
     requests = [(models.prompt(seed=n), {"length": n}) for n in (10, 70, 15)]
     same_as_eager(target, draft, requests)
@@ -277,10 +279,56 @@ def test_two_drafts_share_nothing_that_is_compiled(double: tuple[Any, CompiledDr
     model, compiled = double
     other = models.double(models.build(seed=7, num_hidden_layers=1))
     with torch.inference_mode():
-        for draft, forward in ((other, CompiledDraft(other).forward(40)), (model, compiled.forward(40))):
+        for draft, forward in ((other, CompiledDraft(other).forward(other, 40)), (model, compiled.forward(model, 40))):
             assert type(forward) is StaticForward
             feed_and_crop(draft, forward)
             forward.close()
+
+
+def test_a_copy_is_served_with_its_own_weights_by_what_was_compiled_before(
+    double: tuple[Any, CompiledDraft], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, compiled = double
+    monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: pytest.fail("compiled again"))
+    other = models.draft_of(model, noise=0.5)
+    ids = [3, 4, 5, 6]
+    assert (by_itself(model, ids) - by_itself(other, ids)).abs().max() > 0.1
+    with torch.inference_mode():
+        for draft in (other, model, other):
+            forward = compiled.forward(draft, 40)
+            assert type(forward) is StaticForward
+            with models.ForwardCounter(draft.lm_head) as eager:
+                feed_and_crop(draft, forward)
+            assert eager.count < 40  # the first prompt, and what is compared with
+            forward.close()
+
+
+def test_a_promotion_compiles_nothing_again(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    steps: list[Any] = []
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _example: Any, **kwargs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def counted(step: Any, **kwargs: Any) -> Any:
+        steps.append(step)
+        return COMPILE(step, **{**kwargs, "backend": backend})
+
+    monkeypatch.setattr(torch, "compile", counted)
+    target, draft = models.pair(noise=0.3, num_hidden_layers=1)
+    assistant = assistant_of(target, draft, optimizer="adamw", learning_rate=1e-2)
+    for version in range(3):
+        assert assistant.version == version
+        assert (
+            answer(assistant, models.prompt())
+            == target.generate(models.prompt(), attention_mask=torch.ones(1, 6), do_sample=False, max_new_tokens=20)[
+                0
+            ].tolist()
+        )
+        assistant.update()
+    assert len(steps) == len(graphs) == 1
+    assert "not compiled" not in caplog.text
 
 
 def test_an_update_reaches_what_is_compiled(traced: None) -> None:
@@ -349,26 +397,27 @@ def test_requests_of_two_threads_do_not_meet(untraced: list[Any]) -> None:
 def test_requests_are_drafted_eagerly_while_another_one_compiles(
     monkeypatch: pytest.MonkeyPatch, untraced: list[Any]
 ) -> None:
-    compiled, compile_it = CompiledDraft(models.build(num_hidden_layers=1)), CompiledDraft._compile
+    model = models.build(num_hidden_layers=1)
+    compiled, compile_it = CompiledDraft(model), CompiledDraft._compile
     reached, opened, found = threading.Event(), threading.Event(), []
 
-    def waiting(self: CompiledDraft, size: int) -> Any:
+    def waiting(self: CompiledDraft, model: Any, size: int) -> Any:
         reached.set()
         assert opened.wait(120)
-        return compile_it(self, size)
+        return compile_it(self, model, size)
 
     monkeypatch.setattr(CompiledDraft, "_compile", waiting)
-    first = threading.Thread(target=lambda: found.append(compiled.forward(40)), daemon=True)
+    first = threading.Thread(target=lambda: found.append(compiled.forward(model, 40)), daemon=True)
     first.start()
     assert reached.wait(120)
-    second = threading.Thread(target=lambda: found.append(compiled.forward(40)), daemon=True)
+    second = threading.Thread(target=lambda: found.append(compiled.forward(model, 40)), daemon=True)
     second.start()
     second.join(120)
     assert [type(forward) for forward in found] == [DraftForward]
     opened.set()
     first.join(120)
     assert [type(forward) for forward in found] == [DraftForward, StaticForward]
-    assert type(compiled.forward(40)) is StaticForward
+    assert type(compiled.forward(model, 40)) is StaticForward
 
 
 # --- where nothing can be compiled ----------------------------------------------------------------------------------
@@ -419,14 +468,14 @@ def test_an_eager_forward_serves_where_a_larger_cache_fails(
     double: tuple[Any, CompiledDraft], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, compiled = double
-    first = compiled.forward(8)
+    first = compiled.forward(model, 8)
     assert type(first) is StaticForward
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise MemoryError("no room")
 
     monkeypatch.setattr(StaticCache, "__init__", fail)
-    assert type(compiled.forward(SMALLEST_STATIC_CACHE + 1)) is DraftForward
+    assert type(compiled.forward(model, SMALLEST_STATIC_CACHE + 1)) is DraftForward
     assert caplog.text.count("runs eagerly") == 1
     with torch.inference_mode():  # a request that had begun goes on
         feed_and_crop(model, first)
@@ -478,7 +527,8 @@ def test_a_cache_beyond_the_largest_is_left_to_the_eager_forward(
     untraced: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("osd_hf.drafting.forward.LARGEST_STATIC_CACHE", SMALLEST_STATIC_CACHE)
-    compiled = CompiledDraft(models.build(num_hidden_layers=1))
-    assert type(compiled.forward(SMALLEST_STATIC_CACHE + 1)) is DraftForward
+    model = models.build(num_hidden_layers=1)
+    compiled = CompiledDraft(model)
+    assert type(compiled.forward(model, SMALLEST_STATIC_CACHE + 1)) is DraftForward
     assert "static caches end at" in caplog.text
-    assert type(compiled.forward(SMALLEST_STATIC_CACHE)) is StaticForward
+    assert type(compiled.forward(model, SMALLEST_STATIC_CACHE)) is StaticForward

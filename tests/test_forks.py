@@ -167,15 +167,16 @@ def test_a_child_that_closes_before_it_knows_of_the_fork_leaves_the_lock(tmp_pat
     os.close(other)
 
 
-def compiled_draft(monkeypatch: pytest.MonkeyPatch) -> CompiledDraft:
+def compiled_draft(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, CompiledDraft]:
     """By a compiler that leaves the step as it is."""
     monkeypatch.setattr(torch, "compile", lambda step, **_: step)
-    return CompiledDraft(models.build(num_hidden_layers=1))
+    model = models.build(num_hidden_layers=1)
+    return model, CompiledDraft(model)
 
 
 def test_a_child_drafts_with_what_a_thread_of_its_parent_was_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = compiled_draft(monkeypatch)
-    under_way = compiled.forward(4)
+    model, compiled = compiled_draft(monkeypatch)
+    under_way = compiled.forward(model, 4)
     assert isinstance(under_way, StaticForward)
     ids = torch.zeros(1, 1, dtype=torch.long)
     with torch.inference_mode():
@@ -186,7 +187,7 @@ def test_a_child_drafts_with_what_a_thread_of_its_parent_was_running(monkeypatch
     def draft() -> None:
         torch.set_num_threads(1)  # torch's own threads are not in the child
         under_way.feed(ids)
-        again = compiled.forward(4)
+        again = compiled.forward(model, 4)
         assert isinstance(again, StaticForward)
         again.feed(ids)
         again.feed(ids)
@@ -198,7 +199,8 @@ def test_a_child_drafts_with_what_a_thread_of_its_parent_was_running(monkeypatch
 def test_a_child_compiles_nothing_where_a_thread_of_its_parent_held_the_compiler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    compiled, compiler, reached, done = compiled_draft(monkeypatch), threading.Lock(), threading.Event(), []
+    model, compiled = compiled_draft(monkeypatch)
+    compiler, reached, done = threading.Lock(), threading.Event(), []
 
     def compile_slowly(step: Any, **_: Any) -> Any:
         with compiler:
@@ -208,19 +210,19 @@ def test_a_child_compiles_nothing_where_a_thread_of_its_parent_held_the_compiler
         return step
 
     monkeypatch.setattr(torch, "compile", compile_slowly)
-    thread = threading.Thread(target=lambda: compiled.forward(4), daemon=True)
+    thread = threading.Thread(target=lambda: compiled.forward(model, 4), daemon=True)
     thread.start()
     assert reached.wait(LONG)
 
     def draft() -> None:
-        for drafts in (compiled, CompiledDraft(compiled.draft)):
+        for drafts in (compiled, CompiledDraft(model)):
             for tokens in (4, 300):
-                assert type(drafts.forward(tokens)) is DraftForward
+                assert type(drafts.forward(model, tokens)) is DraftForward
 
     assert in_a_fork(draft) == 0
     done[0].set()
     thread.join(LONG)
-    assert type(compiled.forward(4)) is StaticForward
+    assert type(compiled.forward(model, 4)) is StaticForward
 
 
 def test_a_child_uses_again_what_threads_of_its_parent_were_using() -> None:

@@ -407,6 +407,8 @@ def test_the_papers_rule() -> None:
         ("drafting", None, "one of lean, stock"),
         ("compile_draft", 1, "True or False"),
         ("compile_draft", "auto", "True or False"),
+        ("compile_target", 1, "True or False"),
+        ("compile_target", "auto", "True or False"),
         ("num_logprobs", 0, "at least 1, or None"),
         ("divergence", "kl", "one of forward_kl"),
         ("learn_from", "all", "one of verified"),

@@ -1,5 +1,6 @@
-"""Forwards over caches: the draft's, of tokens that are taken back when the target rejects them, and the target's own
-of a round. Either may be compiled over a static cache."""
+"""The forwards of a round, the draft's and the target's, over caches that rejected tokens are taken back from.
+
+Either may be compiled over a static cache."""
 
 from __future__ import annotations
 
@@ -130,7 +131,7 @@ class CompiledForward:
             self._tell(f"{kind} cannot take tokens back from a static cache")
 
     def failed(self, error: Exception) -> None:
-        """Say why compiling failed; once, where it fails again."""
+        """Say why compiling failed."""
         cause = getattr(error, "inner_exception", error)  # what the compiler itself said
         self._tell(f"compiling failed with {type(cause).__name__}: {first_line(cause)}")
 
@@ -278,9 +279,21 @@ class CompiledTarget(CompiledForward):
 
     @contextlib.contextmanager
     def mode(self) -> Iterator[None]:
-        # The loop writes into the logits, which it may not where they are of inference mode.
-        with torch.inference_mode(False), torch.no_grad():
+        # The loop writes into the logits, which it may not where they are of inference mode. Hooks that come or go
+        # change what a forward does; the compiler asks for them only where it is told to.
+        hooks = torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)
+        with hooks, torch.inference_mode(False), torch.no_grad():
             yield
+
+    def give_up(self, compiled: _Compiled, error: Exception) -> None:
+        """Compiling anew for a changed target failed: requests under way go on eagerly, as those to come begin. Called
+        while nobody else runs what is compiled."""
+        compiled.step = self.step
+        with self._lock:
+            for size, made in self._compiled.items():
+                if made is compiled:
+                    self._compiled[size] = None
+        self.failed(error)
 
     def verification(self, target: Any, kwargs: dict[str, Any], tokens: int) -> Verification | None:
         """The verification of a request of at most `tokens` tokens, whose loop gets `kwargs`; `None` where it is left
@@ -332,14 +345,15 @@ class Verification:
         cache, count = past_key_values, ids.shape[1]
         with self._owner.mode(), self._compiled.running:
             fed = ids[0].repeat(2 if count == 1 else 1)[None]  # with strides of its own, not those of the sequence
+            torch._dynamo.maybe_mark_dynamic(fed, 1)  # compiled again, it is for any number of tokens again
             if count == 1 and length == self._limit:  # there is no position behind it
                 logits = self._owner.step(self._target, ids, cache)
             else:
                 try:
                     logits = self._compiled.step(self._target, fed, cache)
                 except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # the target has changed
-                    self._owner.failed(error)
-                    logits = self._owner.step(self._target, fed, cache)
+                    self._owner.give_up(self._compiled, error)
+                    logits = self._compiled.step(self._target, fed, cache)
                 if count == 1:
                     cache.crop(-1)
             # A captured graph writes the next logits where these are.

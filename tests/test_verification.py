@@ -1,0 +1,625 @@
+"""The target's rounds, compiled: answers, traces and caches are those of its own forward, whatever becomes of it."""
+
+import copy
+import functools
+import logging
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import models
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from test_draft_forward import COMPILE, served_together
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList, TextStreamer
+
+from osd_hf import OnlineAssistant, OnlineConfig, Trace, capture_traces
+from osd_hf.drafting.forward import SMALLEST_STATIC_CACHE, CompiledTarget, Verification
+
+COMPILABLE = ("llama", "gpt2")
+Settings = dict[str, Any]
+
+
+class Graphs(list[Any]):
+    """A backend that keeps what it is asked to compile, and runs it as it was traced."""
+
+    def compile(self, step: Any, **kwargs: Any) -> Any:
+        return COMPILE(step, **{**kwargs, "backend": self.backend})
+
+    def backend(self, graph: Any, _example: Any, **_options: Any) -> Any:
+        self.append(graph)
+        return graph.forward
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
+    found = Graphs()
+    monkeypatch.setattr(torch, "compile", found.compile)
+    return found
+
+
+@pytest.fixture
+def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would have been compiled runs as it is, which saves most of the time."""
+    monkeypatch.setattr(torch, "compile", lambda step, **kwargs: step)
+
+
+@pytest.fixture
+def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of tokens of each round that did not go through the target's own forward."""
+    counts: list[int] = []
+    forward = Verification.forward
+
+    def seen(self: Verification, past_key_values: Any, ids: torch.Tensor, length: int) -> Any:
+        counts.append(ids.shape[1])
+        return forward(self, past_key_values, ids, length)
+
+    monkeypatch.setattr(Verification, "forward", seen)
+    return counts
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The caches made, each of which has to be given back."""
+    made: list[Any] = []
+    new_cache = CompiledTarget._new_cache
+
+    def seen(self: CompiledTarget, model: Any, size: int) -> Any:
+        made.append(new_cache(self, model, size))
+        return made[-1]
+
+    monkeypatch.setattr(CompiledTarget, "_new_cache", seen)
+    return made
+
+
+def assistant_of(target: Any, draft: Any, **settings: Any) -> OnlineAssistant:
+    settings = {"update_strategy": "manual", "compile_target": True, "gate": False, **settings}
+    return OnlineAssistant(target, draft, config=OnlineConfig(**settings))
+
+
+def small(architecture: str = "llama", **changes: Any) -> tuple[Any, Any]:
+    """A pair of one layer in double precision: what rounds otherwise changes no answer."""
+    target, draft = models.pair(architecture, noise=0.1, **models.SHALLOW[architecture], **changes)
+    return models.double(target), models.double(draft)
+
+
+def answer(generate: Callable[..., Any], ids: torch.Tensor, length: int = 20, **settings: Any) -> list[int]:
+    settings = {"do_sample": False, "attention_mask": torch.ones_like(ids), "max_new_tokens": length, **settings}
+    output = generate(ids, **settings)
+    tokens: list[int] = getattr(output, "sequences", output)[0].tolist()
+    return tokens
+
+
+def same_as_alone(assistant: OnlineAssistant, ids: torch.Tensor, length: int = 20, **settings: Any) -> list[int]:
+    target = assistant.target
+    ours = answer(assistant.generate, ids, length, **settings)
+    settings.pop("num_assistant_tokens", None)
+    assert ours == answer(target.generate, ids, length, **settings)
+    return ours
+
+
+@functools.cache
+def traced(architecture: str) -> tuple[OnlineAssistant, Graphs]:
+    """An assistant whose target is traced, once for all tests that change nothing of it."""
+    for every in models.ARCHITECTURES:  # transformers' list of classes is looked at by what it traces
+        models.build(every)
+    graphs = Graphs()
+    assistant = assistant_of(*small(architecture))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", graphs.compile)
+        same_as_alone(assistant, models.prompt())
+    return assistant, graphs
+
+
+# --- the same answers -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", COMPILABLE)
+def test_answers_are_the_targets_for_any_number_of_drafted_tokens_and_nothing_is_compiled_again(
+    architecture: str, fed: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    assistant, graphs = traced(architecture)
+    for number, k in enumerate([*range(1, 13), "auto", 3, "auto"]):
+        same_as_alone(assistant, models.prompt(1 + 5 * number % 13, number), 13 + number, num_assistant_tokens=k)
+    same_as_alone(assistant, models.prompt(40), 60)
+    assert {1, *range(2, 14)} <= set(fed)
+    assert len(graphs) == 1
+    assert "not compiled" not in caplog.text
+    assert 0 < assistant.stats.alpha < 1
+
+
+@pytest.mark.parametrize("architecture", COMPILABLE)
+@pytest.mark.parametrize("drafting", ["lean", "stock"])
+def test_answers_are_the_targets_however_they_end(
+    architecture: str, drafting: str, untraced: None, fed: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Any24(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            return (input_ids[:, 6:] >= 24).sum(-1) >= 4
+
+    target, draft = small(architecture)
+    tokenizer = models.tokenizer()
+    assistant = assistant_of(target, draft, drafting=drafting)
+    ends = set()
+    for seed in range(2):
+        ids = models.prompt(6, seed)
+        whole = same_as_alone(assistant, ids, num_assistant_tokens=None)
+        text = tokenizer.decode(whole[14:16])
+        requests: list[Settings] = [
+            {"eos_token_id": whole[11:13]},
+            {"stopping_criteria": StoppingCriteriaList([Any24()])},
+            {"stop_strings": [text], "tokenizer": tokenizer},
+            {"streamer": TextStreamer(tokenizer)},
+            {"repetition_penalty": 1.3},
+            {"length": 1},
+            {"length": 2},
+        ]
+        ends |= {len(same_as_alone(assistant, ids, **settings)) for settings in requests}
+        ours, theirs = capsys.readouterr().out.splitlines()
+        assert ours == theirs
+    assert len(ends) > 4
+    assert len(fed) > 20
+
+
+@pytest.mark.parametrize("architecture", COMPILABLE)
+def test_the_last_token_of_a_target_has_no_position_behind_it(
+    architecture: str, untraced: None, fed: list[int]
+) -> None:
+    most = 32
+    size = {"n_positions": most} if architecture == "gpt2" else {"max_position_embeddings": most}
+    target, _draft = small(architecture, **size)
+    assistant, last = assistant_of(target, copy.deepcopy(target)), set()
+    for k in (3, 5, 12):
+        for length in (most - 1, most, most + 1):
+            for start in (20, 21, 23):
+                same_as_alone(assistant, models.prompt(start), length - start, num_assistant_tokens=k)
+                last.add((length, fed[-1]))
+    assert {(most, 1), (most + 1, 1), (most + 1, 2)} <= last
+
+
+def test_a_request_is_served_by_a_cache_that_holds_it(untraced: None, free: list[Any]) -> None:
+    assistant = assistant_of(*small(max_position_embeddings=1024))
+    ids = models.prompt(SMALLEST_STATIC_CACHE - 20)
+    for length in (18, 19, 20, 21, 40):
+        same_as_alone(assistant, ids, length, num_assistant_tokens=12)
+    sizes = [cache.layers[0].max_cache_len for cache in free]
+    assert sizes == [SMALLEST_STATIC_CACHE, 2 * SMALLEST_STATIC_CACHE]
+
+
+def traces_of(assistant: OnlineAssistant, requests: list[tuple[torch.Tensor, Settings]]) -> list[Trace]:
+    traces: list[Trace] = []
+    for number, (ids, settings) in enumerate(requests):
+        torch.manual_seed(number)
+        tokens = answer(assistant.generate, ids, on_trace=traces.append, **settings)
+        assert tokens[ids.shape[1] :] == traces[-1].completion_ids.tolist()
+    assert len(traces) == len(requests)
+    return traces
+
+
+@pytest.mark.parametrize("architecture", COMPILABLE)
+def test_traces_are_those_of_the_targets_own_forward(architecture: str, fed: list[int]) -> None:
+    compiled, _graphs = traced(architecture)
+    eager = assistant_of(compiled.target, compiled.draft, compile_target=False)
+    sampled = {"do_sample": True, "temperature": 1.3}
+    requests: list[tuple[torch.Tensor, Settings]] = [
+        (models.prompt(3), {"num_assistant_tokens": 2}),
+        (models.prompt(7, 1), {"repetition_penalty": 1.2}),
+        (models.prompt(5, 2), {**sampled, "top_k": 20}),
+        (models.prompt(9, 3), {**sampled, "num_assistant_tokens": 7}),
+    ]
+    ours = traces_of(compiled, requests)
+    rounds = len(fed)
+    assert rounds > 10
+    theirs = traces_of(eager, requests)
+    assert len(fed) == rounds
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.completion_ids.tolist() == other.completion_ids.tolist()
+        told = [[(r.drafted_ids.tolist(), r.num_accepted, r.num_emitted) for r in t.rounds] for t in (one, other)]
+        assert told[0] == told[1]
+        for name in ("top_logits", "top_ids", "tail_logprob"):
+            rows = (torch.from_numpy(getattr(trace, name)).double() for trace in (one, other))
+            torch.testing.assert_close(*rows, atol=1e-4, rtol=0)
+        for mine, its in zip(one.rounds, other.rounds, strict=True):
+            for p, p_eager in ((mine.p, its.p), (mine.q, its.q)):
+                assert (p is None) == (p_eager is None)
+                if p is not None:
+                    torch.testing.assert_close(torch.from_numpy(p), torch.from_numpy(p_eager), atol=1e-4, rtol=0)
+
+
+def test_who_attaches_or_captures_is_served_alike(untraced: None, fed: list[int]) -> None:
+    assistant, ids = assistant_of(*small()), models.prompt()
+    target = assistant.target
+    alone = answer(target.generate, ids)
+    with assistant.attached():
+        assert answer(target.generate, ids, assistant_model=assistant.draft) == alone
+    rounds, traces = len(fed), []
+    assert rounds > 2
+    with capture_traces(target, traces.append):
+        assert answer(assistant.generate, ids) == alone
+    assert len(fed) == 2 * rounds
+    assert traces[0].completion_ids.tolist() == alone[6:]
+    with capture_traces(target, traces.append):  # nobody compiles
+        assert answer(target.generate, ids, assistant_model=assistant.draft) == alone
+    assert len(fed) == 2 * rounds
+
+
+# --- caches of the caller -------------------------------------------------------------------------------------------
+
+
+def same_caches(ours: Any, theirs: Any) -> None:
+    assert type(ours) is type(theirs) is DynamicCache
+    assert ours.get_seq_length() == theirs.get_seq_length() > 0
+    for one, other in zip(ours.layers, theirs.layers, strict=True):
+        torch.testing.assert_close(one.keys, other.keys, atol=1e-5, rtol=0)
+        torch.testing.assert_close(one.values, other.values, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("architecture", COMPILABLE)
+@pytest.mark.parametrize("length", [1, 2, 13, 20])
+def test_the_callers_empty_cache_holds_what_it_would_have_held(
+    architecture: str, length: int, untraced: None, fed: list[int]
+) -> None:
+    target, draft = small(architecture)
+    ids, turns, caches = models.prompt(), [], []
+    for compile_target in (True, False):
+        assistant, cache = assistant_of(target, draft, compile_target=compile_target), DynamicCache()
+        first = answer(assistant.generate, ids, length, past_key_values=cache)
+        caches.append(copy.deepcopy(cache))
+        rounds = len(fed)
+        second = torch.tensor([[*first, 5, 6, 7]])
+        turns.append((first, answer(assistant.generate, second, past_key_values=cache)))
+        assert len(fed) == rounds  # a cache of an earlier turn
+        assert turns[-1][1] == answer(target.generate, second)
+    assert turns[0] == turns[1]
+    assert fed or length < 13
+    same_caches(*caches)
+
+
+def test_the_cache_of_an_output_is_the_callers_and_can_be_gone_on_from(untraced: None, fed: list[int]) -> None:
+    target, draft = small()
+    compiled, eager = assistant_of(target, draft), assistant_of(target, draft, compile_target=False)
+    ids, given = models.prompt(), DynamicCache()
+    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 15}
+    settings |= {"return_dict_in_generate": True, "output_logits": True, "output_scores": True}
+    theirs = eager.generate(ids, **settings)
+    assert fed == []
+    for cache in (None, given):
+        ours = compiled.generate(ids, past_key_values=cache, **settings)
+        assert cache is None or ours.past_key_values is given
+        assert ours.sequences.tolist() == theirs.sequences.tolist()
+        same_caches(ours.past_key_values, theirs.past_key_values)
+        for rows in ("logits", "scores"):
+            assert len(getattr(ours, rows)) == 15
+            torch.testing.assert_close(getattr(ours, rows), getattr(theirs, rows), atol=1e-5, rtol=0)
+        kept = copy.deepcopy(ours.past_key_values)
+        same_as_alone(compiled, models.prompt(9, 5))  # what serves others changes nothing of it
+        same_caches(ours.past_key_values, kept)
+        more = torch.cat([ours.sequences, models.prompt(3)], dim=1)
+        assert answer(compiled.generate, more, past_key_values=ours.past_key_values) == answer(target.generate, more)
+    assert len(fed) > 6
+
+
+# --- what is left to the target's own forward ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", COMPILABLE)
+def test_requests_of_other_kinds_go_through_the_targets_own_forward(
+    architecture: str, untraced: None, fed: list[int], free: list[Any]
+) -> None:
+    assistant = assistant_of(*small(architecture))
+    ids = models.prompt(9)
+    padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), models.prompt(5)], dim=1)
+    requests: dict[str, tuple[torch.Tensor, Settings]] = {
+        "padding": (padded, {"attention_mask": (torch.arange(9) >= 4).long()[None]}),
+        "a hole": (ids, {"attention_mask": (torch.arange(9) != 4).long()[None]}),
+        "positions": (ids, {"position_ids": torch.arange(9)[None] + 3}),
+        "states": (ids, {"output_hidden_states": True, "return_dict_in_generate": True}),
+    }
+    for other, settings in requests.values():
+        same_as_alone(assistant, other, **settings)
+    assert fed == free == []
+    usual = {"position_ids": torch.arange(9)[None]}
+    same_as_alone(assistant, ids, **usual)
+    assert len(fed) > 2
+
+
+def test_attentions_are_returned_as_ever(untraced: None, fed: list[int]) -> None:
+    target, draft = small(attn_implementation="eager")
+    ids = models.prompt()
+    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 12}
+    settings |= {"output_attentions": True, "return_dict_in_generate": True}
+    ours, theirs = (assistant_of(target, draft, compile_target=way).generate(ids, **settings) for way in (True, False))
+    assert fed == []
+    assert ours.sequences.tolist() == theirs.sequences.tolist()
+    torch.testing.assert_close(ours.attentions, theirs.attentions, atol=0, rtol=0)
+
+
+def test_an_earlier_turns_cache_goes_through_the_targets_own_forward(untraced: None, fed: list[int]) -> None:
+    target, draft = small()
+    cache, ids = DynamicCache(), models.prompt(12)
+    with torch.no_grad():
+        target(ids[:, :8], past_key_values=cache)
+    assert answer(assistant_of(target, draft).generate, ids, past_key_values=cache) == answer(target.generate, ids)
+    assert fed == []
+    assert cache.get_seq_length() == 31
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "gemma3", "t5", "bart"])
+def test_what_static_caches_cannot_serve_is_verified_eagerly(
+    architecture: str, untraced: None, fed: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    target, draft = models.pair(architecture, noise=0.08)
+    assistant = assistant_of(target, draft)
+    for ids in models.prompts(3):
+        same_as_alone(assistant, ids)
+    assert fed == []
+    assert caplog.text.count("runs eagerly") == 1
+    assert ("a target with sliding windows" in caplog.text) != target.config.is_encoder_decoder
+
+
+# --- a target that changes ------------------------------------------------------------------------------------------
+
+
+def test_a_target_is_served_as_it_is_now(graphs: Graphs, fed: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    target, draft = small()
+    assistant, ids, seen = assistant_of(target, draft), models.prompt(), set()
+
+    def check(name: str, *, is_compiled: bool = True, is_new: bool = True) -> None:
+        rounds = len(fed)
+        tokens = tuple(same_as_alone(assistant, ids, 12))
+        assert (len(fed) > rounds) == is_compiled, name
+        assert (tokens not in seen) == is_new, name
+        seen.add(tokens)
+
+    layer = target.model.layers[0]
+    check("as it came")
+    with torch.no_grad():
+        layer.mlp.up_proj.weight.mul_(-1.5)
+    check("weights in place")
+    layer.self_attn.o_proj.weight = torch.nn.Parameter(-layer.self_attn.o_proj.weight.detach())
+    check("a new parameter")
+    assert len(graphs) == 1
+    hook = layer.mlp.register_forward_hook(lambda module, args, output: output * -0.7)
+    check("a hook")
+    hook.remove()
+    check("no hook", is_new=False)
+    target.train()
+    check("training", is_compiled=False, is_new=False)
+    target.eval()
+    check("no training", is_new=False)
+    layer.mlp = torch.nn.Linear(32, 32, dtype=torch.float64)
+    check("another module")
+    assert len(graphs) == 3  # each once, for any number of tokens
+    assert "not compiled" not in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
+def test_adapters_of_the_target_are_served_as_they_are_now(
+    graphs: Graphs, fed: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    target, draft = small()
+    assistant, ids = assistant_of(target, draft), models.prompt()
+    before = same_as_alone(assistant, ids, 10)
+    wrapped = get_peft_model(target, LoraConfig(r=2, target_modules=["up_proj"], init_lora_weights=False))
+    with_adapter = same_as_alone(assistant, ids, 10)
+    assert with_adapter != before
+    with wrapped.disable_adapter():
+        assert same_as_alone(assistant, ids, 10) == before
+    made = len(graphs)
+    assert same_as_alone(assistant, ids, 10) == with_adapter
+    with wrapped.disable_adapter():
+        assert same_as_alone(assistant, ids, 10) == before
+    assert len(graphs) == made <= 3
+    assert "not compiled" not in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
+def test_a_target_within_peft_is_served_alike(untraced: None, fed: list[int]) -> None:
+    target, draft = small()
+    wrapped = get_peft_model(target, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    same_as_alone(assistant_of(wrapped, draft), models.prompt())
+    assert fed
+
+
+def test_another_dtype_is_compiled_anew(untraced: None, fed: list[int], free: list[Any]) -> None:
+    assistant = assistant_of(*small())
+    ids = models.prompt()
+    same_as_alone(assistant, ids, 8)
+    assistant.target.float()
+    same_as_alone(assistant, ids, 8)
+    assert fed
+    assert [cache.layers[0].dtype for cache in free] == [torch.float64, torch.float32]
+
+
+def test_autocast_goes_through_the_targets_own_forward(untraced: None, fed: list[int]) -> None:
+    target, draft = models.pair(**models.SHALLOW["llama"])
+    assistant, ids = assistant_of(target, draft), models.prompt()
+    with torch.autocast("cpu", torch.bfloat16):
+        answer(assistant.generate, ids, learn=False)
+    assert fed == []
+    same_as_alone(assistant, ids)
+    assert len(fed) > 2
+
+
+# --- failures -------------------------------------------------------------------------------------------------------
+
+COMPLAINT = "no C++ compiler.\nSee the log."
+
+
+def fail(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError(COMPLAINT)
+
+
+@pytest.mark.parametrize("where", ["at once", "in the backend", "at the first call"])
+def test_without_a_compiler_the_target_verifies_eagerly(
+    where: str, fed: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ways: dict[str, Callable[..., Any]] = {
+        "at once": fail,
+        "in the backend": lambda step, **kwargs: COMPILE(step, **{**kwargs, "backend": fail}),
+        "at the first call": lambda *args, **kwargs: fail,
+    }
+    monkeypatch.setattr(torch, "compile", ways[where])
+    caplog.set_level(logging.WARNING)
+    assistant = assistant_of(*small())
+    for seed in range(2):
+        same_as_alone(assistant, models.prompt(seed=seed))
+    assert fed == []
+    assert caplog.text.count("The target is not compiled and runs eagerly") == 1
+    assert "RuntimeError: no C++ compiler" in caplog.text
+
+
+def backend_failing_later() -> Callable[..., Any]:
+    graphs = Graphs()
+
+    def backend(graph: Any, example: Any, **options: Any) -> Any:
+        return fail() if graphs else graphs.backend(graph, example)
+
+    return lambda step, **kwargs: COMPILE(step, **{**kwargs, "backend": backend})
+
+
+def limit_hit_later() -> Callable[..., Any]:
+    calls: list[int] = []
+
+    def compile_it(step: Any, **_kwargs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            calls.append(1)
+            if len(calls) > 5:
+                raise torch._dynamo.exc.FailOnRecompileLimitHit("recompile_limit reached")
+            return step(*args)
+
+        return run
+
+    return compile_it
+
+
+@pytest.mark.parametrize("way", [backend_failing_later, limit_hit_later])
+def test_a_changed_target_that_cannot_be_compiled_again_verifies_eagerly(
+    way: Callable[[], Any], fed: list[int], free: list[Any], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(torch, "compile", way())
+    caplog.set_level(logging.WARNING)
+    assistant, ids = assistant_of(*small()), models.prompt()
+    if way is backend_failing_later:
+        same_as_alone(assistant, ids, 14)
+    assert "runs eagerly" not in caplog.text
+    assistant.target.model.layers[0].mlp = torch.nn.Linear(32, 32, dtype=torch.float64)
+    cache = DynamicCache()
+    first = same_as_alone(assistant, ids, 14)
+    rounds = len(fed)
+    assert rounds > 3
+    for _ in range(2):  # given up, and told once
+        assert answer(assistant.generate, ids, 14, past_key_values=cache) == first
+        assert same_as_alone(assistant, models.prompt(seed=3), 14) != first
+        cache = DynamicCache()
+    assert len(fed) == rounds
+    assert len(free) == 1
+    assert caplog.text.count("The target is not compiled and runs eagerly") == 1
+
+
+def test_a_failed_request_gives_its_cache_back(untraced: None, fed: list[int], free: list[Any]) -> None:
+    assistant = assistant_of(*small())
+    same_as_alone(assistant, models.prompt())
+    rounds, cache = len(fed), DynamicCache()
+
+    class Gone:
+        left = 5
+
+        def put(self, value: torch.Tensor) -> None:
+            self.left -= 1
+            if self.left == 0:
+                raise ConnectionResetError
+
+        def end(self) -> None:
+            pass
+
+    for _ in range(2):
+        with pytest.raises(ConnectionResetError):
+            answer(assistant.generate, models.prompt(), streamer=Gone(), past_key_values=cache)
+        assert cache.get_seq_length() > 6  # with what it was fed
+        cache = DynamicCache()
+    assert len(fed) > rounds + 2
+    for seed in range(2):
+        same_as_alone(assistant, models.prompt(seed=seed))
+    assert len(free) == 1
+
+
+def test_the_target_answers_alone_over_the_callers_cache_where_drafted_tokens_are_not_borne(
+    untraced: None, fed: list[int], free: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    assistant, ids = assistant_of(*small()), models.prompt()
+    alone = answer(assistant.target.generate, ids)
+
+    def allowed(batch: int, sequence: torch.Tensor) -> list[int]:  # no way on from what the target would not emit
+        is_borne = len(sequence) < 16 or sequence.tolist() == alone[: len(sequence)]
+        return list(range(models.VOCAB)) if is_borne else []
+
+    cache = DynamicCache()
+    assert answer(assistant.generate, ids, prefix_allowed_tokens_fn=allowed, past_key_values=cache) == alone
+    assert "answers alone" in caplog.text
+    assert cache.get_seq_length() == len(alone) - 1
+    assert fed
+    same_as_alone(assistant, ids)
+    assert len(free) == 1
+
+
+# --- threads and modes ----------------------------------------------------------------------------------------------
+
+
+def test_requests_of_two_threads_do_not_meet(fed: list[int]) -> None:
+    assistant, graphs = traced("llama")
+    prompts = models.prompts(2)
+    assert served_together(assistant, prompts) == [answer(assistant.target.generate, ids) for ids in prompts]
+    assert len(fed) > 4
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("architecture", COMPILABLE)
+def test_answers_are_the_targets_in_any_mode(architecture: str, fed: list[int]) -> None:
+    assistant, graphs = traced(architecture)
+    ids = models.prompt(7)
+    alone = answer(assistant.target.generate, ids)
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+        with mode():
+            cache, rounds = DynamicCache(), len(fed)
+            assert answer(assistant.generate, ids.clone(), past_key_values=cache) == alone
+            assert answer(assistant.generate, ids.clone(), logits_processor=[lambda _ids, row: row.mul_(2)]) == alone
+            assert len(fed) > rounds
+            assert cache.get_seq_length() == 26
+    assert len(graphs) == 1
+
+
+def test_a_target_made_in_inference_mode_is_served(fed: list[int], graphs: Graphs) -> None:
+    with torch.inference_mode():
+        target, draft = small()
+        assistant = assistant_of(target, draft)
+        same_as_alone(assistant, models.prompt())
+    same_as_alone(assistant, models.prompt(seed=2))
+
+
+# --- with the compiler ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # the compiler itself
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler: install g++")
+@pytest.mark.parametrize("architecture", COMPILABLE)
+def test_targets_by_a_real_compiler_answer_as_they_do_alone(
+    architecture: str, fed: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    assistant = assistant_of(*small(architecture))
+    for k in (1, 3, 5, 12, "auto"):
+        for ids in models.prompts(3):
+            same_as_alone(assistant, ids, num_assistant_tokens=k)
+    assert {1, 2, 4, 6} <= set(fed)
+    same_as_alone(assistant, models.prompt(), SMALLEST_STATIC_CACHE - 10)
+    prompts = models.prompts(2)
+    assert served_together(assistant, prompts) == [answer(assistant.target.generate, ids) for ids in prompts]
+    before = same_as_alone(assistant, models.prompt())
+    with torch.no_grad():
+        assistant.target.lm_head.weight.copy_(assistant.target.lm_head.weight.roll(1, 0))
+    assert same_as_alone(assistant, models.prompt()) != before
+    assert "not compiled" not in caplog.text
