@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from osd_hf import AcceptanceStats, ConfigError, OnlineAssistant, OnlineConfig
-from osd_hf.learning.effort import HORIZON, RECENT, STRIDE, WINDOW, Effort
+from osd_hf.learning.effort import RECENT, STRIDE, WINDOW, Effort
 
 
 def of(alpha: float, examined: int = 100) -> AcceptanceStats:
@@ -71,8 +71,8 @@ def rising(effort: Effort, saved: float | None, seconds: float, seed: int = 0, r
 
 @pytest.mark.parametrize("seed", range(4))
 def test_what_does_not_pay_is_not_learned_although_acceptance_rises(seed: int) -> None:
-    # After n requests a window's rise saves n * HORIZON times its seconds, for a window's learning.
-    pays = 0.1 * WINDOW / (HORIZON * WINDOW)
+    # After n requests a window's rise saves n times its seconds, for a window's learning.
+    pays = 0.1
     assert rising(Effort(1 / 16), 3 * pays, 0.1, seed) == 1
     assert rising(Effort(1 / 16), None, 0.1, seed) == 1  # nobody knows
     assert rising(Effort(1 / 16), pays / 100, 0.1, seed) < 0.15
@@ -80,7 +80,7 @@ def test_what_does_not_pay_is_not_learned_although_acceptance_rises(seed: int) -
 
 
 def test_the_longer_traffic_is_the_same_the_more_pays() -> None:
-    pays = 0.1 * WINDOW / (HORIZON * WINDOW)
+    pays = 0.1
     late = Effort(1 / 16)
     late._requests = 40 * WINDOW
     assert rising(late, pays / 10, 0.1) > rising(Effort(1 / 16), pays / 10, 0.1) + 0.3

@@ -18,16 +18,15 @@ STRIDE = 64  # requests between two decisions
 RECENT = 12  # requests by which a change of traffic shows
 FELL = 3.0  # standard errors
 WORSE = 4.0  # standard errors below the draft as it was
-HORIZON = 4  # times as many requests as there were are taken to come: what is learned is kept
 
 
 class Effort:
     """
     Share of the configured updates that are done, between `least` and `most`. What learning has gained is known by
     request: how much better the learned draft is on it than the draft as it was. The share is doubled where the mean
-    of the newest requests is above that of those before by a standard error, and what that saves over the requests to
-    come is more than what learning took meanwhile, both in seconds; it is halved where it is not. Where the gain
-    falls, or the draft as it was is the better one, traffic has changed, and the most is done again.
+    of the newest requests is above that of those before by a standard error, and what that saves over as many requests
+    again as there were is more than what learning took meanwhile, both in seconds; it is halved where it is not. Where
+    the gain falls, or the draft as it was is the better one, traffic has changed, and the most is done again.
 
     Args:
         least (`float`): Above 0 and at most 1.
@@ -70,7 +69,7 @@ class Effort:
             self.renew()
             return
         cost = self._cost / self._undecided * half
-        saves = (saved[-half:].mean() - saved[-2 * half : -half].mean()) * HORIZON * self._requests
+        saves = (saved[-half:].mean() - saved[-2 * half : -half].mean()) * self._requests
         factor = 2.0 if rise > error and not saves < cost else 0.5  # `nan` tells nothing
         self.share = min(max(self.share * factor, self.least), self.most)
         self._undecided, self._cost = 0, 0.0
