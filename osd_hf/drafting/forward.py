@@ -117,8 +117,8 @@ class CompiledForward:
     options: dict[str, Any] = {"freezing": False, "guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
 
     def __init__(self, model: Any) -> None:
-        # By size of cache; `None` where compiling failed, and while it is under way.
-        self._compiled: dict[int, _Compiled | None] = {}
+        # By size of cache and model; `None` where compiling failed, and while it is under way.
+        self._compiled: dict[tuple[int, int], _Compiled | None] = {}
         self._made_for: tuple[Any, ...] = ()
         self._lock = threading.Lock()
         in_child(self, renewing(_lock=threading.Lock, _compiled=dict))  # what was under way never ends in a child
@@ -159,19 +159,19 @@ class CompiledForward:
         # Compiled code and caches have the dtype that they were made with.
         if not self._can_be_compiled or torch.is_autocast_enabled(model.device.type):
             return None
-        is_cuda = model.device.type == "cuda"  # where a captured graph reads its weights at one place
-        made_for = model.dtype, model.device, id(model) if is_cuda else None
+        # On CUDA, a captured graph reads its weights at one place, and each copy has graphs of its own.
+        key = size, id(model) if model.device.type == "cuda" else 0
         with self._lock:
-            if self._made_for != made_for:
-                self._compiled, self._made_for = {}, made_for
-            made, is_new = self._compiled, size not in self._compiled
+            if self._made_for != (model.dtype, model.device):
+                self._compiled, self._made_for = {}, (model.dtype, model.device)
+            made, is_new = self._compiled, key not in self._compiled
             if is_new:
-                made[size] = None
+                made[key] = None
         with self.mode():
             if is_new:  # no lock is held meanwhile
-                made[size] = self._compile(model, size)
+                made[key] = self._compile(model, size)
             with self._lock:
-                compiled = made[size]
+                compiled = made[key]
                 if compiled is None:
                     return None
                 cache = compiled.free.pop() if compiled.free else self._new_cache(model, size)
@@ -290,9 +290,9 @@ class CompiledTarget(CompiledForward):
         while nobody else runs what is compiled."""
         compiled.step = self.step
         with self._lock:
-            for size, made in self._compiled.items():
+            for key, made in self._compiled.items():
                 if made is compiled:
-                    self._compiled[size] = None
+                    self._compiled[key] = None
         self.failed(error)
 
     def verification(self, target: Any, kwargs: dict[str, Any], tokens: int) -> Verification | None:

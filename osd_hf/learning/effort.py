@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from osd_hf.metrics import AcceptanceStats
 
@@ -20,13 +21,20 @@ FELL = 3.0  # standard errors
 WORSE = 4.0  # standard errors below the draft as it was
 
 
+def _rise(values: NDArray[np.float64]) -> tuple[float, float]:
+    """By how much the mean of the second half is above that of the first, and the standard error of that."""
+    older, newer = np.split(values, 2)
+    return float(newer.mean() - older.mean()), math.sqrt((older.var() + newer.var()) / len(newer))
+
+
 class Effort:
     """
     Share of the configured updates that are done, between `least` and `most`. What learning has gained is known by
     request: how much better the learned draft is on it than the draft as it was. The share is doubled where the mean
     of the newest requests is above that of those before by a standard error, and what that saves over as many requests
-    again as there were is more than what learning took meanwhile, both in seconds; it is halved where it is not. Where
-    the gain falls, or the draft as it was is the better one, traffic has changed, and the most is done again.
+    again as there were, less its standard error, is more than what learning took meanwhile, both in seconds; it is
+    halved where it is not. Where the gain falls, or the draft as it was is the better one, traffic has changed, and
+    the most is done again.
 
     Args:
         least (`float`): Above 0 and at most 1.
@@ -62,14 +70,12 @@ class Effort:
         if len(gains) < WINDOW or self._undecided < STRIDE:
             return
         half = len(gains) // 2
-        older, newer = gains[-2 * half : -half], gains[-half:]
-        error = math.sqrt((older.var() + newer.var()) / half)
-        rise = newer.mean() - older.mean()
+        rise, error = _rise(gains[-2 * half :])
         if rise < -FELL * error:  # slowly, but it falls
             self.renew()
             return
         cost = self._cost / self._undecided * half
-        saves = (saved[-half:].mean() - saved[-2 * half : -half].mean()) * self._requests
+        saves = self._requests * np.subtract(*_rise(saved[-2 * half :]))  # at least
         factor = 2.0 if rise > error and not saves < cost else 0.5  # `nan` tells nothing
         self.share = min(max(self.share * factor, self.least), self.most)
         self._undecided, self._cost = 0, 0.0
