@@ -161,6 +161,7 @@ def report_on(
         "alone_seconds": float(alone.mean()), "served_seconds": float((seconds - learning).mean()),
         "learning_seconds": float(learning.mean()),
         **account(alone, seconds, seed),
+        "after": {n: account(alone[:n], seconds[:n], seed) for n in (250, 600, 1000) if n < len(alone)},
         "learning_share_last_fifth": float(learning[fifth].sum() / (seconds - learning)[fifth].sum()),
         "saved_seconds": found.assistant.saved_seconds,
         "alpha": ends.alpha if ends.examined else None, "static": last_share([*static]).alpha,

@@ -19,6 +19,7 @@ STRIDE = 64  # requests between two decisions
 RECENT = 12  # requests by which a change of traffic shows
 FELL = 3.0  # standard errors
 WORSE = 4.0  # standard errors below the draft as it was
+SURELY = 2.0  # standard errors of what a rise saves
 
 
 def _rise(values: NDArray[np.float64]) -> tuple[float, float]:
@@ -32,7 +33,7 @@ class Effort:
     Share of the configured updates that are done, between `least` and `most`. What learning has gained is known by
     request: how much better the learned draft is on it than the draft as it was. The share is doubled where the mean
     of the newest requests is above that of those before by a standard error, and what that saves over as many requests
-    again as there were, less its standard error, is more than what learning took meanwhile, both in seconds; it is
+    again as there were, less two standard errors, is more than what learning took meanwhile, both in seconds; it is
     halved where it is not. Where the gain falls, or the draft as it was is the better one, traffic has changed, and
     the most is done again.
 
@@ -75,7 +76,8 @@ class Effort:
             self.renew()
             return
         cost = self._cost / self._undecided * half
-        saves = self._requests * np.subtract(*_rise(saved[-2 * half :]))  # at least
+        saved_more, error_of_it = _rise(saved[-2 * half :])
+        saves = self._requests * (saved_more - SURELY * error_of_it)
         factor = 2.0 if rise > error and not saves < cost else 0.5  # `nan` tells nothing
         self.share = min(max(self.share * factor, self.least), self.most)
         self._undecided, self._cost = 0, 0.0
