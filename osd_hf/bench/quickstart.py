@@ -86,7 +86,7 @@ def quickstart(
     Raises:
         ConfigError: threads below 1, a negative seed, an output folder that cannot be written.
     """
-    config = OnlineConfig(num_assistant_tokens=K, seed=seed)
+    config = OnlineConfig(num_assistant_tokens=K, seed=seed, min_effort=1.0)  # what learning can do, whatever it takes
     if threads is not None and threads < 1:
         raise ConfigError(f"`threads` must be at least 1, got {threads}.")
     started = time.perf_counter()
