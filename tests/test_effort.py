@@ -40,7 +40,7 @@ def test_little_is_done_once_acceptance_stands() -> None:
     shares = []
     for seed in range(40):  # chance doubles the share now and then
         effort = Effort(1 / 16)
-        gains(effort, 0.3 + noise(WINDOW - 1, seed))
+        gains(effort, 0.3 + noise(2 * WINDOW - 1, seed))
         assert effort.share == 1  # nothing is known yet
         gains(effort, 0.3 + noise(14 * STRIDE, seed + 1000))
         shares.append(effort.share)

@@ -14,7 +14,7 @@ from osd_hf.metrics import AcceptanceStats
 
 __all__ = ["Effort"]
 
-WINDOW = 128  # requests of which the mean is compared with that of as many before; half of it, at first
+WINDOW = 128  # requests of which the mean is compared with that of as many before; half of it at first, if timed
 STRIDE = 64  # requests between two decisions
 RECENT = 12  # requests by which a change of traffic shows
 FELL = 3.0  # standard errors
@@ -68,7 +68,8 @@ class Effort:
             ):
                 self.renew()
                 return
-        if len(gains) < WINDOW or self._undecided < STRIDE:
+        known = WINDOW if np.isfinite(saved).all() else 2 * WINDOW  # where nothing has a price, there is time to look
+        if len(gains) < known or self._undecided < STRIDE:
             return
         half = len(gains) // 2
         rise, error = _rise(gains[-2 * half :])
