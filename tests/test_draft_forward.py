@@ -237,6 +237,21 @@ def test_nothing_of_a_request_is_left_for_the_next(double: tuple[Any, CompiledDr
             forward.close()
 
 
+class Gone:
+    """A streamer whose reader goes away at the call of this number."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def put(self, value: torch.Tensor) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise ConnectionResetError
+
+    def end(self) -> None:
+        pass
+
+
 def test_a_failed_request_gives_its_cache_back(untraced: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = models.pair(num_hidden_layers=1)
     assistant = assistant_of(target, draft)
@@ -244,20 +259,9 @@ def test_a_failed_request_gives_its_cache_back(untraced: list[Any], monkeypatch:
     made: list[int] = []
     monkeypatch.setattr(CompiledDraft, "_new_cache", lambda self, model, size: made.append(size))
 
-    class Gone:
-        left = 3
-
-        def put(self, value: torch.Tensor) -> None:
-            self.left -= 1
-            if self.left == 0:
-                raise ConnectionResetError
-
-        def end(self) -> None:
-            pass
-
     for _ in range(2):
         with pytest.raises(ConnectionResetError):
-            answer(assistant, models.prompt(), streamer=Gone())
+            answer(assistant, models.prompt(), streamer=Gone(3))
     assert answer(assistant, models.prompt()) == before
     assert made == []
 

@@ -11,7 +11,7 @@ import models
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from test_draft_forward import COMPILE, served_together
+from test_draft_forward import COMPILE, Gone, served_together
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList, TextStreamer
 
 from osd_hf import OnlineAssistant, OnlineConfig, Trace, capture_traces
@@ -525,20 +525,9 @@ def test_a_failed_request_gives_its_cache_back(untraced: None, fed: list[int], f
     same_as_alone(assistant, models.prompt())
     rounds, cache = len(fed), DynamicCache()
 
-    class Gone:
-        left = 5
-
-        def put(self, value: torch.Tensor) -> None:
-            self.left -= 1
-            if self.left == 0:
-                raise ConnectionResetError
-
-        def end(self) -> None:
-            pass
-
     for _ in range(2):
         with pytest.raises(ConnectionResetError):
-            answer(assistant.generate, models.prompt(), streamer=Gone(), past_key_values=cache)
+            answer(assistant.generate, models.prompt(), streamer=Gone(5), past_key_values=cache)
         assert cache.get_seq_length() > 6  # with what it was fed
         cache = DynamicCache()
     assert len(fed) > rounds + 2

@@ -302,7 +302,7 @@ class CompiledTarget(CompiledForward):
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         if cache is None or type(cache) is not DynamicCache or cache.get_seq_length() > 0 or target.training:
             return None
-        # Of what else a forward can be given, nothing is known here.
+        # Other arguments may change what the forward does.
         others = any(kwargs[name] is not None for name in kwargs.keys() - KNOWN_ARGUMENTS)
         if others or config.output_attentions or config.output_hidden_states or (mask is not None and not mask.all()):
             return None

@@ -263,8 +263,8 @@ class Learner:
         seconds = self._timer() - started
         self.seconds += seconds
         has_price = self.config.gate and self.config.update_strategy != "idle"  # time that nobody needs is free
-        if has_price and domain in self.lessons:
-            self.lessons[domain].effort.took(seconds)
+        if has_price and (lesson := self.lessons.get(domain)) is not None:
+            lesson.effort.took(seconds)
         return seconds
 
     def abandon(self) -> None:
