@@ -115,7 +115,8 @@ def test_a_prompt_gives_one_row_of_logits() -> None:
 
 
 def assistant_of(target: Any, draft: Any, **settings: Any) -> OnlineAssistant:
-    settings = {"update_strategy": "manual", "compile_draft": True, "gate": False, **settings}
+    fixed = {"num_assistant_tokens": 5, "update_strategy": "manual", "compile_draft": True, "gate": False}
+    settings = {**fixed, **settings}
     return OnlineAssistant(target, draft, config=OnlineConfig(**settings))
 
 
@@ -331,7 +332,7 @@ def test_a_promotion_compiles_nothing_again(monkeypatch: pytest.MonkeyPatch, cap
             ].tolist()
         )
         assistant.update()
-    assert len(steps) == len(graphs) == 1
+    assert len(steps) == len(graphs) == 2  # for one token and for several
     assert "not compiled" not in caplog.text
 
 
@@ -515,7 +516,7 @@ def test_drafts_by_a_real_compiler_are_the_eager_ones(caplog: pytest.LogCaptureF
 
 def test_another_dtype_is_compiled_anew_and_autocast_runs_eagerly(untraced: list[Any]) -> None:
     target, draft = models.pair(num_hidden_layers=1)
-    assistant = OnlineAssistant(target, draft, config=OnlineConfig(compile_draft=True))
+    assistant = OnlineAssistant(target, draft, config=OnlineConfig(num_assistant_tokens=5, compile_draft=True))
     ids = models.prompt()
     settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 12, "learn": False}
     alone = assistant.generate(ids, **settings).tolist()

@@ -200,13 +200,12 @@ def test_a_child_compiles_nothing_where_a_thread_of_its_parent_held_the_compiler
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, compiled = compiled_draft(monkeypatch)
-    compiler, reached, done = threading.Lock(), threading.Event(), []
+    compiler, reached, done = threading.Lock(), threading.Event(), threading.Event()
 
     def compile_slowly(step: Any, **_: Any) -> Any:
         with compiler:
             reached.set()
-            done.append(threading.Event())
-            done[-1].wait(LONG)
+            done.wait(LONG)
         return step
 
     monkeypatch.setattr(torch, "compile", compile_slowly)
@@ -220,7 +219,7 @@ def test_a_child_compiles_nothing_where_a_thread_of_its_parent_held_the_compiler
                 assert type(drafts.forward(model, tokens)) is DraftForward
 
     assert in_a_fork(draft) == 0
-    done[0].set()
+    done.set()
     thread.join(LONG)
     assert type(compiled.forward(model, 4)) is StaticForward
 

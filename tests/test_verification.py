@@ -15,7 +15,7 @@ from test_draft_forward import COMPILE, Gone, served_together
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList, TextStreamer
 
 from osd_hf import OnlineAssistant, OnlineConfig, Trace, capture_traces
-from osd_hf.drafting.forward import SMALLEST_STATIC_CACHE, CompiledTarget, Verification
+from osd_hf.drafting.forward import SMALLEST_STATIC_CACHE, CompiledTarget, GuardedStep, Verification
 
 COMPILABLE = ("llama", "gpt2")
 Settings = dict[str, Any]
@@ -24,8 +24,13 @@ Settings = dict[str, Any]
 class Graphs(list[Any]):
     """A backend that keeps what it is asked to compile, and runs it as it was traced."""
 
-    def compile(self, step: Any, **kwargs: Any) -> Any:
-        return COMPILE(step, **{**kwargs, "backend": self.backend})
+    def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(GuardedStep, "inductor", self.backend)
+        monkeypatch.setattr(torch, "compile", self.compile)
+
+    def compile(self, step: Any, *, fullgraph: bool, backend: Any = None, options: Any = None) -> Any:
+        # What is asked at each call is kept; the same without asking is made from it.
+        return COMPILE(step, fullgraph=fullgraph, backend=backend or (lambda graph, _: graph.forward))
 
     def backend(self, graph: Any, _example: Any, **_options: Any) -> Any:
         self.append(graph)
@@ -35,7 +40,7 @@ class Graphs(list[Any]):
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
     found = Graphs()
-    monkeypatch.setattr(torch, "compile", found.compile)
+    found.patch(monkeypatch)
     return found
 
 
@@ -74,8 +79,8 @@ def free(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def assistant_of(target: Any, draft: Any, **settings: Any) -> OnlineAssistant:
-    settings = {"update_strategy": "manual", "compile_target": True, "gate": False, **settings}
-    return OnlineAssistant(target, draft, config=OnlineConfig(**settings))
+    fixed = {"update_strategy": "manual", "compile_target": True, "gate": False, "num_assistant_tokens": 5}
+    return OnlineAssistant(target, draft, config=OnlineConfig(**{**fixed, **settings}))
 
 
 def small(architecture: str = "llama", **changes: Any) -> tuple[Any, Any]:
@@ -107,7 +112,7 @@ def traced(architecture: str) -> tuple[OnlineAssistant, Graphs]:
     graphs = Graphs()
     assistant = assistant_of(*small(architecture))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", graphs.compile)
+        graphs.patch(patch)
         same_as_alone(assistant, models.prompt())
     return assistant, graphs
 
@@ -471,16 +476,17 @@ def test_without_a_compiler_the_target_verifies_eagerly(
     assert "RuntimeError: no C++ compiler" in caplog.text
 
 
-def backend_failing_later() -> Callable[..., Any]:
+def backend_failing_later(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     graphs = Graphs()
 
     def backend(graph: Any, example: Any, **options: Any) -> Any:
         return fail() if graphs else graphs.backend(graph, example)
 
-    return lambda step, **kwargs: COMPILE(step, **{**kwargs, "backend": backend})
+    monkeypatch.setattr(GuardedStep, "inductor", staticmethod(backend))
+    return graphs.compile
 
 
-def limit_hit_later() -> Callable[..., Any]:
+def limit_hit_later(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     calls: list[int] = []
 
     def compile_it(step: Any, **_kwargs: Any) -> Any:
@@ -497,10 +503,10 @@ def limit_hit_later() -> Callable[..., Any]:
 
 @pytest.mark.parametrize("way", [backend_failing_later, limit_hit_later])
 def test_a_changed_target_that_cannot_be_compiled_again_verifies_eagerly(
-    way: Callable[[], Any], fed: list[int], free: list[Any], monkeypatch: pytest.MonkeyPatch,
+    way: Callable[..., Any], fed: list[int], free: list[Any], monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(torch, "compile", way())
+    monkeypatch.setattr(torch, "compile", way(monkeypatch))
     caplog.set_level(logging.WARNING)
     assistant, ids = assistant_of(*small()), models.prompt()
     if way is backend_failing_later:

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,12 +27,17 @@ logger = logging.getLogger(__name__)
 
 # Tokens of static caches: each doubling in between is compiled once, and longer sequences are drafted eagerly.
 SMALLEST_STATIC_CACHE, LARGEST_STATIC_CACHE = 256, 8192
+MOST_COMPILED = 32  # tokens that a compiled draft takes at once
 # What the target's loop may be given besides tokens where its rounds are compiled.
 KNOWN_ARGUMENTS = {
     "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "logits_processor",
     "stopping_criteria", "generation_config", "synced_gpus", "streamer", "inputs_tensor", "assistant_model",
     "assistant_tokenizer", "tokenizer",
 }  # fmt: skip
+
+
+# Asking at each call whether what was compiled still fits takes as long as a fifth of a small model's forward.
+UNGUARDED = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
 
 
 class _Compiling:
@@ -110,11 +115,8 @@ class CompiledForward:
     """
 
     whose = "draft"
-    dynamic: bool | None = False
-    # Weights are no constants to be folded in. The draft's function is called with nothing but single tokens, caches
-    # of one size and copies of one model: asking at each call whether what was compiled still fits takes as long as a
-    # fifth of a small draft's forward.
-    options: dict[str, Any] = {"freezing": False, "guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+    counts: tuple[int, ...] = (1, 3)  # of tokens that it is compiled for: one alone, and any number of several
+    mark = staticmethod(torch._dynamo.mark_dynamic)  # where it can only be for so many, compiling fails
 
     def __init__(self, model: Any) -> None:
         # By size of cache and model; `None` where compiling failed, and while it is under way.
@@ -143,9 +145,22 @@ class CompiledForward:
         """What is compiled."""
         return model(input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True).logits[:, -1]
 
-    def example(self, device: Any) -> torch.Tensor:
-        """Tokens such as those that it is compiled for."""
-        return torch.zeros(1, 1, dtype=torch.long, device=device)
+    def own_step(self) -> Any:
+        """The function that is compiled. What was compiled is found again by its code object: each model and size of
+        cache has one of its own."""
+        return types.FunctionType(self.step.__code__.replace(), globals())
+
+    def traced(self, options: dict[str, Any]) -> Any:
+        """The function, to be compiled when it is called first. Its weights may be others at each call; whether what
+        was compiled fits otherwise is not asked."""
+        return torch.compile(self.own_step(), fullgraph=True, options=options | UNGUARDED)
+
+    def tokens(self, count: int, device: Any) -> torch.Tensor:
+        """Tokens such as those that it is compiled for; of several, there may be any number."""
+        ids = torch.zeros(1, count, dtype=torch.long, device=device)
+        if count > 1:
+            self.mark(ids, 1)
+        return ids
 
     def mode(self) -> AbstractContextManager[Any]:
         """Entered around what makes or changes a cache."""
@@ -188,28 +203,29 @@ class CompiledForward:
         if _compiling.is_lost:
             self._tell("this process was forked while a thread of its parent was compiling")
             return None
-        options = dict(self.options)
+        options: dict[str, Any] = {"freezing": False}  # weights are no constants to be folded in
         if model.device.type == "cuda":
             # Launching the kernels of a small model takes longer than running them: they are captured as one graph.
             options["triton.cudagraphs"] = True
-        # What was compiled is found again by its code object: each model and size of cache has one of its own.
-        own = types.FunctionType(self.step.__code__.replace(), globals())
         started = time.perf_counter()
         logger.info("Compiling the %s's forward for up to %d tokens, which takes some seconds.", self.whose, size)
         _compiling.threads.add(threading.get_ident())
         try:
-            compiled = torch.compile(own, fullgraph=True, dynamic=self.dynamic, options=options)
-            cache, ids = self._new_cache(model, size), self.example(model.device)
-            model(input_ids=ids, past_key_values=cache, use_cache=True)
-            for _ in range(3):
-                compiled(model, ids, cache)
+            cache, steps = self._new_cache(model, size), []
+            model(input_ids=self.tokens(1, model.device), past_key_values=cache, use_cache=True)
+            # Each size is compiled for itself: not, because there are several, for any.
+            with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+                for count in self.counts:
+                    steps.append(self.traced(options))
+                    for _ in range(3):
+                        steps[-1](model, self.tokens(count, model.device), cache)
         except Exception as error:  # noqa: BLE001 - whatever a compiler fails with: the eager forward does the same
             self.failed(error)
             return None
         finally:
             _compiling.threads.discard(threading.get_ident())
         logger.info("Compiled the %s's forward in %.1f s.", self.whose, time.perf_counter() - started)
-        return _Compiled(compiled, [cache])
+        return _Compiled(steps[0], steps[-1], [cache])
 
 
 @dataclass(eq=False)
@@ -217,6 +233,7 @@ class _Compiled:
     """The compiled forward over caches of one size, those that are free, and who may run it."""
 
     step: Any
+    several: Any  # the same over several tokens, where that is another one
     free: list[CroppableCache]
     running: threading.Lock = field(default_factory=threading.Lock)
 
@@ -228,7 +245,8 @@ class _Compiled:
 
 
 class CompiledDraft(CompiledForward):
-    """The single-token forward of a draft and its copies."""
+    """The forward of a draft and its copies over a single token and, for what it missed while past text proposed,
+    over several."""
 
     def forward(self, draft: Any, tokens: int) -> DraftForward:
         """The forward of one request that feeds at most `tokens` tokens to the draft."""
@@ -244,13 +262,15 @@ class StaticForward(DraftForward):
         self._compiled = compiled
 
     def feed(self, ids: torch.Tensor) -> torch.Tensor:
-        if self.length == 0 or ids.shape[1] > 2:
+        count = ids.shape[1]
+        if self.length == 0 or count > MOST_COMPILED:
             return super().feed(ids)
         # A captured graph writes the next logits where these are, whoever asks for them.
         with self._compiled.running:
-            for i in range(ids.shape[1]):
-                logits: torch.Tensor = self._compiled.step(self.draft, ids[:, i : i + 1], self.cache)
-            self.length += ids.shape[1]
+            step = self._compiled.step if count == 1 else self._compiled.several
+            # A copy is a tensor of inference mode, wherever the tokens were made.
+            logits: torch.Tensor = step(self.draft, ids.clone(), self.cache)
+            self.length += count
             return logits.clone()
 
     def close(self) -> None:
@@ -260,22 +280,79 @@ class StaticForward(DraftForward):
 # --- of the target --------------------------------------------------------------------------------------------------
 
 
+class GuardedStep:
+    """A compiled function of a model that may be changed in any way: a call asks whether what was compiled still fits,
+    and compiles again where it does not. `sure` gives what the last call ran, without asking.
+
+    Args:
+        step (`Callable[[], Callable]`): Makes the function, each time as another one.
+        options (`dict[str, Any]`): Of the compiler.
+    """
+
+    def __init__(self, step: Callable[[], Any], options: dict[str, Any]) -> None:
+        self._step, self._options = step, options
+        self._guarded: Any = torch.compile(step(), fullgraph=True, backend=self._compile)
+        self._ran: object = None
+        self._sure: dict[object, Any] = {}
+
+    @staticmethod
+    def inductor(graph: Any, inputs: Any, **options: Any) -> Any:
+        """The compiler behind."""
+        compiler: Any = torch._dynamo.lookup_backend("inductor")
+        return compiler(graph, inputs, **options)
+
+    def _compile(self, graph: Any, inputs: Any) -> Any:
+        compiled = self.inductor(graph, inputs, config_patches=self._options)
+        this = object()
+
+        def run(*args: Any) -> Any:
+            self._ran = this
+            return compiled(*args)
+
+        return run
+
+    def __call__(self, *args: Any) -> Any:
+        return self._guarded(*args)
+
+    def sure(self, model: Any, ids: torch.Tensor, cache: CroppableCache) -> Any:
+        """For calls between which and the last one, with these arguments, nothing can have changed but weights."""
+        ran = self._ran
+        if ran not in self._sure:
+            step: Any = torch.compile(self._step(), fullgraph=True, options=self._options | UNGUARDED)
+            like_these = ids.clone()
+            torch._dynamo.mark_dynamic(like_these, 1)  # nothing asks whether it fits other numbers of tokens
+            with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+                step(model, like_these, cache)  # compiled now: later, the model may be another one
+            cache.crop(-ids.shape[1])
+            self._sure[ran] = step
+        return self._sure[ran]
+
+
 class CompiledTarget(CompiledForward):
     """The target's forward of a round's tokens, of any number from 2 on. The target is the user's own and may be
-    changed in any way: each call asks whether what was compiled still fits, and compiles again where it does not."""
+    changed in any way between requests: each request's first round asks whether what was compiled still fits, and
+    compiles again where it does not."""
 
     whose = "target"
-    dynamic = None
-    options = {"freezing": False}
+    counts = (3,)
+    mark = staticmethod(torch._dynamo.maybe_mark_dynamic)  # it would be compiled again for so many
 
     @staticmethod
     def step(model: Any, ids: torch.Tensor, cache: Any) -> Any:
         return model(input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True).logits
 
-    def example(self, device: Any) -> torch.Tensor:
-        ids = torch.zeros(1, 3, dtype=torch.long, device=device)
-        torch._dynamo.maybe_mark_dynamic(ids, 1)
-        return ids
+    def traced(self, options: dict[str, Any]) -> Any:
+        return GuardedStep(self.own_step, options)
+
+    def _compile(self, model: Any, size: int) -> _Compiled | None:
+        compiled = super()._compile(model, size)
+        if compiled is not None:  # the inductor finds again what it compiled a moment ago
+            try:
+                compiled.step.sure(model, self.tokens(3, model.device), compiled.free[0])
+            except Exception as error:  # noqa: BLE001 - as above
+                self.failed(error)
+                return None
+        return compiled
 
     @contextlib.contextmanager
     def mode(self) -> Iterator[None]:
@@ -319,6 +396,7 @@ class Verification:
     def __init__(self, owner: CompiledTarget, target: Any, compiled: _Compiled, cache: CroppableCache) -> None:
         self.cache = cache
         self._owner, self._target, self._compiled = owner, target, compiled
+        self._step: Any = None  # once it is known that what was compiled fits
         self._given: DynamicCache | None = None
         self._limit = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
@@ -343,21 +421,30 @@ class Verification:
     def forward(self, past_key_values: CroppableCache, ids: torch.Tensor, length: int) -> CausalLMOutputWithPast:
         """The target's logits, `(1, tokens, vocab)`, of the last tokens, `(1, tokens)`, of a sequence so long."""
         cache, count = past_key_values, ids.shape[1]
-        with self._owner.mode(), self._compiled.running:
+        mode = self._owner.mode() if self._step is None else torch.inference_mode(False)
+        with mode, torch.no_grad(), self._compiled.running:
             fed = ids[0].repeat(2 if count == 1 else 1)[None]  # with strides of its own, not those of the sequence
             torch._dynamo.maybe_mark_dynamic(fed, 1)  # compiled again, it is for any number of tokens again
             if count == 1 and length == self._limit:  # there is no position behind it
                 logits = self._owner.step(self._target, ids, cache)
             else:
-                try:
-                    logits = self._compiled.step(self._target, fed, cache)
-                except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # the target has changed
-                    self._owner.give_up(self._compiled, error)
-                    logits = self._compiled.step(self._target, fed, cache)
+                logits = self._compiled_logits(fed)
                 if count == 1:
                     cache.crop(-1)
             # A captured graph writes the next logits where these are.
             return CausalLMOutputWithPast(logits=logits[:, :count].clone(), past_key_values=cache)
+
+    def _compiled_logits(self, ids: torch.Tensor) -> torch.Tensor:
+        step, args = self._compiled.step, (self._target, ids, self.cache)
+        try:
+            logits: torch.Tensor = (self._step or step)(*args)
+            if self._step is None:
+                self._step = step.sure(*args) if isinstance(step, GuardedStep) else step
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # the target has changed
+            self._owner.give_up(self._compiled, error)
+            self._step = self._owner.step
+            logits = self._step(*args)
+        return logits
 
     def close(self) -> None:
         """The request has ended: whoever holds the cache that it came with finds there what it read."""
