@@ -17,6 +17,7 @@ from osd_hf.config import OnlineConfig
 from osd_hf.drafting.forward import CompiledTarget
 from osd_hf.drafting.generator import LeanDrafting
 from osd_hf.drafting.pacing import DraftingPlan
+from osd_hf.errors import ConfigError
 from osd_hf.hub.cards import facts_of
 from osd_hf.hub.push import push_folder, save_draft
 from osd_hf.learning.drafts import DomainDrafts
@@ -24,7 +25,7 @@ from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.updater import UpdateReport, make_accelerator
 from osd_hf.metrics import AcceptanceStats
-from osd_hf.pair import check_pair, common_tokenizer, load_model, uncompiled, unwrap
+from osd_hf.pair import check_pair, common_tokenizer, load_model, uncompiled, unwrap, vocab_size_of
 from osd_hf.routing import Router, as_router
 from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace
@@ -99,8 +100,8 @@ class OnlineAssistant:
 
     def generate(
         self, inputs: Any = None, *, domain: str | None = None, learn: bool = True,
-        num_assistant_tokens: int | str | None = None, on_trace: Callable[[Trace], object] | None = None,
-        **generate_kwargs: Any,
+        num_assistant_tokens: int | str | None = None, owner: str | None = None,
+        on_trace: Callable[[Trace], object] | None = None, **generate_kwargs: Any,
     ) -> Any:  # fmt: skip
         """
         What `target.generate` returns for these arguments, sooner.
@@ -113,6 +114,9 @@ class OnlineAssistant:
                 With `False` nothing of the request is kept or learned from; its acceptance is still counted.
             num_assistant_tokens (`int` or `"auto"`, *optional*):
                 Tokens drafted per round for this request, in place of the configuration's; needs lean drafting.
+            owner (`str`, *optional*):
+                Whose request it is: past text of one owner is proposed to no other. Requests without one are taken
+                for one owner's; where several people are served, name them.
             on_trace (`Callable[[Trace], object]`, *optional*):
                 Called with the request's trace once the answer is there, also with `learn=False`; not called where
                 nothing could be captured, such as a prompt of embeddings. Where it fails, the log says so.
@@ -129,7 +133,7 @@ class OnlineAssistant:
             generate_kwargs.setdefault("tokenizer", self.tokenizer)
         seen: list[Trace] | None = None if on_trace is None else []
         binding = self._upkeep.binding(
-            domain, learn, self.store, is_begun=True, k=num_assistant_tokens, tried=tried, seen=seen
+            domain, learn, self.store, owner=owner, is_begun=True, k=num_assistant_tokens, tried=tried, seen=seen
         )
         with self._upkeep.request(), bind(self.target, binding):
             output = self.target.generate(inputs, **generate_kwargs)
@@ -142,7 +146,9 @@ class OnlineAssistant:
         return output
 
     @contextlib.contextmanager
-    def attached(self, *, domain: str | None = None, learn: bool = True) -> Iterator[OnlineAssistant]:
+    def attached(
+        self, *, domain: str | None = None, learn: bool = True, owner: str | None = None
+    ) -> Iterator[OnlineAssistant]:
         """
         Inside the `with` block, any assisted `generate` on the target is captured and learned from: the caller's own
         call, a pipeline, an evaluation harness. Pass `assistant_model=assistant.draft`. Stopping criteria other than
@@ -150,11 +156,42 @@ class OnlineAssistant:
         task) are seen; start other threads with `contextvars.copy_context().run`.
 
         Args:
-            domain (`str`, *optional*), learn (`bool`, *optional*, defaults to `True`):
+            domain (`str`, *optional*), learn (`bool`, *optional*, defaults to `True`), owner (`str`, *optional*):
                 As for [`~OnlineAssistant.generate`].
         """
-        with bind(self.target, self._upkeep.binding(domain, learn, self.store)):
+        with bind(self.target, self._upkeep.binding(domain, learn, self.store, owner=owner)):
             yield self
+
+    def remember(self, token_ids: Any, *, owner: str | None = None, domain: str | None = None) -> None:
+        """
+        Propose from this text as well: documents that answers will quote, code that they will go on with.
+
+        Args:
+            token_ids (`Sequence[int]` or `torch.Tensor` or `np.ndarray`): Of one text, `(tokens,)`.
+            owner (`str`, *optional*): To whose requests it is proposed, as for [`~OnlineAssistant.generate`].
+            domain (`str`, *optional*): With the `text_scope` `"domain"`: to all requests of this domain as well.
+
+        Raises:
+            ConfigError: past text is not looked up, or a token that is none of the target's.
+        """
+        if self.config.text_scope == "request" or not self.config.reads_text:
+            raise ConfigError(
+                'Past text is kept with `num_assistant_tokens="auto"`, lean drafting, `candidates` "both" or "text", '
+                'and the `text_scope` "owner" or "domain". Set these.'
+            )
+        tokens, size = [int(token) for token in token_ids], vocab_size_of(unwrap(self.target))
+        if odd := [token for token in tokens if not 0 <= token < size]:
+            raise ConfigError(f"Tokens of the target are from 0 to {size - 1}, got {odd[0]}. Use its own tokenizer.")
+        self._upkeep.earlier.add(owner, domain, (), tokens)
+
+    def forget(self, owner: str | None = None) -> None:
+        """Propose nothing any more of what this owner's requests were so far; what the draft has learned stays, as do
+        answers that a domain shares.
+
+        Args:
+            owner (`str`, *optional*): As for [`~OnlineAssistant.generate`].
+        """
+        self._upkeep.earlier.forget(owner)
 
     # --- learning ---------------------------------------------------------------------------------------------------
 
@@ -245,8 +282,13 @@ class OnlineAssistant:
         With `num_assistant_tokens="auto"`: how many tokens are drafted for requests of a domain, and the measured
         acceptance and costs that this is decided from; `None` otherwise.
         """
-        is_auto = self.config.num_assistant_tokens == "auto"
+        is_auto = self.config.num_assistant_tokens == "auto" and self.config.drafting == "lean"
         return self._drafts.pacer.plan((domain, do_sample)) if is_auto else None
+
+    @property
+    def compiled_target(self) -> CompiledTarget | None:
+        """What verifies with `compile_target=True`; `None` without."""
+        return self._upkeep.compiled
 
     @property
     def version(self) -> int:

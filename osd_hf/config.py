@@ -12,10 +12,13 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "drafting": ("lean", "stock"),
     "divergence": tuple(DIVERGENCES),
     "learn_from": ("verified", "corrections"),
+    "candidates": ("both", "draft", "text"),
+    "text_scope": ("request", "owner", "domain"),
     "update_strategy": ("spread", "interval", "idle", "manual"),
     "optimizer": ("muon", "adamw"),
 }
-COUNTS = ("update_interval", "steps_per_update", "batch_size", "buffer_size", "autosave_interval", "max_drafts")
+COUNTS = ("update_interval", "steps_per_update", "batch_size", "buffer_size", "autosave_interval", "max_drafts",
+          "text_bytes")  # fmt: skip
 
 
 def setting(default: Any, help: str) -> Any:
@@ -30,10 +33,22 @@ class OnlineConfig:
     [`OnlineConfig.paper`] is the rule of arXiv 2310.07177.
 
     Args:
-        num_assistant_tokens (`int` or `"auto"`, *optional*, defaults to 5):
-            k, tokens drafted per round, at threshold 0 and a constant schedule. `"auto"` decides by measured
-            acceptance and costs, see [`~OnlineAssistant.drafting_plan`]. `None` leaves the draft's own generation
-            config as it is.
+        num_assistant_tokens (`int` or `"auto"`, *optional*, defaults to `"auto"`):
+            `"auto"` decides by measured acceptance and costs, token by token, how many candidates a round has and
+            which source they come from, see [`~OnlineAssistant.drafting_plan`]. A number is k, tokens drafted per
+            round, all by the draft, at threshold 0 and a constant schedule: for figures that are compared. `None`
+            leaves the draft's own generation config as it is. With stock drafting, `"auto"` is 5.
+        candidates (`str`, *optional*, defaults to `"both"`):
+            Where `"auto"` takes candidates from: `"draft"`, `"text"` (what followed the last tokens where they stood
+            before) or `"both"`.
+        text_scope (`str`, *optional*, defaults to `"owner"`):
+            The text that is looked up besides a request's own prompt and answer: `"request"`: none; `"owner"`:
+            prompts and answers of earlier requests of the same owner ([`~OnlineAssistant.generate`]; those without
+            one are taken for one owner's); `"domain"`: also what all owners were answered in the domain. It is kept
+            as token ids in memory, nothing of requests with `learn=False`, and no trace holds what was proposed from
+            it in vain.
+        text_bytes (`int`, *optional*, defaults to 67108864):
+            Most bytes of that text and its index; 36 a token.
         drafting (`str`, *optional*, defaults to `"lean"`):
             `"lean"`: by the draft's own forward; `"stock"`: by transformers' candidate generator, the reference.
         compile_draft (`bool`, *optional*, defaults to `False`):
@@ -108,8 +123,13 @@ class OnlineConfig:
     """
 
     num_assistant_tokens: int | Literal["auto"] | None = setting(
-        5, "tokens drafted per round (k); auto = by acceptance and costs; none = the draft's own setting"
+        "auto", "auto = by acceptance and costs; tokens drafted per round (k); none = the draft's own setting"
     )
+    candidates: Literal["both", "draft", "text"] = setting("both", "auto: from the draft, from past text, or both")
+    text_scope: Literal["request", "owner", "domain"] = setting(
+        "owner", "past text that is looked up: the request's own, its owner's, all answers of the domain"
+    )
+    text_bytes: int = setting(1 << 26, "of past text and its index, at most")
     drafting: Literal["lean", "stock"] = setting("lean", "lean, or stock (transformers' candidate generator)")
     compile_draft: bool = setting(False, "compile the draft's forward (lean drafting)")
     compile_target: bool = setting(False, "compile the target's verification of drafts")
@@ -169,10 +189,9 @@ class OnlineConfig:
         must("max_effort", 1 <= self.max_effort < float("inf"), "a number of at least 1")
         must("max_duty_cycle", 0 < self.max_duty_cycle <= 1, "above 0 and at most 1")
         must("seed", is_int(self.seed, 0), "an integer of at least 0")
-        if self.drafting == "stock" and (k == "auto" or self.compile_draft):
-            name = 'num_assistant_tokens="auto"' if k == "auto" else "compile_draft=True"
-            raise ConfigError(f'`{name}` needs `drafting="lean"`, got "stock".')
-        if k == "auto" and self.learn_from == "corrections":
+        if self.drafting == "stock" and self.compile_draft:
+            raise ConfigError('`compile_draft=True` needs `drafting="lean"`, got "stock".')
+        if k == "auto" and self.drafting == "lean" and self.learn_from == "corrections":
             raise ConfigError(
                 '`learn_from="corrections"` needs a fixed `num_assistant_tokens`, got "auto", which leaves the target '
                 'alone while drafting does not pay: nothing is corrected then. Use `learn_from="verified"`.'
@@ -194,6 +213,16 @@ class OnlineConfig:
             "replay_fraction": 0.0, "optimizer": "adamw", "learning_rate": 1e-4, "weight_average": 0.0, "gate": False,
         }  # fmt: skip
         return cls(**{**rule, **changes})
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether requests may take candidates from past text."""
+        return self.num_assistant_tokens == "auto" and self.drafting == "lean" and self.candidates != "draft"
+
+    @property
+    def compared_k(self) -> int | None:
+        """Tokens drafted per round in what is replayed and compared: those that are served, 5 with `"auto"`."""
+        return 5 if self.num_assistant_tokens == "auto" else self.num_assistant_tokens
 
     def to_dict(self) -> dict[str, Any]:
         """Field by field, ready for JSON."""

@@ -21,6 +21,7 @@ from osd_hf.utils.disk import in_child, renewing
 NUM_RESAMPLES = 2000
 
 _COUNTS = ("drafted", "examined", "accepted", "emitted", "target_forwards")
+_TEXT_COUNTS = ("text_drafted", "text_examined", "text_accepted")
 
 
 def _plain(number: Any) -> Any:
@@ -42,9 +43,11 @@ class AcceptanceStats:
             Tokens of the answers, corrections and bonus tokens included.
         target_forwards (`int` or `float`, *optional*, defaults to 0): Forward passes of the target: one a round.
         accepted_length_histogram (`Mapping[int, int | float]`, *optional*):
-            Accepted tokens of a round -> number of rounds, over the rounds that drafted at least one token.
+            Accepted tokens of a round -> number of rounds, over the rounds that proposed at least one token.
         requests (`np.ndarray` of shape `(requests, 2)`, *optional*):
             `examined` and `accepted` of each request, in order.
+        text_drafted, text_examined, text_accepted (`int` or `float`, *optional*, default to 0):
+            The same counts of tokens that past text proposed, which are not among the draft's.
     """
 
     drafted: float = 0
@@ -54,10 +57,13 @@ class AcceptanceStats:
     target_forwards: float = 0
     accepted_length_histogram: Mapping[int, float] = field(default_factory=dict)
     requests: NDArray[Any] = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
+    text_drafted: float = 0
+    text_examined: float = 0
+    text_accepted: float = 0
 
     def __post_init__(self) -> None:
         # Own copies: nobody's later change to what was passed reaches these counts. Plain numbers go into JSON.
-        own: dict[str, Any] = {name: _plain(getattr(self, name)) for name in _COUNTS}
+        own: dict[str, Any] = {name: _plain(getattr(self, name)) for name in (*_COUNTS, *_TEXT_COUNTS)}
         histogram = sorted((int(k), _plain(n)) for k, n in self.accepted_length_histogram.items())
         own |= {"accepted_length_histogram": dict(histogram), "requests": np.array(self.requests)}
         own["requests"].setflags(write=False)
@@ -73,9 +79,16 @@ class AcceptanceStats:
     @classmethod
     def from_rounds(cls, rounds: Sequence[DraftRound]) -> AcceptanceStats:
         """The stats of one request, from its rounds."""
+        of_text = [sum(counts) for counts in zip(*(r.text_counts for r in rounds), strict=True)] or [0, 0, 0]
+        of_both = [sum(getattr(r, f"num_{name}") for r in rounds) for name in _COUNTS[:3]]
+        drafted, examined, accepted = (both - text for both, text in zip(of_both, of_text, strict=True))
         return cls.from_counts(
-            **{name: sum(getattr(r, f"num_{name}") for r in rounds) for name in _COUNTS[:-1]},
+            drafted=drafted,
+            examined=examined,
+            accepted=accepted,
+            emitted=sum(r.num_emitted for r in rounds),
             target_forwards=len(rounds),
+            **dict(zip(_TEXT_COUNTS, of_text, strict=True)),
             accepted_length_histogram=Counter(r.num_accepted for r in rounds if r.num_drafted),
         )
 
@@ -98,6 +111,11 @@ class AcceptanceStats:
     acceptance_rate = alpha
 
     @property
+    def text_alpha(self) -> float:
+        """Acceptance rate of what past text proposed; `nan` while nothing of it was examined."""
+        return self.text_accepted / self.text_examined if self.text_examined else math.nan
+
+    @property
     def block_efficiency(self) -> float:
         """Tokens emitted per target forward; `nan` before the first."""
         return self.emitted / self.target_forwards if self.target_forwards else math.nan
@@ -112,7 +130,7 @@ class AcceptanceStats:
     def __add__(self, other: object) -> AcceptanceStats:
         if not isinstance(other, AcceptanceStats):
             return NotImplemented
-        counts = {name: getattr(self, name) + getattr(other, name) for name in _COUNTS}
+        counts = {name: getattr(self, name) + getattr(other, name) for name in (*_COUNTS, *_TEXT_COUNTS)}
         histogram = Counter[int](self.accepted_length_histogram)
         histogram.update(other.accepted_length_histogram)
         requests = np.concatenate([self.requests, other.requests])
@@ -130,10 +148,12 @@ class AcceptanceStats:
         low, high = self.alpha_interval
         interval = "" if math.isnan(low) else f" [{low:.3f}, {high:.3f}]"
         requests = f"{self.num_requests} request{'' if self.num_requests == 1 else 's'}"
-        return f"alpha {self.alpha:.3f}{interval}, {self.block_efficiency:.2f} tokens per target forward, {requests}"
+        text = f", past text {self.text_alpha:.3f}" if self.text_examined else ""
+        tokens = f"{self.block_efficiency:.2f} tokens per target forward"
+        return f"alpha {self.alpha:.3f}{interval}{text}, {tokens}, {requests}"
 
     def _counts(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in (*_COUNTS, "accepted_length_histogram")}
+        return {name: getattr(self, name) for name in (*_COUNTS, *_TEXT_COUNTS, "accepted_length_histogram")}
 
     def to_dict(self, *, derived: bool = True) -> dict[str, Any]:
         """A form that `json.dumps` takes, for reports and for `from_dict`: the counts, the requests, and, unless
@@ -144,6 +164,7 @@ class AcceptanceStats:
         if derived:
             found["alpha"] = self.alpha if self.examined else None
             found["alpha_interval"] = None if math.isnan(self.alpha_interval[0]) else list(self.alpha_interval)
+            found["text_alpha"] = self.text_alpha if self.text_examined else None
             found["block_efficiency"] = self.block_efficiency if self.target_forwards else None
         return found
 
@@ -151,7 +172,10 @@ class AcceptanceStats:
     def from_dict(cls, data: Mapping[str, Any]) -> AcceptanceStats:
         """The stats that `to_dict` was called on."""
         requests = np.array(data["requests"] or np.zeros((0, 2), dtype=np.int64))
-        return cls(**{name: data[name] for name in (*_COUNTS, "accepted_length_histogram")}, requests=requests)
+        texts = {name: data.get(name, 0) for name in _TEXT_COUNTS}
+        return cls(
+            **{name: data[name] for name in (*_COUNTS, "accepted_length_histogram")}, requests=requests, **texts
+        )
 
 
 def alpha_gain_interval(before: AcceptanceStats, after: AcceptanceStats) -> tuple[float, float]:

@@ -198,6 +198,8 @@ class EmittedToken:
             `"accepted"`: drafted, and verified by the target; `"corrected"`: the target's, in place of what the draft
             had said; `"bonus"`: the target's, after a draft that was accepted whole; `"plain"`: the target's, in a
             round that drafted nothing.
+        source (`str`):
+            Who proposed it, or what was said in its place: `"draft"`, or `"text"`, past text; of others `"target"`.
         drafted_id (`int`, *optional*): What the draft had said in place of a corrected token.
         drafted_prob (`float`, *optional*):
             The probability that the draft gave to what it had said, processed as the request's; where it is known.
@@ -207,6 +209,7 @@ class EmittedToken:
     origin: Literal["accepted", "corrected", "bonus", "plain"]
     drafted_id: int | None = None
     drafted_prob: float | None = None
+    source: Literal["draft", "text", "target"] = "target"
 
 
 def emitted_tokens(trace: Trace, draft: Any = None) -> list[EmittedToken]:
@@ -231,11 +234,17 @@ def emitted_tokens(trace: Trace, draft: Any = None) -> list[EmittedToken]:
     for r in trace.rounds:
         for i, at in enumerate(range(start, start + r.num_emitted)):
             if i < r.num_accepted:
-                tokens[at] = replace(tokens[at], origin="accepted")
+                is_text = r.from_text is not None and bool(r.from_text[i])
+                tokens[at] = replace(tokens[at], origin="accepted", source="text" if is_text else "draft")
             elif r.has_correction:
-                said = None if r.q is None else float(r.q[i])
-                tokens[at] = EmittedToken(tokens[at].id, "corrected", int(r.drafted_ids[i]), said)
-                if said is None:
+                is_text = r.from_text is not None and bool(r.from_text[i])
+                said = None if r.q is None or is_text else float(r.q[i])
+                tokens[at] = replace(
+                    tokens[at], origin="corrected", drafted_id=None if is_text else int(r.drafted_ids[i]),
+                    drafted_prob=said,
+                    source="text" if is_text else "draft",
+                )  # fmt: skip
+                if said is None and not is_text:
                     unknown.append(at)
             elif r.num_drafted:
                 tokens[at] = replace(tokens[at], origin="bonus")

@@ -101,10 +101,11 @@ def simulate(
     if learner is None:
         drafts = DomainDrafts(draft, config, peft_config=peft_config, per_domain=routes is not None)
         learner = Learner(drafts, replace(config, max_duty_cycle=1.0))
-    k = learner.config.num_assistant_tokens or learner.drafts.base.generation_config.num_assistant_tokens
+    k = learner.config.compared_k or learner.drafts.base.generation_config.num_assistant_tokens
     if not isinstance(k, int):
         raise ConfigError(
-            f"Replay drafts the same number of tokens each round, got `num_assistant_tokens={k!r}`; set a number."
+            "Replay drafts the same number of tokens each round; neither the configuration nor the draft's generation "
+            "config names one. Set `num_assistant_tokens`."
         )
     if routes is not None:
         traces = [

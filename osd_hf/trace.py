@@ -29,14 +29,17 @@ class DraftRound:
 
     Args:
         drafted_ids (`np.ndarray` of shape `(drafted,)`, int32):
-            Tokens the draft proposed; empty where the round only decoded.
+            Tokens that were proposed; empty where the round only decoded. -1 for those of past text that were not
+            accepted, and for what no forward has seen.
         num_accepted (`int`): Length of the longest common prefix of the drafted and the emitted tokens.
         num_emitted (`int`):
             Tokens that the round added to the completion, after any cut at EOS or at the length limit.
         p (`np.ndarray` of shape `(examined,)`, float32, *optional*):
             Sampled requests only: the target's processed probability of each examined drafted token.
         q (`np.ndarray` of shape `(examined,)`, float32, *optional*):
-            Sampled requests only: the draft's processed probability of the same tokens.
+            Sampled requests only: the draft's processed probability of the same tokens; 1 for those of past text.
+        from_text (`np.ndarray` of shape `(drafted,)`, bool, *optional*):
+            Which of the tokens past text proposed; `None` where the draft proposed all.
     """
 
     drafted_ids: NDArray[np.int32]
@@ -44,6 +47,7 @@ class DraftRound:
     num_emitted: int
     p: NDArray[np.float32] | None = None
     q: NDArray[np.float32] | None = None
+    from_text: NDArray[np.bool_] | None = None
 
     @property
     def num_drafted(self) -> int:
@@ -58,6 +62,15 @@ class DraftRound:
     def num_examined(self) -> int:
         """Accepted tokens and, if there was one, the rejected token; tokens after it were never examined."""
         return self.num_accepted + int(self.has_correction)
+
+    @property
+    def text_counts(self) -> tuple[int, int, int]:
+        """Tokens that past text proposed; those of them that were examined; and accepted."""
+        if self.from_text is None:
+            return 0, 0, 0
+        ends = (self.num_drafted, self.num_examined, self.num_accepted)
+        drafted, examined, accepted = (int(self.from_text[:end].sum()) for end in ends)
+        return drafted, examined, accepted
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,7 +148,7 @@ class Trace:
         """Bytes held by the arrays."""
         arrays: list[NDArray[Any] | None] = [self.prompt_ids, self.decoder_prompt_ids, self.completion_ids]
         arrays += [self.top_logits, self.top_ids, self.tail_logprob]
-        arrays += [a for r in self.rounds for a in (r.drafted_ids, r.p, r.q)]
+        arrays += [a for r in self.rounds for a in (r.drafted_ids, r.p, r.q, r.from_text)]
         return sum(a.nbytes for a in arrays if a is not None)
 
     def kept_logprobs(self) -> NDArray[np.float32]:
@@ -172,6 +185,9 @@ def misshapen(trace: Trace) -> str | None:
     probabilities = [a for r in trace.rounds for a in (r.p, r.q) if a is not None]
     if wrong := [f"{a.dtype} {a.shape}" for a in probabilities if a.dtype != np.float32 or a.ndim != 1]:
         return f"a round's p and q must be vectors of float32, got {', '.join(wrong)}"
+    sources = [(r.from_text, r.num_drafted) for r in trace.rounds if r.from_text is not None]
+    if wrong := [f"{a.dtype} {a.shape}" for a, n in sources if a.dtype != np.bool_ or a.shape != (n,)]:
+        return f"a round's from_text must be a bool for each drafted token, got {', '.join(wrong)}"
     if kept.ndim != 2 or len(kept) != count or trace.top_ids.shape not in (kept.shape, (count, 0)):
         shapes = f"{kept.shape} and {trace.top_ids.shape}"
         return f"a trace of {count} emitted tokens needs as many rows of logits and ids, got {shapes}"

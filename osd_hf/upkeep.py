@@ -14,6 +14,7 @@ from typing import Any
 from osd_hf.capture.guards import TriedOut
 from osd_hf.capture.request import Binding, Lease
 from osd_hf.drafting.forward import CompiledTarget
+from osd_hf.drafting.text import EarlierText
 from osd_hf.errors import LearnerError
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.session import FolderBusyError, load_session, save_session
@@ -90,6 +91,7 @@ class Upkeep:
         self.learner, self.drafts, self.config = learner, learner.drafts, learner.config
         self.router, self.tokenizer, self.autosave, self.compiled = router, tokenizer, autosave, compiled
         self.traffic, self.tally = Traffic(), Tally()
+        self.earlier = EarlierText(self.config.text_scope, self.config.text_bytes)
         self.failure: Exception | None = None
         self.saving: threading.Thread | None = None  # the last autosave
         self.is_closed = self._is_stopped = self._is_torn = False
@@ -120,14 +122,15 @@ class Upkeep:
             yield
 
     def binding(
-        self, domain: str | None, learn: bool, store: CorrectionStore | None, *, is_begun: bool = False,
-        k: int | str | None = None, tried: Sequence[TriedOut] = (), seen: list[Trace] | None = None,
+        self, domain: str | None, learn: bool, store: CorrectionStore | None, *, owner: str | None = None,
+        is_begun: bool = False, k: int | str | None = None, tried: Sequence[TriedOut] = (),
+        seen: list[Trace] | None = None,
     ) -> Binding:  # fmt: skip
         """Listens to requests of this label, of which `seen` gets the traces; `is_begun`: to the one in
         [`~Upkeep.request`]."""
         return Binding(
-            functools.partial(self.take_in, learn=learn, store=store, seen=seen),
-            functools.partial(self.lease, domain, learn, is_begun),
+            functools.partial(self.take_in, learn=learn, store=store, owner=owner, seen=seen),
+            functools.partial(self.lease, domain, learn, owner, is_begun),
             owner=self,
             num_logprobs=self.config.num_logprobs if learn or seen is not None else 0,
             exact_stops=is_begun,
@@ -138,7 +141,7 @@ class Upkeep:
 
     @contextlib.contextmanager
     def lease(
-        self, domain: str | None, learn: bool, is_begun: bool, assistant_model: Any, prompt: Any
+        self, domain: str | None, learn: bool, owner: str | None, is_begun: bool, assistant_model: Any, prompt: Any
     ) -> Iterator[Lease]:
         """The draft of a request of this label, with this prompt (`None`: not of token ids alone); another assistant
         model than ours serves by itself. A request that `is_begun` is in [`~Upkeep.request`] already."""
@@ -147,7 +150,7 @@ class Upkeep:
                 domain = self._routed(self.router, RoutedPrompt(prompt, self.tokenizer, learn=learn))
             with self.drafts.lease(domain, original=self.learner.prefers_original(domain)) as draft:
                 if self.drafts.owns(assistant_model):
-                    yield Lease(draft.version, domain, draft.model, draft.drafting)
+                    yield Lease(draft.version, domain, draft.model, draft.drafting, self.earlier.of(owner, domain))
                 else:
                     yield Lease(domain=domain)
 
@@ -160,7 +163,9 @@ class Upkeep:
             self.failed(error)
             return None
 
-    def take_in(self, trace: Trace, *, learn: bool, store: CorrectionStore | None, seen: list[Trace] | None) -> None:
+    def take_in(
+        self, trace: Trace, *, learn: bool, store: CorrectionStore | None, owner: str | None, seen: list[Trace] | None
+    ) -> None:
         """Count a request that has ended and, with `learn`, log it and learn where that is due. What fails costs no
         answer."""
         if seen is not None:
@@ -177,6 +182,8 @@ class Upkeep:
                     if learn:
                         self.learner.observe(trace.domain, trace)
                 if learn:
+                    if self.config.reads_text:
+                        self.earlier.add(owner, trace.domain, trace.prompt_ids.tolist(), trace.completion_ids.tolist())
                     self._learn()
         except Exception as error:
             logger.exception("Learning failed; the answer is delivered, the error is raised by the next call.")

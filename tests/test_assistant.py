@@ -34,6 +34,7 @@ from osd_hf.metrics import AcceptanceStats
 
 # Without the gate each update is a version, so that versions can be counted.
 FAST = OnlineConfig(
+    num_assistant_tokens=5,
     update_strategy="interval",
     update_interval=3,
     steps_per_update=2,

@@ -121,7 +121,7 @@ def run_arguments(pair, rows, folder):
         ({"--save-every": "0"}, "--save-every must be at least 1"),
         ({"--max-grad-norm": "inf"}, "`max_grad_norm` must be a positive number"),
         ({"--learning-rate": "nan"}, "`learning_rate` must be a positive number"),
-        ({"--num-assistant-tokens": "none"}, "--num-assistant-tokens must be a number"),
+        ({"--num-assistant-tokens": "none"}, "--num-assistant-tokens must not be none"),
         ({"--update-strategy": "manual"}, "say so with --no-learn"),
         ({"--do-sample": "", "--temperature": "nan"}, "--temperature must be positive"),
         ({"--json": "no such folder/report.json"}, "name a file in a folder that exists"),
@@ -254,7 +254,7 @@ def test_replay_takes_the_newest_of_a_domain(pair, store, traces, capsys):
         (["--store", "{store}", "--draft", "{padded}"], "A trace has a vocabulary of 300 tokens, the draft 320"),
         (["--store", "{store}", "--draft", "nobody/nothing"], "cannot be loaded"),
         (["--store", "{store}", "--batch-size", "0"], "`batch_size` must be"),
-        (["--store", "{store}", "--num-assistant-tokens", "none"], "--num-assistant-tokens must be a number"),
+        (["--store", "{store}", "--num-assistant-tokens", "none"], "--num-assistant-tokens must not be none"),
         (["--store", "{store}", "--learn", "--output-dir", "{file}/plots"], "The output folder"),
     ],
 )

@@ -50,6 +50,7 @@ SETTINGS: dict[str, st.SearchStrategy[Any]] = {
 @functools.cache
 def assistant_of(drafting: Any) -> OnlineAssistant:
     config = OnlineConfig(
+        num_assistant_tokens=5,
         update_strategy="interval",
         drafting=drafting,
         update_interval=4,

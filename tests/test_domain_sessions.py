@@ -12,6 +12,7 @@ import torch
 from osd_hf import LearnerError, OnlineAssistant, OnlineConfig, Router, StateError
 
 CONFIG = OnlineConfig(
+    num_assistant_tokens=5,
     update_strategy="interval",
     update_interval=3,
     steps_per_update=2,

@@ -22,7 +22,12 @@ from osd_hf.trace import Trace
 
 
 def assistant_of(target: Any, draft: Any, **settings: Any) -> OnlineAssistant:
-    settings = {"update_strategy": "manual", "gate": False, **settings}  # without the gate each update is a version
+    settings = {
+        "num_assistant_tokens": 5,
+        "update_strategy": "manual",
+        "gate": False,
+        **settings,
+    }  # without the gate each update is a version
     return OnlineAssistant(target, draft, config=OnlineConfig(**settings))
 
 
@@ -147,7 +152,7 @@ def test_drafting_ends_behind_eos() -> None:
 def test_a_pace_hears_of_the_accepted_tokens_of_rounds_that_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     # The loop counts one token less where the answer ends.
     heard: list[tuple[int, int]] = []
-    monkeypatch.setattr(FixedPace, "judged", lambda _self, _confidences, *counts: heard.append(counts))
+    monkeypatch.setattr(FixedPace, "judged", lambda _, accepted, emitted: heard.append((accepted, len(emitted))))
     target = models.build("llama")
     assistant = assistant_of(target, copy.deepcopy(target))
     ids = models.prompt()
@@ -587,7 +592,7 @@ def plain_assistant(architecture: str, **settings: Any) -> OnlineAssistant:
 
 def test_while_speculation_loses_most_requests_are_plain(calls: Calls) -> None:
     target, draft = models.pair(num_hidden_layers=1)
-    assistant = assistant_of(target, draft, num_assistant_tokens="auto")
+    assistant = assistant_of(target, draft, num_assistant_tokens="auto", candidates="draft")
     assert assistant.drafting is not None
     assistant.drafting.clock = models.ForwardTime({target: 1.0, assistant.draft: 5.0})
     plain = []
@@ -672,7 +677,9 @@ def test_a_draft_learns_from_plain_requests(plainly: None) -> None:
 
 def test_speculation_comes_back_once_the_draft_has_learnt() -> None:
     target = models.build("llama")
-    assistant = assistant_of(target, models.build("llama", seed=5), num_assistant_tokens="auto")
+    assistant = assistant_of(
+        target, models.build("llama", seed=5), num_assistant_tokens="auto", candidates="draft"
+    )  # fmt: skip
     assert assistant.drafting is not None
     assistant.drafting.clock = models.ForwardTime({target: 1.0, assistant.draft: 0.3})
     ids = models.prompt()

@@ -24,7 +24,7 @@ from osd_hf.store import folder as shards
 from osd_hf.utils.disk import lock_file
 
 # Without the gate each update is a version.
-CONFIG = OnlineConfig(update_strategy="interval",
+CONFIG = OnlineConfig(num_assistant_tokens=5, update_strategy="interval",
     update_interval=3, steps_per_update=1, batch_size=4, num_logprobs=8, optimizer="adamw", learning_rate=3e-3,
     gate=False,
 )  # fmt: skip

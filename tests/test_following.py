@@ -74,6 +74,20 @@ def writers(tmp_path: Path) -> Iterator[Writers]:
     writers.close()
 
 
+def test_shards_from_before_past_text_are_read(writers: Writers) -> None:
+    writers.write("a-0", 2)
+    [path] = writers.folder("a-0").glob("*.parquet")
+    table = pq.read_table(path)
+    pq.write_table(table.drop_columns(["from_text"]), path)
+    writers.write("a-1", 1)
+    store = writers.folder("a-0").parent
+    follower = StoreFollower([store])
+    found = follower.take(9)
+    assert sorted((str(t.domain), t.draft_version) for t in found) == [("a-0", 0), ("a-0", 1), ("a-1", 0)]
+    assert not follower.left_out
+    assert len(list(CorrectionStore(store))) == 3
+
+
 def follow(writers: Writers, state: Any = None) -> StoreFollower:
     follower = StoreFollower(list(dict.fromkeys(store.path for store in writers.stores.values() if store.path)))
     if state is not None:

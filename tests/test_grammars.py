@@ -70,7 +70,9 @@ def test_a_json_grammar_is_refused_as_it_is_and_exact_where_it_opts_in(
 ) -> None:
     target, draft, tokenizer = trio
     make, take_back = library(target, tokenizer)
-    config = OnlineConfig(update_strategy="interval", update_interval=1, steps_per_update=1, gate=False)
+    config = OnlineConfig(
+        num_assistant_tokens=5, update_strategy="interval", update_interval=1, steps_per_update=1, gate=False
+    )
     assistant = OnlineAssistant(target, draft, tokenizer, config)
     grammar = ReplayedProcessor(make, take_back)
     answers = set()

@@ -147,7 +147,7 @@ def test_lean_drafts_are_the_stock_ones(architecture: str, k: int) -> None:
 
 def test_sampled_lean_drafts_are_the_stock_ones() -> None:
     target, draft = map(models.double, models.pair("qwen3"))
-    assistant = OnlineAssistant(target, draft, config=OnlineConfig(update_strategy="manual"))
+    assistant = OnlineAssistant(target, draft, config=OnlineConfig(num_assistant_tokens=5, update_strategy="manual"))
     settings = {"do_sample": True, "temperature": 1.3, "top_k": 12, "repetition_penalty": 1.2}
     for number, ids in enumerate(models.prompts(2)):
         torch.manual_seed(number)
@@ -166,7 +166,7 @@ def test_sampled_lean_drafts_are_the_stock_ones() -> None:
 def plain_assistant(architecture: str, monkeypatch: pytest.MonkeyPatch) -> OnlineAssistant:
     """One that leaves every request to its target, as where speculation loses."""
     monkeypatch.setattr(AutoPace, "is_plain", lambda self: True)
-    config = OnlineConfig(update_strategy="manual", num_assistant_tokens="auto")
+    config = OnlineConfig(update_strategy="manual", num_assistant_tokens="auto", candidates="draft")
     return OnlineAssistant(*models.pair(architecture, **models.SHALLOW[architecture]), config=config)
 
 
@@ -616,7 +616,7 @@ def test_copies_made_inside_are_ordinary_models(how: str, listens: str) -> None:
     cls, ids = type(target), models.prompt()
     settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 8}
     alone = target.generate(ids, **settings)
-    assistant = OnlineAssistant(target, draft, config=OnlineConfig(update_strategy="manual"))
+    assistant = OnlineAssistant(target, draft, config=OnlineConfig(num_assistant_tokens=5, update_strategy="manual"))
     traces: list[Trace] = []
     with assistant.attached() if listens == "attached" else capture_traces(target, traces.append):
         copied = COPIES[how](target)
@@ -777,7 +777,9 @@ def test_a_class_is_let_go_of_with_its_models() -> None:
 @pytest.mark.parametrize("drafting", ["lean", "stock"])
 def test_a_request_that_has_ended_holds_nothing(drafting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = models.pair()
-    assistant = OnlineAssistant(target, draft, config=OnlineConfig(update_strategy="manual", drafting=drafting))
+    assistant = OnlineAssistant(
+        target, draft, config=OnlineConfig(num_assistant_tokens=5, update_strategy="manual", drafting=drafting)
+    )
     through(assistant, models.prompt())
     held: list[weakref.ref[Any]] = []
     watch = Request.watch

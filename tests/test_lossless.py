@@ -26,6 +26,7 @@ TIE = 1e-4  # a difference of the top two logits below this may be broken otherw
 
 # Without the gate each update changes the draft.
 FAST = OnlineConfig(
+    num_assistant_tokens=5,
     update_strategy="interval",
     update_interval=2,
     steps_per_update=2,
@@ -34,7 +35,7 @@ FAST = OnlineConfig(
     gate=False,
 )
 EACH = replace(FAST, update_interval=1, steps_per_update=1)
-FROZEN = OnlineConfig(update_strategy="manual")
+FROZEN = OnlineConfig(num_assistant_tokens=5, update_strategy="manual")
 
 Request = tuple[torch.Tensor, dict[str, Any]]
 
@@ -43,8 +44,10 @@ Request = tuple[torch.Tensor, dict[str, Any]]
 WAYS: dict[str, tuple[dict[str, Any], float | None]] = {
     "lean": ({}, None),
     "stock": ({"drafting": "stock"}, None),
-    "auto": ({"num_assistant_tokens": "auto"}, 0.1),
+    "auto": ({"num_assistant_tokens": "auto", "candidates": "draft"}, 0.1),
     "auto, losing": ({"num_assistant_tokens": "auto"}, 3.0),
+    "both": ({"num_assistant_tokens": "auto"}, 0.1),
+    "text": ({"num_assistant_tokens": "auto", "candidates": "text"}, 0.1),
 }
 every_way = pytest.mark.parametrize("way", WAYS)
 # A draft that is always right, and one that is not.

@@ -26,7 +26,7 @@ from osd_hf import (
 def served(architecture: str = "llama", **settings: object) -> tuple[Trace, object]:
     """The trace of one request, and the draft that served it."""
     target, draft = models.pair(architecture)
-    assistant = OnlineAssistant(target, draft, config=OnlineConfig(update_strategy="manual"))
+    assistant = OnlineAssistant(target, draft, config=OnlineConfig(num_assistant_tokens=5, update_strategy="manual"))
     ids, traces = models.prompt(6), []
     torch.manual_seed(0)
     with capture_traces(target, traces.append):

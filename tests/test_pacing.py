@@ -11,10 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from osd_hf.drafting.pacing import MOST_DOMAINS, Acceptance, Costs, DraftingPlan, FixedPace, Pace, Pacer
+from osd_hf.drafting.costs import Acceptance, Costs, RoundTime
+from osd_hf.drafting.pacing import DRAFT, MOST_DOMAINS, DraftingPlan, FixedPace, Pace, Pacer
+from osd_hf.drafting.text import Guess
 from osd_hf.metrics import expected_block_efficiency
 
 TARGET = 1.0  # seconds of a forward
+GUESS = Guess(7, 0, 3, 1, 1)
 PER_TOKEN = 0.02  # seconds that one more token in it takes
 SURE, UNSURE = 0.95, 0.15  # chances of tokens, where confidence tells
 
@@ -59,31 +62,31 @@ class World:
         self.emitted += length
         if pace.is_plain():
             times = [self._takes(TARGET) for _ in range(length)]
-            pace.timed(0, 0.0, sum(times) / length, rounds=length)
+            pace.timed(RoundTime(seconds=sum(times) / length, rounds=length))
             pace.ended()
             return
         left, missing, before = length, 100, None
         while left > 0:
             if before is not None:
-                pace.timed(*before)
-            limit = min(pace.tokens(), left - 1)
+                pace.timed(before)
+            pace.begin(missing)
             tokens: list[tuple[float, bool]] = []
-            drafting = 0.0
-            while len(tokens) < limit:
+            times: list[float] = []
+            while len(tokens) < left - 1 and pace.next(()) == DRAFT:
                 tokens.append(self._token())
-                drafting += self._takes(self.draft)
-                if not pace.goes_on(tokens[-1][0]):
-                    break
+                times.append(self._takes(self.draft))
+                assert pace.instead(1, tokens[-1][0]) is None
+                pace.drafted(1, tokens[-1][0])
             verifying = self._takes(TARGET + PER_TOKEN * len(tokens))
             accepted = sum(1 for _ in itertools.takewhile(lambda token: token[1], tokens))
-            # The first round reads the prompt, and one that drafts again after plain ones catches up.
-            typical = before is not None and (not tokens or missing <= 2)
-            before = (len(tokens), drafting, drafting + verifying if typical else None)
+            # The first round reads the prompt.
+            seconds = None if before is None else sum(times) + verifying
+            before = RoundTime(len(tokens), len(times), missing, sum(times[:1]), sum(times[1:]), seconds)
             missing = (2 if accepted == len(tokens) else 1) if tokens else missing + 1
-            pace.judged([confidence for confidence, _ in tokens], accepted, accepted + 1)
+            pace.judged(accepted, [1] * (accepted + 1))
             left -= accepted + 1
         if before is not None:
-            pace.timed(*before)
+            pace.timed(before)
         pace.ended()
 
     def rate_of(self, serve: Any) -> float:
@@ -159,8 +162,10 @@ def test_a_token_that_is_likelier_right_is_drafted_behind() -> None:
     goes_on: dict[float, int] = {SURE: 0, UNSURE: 0}
     for confidence in goes_on:
         for _ in range(40):
-            if pace.tokens() > 0:
-                goes_on[confidence] += pace.goes_on(confidence)
+            pace.begin(1)
+            if pace.next(()) == DRAFT:
+                pace.drafted(1, confidence)
+                goes_on[confidence] += pace.next(()) == DRAFT
     assert goes_on[SURE] >= 38  # now and then a round is plain
     assert goes_on[UNSURE] <= 10  # or finds out what it would not draft
 
@@ -342,13 +347,18 @@ def test_whatever_it_is_told_a_plan_comes_out(rounds: list[tuple[list[float], in
     pace = pacer.pace()
     for confidences, right, drafting, verifying in rounds:
         assert isinstance(pace.is_plain(), bool)
-        assert 0 <= pace.tokens() <= 32
+        pace.begin(1)
+        drafted = 0
         for confidence in confidences:
-            pace.goes_on(confidence)
-        accepted = min(right, len(confidences))
-        pace.judged(confidences, accepted, accepted + 1)
-        drafting = drafting if confidences else 0.0
-        pace.timed(len(confidences), drafting, None if verifying is None else drafting + verifying)
+            if pace.next(()) != DRAFT:
+                break
+            drafted += 1
+            pace.drafted(1, confidence)
+        accepted = min(right, drafted)
+        pace.judged(accepted, [1] * (accepted + 1))
+        first, others = (drafting / max(drafted, 1) * n for n in (min(drafted, 1), max(drafted - 1, 0)))
+        seconds = None if verifying is None else first + others + verifying
+        pace.timed(RoundTime(drafted, drafted, 1, first, others, seconds))
         plan = pacer.plan()
         assert 0 <= plan.alpha <= 1
         assert 0 <= plan.k <= 32
@@ -363,12 +373,17 @@ def test_whatever_it_is_told_a_plan_comes_out(rounds: list[tuple[list[float], in
 def test_a_fixed_pace_drafts_its_k() -> None:
     pace = FixedPace(4)
     assert not pace.reads_confidence
+    assert not pace.reads_text
     assert not pace.is_plain()
     for accepted in range(5):
-        assert pace.tokens() == 4
-        assert all(pace.goes_on(confidence) for confidence in (0.0, 0.5, 1.0))
-        pace.judged([], accepted, accepted + 1)
-        pace.timed(4, 0.1, 1.0)
+        pace.begin(1)
+        for confidence in (0.0, 0.5, 1.0, 0.3):
+            assert pace.next([GUESS]) == DRAFT
+            assert pace.instead(1, confidence) is None
+            pace.drafted(1, confidence)
+        assert pace.next([GUESS]) is None
+        pace.judged(accepted, [1] * (accepted + 1))
+        pace.timed(RoundTime(4, 4, 1, 0.1, 0.3, 1.0))
     assert not pace.is_plain()
 
 
@@ -376,7 +391,10 @@ def test_a_fixed_pace_drafts_its_k() -> None:
 def test_a_threshold_ends_a_draft_behind_a_token_below_it(confidence: float, threshold: float) -> None:
     pace = FixedPace(3, threshold)
     assert pace.reads_confidence
-    assert pace.goes_on(confidence) == (confidence >= threshold)
+    pace.begin(1)
+    assert pace.next(()) == DRAFT
+    pace.drafted(1, confidence)
+    assert (pace.next(()) == DRAFT) == (confidence >= threshold)
 
 
 # --- what once went wrong -------------------------------------------------------------------------------------------
@@ -387,7 +405,8 @@ def test_noise_does_not_drive_level_and_costs_apart() -> None:
     for number in range(40_000):
         k = 0 if number % 100 == 0 or number < 12 and number % 2 else 3
         noise = draw.lognormvariate(0, 0.3)
-        costs.add(k, 0.8 * k * noise, (10.0 if k == 0 else 11.0 + 0.2 * k + 0.8 * k) * noise, 1)
+        first, others = (0.8 * n * noise for n in (min(k, 1), max(k - 1, 0)))
+        costs.add(RoundTime(k, k, 1, first, others, (10.0 if k == 0 else 11.0 + 0.2 * k + 0.8 * k) * noise))
     assert 1 / 3 < costs.level < 3
     plain, round_of_three = (costs.level * costs.round(k) for k in (0, 3))
     assert 0.8 < round_of_three / plain / 1.4 < 1.25
@@ -418,14 +437,14 @@ def test_a_hard_request_is_drafted_less_than_its_domain() -> None:
     pace = pacer.pace()
     drafted = 0
     for number in range(40):
-        tokens = pace.tokens()
         count = 0
-        while count < tokens:
+        pace.begin(1)
+        while pace.next(()) == DRAFT:
             count += 1
-            if not pace.goes_on(0.5):
-                break
-        pace.judged([0.5] * count, 0, 1)
-        pace.timed(count, 0.15 * count, 0.15 * count + 1.0 + 0.02 * count)
+            pace.drafted(1, 0.5)
+        pace.judged(0, [1])
+        first, others = 0.15 * min(count, 1), 0.15 * max(count - 1, 0)
+        pace.timed(RoundTime(count, count, 1, first, others, 0.15 * count + 1.0 + 0.02 * count))
         drafted += count if number >= 20 else 0
     assert pacer.plan().k >= 4
     assert drafted < 2 * 20
@@ -441,7 +460,9 @@ def test_domains_are_forgotten_at_last() -> None:
 def test_fading_makes_up_no_evidence() -> None:
     seen = Acceptance()
     seen.ended(8, 10)
-    seen.judged([0.9, 0.9], 2, 3)
+    for before in (None, 0.9):
+        seen.judged(0.9, before, True)
+    seen.emitted.add(3)
     before = {confidence: seen.chances(confidence, seen.alpha.mean) for confidence in (0.05, 0.5, 0.9)}
     weights = seen.alpha.weight, seen.emitted.weight
     seen.fade(0.5)
@@ -456,8 +477,8 @@ def test_a_token_takes_what_the_best_way_to_it_takes() -> None:
     assert pacer.token_seconds(0.5) is None
     for _ in range(40):
         for k in (1, 2, 4, 8):  # 10 ms a plain round, 12 and 1 a drafted token otherwise
-            pacer.costs.add(0, 0.0, 0.010, 1)
-            pacer.costs.add(k, 0.001 * k, 0.012 + 0.001 * k, 1)
+            pacer.costs.add(RoundTime(seconds=0.010))
+            pacer.costs.add(RoundTime(k, k, 1, 0.001, 0.001 * (k - 1), 0.012 + 0.001 * k))
     plain = pacer.token_seconds(0.0)
     assert plain == pytest.approx(0.010, rel=0.05)
     assert pacer.token_seconds(0.1) == plain  # drafting would lose

@@ -30,7 +30,7 @@ from osd_hf.capture.guards import check_criteria, check_processors
 from osd_hf.capture.reachable import Reachable as look_through
 
 IDS = models.prompt()
-FROZEN = OnlineConfig(update_strategy="manual")
+FROZEN = OnlineConfig(num_assistant_tokens=5, update_strategy="manual")
 
 # --- processors that remember ---------------------------------------------------------------------------------------
 
@@ -763,6 +763,7 @@ def answered_with_a_memory() -> list[tuple[torch.Tensor, dict[str, Any], list[li
 def test_a_processor_with_a_memory_is_served_exactly_while_the_draft_learns(drafting: Any, takes_back: bool) -> None:
     target, draft = models.pair(noise=0.2)
     config = OnlineConfig(
+        num_assistant_tokens=5,
         update_strategy="interval",
         drafting=drafting,
         update_interval=2,

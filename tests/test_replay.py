@@ -110,7 +110,7 @@ def test_a_draft_ends_with_the_token_that_meets_a_criterion() -> None:
             return torch.tensor([input_ids.shape[1] >= 6 + 8])
 
     target = models.build()
-    assistant = OnlineAssistant(target, target, config=OnlineConfig(update_strategy="manual"))
+    assistant = OnlineAssistant(target, target, config=OnlineConfig(num_assistant_tokens=5, update_strategy="manual"))
     traces: list[Trace] = []
     with capture_traces(target, traces.append):
         ids = models.prompt()

@@ -25,6 +25,7 @@ from osd_hf.learning.updater import Updater
 from osd_hf.utils.disk import lock_file
 
 CONFIG = OnlineConfig(
+    num_assistant_tokens=5,
     update_strategy="interval",
     batch_size=4,
     steps_per_update=1,
@@ -99,7 +100,13 @@ def alike(a: Any, b: Any) -> bool:
 @pytest.mark.parametrize("gate", [False, True])
 def test_a_session_comes_back_whole(tmp_path: Path, traces: list[Trace], gate: bool) -> None:
     config = OnlineConfig(
-        update_strategy="interval", batch_size=4, steps_per_update=1, num_logprobs=8, buffer_size=5, gate=gate
+        num_assistant_tokens=5,
+        update_strategy="interval",
+        batch_size=4,
+        steps_per_update=1,
+        num_logprobs=8,
+        buffer_size=5,
+        gate=gate,
     )
     saved = learner(traces, 3, config)
     save_session(tmp_path / "new" / "folder", saved, {"version": 2, "note": [1, None]}, {"weights": torch.ones(2)})
@@ -226,7 +233,7 @@ def test_another_format_is_not_guessed_at(other: int, tmp_path: Path, traces: li
     save_session(tmp_path, learner(traces, 1), {})
     (path,) = tmp_path.glob("state-*/session.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": other}))
-    with pytest.raises(StateError, match=f"format {other}, this version reads 5"):
+    with pytest.raises(StateError, match=f"format {other}, this version reads 6"):
         load_session(tmp_path, learner(traces, 0))
 
 

@@ -9,6 +9,7 @@ from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, record_traces
 
 # Without the gate each update is a version.
 CONFIG = OnlineConfig(
+    num_assistant_tokens=5,
     update_strategy="interval",
     update_interval=3,
     steps_per_update=2,

@@ -15,14 +15,21 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PrefixConstrainedLogitsProcessor,
+    StoppingCriteriaList,
+)
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from osd_hf.capture.guards import TriedOut
+from osd_hf.drafting.costs import RoundTime
 from osd_hf.drafting.forward import CompiledTarget, Verification
 from osd_hf.drafting.generator import LeanCandidateGenerator, LeanDrafting, without_padding
 from osd_hf.drafting.pacing import Pace
+from osd_hf.drafting.text import TextIndex
 from osd_hf.errors import UnsupportedModelError
 from osd_hf.pair import unwrap, vocab_size_of
 from osd_hf.trace import DraftRound, Trace, ids_dtype, num_accepted
@@ -57,6 +64,7 @@ class Lease:
     domain: str | None = None
     model: Any = None  # takes the place of the request's assistant model; with `None`, that one serves
     drafting: LeanDrafting | None = None  # makes the candidates; with `None`, the stock generator does
+    earlier: Sequence[TextIndex] = ()  # text of earlier requests that candidates may be taken from
 
 
 @dataclass(eq=False)
@@ -208,6 +216,7 @@ class _WatchedProcessors(LogitsProcessorList):
 class _Round:
     drafted: torch.Tensor
     num_emitted: int
+    from_text: Sequence[bool] = ()
     p: torch.Tensor | None = None
     q: torch.Tensor | None = None
 
@@ -234,6 +243,7 @@ class Request:
         self.leases: list[Lease] = []
         self.drafting: LeanDrafting | None = None
         self.pace: Pace | None = None
+        self.earlier: Sequence[TextIndex] = ()
         self.verification: Verification | None = None
         self.generator: Any = None
         self.stop_at = StoppingCriteriaList()
@@ -259,7 +269,11 @@ class Request:
                 if lease.drafting is not None:
                     k = binding.num_assistant_tokens
                     self.drafting = lease.drafting if k is None else lease.drafting.at(k)
-                    self.pace = self.drafting.pace(lease.domain, do_sample=bool(self.config.do_sample))
+                    # A draft's token is one that the processors allow, and they may not bear another one.
+                    may_repeat = all(map(_bears_any_token, self.kwargs["logits_processor"]))
+                    do_sample = bool(self.config.do_sample)
+                    self.pace = self.drafting.pace(lease.domain, do_sample=do_sample, may_repeat=may_repeat)
+                    self.earlier = lease.earlier
                     self.settings |= {} if k is None else {"num_assistant_tokens": k}
             for lease in self.leases:
                 if lease.model is not None:
@@ -287,7 +301,7 @@ class Request:
         self.rounds = [_Round(self.drafted, 1)] * (sequences.shape[1] - self.input_ids.shape[1])
         if len(times) > 1:
             rounds = len(times) - 1
-            self.pace.timed(0, 0.0, (times[-1] - times[0]) / rounds, rounds=rounds)
+            self.pace.timed(RoundTime(seconds=(times[-1] - times[0]) / rounds, rounds=rounds))
         return output
 
     def answer_alone(self, processors: LogitsProcessorList, refusal: Exception) -> Any:
@@ -315,7 +329,7 @@ class Request:
             if self.prompts is None:
                 self.drafting.left("a prompt is not made of token ids alone")
             else:
-                generator = self.drafting.generator(self.pace, vocab_size_of(self.model), **kwargs)
+                generator = self.drafting.generator(self.pace, vocab_size_of(self.model), self.earlier, **kwargs)
         generator = generator or self.model._get_candidate_generator(**kwargs)
         self.watch(generator)
         return generator
@@ -366,13 +380,16 @@ class Request:
             self.rows.add(torch.stack(self.raw[:count]) if self.raw else scores[0, :count])
             self.raw.clear()
         p = q = None
-        if self.settings.get("do_sample") and self.draft_logits is not None:
+        if self.settings.get("do_sample") and len(self.drafted):
             examined = self.drafted[:count].to(scores.device)[:, None]
             p, q = (
-                rows[0, : len(examined)].to(scores.device).softmax(-1).gather(-1, examined)[:, 0]
+                torch.ones(len(examined))  # all of past text
+                if rows is None
+                else rows[0, : len(examined)].to(scores.device).softmax(-1).gather(-1, examined)[:, 0]
                 for rows in (scores, self.draft_logits)
             )
-        self.rounds.append(_Round(self.drafted, count, p, q))
+        from_text = self.generator.from_text if type(self.generator) is LeanCandidateGenerator else ()
+        self.rounds.append(_Round(self.drafted, count, from_text[: len(self.drafted)], p, q))
         self.generator.update_candidate_strategy(input_ids, scores, num_matches)
 
     def returned(self, output: Any) -> Any:
@@ -405,6 +422,13 @@ class Request:
                 draft_version=lease.version, sampling=self.settings, created_at_seconds=time.time(),
             )  # fmt: skip
             binding.sink(trace)
+
+
+def _bears_any_token(processor: Any) -> bool:
+    """Whether it may be called behind tokens that it forbids: one of transformers' own, but for those that ask a
+    function of the user's."""
+    own = type(processor) is not PrefixConstrainedLogitsProcessor
+    return own and type(processor).__module__ == LogitsProcessor.__module__
 
 
 class _NoDistribution(Exception):
@@ -455,5 +479,8 @@ def _as_draft_rounds(completion: torch.Tensor, rounds: list[_Round]) -> tuple[An
         accepted = num_accepted(ours, theirs)
         examined = min(accepted + 1, len(ours), len(theirs))
         p, q = (None if x is None else x[:examined].float().cpu().numpy() for x in (r.p, r.q))
-        found.append(DraftRound(ours, accepted, len(theirs), p, q))
+        from_text = np.array(r.from_text, dtype=bool) if any(r.from_text) else None
+        if from_text is not None:  # what was said elsewhere stands in no trace
+            ours = np.where(from_text & (np.arange(len(ours)) >= accepted), np.int32(-1), ours)
+        found.append(DraftRound(ours, accepted, len(theirs), p, q, from_text))
     return emitted, tuple(found)

@@ -55,10 +55,10 @@ def in_groups(*titles: str) -> list[Callable[..., Any]]:
     return [functools.partial(flag, group=title) for title in titles]
 
 
-def part(*, group: str = "", metavar: str) -> Any:
+def part(*, group: str = "", metavar: str, **defaults: Any) -> Any:
     """A field that holds another dataclass of settings, whose fields become flags as well: those with a `help` in
-    their metadata. What is not given is left to that class, and `none` stands for `None`."""
-    return field(metadata={"group": group, "rivals": "", "metavar": metavar})
+    their metadata. What is not given is one of `defaults` or left to that class, and `none` stands for `None`."""
+    return field(metadata={"group": group, "rivals": "", "metavar": metavar, "defaults": defaults})
 
 
 def option(name: str) -> str:
@@ -82,10 +82,13 @@ def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
         add = functools.partial((rivals[metadata["rivals"]] or group).add_argument, default=argparse.SUPPRESS)
         if is_dataclass(hint):
             for f, its_hint in _fields(hint):
-                dest, help = f"{outer.name}.{f.name}", f.metadata["help"] + _default(f)
+                shown = metadata["defaults"].get(f.name, f.default)
+                dest, help = f"{outer.name}.{f.name}", f.metadata["help"] + _default(shown)
                 add(option(f.name), dest=dest, help=help, **_of_type(its_hint, metadata["metavar"]))
         else:
-            help = metadata["help"] + ("" if outer.default is None or outer.default is False else _default(outer))
+            help = metadata["help"] + (
+                "" if outer.default is None or outer.default is False else _default(outer.default)
+            )
             name = outer.name if metadata["positional"] else option(outer.name)
             add(name, help=help, **_of_type(hint) | metadata["how"])
 
@@ -97,10 +100,10 @@ def _fields(kind: Any) -> list[tuple[Field[Any], Any]]:
     return [(known[name], hints[name]) for name in names if name in known and known[name].metadata]
 
 
-def _default(f: Field[Any]) -> str:
+def _default(value: Any) -> str:
     """What the help says of it."""
-    shown = {"None": "none", "True": "yes", "False": "no"}.get(str(f.default), f.default)
-    return "" if f.default is MISSING else f" (default: {shown})"
+    shown = {"None": "none", "True": "yes", "False": "no"}.get(str(value), value)
+    return "" if value is MISSING else f" (default: {shown})"
 
 
 def _of_type(hint: Any, metavar: str | None = None) -> dict[str, Any]:
@@ -133,7 +136,7 @@ def settings_from(kind: type[Kind], args: argparse.Namespace) -> Kind:
             prefix = f"{outer.name}."
             own = {name.removeprefix(prefix): value for name, value in given.items() if name.startswith(prefix)}
             make: Any = getattr(hint, "paper", hint) if given.get("paper") else hint
-            values[outer.name] = make(**own)
+            values[outer.name] = make(**outer.metadata["defaults"] | own)
         elif outer.name in given:
             values[outer.name] = given[outer.name]
     return kind(**values)
@@ -209,13 +212,14 @@ class Learning(Settings):
     """How a draft learns."""
 
     paper: bool = _learning("the rule of arXiv 2310.07177; other flags change it", False)
-    config: OnlineConfig = part(group="learning", metavar="X")
+    # Of what is compared, one names a fixed k.
+    config: OnlineConfig = part(group="learning", metavar="X", num_assistant_tokens=5)
 
     def fixed_k(self) -> int:
-        """Tokens drafted per round; raises ConfigError where the configuration names no number."""
-        k = self.config.num_assistant_tokens
-        if not isinstance(k, int):
-            raise ConfigError("--num-assistant-tokens must be a number: what is compared needs one k throughout.")
+        """Tokens drafted per round in what is compared; raises ConfigError where the configuration leaves it open."""
+        k = self.config.compared_k
+        if k is None:
+            raise ConfigError("--num-assistant-tokens must not be none: what is compared needs one k throughout.")
         return k
 
 

@@ -264,8 +264,8 @@ def serve(
 
     Args:
         assistant (`OnlineAssistant`):
-            New, with a fixed k and the strategy `"manual"`: updates are called for here, when they are due, so that
-            the session is saved between two requests.
+            New, with the strategy `"manual"`: updates are called for here, when they are due, so that the session is
+            saved between two requests. Requests that are sampled are the same once more only with a fixed k.
         frozen (`PreTrainedModel`): The draft as it was before learning.
         prompts (`EncodedPrompts`), generate_kwargs (`Mapping[str, Any]`):
             The requests in order of arrival, and the arguments of `generate` for each.
@@ -290,8 +290,9 @@ def serve(
         for request in served:
             on_request(request)
         updates = sum(request.update is not None for request in served)
-        config, k, saved_at = assistant.config, assistant.config.num_assistant_tokens, clock()
-        assert isinstance(k, int)
+        config, k, saved_at = assistant.config, assistant.config.compared_k, clock()
+        assert k is not None
+        is_fixed = config.num_assistant_tokens == k
         with open(folder / JOURNAL, "a", opener=open_privately) as file:
             for count, (prompt, ids) in enumerate(prompts.prompts[len(served) :], len(served) + 1):
                 traces: list[Trace] = []
@@ -305,6 +306,9 @@ def serve(
                 answer = output[0].tolist()  # waits for the device
                 seconds = time.perf_counter() - started - (assistant.learning_seconds - learned_before)
                 start = 0 if assistant.target.config.is_encoder_decoder else len(ids)
+                # Otherwise easy tokens would be drafted, and past text would come before the draft.
+                serves = frozen if traces[0].draft_version == 0 else assistant.serving_draft(traces[0].domain)
+                learned = AcceptanceStats.from_trace(traces[0]) if is_fixed else replay(serves, traces, k)
                 is_due = learn and assistant.is_learning
                 update = _updated(assistant, count) if is_due else None
                 updates += is_due
@@ -312,7 +316,7 @@ def serve(
                 request = Served(
                     index=prompt.index,
                     domain=prompt.domain,
-                    learned=AcceptanceStats.from_trace(traces[0]),
+                    learned=learned,
                     frozen=replay(frozen, traces, k),
                     seconds=seconds,
                     draft_version=traces[0].draft_version,

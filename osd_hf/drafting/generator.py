@@ -1,4 +1,4 @@
-"""The lean candidate generator: it drafts by the draft's own forward and leaves the rest to transformers' loop."""
+"""The lean candidate generator: candidates by the draft's own forward and from past text, for transformers' loop."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from transformers import LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from osd_hf.drafting.costs import PROMPT, RoundTime
 from osd_hf.drafting.forward import CompiledDraft, DraftForward
-from osd_hf.drafting.pacing import FixedPace, Pace, Pacer
+from osd_hf.drafting.pacing import DRAFT, FixedPace, Pace, Pacer
+from osd_hf.drafting.text import Guess, RequestText, TextIndex
 from osd_hf.pair import is_peft
 from osd_hf.trace import num_accepted
 
@@ -33,7 +35,9 @@ def without_padding(ids: torch.Tensor, mask: Any) -> torch.Tensor:
 class LeanCandidateGenerator(CandidateGenerator):
     """
     Candidates of one request. Greedy ones come without logits, as the loop compares tokens; sampled ones with the very
-    logits that they were drawn from, processed as the target's, float32, `(1, drafted, vocab)`.
+    logits that they were drawn from, processed as the target's, float32, `(1, candidates, vocab)`: for a token of past
+    text, certainty. Where all are of past text, they come without: a token drawn from the target that is the same is
+    accepted then, which is as often.
 
     The loop begins with `input_ids`, int64, `(1, prompt)`. What `attention_mask`, of the same shape, hides of them is
     padding, which the draft does not see: its positions are those of the target. The sequence has at most `max_length`
@@ -54,8 +58,10 @@ class LeanCandidateGenerator(CandidateGenerator):
         max_positions: int | None,
         eos_token_ids: frozenset[int],
         vocab_size: int,
+        text: RequestText | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
+        self.text = text
         self.forward, self.pace, self.clock = forward, pace, clock
         # The loop's own list tells of the rows that it gets, which are to be the target's alone.
         self.logits_processor = LogitsProcessorList(logits_processor)
@@ -65,78 +71,122 @@ class LeanCandidateGenerator(CandidateGenerator):
         self._context: list[int] = without_padding(input_ids, attention_mask).tolist()
         self._seen = input_ids.shape[1]
         self._drafted: list[int] = []
-        self._confidences: list[float] = []
+        self.from_text: list[bool] = []  # of the round's candidates, those that past text proposed
         self._began: float | None = None
-        self._draft_seconds = 0.0
+        self._draft_seconds: list[float] = []  # of each forward of the draft in the round
+        self._fed = 0  # tokens to the first of them
         self._is_typical = False
 
     def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Draft for the round that begins with this sequence, `(1, tokens)`: the sequence followed by the draft, and
-        the draft's logits if they are drawn from; the sequence itself and `None` where nothing is drafted."""
+        """The candidates of the round that begins with this sequence, `(1, tokens)`: the sequence followed by them,
+        and the logits if they are drawn from; the sequence itself and `None` where there are none."""
         is_first = self._began is None
-        now = self._began = self._end_round()
-        self._drafted, self._confidences = [], []
-        room = self.max_length - self._seen - 1
-        if self.max_positions is not None:
-            room = min(room, self.max_positions - len(self._context) + 1)
-        tokens = min(self.pace.tokens(), room) if self._context else 0
-        # A round that also reads a prompt, or catches up, does not tell what a round costs.
-        missing = len(self._context) - self.forward.length
-        self._is_typical = not is_first and (tokens <= 0 or missing <= 2)
-        if tokens <= 0:
-            self._draft_seconds = 0.0
+        self._began = self._end_round()
+        self._drafted, self.from_text, self._draft_seconds = [], [], []
+        self._is_typical = not is_first  # a round that also reads the prompt does not tell what a round costs
+        self.pace.begin(len(self._context) - self.forward.length)
+        rows = self._propose(input_ids) if self._context else []
+        if not self._drafted:
             return input_ids, None
-        drafted, rows = self._draft(input_ids, tokens)
-        candidate_ids = torch.cat([input_ids, *drafted], dim=1)
-        self._draft_seconds = self.clock() - now
-        return candidate_ids, torch.stack(rows, dim=1) if rows else None
+        candidate_ids = torch.cat([input_ids, torch.tensor([self._drafted], device=input_ids.device)], dim=1)
+        if not rows or all(row is None for row in rows):
+            return candidate_ids, None
+        certain = [self._certain(t) if row is None else row for t, row in zip(self._drafted, rows, strict=True)]
+        return candidate_ids, torch.stack([row.to(input_ids.device) for row in certain], dim=1)
 
     def _end_round(self) -> float:
         now = self.clock()
         if self._began is not None:
+            times = self._draft_seconds
             seconds = now - self._began if self._is_typical else None
-            self.pace.timed(len(self._drafted), self._draft_seconds, seconds)
+            if times and self._fed > PROMPT:
+                seconds = None  # it read a prompt
+            first, others = sum(times[:1]), sum(times[1:])
+            self.pace.timed(RoundTime(len(self._drafted), len(times), self._fed, first, others, seconds))
         return now
 
-    def _draft(self, ids: torch.Tensor, tokens: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Draft into `self._drafted`; the tokens as tensors, and the logits that each was drawn from, if drawn."""
-        pace, processors, device = self.pace, self.logits_processor, self.forward.device
-        is_processed, reads_confidence = bool(self.do_sample or processors), pace.reads_confidence
-        if self.forward.length:  # only a prompt can be padded; what was emitted stands at the end as it is
-            feed = ids[:, self.forward.length - len(self._context) :].to(device)
+    def _propose(self, ids: torch.Tensor) -> list[torch.Tensor | None]:
+        """Fill `self._drafted`; the logits that each token was drawn from, if it was drawn."""
+        pace, text, rows = self.pace, self.text, list[torch.Tensor | None]()
+        room = self.max_length - self._seen - 1
+        # Nothing was fed to the draft behind its last position.
+        room_to_draft = room if self.max_positions is None else self.max_positions - len(self._context) + 1
+        chosen: torch.Tensor | None = None  # the last token, where the draft is
+        while len(self._drafted) < room:
+            # Vocabularies of an encoder-decoder may differ in what they have beyond the decoder's.
+            guesses = [guess for guess in text.guesses() if guess.token < self.vocab_size] if text else ()
+            source = pace.next(guesses, len(self._drafted) < room_to_draft)
+            if source is None:
+                break
+            row: torch.Tensor | None = None
+            if source == DRAFT:
+                began = self.clock()
+                choice = self._choose(self._feed(ids, chosen))
+                self._draft_seconds.append(self.clock() - began)
+                if choice is None:
+                    break
+                source, token, chosen, row = choice
+            if isinstance(source, Guess):
+                token, row, chosen = source.token, None, None
+            self._drafted.append(token)
+            self.from_text.append(isinstance(source, Guess))
+            if self.do_sample:
+                rows.append(row)
+            if token in self.eos_token_ids:
+                break
+            if text is not None:
+                text.proposed(token)
+        return rows
+
+    def _feed(self, ids: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
+        """The draft's logits, `(1, vocab)`, behind all tokens so far, processed as the target's; `last` is the last of
+        them, `(1, 1)`, if it lies where the draft is."""
+        forward, missing = self.forward, len(self._context) + len(self._drafted) - self.forward.length
+        if not self._draft_seconds:
+            self._fed = missing
+        if last is not None and missing == 1:
+            feed = last
         else:
-            feed = torch.tensor([self._context], device=device)
+            feed = torch.tensor([(self._context + self._drafted)[-missing:]], device=forward.device)
+        with torch.inference_mode():
+            logits = forward.feed(feed)
+        if not (self.do_sample or self.logits_processor):
+            return logits
         # Processors may keep what they make, and are called outside of inference mode.
-        inference, no_mode = torch.inference_mode(), contextlib.nullcontext()
-        drafted: list[torch.Tensor] = []
-        rows: list[torch.Tensor] = []
-        with no_mode if is_processed else inference:
-            while True:
-                with inference if is_processed else no_mode:
-                    logits = self.forward.feed(feed)
-                if is_processed:
-                    logits = self._like_the_targets(logits, ids)
-                highest, chosen = logits.max(-1, keepdim=True)
-                if not math.isfinite(highest):  # nothing can be drawn from NaN, nor where no token is allowed
-                    self._is_typical = False
-                    return drafted, rows
-                if self.do_sample or reads_confidence:
-                    probs = logits.softmax(-1, dtype=torch.float32)
+        if self._drafted and self.logits_processor:
+            ids = torch.cat([ids, torch.tensor([self._drafted], device=ids.device)], dim=1)
+        return self._like_the_targets(logits, ids)
+
+    def _choose(self, logits: torch.Tensor) -> tuple[Guess | None, int, torch.Tensor, torch.Tensor | None] | None:
+        """What takes the place of the draft's token, if anything does, that token, alone and as a tensor, `(1, 1)`,
+        and the row that it was drawn from, if it was; `None` where nothing can be chosen."""
+        pace = self.pace
+        is_processed = bool(self.do_sample or self.logits_processor)
+        with contextlib.nullcontext() if is_processed else torch.inference_mode():
+            highest, chosen = logits.max(-1, keepdim=True)
+            if not math.isfinite(highest):  # nothing can be drawn from NaN, nor where no token is allowed
+                self._is_typical = False
+                return None
+            token, confidence = int(chosen), 1.0
+            if self.do_sample or pace.reads_confidence:
+                probs = logits.softmax(-1, dtype=torch.float32)
+            if pace.reads_confidence:
+                confidence = float(probs[0, token])
+            # Decided before anything is drawn: what is proposed must not depend on what was.
+            instead = pace.instead(token, confidence)
+            if instead is None:
                 if self.do_sample:
                     chosen = torch.multinomial(probs, 1)
-                    rows.append(logits)
-                token = int(chosen)
-                drafted.append(chosen.to(ids.device))
-                self._drafted.append(token)
-                confidence = 1.0
-                if reads_confidence:
-                    confidence = float(probs[0, token])
-                    self._confidences.append(confidence)
-                if len(self._drafted) >= tokens or token in self.eos_token_ids or not pace.goes_on(confidence):
-                    return drafted, rows
-                if processors:
-                    ids = torch.cat([ids, drafted[-1]], dim=1)
-                feed = chosen.to(device)
+                    token = int(chosen)
+                    confidence = float(probs[0, token]) if pace.reads_confidence else 1.0
+                pace.drafted(token, confidence)
+            return instead, token, chosen.to(self.forward.device), logits if self.do_sample else None
+
+    def _certain(self, token: int) -> torch.Tensor:
+        """Logits of a distribution that is this token, float32, `(1, vocab)`."""
+        row = torch.full((1, self.vocab_size), -torch.inf)
+        row[0, token] = 0.0
+        return row
 
     def _like_the_targets(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         # A copy: processors write into it, and into what they make of it, outside inference mode as well.
@@ -151,13 +201,15 @@ class LeanCandidateGenerator(CandidateGenerator):
         """Take back what the target rejected. Takes the arguments of the loop, of which only the tokens are needed."""
         emitted: list[int] = input_ids[0, self._seen :].tolist()
         accepted = num_accepted(self._drafted, emitted)
+        if self.text is not None:
+            self.text.settled(emitted)
         self._seen = input_ids.shape[1]
         known = len(self._context) + accepted
         self._context += emitted
         if self.forward.length:
             # The last drafted token was not fed; the last emitted one is what the next round begins with.
             self.forward.crop(min(self.forward.length, known, len(self._context) - 1))
-        self.pace.judged(self._confidences, accepted, len(emitted))
+        self.pace.judged(accepted, emitted)
 
     def close(self) -> None:
         """The request has ended."""
@@ -175,6 +227,8 @@ class LeanDrafting:
         draft (`PreTrainedModel`): What drafts.
         num_assistant_tokens (`int` or `str`, *optional*):
             k, or `"auto"`; `None` reads the draft's generation config at each request.
+        sources (`str`, *optional*, defaults to `"both"`):
+            Where the candidates come from with `"auto"`: `"draft"`, `"text"` or `"both"`.
         compiled (`CompiledDraft`, *optional*):
             Compiles the single-token forward, at the first request; shared with other copies of the draft.
         pacer (`Pacer`, *optional*): Shared with other drafts of the same size; what `"auto"` decides from.
@@ -185,10 +239,11 @@ class LeanDrafting:
         draft: Any,
         num_assistant_tokens: int | str | None,
         *,
+        sources: str = "both",
         compiled: CompiledDraft | None = None,
         pacer: Pacer | None = None,
     ) -> None:
-        self.draft, self.num_assistant_tokens = draft, num_assistant_tokens
+        self.draft, self.num_assistant_tokens, self.sources = draft, num_assistant_tokens, sources
         self.pacer = pacer or Pacer()
         self.clock: Clock = time.perf_counter  # one that waits for an accelerator makes costs exact, requests slower
         self._compiled = compiled
@@ -200,10 +255,10 @@ class LeanDrafting:
         other.num_assistant_tokens = num_assistant_tokens
         return other
 
-    def pace(self, domain: str | None, *, do_sample: bool) -> Pace:
-        """How one request of a domain drafts."""
+    def pace(self, domain: str | None, *, do_sample: bool, may_repeat: bool = True) -> Pace:
+        """How one request of a domain drafts; without `may_repeat` nothing comes from past text."""
         if self.num_assistant_tokens == "auto":
-            return self.pacer.pace((domain, do_sample))
+            return self.pacer.pace((domain, do_sample), self.sources, may_repeat=may_repeat)
         if isinstance(self.num_assistant_tokens, int):
             return FixedPace(self.num_assistant_tokens, pacer=self.pacer)
         config = self.draft.generation_config
@@ -214,9 +269,11 @@ class LeanDrafting:
         )
         return FixedPace(int(k), float(threshold or 0.0), self.pacer)
 
-    def generator(self, pace: Pace, vocab_size: int, **given: Any) -> LeanCandidateGenerator | None:
-        """One request's generator, from what the loop passes to `_get_candidate_generator`; `None` where the stock one
-        is to serve."""
+    def generator(
+        self, pace: Pace, vocab_size: int, earlier: Sequence[TextIndex] = (), **given: Any
+    ) -> LeanCandidateGenerator | None:
+        """One request's generator, from what the loop passes to `_get_candidate_generator`, and the earlier text that
+        it may look up; `None` where the stock one is to serve."""
         draft, generation_config, inputs_tensor = self.draft, given["generation_config"], given["inputs_tensor"]
         if is_peft(draft):
             self.left("the draft's adapter cannot be merged into its weights")
@@ -239,12 +296,19 @@ class LeanDrafting:
             forward = DraftForward(draft, source)
         eos = generation_config._eos_token_tensor
         mask = "decoder_attention_mask" if draft.config.is_encoder_decoder else "attention_mask"
+        text = None
+        if pace.reads_text:
+            before: list[int] = []
+            if draft.config.is_encoder_decoder:
+                before = without_padding(inputs_tensor, given["model_kwargs"].get("attention_mask")).tolist()
+            context = without_padding(given["input_ids"], given["model_kwargs"].get(mask)).tolist()
+            text = RequestText(before, context, max_length, earlier)
         return LeanCandidateGenerator(
             forward, pace, given["input_ids"], attention_mask=given["model_kwargs"].get(mask),
             logits_processor=given["logits_processor"], do_sample=bool(generation_config.do_sample),
             max_length=max_length, max_positions=limit,
             eos_token_ids=frozenset() if eos is None else frozenset(eos.tolist()), vocab_size=vocab_size,
-            clock=self.clock,
+            text=text, clock=self.clock,
         )  # fmt: skip
 
     @torch.inference_mode()

@@ -1,60 +1,71 @@
-"""How many tokens to draft, from the acceptance and the costs that serving itself measures."""
+"""Where candidates come from and how many there are, by the acceptance and the costs that serving itself measures."""
 
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Literal, Protocol
 
+from osd_hf.drafting.costs import MEMORY, PROMPT, Acceptance, Average, Costs, Rate, RoundTime
+from osd_hf.drafting.text import Guess
 from osd_hf.metrics import expected_block_efficiency
 from osd_hf.utils.disk import in_child, renewing
 
-COSTS_KNOWN = 4  # rounds of either kind
-MEMORY = 128  # observations after which an old one counts a third
-RIDGE = 0.25  # variance of drafted tokens at which their slope is half the prior one
-LEVEL_MEMORY = 16  # rounds in which a machine that slows down, or a context that grows, is followed
-# Confidences between two edges share one estimate of acceptance.
-EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
-PRIOR_ALPHA, PRIOR_WEIGHT = 0.6, 4.0
-MOST_OF_A_REQUEST = 16  # examined tokens of it that count
 MAX_K = 32
 WARM_UP = (4, 1, 7, 2)  # tokens drafted in turn until costs are known: slopes need several
 MOST_DOMAINS = 1024  # the oldest are forgotten
 REFRESH = 100  # speculating rounds between two plain ones, which time the target alone
-PROBE_SHARE = 0.015  # of the time of plain decoding may be lost in finding out whether speculation has begun to pay
 PROBE_BURST = 4  # plain rounds whose time must have been saved up before a request probes
-SURE = 20  # examined tokens of a domain below which its alpha is not trusted, and drafting goes on to learn it
 OWN_MEMORY = 32  # examined tokens of one request that its own acceptance rests on
 OWN_COUNTS_HALF = 8  # examined tokens of a request after which they weigh as much as those of its domain
 LEAST_SPEEDUP = 1.03  # rounds do not show that the draft reads the prompt as well, nor that the plain loop is quicker
 EXPLORE = 32  # rounds between two that draft one token more than is worth it
+WORTH = 0.05  # tokens a round that past text has to bring where the target would decode alone otherwise
+# An accepted token lets others follow: what a candidate is worth, over itself alone; and what one that is right is
+# worth, where it takes the place of another.
+FOLLOWS, INSTEAD = 1.0, 1.5
+AGREED = 0.3  # of the doubt about a drafted token goes where past text says the same
+TEXT_PROBE = 15  # requests of which one looks past text up where it brings nothing
+DRAFT_PROBE = 15  # and one drafts, although it would not be worth reading the prompt
+OWN_ROUNDS = 8  # of a request after which its own rate weighs as much as that of its domain
+
+DRAFT: Final = "draft"
 
 
 class Pace(Protocol):
-    """What decides how many tokens one request drafts, round by round."""
+    """What decides, candidate by candidate, where those of one request's rounds come from, and how many there are."""
 
     reads_confidence: bool
+    reads_text: bool
 
     def is_plain(self) -> bool:
-        """Whether no round of the request is to draft; asked once, as it begins."""
+        """Whether no round of the request is to have candidates; asked once, as it begins."""
         return False
 
-    def tokens(self) -> int:
-        """Most tokens to draft in the round that begins; 0 is plain decoding."""
+    def begin(self, missing: int) -> None:
+        """A round begins; the draft has not been fed so many tokens yet."""
 
-    def goes_on(self, confidence: float) -> bool:
-        """Whether to draft one more, after a token that the draft gave this probability."""
+    def next(self, guesses: Sequence[Guess], may_draft: bool = True) -> Guess | Literal["draft"] | None:
+        """Where the next candidate is to come from, with what past text says of it: one of the guesses, or the draft
+        if it may; `None` where the round has enough of them."""
 
-    def judged(self, confidences: Sequence[float], accepted: int, emitted: int) -> None:
-        """The target has verified the round's draft: the probabilities of its tokens, if they are read, how many were
-        accepted, and how many tokens the round emitted."""
+    def instead(self, likeliest: int, confidence: float) -> Guess | None:
+        """What takes the place of a token of the draft's, where the draft finds this one the likeliest and gives it
+        this probability; nothing is drawn from the draft then."""
+        return None
+
+    def drafted(self, token: int, confidence: float) -> None:
+        """The draft has proposed a token, which it gives this probability."""
         return
 
-    def timed(self, drafted: int, draft_seconds: float, round_seconds: float | None, *, rounds: int = 1) -> None:
-        """Rounds have ended: the mean time of drafting in one, and of the whole; `None` where it also read a prompt or
-        caught up with one, which says nothing about others."""
+    def judged(self, accepted: int, emitted: Sequence[int]) -> None:
+        """The target has verified the round's candidates: how many were accepted, and the tokens that the round
+        emitted."""
+        return
+
+    def timed(self, time: RoundTime) -> None:
+        """Rounds have ended."""
         return
 
     def ended(self) -> None:
@@ -63,174 +74,31 @@ class Pace(Protocol):
 
 
 class FixedPace(Pace):
-    """The same number of tokens, k, each round; drafting ends after a token that the draft finds less probable than
-    the threshold."""
+    """The same number of tokens, k, each round, all of them the draft's; drafting ends after a token that the draft
+    finds less probable than the threshold."""
+
+    reads_text = False
 
     def __init__(self, k: int, threshold: float = 0.0, pacer: Pacer | None = None) -> None:
         self.k, self.threshold = k, threshold
         self.reads_confidence = threshold > 0
         self._pacer = pacer  # is told what rounds take
+        self._left, self._confidence = 0, 1.0
 
-    def tokens(self) -> int:
-        return self.k
+    def begin(self, missing: int) -> None:
+        self._left, self._confidence = self.k, 1.0
 
-    def goes_on(self, confidence: float) -> bool:
-        return confidence >= self.threshold
+    def next(self, guesses: Sequence[Guess], may_draft: bool = True) -> Guess | Literal["draft"] | None:
+        self._left -= 1
+        return DRAFT if may_draft and self._left >= 0 and self._confidence >= self.threshold else None
 
-    def timed(self, drafted: int, draft_seconds: float, round_seconds: float | None, *, rounds: int = 1) -> None:
-        if self._pacer is not None and round_seconds is not None:
+    def drafted(self, token: int, confidence: float) -> None:
+        self._confidence = confidence
+
+    def timed(self, time: RoundTime) -> None:
+        if self._pacer is not None:
             with self._pacer.lock:
-                self._pacer.costs.add(drafted, draft_seconds, round_seconds, rounds)
-
-
-# --- what is measured -----------------------------------------------------------------------------------------------
-
-
-class Average:
-    """Mean of recent values: the older one is, the less it counts; `memory` values later, a third."""
-
-    def __init__(self, mean: float = 0.0, weight: float = 0.0, memory: int = MEMORY) -> None:
-        self.mean, self.weight, self.memory = mean, weight, memory
-
-    def add(self, value: float, count: int = 1) -> None:
-        fresh = min(count, self.memory)
-        self.fade(fresh)
-        self.weight += fresh
-        self.mean += (value - self.mean) * fresh / self.weight
-
-    def fade(self, count: int = 1) -> None:
-        """Forget as much as that many new values would make forgotten."""
-        self.weight *= (1 - 1 / self.memory) ** count
-
-
-class Line:
-    """Straight line through recent values over k; its slope is never negative."""
-
-    def __init__(self) -> None:
-        self.weight = self._k = self._kk = self._y = self._ky = 0.0
-
-    def add(self, k: int, value: float) -> None:
-        fade = 1 - 1 / MEMORY
-        self.weight = self.weight * fade + 1
-        self._k, self._kk = self._k * fade + k, self._kk * fade + k * k
-        self._y, self._ky = self._y * fade + value, self._ky * fade + k * value
-
-    def fit(self, prior_slope: float) -> tuple[float, float]:
-        """Its value at k = 0, and its slope. Where all rounds drafted nearly as many tokens, noise would decide on the
-        slope, and the prior one stands in."""
-        mean_k, mean_y = self._k / self.weight, self._y / self.weight
-        variance = self._kk / self.weight - mean_k**2
-        covariance = self._ky / self.weight - mean_k * mean_y
-        slope = (covariance + RIDGE * prior_slope) / (variance + RIDGE)
-        slope = min(max(slope, 0.0), mean_y / (mean_k + 1))
-        return mean_y - slope * mean_k, slope
-
-
-class Costs:
-    """The costs of a plain round, of one that drafts k tokens, and of the drafting in it by token, each over a common
-    level in seconds. The level follows the machine, and contexts that grow, by every round whatever it drafted; so
-    costs that were seen at different times can be compared."""
-
-    def __init__(self) -> None:
-        self.level = 1.0
-        self.draft, self.plain, self.drafting = Average(), Average(), Line()
-
-    @property
-    def are_known(self) -> bool:
-        return min(self.plain.weight, self.drafting.weight) >= COSTS_KNOWN
-
-    def line(self) -> tuple[float, float]:
-        """A round that drafts, over the level: what it takes with no token, and what each token adds. That is less
-        than a token's share of the drafting: the first one finds the draft's weights gone from the caches."""
-        return self.drafting.fit(self.draft.mean)
-
-    def round(self, drafted: float) -> float:
-        """A whole round, over the level."""
-        if not drafted:
-            return self.plain.mean
-        base, slope = self.line()
-        return base + slope * drafted
-
-    def add(self, drafted: int, draft_seconds: float, round_seconds: float, rounds: int) -> None:
-        """Rounds that took so long on average."""
-        unit = self.level
-        if self.are_known:
-            # A round far above expectation is a machine that was busy elsewhere, and counts as less.
-            expected = self.level * self.round(drafted)
-            excess = max(round_seconds / (3 * expected), 1.0)
-            # Costs are taken over the level of before, and averaged as it is: otherwise noise drives both apart.
-            unit *= excess
-            self.level *= 1 + min(rounds / LEVEL_MEMORY, 1.0) * (round_seconds / excess / expected - 1)
-        if drafted:
-            self.draft.add(draft_seconds / drafted / unit)
-            self.drafting.add(drafted, round_seconds / unit)
-        else:
-            self.plain.add(round_seconds / unit, rounds)
-
-
-class Acceptance:
-    """What is known of one domain, and what was spent to know it. Requests differ more than the tokens of one do, so
-    alpha is an average over requests, to which a long one adds little more than a short one."""
-
-    def __init__(self) -> None:
-        self.alpha = Average(PRIOR_ALPHA, PRIOR_WEIGHT)
-        middles = [(low + high) / 2 for low, high in zip((0.0, *EDGES), (*EDGES, 1.0), strict=True)]
-        self._by_confidence = [Average(middle, PRIOR_WEIGHT) for middle in middles]
-        self._next_by_confidence = [Average() for _ in middles]
-        self.emitted, self.drafted = Average(), Average()  # of rounds that drafted
-        self.rounds = 0
-        self.plain_seconds = 0.0
-        self.probe_seconds = 0.0  # lost by drafting where it does not pay
-
-    def chances(self, confidence: float, alpha: float) -> tuple[float, float]:
-        """Probability that a token of this confidence is accepted in a request with this `alpha`, and the probability
-        that the next one is once it was."""
-        i = bisect_left(EDGES, confidence)
-        after = self._next_by_confidence[i]
-        # Little was seen after some tokens: to that extent, the next one is taken for any.
-        usual = (after.mean * after.weight + self.alpha.mean * PRIOR_WEIGHT) / (after.weight + PRIOR_WEIGHT)
-        return self._by_confidence[i].mean, min(usual * alpha / max(self.alpha.mean, 1e-6), 1.0)
-
-    def ended(self, accepted: int, examined: int) -> None:
-        """A request has ended, of whose drafted tokens so many were accepted and examined."""
-        if examined:
-            self.alpha.add(accepted / examined, min(examined, MOST_OF_A_REQUEST))
-
-    def judged(self, confidences: Sequence[float], accepted: int, emitted: int) -> int:
-        """Take in a round: the probabilities of its drafted tokens, how many of them were accepted, and how many
-        tokens it emitted. Returns the number of drafted tokens that were examined."""
-        if not confidences:
-            return 0
-        examined = min(accepted + 1, len(confidences), emitted)
-        for i in range(examined):
-            hit = float(i < accepted)
-            self._by_confidence[bisect_left(EDGES, confidences[i])].add(hit)
-            if i > 0:
-                self._next_by_confidence[bisect_left(EDGES, confidences[i - 1])].add(hit)
-        self.emitted.add(emitted)
-        self.drafted.add(len(confidences))
-        return examined
-
-    def fade(self, share: float) -> None:
-        """Let what was seen so far count this share of what it counts, but no less than a prior does."""
-        known = (*self._by_confidence, *self._next_by_confidence)
-        for average in (self.alpha, self.emitted, self.drafted, *known):
-            average.weight = min(average.weight, max(average.weight * share, PRIOR_WEIGHT))
-
-    def begin_round(self) -> int:
-        """The number of the round that begins, from 1 on."""
-        self.rounds += 1
-        return self.rounds
-
-    def spend(self, *, plain_seconds: float = 0.0, probe_seconds: float = 0.0) -> None:
-        """Time went by in plain rounds, or was lost by drafting where it does not pay."""
-        self.plain_seconds += plain_seconds
-        self.probe_seconds = max(self.probe_seconds + probe_seconds, 0.0)
-
-    def drafts_to_learn(self, plan: DraftingPlan, to_lose_seconds: float = 0.0) -> bool:
-        """Whether to draft although it does not seem to pay, and may lose so much time."""
-        may_lose = PROBE_SHARE * self.plain_seconds - self.probe_seconds
-        return plan.examined < SURE or may_lose >= to_lose_seconds
+                self._pacer.costs.add(time)
 
 
 # --- what is decided from it ----------------------------------------------------------------------------------------
@@ -304,12 +172,12 @@ class Pacer:
         self.costs = Costs()
         self._domains: dict[Any, Acceptance] = {}
 
-    def pace(self, domain: Any = None) -> AutoPace:
-        """For one request of this domain."""
+    def pace(self, domain: Any = None, sources: str = "both", *, may_repeat: bool = True) -> AutoPace:
+        """For one request of this domain, with candidates from `sources`, and without `may_repeat` not from text."""
         with self.lock:
             if domain not in self._domains and len(self._domains) >= MOST_DOMAINS:
                 del self._domains[next(iter(self._domains))]
-            return AutoPace(self, self._domains.setdefault(domain, Acceptance()))
+            return AutoPace(self, self._domains.setdefault(domain, Acceptance()), sources, may_repeat)
 
     def plan(self, domain: Any = None) -> DraftingPlan:
         """What a request of this domain would be served by now."""
@@ -319,7 +187,8 @@ class Pacer:
     def round_seconds(self, k: int) -> float | None:
         """What a round that drafts k tokens takes; `None` until one was measured."""
         with self.lock:
-            return self.costs.level * self.costs.round(k) if self.costs.drafting.weight else None
+            costs = self.costs
+            return costs.level * costs.round(k) if costs.verify.weight or costs.verify_drafted.weight else None
 
     def token_seconds(self, alpha: float) -> float | None:
         """What a token takes at this acceptance with the best number of drafted tokens, which may be none; `None`
@@ -347,7 +216,7 @@ class Pacer:
             examined += own.weight
         if not costs.are_known:
             return DraftingPlan(True, WARM_UP[0], alpha, 1.0, None, None, None, None, examined)
-        draft, plain = costs.draft.mean, costs.plain.mean
+        draft, plain = costs.draft, costs.plain.mean
         base, per_token = costs.line()
         best, k = _best_rate(costs, alpha)
         if domain.drafted.weight > MEMORY / 4:
@@ -368,76 +237,237 @@ class Pacer:
         )
 
 
+@dataclass
+class _Candidate:
+    """A token that was proposed, and the estimates that its fate adds to."""
+
+    confidence: float | None = None  # of the draft, if it is the draft's
+    guessed: Average | None = None  # of its situation, if past text has it
+    better: Average | None = None  # of draft and past text together, where both were asked
+
+
 class AutoPace(Pace):
-    """One request's [`Pace`] under a [`Pacer`]."""
+    """
+    One request's [`Pace`] under a [`Pacer`], from `sources`: `"both"`, `"draft"` or `"text"`.
+
+    A candidate costs time and may bring tokens; what time is worth is the rate at which tokens come otherwise.
+    """
 
     reads_confidence = True
 
-    def __init__(self, pacer: Pacer, domain: Acceptance) -> None:
+    def __init__(self, pacer: Pacer, domain: Acceptance, sources: str = "both", may_repeat: bool = True) -> None:
         self._pacer, self._domain = pacer, domain
-        self._own = Average(memory=OWN_MEMORY)
+        self.reads_text, self._drafts = may_repeat and sources != "draft", sources != "text"
+        domain.requests += 1
+        self._own, self._own_rate = Average(memory=OWN_MEMORY), Rate()
         self._plan = pacer.plan_for(domain)
-        self._explores, self._chance = False, 1.0
-        self._emitted = self._accepted = self._examined = 0
+        self._accepted = self._examined = self._emitted = self._rounds = 0
+        self._start(0)
+
+    def _start(self, most_drafted: int, most_guessed: int = 0) -> None:
+        """The state of a round that may have so many candidates."""
+        self._left, self._most_guessed = most_drafted, most_guessed
+        self._candidates: list[_Candidate] = []
+        self._forwards = 0
+        self._chance = 1.0  # that all candidates so far are accepted
+        self._likely = self._plan.alpha  # that a token drafted next is, then
+        self._guess: tuple[Guess, Average] | None = None  # what past text says of the next token
+        self._seen: tuple[Guess, Average] | None = None  # what it said of the first one
+        self._explores = False
 
     def is_plain(self) -> bool:
         with self._pacer.lock:
-            plan = self._plan
+            plan, domain = self._plan, self._domain
+            looks_up = domain.text_gain.mean > WORTH or domain.requests % TEXT_PROBE == 0
             # The target's own loop is a little faster than the assisted one: few requests probe, and each for long.
             to_lose = PROBE_BURST * (plan.plain_seconds or 0.0)
-            return not plan.speculates and not self._domain.drafts_to_learn(plan, to_lose)
+            drafts = self._drafts and (plan.speculates or domain.drafts_to_learn(plan.examined, to_lose))
+            return not (drafts or (self.reads_text and looks_up))
 
-    def tokens(self) -> int:
-        pacer, domain = self._pacer, self._domain
+    def begin(self, missing: int) -> None:
+        pacer, domain, costs = self._pacer, self._domain, self._pacer.costs
         with pacer.lock:
-            self._chance = 1.0
-            self._plan = pacer.plan_for(domain, self._own)
-            if self._plan.plain_seconds is None:
-                timed = pacer.costs.drafting.weight
-                return 0 if timed > pacer.costs.plain.weight else WARM_UP[round(timed) % len(WARM_UP)]
+            plan = self._plan = pacer.plan_for(domain, self._own)
+            self._is_timed = plan.plain_seconds is not None
+            if not self._is_timed:
+                timed = costs.verify.weight + costs.verify_drafted.weight
+                needed = WARM_UP[round(timed) % len(WARM_UP)]
+                needed = 0 if timed > costs.plain.weight else needed
+                self._start(*((needed, 0) if self._drafts else (0, needed)))
+                return
             number = domain.begin_round()
+            self._rounds += 1
+            refreshes = plan.speculates and number % REFRESH == 0
+            drafts = self._drafts and (plan.speculates or domain.drafts_to_learn(plan.examined))
+            looks_up = self.reads_text and not refreshes
+            self._start(MAX_K if drafts and not refreshes else 0, MAX_K if looks_up else 0)
             self._explores = number % EXPLORE == 0
-            if self._plan.speculates:
-                return MAX_K if number % REFRESH else 0
-            return MAX_K if domain.drafts_to_learn(self._plan) else 0
+            # Of the target's part in a round, over the level: what candidates add to it, and what each adds.
+            base, self._slope = costs.verifying()
+            self._more = max(base - costs.plain.mean, 0.0)
+            first = costs.drafting(missing) + max(costs.verifying(drafted=True)[0] - base, 0.0)
+            self._draft_costs = first, costs.draft
+            # Tokens that the level's time brings elsewhere in such a request.
+            rate, own, alone = domain.rate, self._own_rate, 1 / costs.plain.mean
+            usual = rate.tokens / rate.time if rate.weight > MEMORY / 4 else plan.speedup * alone
+            prior = OWN_ROUNDS * (rate.time / rate.weight if rate.weight else costs.plain.mean)
+            self._rate = max((own.tokens + prior * usual) / (own.time + prior), alone)
+            self._reading = 0.0  # what the draft has to make up for in this request before it proposes anything
+            if missing > PROMPT and self.reads_text and domain.requests % DRAFT_PROBE:
+                self._reading = self._rate * costs.reading.mean * missing
 
-    def goes_on(self, confidence: float) -> bool:
-        plan = self._plan
-        if plan.per_token_seconds is None or plan.plain_seconds is None:
-            return True
-        accepted, next_accepted = self._domain.chances(confidence, plan.alpha)
-        self._chance *= accepted
-        if self._chance * next_accepted > plan.speedup * plan.per_token_seconds / plan.plain_seconds:
-            return True
-        # What is never drafted is never judged: now and then it is.
-        explores, self._explores = self._explores, False
-        return explores
-
-    def judged(self, confidences: Sequence[float], accepted: int, emitted: int) -> None:
-        self._emitted = emitted
+    def next(self, guesses: Sequence[Guess], may_draft: bool = True) -> Guess | Literal["draft"] | None:
+        domain = self._domain
         with self._pacer.lock:
-            examined = self._domain.judged(confidences, accepted, emitted)
-            if examined:
-                self._own.add(min(accepted, examined) / examined, examined)
-                self._accepted += min(accepted, examined)
-                self._examined += examined
+            known = ((guess, domain.guessed(guess)) for guess in guesses)
+            self._guess = max(known, key=lambda one: one[1].mean, default=None)
+            count, may_draft = len(self._candidates), may_draft and self._left > 0
+            if count == 0:
+                self._seen = self._guess
+                if may_draft and self._is_timed and self.reads_text and not self._draft_gains():
+                    may_draft, self._left = False, 0
+            if self._guess is not None and (
+                count >= self._most_guessed or (count == 0 and self._is_timed and not self._text_gains())
+            ):
+                self._guess = None
+            if may_draft and (not self._is_timed or (count == 0 and self._guess is None)):  # as planned
+                return DRAFT
+            if not self._is_timed:
+                return self._guess and self._taken(self._guess[1].mean)
+            if count >= MAX_K:
+                return None
+            guess, chance = (None, 0.0) if self._guess is None else (self._guess[0], self._guess[1].mean)
+            drafting = self._rate * self._draft_costs[self._forwards > 0]
+            verifying = self._rate * self._slope
+            if guess is not None:
+                better = domain.with_draft(chance).mean - chance
+                if may_draft and self._chance * INSTEAD * better > drafting:
+                    return DRAFT
+                return self._taken(chance) if self._chance * chance * FOLLOWS > verifying else None
+            if not may_draft:
+                return None
+            if self._chance * self._likely * FOLLOWS > drafting + verifying:
+                return DRAFT
+            # What is never drafted is never judged: now and then it is.
+            explores, self._explores = self._explores, False
+            return DRAFT if explores else None
+
+    def _text_gains(self) -> bool:
+        """Whether the guess at the first token, and what may follow it, is worth a round with candidates."""
+        assert self._guess is not None
+        domain, chance = self._domain, self._guess[1].mean
+        length = 1 + domain.follow.mean
+        gain = chance * length - self._rate * (self._more + self._slope * length)
+        domain.text_gain.add(max(gain, 0.0))
+        return gain > 0
+
+    def _draft_gains(self) -> bool:
+        """Whether what the draft adds to past text is worth that it reads the prompt, if it has not yet."""
+        domain, drafting = self._domain, self._rate * self._draft_costs[0]
+        if self._guess is None:
+            gain = self._likely - drafting
+        else:
+            chance = self._guess[1].mean
+            gain = INSTEAD * (domain.with_draft(chance).mean - chance) - drafting
+        domain.draft_gain.add(max(gain, 0.0))
+        rounds_left = max(domain.length.mean - self._rounds, 1.0)
+        return domain.draft_gain.mean * rounds_left > self._reading
+
+    def _taken(self, chance: float) -> Guess:
+        assert self._guess is not None
+        guess, known = self._guess
+        self._proposed(_Candidate(guessed=known), chance, self._plan.alpha)
+        return guess
+
+    def _proposed(self, candidate: _Candidate, chance: float, next_chance: float) -> None:
+        self._candidates.append(candidate)
+        self._chance *= chance
+        self._likely = next_chance
+
+    def instead(self, likeliest: int, confidence: float) -> Guess | None:
+        with self._pacer.lock:
+            self._forwards += 1
+            if self._guess is None or not self._is_timed:
+                return None
+            guess, known = self._guess
+            accepted, _ = self._domain.chances(confidence, self._plan.alpha)
+            if guess.token == likeliest or known.mean <= accepted:
+                return None
+            better = self._domain.with_draft(known.mean)
+            self._proposed(_Candidate(guessed=known, better=better), known.mean, self._plan.alpha)
+            return guess
+
+    def drafted(self, token: int, confidence: float) -> None:
+        with self._pacer.lock:
+            self._left -= 1
+            accepted, next_accepted = self._domain.chances(confidence, self._plan.alpha)
+            candidate = _Candidate(confidence)
+            if self._guess is not None:
+                guess, known = self._guess
+                candidate.better = self._domain.with_draft(known.mean)
+                accepted += AGREED * (1 - accepted) * (guess.token == token)
+            self._proposed(candidate, accepted, next_accepted)
+
+    def judged(self, accepted: int, emitted: Sequence[int]) -> None:
+        with self._pacer.lock:
+            domain, candidates = self._domain, self._candidates
+            self._emitted = len(emitted)
+            examined = candidates[: min(accepted + 1, len(emitted))]
+            hits = examined_drafts = 0
+            for i, candidate in enumerate(examined):
+                is_right = i < accepted
+                if candidate.better is not None:
+                    candidate.better.add(is_right)
+                if candidate.confidence is None:
+                    assert candidate.guessed is not None
+                    candidate.guessed.add(is_right)
+                else:
+                    before = candidates[i - 1].confidence if i else None
+                    domain.judged(candidate.confidence, before, is_right)
+                    examined_drafts += 1
+                    hits += is_right
+            self._learn_from_text(accepted, emitted)
+            if candidates and all(candidate.confidence is not None for candidate in candidates):
+                domain.emitted.add(len(emitted))
+                domain.drafted.add(len(candidates))
+            if examined_drafts:
+                self._own.add(hits / examined_drafts, examined_drafts)
+                self._accepted += hits
+                self._examined += examined_drafts
             else:
                 # What the text was like is forgotten while nothing is drafted: it may have changed.
                 self._own.fade()
 
-    def timed(self, drafted: int, draft_seconds: float, round_seconds: float | None, *, rounds: int = 1) -> None:
+    def _learn_from_text(self, accepted: int, emitted: Sequence[int]) -> None:
+        is_guess = [candidate.confidence is None for candidate in self._candidates[:accepted]]
+        if is_guess and is_guess[0]:
+            self._domain.follow.add((*is_guess, False).index(False) - 1)
+        # A guess that was not proposed shows as well whether it would have been right.
+        if self._seen is not None and emitted and not (self._candidates and self._candidates[0].confidence is None):
+            guess, known = self._seen
+            known.add(guess.token == emitted[0])
+        elif self._seen is None and self.reads_text and emitted:
+            self._domain.text_gain.add(0.0)
+
+    def timed(self, time: RoundTime) -> None:
         domain, costs = self._domain, self._pacer.costs
         with self._pacer.lock:
-            if round_seconds is not None:
-                costs.add(drafted, draft_seconds, round_seconds, rounds)
-            if drafted == 0:
-                domain.spend(plain_seconds=(round_seconds or 0.0) * rounds)
+            costs.add(time)
+            is_plain = time.candidates == 0 and time.forwards == 0
+            if time.seconds is not None:
+                emitted = time.rounds if is_plain else self._emitted
+                for rate in (domain.rate, self._own_rate):
+                    rate.add(emitted, time.rounds * time.seconds / costs.level, time.rounds)
+            if time.forwards == 0:
+                domain.spend(plain_seconds=(time.seconds or 0.0) * time.rounds)
             elif not self._plan.speculates:
                 # Only the drafting is known to be on top in a round that also read the prompt.
                 plain = costs.level * costs.plain.mean
-                lost = draft_seconds if round_seconds is None else round_seconds - self._emitted * plain
+                lost = time.draft_seconds if time.seconds is None else time.seconds - self._emitted * plain
                 domain.spend(probe_seconds=lost)
 
     def ended(self) -> None:
         with self._pacer.lock:
             self._domain.ended(self._accepted, self._examined)
+            if self._rounds:
+                self._domain.length.add(self._rounds)

@@ -208,7 +208,7 @@ class StoreLearner:
         draft (`PreTrainedModel`), tokenizer (`PreTrainedTokenizerBase`):
             Where learning starts, with the target's vocabulary size; not changed. The tokenizer is published with it.
         follower (`StoreFollower`), versions (`VersionFolder`): Where requests come from, and where versions go.
-        config (`OnlineConfig`): The rule of learning; `num_assistant_tokens` must be a number.
+        config (`OnlineConfig`): The rule of learning; `num_assistant_tokens` must not be `None`.
         state (`Path`, *optional*): Folder of the session; one that lies there is gone on with.
         domain (`str`, *optional*): Learn from requests of this label only.
         facts (`DraftFacts`, *optional*): What the cards say beside the figures.
@@ -251,9 +251,9 @@ class StoreLearner:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         config = replace(config, update_strategy="interval", max_duty_cycle=1.0)
-        if not isinstance(config.num_assistant_tokens, int):
-            raise ConfigError(f"A fixed k is needed, got `num_assistant_tokens={config.num_assistant_tokens!r}`.")
-        self.config, self.k = config, config.num_assistant_tokens
+        if config.compared_k is None:
+            raise ConfigError("A fixed k is needed, got `num_assistant_tokens=None`.")
+        self.config, self.k = config, config.compared_k
         self.tokenizer, self.follower, self.versions = tokenizer, follower, versions
         self.domain, self.facts, self.repo_id = domain, facts or DraftFacts(), repo_id
         self._draft, self._token, self._private, self._state = draft, token, private, state

@@ -160,7 +160,8 @@ class Copies:
     def _draft_with(self, model: Any) -> LeanDrafting | None:
         if self.config.drafting != "lean":
             return None
-        return LeanDrafting(model, self.config.num_assistant_tokens, compiled=self.compiled, pacer=self.pacer)
+        k, sources = self.config.num_assistant_tokens, self.config.candidates
+        return LeanDrafting(model, k, sources=sources, compiled=self.compiled, pacer=self.pacer)
 
 
 @dataclass(eq=False)

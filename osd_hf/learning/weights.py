@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 Snapshot = dict[str, torch.Tensor]  # learned weights by name; of an adapter, by the names in its file
-FALLBACK_K = 5  # where the number of drafted tokens is not fixed, and one is needed
+FALLBACK_K = 5  # where the draft's own configuration says how many tokens are drafted, and a number is needed
 
 
 @contextmanager

@@ -35,6 +35,7 @@ SCHEMA = pa.schema(
         ("num_emitted", _list_of(pa.int32())),
         ("p", _list_of(_list_of(pa.float32()))),
         ("q", _list_of(_list_of(pa.float32()))),
+        ("from_text", _list_of(_list_of(pa.uint8()))),
         ("top_logits", _list_of(_list_of(pa.float16()))),
         ("top_ids", _list_of(_list_of(pa.int32()))),
         ("tail_logprob", _list_of(pa.float32())),
@@ -45,6 +46,8 @@ SCHEMA = pa.schema(
         ("created_at_seconds", pa.float64()),
     ]
 )
+
+LATER = ("from_text",)  # columns that earlier versions did not write
 
 
 def _leaf(field: Any) -> tuple[str, Any]:
@@ -104,6 +107,8 @@ def _readable(batch: Any) -> list[Trace | None]:
 
 
 def _columns_of_traces(table: pa.Table) -> pa.Table:
+    for field in (SCHEMA.field(name) for name in LATER if name not in table.column_names):
+        table = table.append_column(field, pa.nulls(table.num_rows, field.type))
     if missing := [name for name in SCHEMA.names if name not in table.column_names]:
         raise StoreError(f"the table holds no traces: it lacks {', '.join(missing)}; it has {table.column_names}")
     try:
@@ -176,12 +181,12 @@ def _matrices(arrays: Sequence[NDArray[Any]], dtype: DTypeLike) -> Any:
     return _nest([a.shape[0] for a in arrays], _nest(widths, _flat([a.reshape(-1) for a in arrays], dtype)))
 
 
-def _probabilities(traces: Sequence[Trace], name: str) -> Any:
-    """A trace of which no round has probabilities has null instead of a list of nulls."""
+def _by_round(traces: Sequence[Trace], name: str, dtype: DTypeLike) -> Any:
+    """What a round may have. A trace of which no round has it has null instead of a list of nulls."""
     each = [[getattr(r, name) for r in t.rounds] for t in traces]
     missing = [all(a is None for a in arrays) for arrays in each]
     kept = [[] if gone else arrays for arrays, gone in zip(each, missing, strict=True)]
-    flat = _vectors([a for arrays in kept for a in arrays], np.float32)
+    flat = _vectors([a for arrays in kept for a in arrays], dtype)
     return _nest([len(arrays) for arrays in kept], flat, missing)
 
 
@@ -195,8 +200,9 @@ def _traces_to_batch(traces: Sequence[Trace]) -> Any:
         _nest(counts, _vectors([r.drafted_ids for r in rounds], np.int32)),
         _nest(counts, _array([r.num_accepted for r in rounds], np.int32)),
         _nest(counts, _array([r.num_emitted for r in rounds], np.int32)),
-        _probabilities(traces, "p"),
-        _probabilities(traces, "q"),
+        _by_round(traces, "p", np.float32),
+        _by_round(traces, "q", np.float32),
+        _by_round(traces, "from_text", np.uint8),
         _matrices([t.top_logits for t in traces], np.float16),
         _matrices([t.top_ids for t in traces], np.int32),
         _vectors([t.tail_logprob for t in traces], np.float32),
@@ -249,10 +255,13 @@ def _batch_to_traces(batch: Any) -> list[Trace]:
         drafted = columns["drafted_ids"]
         accepted, emitted = (columns[name].array(i).tolist() for name in ("num_accepted", "num_emitted"))
         for j in range(drafted.offsets[i + 1] - drafted.offsets[i]):
-            p, q = (
-                c.values.array_or_none(c.offsets[i] + j) if c.has(i) else None for c in (columns["p"], columns["q"])
+            p, q, text = (
+                c.values.array_or_none(c.offsets[i] + j) if c.has(i) else None
+                for c in (columns[name] for name in ("p", "q", "from_text"))
             )
-            yield DraftRound(drafted.values.array(drafted.offsets[i] + j), accepted[j], emitted[j], p, q)
+            from_text = None if text is None else text.astype(bool)
+            ids = drafted.values.array(drafted.offsets[i] + j)
+            yield DraftRound(ids, accepted[j], emitted[j], p, q, from_text)
 
     def sampling(i: int) -> dict[str, Any]:
         settings = json.loads(columns["sampling"][i])

@@ -23,7 +23,15 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from osd_hf.errors import StoreError
-from osd_hf.store.arrow import PARQUET, SCHEMA, readable_traces, split_by_bytes, table_to_traces, traces_to_table
+from osd_hf.store.arrow import (
+    LATER,
+    PARQUET,
+    SCHEMA,
+    readable_traces,
+    split_by_bytes,
+    table_to_traces,
+    traces_to_table,
+)
 from osd_hf.trace import Trace
 from osd_hf.utils.disk import FileLock, is_open_to_others, lock_file, make_private_folder, sync_folder, write_whole
 
@@ -87,7 +95,7 @@ def read_from(path: str, extract: Callable[[Any], T]) -> T | None:
     """What `extract` takes from a shard's file, or `None` where it was deleted since the store was listed."""
     try:
         with open(path, "rb") as raw, pq.ParquetFile(raw, page_checksum_verification=True) as file:
-            if missing := [name for name in SCHEMA.names if name not in file.schema_arrow.names]:
+            if missing := [name for name in SCHEMA.names if name not in (*file.schema_arrow.names, *LATER)]:
                 raise StoreError(f"{path} is no shard of this store: it lacks {', '.join(missing)}")
             return extract(file)
     except FileNotFoundError:
@@ -350,7 +358,7 @@ class StoreFollower:
         if self._open[0] == path:
             return self._open[1]
         try:
-            table = read_from(path, lambda file: file.read(SCHEMA.names, use_threads=False).cast(SCHEMA))
+            table = read_from(path, lambda file: file.read(SCHEMA.names, use_threads=False))
             self._open = (path, [] if table is None else readable_traces(table))
         except (StoreError, ValueError, TypeError, MemoryError, pa.ArrowException) as error:
             self._failed[path] += 1

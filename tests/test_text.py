@@ -1,0 +1,618 @@
+"""Past text: what an index proposes, against a search by hand; whose text is proposed to whom; and rounds that take
+their candidates from it."""
+
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import models
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from osd_hf import (
+    AcceptanceStats,
+    ConfigError,
+    CorrectionStore,
+    OnlineAssistant,
+    OnlineConfig,
+    Trace,
+    emitted_tokens,
+    replay,
+)
+from osd_hf.drafting.costs import Acceptance, RoundTime
+from osd_hf.drafting.generator import LeanDrafting
+from osd_hf.drafting.pacing import DRAFT, AutoPace, Pace, Pacer
+from osd_hf.drafting.text import (
+    BYTES_PER_TOKEN,
+    CANDIDATES,
+    LONGEST,
+    SEPARATOR,
+    EarlierText,
+    Guess,
+    RequestText,
+    TextIndex,
+)
+
+# --- the index ------------------------------------------------------------------------------------------------------
+
+
+def found_by_hand(text: Sequence[int], tail: Sequence[int]) -> Guess | None:
+    """The first guess, by looking at every place."""
+    places = []
+    for end in range(1, len(text)):  # a token follows
+        length = 0
+        while length < min(LONGEST, len(tail), end) and text[end - 1 - length] == tail[-1 - length]:
+            length += 1
+        if length:
+            places.append((length, end))
+    if not places:
+        return None
+    longest = max(length for length, _ in places)
+    # Endings of 8, 4, 2 and 1 tokens lead to places, the newest of which are looked at.
+    order = max(n for n in (1, 2, 4, 8) if n <= longest)
+    near = [p for p in reversed(places) if p[0] >= order][:CANDIDATES]
+    longest = max(length for length, _ in near)
+    ends = [end for length, end in near if length == longest]
+    votes = Counter(text[end] for end in ends)
+    del votes[SEPARATOR]
+    if not votes:
+        return None
+    token = max(votes, key=lambda t: (votes[t], max(end for end in ends if text[end] == t)))
+    return Guess(token, 0, longest, votes[token], len(ends))
+
+
+tokens = st.lists(st.integers(0, 3), max_size=60)
+
+
+@settings(max_examples=300)
+@given(st.lists(tokens, min_size=1, max_size=4), tokens.filter(bool))
+def test_a_guess_is_what_follows_the_longest_match_most_often(texts: list[list[int]], tail: list[int]) -> None:
+    index, text = TextIndex(4096), list[int]()
+    for i, part in enumerate(texts):
+        if i:
+            index.separate()
+            text.append(SEPARATOR)
+        index.extend(part)
+        text += part
+    assert len(index) == len(text)
+    assert next(index.guesses(tail), None) == found_by_hand(text, tail)
+
+
+@given(tokens.filter(bool), st.integers(1, 20))
+def test_guesses_go_on_as_the_text_does(text: list[int], start: int) -> None:
+    index = TextIndex(1024)
+    index.extend([9, *range(10, 30), *text])
+    tail = list(range(10, 10 + min(start, 20)))
+    expected = [*range(10 + len(tail), 30), *text]
+    found = list(index.guesses(tail))
+    assert [guess.token for guess in found] == expected
+    assert [guess.length for guess in found] == [min(len(tail) + i, LONGEST) for i in range(len(found))]
+    assert all(guess[3:] == (1, 1) for guess in found)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(0, 5), max_size=400), st.integers(1, 80), tokens.filter(bool))
+def test_the_oldest_text_gives_way(text: list[int], capacity: int, tail: list[int]) -> None:
+    index = TextIndex(capacity)
+    index.extend(text)
+    assert len(index) <= capacity
+    assert index.nbytes <= capacity * BYTES_PER_TOKEN
+    held = text[len(text) - len(index) :]
+    found = next(index.guesses(tail), None)
+    if found is not None:  # it stands there, behind such a match
+        match = tail[-found.length :]
+        n = len(match)
+        assert any([*held[i : i + n], held[i + n]] == [*match, found.token] for i in range(len(held) - n))
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.lists(st.integers(-1, 5), min_size=1, max_size=300), min_size=1, max_size=4),
+    st.sampled_from([64, 256, 1024]),
+    tokens.filter(bool),
+)
+def test_many_tokens_are_indexed_at_once_as_one_by_one(parts: list[list[int]], size: int, tail: list[int]) -> None:
+    at_once, in_turn = TextIndex(size, expected=size), TextIndex(size, expected=size)
+    grown = TextIndex(size, expected=1)
+    for part in parts:
+        at_once.extend(part)
+        for token in part:
+            in_turn.extend([token])
+            grown.extend([token])
+    for name in ("_tokens", "_count", "_last", "_heads"):
+        assert getattr(at_once, name) == getattr(in_turn, name)
+    found = list(itertools.islice(in_turn.guesses(tail), 40))
+    assert list(itertools.islice(at_once.guesses(tail), 40)) == found
+    assert list(itertools.islice(grown.guesses(tail), 40)) == found
+
+
+def test_a_search_that_the_index_grows_under_ends() -> None:
+    index = TextIndex(1 << 16, expected=64)
+    index.extend(list(range(60)))
+    run = index.guesses([3, 4])
+    assert next(run).token == 5
+    index.extend(list(range(100, 5000)))
+    assert next(run, None) is None
+    assert next(index.guesses([3, 4])).token == 5
+
+
+def test_threads_may_add_while_others_look_up() -> None:
+    index, failures = TextIndex(1 << 15, expected=1), list[Exception]()
+    is_done = threading.Event()
+
+    def look_up() -> None:
+        try:
+            while not is_done.is_set():
+                for guess in itertools.islice(index.guesses([1, 2, 3]), 50):
+                    assert 0 <= guess.token < 10
+        except Exception as error:  # noqa: BLE001 - told below
+            failures.append(error)
+
+    threads = [threading.Thread(target=look_up) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for number in range(3000):
+        index.extend([number % 10, 1, 2, 3, number % 7] * (1 + number % 20))
+    is_done.set()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def test_what_is_separate_is_not_gone_on_with() -> None:
+    index = TextIndex(256)
+    index.extend([1, 2, 3])
+    index.separate()
+    index.extend([4, 5])
+    assert next(index.guesses([2, 3]), None) is None
+    assert [guess.token for guess in index.guesses([2])] == [3]
+    assert [guess.token for guess in index.guesses([3, 4])] == [5]  # one token is the same
+
+
+def test_frequent_continuations_come_first_and_new_ones_of_equal_ones() -> None:
+    index = TextIndex(256)
+    index.extend([1, 2, 1, 3, 1, 3, 1, 4, 1])
+    assert [g[:2] + g[3:] for g in itertools.islice(index.guesses([1]), 1)] == [(3, 0, 2, 4)]
+    index.extend([4, 1])
+    assert next(index.guesses([1])).token == 4
+
+
+# --- of a request ---------------------------------------------------------------------------------------------------
+
+
+def test_a_request_is_continued_by_its_own_text_and_by_earlier_one() -> None:
+    earlier = TextIndex(256, 1)
+    earlier.extend([7, 8, 50, 51])
+    text = RequestText([], [1, 2, 3, 7, 8, 9, 1, 2, 3], 100, [earlier])
+    assert [(g.token, g.kind) for g in text.guesses()] == [(7, 0)]
+    text.proposed(7)
+    assert [(g.token, g.kind) for g in text.guesses()] == [(8, 0), (8, 1)]
+    text.proposed(8)
+    assert [(g.token, g.kind) for g in text.guesses()] == [(9, 0), (50, 1)]
+    text.settled([7, 60])  # of two, one was right
+    assert text.guesses() == []
+    text.proposed(7)
+    assert [(g.token, g.kind) for g in text.guesses()] == [(60, 0), (8, 1)]  # the newest of its own
+
+
+def test_a_source_is_looked_up_and_not_gone_on_with() -> None:
+    text = RequestText([5, 6, 7], [1], 20)
+    assert text.guesses() == []
+    text.settled([6])
+    assert [g.token for g in text.guesses()] == [7]
+    alone = RequestText([5, 6, 7], [7], 20)
+    assert alone.guesses() == []
+
+
+# --- whose it is ----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100)
+@given(
+    st.sampled_from(["request", "owner", "domain"]),
+    st.lists(
+        st.tuples(st.integers(0, 3), st.sampled_from("ab"), st.lists(st.integers(0, 9), max_size=30)), max_size=30
+    ),
+)
+def test_no_token_of_an_owner_is_proposed_to_another(scope: str, requests: list[tuple[int, str, list[int]]]) -> None:
+    """Each owner speaks in tokens of its own; answers are told from prompts as well."""
+    earlier = EarlierText(scope, 1 << 20)
+    spoken: set[tuple[int, str, str]] = set()
+
+    def said(owner: int, domain: str, what: str, token: int) -> int:
+        return 1000 * owner + 100 * "ab".index(domain) + 50 * (what == "answer") + token
+
+    for owner, domain, text in requests:
+        prompt = [said(owner, domain, "prompt", t) for t in text]
+        answer = [said(owner, domain, "answer", t) for t in text]
+        for known in range(4):  # whatever the request is like
+            for index in earlier.of(str(owner), domain):
+                for tail in ([said(known, d, w, t)] for d in "ab" for w in ("prompt", "answer") for t in range(10)):
+                    for guess in index.guesses(tail):
+                        whose, rest = divmod(guess.token, 1000)
+                        is_shared = scope == "domain" and rest // 100 == "ab".index(domain) and rest % 100 >= 50
+                        assert scope != "request"
+                        assert whose == owner or is_shared
+        earlier.add(str(owner), domain, prompt, answer)
+        spoken.add((owner, domain, scope))
+
+
+def test_earlier_text_is_bounded_and_the_longest_unused_goes() -> None:
+    earlier = EarlierText("owner", 40 * 256 * BYTES_PER_TOKEN)
+    for owner in range(60):  # each takes as much
+        earlier.add(str(owner), None, [owner] * 100, [])
+        assert earlier.of("0", None)  # used all the time
+    assert earlier.nbytes <= earlier.max_bytes
+    assert [bool(earlier.of(str(owner), None)) for owner in (0, 1, 58, 59)] == [True, False, True, True]
+    one = EarlierText("owner", 600 * BYTES_PER_TOKEN)
+    for _ in range(20):
+        one.add(None, None, range(100), range(100))
+    assert one.nbytes <= one.max_bytes
+
+
+# --- which source ---------------------------------------------------------------------------------------------------
+
+
+def measured(**seconds: float) -> Pacer:
+    """A pacer that knows costs: of a plain round, of one with candidates and of each, of the draft's tokens."""
+    cost = {"plain": 1.0, "base": 1.0, "each": 0.02, "draft": 0.1, **seconds}
+    pacer = Pacer()
+    for _ in range(200):
+        pacer.costs.add(RoundTime(seconds=cost["plain"]))
+        for k in (1, 2, 4, 8):
+            pacer.costs.add(RoundTime(k, seconds=cost["base"] + cost["each"] * k))
+            draft = cost["draft"] * k
+            seconds_of_it = cost["base"] + cost["each"] * k + draft
+            pacer.costs.add(RoundTime(k, k, 1, cost["draft"], draft - cost["draft"], seconds_of_it))
+    return pacer
+
+
+def taught(pacer: Pacer, *, draft: float, text: dict[Guess, float], sources: str = "both") -> AutoPace:
+    """A request's pace where so many tokens of the draft's, and guesses of each kind, were right."""
+    pace, known = pacer.pace(None, sources), pacer._domains[None]
+    known.alpha.mean = known._better_of_both[0].mean = draft
+    known.alpha.weight = 128.0
+    for cell in (*known._by_confidence, *known._next_by_confidence):
+        cell.mean, cell.weight = draft, 128.0
+    for guess, share in text.items():
+        cell = known.guessed(guess)
+        cell.mean, cell.weight = share, 256.0
+    for i, cell in enumerate(known._better_of_both):
+        cell.mean, cell.weight = max(draft, (i + 0.5) / 10), 256.0
+    return pace
+
+
+SURE, RARE = Guess(7, 0, 12, 1, 1), Guess(7, 0, 1, 1, 5)
+SHARES = {SURE: 0.95, RARE: 0.05}
+
+
+@pytest.mark.parametrize(
+    ("draft", "cost", "guess", "expected"),
+    [
+        (0.8, 0.1, SURE, SURE),  # nothing is gained by asking the draft
+        (0.8, 0.1, RARE, DRAFT),
+        (0.8, 0.1, None, DRAFT),
+        (0.8, 2.0, RARE, RARE),  # it takes too long; a candidate costs next to nothing
+        (0.0, 0.1, None, None),
+        (0.0, 0.1, SURE, SURE),
+    ],
+)
+def test_a_candidate_comes_from_where_it_pays(draft: float, cost: float, guess: Guess | None, expected: Any) -> None:
+    pace = taught(measured(draft=cost), draft=draft, text=SHARES)
+    found = []
+    for _ in range(10):
+        pace.begin(1)
+        found.append(pace.next([] if guess is None else [guess]))
+        drafted = int(found[-1] == DRAFT)
+        if drafted:
+            pace.drafted(3, 0.5)
+        pace.judged(0, [1])
+        pace.timed(RoundTime(int(found[-1] is not None), drafted, 1, cost * drafted, 0.0, 1.0 + cost * drafted))
+    assert found.count(expected) >= 8  # now and then a round is plain, or finds out
+
+
+def test_where_a_candidate_costs_a_round_nothing_is_proposed() -> None:
+    pace = taught(measured(base=2.5), draft=0.0, text=SHARES, sources="text")
+    pace.begin(1)
+    assert pace.next([RARE]) is None
+
+
+def test_a_round_has_as_many_guesses_as_they_are_worth() -> None:
+    def count(share: float, each: float) -> int:
+        pace = taught(measured(each=each), draft=0.0, text={SURE: share})
+        pace.begin(1)
+        return sum(1 for _ in itertools.takewhile(bool, (pace.next([SURE]) for _ in range(40))))
+
+    assert count(0.99, 0.02) > count(0.8, 0.02) > count(0.3, 0.02) >= 1
+    assert count(0.8, 0.02) > count(0.8, 0.2)
+    assert count(1.0, 0.0001) == 32
+
+
+def test_a_guess_takes_the_place_of_a_token_that_the_draft_doubts() -> None:
+    middling = Guess(7, 0, 3, 1, 1)
+    pace = taught(measured(draft=0.01), draft=0.9, text={middling: 0.5})
+    known = pace._domain
+    for cell in known._by_confidence[:4]:
+        cell.mean = 0.2
+    for confidence, likeliest, expected in ((0.05, 3, middling), (0.99, 3, None), (0.05, 7, None)):
+        pace.begin(1)
+        assert pace.next([middling]) == DRAFT
+        assert pace.instead(likeliest, confidence) == expected
+
+
+def test_guesses_are_judged_by_what_came_whether_they_were_proposed_or_not() -> None:
+    pacer = measured(draft=5.0)
+    pace = taught(pacer, draft=0.0, text={SURE: 0.5, RARE: 0.5}, sources="text")
+    known = pacer._domains[None]
+    pace.begin(1)
+    assert pace.next([SURE]) == SURE
+    assert pace.next([RARE]) == RARE
+    pace.judged(1, [7, 9])  # the second one was wrong
+    assert known.guessed(SURE).mean > 0.5 > known.guessed(RARE).mean
+    before = known.guessed(RARE).mean
+    pacer.costs.plain.mean = 0.1  # candidates do not pay
+    pace.begin(1)
+    assert pace.next([RARE]) is None
+    pace.judged(0, [7])
+    assert known.guessed(RARE).mean > before
+
+
+def test_a_draft_that_would_have_to_read_a_long_prompt_for_little_does_not() -> None:
+    pacer = measured()
+    for _ in range(50):
+        pacer.costs.add(RoundTime(1, 1, 1000, 10.0, 0.0, None))
+    pace = taught(pacer, draft=0.8, text={SURE: 0.9, RARE: 0.05})
+    domain = pacer._domains[None]
+    domain.draft_gain.mean = domain.length.mean = 0.5
+    domain.draft_gain.weight = domain.length.weight = 128.0
+    for missing, expected in ((1000, RARE), (1, DRAFT)):
+        pace.begin(missing)
+        assert pace.next([RARE]) == expected
+
+
+def test_text_that_brings_nothing_is_hardly_looked_up() -> None:
+    pacer, domain = measured(), Acceptance()
+    domain.text_gain.mean, domain.text_gain.weight = 0.0, 128.0
+    pacer._domains[None] = domain
+    looked_up = [not pacer.pace(None, "text").is_plain() for _ in range(150)]
+    assert looked_up.count(True) == 10
+
+
+# --- rounds from past text ------------------------------------------------------------------------------------------
+
+
+class Greedy(Pace):
+    """Takes whatever past text says, and asks the draft where it says nothing; every third time the draft is asked
+    although, and may be overruled."""
+
+    reads_confidence = reads_text = True
+
+    def __init__(self, most: int = 6) -> None:
+        self.most, self.count, self.guess = most, 0, None
+
+    def begin(self, missing: int) -> None:
+        self.count = 0
+
+    def next(self, guesses: Sequence[Guess], may_draft: bool = True) -> Any:
+        self.count += 1
+        self.guess = guesses[0] if guesses else None
+        if self.count > self.most or not (may_draft or guesses):
+            return None
+        return self.guess if self.guess is not None and self.count % 3 else DRAFT if may_draft else None
+
+    def instead(self, likeliest: int, confidence: float) -> Guess | None:
+        return self.guess if self.guess is not None and likeliest % 2 else None
+
+
+@pytest.fixture
+def greedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    pace = LeanDrafting.pace
+
+    def greedily(self: LeanDrafting, domain: str | None, *, do_sample: bool, may_repeat: bool = True) -> Pace:
+        if self.num_assistant_tokens != "auto":
+            return pace(self, domain, do_sample=do_sample)
+        found = Greedy()
+        found.reads_text = may_repeat
+        return found
+
+    monkeypatch.setattr(LeanDrafting, "pace", greedily)
+
+
+def assistant_of(target: Any, draft: Any, **settings: Any) -> OnlineAssistant:
+    return OnlineAssistant(target, draft, config=OnlineConfig(**{"update_strategy": "manual", **settings}))
+
+
+def asked(assistant: OnlineAssistant, ids: torch.Tensor, **settings: Any) -> tuple[list[int], Trace]:
+    traces: list[Trace] = []
+    settings = {"do_sample": False, "max_new_tokens": 24, "attention_mask": torch.ones_like(ids), **settings}
+    output = assistant.generate(ids, on_trace=traces.append, **settings)
+    return output[0].tolist(), traces[0]
+
+
+@pytest.mark.parametrize("architecture", models.ARCHITECTURES)
+def test_answers_are_the_targets_wherever_candidates_come_from(architecture: str, greedy: None) -> None:
+    target = models.build(architecture, **models.SHALLOW[architecture])
+    target, draft = models.double(target), models.double(models.draft_of(target, noise=0.05))
+    assistant = assistant_of(target, draft)
+    for seed, more in itertools.product(range(3), ({}, {"repetition_penalty": 1.3}, {"eos_token_id": [5, 9]})):
+        ids = models.prompt(12, seed=seed)
+        ours, trace = asked(assistant, ids, **more)
+        alone = target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24, **more)
+        assert ours == alone[0].tolist()
+        assert sum(r.num_emitted for r in trace.rounds) == len(trace)
+    stats = assistant.stats
+    assert stats.text_examined > 0
+    assert stats.examined > 0
+    assert stats.accepted + stats.text_accepted + stats.target_forwards >= stats.emitted
+
+
+def test_a_trace_tells_the_sources_apart(greedy: None) -> None:
+    target, draft = models.pair(noise=0.05, num_hidden_layers=1)
+    assistant = assistant_of(target, draft)
+    ids = models.prompt(12)
+    asked(assistant, ids)
+    assistant.reset_stats()
+    _, trace = asked(assistant, ids)  # the same again: its answer is known
+    stats = AcceptanceStats.from_trace(trace)
+    assert stats == assistant.stats
+    assert stats.text_accepted > 10
+    proposed = sum(r.num_drafted for r in trace.rounds)
+    assert stats.drafted + stats.text_drafted == proposed
+    by_hand = [sum(r.text_counts[i] for r in trace.rounds) for i in range(3)]
+    assert by_hand == [stats.text_drafted, stats.text_examined, stats.text_accepted]
+    assert f"past text {stats.text_alpha:.3f}" in repr(stats)
+    sources = Counter(t.source for t in emitted_tokens(trace, assistant.draft) if t.origin == "accepted")
+    assert sources["text"] == stats.text_accepted
+    assert sources["draft"] == stats.accepted
+    assert AcceptanceStats.from_dict(stats.to_dict()) == stats
+    # What any draft makes of the request is another matter.
+    fixed = assistant_of(target, draft, num_assistant_tokens=4)
+    _, by_draft = asked(fixed, ids)
+    assert replay(draft, [trace], 4) == replay(draft, [by_draft], 4) == fixed.stats
+
+
+def test_a_store_keeps_the_sources(greedy: None, tmp_path: Any) -> None:
+    target, draft = models.pair(noise=0.05, num_hidden_layers=1)
+    store = CorrectionStore(tmp_path / "store")
+    assistant = OnlineAssistant(target, draft, config=OnlineConfig(update_strategy="manual"), store=store)
+    traces = [asked(assistant, models.prompt(12))[1] for _ in range(2)]
+    store.close()
+    for kept, trace in zip(CorrectionStore(tmp_path / "store"), traces, strict=True):
+        assert AcceptanceStats.from_trace(kept) == AcceptanceStats.from_trace(trace)
+        for ours, theirs in zip(kept.rounds, trace.rounds, strict=True):
+            assert (ours.from_text is None) == (theirs.from_text is None)
+            if ours.from_text is not None and theirs.from_text is not None:
+                np.testing.assert_array_equal(ours.from_text, theirs.from_text)
+
+
+def spoken(assistant: OnlineAssistant, **settings: Any) -> bool:
+    """Whether the very first tokens of an answer, which nothing in its prompt tells, come from past text."""
+    _, trace = asked(assistant, models.prompt(12), **settings)
+    return trace.rounds[0].text_counts[2] >= 2
+
+
+def test_nothing_is_kept_of_what_is_not_learned_from(greedy: None) -> None:
+    assistant = assistant_of(*models.pair(num_hidden_layers=1))
+    assert not spoken(assistant, learn=False)
+    assert not spoken(assistant, learn=False)
+    assert assistant._upkeep.earlier.nbytes == 0
+    assert not spoken(assistant)
+    assert spoken(assistant)
+
+
+def test_the_text_of_an_owner_is_proposed_to_no_other(greedy: None) -> None:
+    assistant = assistant_of(*models.pair(num_hidden_layers=1))
+    assert not spoken(assistant, owner="a")
+    assert not spoken(assistant, owner="b")
+    assert not spoken(assistant)
+    assert spoken(assistant, owner="a")
+    with assistant.attached(owner="c"):
+        ids = models.prompt(12)
+        assistant.target.generate(
+            ids, attention_mask=torch.ones_like(ids), assistant_model=assistant.draft, do_sample=False,
+            max_new_tokens=24,
+        )  # fmt: skip
+    assert spoken(assistant, owner="c")
+
+
+def test_answers_of_a_domain_are_shared_where_that_is_asked_for(greedy: None) -> None:
+    assistant = assistant_of(*models.pair(num_hidden_layers=1), text_scope="domain")
+    assert not spoken(assistant, owner="a", domain="x")
+    assert not spoken(assistant, owner="b", domain="y")
+    assert spoken(assistant, owner="c", domain="x") == spoken(assistant, owner="d", domain="x")
+    alone = assistant_of(*models.pair(num_hidden_layers=1), text_scope="request")
+    assert not spoken(alone)
+    assert not spoken(alone)
+    with pytest.raises(ConfigError, match="text_scope"):
+        alone.remember([1, 2, 3])
+
+
+def test_text_that_is_to_be_remembered_is_proposed(greedy: None) -> None:
+    target, draft = models.pair(num_hidden_layers=1)
+    assistant, ids = assistant_of(target, draft), models.prompt(12)
+    answer = target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24)[0]
+    assistant.remember(answer, owner="a")
+    assert not spoken(assistant, owner="b", learn=False)
+    assert spoken(assistant, owner="a", learn=False)
+
+
+def test_what_an_owner_said_is_forgotten_where_that_is_asked_for(greedy: None) -> None:
+    assistant = assistant_of(*models.pair(num_hidden_layers=1))
+    asked(assistant, models.prompt(12), owner="a")
+    assistant.forget("b")
+    assert spoken(assistant, owner="a")
+    assistant.forget("a")
+    assert not spoken(assistant, owner="a")
+
+
+@pytest.mark.parametrize("wrong", [[1, 2, -1], [1, models.VOCAB]])
+def test_tokens_that_the_target_has_not_are_not_remembered(wrong: list[int]) -> None:
+    assistant = assistant_of(*models.pair(num_hidden_layers=1))
+    with pytest.raises(ConfigError, match=f"from 0 to {models.VOCAB - 1}"):
+        assistant.remember(wrong)
+    assert assistant._upkeep.earlier.nbytes == 0
+    for without in ({"candidates": "draft"}, {"num_assistant_tokens": 3}, {"drafting": "stock"}):
+        with pytest.raises(ConfigError, match="Past text is kept with"):
+            assistant_of(*models.pair(num_hidden_layers=1), **without).remember([1, 2])
+
+
+def test_a_trace_holds_nothing_that_was_proposed_from_elsewhere_in_vain(greedy: None) -> None:
+    assistant = assistant_of(*models.pair(noise=0.3, num_hidden_layers=1))
+    ids = models.prompt(12)
+    secret = list(range(40, 60))
+    for token in range(models.VOCAB):
+        assistant.remember([token, *secret])
+    _, trace = asked(assistant, ids, max_new_tokens=12)
+    assert sum(r.text_counts[1] - r.text_counts[2] for r in trace.rounds) > 0
+    for r in trace.rounds:
+        if r.from_text is not None:
+            assert (r.drafted_ids[r.num_accepted :][r.from_text[r.num_accepted :]] == -1).all()
+    corrected = [t for t in emitted_tokens(trace, assistant.draft) if t.origin == "corrected" and t.source == "text"]
+    assert corrected
+    assert all(token.drafted_id is None and token.drafted_prob is None for token in corrected)
+
+
+class Strict(LogitsProcessor):
+    """Allows what an automaton does, and fails behind anything else, as those of grammars do."""
+
+    is_stateless = True
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        answer = input_ids[0, 12:].tolist()
+        assert all((a + 1) % 8 == b for a, b in itertools.pairwise(answer)), answer
+        allowed = torch.full_like(scores, -torch.inf)
+        allowed[:, (answer[-1] + 1) % 8 if answer else 3] = 0.0
+        return scores + allowed
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_processors_that_bear_no_token_they_forbid_are_asked_about_none(greedy: None, do_sample: bool) -> None:
+    assistant = assistant_of(*models.pair(num_hidden_layers=1))
+    assistant.remember([3, 9, 4, 9, 5, 9, 3, 3, 3])
+    for _ in range(2):
+        ours, trace = asked(
+            assistant, models.prompt(12), logits_processor=LogitsProcessorList([Strict()]), do_sample=do_sample,
+            max_new_tokens=10,
+        )  # fmt: skip
+        assert ours[12:] == [(3 + i) % 8 for i in range(10)]
+        assert AcceptanceStats.from_trace(trace).text_drafted == 0
+    ids = models.prompt(12)
+    allowed = assistant.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=do_sample, max_new_tokens=10,
+        prefix_allowed_tokens_fn=lambda _, said: [(int(said[-1]) + 1) % 8] if len(said) > 12 else [3],
+    )  # fmt: skip
+    assert allowed[0, 12:].tolist() == ours[12:]
+
+
+def test_a_fixed_number_of_tokens_is_the_drafts_alone() -> None:
+    assistant = assistant_of(*models.pair(num_hidden_layers=1), num_assistant_tokens=3)
+    for _ in range(3):
+        asked(assistant, models.prompt(12))
+    assert assistant.stats.text_drafted == 0
+    assert assistant._upkeep.earlier.nbytes == 0
