@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import models
+import numpy as np
 import pytest
 import torch
 
-from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, Trace
+from osd_hf import AcceptanceStats, DraftRound, OnlineAssistant, OnlineConfig, Trace
+from osd_hf.drafting.costs import RoundTime
 from osd_hf.learning.choice import REMEMBERED, Choice
+from osd_hf.learning.effort import Effort
 from osd_hf.learning.learner import Learner
+from osd_hf.learning.lesson import Lesson
 from osd_hf.trace import bare_trace
 
 CONFIG = OnlineConfig(
@@ -179,3 +183,101 @@ def test_what_was_saved_is_rounds_that_the_draft_as_it_was_would_have_needed() -
         assert seconds is not None and learned.target_forwards < original.target_forwards
         saved = (original.target_forwards - learned.target_forwards) * seconds
         assert assistant.saved_seconds == pytest.approx(saved)
+
+
+@pytest.mark.parametrize(("from_text", "share"), [((), 1.0), ((0, 1), 0.5), ((0, 1, 2, 3), 0.0)])
+def test_learning_saves_as_much_as_the_draft_gave(from_text: tuple[int, ...], share: float) -> None:
+    config = replace(CONFIG, num_assistant_tokens="auto")
+    with OnlineAssistant(*models.pair(num_hidden_layers=1), config=config) as assistant:
+        costs, learner = assistant.drafts.pacer.costs, assistant._learner
+        for _ in range(20):
+            costs.add(RoundTime(seconds=1.0))
+            for k in (1, 4):
+                costs.add(RoundTime(k, k, 1, 0.1, 0.1 * (k - 1), 1.0 + 0.1 * k))
+        text = np.isin(np.arange(4), from_text)
+        rounds = (DraftRound(np.ones(4, np.int32), 4, 5, from_text=text if from_text else None),)
+        trace = replace(bare_trace([1], [1] * 5, models.VOCAB), rounds=rounds)
+        original, learned = (
+            AcceptanceStats.from_counts(drafted=10, examined=10, accepted=n, emitted=10, target_forwards=5)
+            for n in (2, 8)
+        )
+        before, after = (learner.drafts.pacer.token_seconds(alpha) for alpha in (0.2, 0.8))
+        assert before is not None and after is not None and before > after
+        assert learner._saved_by(trace, original, learned) == pytest.approx(5 * (before - after) * share)
+
+
+def accepted_of(number: int, of: int = 20) -> Trace:
+    """A request of which so many drafted tokens were accepted, each round one."""
+    one = np.ones(1, np.int32)
+    rounds = [DraftRound(one, 1, 1)] * number + [DraftRound(2 * one, 0, 1)] * (of - number)
+    return replace(bare_trace([1, 2], [1] * of, models.VOCAB), rounds=tuple(rounds))
+
+
+def test_while_little_is_learned_one_request_in_a_few_is_compared() -> None:
+    lesson = Lesson(config=OnlineConfig())
+    lesson.effort.share = 0.1
+    compared = []
+    for i in range(40):
+        lesson.observe(accepted_of(15 + i % 3))
+        if not lesson.may_wait():
+            compared.append((i, *lesson.take_arrived()))
+    assert [i for i, *_ in compared] == list(range(3, 40, 4))
+    assert {(len(traces), stands_for) for _, traces, stands_for in compared} == {(1, 4)}
+
+
+def test_all_are_compared_from_one_on_that_is_accepted_much_less() -> None:
+    lesson = Lesson(config=OnlineConfig())
+    lesson.effort.share = 0.1
+    for i in range(40):
+        lesson.observe(accepted_of(15 + i % 3))
+        if not lesson.may_wait():
+            lesson.take_arrived()
+    lesson.observe(accepted_of(16))
+    assert lesson.may_wait()
+    lesson.observe(accepted_of(4))
+    assert not lesson.may_wait()
+    traces, stands_for = lesson.take_arrived()
+    assert (len(traces), stands_for) == (2, 1)
+    for _ in range(11):
+        lesson.observe(accepted_of(16))
+        assert not lesson.may_wait()
+        assert len(lesson.take_arrived()[0]) == 1
+    lesson.observe(accepted_of(16))
+    assert lesson.may_wait()
+
+
+@pytest.mark.parametrize("serves", ["all effort", "the draft as it was"])
+def test_all_are_compared_while_much_is_learned_and_while_the_draft_as_it_was_serves(serves: str) -> None:
+    lesson = Lesson(config=OnlineConfig())
+    if serves == "the draft as it was":
+        lesson.effort.share = 0.1
+        lesson.choice.add(request(), of(10), of(5))
+    for _ in range(10):
+        lesson.observe(accepted_of(16))
+        assert not lesson.may_wait()
+        assert len(lesson.take_arrived()[0]) == 1
+
+
+def test_a_request_that_stands_for_several_saves_for_as_many() -> None:
+    def decided(stands_for: int) -> float:
+        effort = Effort(0.01)
+        for i in range(2 * 64):
+            effort.took(1.0)
+            gain = i // 64
+            effort.add(of(5 + i % 2), of(6 + 4 * gain + i % 2), 0.2 * gain, stands_for)
+        return effort.share
+
+    assert decided(1) < decided(4) == 1.0
+
+
+def test_the_least_is_done_at_once_where_nothing_is_saved() -> None:
+    def decided(saved: float) -> float:
+        effort = Effort(0.01)
+        for i in range(2 * 64):
+            effort.took(1.0)
+            effort.add(of(5 + i % 2), of(8 + 4 * (i // 64) + i % 2), saved * (i // 64))
+        return effort.share
+
+    assert decided(0.0) == 0.01
+    assert decided(0.4) == 0.5  # not quite as much as it takes
+    assert decided(2.0) == 1.0

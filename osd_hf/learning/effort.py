@@ -20,6 +20,7 @@ RECENT = 12  # requests by which a change of traffic shows
 FELL = 3.0  # standard errors
 WORSE = 4.0  # standard errors below the draft as it was
 SURELY = 2.0  # standard errors of what a rise saves
+HOPELESS = 0.25  # of what learning takes, that it has to save at best
 
 
 def _rise(values: NDArray[np.float64]) -> tuple[float, float]:
@@ -34,7 +35,8 @@ class Effort:
     request: how much better the learned draft is on it than the draft as it was. The share is doubled where the mean
     of the newest requests is above that of those before by a standard error, and what that saves over as many requests
     again as there were, less two standard errors, is more than what learning took meanwhile, both in seconds; it is
-    halved where it is not. Where the gain falls, or the draft as it was is the better one, traffic has changed, and
+    halved where it is not, and the least is done at once where even at best it saves next to nothing, as where past
+    text proposes all. Where the gain falls, or the draft as it was is the better one, traffic has changed, and
     the most is done again.
 
     Args:
@@ -51,14 +53,17 @@ class Effort:
         self._cost = 0.0  # seconds of learning since the last decision
         self._requests = 0  # since traffic was another
 
-    def add(self, original: AcceptanceStats, learned: AcceptanceStats, saved_seconds: float | None = None) -> None:
+    def add(
+        self, original: AcceptanceStats, learned: AcceptanceStats, saved_seconds: float | None = None,
+        stands_for: int = 1,
+    ) -> None:  # fmt: skip
         """Take in what the draft as it was and the learned one make of a request, and the time that the learned one
-        saved, where it is known."""
+        saved, where it is known; the request stands for so many."""
         if original.examined == 0 or learned.examined == 0:
             return
         self._gains.append((learned.alpha - original.alpha, math.nan if saved_seconds is None else saved_seconds))
         self._undecided += 1
-        self._requests += 1
+        self._requests += stands_for
         gains, saved = np.array(self._gains).T
         recent, before = gains[-RECENT:], gains[:-RECENT]
         if self.share < self.most and len(before) > RECENT:
@@ -78,8 +83,10 @@ class Effort:
             return
         cost = self._cost / self._undecided * half
         saved_more, error_of_it = _rise(saved[-2 * half :])
-        saves = self._requests * (saved_more - SURELY * error_of_it)
+        saves, at_best = (self._requests * (saved_more + side * SURELY * error_of_it) for side in (-1, 1))
         factor = 2.0 if rise > error and not saves < cost else 0.5  # `nan` tells nothing
+        if at_best < HOPELESS * cost:
+            factor = 0.0
         self.share = min(max(self.share * factor, self.least), self.most)
         self._undecided, self._cost = 0, 0.0
 

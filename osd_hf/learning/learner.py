@@ -82,7 +82,7 @@ class Learner:
         # Parts that the last update had and that the one under way has had, and the requests that it is spread over.
         self._parts_before, self._parts, self._requests_left = 2 * config.steps_per_update, 0, 0
         self._scored_at_once = {"idle": 1, "spread": 4}.get(config.update_strategy, 32)
-        self._k = config.num_assistant_tokens if isinstance(config.num_assistant_tokens, int) else FALLBACK_K
+        self._k = config.compared_k or FALLBACK_K
         if not drafts.per_domain:
             self.updater(None)
 
@@ -118,13 +118,15 @@ class Learner:
 
     def _saved_by(self, trace: Trace, original: AcceptanceStats, learned: AcceptanceStats) -> float | None:
         """Seconds that one request would have taken longer with the draft as it was: the rounds that it would have
-        needed more or, where their number of tokens follows acceptance, what both need for a token."""
-        pacer = self.drafts.pacer
-        if not any(r.num_drafted for r in trace.rounds) or original.examined == 0 or learned.examined == 0:
+        needed more or, where their number of tokens follows acceptance, what both need for a token; for as many tokens
+        as came from the draft, not from past text."""
+        pacer, served = self.drafts.pacer, AcceptanceStats.from_trace(trace)
+        if not served.drafted or original.examined == 0 or learned.examined == 0:
             return 0.0
         if self.config.num_assistant_tokens == "auto":
             before, after = (pacer.token_seconds(stats.alpha) for stats in (original, learned))
-            return None if before is None or after is None else len(trace) * (before - after)
+            share = served.accepted / max(served.accepted + served.text_accepted, 1)
+            return None if before is None or after is None else len(trace) * (before - after) * share
         seconds = pacer.round_seconds(self._k)
         more = original.target_forwards / learned.target_forwards - 1
         return None if seconds is None else more * len(trace.rounds) * seconds
@@ -347,6 +349,8 @@ class Learner:
     def _follow(self, lesson: Lesson) -> Generator[None, None, None]:
         """Compare what has arrived and, after as many requests as lie between two updates at full effort, watch: also
         where updates are rare."""
+        if self.config.update_strategy != "idle" and lesson.may_wait():
+            return
         yield from self._compare(lesson)
         if len(lesson.unwatched) >= self.config.update_interval:
             yield from self._watch(lesson)
@@ -355,7 +359,7 @@ class Learner:
         """Score the requests that have arrived by the draft as it was and by the one that serves, for the choice
         between the two."""
         domain, version = lesson.domain, self.drafts.serving_version(lesson.domain)
-        arrived = lesson.take_arrived()
+        arrived, stands_for = lesson.take_arrived()
         if version == 0:
             with lesson.lock:
                 for trace in arrived:  # both drafts are one
@@ -375,8 +379,8 @@ class Learner:
             if original is not None and learned is not None:
                 saved = self._saved_by(trace, original, learned)
                 if trace.draft_version == version:
-                    self._saved += saved or 0.0
-                lesson.compare(trace, original, learned, saved)
+                    self._saved += (saved or 0.0) * stands_for
+                lesson.compare(trace, original, learned, saved, stands_for)
 
     def _is_counted(self, trace: Trace) -> bool:
         """Whether what happened is what replay would find: of a greedy request, with a fixed number of drafted

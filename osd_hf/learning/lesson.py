@@ -25,6 +25,11 @@ __all__ = ["Lesson", "ReplayBuffer"]
 HOLD_BACK_EVERY = 4  # requests, of which one is held back
 HELD_BACK = 16  # newest held-back requests that a version is tried on
 WATCHED = 64  # newest requests that a promotion is judged by afterwards
+SPARSE = 4  # requests of which one is compared while effort is below its most
+ODD = 2.0  # standard deviations below what the newest requests were accepted: it and the next few are compared then
+NEXT_FEW = 12
+LIVE = 32  # requests that this is known from
+FEWEST = 8  # examined tokens of one that says something
 MOST_DOMAINS = 1024  # with a sample of their own; labels may be anybody's
 
 
@@ -119,6 +124,8 @@ class Lesson:
         self.held_back: deque[Trace] = deque()
         self.arrived: deque[Trace] = deque(maxlen=WATCHED)  # not yet compared by both drafts
         self.unwatched: deque[Trace] = deque(maxlen=WATCHED)  # compared since somebody looked
+        self._live: deque[float] = deque(maxlen=LIVE)  # what was accepted of the draft's tokens, by request
+        self._to_compare = 0  # requests that are all compared, as one was accepted much less
         self.choice = Choice()
         self.effort = Effort(self.config.min_effort, self.config.max_effort)
         self.dropped = 0  # versions in a row
@@ -135,6 +142,21 @@ class Lesson:
             self.pending.append(to_learn)
         if self.config.gate:
             self.arrived.append(trace)
+            served, known = AcceptanceStats.from_trace(trace), np.array(self._live)
+            self._to_compare = max(self._to_compare - 1, 0)
+            if served.examined >= FEWEST:
+                if len(known) >= LIVE / 2 and served.alpha < known.mean() - ODD * known.std():
+                    self._to_compare = NEXT_FEW
+                self._live.append(served.alpha)
+
+    def may_wait(self) -> bool:
+        """Whether what has arrived need not be compared yet: while little is learned, and nothing is odd, one request
+        in a few tells enough."""
+        with self.lock:
+            return self._is_sparse() and len(self.arrived) < SPARSE
+
+    def _is_sparse(self) -> bool:
+        return not self._to_compare and self.effort.share < self.effort.most and not self.choice.is_original()
 
     def hold_back(self, trace: Trace) -> Trace | None:
         """Take in a request; returns the one to learn from in its place: itself, an older one, or none yet."""
@@ -194,9 +216,13 @@ class Lesson:
                     kept.remove(trace)
         self.buffer.discard(self.set_aside)
 
-    def take_arrived(self) -> list[Trace]:
-        """What has arrived since the last call."""
-        return self._take(self.arrived)
+    def take_arrived(self) -> tuple[list[Trace], int]:
+        """What of that which has arrived since the last call is to be compared, and how many requests each of it
+        stands for."""
+        arrived = self._take(self.arrived)
+        with self.lock:
+            is_sparse = self._is_sparse() and len(arrived) == SPARSE
+        return (arrived[-1:], SPARSE) if is_sparse else (arrived, 1)
 
     def take_unwatched(self) -> list[Trace]:
         """What has been compared since the last call."""
@@ -209,13 +235,14 @@ class Lesson:
             return taken
 
     def compare(
-        self, trace: Trace, original: AcceptanceStats, learned: AcceptanceStats, saved_seconds: float | None
-    ) -> None:
+        self, trace: Trace, original: AcceptanceStats, learned: AcceptanceStats, saved_seconds: float | None,
+        stands_for: int = 1,
+    ) -> None:  # fmt: skip
         """Take in what the draft as it was and the learned one make of a request that has arrived, and the time that
-        the learned one has saved, where it is known."""
+        the learned one has saved, where it is known; it stands for so many requests."""
         with self.lock:
             self.choice.add(trace, original, learned)
-            self.effort.add(original, learned, saved_seconds)
+            self.effort.add(original, learned, saved_seconds, stands_for)
             self.unwatched.append(trace)
 
     def begin_watching(self, version: int, tried: Mapping[Trace, AcceptanceStats]) -> None:
