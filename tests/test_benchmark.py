@@ -355,7 +355,8 @@ def test_the_command_times_static_and_learned_drafts(saved, rows, tmp_path, caps
     assert report == json.loads((tmp_path / "report.json").read_text())
     assert list(report["by_dataset"]) == ["questions", "all"]
     names = [
-        "target alone", "prompt lookup", "stock static", "lean static", "lean learned", "lean learned auto",
+        "target alone", "prompt lookup", "stock static", "lean static", "lean learned",
+        *(f"auto, {source}" for source in ("draft only", "text only", "both")),
     ]  # fmt: skip
     assert list(report["by_dataset"]["questions"]) == names
     assert report["learned_from_requests"] == 9
@@ -364,7 +365,7 @@ def test_the_command_times_static_and_learned_drafts(saved, rows, tmp_path, caps
     assert (folder / "speedups.png").read_bytes().startswith(b"\x89PNG")
     out = capsys.readouterr().out
     first_cells = [line.split("  ")[0] for line in out.splitlines()]
-    assert [first_cells.count(name) for name in names] == [2] * len(names)
+    assert [first_cells.count(name) for name in names] == [3] * len(names)
     printed = "\n".join(_tables(with_usual_times(report), ["questions", "all"]))
     assert max(map(len, printed.splitlines())) <= 119
 
@@ -375,7 +376,7 @@ def test_bundled_prompts_are_answered_by_any_pair(saved, tmp_path):
     assert main(["bench", *models, *sizes, "--output-dir", str(tmp_path / "out")]) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert list(report["by_dataset"]) == ["sql", "math", "python", "finance", "all"]
-    assert "lean static auto" in report["by_dataset"]["all"]
+    assert "auto, both" in report["by_dataset"]["all"]
     assert "lean learned" not in report["by_dataset"]["all"]
 
 

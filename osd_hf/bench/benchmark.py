@@ -8,7 +8,6 @@ import functools
 import math
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,12 +21,13 @@ from osd_hf.assistant import OnlineAssistant
 from osd_hf.bench.controlled import ControlledAcceptance, answer_greedily, feeds_through
 from osd_hf.bench.display import progress
 from osd_hf.config import OnlineConfig
-from osd_hf.drafting.forward import DraftForward
+from osd_hf.drafting.forward import CompiledTarget, DraftForward
 from osd_hf.drafting.generator import Clock
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.metrics import AcceptanceStats, expected_speedup, figures_of
 from osd_hf.pair import eos_ids, set_fixed_k, unwrap
-from osd_hf.trace import DraftRound, num_accepted
+from osd_hf.trace import DraftRound, Trace, num_accepted
+from osd_hf.utils.report import process_peak_bytes
 
 KINDS = ("alone", "prompt_lookup", "stock", "lean")
 ALL = "all"
@@ -53,8 +53,12 @@ class System:
             `"alone"`: the target's `generate`; `"prompt_lookup"` and `"stock"`: transformers' own assisted generation,
             without a draft model and with one; `"lean"`: [`OnlineAssistant`], which does not learn meanwhile.
         draft (`PreTrainedModel`, *optional*): The draft of `"stock"` and `"lean"`; left as it is.
-        num_assistant_tokens (`int` or `"auto"`, *optional*, defaults to 5), compile_draft (`bool`, *optional*):
-            k, at threshold 0 and a constant schedule; only `"lean"` takes `"auto"`, and a draft to compile.
+        num_assistant_tokens (`int` or `"auto"`, *optional*, defaults to 5):
+            k, at threshold 0 and a constant schedule; only `"lean"` takes `"auto"`.
+        compile_draft, compile_target (`bool`, *optional*): Of `"lean"`: what is compiled.
+        candidates (`str`, *optional*, defaults to `"both"`):
+            Of `"auto"`: from the `"draft"`, from past `"text"`, or from `"both"`.
+        earlier (`Sequence[Trace]`, *optional*): Of `"auto"`: requests whose text may be proposed from the first on.
         acceptance (`ControlledAcceptance`, *optional*): What is put in place of the draft's own proposals.
 
     Raises:
@@ -66,6 +70,9 @@ class System:
     draft: Any = None
     num_assistant_tokens: int | Literal["auto"] = 5
     compile_draft: bool = False
+    compile_target: bool = False
+    candidates: Literal["both", "draft", "text"] = "both"
+    earlier: Sequence[Trace] = ()
     acceptance: ControlledAcceptance | None = None
 
     def __post_init__(self) -> None:
@@ -77,7 +84,7 @@ class System:
                 f"The system {self.name!r} of kind {self.kind} {'needs a' if drafts else 'has no'} draft."
             )
         k = self.num_assistant_tokens
-        if (k == "auto" or self.compile_draft) and self.kind != "lean":
+        if (k == "auto" or self.compile_draft or self.compile_target) and self.kind != "lean":
             raise ConfigError(f'Only a lean system drafts "auto" or compiled, got {self.name!r} of kind {self.kind}.')
         if k != "auto" and k < 1:
             raise ConfigError(f"`num_assistant_tokens` must be at least 1, got {k} for {self.name!r}.")
@@ -89,6 +96,9 @@ class System:
             "kind": self.kind,
             "num_assistant_tokens": None if self.kind == "alone" else self.num_assistant_tokens,
             "compile_draft": self.compile_draft,
+            "compile_target": self.compile_target,
+            "candidates": self.candidates if self.num_assistant_tokens == "auto" else None,
+            "earlier_requests": len(self.earlier),
             "is_controlled": self.acceptance is not None,
         }
 
@@ -199,7 +209,7 @@ class BenchmarkReport:
         if draft is not None and isinstance(k, int) and stats.examined:
             drafted, speedup, bound = float(k), expected_speedup(stats.alpha, k, c), expected_speedup(1, k, c)
         else:
-            drafted = stats.drafted / stats.target_forwards
+            drafted = stats.drafted / stats.target_forwards  # past text takes no forward
             speedup = stats.block_efficiency / (c * drafted + 1)
             bound = (drafted + 1) / (c * drafted + 1)
         as_wide = (c * drafted + 1) / (c * drafted + wide)
@@ -219,7 +229,8 @@ class BenchmarkReport:
             "tokens_per_second": tokens / seconds,
             "first_token_seconds": statistics.median(a.first_token_seconds for a in answers),
             **{k: v for k, v in figures_of(stats).items() if k != "accepted_length_histogram"},
-            "drafted_per_round": stats.drafted / stats.target_forwards,
+            "drafted_per_round": (stats.drafted + stats.text_drafted) / stats.target_forwards,
+            "share_of_tokens": {"draft": stats.accepted / stats.emitted, "text": stats.text_accepted / stats.emitted},
             "outputs": {name: outcomes.count(name) for name in ("identical", "tied", "differing")},
             "peak_bytes": max(peaks, default=None),
             "times_alone": times_alone,
@@ -461,10 +472,32 @@ class _Notes(BaseStreamer):
             known = 1
         return rounds
 
-    def round_times(self) -> RoundTimes:
-        first, rounds = self.moments[1], self.rounds()[1:]
+    def time_compiled(self, compiled: CompiledTarget) -> Callable[[], None]:
+        """Time the rounds of a compiled target until what is returned is called."""
+        make = compiled.verification
+
+        def timed(*args: Any) -> Any:
+            made: Any = make(*args)
+            if made is not None:
+                forward = made.forward
+
+                def run(**kwargs: Any) -> Any:
+                    began = self.clock()
+                    output = forward(**kwargs)
+                    self.spans["target"].append((began, self.clock()))
+                    return output
+
+                made.forward = run
+            return made
+
+        compiled.verification = timed  # type: ignore[method-assign, assignment]
+        return functools.partial(setattr, compiled, "verification", make)
+
+    def round_times(self, known: Sequence[DraftRound] | None = None) -> RoundTimes:
+        """Of rounds that are known, or that are found by what the target was fed."""
+        first, rounds = self.moments[1], (self.rounds() if known is None else known)[1:]
         draft, target = (sum(end - began for began, end in spans if began >= first) for spans in self.spans.values())
-        drafted = sum(r.num_drafted for r in rounds)
+        drafted = sum(r.num_drafted - r.text_counts[0] for r in rounds)
         return RoundTimes(len(rounds), drafted, self.moments[-1] - first, draft, target)
 
 
@@ -488,22 +521,28 @@ class _Way:
             if system.acceptance is not None:
                 system.acceptance.steer_module(self.draft)
         elif system.kind == "lean":
-            config = OnlineConfig(num_assistant_tokens=k, compile_draft=system.compile_draft, update_strategy="manual")
+            config = OnlineConfig(
+                num_assistant_tokens=k, candidates=system.candidates, compile_draft=system.compile_draft,
+                compile_target=system.compile_target, num_logprobs=1, update_strategy="manual",
+            )  # fmt: skip
             self.assistant = OnlineAssistant(target, system.draft, tokenizer, config)
+            for trace in system.earlier if config.reads_text else ():
+                self.assistant.remember(np.concatenate([trace.prompt_ids, trace.completion_ids]))
             self.draft = self.assistant.draft
             assert self.assistant.drafting is not None
             if system.acceptance is not None:
                 system.acceptance.steer_lean(self.assistant.drafting)
 
-    def _generate(self, request: _Request, notes: _Notes) -> list[int]:
+    def _generate(self, request: _Request, notes: _Notes, on_trace: Any = None) -> list[int]:
         ids = torch.tensor([request.ids], device=self.model.device)
         kwargs = {**self.kwargs, "attention_mask": torch.ones_like(ids), "streamer": notes}
-        with self.model.register_forward_pre_hook(notes.note_input, with_kwargs=True):
-            if self.assistant is not None:
-                output = self.assistant.generate(ids, domain=request.dataset, learn=False, **kwargs)
-            else:
+        if self.assistant is not None:  # it counts by itself; a hook would have a compiled target compiled again
+            self.assistant.reset_stats()
+            output = self.assistant.generate(ids, domain=request.dataset, learn=False, on_trace=on_trace, **kwargs)
+        else:
+            with self.model.register_forward_pre_hook(notes.note_input, with_kwargs=True):
                 output = self.target.generate(ids, **kwargs)
-            return list(output[0, len(request.ids) :].tolist())  # waits for the device
+        return list(output[0, len(request.ids) :].tolist())  # waits for the device
 
     def answer(self, request: _Request) -> tuple[list[int], TimedAnswer]:
         """The tokens of an answer, and how long it took; nothing is known of the outcome yet."""
@@ -516,7 +555,7 @@ class _Way:
         tokens = self._generate(request, notes)
         seconds = time.perf_counter() - started
         peak = torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else None
-        stats = AcceptanceStats.from_rounds(notes.rounds())
+        stats = AcceptanceStats.from_rounds(notes.rounds()) if self.assistant is None else self.assistant.stats
         return tokens, TimedAnswer(len(tokens), seconds, notes.moments[1] - started, stats, "", peak)
 
     def watch(self, request: _Request) -> RoundTimes:
@@ -528,17 +567,20 @@ class _Way:
                 torch.cuda.synchronize(device)
             return time.perf_counter()
 
-        notes = _Notes(clock)
+        notes, traces, handles = _Notes(clock), list[Trace](), list[Any]()
         with contextlib.ExitStack() as timed:
-            handles = notes.time_module(self.model, "target")
             if self.assistant is not None and self.assistant.drafting is not None:
                 timed.callback(feeds_through(self.assistant.drafting, notes.timed_feed))
+                if self.assistant.compiled_target is not None:
+                    timed.callback(notes.time_compiled(self.assistant.compiled_target))
             elif self.draft is not None:
                 handles += notes.time_module(unwrap(self.draft), "draft")
+            if not self.system.compile_target:  # which a hook would have compiled again
+                handles += notes.time_module(self.model, "target")
             for handle in handles:
                 timed.enter_context(handle)
-            self._generate(request, notes)
-        return notes.round_times()
+            self._generate(request, notes, on_trace=None if self.assistant is None else traces.append)
+        return notes.round_times(traces[0].rounds if traces else None)
 
 
 def _facts(target: Any, max_new_tokens: int, weights: dict[str, int]) -> dict[str, Any]:
@@ -554,15 +596,5 @@ def _facts(target: Any, max_new_tokens: int, weights: dict[str, int]) -> dict[st
             if on_cuda
             else "not measured: the systems share one process, whose resident memory does not tell them apart"
         ),
-        "process_peak_bytes": _process_peak_bytes(),
+        "process_peak_bytes": process_peak_bytes(),
     }
-
-
-def _process_peak_bytes() -> int | None:
-    """Largest resident memory of this process so far; `None` where the system does not say."""
-    if sys.platform == "win32":
-        return None
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

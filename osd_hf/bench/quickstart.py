@@ -161,7 +161,7 @@ def _measured(
         best, ceiling = _ceiling(pair.draft, served, later, config, sizes)
         done("ceiling")
         torch.set_num_threads(serving_threads)
-        timed = _timed(pair, assistant.draft, asked, sizes)
+        timed = _timed(pair, assistant.draft, served, asked, sizes)
         done("timing")
     while_serving = {"frozen": frozen, "learned": [AcceptanceStats.from_trace(t) for t in served]}
     serving = Comparison([t.domain for t in served], while_serving)
@@ -231,12 +231,16 @@ def _ceiling(
 
 
 def _timed(
-    pair: Pair, learned: Any, asked: Sequence[tuple[str, list[int]]], sizes: QuickstartSizes
+    pair: Pair, learned: Any, earlier: Sequence[Trace], asked: Sequence[tuple[str, list[int]]], sizes: QuickstartSizes
 ) -> BenchmarkReport:
-    """The target alone, transformers' assisted generation with the draft as it was, and ours with the learned one."""
+    """The target alone, transformers' assisted generation with the draft as it was, and ours with the learned one and
+    the text of what it was learned from."""
     prompts = {domain: [ids for name, ids in asked if name == domain][: sizes.timed_requests] for domain in DOMAINS}
     alone, static, ours = WAYS
-    systems = [System(alone, "alone"), System(static, "stock", pair.draft, K), System(ours, "lean", learned, "auto")]
+    systems = [
+        System(alone, "alone"), System(static, "stock", pair.draft, K),
+        System(ours, "lean", learned, "auto", earlier=earlier),
+    ]  # fmt: skip
     return benchmark(
         pair.target, systems, prompts, max_new_tokens=sizes.max_new_tokens, watched_requests=0,
         tokenizer=pair.tokenizer, show_progress=True,

@@ -23,12 +23,15 @@ from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, DataError
 from osd_hf.pair import load_pair, prompt_room
 from osd_hf.prompts import encode_prompts, encode_turn, read_prompts
+from osd_hf.store.store import CorrectionStore
+from osd_hf.trace import Trace
 from osd_hf.utils.report import make_folder, provenance, write_report
 
 Stream = list[tuple[str, list[int]]]  # the data set and token ids of each request that is learned from
 Prompts = dict[str, list[list[int]]]  # data set -> token ids of each prompt
 
 MEBI = 1 << 20
+SOURCES = {"draft": "draft only", "text": "text only", "both": "both"}
 CONTROLLED = "controlled acceptance, for times of large shapes with random weights"
 
 _models, _prompts, _sizes, _shapes = in_groups("models", "prompts", "sizes", CONTROLLED)
@@ -143,26 +146,45 @@ def _numbers(text: str, kind: Any, flag: str) -> list[Any]:
 
 
 def _systems(
-    drafts: Mapping[str, Any], ks: Sequence[int], *, compiles: bool, acceptance: ControlledAcceptance | None = None
-) -> list[System]:
-    """The target alone, prompt lookup, stock with the first draft, lean with each; the last also at its own pace."""
+    drafts: Mapping[str, Any], ks: Sequence[int], *, compiles: bool, earlier: Sequence[Trace] = (),
+    acceptance: ControlledAcceptance | None = None,
+) -> list[System]:  # fmt: skip
+    """The target alone, prompt lookup, stock with the first draft, lean with each; the last also at its own pace, with
+    candidates of its own, of past text, and of both."""
     systems = [System("target alone", "alone")]
     if acceptance is None:
         systems.append(System("prompt lookup", "prompt_lookup", num_assistant_tokens=ks[0]))
 
-    def add(kind: Any, name: str, k: Any, is_compiled: bool = False) -> None:
-        words = [kind, name, "auto" if k == "auto" else f"k={k}" if len(ks) > 1 else "", "compiled" * is_compiled]
+    def add(kind: Any, name: str, k: Any, is_compiled: bool = False, candidates: Any = "draft") -> None:
+        words = [kind, name, f"k={k}" if len(ks) > 1 else ""]
+        if k == "auto":
+            words = ["auto" if acceptance else f"auto, {SOURCES[candidates]}"]
+        words.append("compiled" * is_compiled)
         shown = " ".join(word for word in words if word)
-        systems.append(System(shown, kind, drafts[name], k, is_compiled, acceptance))
+        systems.append(
+            System(
+                shown,
+                kind,
+                drafts[name],
+                k,
+                compile_draft=is_compiled,
+                compile_target=is_compiled and k == "auto",
+                candidates=candidates,
+                earlier=earlier if k == "auto" else (),
+                acceptance=acceptance,
+            )  # fmt: skip
+        )
 
     first, *_, last = [*drafts, *drafts]
     for name in drafts:
-        for k in [*ks, "auto"] if name == last else ks:
-            if name == first and k != "auto":
+        for k in ks:
+            if name == first:
                 add("stock", name, k)
-            add("lean", name, k)
-            if compiles:
-                add("lean", name, k, True)
+            for is_compiled in (False, True)[: 1 + compiles]:
+                add("lean", name, k, is_compiled)
+    for candidates in SOURCES if acceptance is None else ("draft",):
+        for is_compiled in (False, True)[: 1 + compiles]:
+            add("lean", last, "auto", is_compiled, candidates)
     return systems
 
 
@@ -174,14 +196,15 @@ def _served(settings: BenchSettings) -> tuple[BenchmarkReport, int, dict[str, An
         room = prompt_room(target.config, draft.config, settings.max_new_tokens)
         stream, prompts = _read_prompts(settings, settings.prompts, tokenizer, room)
     threads, thread_seconds = choose_threads(target, next(iter(prompts.values()))[0], settings.threads)
-    drafts = {"static": draft}
+    drafts, earlier = {"static": draft}, CorrectionStore()
     if stream:
         config = OnlineConfig(num_assistant_tokens=settings.ks[0], seed=settings.seed)
-        with OnlineAssistant(target, draft, tokenizer, config) as assistant:
+        with OnlineAssistant(target, draft, tokenizer, config, store=earlier) as assistant:
             serve_stream(assistant, stream, settings.max_new_tokens)
         drafts["learned"] = assistant.draft
+    systems = _systems(drafts, settings.ks, compiles=settings.compile, earlier=list(earlier))
     report = benchmark(
-        target, _systems(drafts, settings.ks, compiles=settings.compile), prompts, tokenizer=tokenizer,
+        target, systems, prompts, tokenizer=tokenizer,
         max_new_tokens=settings.max_new_tokens, watched_requests=settings.watched_requests, show_progress=True,
     )  # fmt: skip
     return report, threads, {"learned_from_requests": len(stream), "thread_seconds": thread_seconds}
@@ -285,6 +308,12 @@ def _tables(data: dict[str, Any], datasets: Sequence[str]) -> list[str]:
         "the model, which reads none; bound: at alpha = 1.",
     ]
     parts = data["by_dataset"]["all"]
+    rows = [_source_row(name, part) for name, part in parts.items()]
+    header = ["where tokens came from", "draft", "its alpha", "past text", "its alpha", "target"]
+    lines += ["", text_table(header, rows)]
+    lines.append(
+        "\nauto takes what pays by measured costs, with the last of the drafts above and the text it learned from."
+    )
     rows = [_round_row(name, part, data["weights_bytes"][name]) for name, part in parts.items()]
     header = [
         "a round, in ms", "rounds", "drafted", "draft", "target", "rest", "all", "c", "identical", "weights MiB",
@@ -317,6 +346,12 @@ def _speed_row(name: str, part: dict[str, Any]) -> list[str]:
         figure(part["times_stock"]["median"], 2) if "times_stock" in part else "-", figure(model.get("speedup"), 2),
         over, figure(model.get("speedup_wide"), 2), over_wide, figure(model.get("bound"), 2),
     ]  # fmt: skip
+
+
+def _source_row(name: str, part: dict[str, Any]) -> list[str]:
+    draft, text = (part["share_of_tokens"][source] for source in ("draft", "text"))
+    alphas = figure(part["alpha"]), figure(part["text_alpha"])
+    return [name, f"{draft:.0%}", alphas[0], f"{text:.0%}", alphas[1], f"{1 - draft - text:.0%}"]
 
 
 def _round_row(name: str, part: dict[str, Any], weights: int) -> list[str]:
