@@ -124,8 +124,8 @@ def _settings(service: Service) -> list[gr.components.Component]:
             label = "Let the target answer alone as well, to compare"
             check = gr.Checkbox(not service.is_public, label=label, elem_id="check")
             remember = gr.Checkbox(not service.pair.is_bundled, label="Remember the earlier turns")
-        info = "auto decides by measured acceptance and costs, and may not draft at all"
-        k = gr.Radio(KS, value="5", label="k, tokens drafted per round", info=info)
+        info = "auto decides by measured acceptance and costs, and takes what stood in the chat before as well"
+        k = gr.Radio(KS, value="auto", label="k, tokens drafted per round", info=info)
         most = PUBLIC_NEW_TOKENS if service.is_public else MAX_NEW_TOKENS
         tokens = gr.Slider(1, most, value=96, step=1, label="New tokens at most")
         do_sample = gr.Checkbox(False, label="Sample (greedy otherwise)")
@@ -281,7 +281,7 @@ class _Events:
         failed = f"Still serving {self.service.pair.name}"
         yield _outcome(failed, lambda: f"Serving {load(target.strip() or None, draft.strip() or None).name}.")
 
-    def chat(self, prompt: str, domain: str = AUTOMATIC, max_new_tokens: int = 96, k: str = "5",
+    def chat(self, prompt: str, domain: str = AUTOMATIC, max_new_tokens: int = 96, k: str = "auto",
              do_sample: bool = False, temperature: float = 1.0, top_p: float = 1.0, learn: bool = True,
              remember: bool = False, request: gr.Request = None) -> Iterator[dict[str, Any]]:  # fmt: skip
         """Answer a prompt as the page does; streams what there is so far, the last item with all figures."""
@@ -371,6 +371,7 @@ def _told(answer: Answer) -> dict[str, Any]:
             for t in answer.tokens
         ],
         "alpha": None if stats is None or not stats.examined else stats.alpha,
+        "text_alpha": None if stats is None or not stats.text_examined else stats.text_alpha,
         "tokens_per_target_pass": None if stats is None else stats.block_efficiency,
         "tokens_per_second": answer.tokens_per_second,
         "first_token_seconds": answer.first_token_seconds,

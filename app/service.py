@@ -16,7 +16,16 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from osd_hf import AcceptanceStats, ConfigError, LearnerError, OnlineConfig, OSDError, Trace, emitted_tokens
+from osd_hf import (
+    AcceptanceStats,
+    ConfigError,
+    EmittedToken,
+    LearnerError,
+    OnlineConfig,
+    OSDError,
+    Trace,
+    emitted_tokens,
+)
 from osd_hf.bench.benchmark import cores
 from osd_hf.bundled import DOMAINS
 from osd_hf.replay import replay_each
@@ -291,6 +300,7 @@ class Service:
                     domain=answer.domain,
                     learn=answer.settings.learn,
                     num_assistant_tokens=answer.settings.k,
+                    owner=session.owner,  # what one visitor wrote is proposed to no other
                     on_trace=on_trace,
                     streamer=_Rounds(take),
                     stopping_criteria=StoppingCriteriaList([_Stop(answer.stop)]),
@@ -312,7 +322,7 @@ class Service:
         pieces.push(token.id for token in origins)
         said = [None if token.drafted_id is None else text_of(tokenizer, [token.drafted_id]) for token in origins]
         answer.tokens = [
-            ShownToken(text, token.origin, instead, token.drafted_prob)
+            ShownToken(text, _shown_origin(token), instead, token.drafted_prob)
             for text, token, instead in zip(pieces.texts, origins, said, strict=True)
         ]
         answer.stats, answer.version = AcceptanceStats.from_trace(trace), serving.version
@@ -337,6 +347,10 @@ class Service:
                 return
         total, tokens = (sum(column) for column in zip(*self.alone, strict=True))
         answer.alone_seconds = total / tokens * emitted
+
+
+def _shown_origin(token: EmittedToken) -> str:
+    return "text" if token.origin == "accepted" and token.source == "text" else token.origin
 
 
 def _timed_alone(pair: ServedPair, ids: torch.Tensor, settings: dict[str, Any], stop: threading.Event | None = None,

@@ -31,8 +31,9 @@ BUNDLED = (
 
 LEGEND = """<div class="osd-legend" aria-label="What the colors mean">
 <span class="osd-t osd-accepted">accepted</span> guessed by the small draft, confirmed by the target
-<span class="osd-t osd-corrected">corrected</span> the draft guessed something else: point at it, or tab to it
-<span class="osd-t osd-bonus">bonus</span> the target's own next token, free with each check
+<span class="osd-t osd-text">repeated</span> from this chat, confirmed
+<span class="osd-t osd-corrected">corrected</span> the guess was another: point at it, or tab to it
+<span class="osd-t osd-bonus">bonus</span> the target's own next token
 </div>"""
 
 
@@ -107,6 +108,8 @@ def _figures(answer: Answer) -> str:
         parts.append(f"{answer.tokens_per_second:.0f} tokens/s")
     if stats.examined:
         parts.append(f"α {stats.alpha:.2f}")
+    if stats.text_examined:
+        parts.append(f"α of repeated text {stats.text_alpha:.2f}")
     parts.append(f"{stats.block_efficiency:.1f} tokens per target pass")
     if answer.speedup is not None:
         rate = f"{answer.speedup:.2f}× the target alone"

@@ -38,7 +38,7 @@ class Settings:
 
     domain: str | None = None  # `None` finds it by the prompt's words
     learn: bool = True  # otherwise nothing of the request is kept or learned from
-    k: int | Literal["auto"] = 5  # tokens drafted per round
+    k: int | Literal["auto"] = "auto"  # tokens drafted per round
     do_sample: bool = False
     temperature: float = 1.0
     top_p: float = 1.0
@@ -72,8 +72,9 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class ShownToken:
-    """A token of an answer: its text, its origin (`EmittedToken.origin`, or `"target"` until it is known which of the
-    target's it is), and for a correction what the draft had said and with what probability."""
+    """A token of an answer: its text, its origin (`EmittedToken.origin`; `"text"` if it was accepted from past text,
+    and `"target"` until it is known which of the target's it is), and for a correction of the draft what it had
+    said and with what probability."""
 
     text: str
     origin: str
@@ -152,6 +153,7 @@ class Session:
 
     id: str
     room: Room
+    owner: str = field(default_factory=lambda: secrets.token_urlsafe(16))  # of what it says, until it is cleared
     is_private: bool = False
     entries: list[Answer | Batch] = field(default_factory=list)
     corrections: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -312,6 +314,8 @@ class Visitors:
         with self._lock:
             self._check_free(session)
             session.entries, session.corrections, session.notice, session.kept_bytes = [], Counter(), None, 0
+            session.room.assistant.forget(session.owner)
+            session.owner = secrets.token_urlsafe(16)
         session.touch()
 
     def begin(self, session: Session, job: Answer | Batch, wants_private: bool | None) -> None:

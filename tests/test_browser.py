@@ -143,6 +143,12 @@ def reset(page: Page) -> None:
     expect(page.locator("#kept")).to_contain_text("as it was")
 
 
+def places_of(page: Page, *names: str) -> list[tuple[float, ...]]:
+    """Where parts of the page lie on it, however far it is scrolled, and how large they are."""
+    scrolled, boxes = page.evaluate("window.scrollY"), [page.locator(name).bounding_box() for name in names]
+    return [(box["x"], box["y"] + scrolled, box["width"], box["height"]) for box in boxes if box is not None]
+
+
 # --- one visitor ----------------------------------------------------------------------------------------------------
 
 
@@ -161,7 +167,7 @@ def test_acceptance_rises_while_one_chats(page: Page, address: str) -> None:
     for part in ("tokens/s", "α 0.", "tokens per target pass", "× the target alone", "the target alone says the same"):
         assert part in figures
     # Twenty prompts of a domain: the draft that learns leaves the frozen one behind.
-    places = [page.locator(name).bounding_box() for name in ("#prompt", "#curves", "#shown")]
+    places = places_of(page, "#prompt", "#curves", "#shown")
     choose(page, "#domain", "finance")
     page.locator("#twenty").click()
     expect(page.locator("#chat")).to_contain_text("20 of 20 answered, done")
@@ -172,7 +178,7 @@ def test_acceptance_rises_while_one_chats(page: Page, address: str) -> None:
     expect(page.locator("#curves .osd-promoted").first).to_be_visible()
     assert last_alpha(page, "learning") > last_alpha(page, "frozen") + 0.02
     expect(page.locator("#state")).to_contain_text("promoted")
-    assert [page.locator(name).bounding_box() for name in ("#prompt", "#curves", "#shown")] == places  # nothing jumped
+    assert places_of(page, "#prompt", "#curves", "#shown") == places  # nothing jumped
     # The next domain is served by a draft of its own, and can be stopped.
     page.locator("#shift").click()
     expect(page.locator("#chat")).to_contain_text(f"{ANSWERS} of 20 answered")
