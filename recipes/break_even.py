@@ -53,6 +53,7 @@ from osd_hf.replay import replay_each
 
 RULES: dict[str, dict[str, Any]] = {
     "default": {},
+    "draft alone": {"candidates": "draft"},
     "full effort": {"min_effort": 1.0},
     "not learning": {"update_strategy": "manual"},
     "before": {**EARLIER_RULE, "min_effort": 1.0},  # its steps and batches, in the present code

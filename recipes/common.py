@@ -45,6 +45,7 @@ TEMPLATES = {
     "code_search_net_python": "Write Python: {func_documentation_string:.300}",
     "finance_alpaca": "{instruction}",
 }
+QUOTING_TEMPLATES = {"dialogsum": "Summarize the dialogue.\n{document}"}  # whose answers quote the prompt
 # The order in which streams go through them.
 DATASETS = ("gsm8k", "spider", "finance_alpaca", "code_search_net_python")
 REPLAY_RULES: dict[str, dict[str, Any]] = {
@@ -107,7 +108,7 @@ def prompts(name: str, tokenizer: Any, n: int, seed: int) -> list[list[int]]:
     """Token ids of `n` prompts drawn at random (seeded) from a data set, each as one user turn."""
     known = rows(name)
     chosen = random.Random(seed).sample(known, min(n, len(known)))
-    turns = [[{"role": "user", "content": TEMPLATES[name].format(**row)}] for row in chosen]
+    turns = [[{"role": "user", "content": (TEMPLATES | QUOTING_TEMPLATES)[name].format(**row)}] for row in chosen]
     return [tokenizer.apply_chat_template(t, add_generation_prompt=True)["input_ids"] for t in turns]
 
 

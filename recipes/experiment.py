@@ -180,7 +180,9 @@ def online(
     """Serve the requests and learn from them; measured on the last fifth, on which the first draft is replayed."""
     rule = OnlineConfig.paper if args.paper_rule else OnlineConfig
     changes = {} if args.learning_rate is None else {"learning_rate": args.learning_rate}
-    config = rule(update_strategy="manual", divergence=args.divergence, seed=args.seed, **changes)
+    config = rule(
+        num_assistant_tokens=K, update_strategy="manual", divergence=args.divergence, seed=args.seed, **changes
+    )
     store, steps = CorrectionStore(), 0
     with OnlineAssistant(*pair, config, store=store) as assistant:
         for number, request in enumerate(tqdm(requests, desc=label, leave=False), start=1):

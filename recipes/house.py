@@ -144,7 +144,9 @@ def requests() -> dict[str, Any]:
     turn = [{"role": "user", "content": bundled_prompts("sql", 1)[0].prompt}]
     ids = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_tensors="pt")["input_ids"]
     found = {}
-    with OnlineAssistant(target, draft, tokenizer, OnlineConfig(update_strategy="manual")) as assistant:
+    with OnlineAssistant(
+        target, draft, tokenizer, OnlineConfig(num_assistant_tokens=5, update_strategy="manual")
+    ) as assistant:
         for kind, settings in (("greedy", {"do_sample": False}), ("sampled", {"do_sample": True})):
 
             def call(settings: dict[str, Any] = settings) -> None:

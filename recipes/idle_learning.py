@@ -68,7 +68,9 @@ def ratio(on: Seconds, off: Seconds, percentile: float) -> list[float]:
 def run(load: float, pair: Any, watch: FirstForward, asked: list[list[int]], args: Any) -> dict[str, Any]:
     target, draft, tokenizer = pair
     rng, store = random.Random(args.seed), CorrectionStore()
-    config = OnlineConfig(update_strategy="idle", micro_step_seconds=args.micro_step, seed=args.seed)
+    config = OnlineConfig(
+        num_assistant_tokens=5, update_strategy="idle", micro_step_seconds=args.micro_step, seed=args.seed
+    )
     rows, idle = [], {True: 0.0, False: 0.0}
     with OnlineAssistant(target, draft, tokenizer, config, store=store) as assistant:
         assistant.pause()

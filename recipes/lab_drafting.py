@@ -108,10 +108,12 @@ def learned(lab: Lab, args: argparse.Namespace) -> dict[str, Any]:
                 System("lookup", "prompt_lookup"),
                 System("stock static", "stock", lab.static(draft)),
                 System("lean learned", "lean", after),
-                System("auto learned", "lean", after, "auto"),
+                System("auto learned", "lean", after, "auto", candidates="draft"),
             ]
             if args.compile:
-                systems.append(System("auto learned compiled", "lean", after, "auto", compile_draft=True))
+                systems.append(
+                    System("auto learned compiled", "lean", after, "auto", candidates="draft", compile_draft=True)
+                )
             report = benchmark(
                 lab.target, systems, {name: lab.requests(name)}, max_new_tokens=args.max_new_tokens,
                 watched_requests=6, show_progress=True,
@@ -141,7 +143,7 @@ def pace(lab: Lab, args: argparse.Namespace) -> dict[str, Any]:
                 held_out = lab.traces(name)[args.learn :]
                 best = max(range(1, 13), key=lambda k: predicted_speedup(model, held_out, k, c))
                 ks = sorted({max(best - 1, 1), best, best + 1})
-                systems = [System("alone", "alone"), System("auto", "lean", model, "auto")]
+                systems = [System("alone", "alone"), System("auto", "lean", model, "auto", candidates="draft")]
                 systems += [System(f"k={k}", "lean", model, k) for k in ks]
                 questions = {name: lab.requests(name)}
                 report = benchmark(
@@ -169,7 +171,11 @@ def useless(lab: Lab, args: argparse.Namespace) -> dict[str, Any]:
     with torch.no_grad():
         for parameter in draft.parameters():
             parameter.normal_(0, 0.02, generator=torch.Generator().manual_seed(0))
-    systems = [System("alone", "alone"), System("auto", "lean", draft, "auto"), System("k=5", "lean", draft)]
+    systems = [
+        System("alone", "alone"),
+        System("auto", "lean", draft, "auto", candidates="draft"),
+        System("k=5", "lean", draft),
+    ]
     questions = {name: lab.requests(name) for name in args.datasets}
     report = benchmark(lab.target, systems, questions, max_new_tokens=args.max_new_tokens, show_progress=True)
     found = {s.name: report.ratio(s.name, "alone") for s in systems[1:]}
@@ -190,7 +196,9 @@ class _Nothing(CandidateGenerator):  # type: ignore[misc]
 def loop(lab: Lab, args: argparse.Namespace) -> dict[str, Any]:
     """The time of a round outside of draft and target: lean at k = 5, and transformers' loop with nothing drafted."""
     draft = lab.static(args.drafts[0])
-    assistant = OnlineAssistant(lab.target, draft, lab.tokenizer, OnlineConfig(update_strategy="manual"))
+    assistant = OnlineAssistant(
+        lab.target, draft, lab.tokenizer, OnlineConfig(num_assistant_tokens=5, update_strategy="manual")
+    )
     stock = generation_utils.GenerationMixin._get_candidate_generator
     rest: dict[str, list[float]] = {"nothing": [], "lean": [], "lean, learning": []}
 

@@ -103,7 +103,7 @@ def last_fifth(report: Any, static: list[AcceptanceStats]) -> dict[str, Any]:
 def live(pair: Any, name: str, n: int, seed: int, recorded_run: Any) -> dict[str, Any]:
     """Serve the first `n` requests with the real target; compare its counts, request by request, with the simulation
     on the traces that it captured, and with the one on the recorded traces."""
-    asked, config = prompts(name, pair.tokenizer, 600, seed)[:n], OnlineConfig(seed=seed)
+    asked, config = prompts(name, pair.tokenizer, 600, seed)[:n], OnlineConfig(num_assistant_tokens=K, seed=seed)
     identical, counts, captured = served_live(pair, asked, config, MAX_NEW_TOKENS, bar=f"live {name}")
     return {
         "requests": n,

@@ -314,7 +314,7 @@ def online(lab: Lab, name: str) -> dict[str, Any]:
 
 def live(lab: Lab, name: str) -> dict[str, Any]:
     """Serve the first requests with the target; its tokens alone, and the counts of both simulations, beside it."""
-    recorded, config = lab.traces(name)[0][: lab.args.live], OnlineConfig(seed=lab.args.seed)
+    recorded, config = lab.traces(name)[0][: lab.args.live], OnlineConfig(num_assistant_tokens=K, seed=lab.args.seed)
     pair, asked = (lab.target, lab.draft, lab.tokenizer), [trace.prompt_ids for trace in recorded]
     identical, counts, captured = served_live(pair, asked, config, lab.args.max_new_tokens, bar=f"live {name}")
     found = {"requests": len(recorded), "token_identical": identical}

@@ -24,6 +24,10 @@ SMOKES = {
         *("--requests", "1", "--learn", "4", "--drafts", "draft", "--datasets", "gsm8k", "--max-new-tokens", "8"),
         *("--parts", "equal", "learned", "pace", "useless", "loop", "--no-compile", "--traces", "{traces}"),
     ],
+    "hybrid": [
+        *("--requests", "1", "--learn", "4", "--drafts", "draft", "--datasets", "gsm8k", "--max-new-tokens", "8"),
+        *("--parts", "systems", "useless", "index", "--indexed", "1000", "--no-compile", "--traces", "{traces}"),
+    ],
     "capture_overhead": ["--requests", "2", "--repeats", "1", "--max-new-tokens", "8"],
 }
 
