@@ -155,6 +155,11 @@ class CompiledForward:
         was compiled fits otherwise is not asked."""
         return torch.compile(self.own_step(), fullgraph=True, options=options | UNGUARDED)
 
+    def warm_up(self, step: Any, model: Any, ids: torch.Tensor, cache: CroppableCache) -> None:
+        """Have the function compiled, and run."""
+        for _ in range(3):
+            step(model, ids, cache)
+
     def tokens(self, count: int, device: Any) -> torch.Tensor:
         """Tokens such as those that it is compiled for; of several, there may be any number."""
         ids = torch.zeros(1, count, dtype=torch.long, device=device)
@@ -217,8 +222,7 @@ class CompiledForward:
             with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
                 for count in self.counts:
                     steps.append(self.traced(options))
-                    for _ in range(3):
-                        steps[-1](model, self.tokens(count, model.device), cache)
+                    self.warm_up(steps[-1], model, self.tokens(count, model.device), cache)
         except Exception as error:  # noqa: BLE001 - whatever a compiler fails with: the eager forward does the same
             self.failed(error)
             return None
@@ -344,15 +348,9 @@ class CompiledTarget(CompiledForward):
     def traced(self, options: dict[str, Any]) -> Any:
         return GuardedStep(self.own_step, options)
 
-    def _compile(self, model: Any, size: int) -> _Compiled | None:
-        compiled = super()._compile(model, size)
-        if compiled is not None:  # the inductor finds again what it compiled a moment ago
-            try:
-                compiled.step.sure(model, self.tokens(3, model.device), compiled.free[0])
-            except Exception as error:  # noqa: BLE001 - as above
-                self.failed(error)
-                return None
-        return compiled
+    def warm_up(self, step: Any, model: Any, ids: torch.Tensor, cache: CroppableCache) -> None:
+        super().warm_up(step, model, ids, cache)
+        step.sure(model, ids, cache)  # the inductor finds again what it compiled a moment ago
 
     @contextlib.contextmanager
     def mode(self) -> Iterator[None]:
