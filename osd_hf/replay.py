@@ -233,19 +233,17 @@ def emitted_tokens(trace: Trace, draft: Any = None) -> list[EmittedToken]:
     start = 0
     for r in trace.rounds:
         for i, at in enumerate(range(start, start + r.num_emitted)):
+            is_text = r.from_text is not None and i < r.num_drafted and bool(r.from_text[i])
+            source: Literal["draft", "text"] = "text" if is_text else "draft"
             if i < r.num_accepted:
-                is_text = r.from_text is not None and bool(r.from_text[i])
-                tokens[at] = replace(tokens[at], origin="accepted", source="text" if is_text else "draft")
+                tokens[at] = replace(tokens[at], origin="accepted", source=source)
             elif r.has_correction:
-                is_text = r.from_text is not None and bool(r.from_text[i])
-                said = None if r.q is None or is_text else float(r.q[i])
-                tokens[at] = replace(
-                    tokens[at], origin="corrected", drafted_id=None if is_text else int(r.drafted_ids[i]),
-                    drafted_prob=said,
-                    source="text" if is_text else "draft",
-                )  # fmt: skip
-                if said is None and not is_text:
-                    unknown.append(at)
+                tokens[at] = replace(tokens[at], origin="corrected", source=source)
+                if not is_text:  # what past text said is not kept
+                    said = None if r.q is None else float(r.q[i])
+                    tokens[at] = replace(tokens[at], drafted_id=int(r.drafted_ids[i]), drafted_prob=said)
+                    if said is None:
+                        unknown.append(at)
             elif r.num_drafted:
                 tokens[at] = replace(tokens[at], origin="bonus")
         start += r.num_emitted

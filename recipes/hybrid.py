@@ -29,6 +29,7 @@ from typing import Any
 import common
 import torch
 from common import K, data_folder, drawing, load_pair, make_parser, prompts, recorded, rows, simulated, write_report
+from torch._dynamo.utils import counters
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -166,7 +167,6 @@ def useless(lab: Lab, args: argparse.Namespace) -> dict[str, Any]:
         for compiles in (False, True)[: 1 + args.compile]:
             compiled = {"compile_draft": compiles, "compile_target": compiles}
             ways = [System("alone", "alone"), System(BOTH, "lean", draft, "auto", **compiled)]
-            # Decisions have settled after as many requests again.
             report = benchmark(
                 lab.target, ways, {case: questions}, max_new_tokens=args.max_new_tokens, watched_requests=1
             )
@@ -205,8 +205,6 @@ def verification(lab: Lab, args: argparse.Namespace) -> dict[str, Any]:
         ]  # fmt: skip
         ratios, identical, total = [], 0, args.answers if title == "lab" else max(args.answers // 10, 2)
         draw = random.Random(0)
-        from torch._dynamo.utils import counters
-
         compiled_before = None
         for i, ids in enumerate(tqdm(prompts(name, lab.tokenizer, total, 1), desc=f"{title} answers")):
             prompt = torch.tensor([ids])

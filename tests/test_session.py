@@ -99,15 +99,7 @@ def alike(a: Any, b: Any) -> bool:
 
 @pytest.mark.parametrize("gate", [False, True])
 def test_a_session_comes_back_whole(tmp_path: Path, traces: list[Trace], gate: bool) -> None:
-    config = OnlineConfig(
-        num_assistant_tokens=5,
-        update_strategy="interval",
-        batch_size=4,
-        steps_per_update=1,
-        num_logprobs=8,
-        buffer_size=5,
-        gate=gate,
-    )
+    config = replace(CONFIG, optimizer="muon", gate=gate)
     saved = learner(traces, 3, config)
     save_session(tmp_path / "new" / "folder", saved, {"version": 2, "note": [1, None]}, {"weights": torch.ones(2)})
     fresh = learner(traces, 0, config)

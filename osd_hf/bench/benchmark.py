@@ -494,7 +494,7 @@ class _Notes(BaseStreamer):
         return functools.partial(setattr, compiled, "verification", make)
 
     def round_times(self, known: Sequence[DraftRound] | None = None) -> RoundTimes:
-        """Of rounds that are known, or that are found by what the target was fed."""
+        """How long the rounds took; they are found by what the target was fed, unless they are given."""
         first, rounds = self.moments[1], (self.rounds() if known is None else known)[1:]
         draft, target = (sum(end - began for began, end in spans if began >= first) for spans in self.spans.values())
         drafted = sum(r.num_drafted - r.text_counts[0] for r in rounds)

@@ -212,7 +212,7 @@ class Learning(Settings):
     """How a draft learns."""
 
     paper: bool = _learning("the rule of arXiv 2310.07177; other flags change it", False)
-    # Of what is compared, one names a fixed k.
+    # These commands compare drafts, and figures that are compared need one k.
     config: OnlineConfig = part(group="learning", metavar="X", num_assistant_tokens=5)
 
     def fixed_k(self) -> int:

@@ -116,7 +116,7 @@ class Costs:
     def __init__(self) -> None:
         self.level = 1.0
         self.plain = Cost()
-        # Of rounds without the draft, and with it: it may take the caches from the target.
+        # Rounds without the draft and rounds with it have a line each: a draft may take the caches from the target.
         self.verify, self.verify_drafted = Line(), Line()
         # Forwards of the draft: the first of a round, the first after rounds without it, and each other one.
         self.first, self.catching_up, self.next = Cost(), Cost(), Cost()
@@ -124,7 +124,12 @@ class Costs:
 
     @property
     def are_known(self) -> bool:
-        return min(self.plain.weight, self.verify.weight + self.verify_drafted.weight) >= COSTS_KNOWN
+        return min(self.plain.weight, self.verified) >= COSTS_KNOWN
+
+    @property
+    def verified(self) -> float:
+        """Rounds with candidates that were measured, old ones counted in part."""
+        return self.verify.weight + self.verify_drafted.weight
 
     @property
     def draft(self) -> float:

@@ -187,8 +187,7 @@ class Pacer:
     def round_seconds(self, k: int) -> float | None:
         """What a round that drafts k tokens takes; `None` until one was measured."""
         with self.lock:
-            costs = self.costs
-            return costs.level * costs.round(k) if costs.verify.weight or costs.verify_drafted.weight else None
+            return self.costs.level * self.costs.round(k) if self.costs.verified else None
 
     def token_seconds(self, alpha: float) -> float | None:
         """What a token takes at this acceptance with the best number of drafted tokens, which may be none; `None`
@@ -290,9 +289,7 @@ class AutoPace(Pace):
             plan = self._plan = pacer.plan_for(domain, self._own)
             self._is_timed = plan.plain_seconds is not None
             if not self._is_timed:
-                timed = costs.verify.weight + costs.verify_drafted.weight
-                needed = WARM_UP[round(timed) % len(WARM_UP)]
-                needed = 0 if timed > costs.plain.weight else needed
+                needed = WARM_UP[round(costs.verified) % len(WARM_UP)] if costs.verified <= costs.plain.weight else 0
                 self._start(*((needed, 0) if self._drafts else (0, needed)))
                 return
             number = domain.begin_round()
@@ -302,7 +299,7 @@ class AutoPace(Pace):
             looks_up = self.reads_text and not refreshes
             self._start(MAX_K if drafts and not refreshes else 0, MAX_K if looks_up else 0)
             self._explores = number % EXPLORE == 0
-            # Of the target's part in a round, over the level: what candidates add to it, and what each adds.
+            # What the target's part of a round takes more than a plain round, and what each candidate adds to it.
             base, self._slope = costs.verifying()
             self._more = max(base - costs.plain.mean, 0.0)
             first = costs.drafting(missing) + max(costs.verifying(drafted=True)[0] - base, 0.0)

@@ -53,9 +53,8 @@ def ready_to_serve(draft: Any, config: OnlineConfig) -> Any:
     with learning_context():
         served = merged(draft)
         served = (copy.deepcopy(draft) if served is draft else served).eval()
-    k = config.num_assistant_tokens
-    if k is not None:
-        set_fixed_k(served.generation_config, FALLBACK_K if k == "auto" else k)
+    if config.compared_k is not None:
+        set_fixed_k(served.generation_config, config.compared_k)
     return served
 
 
