@@ -8,6 +8,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -283,7 +284,12 @@ class OnlineAssistant:
         acceptance and costs that this is decided from; `None` otherwise.
         """
         is_auto = self.config.num_assistant_tokens == "auto" and self.config.drafting == "lean"
-        return self._drafts.pacer.plan((domain, do_sample)) if is_auto else None
+        if not is_auto:
+            return None
+        with self._drafts.lease(domain) as draft:
+            token_ids = None if draft.drafting is None else draft.drafting.token_ids
+        plan = self._drafts.pacer.plan((domain, do_sample))
+        return replace(plan, vocab_size=None if token_ids is None else len(token_ids))
 
     @property
     def compiled_target(self) -> CompiledTarget | None:

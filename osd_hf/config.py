@@ -14,6 +14,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "learn_from": ("verified", "corrections"),
     "candidates": ("both", "draft", "text"),
     "text_scope": ("request", "owner", "domain"),
+    "draft_vocabulary": ("auto", "full"),
     "update_strategy": ("spread", "interval", "idle", "manual"),
     "optimizer": ("muon", "adamw"),
 }
@@ -49,6 +50,11 @@ class OnlineConfig:
             it in vain.
         text_bytes (`int`, *optional*, defaults to 67108864):
             Most bytes of that text and its index; 36 a token.
+        draft_vocabulary (`str`, *optional*, defaults to `"auto"`):
+            With `num_assistant_tokens="auto"`, the tokens that a draft chooses among: `"auto"`: those that the target
+            emits in the domain, where its vocabulary has at least 16,384 tokens, once 2,048, 8,192 or 32,768 of them
+            make up all but 0.5 % of what comes; the rows of the others in the draft's head are not computed. It
+            follows traffic and changes no weight. `"full"`: all.
         drafting (`str`, *optional*, defaults to `"lean"`):
             `"lean"`: by the draft's own forward; `"stock"`: by transformers' candidate generator, the reference.
         compile_draft (`bool`, *optional*, defaults to `False`):
@@ -130,6 +136,7 @@ class OnlineConfig:
         "owner", "past text that is looked up: the request's own, its owner's, all answers of the domain"
     )
     text_bytes: int = setting(1 << 26, "of past text and its index, at most")
+    draft_vocabulary: Literal["auto", "full"] = setting("auto", "auto: the draft's head has the tokens in use, or all")
     drafting: Literal["lean", "stock"] = setting("lean", "lean, or stock (transformers' candidate generator)")
     compile_draft: bool = setting(False, "compile the draft's forward (lean drafting)")
     compile_target: bool = setting(False, "compile the target's verification of drafts")

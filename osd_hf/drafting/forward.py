@@ -119,8 +119,8 @@ class CompiledForward:
     mark = staticmethod(torch._dynamo.mark_dynamic)  # where it can only be for so many, compiling fails
 
     def __init__(self, model: Any) -> None:
-        # By size of cache and model; `None` where compiling failed, and while it is under way.
-        self._compiled: dict[tuple[int, int], _Compiled | None] = {}
+        # By size of cache, rows of the head and model; `None` where compiling failed, and while it is under way.
+        self._compiled: dict[tuple[int, int, int], _Compiled | None] = {}
         self._made_for: tuple[Any, ...] = ()
         self._lock = threading.Lock()
         in_child(self, renewing(_lock=threading.Lock, _compiled=dict))  # what was under way never ends in a child
@@ -179,8 +179,10 @@ class CompiledForward:
         # Compiled code and caches have the dtype that they were made with.
         if not self._can_be_compiled or torch.is_autocast_enabled(model.device.type):
             return None
-        # On CUDA, a captured graph reads its weights at one place, and each copy has graphs of its own.
-        key = size, id(model) if model.device.type == "cuda" else 0
+        # A head of other rows is another shape. On CUDA, a captured graph reads its weights at one place, and each
+        # copy has graphs of its own.
+        rows = getattr(model.get_output_embeddings(), "out_features", 0)
+        key = size, rows, id(model) if model.device.type == "cuda" else 0
         with self._lock:
             if self._made_for != (model.dtype, model.device):
                 self._compiled, self._made_for = {}, (model.dtype, model.device)

@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 
@@ -18,6 +20,8 @@ from osd_hf.drafting.costs import PROMPT, RoundTime
 from osd_hf.drafting.forward import CompiledDraft, DraftForward
 from osd_hf.drafting.pacing import DRAFT, FixedPace, Pace, Pacer
 from osd_hf.drafting.text import Guess, RequestText, TextIndex
+from osd_hf.drafting.vocabulary import RestrictedDraft
+from osd_hf.errors import first_line
 from osd_hf.pair import is_peft
 from osd_hf.trace import num_accepted
 
@@ -42,7 +46,8 @@ class LeanCandidateGenerator(CandidateGenerator):
     The loop begins with `input_ids`, int64, `(1, prompt)`. What `attention_mask`, of the same shape, hides of them is
     padding, which the draft does not see: its positions are those of the target. The sequence has at most `max_length`
     tokens, of which the draft can be fed `max_positions`; drafting ends with one of `eos_token_ids`. `vocab_size` is
-    the width of the target's logits, `logits_processor` its own, and `clock` tells the time in seconds.
+    the width of the target's logits, `logits_processor` its own, and `clock` tells the time in seconds. The draft's
+    logits are of `token_ids`, int64, `(tokens,)`, or, by default, of its whole vocabulary.
     """
 
     def __init__(
@@ -58,10 +63,11 @@ class LeanCandidateGenerator(CandidateGenerator):
         max_positions: int | None,
         eos_token_ids: frozenset[int],
         vocab_size: int,
+        token_ids: torch.Tensor | None = None,
         text: RequestText | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
-        self.text = text
+        self.text, self.token_ids = text, token_ids
         self.forward, self.pace, self.clock = forward, pace, clock
         # The loop's own list tells of the rows that it gets, which are to be the target's alone.
         self.logits_processor = LogitsProcessorList(logits_processor)
@@ -139,8 +145,9 @@ class LeanCandidateGenerator(CandidateGenerator):
         return rows
 
     def _feed(self, ids: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
-        """The draft's logits, `(1, vocab)`, behind all tokens so far, processed as the target's; `last` is the last of
-        them, `(1, 1)`, if it lies where the draft is."""
+        """The draft's logits behind all tokens so far, `(1, vocab)` and processed as the target's, or, where nothing
+        is to be done to them, as they came; `last` is the last of the tokens, `(1, 1)`, if it lies where the draft
+        is."""
         forward, missing = self.forward, len(self._context) + len(self._drafted) - self.forward.length
         if not self._draft_seconds:
             self._fed = missing
@@ -167,11 +174,14 @@ class LeanCandidateGenerator(CandidateGenerator):
             if not math.isfinite(highest):  # nothing can be drawn from NaN, nor where no token is allowed
                 self._is_typical = False
                 return None
-            token, confidence = int(chosen), 1.0
+            confidence = 1.0
             if self.do_sample or pace.reads_confidence:
                 probs = logits.softmax(-1, dtype=torch.float32)
             if pace.reads_confidence:
-                confidence = float(probs[0, token])
+                confidence = float(probs.gather(-1, chosen))
+            if self.token_ids is not None and not is_processed:
+                chosen = self.token_ids[chosen]
+            token = int(chosen)
             # Decided before anything is drawn: what is proposed must not depend on what was.
             instead = pace.instead(token, confidence)
             if instead is None:
@@ -192,7 +202,10 @@ class LeanCandidateGenerator(CandidateGenerator):
         # A copy: processors write into it, and into what they make of it, outside inference mode as well.
         logits = logits.to(device=ids.device, dtype=torch.float32, copy=True)
         missing = self.vocab_size - logits.shape[-1]
-        if missing:  # embeddings padded otherwise than the target's
+        if self.token_ids is not None:
+            whole = torch.full((1, self.vocab_size), -torch.inf, device=ids.device)
+            logits = whole.index_copy_(1, self.token_ids.to(ids.device), logits)
+        elif missing:  # embeddings padded otherwise than the target's
             logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
         processed: torch.Tensor = self.logits_processor(ids, logits)
         return processed
@@ -246,6 +259,9 @@ class LeanDrafting:
         self.draft, self.num_assistant_tokens, self.sources = draft, num_assistant_tokens, sources
         self.pacer = pacer or Pacer()
         self.clock: Clock = time.perf_counter  # one that waits for an accelerator makes costs exact, requests slower
+        self.token_ids: NDArray[np.int64] | None = None  # among which it drafts; `None`: all
+        self._restricted: dict[int, RestrictedDraft] = {}  # by their number
+        self._can_be_restricted = True
         self._compiled = compiled
         self._told: set[str] = set()
 
@@ -253,7 +269,30 @@ class LeanDrafting:
         """The same, for requests with another k."""
         other = copy.copy(self)
         other.num_assistant_tokens = num_assistant_tokens
+        if num_assistant_tokens != "auto":
+            other.token_ids = None
         return other
+
+    def restrict(self, token_ids: NDArray[np.int64] | None) -> None:
+        """Draft among these tokens alone, `(tokens,)`, or among all; to be called while nobody drafts. A draft that
+        cannot be restricted stays as it is, and the log says why."""
+        if token_ids is self.token_ids or not self._can_be_restricted:
+            return
+        self.token_ids = None
+        try:
+            if token_ids is not None and len(token_ids) in self._restricted:
+                self._restricted[len(token_ids)].choose(token_ids)
+            elif token_ids is not None:
+                self._restricted[len(token_ids)] = RestrictedDraft(self.draft, token_ids)
+            self.token_ids = token_ids
+        except Exception as error:  # noqa: BLE001 - whatever a model or its memory fails with
+            self._can_be_restricted = False
+            logger.warning("The draft chooses among all tokens, not those in use: %s.", first_line(error))
+
+    def weights_changed(self) -> None:
+        """The weights of the draft are others now; to be called while nobody drafts."""
+        for restricted in self._restricted.values():
+            restricted.refresh()
 
     def pace(self, domain: str | None, *, do_sample: bool, may_repeat: bool = True) -> Pace:
         """How one request of a domain drafts; without `may_repeat` nothing comes from past text."""
@@ -290,10 +329,12 @@ class LeanDrafting:
             else:
                 source = self._encode(inputs_tensor, given["model_kwargs"].get("attention_mask"))
         max_length = int(generation_config.max_length)
+        restricted = None if self.token_ids is None else self._restricted[len(self.token_ids)]
+        model = draft if restricted is None else restricted.model
         if source is None and self._compiled is not None:
-            forward = self._compiled.forward(draft, max_length if limit is None else min(max_length, limit))
+            forward = self._compiled.forward(model, max_length if limit is None else min(max_length, limit))
         else:
-            forward = DraftForward(draft, source)
+            forward = DraftForward(model, source)
         eos = generation_config._eos_token_tensor
         mask = "decoder_attention_mask" if draft.config.is_encoder_decoder else "attention_mask"
         text = None
@@ -308,7 +349,7 @@ class LeanDrafting:
             logits_processor=given["logits_processor"], do_sample=bool(generation_config.do_sample),
             max_length=max_length, max_positions=limit,
             eos_token_ids=frozenset() if eos is None else frozenset(eos.tolist()), vocab_size=vocab_size,
-            text=text, clock=self.clock,
+            token_ids=None if restricted is None else restricted.token_ids, text=text, clock=self.clock,
         )  # fmt: skip
 
     @torch.inference_mode()

@@ -123,6 +123,7 @@ class DraftingPlan:
         per_token_seconds (`float`, *optional*):
             What one more drafted token adds to a round: drafting and verifying it.
         examined (`float`): Tokens that alpha rests on, old ones counted in part.
+        vocab_size (`int`, *optional*): Tokens that the draft chooses among; `None`: all.
     """
 
     speculates: bool
@@ -134,6 +135,7 @@ class DraftingPlan:
     verify_seconds: float | None
     per_token_seconds: float | None
     examined: float
+    vocab_size: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Field by field, ready for JSON."""

@@ -132,6 +132,8 @@ class Copies:
         self._write(snapshot, model)
         if serving.model is None:
             serving.drafting, serving.model = self._draft_with(model), model
+        elif serving.drafting is not None:
+            serving.drafting.weights_changed()
 
     def filled(self, serving: ServingDraft, version: Version | None) -> None:
         """It holds this version now, or none after an error; what could not be made is let go."""
@@ -276,11 +278,6 @@ class DomainDrafts:
         with self._lock:
             return self._drafts[domain].previous
 
-    def original(self, domain: str | None) -> Snapshot:
-        """Weights of version 0: nothing learned."""
-        with self._lock:
-            return self._drafts[domain].original
-
     # --- who serves -------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -330,11 +327,11 @@ class DomainDrafts:
                 key = self.key(domain)
                 draft = self._drafts.get(key)
                 if original or draft is None or draft.serving.number == 0:
-                    return self._copies.use(self._copies.base)  # what has learned nothing changes nothing
+                    return self._use(self._copies.base, key)  # what has learned nothing changes nothing
                 version = draft.serving
                 found = self._copies.find(key, version)
                 if found is not None:
-                    return self._copies.use(found)
+                    return self._use(found, key)
                 if key in self._copies.making:
                     self._made.wait()
                     continue
@@ -345,6 +342,12 @@ class DomainDrafts:
                 if draft is not None and draft.serving is version:
                     return serving
             self._release(serving)
+
+    def _use(self, serving: ServingDraft, key: str | None) -> ServingDraft:
+        """Lease one; where nobody else drafts with it, it is to choose among the tokens that its traffic uses now."""
+        if serving.drafting is not None and serving.leases == 0 and self.per_domain == (serving.domain is not None):
+            serving.drafting.restrict(self._drafts[key].lesson.vocabulary.chosen)
+        return self._copies.use(serving)
 
     def _fill(self, serving: ServingDraft, version: Version, *, promoted: bool = False) -> None:
         """Fill what was reserved, outside of the lock; where it is promoted, it serves from then on."""
@@ -532,9 +535,7 @@ class DomainDrafts:
                 weights = {name: tensor for name, tensor in state.items() if name not in fixed}
                 loaded[entry["domain"]] = int(entry["version"]), weights
         except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-            raise StateError(
-                f"The drafts in {directory} cannot be read: {error}. Restore them from a copy."
-            ) from error
+            raise StateError(f"The drafts in {directory} cannot be read: {error}. Restore them.") from error
         for domain, (_, weights) in loaded.items():
             self._check(domain, weights)
         for domain, (number, weights) in loaded.items():

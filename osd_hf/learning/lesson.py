@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from osd_hf.config import OnlineConfig
+from osd_hf.drafting.vocabulary import TrafficVocabulary
 from osd_hf.errors import StateError
 from osd_hf.learning.choice import Choice
 from osd_hf.learning.effort import Effort
@@ -126,6 +127,7 @@ class Lesson:
         self.unwatched: deque[Trace] = deque(maxlen=WATCHED)  # compared since somebody looked
         self._live: deque[float] = deque(maxlen=LIVE)  # what was accepted of the draft's tokens, by request
         self._to_compare = 0  # requests that are all compared, as one was accepted much less
+        self.vocabulary = TrafficVocabulary()  # among which the draft is to choose
         self.choice = Choice()
         self.effort = Effort(self.config.min_effort, self.config.max_effort)
         self.dropped = 0  # versions in a row
@@ -137,6 +139,7 @@ class Lesson:
     def observe(self, trace: Trace) -> None:
         """Take in a request, inside the lock."""
         self.requests_waiting += 1
+        self._count(trace)
         to_learn = self.hold_back(trace) if self.config.gate else trace
         if to_learn is not None:
             self.pending.append(to_learn)
@@ -148,6 +151,10 @@ class Lesson:
                 if len(known) >= LIVE / 2 and served.alpha < known.mean() - ODD * known.std():
                     self._to_compare = NEXT_FEW
                 self._live.append(served.alpha)
+
+    def _count(self, trace: Trace) -> None:
+        if self.config.num_assistant_tokens == "auto" and self.config.draft_vocabulary == "auto":
+            self.vocabulary.add(trace)
 
     def may_wait(self) -> bool:
         """Whether what has arrived need not be compared yet: while little is learned, and nothing is odd, one request
@@ -297,6 +304,8 @@ class Lesson:
             if self.config.gate:  # without one, nothing says that less would do
                 self.effort.load_state_dict(state["effort"])
             self.choice.load_state_dict(state["choice"], traces["held_back"])
+            for trace in (trace for group in traces.values() for trace in group):
+                self._count(trace)
             self.arrived.clear()
             self.unwatched.clear()
             for kept, saved in ((self.pending, traces["pending"]), (self.held_back, traces["held_back"])):

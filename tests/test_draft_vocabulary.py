@@ -1,0 +1,355 @@
+"""The draft vocabulary: which tokens are in use, and drafts that choose among these alone."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import models
+import numpy as np
+import pytest
+import torch
+from models import VOCAB
+from test_lossless import PAIRS, answer_distribution, fits, greedy_divergences, sampled_answers, small_pair
+
+from osd_hf import LabelRouter, OnlineAssistant, OnlineConfig, Trace
+from osd_hf.drafting import vocabulary
+from osd_hf.drafting.generator import LeanDrafting
+from osd_hf.drafting.vocabulary import RestrictedDraft, TrafficVocabulary
+from osd_hf.errors import UnsupportedModelError
+from osd_hf.replay import completion_logits
+from osd_hf.trace import bare_trace
+
+FULL = 1 << 14
+
+
+def request(emitted: Any, likely: Any = (), prompt: Any = (1,), vocab_size: int = FULL) -> Trace:
+    """One in which the target has emitted these tokens, and has found others likely at each position."""
+    emitted, others = np.asarray(emitted, np.int32), np.asarray(likely, np.uint16)
+    bare = bare_trace(prompt, emitted, vocab_size)
+    if not len(others):
+        return bare
+    rows = (len(emitted), len(others))
+    logits = np.broadcast_to(-0.1 * np.arange(len(others), dtype=np.float16), rows)
+    tail = np.full(len(emitted), -9.0, np.float32)
+    return replace(bare, top_ids=np.broadcast_to(others, rows), top_logits=logits, tail_logprob=tail)
+
+
+def traffic(low: int, high: int, requests: int, seed: int = 0) -> list[Trace]:
+    rng = np.random.default_rng(seed)
+    return [request(rng.integers(low, high, 100)) for _ in range(requests)]
+
+
+# --- which tokens ---------------------------------------------------------------------------------------------------
+
+
+def test_the_fewest_tokens_are_chosen_that_make_up_what_comes() -> None:
+    known = TrafficVocabulary()
+    sizes = []
+    for trace in traffic(10_000, 11_000, 100):
+        known.add(trace)
+        sizes.append(None if known.chosen is None else len(known.chosen))
+    assert sizes[:16] == [None] * 16  # a thousand tokens have not been seen yet
+    assert sizes[-1] == 2048
+    assert known.chosen is not None
+    assert set(range(10_000, 11_000)) < set(known.chosen.tolist())
+    assert known.chosen.tolist()[:100] == list(range(100))  # the rest are the most frequent of any text
+
+
+def test_a_choice_is_tried_on_what_it_has_not_seen() -> None:
+    known = TrafficVocabulary()
+    for number in range(64):  # each request has tokens of its own
+        known.add(request(range(9000 + 100 * number, 9100 + 100 * number)))
+        assert known.chosen is None
+
+
+def test_what_the_target_found_likely_is_chosen_before_it_comes() -> None:
+    known = TrafficVocabulary()
+    for _ in range(24):
+        known.add(request(np.arange(5000, 5050), likely=[5000, 9000, 12_000], prompt=[15_000]))
+    assert known.chosen is not None
+    assert {9000, 12_000, 15_000} <= set(known.chosen.tolist())
+
+
+def test_whole_rows_count_as_kept_ones_do() -> None:
+    whole = TrafficVocabulary()
+    logits = np.full((50, FULL), -20, np.float16)
+    logits[:, 9000] = 0
+    trace = replace(
+        bare_trace([1], np.arange(50), FULL), top_logits=logits, tail_logprob=np.full(50, -np.inf, np.float32)
+    )
+    for _ in range(24):
+        whole.add(trace)
+    assert whole.chosen is not None
+    assert 9000 in whole.chosen
+
+
+def test_other_traffic_brings_all_tokens_back_until_it_is_known() -> None:
+    known = TrafficVocabulary()
+    for trace in traffic(4000, 5000, 128):
+        known.add(trace)
+    assert known.chosen is not None
+    sizes = []
+    for trace in traffic(14_000, 15_000, 200, seed=1):
+        known.add(trace)
+        sizes.append(None if known.chosen is None else len(known.chosen))
+    assert sizes[8] is None
+    assert sizes[-1] is not None
+
+
+@pytest.mark.parametrize("vocab_size", [64, FULL - 1])
+def test_a_small_vocabulary_is_left_whole(vocab_size: int) -> None:
+    known = TrafficVocabulary()
+    for _ in range(64):
+        known.add(request(np.arange(40), vocab_size=vocab_size))
+    assert known.chosen is None
+
+
+# --- the restricted draft -------------------------------------------------------------------------------------------
+
+SOME = np.array([2, 3, 5, 8, 13, 21, 34, 55])
+RESTRICTABLE = [name for name in models.ARCHITECTURES if name != "bart"]
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    start = np.zeros(1, np.int32) if model.config.is_encoder_decoder else None
+    with torch.no_grad():
+        return completion_logits(model, [bare_trace([5, 6, 7], [8, 9, 3], VOCAB, start)])
+
+
+@pytest.mark.parametrize("architecture", RESTRICTABLE)
+def test_a_restricted_draft_has_the_drafts_logits_of_its_tokens(architecture: str) -> None:
+    draft = models.double(models.build(architecture))
+    before = logits_of(draft)
+    restricted = RestrictedDraft(draft, SOME)
+    torch.testing.assert_close(logits_of(restricted.model), before[..., SOME], atol=1e-12, rtol=0)
+    assert torch.equal(logits_of(draft), before)
+    shared = {p.data_ptr() for p in draft.parameters()}
+    own = [name for name, p in restricted.model.named_parameters() if p.data_ptr() not in shared]
+    assert len(own) == 1  # the rows of the head
+
+    restricted.choose(SOME + 1)
+    torch.testing.assert_close(logits_of(restricted.model), before[..., SOME + 1], atol=1e-12, rtol=0)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.mul_(0.9)
+    restricted.refresh()
+    torch.testing.assert_close(logits_of(restricted.model), logits_of(draft)[..., SOME + 1], atol=1e-12, rtol=0)
+
+
+def test_capped_logits_are_restricted_as_they_are() -> None:
+    draft = models.double(models.build("gemma3", final_logit_softcapping=0.5))
+    torch.testing.assert_close(logits_of(RestrictedDraft(draft, SOME).model), logits_of(draft)[..., SOME])
+
+
+def test_a_draft_that_cannot_be_restricted_chooses_among_all(caplog: pytest.LogCaptureFixture) -> None:
+    drafts = [models.build("bart"), models.bigram(0)]
+    with caplog.at_level(logging.WARNING):
+        for draft in drafts:
+            with pytest.raises((UnsupportedModelError, RuntimeError)):
+                RestrictedDraft(draft, SOME % draft.config.vocab_size)
+            drafting = LeanDrafting(draft, "auto")
+            for _ in range(3):
+                drafting.restrict(SOME % draft.config.vocab_size)
+                assert drafting.token_ids is None
+    assert caplog.text.count("chooses among all tokens") == 2
+
+
+# --- serving --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Vocabularies of tests are worth restricting, at once."""
+    monkeypatch.setattr(vocabulary, "LEAST_VOCABULARY", 1)
+    monkeypatch.setattr(vocabulary, "SIZES", (VOCAB // 4, VOCAB // 2))
+    monkeypatch.setattr(vocabulary, "REQUESTS", 2)
+    monkeypatch.setattr(vocabulary, "FEWEST", 1)
+    monkeypatch.setattr(vocabulary, "MISSED", 0.3)
+    monkeypatch.setattr(vocabulary, "QUOTED", 0.0)
+
+
+def assistant_of(target: Any, draft: Any, router: Any = None, **settings: Any) -> OnlineAssistant:
+    """Drafting pays, and drafts alone are proposed from."""
+    usual = {"candidates": "draft", "update_interval": 4, "steps_per_update": 1, "optimizer": "adamw", "gate": False}
+    assistant = OnlineAssistant(target, draft, router=router, config=OnlineConfig(**{**usual, **settings}))
+    assistant.drafting.clock = models.ForwardTime({target: 1.0, assistant.draft: 0.1})  # type: ignore[union-attr]
+    return assistant
+
+
+def whole_heads(assistant: OnlineAssistant) -> list[int]:
+    """Grows with each row that the whole head of the draft that serves computes."""
+    rows: list[int] = []
+    head = assistant.draft.get_output_embeddings()
+    head.register_forward_hook(lambda _module, _args, output: rows.append(output.shape[-1]))
+    return rows
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "t5"])
+def test_greedy_answers_are_the_targets_and_what_is_drafted_is_in_use(architecture: str) -> None:
+    target = models.build(architecture, **models.SHALLOW[architecture])
+    assistant = assistant_of(target, models.draft_of(target, noise=0.05), update_strategy="manual")
+    requests = [(ids, {}) for ids in models.prompts(3)] * 3
+    requests += [(requests[0][0], {"repetition_penalty": 1.2}), (requests[1][0], {"bad_words_ids": [[9]]})]
+    drafted, whole = list[set[int]](), list[int]()
+
+    def answer(ids: torch.Tensor, **settings: Any) -> Any:
+        drafting = assistant.drafting
+        assert drafting is not None
+        known, before = drafting.token_ids, len(heads)
+        output = assistant.generate(ids, on_trace=traces.append, **settings)
+        if known is not None:
+            used = {int(t) for r in traces[-1].rounds for t in r.drafted_ids}
+            assert used <= set(known.tolist())
+            drafted.append(used)
+            whole.append(len(heads) - before)
+        return output
+
+    heads, traces = whole_heads(assistant), list[Trace]()
+    wrong, _ = greedy_divergences(target, answer, requests)
+    assert wrong == []
+    assert len(drafted) >= 6
+    assert max(map(len, drafted)) > 2
+    assert sum(whole) == 0
+    assert assistant.stats.accepted > 20
+    plan = assistant.drafting_plan()
+    assert plan is not None
+    assert plan.vocab_size in (VOCAB // 4, VOCAB // 2)
+
+
+@pytest.mark.usefixtures("small")
+def test_sampled_answers_have_the_targets_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vocabulary, "SIZES", (3,))
+    monkeypatch.setattr(vocabulary, "MISSED", 1.0)
+    target, draft = small_pair()
+    assistant = assistant_of(target, draft, update_interval=10)
+    ids = models.prompt(3, vocab_size=6)
+    counts = sampled_answers(assistant, ids, 200)
+    p_value = fits(counts, answer_distribution(target, ids), PAIRS)
+    plan = assistant.drafting_plan(do_sample=True)
+    print(f"p = {p_value:.3f} over {len(counts)} answers, version {assistant.version}, {assistant.stats}, {plan}")
+    assert p_value > 1e-3
+    assert plan is not None
+    assert plan.vocab_size == 3
+    assert 0.2 < assistant.stats.alpha < 0.95
+
+
+@pytest.mark.usefixtures("small")
+def test_a_new_version_drafts_with_its_own_rows() -> None:
+    target = models.build()
+    assistant = assistant_of(target, models.draft_of(target, noise=0.2))
+    for number, ids in enumerate(models.prompts(4) * 4):
+        assistant.generate(ids, max_new_tokens=12, do_sample=False)
+        drafting = assistant.drafting
+        assert drafting is not None
+        if drafting.token_ids is not None and number > 8:
+            (restricted,) = [r for size, r in drafting._restricted.items() if size == len(drafting.token_ids)]
+            torch.testing.assert_close(
+                logits_of(restricted.model), logits_of(assistant.draft)[..., drafting.token_ids]
+            )
+    assert assistant.version > 2
+    assert drafting is not None
+    assert drafting.token_ids is not None
+
+
+@pytest.mark.usefixtures("small")
+def test_a_fixed_number_of_tokens_is_drafted_among_all(small: None) -> None:
+    target = models.build()
+    assistant = assistant_of(target, models.draft_of(target), update_strategy="manual")
+    for ids in models.prompts(4) * 3:
+        assistant.generate(ids, max_new_tokens=12, do_sample=False)
+    rows = whole_heads(assistant)
+    assistant.generate(models.prompt(), max_new_tokens=12, do_sample=False)
+    assert rows == []
+    assistant.generate(models.prompt(), max_new_tokens=12, do_sample=False, num_assistant_tokens=3)
+    assert set(rows) == {VOCAB}
+
+
+def served(assistant: OnlineAssistant, domain: str | None = None) -> list[int | None]:
+    """How many tokens the draft chose among, request by request."""
+    sizes = []
+    for ids in models.prompts(4) * 3:
+        assistant.generate(ids, max_new_tokens=12, do_sample=False, domain=domain)
+        sizes.append(assistant.drafting_plan(domain).vocab_size)  # type: ignore[union-attr]
+    return sizes
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("settings", [{"draft_vocabulary": "full"}, {"num_assistant_tokens": 3}, {}])
+def test_a_draft_is_restricted_unless_it_is_not_to_be(settings: dict[str, Any]) -> None:
+    target = models.build()
+    config = {"update_strategy": "manual", **settings}
+    assistant = OnlineAssistant(target, models.draft_of(target), config=OnlineConfig(**config))
+    for ids in models.prompts(4) * 3:
+        assistant.generate(ids, max_new_tokens=12, do_sample=False)
+    drafting = assistant.drafting
+    assert drafting is not None
+    assert (drafting.token_ids is None) == bool(settings)
+
+
+@pytest.mark.usefixtures("small")
+def test_each_domain_has_its_tokens_and_their_base_has_all() -> None:
+    target = models.build()
+    assistant = assistant_of(target, models.draft_of(target, noise=0.1), router=LabelRouter(), update_interval=2)
+    assert served(assistant, "law")[-1] is not None
+    assert set(served(assistant)) == {None}
+    chosen = assistant.drafts.lessons["law"].vocabulary.chosen
+    with assistant.drafts.lease("law") as law, assistant.drafts.lease() as base:
+        assert law.drafting is not None
+        assert law.drafting.token_ids is chosen
+        assert base.drafting is not None
+        assert base.drafting.token_ids is None
+
+
+@pytest.mark.usefixtures("small")
+def test_a_session_knows_the_tokens_in_use(tmp_path: Path) -> None:
+    target = models.build()
+    draft = models.draft_of(target)
+    assistant = assistant_of(target, draft)
+    size = served(assistant)[-1]
+    assert size is not None
+    assistant.save_state(tmp_path)
+    again = assistant_of(target, draft)
+    again.load_state(tmp_path)
+    again.generate(models.prompt(), max_new_tokens=12, do_sample=False)
+    plan = again.drafting_plan()
+    assert plan is not None
+    assert plan.vocab_size is not None
+
+
+@pytest.mark.usefixtures("small")
+def test_nobody_drafts_with_rows_that_change() -> None:
+    """A request under way keeps its tokens; those that come meanwhile draft with them as well."""
+    target = models.build()
+    assistant = assistant_of(target, models.draft_of(target), update_strategy="manual")
+    served(assistant)
+    drafts, lesson = assistant.drafts, assistant.drafts.lessons[None]
+    with drafts.lease() as first:
+        assert first.drafting is not None
+        before = first.drafting.token_ids
+        assert before is not None
+        lesson.vocabulary.chosen = np.arange(len(before))
+        with drafts.lease() as second:
+            assert second.drafting is not None
+            assert second.drafting.token_ids is before
+    with drafts.lease() as third:
+        assert third.drafting is not None
+        assert third.drafting.token_ids is lesson.vocabulary.chosen
+
+
+@pytest.mark.usefixtures("small")
+def test_a_compiled_draft_is_compiled_for_each_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda step, **given: compiled.append(step) or step)
+    target = models.build(num_hidden_layers=1)
+    assistant = assistant_of(target, models.draft_of(target), update_strategy="manual", compile_draft=True)
+    requests = [(ids, {}) for ids in models.prompts(4)] * 2
+    counts = []
+    for chosen in (None, np.arange(16), np.arange(16, 32), None, np.arange(16)):
+        assistant.drafts.lessons[None].vocabulary = TrafficVocabulary()
+        assistant.drafts.lessons[None].vocabulary.chosen = chosen
+        wrong, _ = greedy_divergences(target, assistant.generate, requests[:1])
+        assert wrong == []
+        counts.append(len(compiled))
+    assert counts == [2, 4, 4, 4, 4]
