@@ -28,6 +28,10 @@ SMOKES = {
         *("--requests", "1", "--learn", "4", "--drafts", "draft", "--datasets", "gsm8k", "--max-new-tokens", "8"),
         *("--parts", "systems", "useless", "index", "--indexed", "1000", "--no-compile", "--traces", "{traces}"),
     ],
+    "draft_vocabulary": [
+        *("--requests", "2", "--learn", "8", "--datasets", "gsm8k", "--shapes", "lab", "--tokens", "2"),
+        *("--no-compile", "--traces", "{traces}"),
+    ],
     "capture_overhead": ["--requests", "2", "--repeats", "1", "--max-new-tokens", "8"],
 }
 
