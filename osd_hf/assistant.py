@@ -291,6 +291,21 @@ class OnlineAssistant:
         plan = self._drafts.pacer.plan((domain, do_sample))
         return replace(plan, vocab_size=None if token_ids is None else len(token_ids))
 
+    def warm_up(self, max_length: int = 1024) -> None:
+        """
+        Compile now what `compile_draft` and `compile_target` ask for, so that no request waits for it.
+
+        Args:
+            max_length (`int`, *optional*, defaults to 1024):
+                Tokens of prompt and answer, together, of the longest sequences that are compiled for. Each doubling
+                from 256 on takes some seconds; where sequences get longer, it is done when the first one does.
+        """
+        with self._drafts.lease() as draft:
+            if draft.drafting is not None:
+                draft.drafting.prepare(max_length)
+        if self.compiled_target is not None:
+            self.compiled_target.prepare(unwrap(self.target), max_length + 1)
+
     @property
     def compiled_target(self) -> CompiledTarget | None:
         """What verifies with `compile_target=True`; `None` without."""

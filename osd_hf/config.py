@@ -59,7 +59,9 @@ class OnlineConfig:
             `"lean"`: by the draft's own forward; `"stock"`: by transformers' candidate generator, the reference.
         compile_draft (`bool`, *optional*, defaults to `False`):
             Compile the draft's forward over a static cache, which takes some seconds at the first request and for
-            each doubling of the longest sequence. Where it cannot be done, the log says so and the draft runs eagerly.
+            each doubling of the longest sequence ([`~OnlineAssistant.warm_up`] does it before), and once more for each
+            size of draft vocabulary. Behind 8,192 tokens a sequence goes on eagerly. Where it cannot be done, the log
+            says so and the draft runs eagerly.
         compile_target (`bool`, *optional*, defaults to `False`):
             Compile the target's verification of drafts over a static cache: once, for any number of drafted tokens,
             for each doubling of the longest sequence; it takes some 20 seconds each, less where the compiler's own

@@ -73,7 +73,7 @@ def heads(args: argparse.Namespace) -> dict[str, Any]:
 def timed(drafts: Sequence[Any], sizes: Sequence[int], compiled: Any, tokens: int) -> dict[str, Any]:
     """The drafts in turns, the first of which has the whole head."""
     context = torch.randint(0, 1000, (1, CONTEXT))
-    forwards = [DraftForward(d) if compiled is None else compiled.forward(d, CONTEXT + 50) for d in drafts]
+    forwards = [DraftForward(d) if compiled is None else compiled.forward(d, CONTEXT, CONTEXT + 50) for d in drafts]
     times: list[list[float]] = [[] for _ in drafts]
     for forward in forwards:
         forward.feed(context)

@@ -14,6 +14,7 @@ import models
 import pytest
 import torch
 from transformers import StaticCache
+from transformers.cache_utils import DynamicLayer
 from waiting import LONG
 
 from osd_hf import OnlineAssistant, OnlineConfig
@@ -178,7 +179,7 @@ def double() -> tuple[Any, CompiledDraft]:
         patch.setattr(torch, "compile", traced_alone)
         model = models.double(models.build())
         compiled = CompiledDraft(model)
-        compiled.forward(model, 40).close()
+        compiled.forward(model, 40, 40).close()
     return model, compiled
 
 
@@ -191,12 +192,12 @@ def test_compiled_drafts_are_the_eager_ones(architecture: str, traced: None, cap
 def test_single_tokens_alone_go_through_what_is_compiled(double: tuple[Any, CompiledDraft]) -> None:
     model, compiled = double
     with torch.inference_mode():
-        forward = compiled.forward(model, 40)
+        forward = compiled.forward(model, 40, 40)
         assert type(forward) is StaticForward
         with models.ForwardCounter(model.lm_head) as eager:
             forward.feed(models.prompt(6))
             assert eager.count == 1
-        feed_and_crop(model, compiled.forward(model, 40))
+        feed_and_crop(model, compiled.forward(model, 40, 40))
 
 
 def test_a_cache_is_as_large_as_the_request_and_used_again(
@@ -212,16 +213,16 @@ def test_a_cache_is_as_large_as_the_request_and_used_again(
     monkeypatch.setattr(CompiledDraft, "_new_cache", counting)
     model = models.build(num_hidden_layers=1)
     compiled, smallest = CompiledDraft(model), SMALLEST_STATIC_CACHE
-    first = compiled.forward(model, smallest)
+    first = compiled.forward(model, smallest, smallest)
     assert first.cache.layers[0].max_cache_len == smallest
-    both = compiled.forward(model, 3)  # at the same time
+    both = compiled.forward(model, 3, 3)  # at the same time
     assert both.cache is not first.cache
-    larger = compiled.forward(model, smallest + 1)
+    larger = compiled.forward(model, smallest + 1, smallest + 1)
     assert larger.cache.layers[0].max_cache_len == 2 * smallest
     assert made == [smallest, smallest, 2 * smallest]
     for forward in (first, both, larger):
         forward.close()
-    again = [compiled.forward(model, n) for n in (3, 4, smallest + 1)]
+    again = [compiled.forward(model, n, n) for n in (3, 4, smallest + 1)]
     assert made == [smallest, smallest, 2 * smallest]
     assert {id(f.cache) for f in again} == {id(f.cache) for f in (first, both, larger)}
 
@@ -230,7 +231,7 @@ def test_nothing_of_a_request_is_left_for_the_next(double: tuple[Any, CompiledDr
     model, compiled = double
     with torch.inference_mode():
         for length in (30, 4, 9):
-            forward = compiled.forward(model, 64)
+            forward = compiled.forward(model, 64, 64)
             ids = models.prompt(length, seed=length)
             forward.feed(ids[:, :-1])
             logits = forward.feed(ids[:, -1:])
@@ -284,7 +285,10 @@ def test_two_drafts_share_nothing_that_is_compiled(double: tuple[Any, CompiledDr
     model, compiled = double
     other = models.double(models.build(seed=7, num_hidden_layers=1))
     with torch.inference_mode():
-        for draft, forward in ((other, CompiledDraft(other).forward(other, 40)), (model, compiled.forward(model, 40))):
+        for draft, forward in (
+            (other, CompiledDraft(other).forward(other, 40, 40)),
+            (model, compiled.forward(model, 40, 40)),
+        ):
             assert type(forward) is StaticForward
             feed_and_crop(draft, forward)
             forward.close()
@@ -300,7 +304,7 @@ def test_a_copy_is_served_with_its_own_weights_by_what_was_compiled_before(
     assert (by_itself(model, ids) - by_itself(other, ids)).abs().max() > 0.1
     with torch.inference_mode():
         for draft in (other, model, other):
-            forward = compiled.forward(draft, 40)
+            forward = compiled.forward(draft, 40, 40)
             assert type(forward) is StaticForward
             with models.ForwardCounter(draft.lm_head) as eager:
                 feed_and_crop(draft, forward)
@@ -412,17 +416,17 @@ def test_requests_are_drafted_eagerly_while_another_one_compiles(
         return compile_it(self, model, size)
 
     monkeypatch.setattr(CompiledDraft, "_compile", waiting)
-    first = threading.Thread(target=lambda: found.append(compiled.forward(model, 40)), daemon=True)
+    first = threading.Thread(target=lambda: found.append(compiled.forward(model, 40, 40)), daemon=True)
     first.start()
     assert reached.wait(120)
-    second = threading.Thread(target=lambda: found.append(compiled.forward(model, 40)), daemon=True)
+    second = threading.Thread(target=lambda: found.append(compiled.forward(model, 40, 40)), daemon=True)
     second.start()
     second.join(120)
     assert [type(forward) for forward in found] == [DraftForward]
     opened.set()
     first.join(120)
     assert [type(forward) for forward in found] == [DraftForward, StaticForward]
-    assert type(compiled.forward(model, 40)) is StaticForward
+    assert type(compiled.forward(model, 40, 40)) is StaticForward
 
 
 # --- where nothing can be compiled ----------------------------------------------------------------------------------
@@ -473,14 +477,14 @@ def test_an_eager_forward_serves_where_a_larger_cache_fails(
     double: tuple[Any, CompiledDraft], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, compiled = double
-    first = compiled.forward(model, 8)
+    first = compiled.forward(model, 8, 8)
     assert type(first) is StaticForward
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise MemoryError("no room")
 
     monkeypatch.setattr(StaticCache, "__init__", fail)
-    assert type(compiled.forward(model, SMALLEST_STATIC_CACHE + 1)) is DraftForward
+    assert type(compiled.forward(model, SMALLEST_STATIC_CACHE + 1, SMALLEST_STATIC_CACHE + 1)) is DraftForward
     assert caplog.text.count("runs eagerly") == 1
     with torch.inference_mode():  # a request that had begun goes on
         feed_and_crop(model, first)
@@ -534,6 +538,80 @@ def test_a_cache_beyond_the_largest_is_left_to_the_eager_forward(
     monkeypatch.setattr("osd_hf.drafting.forward.LARGEST_STATIC_CACHE", SMALLEST_STATIC_CACHE)
     model = models.build(num_hidden_layers=1)
     compiled = CompiledDraft(model)
-    assert type(compiled.forward(model, SMALLEST_STATIC_CACHE + 1)) is DraftForward
+    assert type(compiled.forward(model, SMALLEST_STATIC_CACHE + 1, SMALLEST_STATIC_CACHE + 1)) is DraftForward
     assert "static caches end at" in caplog.text
-    assert type(compiled.forward(model, SMALLEST_STATIC_CACHE)) is StaticForward
+    assert type(compiled.forward(model, SMALLEST_STATIC_CACHE, SMALLEST_STATIC_CACHE)) is StaticForward
+
+
+# --- sequences that grow --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches of 16 and 32 tokens."""
+    forward = "osd_hf.drafting.forward"
+    for name, tokens in {"SMALLEST_STATIC_CACHE": 16, "LARGEST_STATIC_CACHE": 32, "AHEAD": 4}.items():
+        monkeypatch.setattr(f"{forward}.{name}", tokens)
+
+
+def feed_all(model: Any, compiled: CompiledDraft, tokens: int, at_once: int) -> list[type | int]:
+    """What served each forward, which is compared with one of all tokens: the size of a cache, or the eager one's."""
+    known = models.prompt(tokens)[0].tolist()
+    with torch.inference_mode():
+        forward, fed, sizes = compiled.forward(model, 6, 48), 0, []
+        while fed < tokens:
+            end = min(fed + (at_once if fed else 6), tokens)
+            logits = forward.feed(torch.tensor([known[fed:end]]))
+            torch.testing.assert_close(logits, by_itself(model, known[:end]), atol=1e-10, rtol=0)
+            fed = end
+            forward.crop(forward.length - 1)
+            fed -= 1 if fed < tokens else 0
+            layer = forward.cache.layers[0]
+            sizes.append(getattr(layer, "max_cache_len", type(layer)))
+    forward.close()
+    return sizes
+
+
+@pytest.mark.parametrize("at_once", [2, 5])
+def test_a_sequence_moves_to_larger_caches_and_then_to_a_dynamic_one(
+    at_once: int, tiny_caches: None, untraced: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    new_cache = CompiledDraft._new_cache
+    monkeypatch.setattr(
+        CompiledDraft, "_new_cache", lambda self, *given: made.append(new_cache(self, *given)) or made[-1]
+    )
+    model = models.double(models.build(num_hidden_layers=1))
+    compiled = CompiledDraft(model)
+    for _ in range(2):
+        sizes = feed_all(model, compiled, 48, at_once)
+        assert list(dict.fromkeys(sizes)) == [16, 32, DynamicLayer]
+    free = [cache for one in compiled._compiled.values() if one is not None for cache in one.free]
+    assert sorted(map(id, free)) == sorted(map(id, made))
+    assert len(made) == 2
+    assert feed_all(model, compiled, 12, at_once)[-1] == 16  # what is not needed is not made
+
+
+def test_a_prompt_beyond_the_largest_cache_makes_none(tiny_caches: None, untraced: list[Any]) -> None:
+    model = models.build(num_hidden_layers=1)
+    assert type(CompiledDraft(model).forward(model, 32, 100)) is DraftForward
+    assert untraced == []
+
+
+def test_answers_of_a_growing_draft_are_the_eager_ones(tiny_caches: None, untraced: list[Any]) -> None:
+    target, draft = models.pair("llama", noise=0.06)
+    same_as_eager(target, draft, [(models.prompt(n), {"max_new_tokens": 36}) for n in (3, 6, 11)])
+    assert len(untraced) == 4
+
+
+def test_nothing_is_compiled_once_it_is_warm(tiny_caches: None, untraced: list[Any]) -> None:
+    target, draft = models.pair("llama", noise=0.06)
+    assistant = assistant_of(target, draft, compile_target=True)
+    assistant.warm_up(30)
+    compiled = len(untraced)
+    assert compiled > 0
+    for length in (4, 20):
+        answer(assistant, models.prompt(6), length)
+    assert len(untraced) == compiled
+    assert assistant.stats.drafted > 0
+    assistant_of(target, draft, compile_draft=False).warm_up()  # nothing to be done

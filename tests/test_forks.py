@@ -176,7 +176,7 @@ def compiled_draft(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, CompiledDraft]
 
 def test_a_child_drafts_with_what_a_thread_of_its_parent_was_running(monkeypatch: pytest.MonkeyPatch) -> None:
     model, compiled = compiled_draft(monkeypatch)
-    under_way = compiled.forward(model, 4)
+    under_way = compiled.forward(model, 4, 4)
     assert isinstance(under_way, StaticForward)
     ids = torch.zeros(1, 1, dtype=torch.long)
     with torch.inference_mode():
@@ -187,7 +187,7 @@ def test_a_child_drafts_with_what_a_thread_of_its_parent_was_running(monkeypatch
     def draft() -> None:
         torch.set_num_threads(1)  # torch's own threads are not in the child
         under_way.feed(ids)
-        again = compiled.forward(model, 4)
+        again = compiled.forward(model, 4, 4)
         assert isinstance(again, StaticForward)
         again.feed(ids)
         again.feed(ids)
@@ -209,19 +209,19 @@ def test_a_child_compiles_nothing_where_a_thread_of_its_parent_held_the_compiler
         return step
 
     monkeypatch.setattr(torch, "compile", compile_slowly)
-    thread = threading.Thread(target=lambda: compiled.forward(model, 4), daemon=True)
+    thread = threading.Thread(target=lambda: compiled.forward(model, 4, 4), daemon=True)
     thread.start()
     assert reached.wait(LONG)
 
     def draft() -> None:
         for drafts in (compiled, CompiledDraft(model)):
             for tokens in (4, 300):
-                assert type(drafts.forward(model, tokens)) is DraftForward
+                assert type(drafts.forward(model, tokens, tokens)) is DraftForward
 
     assert in_a_fork(draft) == 0
     done.set()
     thread.join(LONG)
-    assert type(compiled.forward(model, 4)) is StaticForward
+    assert type(compiled.forward(model, 4, 4)) is StaticForward
 
 
 def test_a_child_uses_again_what_threads_of_its_parent_were_using() -> None:

@@ -192,6 +192,33 @@ def test_a_request_is_served_by_a_cache_that_holds_it(untraced: None, free: list
     assert sizes == [SMALLEST_STATIC_CACHE, 2 * SMALLEST_STATIC_CACHE]
 
 
+@pytest.mark.parametrize("k", [1, 5])
+def test_a_sequence_moves_to_larger_caches_and_then_to_the_callers(
+    k: int, untraced: None, fed: list[int], free: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, tokens in {"SMALLEST_STATIC_CACHE": 16, "LARGEST_STATIC_CACHE": 32, "AHEAD": 4}.items():
+        monkeypatch.setattr(f"osd_hf.drafting.forward.{name}", tokens)
+    target, draft = small()
+    assistant = assistant_of(target, draft)
+    for start in (6, 14, 30, 31, 40):
+        ids = models.prompt(start)
+        settings = {"num_assistant_tokens": k, "return_dict_in_generate": True}
+        with models.ForwardCounter(target) as eager:
+            output = assistant.generate(ids, max_new_tokens=40, do_sample=False, **settings)
+        assert output.sequences[0].tolist() == answer(target.generate, ids, 40)
+        assert eager.count > 4  # what comes behind the largest cache
+        cache = output.past_key_values
+        assert type(cache) is DynamicCache
+        end = cache.get_seq_length()
+        theirs = target(output.sequences[:, :end]).past_key_values
+        torch.testing.assert_close(cache.layers[0].keys, theirs.layers[0].keys, atol=1e-10, rtol=0)
+        if start == 6:
+            assert sorted({c.layers[0].max_cache_len for c in free}) == [16, 32]
+    assert len(fed) > 8
+    held = [cache for one in assistant.compiled_target._compiled.values() if one is not None for cache in one.free]
+    assert sorted(map(id, held)) == sorted(map(id, free))
+
+
 def traces_of(assistant: OnlineAssistant, requests: list[tuple[torch.Tensor, Settings]]) -> list[Trace]:
     traces: list[Trace] = []
     for number, (ids, settings) in enumerate(requests):

@@ -297,9 +297,11 @@ class _WatchedModel(_Watched):
 
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         verification = self._watched_by.verification
-        is_round = verification is not None and not kwargs.get("is_first_iteration")
-        if is_round and verification.begins(kwargs["past_key_values"]):
-            return verification.inputs(input_ids, kwargs["next_sequence_length"])
+        if verification is not None and not kwargs.get("is_first_iteration"):
+            if verification.begins(kwargs["past_key_values"], input_ids.shape[1] + 1):
+                return verification.inputs(input_ids, kwargs["next_sequence_length"])
+            if kwargs["past_key_values"] is verification.cache:
+                kwargs["past_key_values"] = verification.given
         if self._watched_by.num_cached and kwargs.get("is_first_iteration"):
             # The loop feeds the whole prompt although a cache of an earlier turn holds most of it, which changes the
             # answer; `generate` without an assistant feeds the rest.

@@ -280,7 +280,9 @@ class Request:
                     self.kwargs["assistant_model"] = lease.model
             compiled = next((b.compiled for b in reversed(self.bindings) if b.compiled is not None), None)
             if compiled is not None:
-                self.verification = compiled.verification(self.model, self.kwargs, self.max_length)
+                self.verification = compiled.verification(
+                    self.model, self.kwargs, self.input_ids.shape[1], self.max_length
+                )
             yield
 
     def decode_plainly(self) -> Any:

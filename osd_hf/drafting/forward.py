@@ -25,8 +25,9 @@ from osd_hf.utils.disk import in_child, renewing
 
 logger = logging.getLogger(__name__)
 
-# Tokens of static caches: each doubling in between is compiled once, and longer sequences are drafted eagerly.
+# Tokens of static caches: each doubling in between is compiled once. What a sequence has beyond the last is eager.
 SMALLEST_STATIC_CACHE, LARGEST_STATIC_CACHE = 256, 8192
+AHEAD = 256  # tokens of an answer that a request's first cache has room for; longer answers move on to larger ones
 MOST_COMPILED = 32  # tokens that a compiled draft takes at once
 # What the target's loop may be given besides tokens where its rounds are compiled.
 KNOWN_ARGUMENTS = {
@@ -72,11 +73,14 @@ class DraftForward:
             cache = DynamicCache(config=config)
             if draft.config.is_encoder_decoder:
                 cache = EncoderDecoderCache(cache, DynamicCache(config=config))
-        self.cache = cache
-        self.cache.activate_past_recording()
-        self._settings = {"past_key_values": cache, "use_cache": True, "return_dict": True, **(source or {})}
+        self._settings = {"use_cache": True, "return_dict": True, **(source or {})}
         if draft._supports_logits_to_keep():
             self._settings["logits_to_keep"] = 1
+        self._go_on_with(cache)
+
+    def _go_on_with(self, cache: Any) -> None:
+        self.cache = self._settings["past_key_values"] = cache
+        cache.activate_past_recording()
 
     def feed(self, ids: torch.Tensor) -> torch.Tensor:
         """Append tokens, `(1, tokens)` and at least one, to the cache; returns the raw logits after the last of them,
@@ -200,12 +204,39 @@ class CompiledForward:
             cache.reset()
         return compiled, cache
 
+    def first(self, model: Any, begins: int, most: int) -> tuple[_Compiled, CroppableCache] | None:
+        """A lease for a sequence that begins with so many tokens and ends with at most `most`."""
+        tokens = min(begins + AHEAD, most)
+        return self.lease(model, min(tokens, LARGEST_STATIC_CACHE) if begins < LARGEST_STATIC_CACHE else tokens)
+
+    def larger(self, model: Any, compiled: _Compiled, cache: CroppableCache, tokens: int) -> Any:
+        """What is leased of `compiled` goes back; returns a lease for more tokens whose cache holds what that one
+        held, or, where the model goes on eagerly, `None` and a dynamic cache that does."""
+        leased = self.lease(model, tokens)
+        larger = DynamicCache(config=model.config.get_text_config(decoder=True)) if leased is None else leased[1]
+        with self.mode():
+            for ours, theirs in zip(larger.layers, cache.layers, strict=True):
+                end = int(theirs.cumulative_length) if theirs.is_initialized else 0
+                if end:
+                    ours.update(theirs.keys[:, :, :end].clone(), theirs.values[:, :, :end].clone())
+        compiled.free.append(cache)
+        return (None, larger) if leased is None else leased
+
+    def prepare(self, model: Any, tokens: int) -> None:
+        """Compile for sequences of at most so many tokens what is not compiled yet."""
+        size = SMALLEST_STATIC_CACHE
+        while (leased := self.lease(model, size)) is not None:
+            leased[0].free.append(leased[1])
+            size *= 2
+            if size >= 2 * tokens or size > LARGEST_STATIC_CACHE:
+                return
+
     def _new_cache(self, model: Any, size: int) -> CroppableCache:
         return CroppableCache(config=model.config.get_text_config(decoder=True), max_cache_len=size)
 
     def _compile(self, model: Any, size: int) -> _Compiled | None:
         if size > LARGEST_STATIC_CACHE:
-            self._tell(f"up to {size} tokens were asked for, and static caches end at {LARGEST_STATIC_CACHE}")
+            self._tell(f"static caches end at {LARGEST_STATIC_CACHE} tokens, behind which a sequence goes on")
             return None
         if _compiling.is_lost:
             self._tell("this process was forked while a thread of its parent was compiling")
@@ -231,7 +262,7 @@ class CompiledForward:
         finally:
             _compiling.threads.discard(threading.get_ident())
         logger.info("Compiled the %s's forward in %.1f s.", self.whose, time.perf_counter() - started)
-        return _Compiled(steps[0], steps[-1], [cache])
+        return _Compiled(steps[0], steps[-1], size, [cache])
 
 
 @dataclass(eq=False)
@@ -240,6 +271,7 @@ class _Compiled:
 
     step: Any
     several: Any  # the same over several tokens, where that is another one
+    size: int  # tokens that its caches have room for
     free: list[CroppableCache]
     running: threading.Lock = field(default_factory=threading.Lock)
 
@@ -254,22 +286,27 @@ class CompiledDraft(CompiledForward):
     """The forward of a draft and its copies over a single token and, for what it missed while past text proposed,
     over several."""
 
-    def forward(self, draft: Any, tokens: int) -> DraftForward:
-        """The forward of one request that feeds at most `tokens` tokens to the draft."""
-        leased = self.lease(draft, tokens)
-        return DraftForward(draft) if leased is None else StaticForward(draft, *leased)
+    def forward(self, draft: Any, begins: int, most: int) -> DraftForward:
+        """The forward of one request that begins with so many tokens, and feeds at most `most` to the draft."""
+        leased = self.first(draft, begins, most)
+        return DraftForward(draft) if leased is None else StaticForward(self, draft, *leased)
 
 
 class StaticForward(DraftForward):
-    """Single tokens go through the compiled forward, a prompt through the eager one, over the same static cache."""
+    """Few tokens go through the compiled forward, a prompt through the eager one, over the same static cache, which
+    gives way to a larger one where it is full. Behind the largest, all is eager."""
 
-    def __init__(self, draft: Any, compiled: _Compiled, cache: CroppableCache) -> None:
+    def __init__(self, owner: CompiledDraft, draft: Any, compiled: _Compiled, cache: CroppableCache) -> None:
         super().__init__(draft, cache=cache)
-        self._compiled = compiled
+        self._owner = owner
+        self._compiled: _Compiled | None = compiled
 
     def feed(self, ids: torch.Tensor) -> torch.Tensor:
         count = ids.shape[1]
-        if self.length == 0 or count > MOST_COMPILED:
+        if self._compiled is not None and self.length + count > self._compiled.size:
+            self._compiled, cache = self._owner.larger(self.draft, self._compiled, self.cache, self.length + count)
+            self._go_on_with(cache)
+        if self._compiled is None or self.length == 0 or count > MOST_COMPILED:
             return super().feed(ids)
         # A captured graph writes the next logits where these are, whoever asks for them.
         with self._compiled.running:
@@ -280,7 +317,8 @@ class StaticForward(DraftForward):
             return logits.clone()
 
     def close(self) -> None:
-        self._compiled.free.append(self.cache)
+        if self._compiled is not None:
+            self._compiled.free.append(self.cache)
 
 
 # --- of the target --------------------------------------------------------------------------------------------------
@@ -372,9 +410,9 @@ class CompiledTarget(CompiledForward):
                     self._compiled[key] = None
         self.failed(error)
 
-    def verification(self, target: Any, kwargs: dict[str, Any], tokens: int) -> Verification | None:
-        """The verification of a request of at most `tokens` tokens, whose loop gets `kwargs`; `None` where it is left
-        to the eager forward."""
+    def verification(self, target: Any, kwargs: dict[str, Any], begins: int, most: int) -> Verification | None:
+        """The verification of a request that begins with so many tokens and ends with at most `most`, whose loop gets
+        `kwargs`; `None` where it is left to the eager forward."""
         config, cache = kwargs["generation_config"], kwargs.get("past_key_values")
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         if cache is None or type(cache) is not DynamicCache or cache.get_seq_length() > 0 or target.training:
@@ -385,29 +423,40 @@ class CompiledTarget(CompiledForward):
             return None
         if positions is not None and not torch.equal(positions[0], torch.arange(len(positions[0])).to(positions)):
             return None
-        leased = self.lease(target, tokens + 1)  # a single token is fed with another one behind it
+        leased = self.first(target, begins, most + 1)  # a single token is fed with another one behind it
         return None if leased is None else Verification(self, target, *leased)
 
 
 class Verification:
     """One request's rounds by the compiled target. The prompt goes through the eager forward, into the cache that the
-    loop came with; what it holds is put into a static one for the rounds, and back at the end."""
+    loop came with; what it holds is put into a static one for the rounds, larger ones as the sequence grows, and back
+    at the end, or where it fits into none."""
 
     def __init__(self, owner: CompiledTarget, target: Any, compiled: _Compiled, cache: CroppableCache) -> None:
         self.cache = cache
-        self._owner, self._target, self._compiled = owner, target, compiled
+        self._owner, self._target = owner, target
+        self._compiled: _Compiled | None = compiled  # `None`: the rest of the request is eager
         self._step: Any = None  # once it is known that what was compiled fits
-        self._given: DynamicCache | None = None
+        self.given: DynamicCache | None = None  # what the loop came with, once it was taken over
         self._limit = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
-    def begins(self, given: Any) -> bool:
-        """Take over what the loop's cache holds; returns whether the rounds, from now on, are verified here."""
-        if given is self.cache:
-            return True
+    def begins(self, given: Any, tokens: int) -> bool:
+        """Take over what the loop's cache holds, for a round after which the sequence has at most so many tokens;
+        returns whether the round is verified here. Otherwise [`~Verification.given`] is what the loop goes on with."""
+        is_ours = given is self.cache
+        if self._compiled is not None and tokens > self._compiled.size:
+            self._compiled, cache = self._owner.larger(self._target, self._compiled, self.cache, tokens)
+            self._step = None
+            if self._compiled is None:
+                self._put_back(cache)
+            else:
+                self.cache = cache
+        if self._compiled is None or is_ours:
+            return self._compiled is not None
         layers = given.layers
         if len(layers) != len(self.cache.layers) or any(type(layer) is not DynamicLayer for layer in layers):
             return False
-        self._given = given
+        self.given = given
         with self._owner.mode():
             for ours, theirs in zip(self.cache.layers, layers, strict=True):
                 ours.update(theirs.keys, theirs.values)
@@ -422,6 +471,7 @@ class Verification:
         """The target's logits, `(1, tokens, vocab)`, of the last tokens, `(1, tokens)`, of a sequence so long."""
         cache, count = past_key_values, ids.shape[1]
         mode = self._owner.mode() if self._step is None else torch.inference_mode(False)
+        assert self._compiled is not None
         with mode, torch.no_grad(), self._compiled.running:
             fed = ids[0].repeat(2 if count == 1 else 1)[None]  # with strides of its own, not those of the sequence
             torch._dynamo.maybe_mark_dynamic(fed, 1)  # compiled again, it is for any number of tokens again
@@ -435,6 +485,7 @@ class Verification:
             return CausalLMOutputWithPast(logits=logits[:, :count].clone(), past_key_values=cache)
 
     def _compiled_logits(self, ids: torch.Tensor) -> torch.Tensor:
+        assert self._compiled is not None
         step, args = self._compiled.step, (self._target, ids, self.cache)
         try:
             logits: torch.Tensor = (self._step or step)(*args)
@@ -448,9 +499,12 @@ class Verification:
 
     def close(self) -> None:
         """The request has ended: whoever holds the cache that it came with finds there what it read."""
-        if self._given is not None:
-            end = int(self.cache.layers[0].cumulative_length)
-            for ours, theirs in zip(self.cache.layers, self._given.layers, strict=True):
+        if self._compiled is not None:
+            self._put_back(self.cache)
+            self._compiled.free.append(self.cache)
+
+    def _put_back(self, cache: Any) -> None:
+        if self.given is not None:
+            end = int(cache.get_seq_length())
+            for ours, theirs in zip(cache.layers, self.given.layers, strict=True):
                 theirs.keys, theirs.values = (x[:, :, :end].clone() for x in (ours.keys, ours.values))
-            self._given = None
-        self._compiled.free.append(self.cache)

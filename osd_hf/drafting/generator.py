@@ -273,6 +273,11 @@ class LeanDrafting:
             other.token_ids = None
         return other
 
+    def prepare(self, tokens: int) -> None:
+        """Compile for sequences of at most so many tokens, where the draft is to be compiled."""
+        if self._compiled is not None:
+            self._compiled.prepare(self.draft, tokens)
+
     def restrict(self, token_ids: NDArray[np.int64] | None) -> None:
         """Draft among these tokens alone, `(tokens,)`, or among all; to be called while nobody drafts. A draft that
         cannot be restricted stays as it is, and the log says why."""
@@ -332,7 +337,8 @@ class LeanDrafting:
         restricted = None if self.token_ids is None else self._restricted[len(self.token_ids)]
         model = draft if restricted is None else restricted.model
         if source is None and self._compiled is not None:
-            forward = self._compiled.forward(model, max_length if limit is None else min(max_length, limit))
+            most = max_length if limit is None else min(max_length, limit)
+            forward = self._compiled.forward(model, given["input_ids"].shape[1], most)
         else:
             forward = DraftForward(model, source)
         eos = generation_config._eos_token_tensor
