@@ -18,10 +18,10 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import settings
+
+gc.disable()  # until all is imported: a million objects that stay are looked through for garbage again and again
 
 # Times differ between machines; what is drawn must not, where a failure should be everybody's.
 settings.register_profile("home", deadline=None)
@@ -54,11 +54,18 @@ def pytest_collection_finish() -> None:
     each run: they would go through a million objects that stay anyway."""
     gc.collect()
     gc.freeze()
+    gc.enable()
+
+
+# Imported where they are used: the process that hands the tests to others needs neither, and they wait for it.
 
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
     """Every test starts from seed 0 of Python, NumPy and torch."""
+    import numpy as np
+    import torch
+
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -67,6 +74,8 @@ def seed() -> None:
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
     """What a test sets for the whole process ends with it: the app takes all cores for a pair that is not bundled."""
+    import torch
+
     before = torch.get_num_threads()
     yield
     if torch.get_num_threads() != before:

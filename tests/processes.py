@@ -3,7 +3,7 @@ as importing takes longer than most of what they do."""
 
 from __future__ import annotations
 
-import multiprocessing
+import multiprocessing.forkserver
 import os
 import runpy
 import subprocess
@@ -13,11 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TextIO
+from unittest import mock
 
 from waiting import LONG
-
-_PRELOADED = ["osd_hf_app.launch", "osd_hf.cli.app", "osd_hf.cli.learn", "osd_hf.cli.run",
-              "transformers.models.llama.modeling_llama"]  # fmt: skip
 
 
 def process_for(work: Callable[..., object], *args: Any) -> Any:
@@ -25,7 +23,10 @@ def process_for(work: Callable[..., object], *args: Any) -> Any:
     context: Any = multiprocessing.get_context(
         "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     )
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload(["preloaded"])
+    if context.get_start_method() == "forkserver":  # looked for where any new interpreter would
+        with mock.patch.dict(os.environ, PYTHONPATH=str(Path(__file__).parent)):
+            multiprocessing.forkserver.ensure_running()
     return context.Process(target=work, args=args, daemon=True)
 
 

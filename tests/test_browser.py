@@ -164,8 +164,9 @@ def test_acceptance_rises_while_one_chats(page: Page, address: str) -> None:
     corrected = page.locator("#chat .osd-corrected").first
     assert re.fullmatch(r"the draft said “.*” \(\d+%\)", corrected.get_attribute("data-said") or "", re.DOTALL)
     figures = page.locator("#chat .osd-figures").last.inner_text()
-    for part in ("tokens/s", "α 0.", "tokens per target pass", "× the target alone", "the target alone says the same"):
+    for part in ("tokens/s", "tokens per target pass", "× the target alone", "the target alone says the same"):
         assert part in figures
+    assert re.search(r"α [01]\.\d", figures)
     # Twenty prompts of a domain: the draft that learns leaves the frozen one behind.
     places = places_of(page, "#prompt", "#curves", "#shown")
     choose(page, "#domain", "finance")
@@ -219,20 +220,17 @@ def test_an_answer_goes_on_while_its_visitor_is_away(page: Page, other_page: Pag
     assert "python" not in other_page.locator("#chat").inner_text()
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
+def test_a_prompt_that_cannot_be_answered_is_told(page: Page) -> None:
+    for text, shown in (
         ("", "The prompt is empty"),
-        (" \x00\x07\x1b ", "The prompt is empty"),
         ("x" * 100_000, "100,000 characters, at most 20,000"),
+        (" \x00\x07\x1b ", "The prompt is empty"),
         ("word " * 3000, "tokens; beside an answer of"),
-    ],
-)
-def test_a_prompt_that_cannot_be_answered_is_told(page: Page, text: str, shown: str) -> None:
-    page.fill("#prompt textarea", text)
-    page.press("#prompt textarea", "Enter")
-    expect(page.locator("#chat [role=alert]")).to_contain_text(shown)
-    assert page.locator("#prompt textarea").input_value() == text  # what was typed stays
+    ):
+        page.fill("#prompt textarea", text)
+        page.press("#prompt textarea", "Enter")
+        expect(page.locator("#chat [role=alert]")).to_contain_text(shown)
+        assert page.locator("#prompt textarea").input_value() == text  # what was typed stays
     ask(page, "What is 3 + 4?")
     assert page.locator("#chat [role=alert]").count() == 0
 

@@ -1,34 +1,40 @@
 """How much of the configured learning is done."""
 
+import functools
 import json
 
 import models
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from osd_hf import AcceptanceStats, ConfigError, OnlineAssistant, OnlineConfig
 from osd_hf.learning.effort import RECENT, STRIDE, WINDOW, Effort
 
 
-def of(alpha: float, examined: int = 100) -> AcceptanceStats:
-    accepted = round(alpha * examined)
+@functools.cache
+def counted(accepted: int, examined: int) -> AcceptanceStats:
     return AcceptanceStats.from_counts(
         drafted=examined, examined=examined, accepted=accepted, emitted=examined, target_forwards=5
     )
 
 
+def of(alpha: float, examined: int = 100) -> AcceptanceStats:
+    return counted(round(alpha * examined), examined)
+
+
 def gains(effort: Effort, values: object) -> None:
     for gain in values:  # type: ignore[attr-defined]
-        effort.add(of(0.3), of(float(np.clip(0.3 + gain, 0, 1))))
+        effort.add(of(0.3), of(min(max(0.3 + float(gain), 0.0), 1.0)))
 
 
 def noise(requests: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(0, 0.12, requests)
 
 
+@settings(max_examples=40)  # a series of a thousand requests each
 @given(st.integers(0, 200))
 def test_all_is_done_while_acceptance_rises(seed: int) -> None:
     effort = Effort(1 / 16)
@@ -38,7 +44,7 @@ def test_all_is_done_while_acceptance_rises(seed: int) -> None:
 
 def test_little_is_done_once_acceptance_stands() -> None:
     shares = []
-    for seed in range(40):  # chance doubles the share now and then
+    for seed in range(20):  # chance doubles the share now and then
         effort = Effort(1 / 16)
         gains(effort, 0.3 + noise(2 * WINDOW - 1, seed))
         assert effort.share == 1  # nothing is known yet

@@ -103,7 +103,8 @@ def test_the_package_alone_brings_in_neither_torch_nor_transformers():
 # One interpreter, and what of the heavy ones it has loaded after each step: the same as one interpreter a step, as
 # nothing is ever unloaded. Without trl first, which then comes.
 STEPS = """
-import json, sys
+import gc, json, sys
+gc.disable()  # it would look through what is imported again and again
 heavy, lazy = json.loads(sys.argv[1])
 told = {}
 def tell(step):

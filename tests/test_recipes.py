@@ -25,14 +25,15 @@ SMOKES = {
         *("--parts", "equal", "learned", "pace", "useless", "loop", "--no-compile", "--traces", "{traces}"),
     ],
     "hybrid": [
-        *("--requests", "1", "--learn", "4", "--drafts", "draft", "--datasets", "gsm8k", "--max-new-tokens", "8"),
+        *("--requests", "1", "--learn", "4", "--drafts", "draft", "--datasets", "gsm8k", "--max-new-tokens", "4"),
         *("--parts", "systems", "useless", "index", "--indexed", "1000", "--no-compile", "--traces", "{traces}"),
+        *("--threads", "1"),
     ],
     "draft_vocabulary": [
         *("--requests", "2", "--learn", "8", "--datasets", "gsm8k", "--shapes", "lab", "--tokens", "2"),
         *("--no-compile", "--traces", "{traces}"),
     ],
-    "capture_overhead": ["--requests", "2", "--repeats", "1", "--max-new-tokens", "8"],
+    "capture_overhead": ["--requests", "2", "--repeats", "1", "--max-new-tokens", "4"],
 }
 
 

@@ -425,4 +425,4 @@ def storm(threads: int, requests: int, *, architecture: str = "llama", new_token
 
 
 def test_eight_threads_on_one_target_bound_and_unbound_get_the_targets_answers() -> None:
-    print(storm(threads=8, requests=80))
+    print(storm(threads=8, requests=48))
