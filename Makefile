@@ -7,13 +7,17 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 LOWEST := $(VENV)-lowest
 # Where a library that moves is met: the contracts first, the app's endpoints last.
-CORE := contract offline_contract guards hook lossless losses updater session store completions app_view
+CORE := contract offline_contract guards hook losses updater session store completions app_view
+LOSSLESS := greedy_answers_are_the_targets_while_the_draft_learns \
+	sampled_answers_have_the_targets_distribution_while_the_draft_learns
 # One process a core (tests/conftest.py), each test file in one of them, the long files first.
 SPREAD := -n auto --dist loadfile --no-loadscope-reorder
-# -qq: silent unless it fails. What is installed is compiled afterwards, by all cores; pip takes one. A few files of
-# other packages cannot be compiled, nor imported.
+# -qq: silent unless it fails. What is installed is compiled afterwards, by all cores; pip takes one. A third is left
+# out: tests of other packages, and transformers' models, of which few are imported. A few files of other packages cannot
+# be compiled, nor imported.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-compile --constraint constraints.txt
-COMPILE := -c 'import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path("purelib"), quiet=2, workers=0)'
+COMPILE := -c 'import compileall, re, sysconfig; compileall.compile_dir(sysconfig.get_path("purelib"), quiet=2, \
+	workers=0, rx=re.compile("/tests/|/transformers/models/"))'
 
 # The package, editable, with an extra and all that they need.
 define install
@@ -48,6 +52,7 @@ test: $(VENV)/.installed-test
 
 test-lowest: $(LOWEST)/.installed
 	@$(LOWEST)/bin/python -m pytest $(SPREAD) $(CORE:%=tests/test_%.py) \
+		$(LOSSLESS:%=tests/test_lossless.py::test_%) \
 		tests/test_browser.py::test_a_program_chats_and_reads_the_statistics
 
 # What CI installs before it runs both sets of versions.

@@ -31,7 +31,10 @@ settings.load_profile("everywhere" if os.environ.get("CI") else "home")
 
 MOST_WORKERS = 8  # each loads torch and the bundled pair
 # The files that take longest, longest first: begun last, they would be waited for.
-LONG_FILES = "browser lossless offline app_strangers hook hub collecting store_learning recipes draft_forward".split()
+LONG_FILES = (
+    "browser lossless verification app_strangers recipes drafting hook collecting offline experiments draft_forward "
+    "hub store_learning learner app_service faults pacing assistant serving cli benchmark threads replay drafts"
+).split()
 
 
 @pytest.hookimpl(optionalhook=True)  # without pytest-xdist nobody asks
