@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig, LogitsProcessorList
 
-from osd_hf.errors import ConfigError, VocabularyMismatchError
-from osd_hf.losses import overlap
+from osd_hf.errors import ConfigError, UnsupportedModelError, VocabularyMismatchError, first_line
 from osd_hf.metrics import AcceptanceStats
-from osd_hf.pair import eos_ids, evaluating, unwrap, vocab_size_of
-from osd_hf.trace import DraftRound, Trace
+from osd_hf.pair import eos_ids, evaluating, uncompiled, unwrap, vocab_size_of
+from osd_hf.processing import Processors
+from osd_hf.trace import DraftRound, Trace, bare_trace
 
 logger = logging.getLogger(__name__)
 
+# Elements of the logits that exist at once: 40 MiB in float32. glibc keeps blocks of up to 32 MiB in a heap, which
+# they scatter: a step that holds 0.4 GB then took 8.5 GB of resident memory.
+CHUNK_LOGITS = 10 << 20
 MAX_LOGITS = 1 << 26  # elements of one batch's logits: 256 MiB in float32
 MAX_TOKENS = 1 << 16  # of one batch, prompts included
+
+_PLAIN_HEADS: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def replay(
@@ -55,6 +61,7 @@ def replay(
     return sum(replay_each(draft, list(traces), num_assistant_tokens, batch_size=batch_size), AcceptanceStats())
 
 
+@torch.inference_mode()
 def replay_each(
     draft: Any, traces: Sequence[Trace], num_assistant_tokens: int = 5, *, batch_size: int = 32
 ) -> list[AcceptanceStats]:
@@ -66,16 +73,18 @@ def replay_each(
     for i, trace in zip(greedy, redrafted, strict=True):
         stats[i] = AcceptanceStats.from_rounds(trace.rounds)
     sampled = [i for i, trace in enumerate(traces) if trace.is_sampled]
-    for batch, logits in _forward(draft, [traces[i] for i in sampled], batch_size):
-        for row, i in enumerate(batch):
-            trace = traces[sampled[i]]
-            q = process_rows(draft, trace, logits[row, : len(trace)]).log_softmax(-1)
-            p = process_rows(draft, trace, _dense_rows(trace, logits.device)).log_softmax(-1)
-            acceptance = overlap(p, q).clamp(0, 1).double().cpu().numpy()
-            stats[sampled[i]] = _expected(trace, acceptance, num_assistant_tokens)
+    accepted: list[NDArray[Any]] = []
+    for i, first, rows in _rows(draft, [traces[i] for i in sampled], batch_size):
+        trace = traces[sampled[i]]
+        if first == 0:
+            processors, accepted = Processors(draft, trace), []
+        accepted.append(processors.acceptance(rows, first))
+        if first + len(rows) == len(trace):
+            stats[sampled[i]] = _expected(trace, np.concatenate(accepted), num_assistant_tokens)
     return stats
 
 
+@torch.inference_mode()
 def redraft(
     draft: Any, traces: Sequence[Trace], num_assistant_tokens: int = 5, *, batch_size: int = 32
 ) -> list[Trace]:
@@ -83,14 +92,18 @@ def redraft(
     recorded ones, drafted tokens that no forward has seen being -1. Takes the arguments of [`replay`]."""
     _check(draft, traces, num_assistant_tokens)
     drafted: list[Trace] = list(traces)
-    for batch, logits in _forward(draft, traces, batch_size):
-        likeliest = logits.argmax(-1).cpu().numpy()
-        for row, i in enumerate(batch):
-            trace = traces[i]
-            predicted = likeliest[row, : len(trace)]
-            if trace.sampling.get("processors"):
-                predicted = process_rows(draft, trace, logits[row, : len(trace)]).argmax(-1).cpu().numpy()
-            drafted[i] = replace(trace, rounds=tuple(_rounds(trace, predicted, num_assistant_tokens)))
+    predicted: list[NDArray[Any]] = []
+    for i, first, rows in _rows(draft, traces, batch_size):
+        trace = traces[i]
+        if first == 0:
+            processors, predicted = Processors(draft, trace), []
+        if processors.processors:
+            parts = [processors(rows[part], first + part.start).argmax(-1) for part in processors.groups(len(rows))]
+        else:
+            parts = [rows.argmax(-1)]
+        predicted.append(torch.cat(parts).cpu().numpy())
+        if first + len(rows) == len(trace):
+            drafted[i] = replace(trace, rounds=tuple(_rounds(trace, np.concatenate(predicted), num_assistant_tokens)))
     return drafted
 
 
@@ -106,13 +119,23 @@ def _check(draft: Any, traces: Sequence[Trace], k: int) -> None:
             )
 
 
-def _forward(draft: Any, traces: Sequence[Trace], batch_size: int) -> Iterator[tuple[list[int], torch.Tensor]]:
-    """The indices of each batch, and its logits."""
+def _rows(draft: Any, traces: Sequence[Trace], batch_size: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Raw rows of the draft, `(positions, vocab)`, in parts of at most `CHUNK_LOGITS` elements where its head can be
+    called by itself: the index of the trace, the position of the first row, and the rows, each trace's in order."""
     with evaluating(draft):
         for batch in batches(traces, vocab_size_of(draft), batch_size):
-            with torch.inference_mode():
-                logits = completion_logits(draft, [traces[i] for i in batch])
-            yield batch, logits
+            chosen = [traces[i] for i in batch]
+            lengths = [len(trace) for trace in chosen]
+            size = max(1, CHUNK_LOGITS // chosen[0].vocab_size)
+            if len(batch) * max(lengths) > size and _has_plain_head(draft):
+                inputs, head = torch.split(completion_states(draft, chosen), lengths), output_head(draft)
+            else:
+                logits = completion_logits(draft, chosen)
+                inputs, head = tuple(row[:length] for row, length in zip(logits, lengths, strict=True)), None
+            for i, rows in zip(batch, inputs, strict=True):
+                for first in range(0, len(rows), size):
+                    part = rows[first : first + size]
+                    yield i, first, part if head is None else head(part)
 
 
 def _limit(trace: Trace, position: int, k: int) -> int:
@@ -145,17 +168,6 @@ def _rounds(trace: Trace, predicted: NDArray[Any], k: int) -> list[DraftRound]:
         rounds.append(DraftRound(drafted, accepted, emitted))
         start += emitted
     return rounds
-
-
-def _dense_rows(trace: Trace, device: Any) -> torch.Tensor:
-    """Log-probs of the target over the whole vocabulary, the tail spread evenly."""
-    kept = torch.from_numpy(trace.kept_logprobs()).to(device)
-    if trace.top_ids.shape[1] == 0:
-        return kept
-    others = max(trace.vocab_size - trace.num_kept, 1)
-    tail = torch.from_numpy(trace.tail_logprob.astype(np.float32)).to(device) - float(np.log(others))
-    rows = tail[:, None].expand(-1, trace.vocab_size).clone()
-    return rows.scatter_(1, torch.from_numpy(trace.top_ids.astype(np.int64)).to(device), kept)
 
 
 def _expected(trace: Trace, acceptance: NDArray[np.float64], k: int) -> AcceptanceStats:
@@ -253,13 +265,15 @@ def emitted_tokens(trace: Trace, draft: Any = None) -> list[EmittedToken]:
                 f"The trace has a vocabulary of {trace.vocab_size} tokens, the draft {vocab_size_of(draft)}. Pass the "
                 "one that drafted it."
             )
-        ids = torch.tensor([[tokens[at].drafted_id] for at in unknown])
-        with evaluating(draft), torch.inference_mode():
-            logits = completion_logits(draft, [trace])[0, : len(trace)]
-            rows = process_rows(draft, trace, logits)[torch.tensor(unknown).to(logits.device)].softmax(-1)
-            probabilities = rows.gather(1, ids.to(rows.device))[:, 0].cpu()
-        for at, probability in zip(unknown, probabilities, strict=True):
-            tokens[at] = replace(tokens[at], drafted_prob=float(probability))
+        processors = Processors(draft, trace)
+        with torch.inference_mode():
+            for _, first, rows in _rows(draft, [trace], 1):
+                for part in processors.groups(len(rows)):
+                    start = first + part.start
+                    probabilities = processors(rows[part], start).softmax(-1)
+                    for at in (at for at in unknown if start <= at < start + len(probabilities)):
+                        said = float(probabilities[at - start, tokens[at].drafted_id])
+                        tokens[at] = replace(tokens[at], drafted_prob=said)
     return tokens
 
 
@@ -337,29 +351,97 @@ def completion_logits(model: Any, traces: Sequence[Trace]) -> torch.Tensor:
     return logits[:, logits.shape[1] - width :]
 
 
-def process_rows(model: Any, trace: Trace, logits: torch.Tensor) -> torch.Tensor:
-    """Raw rows, `(completion, vocab)`, after the logits processors of the recorded request, as `model` rebuilds them
-    from its settings: float32 of the same shape; the rows themselves where the request had none."""
-    recorded = list(trace.sampling.get("processors", ()))
-    if not recorded:
-        return logits.float()
-    start = trace.decoder_prompt_ids if trace.decoder_prompt_ids is not None else trace.prompt_ids
-    ids = torch.from_numpy(np.concatenate([start, trace.completion_ids]).astype(np.int64))[None].to(logits.device)
-    config = GenerationConfig(**{k: v for k, v in trace.sampling.items() if k not in ("processors", "max_new_tokens")})
-    encoder_ids = None
-    if trace.decoder_prompt_ids is not None:
-        config.decoder_start_token_id = int(trace.decoder_prompt_ids[0])
-        encoder_ids = torch.from_numpy(trace.prompt_ids.astype(np.int64))[None].to(model.device)
-    model._prepare_special_tokens(config, True, device=model.device)
-    processors: LogitsProcessorList = model._get_logits_processor(
-        generation_config=config, input_ids_seq_length=len(start), encoder_input_ids=encoder_ids,
-        device=model.device, model_kwargs={},
-    )  # fmt: skip
-    rebuilt = [type(p).__name__ for p in processors]
-    if rebuilt != recorded:
-        logger.warning(
-            "A trace was made with logits processors %s, of which its settings rebuild %s: replay is approximate.",
-            recorded, rebuilt,
-        )  # fmt: skip
-    rows = [processors(ids[:, : len(start) + t], logits[t : t + 1].float()) for t in range(len(trace))]
-    return torch.cat(rows)
+# --- heads called by themselves --------------------------------------------------------------------------------------
+
+
+def completion_states(model: Any, traces: Sequence[Trace]) -> torch.Tensor:
+    """
+    The inputs of the output head where [`completion_logits`] has its outputs, in the mode (training, gradients) that
+    the caller wants.
+
+    Args:
+        model (`PreTrainedModel`): Decoder-only or encoder-decoder.
+        traces (`Sequence[Trace]`): Requests of one kind of model.
+
+    Returns:
+        `torch.Tensor` of shape `(positions, hidden)`, the completions one after the other.
+
+    Raises:
+        UnsupportedModelError: the model has no output embeddings.
+    """
+    head = unwrap(model).get_output_embeddings()
+    if head is None:
+        raise UnsupportedModelError(
+            f"{type(unwrap(model)).__name__} has no output embeddings; distillation needs a language modeling head."
+        )
+    seen: list[torch.Tensor] = []
+    thread = threading.get_ident()
+
+    def stand_aside(_: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor] | None:
+        if threading.get_ident() != thread:
+            return None
+        seen.append(args[0])
+        # No position, so that whatever the model does to logits costs nothing.
+        return (args[0][..., :0, :],)
+
+    handle = head.register_forward_pre_hook(stand_aside)
+    try:
+        completion_logits(uncompiled(model), traces)
+    finally:
+        handle.remove()
+    if len(seen) > 1:  # decoder prompts of several lengths are run one by one
+        return torch.cat([states[0, -len(t) :] for states, t in zip(seen, traces, strict=True)])
+    mask = completion_mask(traces, seen[0].device)
+    return seen[0][:, -mask.shape[1] :][mask]
+
+
+def output_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Logits of states: the output head, and what some families do to its output."""
+    inner = unwrap(model)
+    config = inner.config.get_text_config(decoder=True)
+    head, cap = inner.get_output_embeddings(), getattr(config, "final_logit_softcapping", None)
+    bias = getattr(inner, "final_logits_bias", None)
+    scales = [getattr(config, name, None) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier")]
+    if (divisor := getattr(config, "logits_scaling", None)) is not None:
+        scales.append(1 / divisor)
+    scale = next((scale for scale in scales if scale is not None), 1)
+
+    def logits_of(states: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = head(states)
+        if scale != 1:
+            logits = logits * scale
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits if bias is None else logits + bias.to(logits.device)
+
+    return logits_of
+
+
+def check_head(model: Any) -> None:
+    """Refuse a model whose logits are not what its head computes from its inputs; raises UnsupportedModelError."""
+    start = np.zeros(1, np.int32) if model.config.is_encoder_decoder else None
+    probe = bare_trace([0, 0], [0, 0, 0], vocab_size_of(model), start)
+    with torch.no_grad():
+        logits = completion_logits(model, [probe])[0].float()
+        ours = output_head(model)(completion_states(model, [probe])).float()
+    if not (logits - ours).abs().max() <= 0.02 * logits.abs().max():
+        raise UnsupportedModelError(
+            f"{type(unwrap(model)).__name__} changes its logits behind its output head in a way that is not known "
+            "here, so that they cannot be computed in parts."
+        )
+
+
+def _has_plain_head(model: Any) -> bool:
+    """Whether logits are what the head computes from its inputs, so that they need not all exist at once."""
+    inner = unwrap(model)
+    if inner not in _PLAIN_HEADS:
+        try:
+            check_head(model)
+            _PLAIN_HEADS[inner] = True
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a model fails with: it is asked for whole rows then
+            if not isinstance(error, UnsupportedModelError):
+                logger.info("The draft's head cannot be called by itself: %s", first_line(error))
+            _PLAIN_HEADS[inner] = False
+    return _PLAIN_HEADS[inner]

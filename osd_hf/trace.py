@@ -73,7 +73,7 @@ class DraftRound:
         return drafted, examined, accepted
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Trace:
     """
     What was seen of one request. Row `t` of the target arrays is the target's raw distribution (before any logits
@@ -151,14 +151,14 @@ class Trace:
         arrays += [a for r in self.rounds for a in (r.drafted_ids, r.p, r.q, r.from_text)]
         return sum(a.nbytes for a in arrays if a is not None)
 
-    def kept_logprobs(self) -> NDArray[np.float32]:
+    def kept_logprobs(self, where: slice = slice(None)) -> NDArray[np.float32]:
         """
-        Log-probs of the kept entries, float32 of shape `(completion, K)`: renormalized so that, together with the
-        tail, every row sums to one in spite of half-precision storage.
+        Log-probs of the kept entries at some positions, by default at all, float32 of shape `(positions, K)`:
+        renormalized so that, together with the tail, every row sums to one in spite of half-precision storage.
         """
-        logits = self.top_logits.astype(np.float32)
+        logits = self.top_logits[where].astype(np.float32)
         kept_logsum = np.log(np.exp(logits).sum(axis=-1))
-        kept_mass = np.log1p(-np.exp(np.minimum(self.tail_logprob, -1e-7)))
+        kept_mass = np.log1p(-np.exp(np.minimum(self.tail_logprob[where], -1e-7)))
         return np.asarray(logits - kept_logsum[:, None] + kept_mass[:, None], dtype=np.float32)
 
 

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from osd_hf import CorrectionStore, DataError, Trace, record_traces, replay
 from osd_hf.engine.completions import ResponseReader, unwrapped
-from osd_hf.replay import process_rows, replay_each
+from osd_hf.processing import Processors
+from osd_hf.replay import replay_each
 
 KEPT = 8
 READER = ResponseReader(models.VOCAB, KEPT)
@@ -282,7 +283,7 @@ def test_sampled_settings_rebuild_the_processors_of_transformers(
     for warper in wanted:
         expected = warper(ids, expected)
     with caplog.at_level(logging.WARNING):
-        found = process_rows(target, trace, rows)
+        found = Processors(target, trace)(rows)
     assert torch.equal(found, expected)
     assert not [r for r in caplog.records if "processors" in r.message]
     assert bool(torch.isinf(found).any()) == any(name in shape and shape[name] not in (0, -1, 1, 0.0, 1.0)

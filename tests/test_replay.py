@@ -1,5 +1,6 @@
 import importlib
 import itertools
+import threading
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from osd_hf import (
     AcceptanceStats,
@@ -21,7 +23,8 @@ from osd_hf import (
     record_traces,
     replay,
 )
-from osd_hf.replay import _rounds, redraft, replay_each
+from osd_hf.replay import _rounds, completion_states, redraft, replay_each
+from osd_hf.trace import bare_trace
 
 
 def live(target: Any, draft: Any, prompts: list[torch.Tensor], **settings: Any) -> list[Trace]:
@@ -73,7 +76,9 @@ def test_replay_of_target_only_recordings_counts_what_a_live_run_counts(architec
         assert counts(replay(tried, recorded)) == counts(total(live(target, tried, prompts)))
 
 
-@pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}, {"forced_eos_token_id": 3}]
+)
 def test_redrafted_rounds_are_the_live_ones(settings: dict[str, Any]) -> None:
     target, draft = models.pair("qwen3", noise=0.12, num_hidden_layers=1)
     other = models.draft_of(target, noise=0.2, seed=5)
@@ -217,6 +222,64 @@ def test_greedy_and_sampled_traces_keep_their_order() -> None:
     assert [each[0], each[2]] == [AcceptanceStats.from_trace(t) for t in greedy]
     assert isinstance(each[1].accepted, float)
     assert sum(each, AcceptanceStats()) == replay(draft, iter(mixed))
+
+
+# --- large vocabularies ---------------------------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that an operator gave."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for part in output if isinstance(output, tuple | list) else [output]:
+            if isinstance(part, torch.Tensor):
+                self.elements = max(self.elements, part.numel())
+        return output
+
+
+@pytest.mark.parametrize("architecture", models.ARCHITECTURES)
+def test_parts_of_the_logits_do_not_change_the_counts(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = models.pair(architecture, noise=0.12, **models.SHALLOW[architecture])
+    traces = [t for n in (6, 15) for t in live(target, draft, models.prompts(2), max_new_tokens=n)]
+    traces += live(target, draft, models.prompts(1), max_new_tokens=12, repetition_penalty=1.3)
+    traces += live(target, draft, models.prompts(1), max_new_tokens=12, do_sample=True, top_p=0.9)
+    *greedy, sampled = replay_each(draft, traces)
+    monkeypatch.setattr(importlib.import_module("osd_hf.replay"), "CHUNK_LOGITS", 4 * models.VOCAB)
+    *others, other = replay_each(draft, traces)
+    assert others == greedy
+    assert other.accepted == pytest.approx(sampled.accepted, rel=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.3}, {"do_sample": True, "top_k": 5, "top_p": 0.9}])
+def test_no_logits_of_a_whole_request_exist(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = models.pair(vocab_size=4096)
+    traces = live(target, draft, models.prompts(2, 4096), max_new_tokens=24, **settings)
+    monkeypatch.setattr(importlib.import_module("osd_hf.replay"), "CHUNK_LOGITS", 6 * 4096)
+    monkeypatch.setattr(importlib.import_module("osd_hf.processing"), "GROUP", 3 * 4096)
+    replay(draft, traces)
+    with Largest() as largest:
+        replay(draft, traces)
+    assert largest.elements == 6 * 4096  # a part; of 24 positions
+
+
+def test_a_head_that_stands_aside_serves_other_threads() -> None:
+    model, shapes = models.build(), []
+    states = torch.zeros(1, 3, model.lm_head.in_features)
+
+    def serve(*_: Any) -> None:
+        thread = threading.Thread(target=lambda: shapes.append(tuple(model.lm_head(states).shape)))
+        thread.start()
+        thread.join()
+
+    model.model.register_forward_hook(serve)
+    trace = bare_trace([3, 4, 5], [6, 7], models.VOCAB)
+    with torch.no_grad():
+        found = completion_states(model, [trace])
+    assert found.shape == (len(trace), model.lm_head.in_features)
+    assert shapes == [(1, 3, models.VOCAB)]
 
 
 # --- care -----------------------------------------------------------------------------------------------------------
