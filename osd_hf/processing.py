@@ -26,10 +26,14 @@ GROUP = 1 << 20  # elements worked on at once: larger temporaries take longer to
 WIDTHS = (64, 2048)  # likeliest tokens among which a cut is looked for, before a whole row is sorted
 MARGIN = 1e-6  # of probability: what is cut so close to the bound is decided by transformers' own rounding
 
-ROW_WISE = (
+IMPARTIAL = (
     known.TemperatureLogitsWarper, known.TopKLogitsWarper, known.TopPLogitsWarper, known.TopHLogitsWarper,
     known.MinPLogitsWarper, known.TypicalLogitsWarper, known.EpsilonLogitsWarper, known.EtaLogitsWarper,
-    known.InfNanRemoveLogitsProcessor, known.LogitNormalization, known.SuppressTokensLogitsProcessor,
+    known.LogitNormalization,
+)  # fmt: skip
+"""Processors that treat each row by itself, and its tokens by their logits alone: one at `-inf` changes nothing."""
+ROW_WISE = (
+    *IMPARTIAL, known.InfNanRemoveLogitsProcessor, known.SuppressTokensLogitsProcessor,
     known.EncoderRepetitionPenaltyLogitsProcessor,
 )  # fmt: skip
 """Processors that treat each row by itself, whatever the ids are."""

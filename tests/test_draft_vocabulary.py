@@ -14,7 +14,7 @@ from test_lossless import PAIRS, answer_distribution, fits, greedy_divergences, 
 
 from osd_hf import LabelRouter, OnlineAssistant, OnlineConfig, Trace
 from osd_hf.drafting import vocabulary
-from osd_hf.drafting.generator import LeanDrafting
+from osd_hf.drafting.generator import LeanCandidateGenerator, LeanDrafting
 from osd_hf.drafting.vocabulary import RestrictedDraft, TrafficVocabulary
 from osd_hf.errors import UnsupportedModelError
 from osd_hf.replay import completion_logits
@@ -353,3 +353,26 @@ def test_a_compiled_draft_is_compiled_for_each_number_of_tokens(monkeypatch: pyt
         assert wrong == []
         counts.append(len(compiled))
     assert counts == [2, 4, 4, 4, 4]
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(
+    ("settings", "is_few"), [({"temperature": 0.7, "top_p": 0.9}, True), ({"repetition_penalty": 1.2}, False)]
+)
+def test_processors_that_go_by_ids_alone_get_whole_rows(settings: dict[str, Any], is_few: bool) -> None:
+    target = models.build()
+    assistant = assistant_of(target, models.draft_of(target), update_strategy="manual")
+    served(assistant)
+    widths: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        processed = LeanCandidateGenerator._like_the_targets
+
+        def seen(self: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            rows = processed(self, logits, ids)
+            widths.append(rows.shape[-1])
+            return rows
+
+        patch.setattr(LeanCandidateGenerator, "_like_the_targets", seen)
+        assistant.generate(models.prompt(), max_new_tokens=12, do_sample=True, **settings)
+    few = len(assistant.drafting.token_ids)  # type: ignore[union-attr, arg-type]
+    assert set(widths) == {few if is_few else VOCAB}

@@ -23,6 +23,7 @@ from osd_hf.drafting.text import Guess, RequestText, TextIndex
 from osd_hf.drafting.vocabulary import RestrictedDraft
 from osd_hf.errors import first_line
 from osd_hf.pair import is_peft
+from osd_hf.processing import IMPARTIAL
 from osd_hf.trace import num_accepted
 
 logger = logging.getLogger(__name__)
@@ -67,7 +68,10 @@ class LeanCandidateGenerator(CandidateGenerator):
         text: RequestText | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
-        self.text, self.token_ids = text, token_ids
+        self.text, self._token_ids = text, token_ids
+        # Processors may ask for tokens by their ids; where they do not, what is not chosen among need not be there.
+        is_enough = all(type(processor) in IMPARTIAL for processor in logits_processor)
+        self._chosen_among = token_ids if is_enough else None
         self.forward, self.pace, self.clock = forward, pace, clock
         # The loop's own list tells of the rows that it gets, which are to be the target's alone.
         self.logits_processor = LogitsProcessorList(logits_processor)
@@ -145,9 +149,9 @@ class LeanCandidateGenerator(CandidateGenerator):
         return rows
 
     def _feed(self, ids: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
-        """The draft's logits behind all tokens so far, `(1, vocab)` and processed as the target's, or, where nothing
-        is to be done to them, as they came; `last` is the last of the tokens, `(1, 1)`, if it lies where the draft
-        is."""
+        """The draft's logits behind all tokens so far, `(1, vocab)`, processed as the target's; where that is enough,
+        of the tokens alone that it chooses among. `last` is the last of the tokens so far, `(1, 1)`, if it lies where
+        the draft is."""
         forward, missing = self.forward, len(self._context) + len(self._drafted) - self.forward.length
         if not self._draft_seconds:
             self._fed = missing
@@ -179,18 +183,30 @@ class LeanCandidateGenerator(CandidateGenerator):
                 probs = logits.softmax(-1, dtype=torch.float32)
             if pace.reads_confidence:
                 confidence = float(probs.gather(-1, chosen))
-            if self.token_ids is not None and not is_processed:
-                chosen = self.token_ids[chosen]
-            token = int(chosen)
+            token = self._id(chosen)
             # Decided before anything is drawn: what is proposed must not depend on what was.
-            instead = pace.instead(token, confidence)
+            instead = pace.instead(int(token), confidence)
             if instead is None:
                 if self.do_sample:
                     chosen = torch.multinomial(probs, 1)
-                    token = int(chosen)
-                    confidence = float(probs[0, token]) if pace.reads_confidence else 1.0
-                pace.drafted(token, confidence)
-            return instead, token, chosen.to(self.forward.device), logits if self.do_sample else None
+                    token = self._id(chosen)
+                    confidence = float(probs.gather(-1, chosen)) if pace.reads_confidence else 1.0
+                pace.drafted(int(token), confidence)
+            row = self._whole(logits) if self.do_sample else None
+            return instead, int(token), token.to(self.forward.device), row
+
+    def _id(self, chosen: torch.Tensor) -> torch.Tensor:
+        """The token of a column of the logits."""
+        among = self._chosen_among
+        return chosen if among is None else among.to(chosen.device)[chosen]
+
+    def _whole(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits of all of the target's tokens, from those that the draft chooses among."""
+        if self._token_ids is not None and logits.shape[-1] == len(self._token_ids):
+            whole = logits.new_full((1, self.vocab_size), -torch.inf)
+            return whole.index_copy_(1, self._token_ids.to(logits.device), logits)
+        missing = self.vocab_size - logits.shape[-1]  # embeddings padded otherwise than the target's
+        return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
     def _certain(self, token: int) -> torch.Tensor:
         """Logits of a distribution that is this token, float32, `(1, vocab)`."""
@@ -201,12 +217,8 @@ class LeanCandidateGenerator(CandidateGenerator):
     def _like_the_targets(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         # A copy: processors write into it, and into what they make of it, outside inference mode as well.
         logits = logits.to(device=ids.device, dtype=torch.float32, copy=True)
-        missing = self.vocab_size - logits.shape[-1]
-        if self.token_ids is not None:
-            whole = torch.full((1, self.vocab_size), -torch.inf, device=ids.device)
-            logits = whole.index_copy_(1, self.token_ids.to(ids.device), logits)
-        elif missing:  # embeddings padded otherwise than the target's
-            logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+        if self._chosen_among is None:
+            logits = self._whole(logits)
         processed: torch.Tensor = self.logits_processor(ids, logits)
         return processed
 
