@@ -286,14 +286,12 @@ class OnlineAssistant:
         is_auto = self.config.num_assistant_tokens == "auto" and self.config.drafting == "lean"
         if not is_auto:
             return None
-        with self._drafts.lease(domain) as draft:
-            token_ids = None if draft.drafting is None else draft.drafting.token_ids
-        plan = self._drafts.pacer.plan((domain, do_sample))
-        return replace(plan, vocab_size=None if token_ids is None else len(token_ids))
+        return replace(self._drafts.pacer.plan((domain, do_sample)), vocab_size=self._drafts.vocab_size(domain))
 
     def warm_up(self, max_length: int = 1024) -> None:
         """
-        Compile now what `compile_draft` and `compile_target` ask for, so that no request waits for it.
+        Compile now what `compile_draft` and `compile_target` ask for, so that no request waits for it. What comes up
+        later is compiled when it does: the head of a draft vocabulary and, on CUDA, each further copy of the draft.
 
         Args:
             max_length (`int`, *optional*, defaults to 1024):
@@ -304,7 +302,7 @@ class OnlineAssistant:
             if draft.drafting is not None:
                 draft.drafting.prepare(max_length)
         if self.compiled_target is not None:
-            self.compiled_target.prepare(unwrap(self.target), max_length + 1)
+            self.compiled_target.prepare(unwrap(self.target), max_length)
 
     @property
     def compiled_target(self) -> CompiledTarget | None:

@@ -53,15 +53,16 @@ class OnlineConfig:
         draft_vocabulary (`str`, *optional*, defaults to `"auto"`):
             With `num_assistant_tokens="auto"`, the tokens that a draft chooses among: `"auto"`: those that the target
             emits in the domain, where its vocabulary has at least 16,384 tokens, once 2,048, 8,192 or 32,768 of them
-            make up all but 0.5 % of what comes; the rows of the others in the draft's head are not computed. It
-            follows traffic and changes no weight. `"full"`: all.
+            make up all but 0.5 % of what comes (looked at every 8 requests, on at least 256 emitted tokens); the rows
+            of the others in the draft's head are not computed. It follows traffic, changes no weight, and takes a copy
+            of the rows in use. `"full"`: all.
         drafting (`str`, *optional*, defaults to `"lean"`):
             `"lean"`: by the draft's own forward; `"stock"`: by transformers' candidate generator, the reference.
         compile_draft (`bool`, *optional*, defaults to `False`):
             Compile the draft's forward over a static cache, which takes some seconds at the first request and for
             each doubling of the longest sequence ([`~OnlineAssistant.warm_up`] does it before), and once more for each
-            size of draft vocabulary. Behind 8,192 tokens a sequence goes on eagerly. Where it cannot be done, the log
-            says so and the draft runs eagerly.
+            size of draft vocabulary. What a sequence has beyond 8,192 tokens is drafted eagerly. Where it cannot be
+            done, the log says so and the draft runs eagerly.
         compile_target (`bool`, *optional*, defaults to `False`):
             Compile the target's verification of drafts over a static cache: once, for any number of drafted tokens,
             for each doubling of the longest sequence; it takes some 20 seconds each, less where the compiler's own

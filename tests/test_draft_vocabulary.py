@@ -71,17 +71,56 @@ def test_what_the_target_found_likely_is_chosen_before_it_comes() -> None:
     assert {9000, 12_000, 15_000} <= set(known.chosen.tolist())
 
 
-def test_whole_rows_count_as_kept_ones_do() -> None:
-    whole = TrafficVocabulary()
-    logits = np.full((50, FULL), -20, np.float16)
-    logits[:, 9000] = 0
-    trace = replace(
-        bare_trace([1], np.arange(50), FULL), top_logits=logits, tail_logprob=np.full(50, -np.inf, np.float32)
-    )
+def test_what_was_known_before_is_ranked_and_tried_anew() -> None:
+    known = TrafficVocabulary()
+    for trace in traffic(4000, 5000, 64):
+        known.add(trace)
+    assert known.chosen is not None
+    for _ in range(3):  # as often as it may be
+        known.restore(traffic(9000, 10_000, 64))
+        assert known.chosen is None
+    sizes = []
+    for trace in traffic(9000, 10_000, 16, seed=1):
+        known.add(trace)
+        sizes.append(None if known.chosen is None else len(known.chosen))
+    assert sizes[6] is None
+    assert sizes[7] == 2048
+    assert set(range(9000, 10_000)) < set(known.chosen.tolist())
+    known.restore(())
+    assert known.chosen is None
+
+
+def test_a_size_is_kept_until_it_misses_twice_as_much() -> None:
+    known = TrafficVocabulary()
     for _ in range(24):
-        whole.add(trace)
-    assert whole.chosen is not None
-    assert 9000 in whole.chosen
+        known.add(request(np.arange(4000, 4200)))
+    assert known.chosen is not None
+    sizes = []
+    for number in range(64):  # 1.5 tokens of 200 never seen before: more than let it in, less than end it
+        new = [9000 + number] if number % 2 else [9000 + number, 12_000 + number]
+        known.add(request([*range(4000, 4200 - len(new)), *new]))
+        sizes.append(known.chosen is not None)
+    assert all(sizes)
+    other = TrafficVocabulary()
+    for number in range(64):
+        new = [9000 + number] if number % 2 else [9000 + number, 12_000 + number]
+        other.add(request([*range(4000, 4200 - len(new)), *new]))
+        assert other.chosen is None or len(other.chosen) > 2048
+
+
+def test_another_width_begins_anew() -> None:
+    known = TrafficVocabulary()
+    for trace in traffic(4000, 5000, 24):
+        known.add(trace)
+    known.add(request([FULL + 5] * 100, vocab_size=FULL + 10))
+    assert known.chosen is None
+
+
+def test_short_answers_tell_in_time() -> None:
+    known = TrafficVocabulary()
+    for _ in range(100):
+        known.add(request(np.arange(50, 60)))
+    assert known.chosen is not None
 
 
 def test_other_traffic_brings_all_tokens_back_until_it_is_known() -> None:
@@ -128,13 +167,27 @@ def test_a_restricted_draft_has_the_drafts_logits_of_its_tokens(architecture: st
     own = [name for name, p in restricted.model.named_parameters() if p.data_ptr() not in shared]
     assert len(own) == 1  # the rows of the head
 
-    restricted.choose(SOME + 1)
+    assert restricted.is_of(SOME)
+    more = SOME + 1
+    assert not restricted.is_of(more)
+    restricted.choose(more)
     torch.testing.assert_close(logits_of(restricted.model), before[..., SOME + 1], atol=1e-12, rtol=0)
     with torch.no_grad():
         for parameter in draft.parameters():
             parameter.mul_(0.9)
-    restricted.refresh()
+    assert not restricted.is_of(more)
+    restricted.choose(more)
     torch.testing.assert_close(logits_of(restricted.model), logits_of(draft)[..., SOME + 1], atol=1e-12, rtol=0)
+    draft.float()
+    restricted.choose(more)
+    torch.testing.assert_close(logits_of(restricted.model), logits_of(draft)[..., SOME + 1])
+
+
+def test_restricting_draws_nothing_from_the_callers_generator() -> None:
+    draft = models.build()
+    before = torch.get_rng_state()
+    RestrictedDraft(draft, SOME)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_capped_logits_are_restricted_as_they_are() -> None:
@@ -165,6 +218,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vocabulary, "SIZES", (VOCAB // 4, VOCAB // 2))
     monkeypatch.setattr(vocabulary, "REQUESTS", 2)
     monkeypatch.setattr(vocabulary, "FEWEST", 1)
+    monkeypatch.setattr(vocabulary, "MANY", 16)
     monkeypatch.setattr(vocabulary, "MISSED", 0.3)
     monkeypatch.setattr(vocabulary, "QUOTED", 0.0)
 
@@ -244,7 +298,7 @@ def test_a_new_version_drafts_with_its_own_rows() -> None:
         drafting = assistant.drafting
         assert drafting is not None
         if drafting.token_ids is not None and number > 8:
-            (restricted,) = [r for size, r in drafting._restricted.items() if size == len(drafting.token_ids)]
+            restricted = drafting._restricted[len(drafting.token_ids)]
             torch.testing.assert_close(
                 logits_of(restricted.model), logits_of(assistant.draft)[..., drafting.token_ids]
             )
@@ -303,6 +357,35 @@ def test_each_domain_has_its_tokens_and_their_base_has_all() -> None:
 
 
 @pytest.mark.usefixtures("small")
+def test_domains_that_take_turns_with_one_model_have_their_own_tokens() -> None:
+    target = models.build()
+    assistant = assistant_of(
+        target, models.draft_of(target, noise=0.1), router=LabelRouter(), update_interval=2, max_draft_bytes=1
+    )
+    for domain in ("law", "art"):
+        served(assistant, domain)
+        assistant.drafts.lessons[domain].vocabulary.chosen = np.arange(16) + (16 if domain == "art" else 0)
+    for domain in ("law", "art", "law", "art"):
+        with assistant.drafts.lease(domain) as draft:
+            assert draft.drafting is not None
+            assert draft.drafting.token_ids is assistant.drafts.lessons[domain].vocabulary.chosen
+    assert assistant.drafts.num_serving == 1
+
+
+@pytest.mark.usefixtures("small")
+def test_reading_the_plan_makes_no_model_ready() -> None:
+    target = models.build()
+    assistant = assistant_of(
+        target, models.draft_of(target, noise=0.1), router=LabelRouter(), update_interval=2, max_draft_bytes=1
+    )
+    served(assistant, "law")
+    served(assistant, "art")
+    held = [serving.domain for serving in assistant.drafts._copies.held]
+    assistant.drafting_plan("law")
+    assert [serving.domain for serving in assistant.drafts._copies.held] == held
+
+
+@pytest.mark.usefixtures("small")
 def test_a_session_knows_the_tokens_in_use(tmp_path: Path) -> None:
     target = models.build()
     draft = models.draft_of(target)
@@ -312,10 +395,13 @@ def test_a_session_knows_the_tokens_in_use(tmp_path: Path) -> None:
     assistant.save_state(tmp_path)
     again = assistant_of(target, draft)
     again.load_state(tmp_path)
-    again.generate(models.prompt(), max_new_tokens=12, do_sample=False)
-    plan = again.drafting_plan()
-    assert plan is not None
-    assert plan.vocab_size is not None
+    sizes = []
+    for one in (again, assistant_of(target, draft)):
+        for ids in models.prompts(3):
+            one.generate(ids, max_new_tokens=12, do_sample=False)
+        sizes.append(one.drafting_plan().vocab_size)  # type: ignore[union-attr]
+    assert sizes[0] is not None
+    assert sizes[1] is None
 
 
 @pytest.mark.usefixtures("small")

@@ -392,6 +392,12 @@ class Request:
             )
         from_text = self.generator.from_text if type(self.generator) is LeanCandidateGenerator else ()
         self.rounds.append(_Round(self.drafted, count, from_text[: len(self.drafted)], p, q))
+        if (
+            self.verification is not None
+            and self.verification.has_moved
+            and isinstance(self.generator, LeanCandidateGenerator)
+        ):
+            self.generator.untimed()
         self.generator.update_candidate_strategy(input_ids, scores, num_matches)
 
     def returned(self, output: Any) -> Any:

@@ -67,6 +67,7 @@ class DraftForward:
         self.draft = draft
         self.device = draft.device  # where tokens are fed; looked up once: a model searches its parameters for it
         self.length = 0  # tokens in the cache
+        self.has_moved = False  # to another cache, with the last tokens that were fed
         self._ids_name = "decoder_input_ids" if draft.config.is_encoder_decoder else "input_ids"
         if cache is None:
             config = draft.config.get_text_config(decoder=True)
@@ -212,7 +213,11 @@ class CompiledForward:
     def larger(self, model: Any, compiled: _Compiled, cache: CroppableCache, tokens: int) -> Any:
         """What is leased of `compiled` goes back; returns a lease for more tokens whose cache holds what that one
         held, or, where the model goes on eagerly, `None` and a dynamic cache that does."""
-        leased = self.lease(model, tokens)
+        try:
+            leased = self.lease(model, tokens)
+        except Exception as error:  # noqa: BLE001 - a cache that memory is too little for costs no answer
+            self._tell(f"no cache of {tokens} tokens could be made: {first_line(error)}")
+            leased = None
         larger = DynamicCache(config=model.config.get_text_config(decoder=True)) if leased is None else leased[1]
         with self.mode():
             for ours, theirs in zip(larger.layers, cache.layers, strict=True):
@@ -225,18 +230,17 @@ class CompiledForward:
     def prepare(self, model: Any, tokens: int) -> None:
         """Compile for sequences of at most so many tokens what is not compiled yet."""
         size = SMALLEST_STATIC_CACHE
-        while (leased := self.lease(model, size)) is not None:
-            leased[0].free.append(leased[1])
+        while size < 2 * tokens and size <= LARGEST_STATIC_CACHE:
+            if (leased := self.lease(model, size)) is not None:
+                leased[0].free.append(leased[1])
             size *= 2
-            if size >= 2 * tokens or size > LARGEST_STATIC_CACHE:
-                return
 
     def _new_cache(self, model: Any, size: int) -> CroppableCache:
         return CroppableCache(config=model.config.get_text_config(decoder=True), max_cache_len=size)
 
     def _compile(self, model: Any, size: int) -> _Compiled | None:
         if size > LARGEST_STATIC_CACHE:
-            self._tell(f"static caches end at {LARGEST_STATIC_CACHE} tokens, behind which a sequence goes on")
+            self._tell(f"a sequence is longer than {LARGEST_STATIC_CACHE} tokens, where static caches end")
             return None
         if _compiling.is_lost:
             self._tell("this process was forked while a thread of its parent was compiling")
@@ -294,7 +298,7 @@ class CompiledDraft(CompiledForward):
 
 class StaticForward(DraftForward):
     """Few tokens go through the compiled forward, a prompt through the eager one, over the same static cache, which
-    gives way to a larger one where it is full. Behind the largest, all is eager."""
+    gives way to a larger one where it is full. Beyond the largest, all is eager."""
 
     def __init__(self, owner: CompiledDraft, draft: Any, compiled: _Compiled, cache: CroppableCache) -> None:
         super().__init__(draft, cache=cache)
@@ -303,7 +307,8 @@ class StaticForward(DraftForward):
 
     def feed(self, ids: torch.Tensor) -> torch.Tensor:
         count = ids.shape[1]
-        if self._compiled is not None and self.length + count > self._compiled.size:
+        self.has_moved = self._compiled is not None and self.length + count > self._compiled.size
+        if self._compiled is not None and self.has_moved:
             self._compiled, cache = self._owner.larger(self.draft, self._compiled, self.cache, self.length + count)
             self._go_on_with(cache)
         if self._compiled is None or self.length == 0 or count > MOST_COMPILED:
@@ -436,6 +441,7 @@ class Verification:
         self.cache = cache
         self._owner, self._target = owner, target
         self._compiled: _Compiled | None = compiled  # `None`: the rest of the request is eager
+        self.has_moved = False  # to another cache, for the round that began last
         self._step: Any = None  # once it is known that what was compiled fits
         self.given: DynamicCache | None = None  # what the loop came with, once it was taken over
         self._limit = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
@@ -443,8 +449,13 @@ class Verification:
     def begins(self, given: Any, tokens: int) -> bool:
         """Take over what the loop's cache holds, for a round after which the sequence has at most so many tokens;
         returns whether the round is verified here. Otherwise [`~Verification.given`] is what the loop goes on with."""
-        is_ours = given is self.cache
-        if self._compiled is not None and tokens > self._compiled.size:
+        is_ours, layers = given is self.cache, given.layers
+        if not is_ours and (
+            len(layers) != len(self.cache.layers) or any(type(layer) is not DynamicLayer for layer in layers)
+        ):
+            return False
+        self.has_moved = self._compiled is not None and tokens > self._compiled.size
+        if self._compiled is not None and self.has_moved:
             self._compiled, cache = self._owner.larger(self._target, self._compiled, self.cache, tokens)
             self._step = None
             if self._compiled is None:
@@ -453,9 +464,6 @@ class Verification:
                 self.cache = cache
         if self._compiled is None or is_ours:
             return self._compiled is not None
-        layers = given.layers
-        if len(layers) != len(self.cache.layers) or any(type(layer) is not DynamicLayer for layer in layers):
-            return False
         self.given = given
         with self._owner.mode():
             for ours, theirs in zip(self.cache.layers, layers, strict=True):

@@ -148,6 +148,10 @@ class LeanCandidateGenerator(CandidateGenerator):
                 text.proposed(token)
         return rows
 
+    def untimed(self) -> None:
+        """The round under way does not tell what a round takes."""
+        self._is_typical = False
+
     def _feed(self, ids: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
         """The draft's logits behind all tokens so far, `(1, vocab)`, processed as the target's; where that is enough,
         of the tokens alone that it chooses among. `last` is the last of the tokens so far, `(1, 1)`, if it lies where
@@ -161,6 +165,8 @@ class LeanCandidateGenerator(CandidateGenerator):
             feed = torch.tensor([(self._context + self._drafted)[-missing:]], device=forward.device)
         with torch.inference_mode():
             logits = forward.feed(feed)
+        if forward.has_moved:
+            self.untimed()
         if not (self.do_sample or self.logits_processor):
             return logits
         # Processors may keep what they make, and are called outside of inference mode.
@@ -286,30 +292,32 @@ class LeanDrafting:
         return other
 
     def prepare(self, tokens: int) -> None:
-        """Compile for sequences of at most so many tokens, where the draft is to be compiled."""
+        """Compile the draft with its whole head, if it is to be compiled, for sequences of at most so many tokens."""
         if self._compiled is not None:
             self._compiled.prepare(self.draft, tokens)
+
+    def is_restricted_to(self, token_ids: NDArray[np.int64] | None) -> bool:
+        """Whether [`~LeanDrafting.restrict`] would change nothing."""
+        if token_ids is None or not self._can_be_restricted:
+            return self.token_ids is None
+        known = self._restricted.get(len(token_ids))
+        return self.token_ids is token_ids and known is not None and known.is_of(token_ids)
 
     def restrict(self, token_ids: NDArray[np.int64] | None) -> None:
         """Draft among these tokens alone, `(tokens,)`, or among all; to be called while nobody drafts. A draft that
         cannot be restricted stays as it is, and the log says why."""
-        if token_ids is self.token_ids or not self._can_be_restricted:
-            return
         self.token_ids = None
+        if token_ids is None or not self._can_be_restricted:
+            return
         try:
-            if token_ids is not None and len(token_ids) in self._restricted:
+            if len(token_ids) in self._restricted:
                 self._restricted[len(token_ids)].choose(token_ids)
-            elif token_ids is not None:
+            else:
                 self._restricted[len(token_ids)] = RestrictedDraft(self.draft, token_ids)
             self.token_ids = token_ids
         except Exception as error:  # noqa: BLE001 - whatever a model or its memory fails with
-            self._can_be_restricted = False
+            self._can_be_restricted = isinstance(error, MemoryError | torch.OutOfMemoryError)
             logger.warning("The draft chooses among all tokens, not those in use: %s.", first_line(error))
-
-    def weights_changed(self) -> None:
-        """The weights of the draft are others now; to be called while nobody drafts."""
-        for restricted in self._restricted.values():
-            restricted.refresh()
 
     def pace(self, domain: str | None, *, do_sample: bool, may_repeat: bool = True) -> Pace:
         """How one request of a domain drafts; without `may_repeat` nothing comes from past text."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,9 @@ from osd_hf.trace import Trace, bare_trace
 
 SIZES = (2048, 8192, 32768)  # of draft vocabularies: few, as each is compiled for itself
 LEAST_VOCABULARY = 1 << 14  # below it, a head is too small to be worth restricting
-MISSED = 0.005  # share of emitted tokens that a draft vocabulary may lack
+MISSED = 0.005  # share of emitted tokens that a draft vocabulary may lack; twice as many before it is given up
 REQUESTS = 8  # between two rankings
-FEWEST = 256  # emitted tokens that this share is known from
-RECENT = 0.5  # what counts of it a ranking later
+FEWEST, MANY = 256, 1024  # emitted tokens that this share is known from, and beyond which they fade
 MEMORY = 0.5 ** (REQUESTS / 512)  # what a token's mass counts a ranking later: half after 512 requests
 QUOTED = 0.1  # what a token of a prompt counts, beside an emitted one
 
@@ -26,52 +26,69 @@ QUOTED = 0.1  # what a token of a prompt counts, beside an emitted one
 class TrafficVocabulary:
     """
     The tokens that a target emits, ranked by how often, for a draft to choose among. A token counts by the probability
-    that the target gave it at each position, too: what has been likely is ranked before it is first emitted. Tokens
-    that have never come rank by their ids, as tokenizers number frequent tokens first.
+    that the target gave it at each position, too, where the likeliest are kept: what has been likely is ranked before
+    it is first emitted. Tokens that have never come rank by their ids, as tokenizers number frequent tokens first.
 
     How many of them suffice is measured on what comes: the share of emitted tokens that a ranking made before lacks.
     """
 
     def __init__(self) -> None:
+        self._begin(0)
+
+    def _begin(self, vocab_size: int) -> None:
+        sizes = [size for size in SIZES if 2 * size <= vocab_size and vocab_size >= LEAST_VOCABULARY]
         self.chosen: NDArray[np.int64] | None = None  # in ascending order; `None`: all tokens
-        self._sizes = np.zeros(0, np.int64)  # that may suffice
-        self._mass = np.zeros(0, np.float32)
+        self._vocab_size, self._sizes = vocab_size, np.array(sizes, np.int64)
+        self._mass = np.zeros(vocab_size if sizes else 0, np.float32)
         self._ranks: NDArray[np.int32] | None = None
         self._requests = 0
         self._emitted = 0.0
-        self._missed = np.zeros(0)  # of them, by each size
+        self._missed = np.zeros(len(sizes))  # of them, by each size
 
     def add(self, trace: Trace) -> None:
-        """Take in a request."""
-        size = trace.vocab_size
-        if len(self._mass) != size:
-            few = [n for n in SIZES if 2 * n <= size and size >= LEAST_VOCABULARY]
-            self._sizes, self._missed, self._mass = np.array(few), np.zeros(len(few)), np.zeros(size, np.float32)
-        emitted = trace.completion_ids.astype(np.int64)
+        """Take in a request that has come."""
+        if trace.vocab_size != self._vocab_size:
+            self._begin(trace.vocab_size)
         if self._ranks is not None:
-            self._emitted += len(emitted)
-            self._missed += (self._ranks[emitted] >= self._sizes[:, None]).sum(axis=1)
-        self._count(emitted, np.float32(1))
-        prompt = trace.prompt_ids.astype(np.int64)
-        self._count(prompt[prompt < size], np.float32(QUOTED))
-        if trace.top_ids.shape[1]:
-            self._count(trace.top_ids.astype(np.int64).ravel(), np.exp(trace.kept_logprobs()).ravel())
-        elif trace.num_kept:
-            self._mass += np.exp(trace.kept_logprobs()).sum(axis=0)
+            self._emitted += len(trace)
+            self._missed += (self._ranks[trace.completion_ids] >= self._sizes[:, None]).sum(axis=1)
+        self._count(trace)
         self._requests += 1
-        if self._requests % REQUESTS == 0 and len(self._sizes):
+        if self._requests % REQUESTS == 0:
             self._rank()
 
-    def _count(self, ids: NDArray[np.int64], counts: NDArray[np.float32] | np.float32) -> None:
-        np.add.at(self._mass, ids, counts)
+    def restore(self, traces: Iterable[Trace]) -> None:
+        """Begin anew with requests, oldest first, that have come before: ranked, while what suffices is to be seen."""
+        self._begin(0)
+        for trace in traces:
+            if trace.vocab_size != self._vocab_size:
+                self._begin(trace.vocab_size)
+            self._count(trace)
+        self._rank()
+
+    def _count(self, trace: Trace) -> None:
+        if not len(self._sizes):
+            return
+        prompt = trace.prompt_ids[trace.prompt_ids < self._vocab_size]
+        np.add.at(self._mass, prompt, np.float32(QUOTED))
+        np.add.at(self._mass, trace.completion_ids, np.float32(1))
+        if trace.top_ids.shape[1]:
+            np.add.at(self._mass, trace.top_ids.ravel(), np.exp(trace.kept_logprobs()).ravel())
 
     def _rank(self) -> None:
+        if not len(self._sizes):
+            return
         order = np.argsort(-self._mass, kind="stable")
-        enough = self._sizes[self._missed <= MISSED * self._emitted].tolist() if self._emitted >= FEWEST else []
-        self.chosen = np.sort(order[: enough[0]]) if enough else None
+        now = None if self.chosen is None else len(self.chosen)
+        bounds = np.where(self._sizes == now, 2 * MISSED, MISSED) * self._emitted
+        enough = self._sizes[self._missed <= bounds].tolist() if self._emitted >= FEWEST else []
+        chosen = np.sort(order[: enough[0]]) if enough else None
+        if chosen is None or self.chosen is None or not np.array_equal(chosen, self.chosen):
+            self.chosen = chosen
         self._ranks = np.empty(len(order), np.int32)
         self._ranks[order] = np.arange(len(order), dtype=np.int32)
-        self._emitted, self._missed = self._emitted * RECENT, self._missed * RECENT
+        if self._emitted > MANY:
+            self._emitted, self._missed = self._emitted / 2, self._missed / 2
         self._mass *= MEMORY
 
 
@@ -82,7 +99,7 @@ class RestrictedDraft:
 
     Args:
         draft (`PreTrainedModel`): Not changed.
-        token_ids (`np.ndarray` of shape `(tokens,)`, int64): Ids of the draft's vocabulary.
+        token_ids (`np.ndarray` of shape `(tokens,)`, int64): Ids of the draft's vocabulary, ascending.
 
     Raises:
         UnsupportedModelError: the draft has no head that rows could be taken from.
@@ -91,30 +108,40 @@ class RestrictedDraft:
     def __init__(self, draft: Any, token_ids: NDArray[np.int64]) -> None:
         self._head = head = draft.get_output_embeddings()
         name = next((name for name, module in draft.named_children() if module is head), None)
-        if name is None or type(head) is not torch.nn.Linear:
-            raise UnsupportedModelError(f"the head of a {type(draft).__name__} is no linear layer of its own")
-        with torch.inference_mode(False), torch.no_grad():
-            few = torch.nn.Linear(
-                head.in_features, len(token_ids), head.bias is not None, head.weight.device, head.weight.dtype
-            )
-        self._few = few.requires_grad_(False)
+        if name is None or type(head) is not torch.nn.Linear or token_ids[-1] >= head.out_features:
+            raise UnsupportedModelError(f"the head of a {type(draft).__name__} has no row for each of them")
+        self._name = name
         self.model = copy.copy(draft)
-        self.model._modules = {**draft._modules, name: self._few}
+        self.model._modules = {**draft._modules, name: None}
+        self._is_of: tuple[Any, ...] = ()
         self.choose(token_ids)
         self._check(draft)
 
-    def choose(self, token_ids: NDArray[np.int64]) -> None:
-        """Choose among other tokens, of the same number, from now on. Nobody may be drafting."""
-        with torch.inference_mode(False):
-            self.token_ids = torch.from_numpy(token_ids).to(self._head.weight.device)
-        self.refresh()
+    def _source(self, token_ids: NDArray[np.int64]) -> tuple[Any, ...]:
+        """What the rows are taken from: another array, tensor or count of changes makes them others."""
+        weight = self._head.weight
+        changes = 0 if weight.is_inference() else weight._version
+        return id(token_ids), weight.data_ptr(), weight.dtype, weight.device, changes
 
-    def refresh(self) -> None:
-        """Take the rows again: the draft's weights have changed."""
+    def is_of(self, token_ids: NDArray[np.int64]) -> bool:
+        """Whether it has the rows of these tokens, as they are now."""
+        return self._is_of == self._source(token_ids)
+
+    def choose(self, token_ids: NDArray[np.int64]) -> None:
+        """Take the rows of tokens, of the same number as ever. Nobody may be drafting."""
+        head, few = self._head, self.model._modules[self._name]
         with torch.inference_mode(False), torch.no_grad():
-            self._few.weight.copy_(self._head.weight[self.token_ids])
-            if self._head.bias is not None:
-                self._few.bias.copy_(self._head.bias[self.token_ids])
+            if few is None or (few.weight.dtype, few.weight.device) != (head.weight.dtype, head.weight.device):
+                few = torch.nn.Linear(
+                    head.in_features, len(token_ids), head.bias is not None, "meta", head.weight.dtype
+                ).to_empty(device=head.weight.device)
+                self.model._modules[self._name] = few.requires_grad_(False)
+            self.token_ids = torch.from_numpy(token_ids).to(head.weight.device)
+            few.weight.copy_(head.weight[self.token_ids])
+            if head.bias is not None:
+                few.bias.copy_(head.bias[self.token_ids])
+        self._chosen = token_ids  # held, so that no other array gets its id
+        self._is_of = self._source(token_ids)
 
     def _check(self, draft: Any) -> None:
         """Some models do more with their logits than their head does."""
@@ -123,5 +150,6 @@ class RestrictedDraft:
         with torch.no_grad():
             whole = completion_logits(draft, [probe])[..., self.token_ids].float()
             ours = completion_logits(self.model, [probe]).float()
-        if whole.shape != ours.shape or not (whole - ours).abs().max() <= 0.02 * whole.abs().max():
+        is_same = whole.shape == ours.shape and bool(torch.isfinite(whole).all())
+        if not is_same or not (whole - ours).abs().max() <= 0.02 * whole.abs().max():
             raise UnsupportedModelError(f"a {type(draft).__name__} does more with its logits than its head")

@@ -64,6 +64,7 @@ class ServingDraft:
     domain: str | None = None  # whose weights it holds
     holds: Version | None = None  # which weights; `None` while they are written
     leases: int = 0  # requests that use it now
+    is_changing: bool = False  # the tokens that it chooses among; nobody else may use it meanwhile
     used: int = 0  # when it was used last, in requests
 
     @property
@@ -132,8 +133,6 @@ class Copies:
         self._write(snapshot, model)
         if serving.model is None:
             serving.drafting, serving.model = self._draft_with(model), model
-        elif serving.drafting is not None:
-            serving.drafting.weights_changed()
 
     def filled(self, serving: ServingDraft, version: Version | None) -> None:
         """It holds this version now, or none after an error; what could not be made is let go."""
@@ -310,6 +309,12 @@ class DomainDrafts:
         """Whether a model is one of those that serve."""
         return model in self._copies.made
 
+    def vocab_size(self, domain: str | None) -> int | None:
+        """Tokens that the draft of a domain chooses among; `None`: all."""
+        with self._lock:
+            drafting = (self._copies.find(self.key(domain)) or self._copies.base).drafting
+        return None if drafting is None or drafting.token_ids is None else len(drafting.token_ids)
+
     @property
     def bytes_per_draft(self) -> int:
         """Size of one model that serves."""
@@ -326,16 +331,22 @@ class DomainDrafts:
             with self._lock:
                 key = self.key(domain)
                 draft = self._drafts.get(key)
-                if original or draft is None or draft.serving.number == 0:
-                    return self._use(self._copies.base, key)  # what has learned nothing changes nothing
-                version = draft.serving
-                found = self._copies.find(key, version)
-                if found is not None:
-                    return self._use(found, key)
-                if key in self._copies.making:
+                found: ServingDraft | None = self._copies.base  # what has learned nothing changes nothing
+                if not (original or draft is None or draft.serving.number == 0):
+                    version = draft.serving
+                    found = self._copies.find(key, version)
+                if key in self._copies.making if found is None else found.is_changing:
                     self._made.wait()
                     continue
-                serving = self._copies.reserve(key)
+                if found is not None:
+                    self._copies.use(found)
+                    found.is_changing = must_change = self._is_to_change(found)
+                else:
+                    serving = self._copies.reserve(key)
+            if found is not None:
+                if must_change:
+                    self._restrict(found)
+                return found
             self._fill(serving, version)
             with self._lock:
                 draft = self._drafts.get(key)
@@ -343,17 +354,31 @@ class DomainDrafts:
                     return serving
             self._release(serving)
 
-    def _use(self, serving: ServingDraft, key: str | None) -> ServingDraft:
-        """Lease one; where nobody else drafts with it, it is to choose among the tokens that its traffic uses now."""
-        if serving.drafting is not None and serving.leases == 0 and self.per_domain == (serving.domain is not None):
-            serving.drafting.restrict(self._drafts[key].lesson.vocabulary.chosen)
-        return self._copies.use(serving)
+    def _chosen(self, serving: ServingDraft) -> Any:
+        """The tokens that a draft is to choose among; the base of drafts per domain serves everybody, and has all."""
+        draft = self._drafts.get(serving.domain)  # of drafts per domain, none is that of `None`
+        return None if draft is None else draft.lesson.vocabulary.chosen
+
+    def _is_to_change(self, serving: ServingDraft) -> bool:
+        drafting = serving.drafting
+        return drafting is not None and serving.leases == 1 and not drafting.is_restricted_to(self._chosen(serving))
+
+    def _restrict(self, serving: ServingDraft) -> None:
+        """Let what nobody else uses choose among the tokens that its traffic uses now; outside of the lock."""
+        try:
+            if serving.drafting is not None:
+                serving.drafting.restrict(self._chosen(serving))
+        finally:
+            with self._lock:
+                serving.is_changing = False
+                self._made.notify_all()
 
     def _fill(self, serving: ServingDraft, version: Version, *, promoted: bool = False) -> None:
         """Fill what was reserved, outside of the lock; where it is promoted, it serves from then on."""
         written = None
         try:
             self._copies.fill(serving, version.weights)
+            self._restrict(serving)
             written = version
         finally:
             with self._lock:
@@ -535,7 +560,9 @@ class DomainDrafts:
                 weights = {name: tensor for name, tensor in state.items() if name not in fixed}
                 loaded[entry["domain"]] = int(entry["version"]), weights
         except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-            raise StateError(f"The drafts in {directory} cannot be read: {error}. Restore them.") from error
+            raise StateError(
+                f"The drafts in {directory} cannot be read: {error}. Restore them from a copy."
+            ) from error
         for domain, (_, weights) in loaded.items():
             self._check(domain, weights)
         for domain, (number, weights) in loaded.items():

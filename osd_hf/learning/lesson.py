@@ -128,6 +128,8 @@ class Lesson:
         self._live: deque[float] = deque(maxlen=LIVE)  # what was accepted of the draft's tokens, by request
         self._to_compare = 0  # requests that are all compared, as one was accepted much less
         self.vocabulary = TrafficVocabulary()  # among which the draft is to choose
+        is_auto = self.config.num_assistant_tokens == self.config.draft_vocabulary == "auto"
+        self._counts = is_auto and self.config.drafting == "lean"
         self.choice = Choice()
         self.effort = Effort(self.config.min_effort, self.config.max_effort)
         self.dropped = 0  # versions in a row
@@ -139,7 +141,8 @@ class Lesson:
     def observe(self, trace: Trace) -> None:
         """Take in a request, inside the lock."""
         self.requests_waiting += 1
-        self._count(trace)
+        if self._counts:
+            self.vocabulary.add(trace)
         to_learn = self.hold_back(trace) if self.config.gate else trace
         if to_learn is not None:
             self.pending.append(to_learn)
@@ -151,10 +154,6 @@ class Lesson:
                 if len(known) >= LIVE / 2 and served.alpha < known.mean() - ODD * known.std():
                     self._to_compare = NEXT_FEW
                 self._live.append(served.alpha)
-
-    def _count(self, trace: Trace) -> None:
-        if self.config.num_assistant_tokens == "auto" and self.config.draft_vocabulary == "auto":
-            self.vocabulary.add(trace)
 
     def may_wait(self) -> bool:
         """Whether what has arrived need not be compared yet: while little is learned, and nothing is odd, one request
@@ -304,8 +303,8 @@ class Lesson:
             if self.config.gate:  # without one, nothing says that less would do
                 self.effort.load_state_dict(state["effort"])
             self.choice.load_state_dict(state["choice"], traces["held_back"])
-            for trace in (trace for group in traces.values() for trace in group):
-                self._count(trace)
+            known = sorted((t for those in traces.values() for t in those), key=lambda t: t.created_at_seconds)
+            self.vocabulary.restore(known if self._counts else ())
             self.arrived.clear()
             self.unwatched.clear()
             for kept, saved in ((self.pending, traces["pending"]), (self.held_back, traces["held_back"])):
