@@ -21,7 +21,7 @@ SCHEMA = {
     "required": ["name", "count", "tags"],
     "additionalProperties": False,
 }
-ANSWERS = 6
+ANSWERS = 4
 
 Made = tuple[Callable[[], Any], Callable[[Any, int], object] | None]
 
@@ -89,4 +89,4 @@ def test_a_json_grammar_is_refused_as_it_is_and_exact_where_it_opts_in(
         answers.add(tokenizer.decode(ours[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
     assert any(set(json.loads(answer)) == {"name", "count", "tags"} for answer in answers if answer.endswith("}"))
     assert 0 < assistant.stats.alpha < 1
-    assert assistant.version >= 5
+    assert assistant.version >= 3
