@@ -335,7 +335,7 @@ def bypass(taught: Learner, patch: pytest.MonkeyPatch) -> None:
     def let_through(version: int, serving: int, domain: Any, *_: Any) -> GateDecision:
         return GateDecision("promoted", version, version, domain, "by a gate that sleeps", alpha_after=1.0)
 
-    def bad(self: Updater) -> Any:
+    def bad(self: Updater, _: Any) -> Any:
         return {name: torch.randn_like(w) for name, w in self.averaged.items()}
 
     patch.setattr(module, "judge", let_through)

@@ -29,14 +29,18 @@ from osd_hf.learning.weights import (
     Snapshot,
     adapted,
     adapter_state,
+    beneath,
+    in_fp32,
     is_finite,
     learning_context,
     load_adapter,
     make_template,
     ready_to_serve,
     seeded,
+    sharing,
     write_snapshot,
 )
+from osd_hf.pair import is_peft
 from osd_hf.utils.disk import in_child, write_whole
 from osd_hf.utils.report import make_folder
 
@@ -78,12 +82,15 @@ class Copies:
     Copies of one base model, each `held` for a domain, within `max_draft_bytes`; requests at once may need more for a
     while. The base serves as well, always as it was. `making` are the domains of which one is being filled. Not
     locked: its owner is, for all but [`~Copies.fill`], which takes long. Where weights are an adapter's, `template` is
-    a `PeftModel` with that adapter, unmerged.
+    a `PeftModel` with that adapter, unmerged. Copies of drafts that learn whole have the weights of their versions.
     """
 
     def __init__(self, base: Any, template: Any, config: OnlineConfig, pacer: Pacer) -> None:
         self.template, self.config, self.pacer = template, config, pacer
         self.compiled = CompiledDraft(base) if config.compile_draft else None
+        # Not where a compiled forward has captured where its weights lie, or some of them do not learn.
+        is_part = template is not None or getattr(base, "_hf_peft_config_loaded", False)
+        self.shares = not is_part and self.compiled is None
         self.base = ServingDraft(base, self._draft_with(base))
         self.held: list[ServingDraft] = []
         self.making: set[str | None] = set()
@@ -153,10 +160,10 @@ class Copies:
     def another(self) -> Any:
         """A copy of the base, not held here."""
         with learning_context():
-            return copy.deepcopy(self.base.model)
+            return (sharing if self.shares else copy.deepcopy)(self.base.model)
 
     def _write(self, snapshot: Snapshot, model: Any) -> None:
-        write_snapshot(snapshot, model, self.template)
+        write_snapshot(snapshot, model, self.template, share=self.shares)
 
     def _draft_with(self, model: Any) -> LeanDrafting | None:
         if self.config.drafting != "lean":
@@ -201,7 +208,8 @@ class DomainDrafts:
         self.peft_config = peft_config
         self.per_domain = per_domain
         base = ready_to_serve(draft, self.config)
-        self._source = base if per_domain or peft_config is not None else draft  # what learners start from
+        is_source = is_peft(draft) and not per_domain and peft_config is None
+        self._source = in_fp32(draft) if is_source else base  # what learners start from
         self._template = make_template(self._source, peft_config, self.config.seed, per_domain=per_domain)
         self.pacer = Pacer()
         self.version = 0
@@ -209,8 +217,7 @@ class DomainDrafts:
         self._has_refused = False
         self._copies = Copies(base, self._template, self.config, self.pacer)
         self._master: Any = None  # of all domains' adapters
-        self._scratch: Any = None
-        self._scratch_holds: Snapshot | None = None
+        self._tried: tuple[Snapshot, Any] | None = None
         self._renew_locks()
         in_child(self, DomainDrafts._begin_in_child)
 
@@ -431,10 +438,9 @@ class DomainDrafts:
             if draft.updater is not None:
                 return draft.updater
         updater = self._new_updater(accelerator, draft.lesson)
-        if self._template is None:  # the base is there, and stays
-            original = {name: p.detach() for name, p in self.base.named_parameters() if name in updater.averaged}
-        else:
-            original = self._cast(updater.snapshot())
+        base = self.base.named_parameters()  # it is there, and stays
+        is_adapter = self._template is not None
+        original = updater.snapshot() if is_adapter else {n: p.detach() for n, p in base if n in updater.averaged}
         with self._lock:
             self._drafts[domain] = draft
             draft.updater, draft.original = updater, original
@@ -448,13 +454,13 @@ class DomainDrafts:
             return Updater(self._source, self.config, accelerator, lesson=lesson)
         with learning_context():
             if not self.per_domain:
-                source = adapted(copy.deepcopy(self._source), peft_config, "default", seed)
+                source = adapted(beneath(self._source, peft_config), peft_config, "default", seed)
                 return Updater(source, self.config, accelerator, lesson=lesson)
             number = 0 if self._master is None else len(self._master.peft_config)
             # Module names take no dots, and peft may take one name for the start of another.
             adapter = f"domain_{number:05d}"
             if self._master is None:
-                self._master = adapted(copy.deepcopy(self._source).float().eval(), peft_config, adapter, seed)
+                self._master = adapted(beneath(self._source, peft_config).float().eval(), peft_config, adapter, seed)
             else:
                 with seeded(seed):
                     self._master.add_adapter(adapter, copy.deepcopy(peft_config))
@@ -478,28 +484,23 @@ class DomainDrafts:
                     if domain not in admitted:
                         del self._drafts[domain]
 
-    def _cast(self, snapshot: Snapshot) -> Snapshot:
-        """Full weights in the dtype that they serve in; adapters stay in fp32, to be merged."""
-        if self._template is not None:
-            return snapshot
-        served = dict(self.base.named_parameters())
-        return {name: weight.to(served[name].dtype) for name, weight in snapshot.items()}
-
     def candidate(self, domain: str | None) -> tuple[int, Snapshot]:
         """Number and weights of a version that does not serve yet: what the learner of a domain has come to."""
-        snapshot = self._cast(self.updater(domain).snapshot())
+        snapshot = self.updater(domain).snapshot(dict(self.base.named_parameters()))
         with self._lock:
             self.version += 1
             return self.version, snapshot
 
     def tried(self, snapshot: Snapshot) -> Any:
         """A model with these weights that never serves: valid until the next call."""
-        if self._scratch is None:
-            self._scratch = self._copies.another()
-        if self._scratch_holds is not snapshot:
-            write_snapshot(snapshot, self._scratch, self._template)
-            self._scratch_holds = snapshot
-        return self._scratch
+        if self._tried is None or self._tried[0] is not snapshot:
+            self._tried = snapshot, sharing(self.base)
+            write_snapshot(*self._tried, self._template, share=True)
+        return self._tried[1]
+
+    def end_trial(self) -> None:
+        """Let go of the weights that were tried last."""
+        self._tried = None
 
     # --- keeping ----------------------------------------------------------------------------------------------------
 

@@ -440,6 +440,7 @@ class Learner:
                 updater.readable,
             )
             yield
+        self.drafts.end_trial()
         if None in scores:
             lesson.forget_set_aside()
         return scores

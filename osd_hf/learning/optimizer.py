@@ -16,6 +16,7 @@ __all__ = ["Muon", "make_optimizers"]
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration, as published with Muon
 NS_STEPS = 5
+AT_ONCE = 1 << 23  # elements of the matrices that are iterated together: some copies of them are made
 EMBEDDING_RATE = 0.5  # of Muon's, for what AdamW steps beside it
 
 
@@ -42,10 +43,12 @@ class Muon(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     by_shape[(*sorted(p.shape), p.device)].append(p)
-            for matrices in by_shape.values():
-                directions = orthogonal(torch.stack([_wide(self._momentum(p)) for p in matrices]))
-                for p, direction in zip(matrices, directions, strict=True):
-                    p.add_(_wide(direction, like=p), alpha=-group["lr"] * 0.2 * math.sqrt(max(p.shape)))
+            for alike in by_shape.values():
+                size = max(AT_ONCE // alike[0].numel(), 1)
+                for matrices in (alike[first : first + size] for first in range(0, len(alike), size)):
+                    directions = orthogonal(torch.stack([_wide(self._momentum(p)) for p in matrices]))
+                    for p, direction in zip(matrices, directions, strict=True):
+                        p.add_(_wide(direction, like=p), alpha=-group["lr"] * 0.2 * math.sqrt(max(p.shape)))
 
     def _momentum(self, p: torch.nn.Parameter) -> torch.Tensor:
         """Nesterov's direction of a parameter."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import time
@@ -25,7 +24,14 @@ from osd_hf.learning.faults import Readable
 from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.lesson import Lesson
 from osd_hf.learning.optimizer import make_optimizers
-from osd_hf.learning.weights import Snapshot, adapter_state, learning_context, load_adapter, write_snapshot
+from osd_hf.learning.weights import (
+    Snapshot,
+    adapter_state,
+    in_fp32,
+    learning_context,
+    load_adapter,
+    write_snapshot,
+)
 from osd_hf.losses import DIVERGENCES, outcome_logprobs
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.pair import is_peft
@@ -84,7 +90,8 @@ class Updater:
 
     Args:
         draft (`PreTrainedModel`):
-            Copied, not changed. Where it has adapters the trainable parameters learn, otherwise all.
+            Copied, not changed. Where it has adapters the trainable parameters learn, and what is frozen in fp32 is
+            not copied; otherwise all.
         config (`OnlineConfig`): The rule.
         accelerator (`Accelerator`, *optional*):
             Runs backward and step; by default one that leaves the model on its device.
@@ -113,12 +120,13 @@ class Updater:
         self._shared = dict(AcceleratorState._shared_state)
         with learning_context():
             # Evaluation mode throughout: dropout would draw from the generator that sampled requests draw from.
-            self.master = copy.deepcopy(draft).float().eval() if adapter is None else draft
+            self.master = in_fp32(draft, own=False) if adapter is None else draft
             self._activate()
             self.parameters = trainable_parameters(self.master)
             made = make_optimizers(self.master, self.parameters, config)
             self.optimizers = [self.accelerator.prepare_optimizer(optimizer) for optimizer in made]
-            self.averaged = {name: p.detach().clone() for name, p in self.parameters.items()}
+            own = config.weight_average > 0  # otherwise they are the last step's
+            self.averaged = {name: p.detach().clone() if own else p.detach() for name, p in self.parameters.items()}
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -220,6 +228,7 @@ class Updater:
                     for optimizer in self.optimizers:
                         optimizer.step()
                     self._average()
+                    self._zero_grad()  # as large as the weights, and of no use until the next backward
                 yield
                 return value, total
             traceback.clear_frames(failure.__traceback__)  # they hold the memory that was too little
@@ -350,12 +359,13 @@ class Updater:
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, served: Mapping[str, torch.Tensor] | None = None) -> Snapshot:
         """A copy of the learned (averaged) weights: an adapter's, in fp32, by the names of its file; otherwise of all
-        parameters that learn."""
+        parameters that learn, in the dtypes of those `served`, in fp32 by default."""
         with learning_context(), torch.no_grad():
             if not is_peft(self.master):
-                return {name: learned.clone() for name, learned in self.averaged.items()}
+                dtypes = {name: p.dtype for name, p in (served or self.averaged).items()}
+                return {name: learned.to(dtypes[name], copy=True) for name, learned in self.averaged.items()}
             stepped = {name: p.detach().clone() for name, p in self.parameters.items()}
             try:
                 self._set_parameters(self.averaged)

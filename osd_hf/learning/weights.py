@@ -19,12 +19,15 @@ __all__ = [
     "Snapshot",
     "adapted",
     "adapter_state",
+    "beneath",
+    "in_fp32",
     "is_finite",
     "learning_context",
     "load_adapter",
     "make_template",
     "ready_to_serve",
     "seeded",
+    "sharing",
     "write_snapshot",
 ]
 
@@ -58,12 +61,29 @@ def ready_to_serve(draft: Any, config: OnlineConfig) -> Any:
     return served
 
 
+def sharing(model: Any, *, learned: bool = True) -> Any:
+    """A copy of a model whose weights lie where the model's own do, and take no memory; buffers are its own, as are,
+    with `learned=False`, the parameters that require gradients. Writing into the others changes both."""
+    with learning_context():
+        shared = [p for p in model.parameters() if learned or not p.requires_grad]
+        others = (torch.nn.Parameter(p.detach(), p.requires_grad) if p.is_floating_point() else p for p in shared)
+        return copy.deepcopy(model, {id(p): other for p, other in zip(shared, others, strict=True)})
+
+
+def in_fp32(draft: Any, *, own: bool = True) -> Any:
+    """A copy of a draft in fp32, in evaluation mode. With `own=False` weights that are frozen beside adapters, and in
+    fp32 already, lie where the draft's do."""
+    has_adapters = is_peft(draft) or getattr(draft, "_hf_peft_config_loaded", False)
+    with learning_context():
+        return (sharing(draft, learned=False) if has_adapters and not own else copy.deepcopy(draft)).float().eval()
+
+
 def is_finite(snapshot: Snapshot) -> bool:
     """Whether all weights are numbers."""
     return all(bool(torch.isfinite(weight).all()) for weight in snapshot.values())
 
 
-def write_snapshot(snapshot: Snapshot, draft: Any, template: Any = None) -> None:
+def write_snapshot(snapshot: Snapshot, draft: Any, template: Any = None, *, share: bool = False) -> None:
     """
     Write learned weights into a draft, in place, cast to its dtype.
 
@@ -72,15 +92,18 @@ def write_snapshot(snapshot: Snapshot, draft: Any, template: Any = None) -> None
         draft (`PreTrainedModel`):
             A copy of the draft that was learned from; of one with adapters, with them merged or as it was.
         template (`PeftModel`, *optional*): Where the weights are an adapter's: a model with that adapter, unmerged.
+        share (`bool`, *optional*, defaults to `False`):
+            Let the draft's parameters be the weights themselves where dtype and device are the same, in place of
+            copies: they take no memory of their own then.
     """
     with learning_context(), torch.no_grad():
-        if template is not None:
-            adapted = load_adapter(copy.deepcopy(template), snapshot)
-            draft.load_state_dict((adapted if is_peft(draft) else adapted.merge_and_unload()).state_dict())
-            return
+        weights = snapshot if template is None else _adapted_weights(snapshot, template, is_merged=not is_peft(draft))
         served = dict(draft.named_parameters())
-        for name, learned in snapshot.items():
-            served[name].copy_(learned)
+        for name, learned in weights.items():
+            if share:
+                served[name].data = learned.to(served[name])
+            else:
+                served[name].copy_(learned)
 
 
 # --- adapters -------------------------------------------------------------------------------------------------------
@@ -104,6 +127,27 @@ def load_adapter(model: Any, snapshot: Snapshot, adapter: str | None = None) -> 
     return model
 
 
+def _adapted_weights(snapshot: Snapshot, template: Any, *, is_merged: bool) -> Snapshot:
+    """All parameters of the template's model, with this adapter merged or beside it; what it does not change lies
+    where the template's does."""
+    model = load_adapter(sharing(template, learned=False), snapshot)
+    if is_merged:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        # One layer after the other, in fp32: all at once, they would need twice the memory of what serves.
+        for layer in [module for module in model.modules() if isinstance(module, BaseTunerLayer)]:
+            dtypes = {name: p.dtype for name, p in layer.get_base_layer().named_parameters() if p.is_floating_point()}
+            for name in dtypes:
+                parameter = layer.get_base_layer().get_parameter(name)
+                parameter.data = parameter.data.to(torch.float32, copy=True)
+            layer.merge()
+            for name, dtype in dtypes.items():
+                parameter = layer.get_base_layer().get_parameter(name)
+                parameter.data = parameter.data.to(dtype)
+        model = model.unload()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
 def adapted(model: Any, peft_config: Any, adapter: str, seed: int) -> Any:
     """A `PeftModel` around `model`; raises ConfigError without peft, UnsupportedModelError where adapters do not
     fit."""
@@ -122,12 +166,13 @@ def adapted(model: Any, peft_config: Any, adapter: str, seed: int) -> Any:
 
 
 def make_template(source: Any, peft_config: Any, seed: int, *, per_domain: bool) -> Any:
-    """A `PeftModel` in fp32 that an adapter's weights are loaded into, to be merged; `None` without adapters. Unties
-    the embeddings of `source` where an adapter would change both. Raises UnsupportedModelError for adapters that
+    """A `PeftModel` whose copies an adapter's weights are loaded into, to be merged; `None` without adapters. All but
+    its adapter lies where the weights of `source` do. Unties the embeddings of `source` where an adapter would change
+    both. Raises UnsupportedModelError for adapters that
     cannot be merged or, per domain, of which a model can have only one."""
     with learning_context():
         if peft_config is None:
-            return copy.deepcopy(source).float() if is_peft(source) else None
+            return sharing(source) if is_peft(source) else None
         if _adapts_tied_embeddings(source, peft_config, seed):
             # Merged into a tensor that is both, an adapter on one of the two would change the other as well.
             head = source.get_output_embeddings()  # ours, not the caller's
@@ -135,7 +180,7 @@ def make_template(source: Any, peft_config: Any, seed: int, *, per_domain: bool)
             for config in (source.config, source.config.get_text_config(decoder=True)):
                 config.tie_word_embeddings = False
             source.all_tied_weights_keys = {}
-        template = adapted(copy.deepcopy(source).float(), peft_config, "default", seed)
+        template = adapted(beneath(source, peft_config), peft_config, "default", seed)
         if not hasattr(template.base_model, "merge_and_unload"):
             raise UnsupportedModelError(
                 f"Adapters of the kind {type(peft_config).__name__} cannot be merged into the draft's weights, "
@@ -144,12 +189,19 @@ def make_template(source: Any, peft_config: Any, seed: int, *, per_domain: bool)
         if per_domain:
             try:
                 with seeded(seed):
-                    copy.deepcopy(template).add_adapter("second", copy.deepcopy(peft_config))
+                    sharing(template).add_adapter("second", copy.deepcopy(peft_config))
             except ValueError as error:
                 raise UnsupportedModelError(
                     f"A model can have one adapter of this `peft_config` only, and each domain needs its own: {error}"
                 ) from error
     return template
+
+
+def beneath(source: Any, peft_config: Any) -> Any:
+    """A copy of a model that adapters of this kind can be put on; in its memory, unless they change the weights there,
+    as those that begin with a decomposition of them do."""
+    begins = getattr(peft_config, "init_lora_weights", True)
+    return sharing(source) if isinstance(begins, bool) or begins == "gaussian" else in_fp32(source)
 
 
 def _adapts_tied_embeddings(model: Any, peft_config: Any, seed: int) -> bool:
@@ -162,6 +214,6 @@ def _adapts_tied_embeddings(model: Any, peft_config: Any, seed: int) -> bool:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about tied weights, which this is asked to prevent
-        base = adapted(copy.deepcopy(model), peft_config, "default", seed).get_base_model()
+        base = adapted(beneath(model, peft_config), peft_config, "default", seed).get_base_model()
     ends = (base.get_input_embeddings(), base.get_output_embeddings())
     return any(isinstance(end, BaseTunerLayer | ModulesToSaveWrapper) for end in ends)
