@@ -18,7 +18,9 @@ from osd_hf.errors import ConfigError
 from osd_hf.trace import DraftRound, Trace
 from osd_hf.utils.disk import in_child, renewing
 
-NUM_RESAMPLES = 2000
+MOST_REQUESTS = 1024  # whose counts are kept one by one
+MOST_DOMAINS = 1024  # counted apart; labels may be anybody's
+NORMAL = 1.959964  # standard errors on both sides of 95%
 
 _COUNTS = ("drafted", "examined", "accepted", "emitted", "target_forwards")
 _TEXT_COUNTS = ("text_drafted", "text_examined", "text_accepted")
@@ -45,7 +47,11 @@ class AcceptanceStats:
         accepted_length_histogram (`Mapping[int, int | float]`, *optional*):
             Accepted tokens of a round -> number of rounds, over the rounds that proposed at least one token.
         requests (`np.ndarray` of shape `(requests, 2)`, *optional*):
-            `examined` and `accepted` of each request, in order.
+            `examined` and `accepted` of each request, in order; of a sum, those of the newest 1,024.
+        num_requests (`int`, *optional*): All requests; as many as there are in `requests` by default.
+        squares (`tuple[float, ...]` of length 3, *optional*):
+            Over all requests, the sums of `examined` squared, of `examined` times `accepted`, and of `accepted`
+            squared; those of `requests` by default.
         text_drafted, text_examined, text_accepted (`int` or `float`, *optional*, default to 0):
             The same counts of tokens that past text proposed, which are not among the draft's.
     """
@@ -57,6 +63,8 @@ class AcceptanceStats:
     target_forwards: float = 0
     accepted_length_histogram: Mapping[int, float] = field(default_factory=dict)
     requests: NDArray[Any] = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
+    num_requests: int = -1
+    squares: tuple[float, ...] = ()
     text_drafted: float = 0
     text_examined: float = 0
     text_accepted: float = 0
@@ -65,7 +73,15 @@ class AcceptanceStats:
         # Own copies: nobody's later change to what was passed reaches these counts. Plain numbers go into JSON.
         own: dict[str, Any] = {name: _plain(getattr(self, name)) for name in (*_COUNTS, *_TEXT_COUNTS)}
         histogram = sorted((int(k), _plain(n)) for k, n in self.accepted_length_histogram.items())
-        own |= {"accepted_length_histogram": dict(histogram), "requests": np.array(self.requests)}
+        rows = np.array(self.requests)
+        examined, accepted = rows.T
+        products = examined * examined, examined * accepted, accepted * accepted
+        own |= {
+            "accepted_length_histogram": dict(histogram),
+            "requests": rows[-MOST_REQUESTS:],
+            "num_requests": len(rows) if self.num_requests < 0 else self.num_requests,
+            "squares": tuple(map(_plain, self.squares or [product.sum() for product in products])),
+        }
         own["requests"].setflags(write=False)
         for name, value in own.items():
             object.__setattr__(self, name, value)
@@ -100,10 +116,6 @@ class AcceptanceStats:
         return cls.from_counts(drafted=0, examined=0, accepted=0, emitted=len(trace), target_forwards=len(trace))
 
     @property
-    def num_requests(self) -> int:
-        return len(self.requests)
-
-    @property
     def alpha(self) -> float:
         """Acceptance rate, accepted / examined; `nan` while nothing was examined."""
         return self.accepted / self.examined if self.examined else math.nan
@@ -120,12 +132,16 @@ class AcceptanceStats:
         """Tokens emitted per target forward; `nan` before the first."""
         return self.emitted / self.target_forwards if self.target_forwards else math.nan
 
-    @cached_property
+    @property
     def alpha_interval(self) -> tuple[float, float]:
-        """95% interval of alpha: percentile bootstrap over requests, as tokens of one answer are not independent; the
-        same at each call. `(nan, nan)` for fewer than two requests or if nothing was examined."""
-        examined, accepted = _resample(self.requests)
-        return _interval(accepted, examined)
+        """95% interval of alpha, by the standard error of a ratio over requests, as tokens of one answer are not
+        independent. `(nan, nan)` for fewer than two requests or if nothing was examined."""
+        n, (examined, both, accepted) = self.num_requests, self.squares
+        if n < 2 or not self.examined:
+            return math.nan, math.nan
+        squared = max(accepted - 2 * self.alpha * both + self.alpha**2 * examined, 0.0)  # of each one's residual
+        error = math.sqrt(squared * n / (n - 1)) / self.examined
+        return _interval(self.alpha, error, n, 0.0)
 
     def __add__(self, other: object) -> AcceptanceStats:
         if not isinstance(other, AcceptanceStats):
@@ -133,8 +149,13 @@ class AcceptanceStats:
         counts = {name: getattr(self, name) + getattr(other, name) for name in (*_COUNTS, *_TEXT_COUNTS)}
         histogram = Counter[int](self.accepted_length_histogram)
         histogram.update(other.accepted_length_histogram)
-        requests = np.concatenate([self.requests, other.requests])
-        return AcceptanceStats(**counts, accepted_length_histogram=histogram, requests=requests)
+        return AcceptanceStats(
+            **counts,
+            accepted_length_histogram=histogram,
+            requests=np.concatenate([self.requests, other.requests])[-MOST_REQUESTS:],
+            num_requests=self.num_requests + other.num_requests,
+            squares=tuple(ours + theirs for ours, theirs in zip(self.squares, other.squares, strict=True)),
+        )
 
     def __radd__(self, other: object) -> AcceptanceStats:
         return self if other == 0 else NotImplemented  # sum() begins with 0
@@ -153,14 +174,16 @@ class AcceptanceStats:
         return f"alpha {self.alpha:.3f}{interval}{text}, {tokens}, {requests}"
 
     def _counts(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in (*_COUNTS, *_TEXT_COUNTS, "accepted_length_histogram")}
+        more = ("accepted_length_histogram", "num_requests")
+        return {name: getattr(self, name) for name in (*_COUNTS, *_TEXT_COUNTS, *more)}
 
     def to_dict(self, *, derived: bool = True) -> dict[str, Any]:
         """A form that `json.dumps` takes, for reports and for `from_dict`: the counts, the requests, and, unless
         `derived` is `False`, what follows from them (`alpha`, `alpha_interval`, `block_efficiency`; `None` where
-        undefined). The interval takes a while for many requests."""
+        undefined)."""
         histogram = {str(k): n for k, n in self.accepted_length_histogram.items()}
         found = self._counts() | {"accepted_length_histogram": histogram, "requests": self.requests.tolist()}
+        found["squares"] = list(self.squares)
         if derived:
             found["alpha"] = self.alpha if self.examined else None
             found["alpha_interval"] = None if math.isnan(self.alpha_interval[0]) else list(self.alpha_interval)
@@ -174,14 +197,15 @@ class AcceptanceStats:
         requests = np.array(data["requests"] or np.zeros((0, 2), dtype=np.int64))
         texts = {name: data.get(name, 0) for name in _TEXT_COUNTS}
         return cls(
-            **{name: data[name] for name in (*_COUNTS, "accepted_length_histogram")}, requests=requests, **texts
-        )
+            **{name: data[name] for name in (*_COUNTS, "accepted_length_histogram")}, requests=requests, **texts,
+            num_requests=data.get("num_requests", -1), squares=tuple(data.get("squares", ())),
+        )  # fmt: skip
 
 
 def alpha_gain_interval(before: AcceptanceStats, after: AcceptanceStats) -> tuple[float, float]:
     """
-    95% interval of `after.alpha - before.alpha`: paired percentile bootstrap, each resample drawing the same requests
-    on both sides, which cancels how hard the requests are.
+    95% interval of `after.alpha - before.alpha`, paired by request, which cancels how hard the requests are. Of more
+    than 1,024 requests, how much they differ is known from the newest.
 
     Args:
         before (`AcceptanceStats`): For instance the static draft.
@@ -190,33 +214,50 @@ def alpha_gain_interval(before: AcceptanceStats, after: AcceptanceStats) -> tupl
     Raises:
         ConfigError: the numbers of requests differ.
     """
-    if before.num_requests != after.num_requests:
+    n = before.num_requests
+    if n != after.num_requests:
         raise ConfigError(
             "the two stats must be of the same requests in the same order, "
             f"got {before.num_requests} and {after.num_requests} requests"
         )
-    examined, accepted, examined_after, accepted_after = _resample(np.hstack([before.requests, after.requests]))
-    return _interval(accepted_after * examined - accepted * examined_after, examined_after * examined)
-
-
-def _resample(requests: NDArray[Any]) -> NDArray[Any]:
-    """Sums of each column of `(requests, columns)` over bootstrap resamples: `(columns, resamples)`."""
-    n, columns = requests.shape
-    if n < 2:
-        return np.zeros((columns, 0))
-    rng = np.random.default_rng(0)
-    block = max(1, 2**20 // n)  # resamples at once, to bound the memory
-    sizes = [min(block, NUM_RESAMPLES - start) for start in range(0, NUM_RESAMPLES, block)]
-    return np.concatenate([requests[rng.integers(n, size=(size, n))].sum(axis=1) for size in sizes]).T
-
-
-def _interval(numerator: NDArray[Any], denominator: NDArray[Any]) -> tuple[float, float]:
-    """2.5% and 97.5% quantiles of the ratio over the resamples in which it is defined."""
-    defined = denominator > 0
-    if not defined.any():
+    if not before.examined or not after.examined:
         return math.nan, math.nan
-    low, high = np.quantile(numerator[defined] / denominator[defined], [0.025, 0.975])
-    return float(low), float(high)
+    _, error = paired_gain([before], [after])
+    return _interval(after.alpha - before.alpha, error * math.sqrt(len(before.requests) / n), n, -1.0)
+
+
+def paired_gain(before: Sequence[AcceptanceStats], after: Sequence[AcceptanceStats]) -> tuple[float, float]:
+    """
+    Alpha gained from `before` to `after`, and its standard error: both of the same requests in the same order, so that
+    how hard they are cancels (linearized ratio estimator). `nan` where nothing was examined; the error is infinite for
+    fewer than two requests.
+    """
+    sides = [np.concatenate([s.requests for s in stats]).astype(float) for stats in (before, after)]
+    n = len(sides[0])
+    if any(side[:, 0].sum() == 0 for side in sides):
+        return math.nan, math.nan
+    alphas = [side[:, 1].sum() / side[:, 0].sum() for side in sides]
+    gain = float(alphas[1] - alphas[0])
+    if n < 2:
+        return gain, math.inf
+    influence = [(side[:, 1] - a * side[:, 0]) / side[:, 0].mean() for side, a in zip(sides, alphas, strict=True)]
+    return gain, float(np.std(influence[1] - influence[0], ddof=1) / math.sqrt(n))
+
+
+def student(z: float, n: int) -> float:
+    """Standard errors that are as rare over `n` requests as `z` are over many, as few requests give an error that is
+    often too small: Student's quantile, by Wallace's approximation."""
+    freedom = n - 1
+    scaled = z * (8 * freedom + 3) / (8 * freedom + 1)
+    return math.sqrt(freedom * math.expm1(scaled * scaled / freedom))
+
+
+def _interval(value: float, error: float, n: int, least: float) -> tuple[float, float]:
+    """95% interval of a value from `least` to 1, by its standard error over `n` requests; `nan` where it has none."""
+    if n < 2 or math.isnan(error):
+        return math.nan, math.nan
+    width = student(NORMAL, n) * error
+    return max(value - width, least), min(value + width, 1.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,8 +310,9 @@ class Comparison:
     @cached_property
     def gain_interval(self) -> tuple[float, float]:
         """The 95% interval of the gain, paired by requests; `(nan, nan)` where it is undefined."""
-        before, after, *_ = self.totals.values()
-        return alpha_gain_interval(before, after)
+        before, after, *_ = self.sides.values()
+        gain, error = paired_gain(before, after) if self.domains else (math.nan, math.nan)
+        return _interval(gain, error, len(self.domains), -1.0)
 
     def bars(self, labels: Mapping[str, str]) -> dict[str, dict[str, tuple[float, tuple[float, float]]]]:
         """Alpha and its interval by the name of the part and the label of the draft, as plots take them."""
@@ -299,11 +341,12 @@ class Comparison:
 
 def figures_of(stats: AcceptanceStats) -> dict[str, Any]:
     """Counts and figures without those of each request; ready for JSON."""
-    return {name: value for name, value in stats.to_dict().items() if name != "requests"}
+    return {name: value for name, value in stats.to_dict().items() if name not in ("requests", "squares")}
 
 
 class Tally:
-    """Acceptance of the requests served, by the domain of the request; may be used from several threads."""
+    """Acceptance of the requests served, by the domain of the request; may be used from several threads. Domains
+    beyond the first 1,024 are counted as requests without one."""
 
     def __init__(self) -> None:
         self.requests = 0
@@ -316,6 +359,7 @@ class Tally:
         """Count one request."""
         with self._lock:
             self.requests += 1
+            domain = domain if domain in self._by_domain or len(self._by_domain) < MOST_DOMAINS else None
             self._by_domain[domain] = self._by_domain.get(domain, AcceptanceStats()) + stats
             self._recent = self._recent + stats
 

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-import numpy as np
-
-from osd_hf.metrics import AcceptanceStats
+from osd_hf.metrics import AcceptanceStats, paired_gain, student
 from osd_hf.trace import Trace
 
-__all__ = ["GateDecision", "judge", "paired_gain", "regressed"]
+__all__ = ["GateDecision", "judge", "regressed"]
 
 LEAST_HELD_BACK = 4  # below this, no version is promoted
 DROPPED_IN_A_ROW = 8  # before learning starts again: the first steps on few requests often make a draft worse
@@ -56,24 +54,6 @@ class GateDecision:
     def to_dict(self) -> dict[str, Any]:
         """Field by field, ready for JSON."""
         return asdict(self)
-
-
-def paired_gain(before: Sequence[AcceptanceStats], after: Sequence[AcceptanceStats]) -> tuple[float, float]:
-    """
-    Alpha gained from `before` to `after`, and its standard error: both of the same requests in the same order, so that
-    how hard they are cancels (linearized ratio estimator). `nan` where nothing was examined; the error is infinite for
-    fewer than two requests.
-    """
-    sides = [np.concatenate([s.requests for s in stats]).astype(float) for stats in (before, after)]
-    n = len(sides[0])
-    if any(side[:, 0].sum() == 0 for side in sides):
-        return math.nan, math.nan
-    alphas = [side[:, 1].sum() / side[:, 0].sum() for side in sides]
-    gain = float(alphas[1] - alphas[0])
-    if n < 2:
-        return gain, math.inf
-    influence = [(side[:, 1] - a * side[:, 0]) / side[:, 0].mean() for side, a in zip(sides, alphas, strict=True)]
-    return gain, float(np.std(influence[1] - influence[0], ddof=1) / math.sqrt(n))
 
 
 def judge(
@@ -125,7 +105,7 @@ def regressed(
     if len(after) < LEAST_SERVED:
         return None
     gain, error = paired_gain(before, after)
-    limit = _student(ROLL_BACK, len(after))
+    limit = student(ROLL_BACK, len(after))
     if math.isnan(gain) or gain + limit * error >= 0:
         return None
     reason = (
@@ -133,14 +113,6 @@ def regressed(
     )
     figures = _figures(before, after, error)
     return GateDecision("rolled back", version, previous, domain, reason, len(after), *figures)
-
-
-def _student(z: float, n: int) -> float:
-    """Standard errors that are as rare over `n` requests as `z` are over many, as few requests give an error that is
-    often too small: Student's quantile, by Wallace's approximation."""
-    freedom = n - 1
-    scaled = z * (8 * freedom + 3) / (8 * freedom + 1)
-    return math.sqrt(freedom * math.expm1(scaled * scaled / freedom))
 
 
 def _figures(
