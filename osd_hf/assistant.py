@@ -25,8 +25,9 @@ from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.updater import UpdateReport, make_accelerator
+from osd_hf.memory import MemoryPlan, memory_plan
 from osd_hf.metrics import AcceptanceStats
-from osd_hf.pair import check_pair, common_tokenizer, load_model, uncompiled, unwrap, vocab_size_of
+from osd_hf.pair import check_pair, common_tokenizer, is_peft, load_model, uncompiled, unwrap, vocab_size_of
 from osd_hf.routing import Router, as_router
 from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace
@@ -88,6 +89,8 @@ class OnlineAssistant:
         self.tokenizer = common_tokenizer(tokenizer, unwrap(self.target), unwrap(source))
         self.router = as_router(router)
         per_domain = self.router is not None
+        has_adapter = is_peft(source) and not per_domain
+        self._peft_config = peft_config or (source.active_peft_config if has_adapter else None)
         self._drafts = DomainDrafts(source, self.config, peft_config=peft_config, per_domain=per_domain)
         self.store = store if store is None or isinstance(store, CorrectionStore) else CorrectionStore(store)
         self._learner = Learner(self._drafts, self.config, make_accelerator(report_to, self.config))
@@ -254,12 +257,29 @@ class OnlineAssistant:
     @property
     def draft(self) -> Any:
         """The draft that serves (with drafts per domain: the base draft), an ordinary transformers model. Its weights
-        change between requests, and a new version may be another model: ask again."""
+        change between requests, and a new version may be another model: ask again. They are what is kept of its
+        version, too: copy it before you change them."""
         return self.serving_draft()
 
     def serving_draft(self, domain: str | None = None) -> Any:
         """The draft that a request of this domain is served with now, an ordinary transformers model."""
         return self._drafts.model(domain)
+
+    def memory_plan(self, *, prompt_tokens: int = 512, new_tokens: int = 256) -> MemoryPlan:
+        """
+        What this pair takes in memory, by part, once versions of its draft have served: a model of it, made of the
+        configurations. `osd-hf plan` makes it before anything is loaded.
+
+        Args:
+            prompt_tokens (`int`, *optional*, defaults to 512), new_tokens (`int`, *optional*, defaults to 256):
+                Of a request.
+        """
+        target, base = unwrap(self.target), unwrap(self._drafts.base)
+        return memory_plan(
+            target.config, base.config, self.config, peft_config=self._peft_config, target_dtype=target.dtype,
+            draft_dtype=base.dtype, target_bytes=sum(t.nbytes for t in (*target.parameters(), *target.buffers())),
+            prompt_tokens=prompt_tokens, new_tokens=new_tokens, drafts=max(len(self._drafts.domains), 1),
+        )  # fmt: skip
 
     @property
     def drafts(self) -> DomainDrafts:

@@ -63,8 +63,8 @@ def test_help_says_the_exit_codes(command, capsys):
     assert "exit codes: 0 done; 1" in capsys.readouterr().out
 
 
-def test_every_setting_is_a_flag_of_run_and_replay(capsys):
-    for command in ("run", "replay"):
+def test_every_setting_is_a_flag_of_run_replay_and_plan(capsys):
+    for command in ("run", "replay", "plan"):
         with pytest.raises(SystemExit):
             main([command, "--help"])
         shown = capsys.readouterr().out

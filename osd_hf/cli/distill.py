@@ -16,7 +16,18 @@ import yaml
 
 import osd_hf
 from osd_hf.bench.display import figure, text_table
-from osd_hf.cli.flags import Dtype, Reporting, Rows, add_flags, encode, flag, in_groups, recorded, settings_from
+from osd_hf.cli.flags import (
+    Dtype,
+    Reporting,
+    Rows,
+    adapters,
+    add_flags,
+    encode,
+    flag,
+    in_groups,
+    recorded,
+    settings_from,
+)
 from osd_hf.errors import ConfigError, DataError, first_line, shown_settings
 from osd_hf.pair import check_tokenizers, load_model, load_tokenizer, prompt_room
 from osd_hf.prompts import open_rows, read_prompts
@@ -144,7 +155,7 @@ def distill_command(settings: DistillSettings) -> int:
         dataset, eval_dataset = _read(settings, configs, tokenizer, config.max_new_tokens)
         result = osd_hf.distill(
             target=target, draft=draft, dataset=dataset, eval_dataset=eval_dataset, tokenizer=tokenizer,
-            config=config, peft_config=_adapters(settings.lora_rank),
+            config=config, peft_config=adapters(settings.lora_rank),
         )  # fmt: skip
     if not result.state.is_world_process_zero:
         return 0
@@ -167,12 +178,6 @@ def distill_command(settings: DistillSettings) -> int:
     settings.say(f"{result.state.global_step} steps. Wrote draft/ and report.json to {folder}.")
     settings.write_json(report)
     return 0
-
-
-def _adapters(rank: int | None) -> Any:
-    from peft import LoraConfig
-
-    return None if rank is None else LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
 
 
 def _read(

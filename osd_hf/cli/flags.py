@@ -267,6 +267,13 @@ class Prompts(Rows):
         return (Prompt(i, text, domain) for i, (domain, text) in enumerate(mixed[:count]))
 
 
+def adapters(rank: int | None) -> Any:
+    """A configuration of PEFT for adapters of this rank on all linear layers; `None` without one."""
+    from peft import LoraConfig
+
+    return None if rank is None else LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+
+
 def recorded(folder: str) -> CorrectionStore:
     """A store of captured requests; raises StoreError where there is none."""
     if not Path(folder).is_dir():

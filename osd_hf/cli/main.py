@@ -1,4 +1,4 @@
-"""The command line: `osd-hf quickstart | run | replay | bench | distill | collect | learn | export | push | app`."""
+"""The command line: `osd-hf quickstart | plan | run | replay | bench | distill | collect | ...`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from osd_hf.errors import CaptureError, HubError, LearnerError, OSDError, Server
 # What each command does. A module in this folder has its settings, `NameSettings`, and `name_command`.
 COMMANDS = {
     "quickstart": "serve and learn on the bundled pair, before and after",
+    "plan": "what a pair will take in memory, before anything is loaded",
     "run": "serve a stream of prompts with a draft that learns",
     "replay": "what drafts would have scored on recorded requests",
     "bench": "time target alone, stock and lean drafting side by side",

@@ -28,6 +28,7 @@ __all__ = ["DutyCycle", "Learner"]
 logger = logging.getLogger(__name__)
 
 MOST_DECISIONS = 4096
+SCORED_AT_ONCE = {"idle": 1, "spread": 4, "interval": 32, "manual": 32}  # requests that are replayed
 Work = Generator[None, None, UpdateReport | None]
 
 
@@ -81,7 +82,7 @@ class Learner:
         self._spent = 0.0
         # Parts that the last update had and that the one under way has had, and the requests that it is spread over.
         self._parts_before, self._parts, self._requests_left = 2 * config.steps_per_update, 0, 0
-        self._scored_at_once = {"idle": 1, "spread": 4}.get(config.update_strategy, 32)
+        self._scored_at_once = SCORED_AT_ONCE[config.update_strategy]
         self._k = config.compared_k or FALLBACK_K
         if not drafts.per_domain:
             self.updater(None)

@@ -11,7 +11,7 @@ import torch
 
 from osd_hf.config import OnlineConfig
 
-__all__ = ["Muon", "make_optimizers"]
+__all__ = ["Muon", "hidden_matrices", "make_optimizers"]
 
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration, as published with Muon
@@ -78,15 +78,22 @@ def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
     return x.to(matrices)
 
 
-def make_optimizers(
+def hidden_matrices(
     model: Any, parameters: dict[str, torch.nn.Parameter], config: OnlineConfig
-) -> list[torch.optim.Optimizer]:
-    """Muon is for matrices that map hidden states; embeddings, the head and vectors go to AdamW."""
+) -> list[torch.nn.Parameter]:
+    """Those of the parameters that Muon steps; none where AdamW steps all."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     if (head := model.get_output_embeddings()) is not None:
         embeddings.add(id(head.weight))
     is_muon = config.optimizer == "muon"
-    matrices = [p for p in parameters.values() if is_muon and p.ndim == 2 and id(p) not in embeddings]
+    return [p for p in parameters.values() if is_muon and p.ndim == 2 and id(p) not in embeddings]
+
+
+def make_optimizers(
+    model: Any, parameters: dict[str, torch.nn.Parameter], config: OnlineConfig
+) -> list[torch.optim.Optimizer]:
+    """Muon is for matrices that map hidden states; embeddings, the head and vectors go to AdamW."""
+    matrices = hidden_matrices(model, parameters, config)
     hidden = {id(p) for p in matrices}
     rest = [p for p in parameters.values() if id(p) not in hidden]
     made: list[torch.optim.Optimizer] = []

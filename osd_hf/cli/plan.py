@@ -1,0 +1,102 @@
+"""The command `osd-hf plan`: what a pair that learns will take, before anything is loaded."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from osd_hf.bench.display import text_table
+from osd_hf.cli.flags import Dtype, Learning, Reporting, adapters, flag, in_groups, part
+from osd_hf.config import OnlineConfig
+from osd_hf.errors import ConfigError
+from osd_hf.memory import MemoryPlan, memory_plan
+from osd_hf.pair import load_config
+from osd_hf.utils.report import provenance
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+         "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}  # fmt: skip
+RANK = 16  # of the adapters that are tried where the whole draft does not fit
+
+_models, _requests = in_groups("models", "requests")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings(Learning, Reporting):
+    """The flags of `osd-hf plan`."""
+
+    target: str = _models("Hub id or folder of the model that answers; its configuration alone is read",
+                          required=True, metavar="ID|PATH")  # fmt: skip
+    draft: str = _models("of the model that drafts and learns", required=True, metavar="ID|PATH")
+    target_dtype: Dtype = _models("auto is the configuration's own", "auto")
+    draft_dtype: Dtype = _models("auto is the configuration's own", "auto")
+    lora_rank: int | None = _models("learn adapters of this rank on all linear layers", metavar="R")
+    device_memory: str | None = flag("such as 24GB or 80GiB: what fits is said", metavar="SIZE")
+    prompt_tokens: int = _requests("of a prompt", 512, metavar="N")
+    new_tokens: int = _requests("of an answer", 256, metavar="N")
+    config: OnlineConfig = part(group="learning", metavar="X")
+
+    @property
+    def device_bytes(self) -> int | None:
+        """The memory of the device; raises ConfigError where it is no size."""
+        if self.device_memory is None:
+            return None
+        found = re.fullmatch(r"([0-9.]+)\s*([a-z]*)", self.device_memory.strip().lower())
+        try:
+            return int(float(found[1]) * UNITS[found[2].upper()]) if found else int("")
+        except (ValueError, KeyError):
+            raise ConfigError(
+                f"--device-memory must be a size such as 24GB or 80GiB, got {self.device_memory!r}."
+            ) from None
+
+
+def plan_command(settings: PlanSettings) -> int:
+    """Plan and report; returns the exit code."""
+    settings.check_counts("lora_rank", "prompt_tokens", "new_tokens")
+    room = settings.device_bytes
+    configs = load_config(settings.target), load_config(settings.draft)
+    plan = _planned(settings, configs, settings.lora_rank)
+    report: dict[str, Any] = {"provenance": provenance(), "settings": settings.config.to_dict(), **plan.to_dict()}
+    rows = [
+        [part.name, part.when, part.place, _gigabytes(part.bytes), f"{part.bytes / plan.draft_parameters:.2f}"]
+        for part in sorted(plan.parts, key=lambda part: ("device", "host").index(part.place))
+    ]
+    rows.append(["at most", "", "device", _gigabytes(plan.peak_bytes), ""])
+    settings.say(text_table(["what", "when", "where", "GB", "bytes a draft parameter"], rows, left=3))
+    tokens = settings.prompt_tokens + settings.new_tokens
+    if room is not None:
+        ranks = [None, RANK] if settings.lora_rank is None else [settings.lora_rank]
+        choices = [(rank, most) for rank in ranks for most in (None, tokens) if most != plan.learn_tokens]
+        report["choices"] = []
+        lines = []
+        for rank, most in choices:
+            peak = _planned(settings, configs, rank, most).peak_bytes
+            report["choices"].append(
+                {"lora_rank": rank, "max_learn_tokens": most, "peak_bytes": peak, "fits": peak <= room}
+            )
+            what = "the whole draft" if rank is None else f"adapters of rank {rank}"
+            lines.append([what, str(most or "as set"), _gigabytes(peak), "fits" if peak <= room else "does not fit"])
+        header = ["what learns", "tokens at once", "GB at most", f"in {settings.device_memory}"]
+        settings.say("\n" + text_table(header, lines))
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in plan.learning_share.items())
+    settings.say(
+        f"\n{plan.learned_parameters:,} of {plan.draft_parameters:,} parameters of the draft learn, from up to "
+        f"{plan.learn_tokens:,} tokens at once.\nShare of the time that learning takes at full effort, by a model of "
+        f"operations and bandwidth: {shares}."
+    )
+    settings.write_json(report)
+    return 0
+
+
+def _planned(
+    settings: PlanSettings, configs: tuple[Any, Any], rank: int | None, max_learn_tokens: int | None = None
+) -> MemoryPlan:
+    return memory_plan(
+        *configs, settings.config, peft_config=adapters(rank),
+        target_dtype=settings.target_dtype, draft_dtype=settings.draft_dtype, prompt_tokens=settings.prompt_tokens,
+        new_tokens=settings.new_tokens, max_learn_tokens=max_learn_tokens,
+    )  # fmt: skip
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.3f}"
