@@ -16,6 +16,7 @@ from typing import Any
 
 from osd_hf import AcceptanceStats, CallableRouter, ConfigError, LearnerError, OnlineAssistant, OnlineConfig
 from osd_hf.bundled import DOMAINS, bundled_prompts
+from osd_hf.errors import without_credentials
 from osd_hf_app.pair import ServedPair
 
 OTHER = "general"
@@ -84,7 +85,6 @@ class Room:
         self.config = config
         self.records: list[Record] = []
         self.count = 0
-        self._failure: tuple[str, int] | None = None
         self._lock = threading.Lock()
         self.assistant = self._new_assistant()
         if state is not None:
@@ -111,7 +111,7 @@ class Room:
         with contextlib.suppress(LearnerError):
             old.close()
         with self._lock:
-            self.records, self.count, self._failure = [], 0, None
+            self.records, self.count = [], 0
 
     def close(self) -> None:
         """End learning. Nobody asks this room again, and a failure of its learner was logged."""
@@ -123,16 +123,11 @@ class Room:
         with self._lock:
             return [record for record in self.records if domain in (None, record.domain)]
 
-    def failed(self, message: str) -> None:
-        """Learning has failed; it is said until a later version comes."""
-        self._failure = (message, len(self.assistant.decisions))
-
     @property
     def failure(self) -> str | None:
-        """Why learning failed, if nothing has been learned since."""
-        if self._failure is None or len(self.assistant.decisions) > self._failure[1]:
-            return None
-        return self._failure[0]
+        """Why learning fails, if it has not succeeded since."""
+        error = self.assistant.learning_error
+        return None if error is None else without_credentials(f"Learning failed ({error!r}), and is tried again.")
 
     @property
     def state(self) -> str:

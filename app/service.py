@@ -20,7 +20,6 @@ from osd_hf import (
     AcceptanceStats,
     ConfigError,
     EmittedToken,
-    LearnerError,
     OnlineConfig,
     OSDError,
     Trace,
@@ -279,36 +278,32 @@ class Service:
                    on_trace: Callable[[Trace], None]) -> torch.Tensor:  # fmt: skip
         """What `generate` returns, while the answer grows by each round's tokens."""
         started = time.perf_counter()
-        while True:
-            pieces = Pieces(room.pair.tokenizer)
+        pieces = Pieces(room.pair.tokenizer)
 
-            def take(round_ids: list[int], pieces: Pieces = pieces) -> None:
-                is_first = answer.first_token_seconds is None
-                if is_first:
-                    answer.first_token_seconds = time.perf_counter() - started
-                shown = len(pieces.texts)
-                pieces.push(round_ids)
-                kinds = ["accepted"] * (len(round_ids) - 1) + ["target"]
-                answer.tokens += [ShownToken(*t) for t in zip(pieces.texts[shown:], kinds, strict=True)]
-                session.touch(is_first=is_first)
-                pace()
+        def take(round_ids: list[int]) -> None:
+            is_first = answer.first_token_seconds is None
+            if is_first:
+                answer.first_token_seconds = time.perf_counter() - started
+            shown = len(pieces.texts)
+            pieces.push(round_ids)
+            kinds = ["accepted"] * (len(round_ids) - 1) + ["target"]
+            answer.tokens += [ShownToken(*t) for t in zip(pieces.texts[shown:], kinds, strict=True)]
+            session.touch(is_first=is_first)
+            pace()
 
-            try:
-                output: torch.Tensor = room.assistant.generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    domain=answer.domain,
-                    learn=answer.settings.learn,
-                    num_assistant_tokens=answer.settings.k,
-                    owner=session.owner,  # what one visitor wrote is proposed to no other
-                    on_trace=on_trace,
-                    streamer=_Rounds(take),
-                    stopping_criteria=StoppingCriteriaList([_Stop(answer.stop)]),
-                    **answer.settings.generate_kwargs,
-                )
-                return output
-            except LearnerError as error:  # of an earlier request: raised before this one began
-                room.failed(str(error))
+        output: torch.Tensor = room.assistant.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            domain=answer.domain,
+            learn=answer.settings.learn,
+            num_assistant_tokens=answer.settings.k,
+            owner=session.owner,  # what one visitor wrote is proposed to no other
+            on_trace=on_trace,
+            streamer=_Rounds(take),
+            stopping_criteria=StoppingCriteriaList([_Stop(answer.stop)]),
+            **answer.settings.generate_kwargs,
+        )
+        return output
 
     def _scored(self, session: Session, room: Room, answer: Answer, trace: Trace) -> None:
         """Tell the tokens' origins, and count both drafts on the answer."""

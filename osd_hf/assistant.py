@@ -18,7 +18,7 @@ from osd_hf.config import OnlineConfig
 from osd_hf.drafting.forward import CompiledTarget
 from osd_hf.drafting.generator import LeanDrafting
 from osd_hf.drafting.pacing import DraftingPlan
-from osd_hf.errors import ConfigError
+from osd_hf.errors import ConfigError, LearnerError
 from osd_hf.hub.cards import facts_of
 from osd_hf.hub.push import push_folder, save_draft
 from osd_hf.learning.drafts import DomainDrafts
@@ -129,7 +129,6 @@ class OnlineAssistant:
         Raises:
             UnsupportedGenerationError: what cannot be kept lossless; before any work is done.
             ConfigError: `num_assistant_tokens` cannot be had.
-            LearnerError: once, before any work is done, if learning failed after an earlier answer.
         """
         tried = check_request(unwrap(self.target), self.config, inputs, generate_kwargs, num_assistant_tokens)
         generate_kwargs["assistant_model"] = self._drafts.base
@@ -209,7 +208,8 @@ class OnlineAssistant:
                 Whose draft, with drafts per domain; by default the one with the most new requests.
 
         Raises:
-            LearnerError: called in the middle of a request of this thread; or no draft has anything to learn from.
+            LearnerError: the update failed, with the cause; called in the middle of a request of this thread; or no
+                draft has anything to learn from.
         """
         return self._upkeep.update(steps, domain)
 
@@ -219,13 +219,22 @@ class OnlineAssistant:
         self._upkeep.pause(True)
 
     def resume(self) -> None:
-        """Learn again; updates that have become due meanwhile are done at the next occasion."""
+        """Learn again after [`~OnlineAssistant.pause`] or, called without one, where learning pauses as it has failed;
+        updates that have become due meanwhile are done at the next occasion."""
         self._upkeep.pause(False)
 
     @property
     def is_learning(self) -> bool:
         """Whether an update is under way or due."""
         return self._learner.has_work()
+
+    @property
+    def learning_error(self) -> Exception | None:
+        """What failed last beside the answers (an update, comparing versions, the store, saving the session, the
+        router) and has not succeeded since; `None` where all is well. No request suffers from it. After three failures
+        in a row learning pauses and is tried again after two update intervals, then four, then each eight; an update
+        that succeeds, a try or [`~OnlineAssistant.update`], ends that."""
+        return next(reversed(self._upkeep.failures.standing), None)
 
     @property
     def learning_seconds(self) -> float:
@@ -397,19 +406,19 @@ class OnlineAssistant:
         self._upkeep.load(Path(directory))
 
     def close(self) -> None:
-        """End the idle thread, save the session where it is saved by itself, flush the store, end tracking; raises
-        LearnerError if learning had failed unnoticed. Requests are answered all the same, but neither counted nor
-        learned from any more."""
-        try:
-            self._upkeep.close()
-        finally:
-            if self.store is not None:
-                self.store.flush()
-            self._learner.accelerator.end_training()
-        self._upkeep.raise_failure()
+        """End the idle thread, save the session where it is saved by itself, flush the store, end tracking. Requests
+        are answered all the same, but neither counted nor learned from any more.
+
+        Raises:
+            LearnerError: once all that is done, where [`~OnlineAssistant.learning_error`] stands, or a part of it
+                failed; the cause is chained.
+        """
+        self._upkeep.close(self.store)
 
     def __enter__(self) -> OnlineAssistant:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+        # An error of the block is not to be hidden by an older one, which the log has told.
+        with contextlib.nullcontext() if kind is None else contextlib.suppress(LearnerError):
+            self.close()

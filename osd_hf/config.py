@@ -96,6 +96,11 @@ class OnlineConfig:
         batch_positions (`int`, *optional*, defaults to 480):
             Positions of answers in the batch of one step, about: fewer requests than `batch_size` where answers are
             long. `None` takes `batch_size` requests, however long their answers are.
+        max_learn_tokens (`int`, *optional*, defaults to 2048):
+            Tokens of prompt and answer of one request that are learned from, at least 2: memory grows with them. Of
+            longer ones the whole answer stays, and the end of the prompt; of an answer that alone is longer, its
+            beginning, after a quarter of the tokens for the prompt. The input of an encoder keeps its beginning. The
+            gate compares whole requests. `None` takes what 2 GiB above the models allow, as every number does at most.
         replay_fraction (`float`, *optional*, defaults to 0.75):
             Share of a batch drawn from the replay buffer; the rest are the newest requests. Where these are fewer,
             the buffer fills up; where the buffer is empty, the batch is smaller.
@@ -155,6 +160,7 @@ class OnlineConfig:
     steps_per_update: int = setting(9, "optimizer steps of an update")
     batch_size: int = setting(16, "requests in the batch of one step")
     batch_positions: int | None = setting(480, "positions of answers in the batch of one step; none = any")
+    max_learn_tokens: int | None = setting(2048, "of prompt and answer of a request, learned from; none = what fits")
     replay_fraction: float = setting(0.75, "share of a batch drawn from the replay buffer")
     buffer_size: int = setting(2048, "requests in the replay buffer")
     optimizer: Literal["muon", "adamw"] = setting(
@@ -192,6 +198,8 @@ class OnlineConfig:
         must("num_logprobs", width is None or is_int(width), "an integer of at least 1, or None")
         most = self.batch_positions
         must("batch_positions", most is None or is_int(most), "an integer of at least 1, or None")
+        longest = self.max_learn_tokens
+        must("max_learn_tokens", longest is None or is_int(longest, 2), "an integer of at least 2, or None")
         must("max_draft_bytes", size is None or is_int(size), "a positive integer, or None")
         must("replay_fraction", 0 <= self.replay_fraction <= 1, "between 0 and 1")
         must("weight_average", 0 <= self.weight_average < 1, "at least 0 and below 1")

@@ -44,7 +44,7 @@ class StateError(OSDError, RuntimeError):
 
 
 class LearnerError(OSDError, RuntimeError):
-    """Learning failed earlier, after the answer had been delivered; the cause is chained."""
+    """Learning, or keeping what it needs, failed; the answers were delivered, the cause is chained."""
 
 
 class CaptureError(OSDError, RuntimeError):

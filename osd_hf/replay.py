@@ -280,14 +280,18 @@ def emitted_tokens(trace: Trace, draft: Any = None) -> list[EmittedToken]:
 # --- one teacher-forced pass over traces ----------------------------------------------------------------------------
 
 
-def batches(traces: Sequence[Trace], vocab_size: int, batch_size: int = 32) -> Iterator[list[int]]:
-    """Indices of the traces in batches of similar length, each within `MAX_LOGITS` and `MAX_TOKENS`."""
+def batches(
+    traces: Sequence[Trace], vocab_size: int, batch_size: int = 32,
+    fits: Callable[[int, int], bool] = lambda rows, tokens: rows * tokens <= MAX_TOKENS,
+) -> Iterator[list[int]]:  # fmt: skip
+    """Indices of the traces in batches of similar length, each within `MAX_LOGITS`, of rows and tokens that `fits`
+    finds to have room; by default within `MAX_TOKENS`."""
     order = sorted(range(len(traces)), key=lambda i: (len(traces[i]), len(traces[i].prompt_ids)))
     batch: list[int] = []
     prompt = 0
     for i in order:
         rows, prompt = len(batch) + 1, max(prompt, len(traces[i].prompt_ids))
-        full = rows * len(traces[i]) * vocab_size > MAX_LOGITS or rows * (prompt + len(traces[i])) > MAX_TOKENS
+        full = rows * len(traces[i]) * vocab_size > MAX_LOGITS or not fits(rows, prompt + len(traces[i]))
         if batch and (rows > batch_size or full):
             yield batch
             batch, prompt = [], len(traces[i].prompt_ids)

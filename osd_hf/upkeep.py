@@ -7,7 +7,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from osd_hf.capture.guards import TriedOut
 from osd_hf.capture.request import Binding, Lease
 from osd_hf.drafting.forward import CompiledTarget
 from osd_hf.drafting.text import EarlierText
-from osd_hf.errors import LearnerError
+from osd_hf.errors import ConfigError, LearnerError
+from osd_hf.learning.faults import Failures
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.session import FolderBusyError, load_session, save_session
 from osd_hf.learning.updater import UpdateReport, log_update
@@ -29,6 +30,9 @@ __all__ = ["Traffic", "Upkeep"]
 
 logger = logging.getLogger(__name__)
 
+PAUSES_AFTER = 3  # failures in a row of learning for one draft; before that it is tried again when it is due
+MOST_DOUBLED = 3  # times that the pause doubles: it is two update intervals long, then 4, then 8
+LOGGING, SAVING, TRACKING = "Logging a request", "Saving the session", "Tracking"
 AUTOSAVE_PATIENCE_SECONDS = 5.0  # with another process that saves to the folder: learning waits meanwhile
 
 
@@ -73,8 +77,11 @@ class Traffic:
 class Upkeep:
     """
     Serves the requests of an assistant, counts them, and lets its learner learn from them, one thread at a time: after
-    answers or, with the strategy `"idle"`, in a thread that steps while no request is running. What goes wrong there
-    is kept in `failure` until the next call.
+    answers or, with the strategy `"idle"`, in a thread that steps while no request is running.
+
+    What goes wrong beside an answer is kept in `failures` until the same work succeeds, and costs no request anything.
+    Where learning for a draft fails three times in a row it pauses, and is tried again after two update intervals,
+    then four, then each eight: by requests, not by time, so that failing takes a small share of any traffic.
 
     A forked child serves, and learns by itself from its own requests, from where its parent stood; its idle thread
     begins with its first request. It saves nothing by itself: the folder stays with the parent.
@@ -92,7 +99,7 @@ class Upkeep:
         self.router, self.tokenizer, self.autosave, self.compiled = router, tokenizer, autosave, compiled
         self.traffic, self.tally = Traffic(), Tally()
         self.earlier = EarlierText(self.config.text_scope, self.config.text_bytes)
-        self.failure: Exception | None = None
+        self.failures, self._raised = Failures(), list[Exception]()
         self.saving: threading.Thread | None = None  # the last autosave
         self.is_closed = self._is_stopped = self._is_torn = False
         self._unsaved = 0  # updates
@@ -116,8 +123,7 @@ class Upkeep:
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
-        """Entered around a request, at its arrival; raises LearnerError, once, where learning had failed before."""
-        self.raise_failure()
+        """Entered around a request, at its arrival."""
         with self.traffic.request():
             yield
 
@@ -155,69 +161,66 @@ class Upkeep:
                     yield Lease(domain=domain)
 
     def _routed(self, router: Router, prompt: RoutedPrompt) -> str | None:
-        """The router's choice; a router that fails costs no answer."""
-        try:
+        """The router's choice; where it fails the base draft serves."""
+        with self.failures.kept("Routing a request"):
             return router.route(prompt)
-        except Exception as error:
-            logger.exception("The router failed; the base draft serves, the error is raised by the next call.")
-            self.failed(error)
-            return None
+        return None
 
     def take_in(
         self, trace: Trace, *, learn: bool, store: CorrectionStore | None, owner: str | None, seen: list[Trace] | None
     ) -> None:
         """Count a request that has ended and, with `learn`, log it and learn where that is due. What fails costs no
-        answer."""
+        answer, and keeps nothing else from being done."""
         if seen is not None:
             seen.append(trace)
         if self.is_closed:  # a request that outlives it is answered, and that is all
             return
-        try:
-            try:
-                if learn and store is not None:
-                    store.append(trace)
-            finally:  # a log that is full does not end learning
-                with self._taking_in:
-                    self.tally.add(trace.domain, AcceptanceStats.from_trace(trace))
-                    if learn:
-                        self.learner.observe(trace.domain, trace)
+        if learn and store is not None:
+            with self.failures.kept(LOGGING):
+                store.append(trace)
+        with self.failures.kept("Taking in a request"):
+            with self._taking_in:
+                self.tally.add(trace.domain, AcceptanceStats.from_trace(trace))
                 if learn:
-                    if self.config.reads_text:
-                        self.earlier.add(owner, trace.domain, trace.prompt_ids.tolist(), trace.completion_ids.tolist())
-                    self._learn()
-        except Exception as error:
-            logger.exception("Learning failed; the answer is delivered, the error is raised by the next call.")
-            self.failed(error)
-
-    def failed(self, error: Exception) -> None:
-        """Keep an error for the next call."""
-        self.failure = error
-
-    def raise_failure(self) -> None:
-        """Raise, once, what went wrong after an earlier answer; as LearnerError."""
-        if self.failure is not None:
-            failure, self.failure = self.failure, None
-            raise LearnerError(
-                f"Learning failed after an earlier answer ({failure!r}); that answer was delivered, and serving goes "
-                "on. Call again to be served; mend the cause to learn on."
-            ) from failure
+                    self.learner.observe(trace.domain, trace)
+            if learn and self.config.reads_text:
+                self.earlier.add(owner, trace.domain, trace.prompt_ids.tolist(), trace.completion_ids.tolist())
+        if learn and self.config.update_strategy == "idle":
+            self._wake()  # a request inside `attached` has ended before it is taken in
+        elif learn:
+            self._learn(self.learner.after_answer)
 
     # --- learning ---------------------------------------------------------------------------------------------------
 
-    def _learn(self) -> None:
-        """Learn after an answer where that is due and nobody else does; the idle thread learns by itself."""
-        if self.config.update_strategy == "idle":
-            self._wake()  # a request inside `attached` has ended before it is taken in
-        else:
-            # While another thread learns, this one's answer does not wait for it; what is due stays due.
+    def _learn(self, work: Callable[[], UpdateReport | None]) -> None:
+        """Let the learner work, unless somebody else does: no answer waits for that, and what is due stays due."""
+        try:
             with self.alone(wait=False) as is_mine:
-                report = self.learner.after_answer() if is_mine else None
+                report = work() if is_mine else None
                 if report is not None:
                     self._report(report)
+        except Exception as error:  # noqa: BLE001 - whatever a learner fails with
+            self._failed(error, self.learner.whose)
+
+    def _failed(self, error: Exception, domain: str | None) -> None:
+        """Learning for the draft of a domain has failed; it pauses where it does so again and again."""
+        in_a_row = self.failures.add(_learning(domain), error)
+        if in_a_row < PAUSES_AFTER:
+            return
+        rest = self.config.update_interval << min(in_a_row - PAUSES_AFTER + 1, MOST_DOUBLED)
+        self.learner.rest(domain, rest)
+        if in_a_row == PAUSES_AFTER:
+            logger.warning(
+                "%s pauses: it has failed %d times in a row, the last time with %r. Requests are served and kept as "
+                "before. It is tried again after %d requests, then more seldom, or at once by `update()` or "
+                "`resume()`; mend the cause (see the traceback above), or close the assistant to end learning.",
+                _learning(domain), in_a_row, error, rest,
+            )  # fmt: skip
 
     def update(self, steps: int | None, domain: str | None) -> UpdateReport:
         """One update of a domain's draft, at once; by default that with the most requests waiting. Raises LearnerError
-        in the middle of a request of this thread, or where no draft has anything to learn from."""
+        in the middle of a request of this thread, where no draft has anything to learn from, or from what it has
+        failed with."""
         if self.traffic.own_requests:
             raise LearnerError(
                 "The draft cannot learn while this thread is in the middle of a request (a streamer, a logits "
@@ -227,7 +230,17 @@ class Upkeep:
             key = self.learner.fullest() if domain is None else self.drafts.key(domain)
             if self.drafts.per_domain and key is None:
                 raise LearnerError("No domain has a draft that could learn yet. Serve requests of one first.")
-            return self._report(self.learner.update(key, steps))
+            try:
+                report = self.learner.update(key, steps)
+            except ConfigError:
+                raise
+            except Exception as error:
+                self._failed(error, self.learner.whose)
+                raise LearnerError(
+                    f"The update failed ({error!r}). The draft serves as before, and its requests are there to be "
+                    "learned from; mend the cause, then call again."
+                ) from error
+            return self._report(report)
 
     @contextlib.contextmanager
     def alone(self, *, wait: bool = True) -> Iterator[bool]:
@@ -245,7 +258,13 @@ class Upkeep:
             self._wake()
 
     def pause(self, is_paused: bool) -> None:
-        """Begin no update, and take no further step of one under way; with `False`: learn again."""
+        """Begin no update, and take no further step of one under way; with `False`: learn again or, where that was
+        not so, try at once what pauses as it has failed. Whoever holds learning up now and then resumes it, too, and
+        says nothing about a failure."""
+        if not (is_paused or self.learner.is_paused):
+            self.failures.count_anew()
+            for domain in list(self.learner.lessons):
+                self.learner.rest(domain, 0)
         self.learner.pause(is_paused)
         self._wake()
 
@@ -289,13 +308,7 @@ class Upkeep:
                 traffic.is_stepping = True
             started = time.perf_counter()
             try:
-                with self.alone(wait=False) as is_mine:
-                    report = self.learner.step() if is_mine else None
-                    if report is not None:
-                        self._report(report)
-            except Exception as error:
-                logger.exception("Learning failed between requests; the error is raised by the next call.")
-                self.failed(error)
+                self._learn(self.learner.step)
             finally:
                 duty_cycle.worked(time.perf_counter() - started)
                 with traffic.changed:
@@ -309,25 +322,32 @@ class Upkeep:
     # --- keeping ----------------------------------------------------------------------------------------------------
 
     def _report(self, report: UpdateReport) -> UpdateReport:
-        """Tell the trackers of an update, and save the session where that is due."""
-        log_update(self.learner.accelerator, report, *self.tally.take_recent())
+        """Take in that an update has ended: tell the trackers of it, and save the session where that is due."""
+        decision = report.decision
+        if decision is not None and decision.outcome == "dropped" and not decision.requests:  # before it was tried
+            self._failed(FloatingPointError(decision.reason), report.domain)
+        elif report.steps:
+            self.failures.clear(_learning(report.domain))
+            self.learner.rest(report.domain, 0)
+        with self.failures.kept(TRACKING):
+            log_update(self.learner.accelerator, report, *self.tally.take_recent())
         self._unsaved += 1
         due = self.autosave is not None and self._unsaved >= self.config.autosave_interval
         if due and (self.saving is None or not self.saving.is_alive()):
             self._unsaved = 0
             # Beside serving: no answer waits for the disk.
-            self.saving = threading.Thread(target=self._save_beside, args=(self.autosave,), name="osd_hf-autosave")
-            self.saving.start()
+            saving = threading.Thread(target=self._save_beside, args=(self.autosave,), name="osd_hf-autosave")
+            with self.failures.kept(SAVING):
+                saving.start()
+                self.saving = saving
         return report
 
     def _save_beside(self, folder: Path) -> None:
-        try:
-            self.save(folder, AUTOSAVE_PATIENCE_SECONDS)
-        except FolderBusyError as error:
-            logger.warning("%s Nothing is lost: the next autosave tries again.", error)
-        except Exception as error:
-            logger.exception("Saving the session failed; the error is raised by the next call.")
-            self.failed(error)
+        with self.failures.kept(SAVING):
+            try:
+                self.save(folder, AUTOSAVE_PATIENCE_SECONDS)
+            except FolderBusyError as error:
+                logger.warning("%s Nothing is lost: the next autosave tries again.", error)
 
     def save(self, directory: Path, patience_seconds: float | None = None) -> None:
         """Save the session; raises StateError where it cannot be written."""
@@ -346,9 +366,28 @@ class Upkeep:
             self.learner.load_decisions(facts["decisions"])
             self.tally.load(facts)
 
-    def close(self) -> None:
-        """Take nothing in any more, end the idle thread, and save the session where it is saved by itself."""
+    def close(self, store: CorrectionStore | None) -> None:
+        """Take nothing in any more, end the idle thread, save the session where it is saved by itself, flush the store
+        and end tracking; then raise LearnerError from what has failed and not succeeded since, unless an earlier call
+        has."""
         self.is_closed = True
         self.stop()
         if self.autosave is not None:
-            self.save(self.autosave)
+            with self.failures.kept(SAVING):
+                self.save(self.autosave)
+        if store is not None:
+            with self.failures.kept(LOGGING):
+                store.flush()
+        with self.failures.kept(TRACKING):
+            self.learner.accelerator.end_training()
+        standing, raised = self.failures.standing, self._raised
+        self._raised = standing
+        if new := [error for error in standing if error not in raised]:
+            raise LearnerError(
+                f"The assistant is closed, but something had failed ({'; '.join(map(repr, new))}). All requests were "
+                "answered. Mend the cause; `close()` again saves what could not be saved."
+            ) from new[-1]
+
+
+def _learning(domain: str | None) -> str:
+    return "Learning" if domain is None else f"Learning for {domain!r}"

@@ -411,7 +411,7 @@ def test_an_answer_that_fails_says_so_and_the_next_one_is_served(
 
 def test_a_failure_of_learning_costs_no_answer_and_is_shown(service: Service, pair: ServedPair) -> None:
     session, room = service.visitors.session(None), service.visitors.shared
-    room.assistant._upkeep.failed(RuntimeError("x"))
+    room.assistant._upkeep._failed(RuntimeError("x"), None)
     answer = asked(service, session, "one")
     assert answer.error is None
     assert [token.text for token in answer.tokens] == texts(pair, targets_own(pair, "one"))
@@ -420,28 +420,6 @@ def test_a_failure_of_learning_costs_no_answer_and_is_shown(service: Service, pa
     assert room.state == room.statistics()["state"] == "failed"
     service.reset(room)
     assert (room.failure, room.state) == (None, "idle")
-
-
-def test_a_failure_that_comes_to_light_late_shows_no_prompt_as_an_answer(
-    service: Service, pair: ServedPair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    upkeep = service.visitors.shared.assistant._upkeep
-    raise_failure, calls = upkeep.raise_failure, []
-
-    def failing_late() -> None:
-        calls.append(None)
-        if len(calls) == 1:  # as another request's learning may have failed a moment ago
-            upkeep.failed(RuntimeError("x"))
-        raise_failure()
-
-    monkeypatch.setattr(upkeep, "raise_failure", failing_late)
-    session, shown = service.visitors.session(None), []
-    told(session, lambda: shown.append(session.entries[0].text))  # type: ignore[union-attr]
-    answer = asked(service, session, "one two")
-    assert len(calls) > 1
-    assert answer.error is None
-    own = "".join(texts(pair, targets_own(pair, "one two")))
-    assert all(own.startswith(text) for text in shown)
 
 
 # --- visitors beside each other -------------------------------------------------------------------------------------

@@ -1,24 +1,38 @@
 import errno
 import json
+import logging
 import os
 import threading
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import killed_sessions
 import models
+import numpy as np
 import pytest
 import torch
 from processes import run_python
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from waiting import LONG
 
-from osd_hf import CorrectionStore, LearnerError, OnlineAssistant, OnlineConfig, StateError, Trace
+from osd_hf import (
+    CorrectionStore,
+    LabelRouter,
+    LearnerError,
+    OnlineAssistant,
+    OnlineConfig,
+    StateError,
+    StoreError,
+    Trace,
+)
 from osd_hf import upkeep as upkeep_module
+from osd_hf.learning import learner as learner_module
 from osd_hf.learning import session as session_module
+from osd_hf.learning.lesson import Lesson
 from osd_hf.learning.updater import Updater
 from osd_hf.store import folder as shards
 from osd_hf.utils.disk import lock_file
@@ -31,26 +45,16 @@ CONFIG = OnlineConfig(num_assistant_tokens=5, update_strategy="interval",
 IDLE = replace(CONFIG, update_strategy="idle")
 
 
-def ask(generate: Any, number: int, max_new_tokens: int = 8, **settings: Any) -> list[int]:
-    ids = models.prompts(9)[number % 9]
+def ask(
+    generate: Any, number: int, max_new_tokens: int = 8, vocab_size: int = models.VOCAB, **settings: Any
+) -> list[int]:
+    ids = models.prompts(9, vocab_size)[number % 9]
     kwargs = {"attention_mask": torch.ones_like(ids), "max_new_tokens": max_new_tokens, "do_sample": False}
     return generate(ids, **kwargs, **settings)[0, ids.shape[1] :].tolist()
 
 
 def answers(generate: Any, numbers: Any, **settings: Any) -> list[list[int]]:
     return [ask(generate, number, **settings) for number in numbers]
-
-
-def stubborn(assistant: OnlineAssistant, numbers: Any) -> tuple[list[list[int]], list[LearnerError]]:
-    """Asks again where learning had failed meanwhile; the answers, and the failures."""
-    found, failures = [], []
-    for number in numbers:
-        try:
-            found.append(ask(assistant.generate, number))
-        except LearnerError as failure:
-            failures.append(failure)
-            found.append(ask(assistant.generate, number))
-    return found, failures
 
 
 def full(*_: Any, **__: Any) -> None:
@@ -71,40 +75,142 @@ def test_a_learner_that_dies_costs_no_answer(part: str, monkeypatch: pytest.Monk
 
         with monkeypatch.context() as patch:
             patch.setattr(Updater, part, die)
-            found, failures = stubborn(assistant, range(7))
-        assert found == alone[:7]
-        assert len(failures) == 2
-        assert all(isinstance(failure.__cause__, MemoryError) for failure in failures)
+            assert answers(assistant.generate, range(7)) == alone[:7]
+        assert isinstance(assistant.learning_error, MemoryError)
         assert assistant.version == 0
-        found, failures = stubborn(assistant, range(7, 14))
-        assert (found, failures) == (alone[7:], [])
+        assert answers(assistant.generate, range(7, 14)) == alone[7:]
         assert assistant.version > 0  # it goes on
+        assert assistant.learning_error is None
 
 
-def test_an_idle_learner_that_dies_costs_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, draft = models.pair()
-    alone = answers(target.generate, range(9))
-    died = threading.Semaphore(0)
-    with OnlineAssistant(target, draft, config=IDLE) as assistant:
+def out_of_memory(self: Updater, traces: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-        def die(*_: Any, **__: Any) -> None:
-            died.release()
-            raise MemoryError("no more")
 
-        found = answers(assistant.generate, range(2))
-        with monkeypatch.context() as patch:
-            patch.setattr(Updater, "_loss", die)
-            found += answers(assistant.generate, [2])
-            assert died.acquire(timeout=LONG)
+def buggy(self: Updater, traces: Any) -> Any:
+    raise KeyError("attention_mask")
+
+
+def not_a_number(loss: Any) -> Any:
+    return lambda self, traces: (loss(self, traces)[0] * float("nan"), 1)
+
+
+FAILING: dict[str, Any] = {
+    "memory": (torch.OutOfMemoryError, lambda patch: patch.setattr(Updater, "_loss", out_of_memory)),
+    "bug": (KeyError, lambda patch: patch.setattr(Updater, "_loss", buggy)),
+    "nan": (FloatingPointError, lambda patch: patch.setattr(Updater, "_loss", not_a_number(Updater._loss))),
+    "gate": (MemoryError, lambda patch: patch.setattr(learner_module, "judge", no_memory)),
+}  # fmt: skip
+
+
+def no_memory(*_: Any) -> None:
+    raise MemoryError("no more")
+
+
+@pytest.mark.parametrize("strategy", ["spread", "interval", "idle"])
+@pytest.mark.parametrize("cause", FAILING)
+def test_a_learner_that_always_fails_is_told_of_once_pauses_and_resumes_by_itself(
+    cause: str, strategy: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    error, fails = FAILING[cause]
+    target, draft = models.bigram(0, vocab_size=12), models.bigram(1, vocab_size=12)
+    alone = answers(target.generate, range(9), max_new_tokens=3, vocab_size=12)
+    config = replace(CONFIG, update_strategy=strategy, update_interval=2, gate=True, learning_rate=0.1)
+    assistant, tried = OnlineAssistant(target, draft, config=config), []
+    begin = Lesson.begin_update
+
+    def begun(self: Lesson) -> list[Trace]:
+        tried.append(assistant.stats.num_requests)
+        return begin(self)
+
+    def serve(numbers: Any) -> None:
+        for number in numbers:
+            assert ask(assistant.generate, number, 3, vocab_size=12) == alone[number % 9]
             assert assistant.wait_until_idle(LONG)
-        assert assistant.version == 0
-        with pytest.raises(LearnerError, match="no more"):
-            ask(assistant.generate, 3)
-        for number in range(3, 9):
-            found += answers(assistant.generate, [number])
-        assert assistant.wait_until_idle(LONG)
-        assert found == alone
-        assert assistant.version > 0
+
+    monkeypatch.setattr(Lesson, "begin_update", begun)
+    with monkeypatch.context() as patch:
+        fails(patch)
+        serve(range(42))
+        assert isinstance(assistant.learning_error, error)
+        assert (assistant.version, assistant.stats.num_requests) == (0, 42)
+        with pytest.raises(LearnerError) if cause != "nan" else nullcontext():
+            assistant.update(steps=1)  # a try as well, whose report says what was dropped
+        assert assistant.learning_error is not None
+    first, pauses = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert first.message.startswith("Learning failed") and "Learning pauses" in pauses.message
+    assert cause == "nan" or (first.exc_info is not None and first.exc_info[2] is not None)
+    late = np.diff(tried[:-1]) - [2, 2, 4, 8, 16]  # by the requests that an update is spread over
+    assert set(late) <= ({0, 1} if strategy == "spread" else {0})
+    serve(range(24))
+    assert assistant.learning_error is None
+    assert assistant.version > 0
+    assert "promoted" in {decision.outcome for decision in assistant.decisions}
+    assistant.close()
+
+
+@pytest.mark.parametrize("how", ["resume", "update"])
+def test_learning_that_pauses_goes_on_at_once_when_asked_to(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assistant = OnlineAssistant(*models.pair(), config=replace(CONFIG, update_interval=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(Updater, "_loss", buggy)
+        answers(assistant.generate, range(3))
+    assert not assistant.is_learning
+    answers(assistant.generate, [3])
+    assert assistant.version == 0  # it rests
+    assistant.pause()
+    assistant.resume()  # as an app does around each request
+    assert not assistant.is_learning
+    if how == "update":
+        assert assistant.update().steps
+        assert assistant.learning_error is None
+    else:
+        assistant.resume()
+        assert assistant.is_learning
+        assert assistant.learning_error is not None  # nothing has succeeded yet
+    version = assistant.version
+    answers(assistant.generate, [4])
+    assert assistant.version == version + 1
+    assert assistant.learning_error is None
+    assistant.close()
+
+
+def test_a_draft_of_one_domain_that_cannot_learn_keeps_no_other_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assistant = OnlineAssistant(*models.pair(), config=replace(CONFIG, update_interval=1), router=LabelRouter())
+    make, asked = assistant.drafts.updater, []
+
+    def made(domain: Any, *args: Any) -> Updater:
+        if domain == "a":
+            asked.append(domain)
+            raise MemoryError("no more")
+        return make(domain, *args)
+
+    monkeypatch.setattr(assistant.drafts, "updater", made)
+    for number in range(24):
+        ask(assistant.generate, number, domain="ab"[number % 2])
+    assert len(asked) == 5  # after 1, 2, 3, 5 and 9 of its requests; the next try comes after 17
+    assert assistant.drafts.serving_version("b") == 12
+    assert isinstance(assistant.learning_error, MemoryError)
+    with pytest.raises(LearnerError, match="no more"):
+        assistant.close()
+
+
+def test_an_error_holds_no_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Held(torch.Tensor):
+        pass
+
+    alive: list[Any] = []
+
+    def failing(self: Updater, traces: Any) -> Any:
+        large = torch.zeros(2).as_subclass(Held)
+        alive.append(weakref.ref(large))
+        raise ValueError("no luck")
+
+    assistant = OnlineAssistant(*models.pair(), config=CONFIG)
+    monkeypatch.setattr(Updater, "_loss", failing)
+    answers(assistant.generate, range(3))
+    assert assistant.learning_error is not None and alive
+    assert [held() for held in alive if held() is not None] == []
 
 
 # --- a disk that is full --------------------------------------------------------------------------------------------
@@ -137,10 +243,11 @@ def test_a_disk_that_is_full_while_saving_costs_no_answer(
         saved()
     held.load_state(tmp_path)  # what was saved before
     assert (held.version, held.stats.num_requests) == (1, 3)
-    with pytest.raises(LearnerError, match="No space left"):
-        ask(assistant.generate, 6)
+    assert isinstance(assistant.learning_error, StateError)
+    assert "No space left" in str(assistant.learning_error)
     found += answers(assistant.generate, range(6, 9))
     saved()
+    assert assistant.learning_error is None
     assert found == alone
     assistant.close()
     held.load_state(tmp_path)
@@ -181,27 +288,49 @@ def test_a_disk_that_is_full_at_the_close_is_told_and_the_log_is_kept(
     answers(assistant.generate, range(2))
     with monkeypatch.context() as patch:
         patch.setattr(session_module.torch, "save", full)
-        with pytest.raises(StateError, match="No space left"):
+        with pytest.raises(LearnerError, match="No space left") as caught:
             assistant.close()
+    assert isinstance(caught.value.__cause__, StateError)
     assert len(CorrectionStore(tmp_path / "log")) == 2
     assistant.close()
+    assert session_module.has_session(tmp_path / "session")
 
 
-def test_a_log_that_is_full_costs_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, draft = models.pair()
-    alone = answers(target.generate, range(8))
-    store = CorrectionStore(tmp_path, flush_every=1)
-    with OnlineAssistant(target, draft, config=CONFIG, store=store) as assistant:
-        with monkeypatch.context() as patch:
-            patch.setattr(shards.os, "fsync", full)
-            found, failures = stubborn(assistant, range(4))
-        assert len(failures) == 3
-        assert all("No space left" in str(failure) for failure in failures)
-        assert len(assistant.decisions) == 4 // CONFIG.update_interval  # and learning went on
-        more, failures = stubborn(assistant, range(4, 8))
-        assert len(failures) == 1  # of the last one before there was room again
-    assert found + more == alone
-    assert len(CorrectionStore(tmp_path)) == 8
+@pytest.mark.parametrize("strategy", ["spread", "interval", "idle"])
+def test_a_disk_that_stays_full_costs_no_answer_and_is_told_of_once(
+    strategy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    target, draft = models.bigram(0, vocab_size=12), models.bigram(1, vocab_size=12)
+    alone = answers(target.generate, range(9), max_new_tokens=3, vocab_size=12)
+    changes = {"update_interval": 8, "autosave_interval": 1, "learning_rate": 0.1, "gate": True}
+    config = replace(CONFIG, update_strategy=strategy, **changes)
+    store = CorrectionStore(tmp_path / "log", flush_every=1)
+    assistant = OnlineAssistant(target, draft, config=config, store=store, autosave=tmp_path / "session")
+
+    def serve(numbers: Any) -> None:
+        for number in numbers:
+            assert ask(assistant.generate, number, 3, vocab_size=12) == alone[number % 9]
+            assert assistant.wait_until_idle(LONG)
+            if assistant._upkeep.saving is not None:
+                assistant._upkeep.saving.join(LONG)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shards.os, "fsync", full)
+        serve(range(42))
+        assert isinstance(assistant.learning_error, StoreError | StateError)
+        assert "No space left" in str(assistant.learning_error)
+        assert len(assistant.decisions) >= 4  # and learning went on
+    told = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert sorted(record.message.split(" failed")[0] for record in told) == [
+        "Logging a request", "Saving the session"
+    ]  # fmt: skip
+    assert all(record.exc_info for record in told)
+    serve(range(10))
+    assert assistant.learning_error is None
+    assert assistant.version > 0
+    assistant.close()
+    assert len(CorrectionStore(tmp_path / "log")) == 52
+    assert session_module.has_session(tmp_path / "session")
 
 
 # --- killed ---------------------------------------------------------------------------------------------------------

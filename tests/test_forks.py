@@ -293,7 +293,7 @@ def child(assistant, config, folder):
     version = assistant.version
     said = {"same": test_faults.answers(assistant.generate, range(6)) == alone}
     assert assistant.wait_until_idle(LONG)
-    said |= {"learned": assistant.version > version, "error": repr(assistant._upkeep.failure)}
+    said |= {"learned": assistant.version > version, "error": repr(assistant.learning_error)}
     before = names(folder / "session")
     assistant.close()
     said["left_alone"] = names(folder / "session") == before

@@ -1,4 +1,3 @@
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -86,7 +85,7 @@ class Steps:
         self.began = threading.Semaphore(0)
         self.may_end = threading.Semaphore(0)
         self.running = 0
-        self.errors: list[Exception] = []
+        self.whose: str | None = None
         self.raises: Exception | None = None
 
     def has_work(self) -> bool:
@@ -127,7 +126,7 @@ def working(duty: DutyCycle | None = None, *, free: bool = False) -> Iterator[tu
     if free:
         steps.may_end.release(10_000)
     worker = Upkeep(steps)  # type: ignore[arg-type]
-    steps.traffic, worker.failed = worker.traffic, steps.errors.append  # type: ignore[method-assign]
+    steps.traffic = worker.traffic
     try:
         yield steps, worker
     finally:
@@ -269,10 +268,9 @@ def test_a_request_given_up_while_it_waits_lets_learning_go_on(monkeypatch: pyte
 def test_a_failure_is_told_and_the_worker_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     with working(free=True) as (steps, worker):
         steps.raises = RuntimeError("of the learner")
-        with caplog.at_level(logging.ERROR):
-            steps.give(2)
-            assert all_done(steps, 2)
-        assert [str(error) for error in steps.errors] == ["of the learner"]
+        steps.give(2)
+        assert all_done(steps, 2)
+        assert [str(error) for error in worker.failures.standing] == ["of the learner"]
         assert alive(worker)
         assert "Learning failed" in caplog.text
 

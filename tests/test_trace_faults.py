@@ -13,6 +13,7 @@ from osd_hf import DomainDrafts, OnlineConfig, Trace, capture_traces
 from osd_hf.learning import learner as learner_module
 from osd_hf.learning.faults import MOST_IN_A_ROW, MOST_KEYS, Readable, SetAside
 from osd_hf.learning.learner import Learner
+from osd_hf.learning.memory import LEAST_TOKENS, num_tokens
 from osd_hf.learning.session import load_session, save_session
 from osd_hf.learning.updater import Updater, finish
 from osd_hf.trace import DraftRound
@@ -61,6 +62,11 @@ def one_is_long(batch: Sequence[Trace]) -> bool:
     return any(len(trace) == LONG for trace in batch)
 
 
+def one_is_hopeless(batch: Sequence[Trace]) -> bool:
+    """However short it is made."""
+    return any(trace.created_at_seconds in (8.0, *range(100, 106)) for trace in batch)
+
+
 def taught(updater: Updater, traces: Sequence[Trace]) -> Any:
     for trace in traces:
         updater.observe(trace)
@@ -95,7 +101,7 @@ def test_a_request_that_makes_steps_fail_is_set_aside_and_the_others_are_learned
     error: Any, reason: str, strategy: Any, traces: list[Trace], monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     updater = Updater(models.pair()[1], replace(CONFIG, update_strategy=strategy))
-    monkeypatch.setattr(Updater, "_loss", fails_on(one_is_long, error))
+    monkeypatch.setattr(Updater, "_loss", fails_on(one_is_hopeless, error))
     updater.buffer.append(replace(traces[8]))  # it lies in the replay as well
     report = taught(updater, traces)
     assert (report.steps, report.dropped_steps) == (2, 0)
@@ -122,6 +128,26 @@ def test_requests_too_large_together_are_learned_in_smaller_parts(
     assert len(parts.buffer) == 8
 
 
+def test_a_request_too_large_by_itself_is_shortened_and_learned(
+    traces: list[Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updater, learned = Updater(models.pair()[1], replace(CONFIG, steps_per_update=1)), list[int]()
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+    too_long = fails_on(lambda batch: any(num_tokens(trace) > 60 for trace in batch), lambda: full)
+
+    def noted(self: Updater, batch: Sequence[Trace]) -> Any:
+        found = too_long(self, batch)
+        learned.extend(map(num_tokens, batch))
+        return found
+
+    monkeypatch.setattr(Updater, "_loss", noted)
+    prompt = np.resize(traces[8].prompt_ids, 2 * LEAST_TOKENS)
+    report = taught(updater, [*traces[:3], replace(traces[8], prompt_ids=prompt)])
+    assert (report.steps, report.set_aside, report.positions) == (1, {}, 3 * 8 + LONG)
+    assert learned[-1] == (2 * LEAST_TOKENS + LONG) // 2
+    assert max(map(num_tokens, updater.buffer)) == 2 * LEAST_TOKENS + LONG  # itself is as it was
+
+
 def test_a_learner_that_fails_on_everything_sets_nothing_aside(
     traces: list[Trace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,7 +158,8 @@ def test_a_learner_that_fails_on_everything_sets_nothing_aside(
             with pytest.raises(RuntimeError, match="the driver is gone"):
                 taught(updater, traces[first : first + 2])
     assert not updater.set_aside.counts
-    assert len(updater.buffer) == 8
+    assert list(updater.lesson.pending) == traces[:8]
+    assert updater.micro_batch == CONFIG.batch_size
     assert updater.update().steps == 2
 
 
@@ -177,7 +204,7 @@ def test_a_request_that_cannot_be_replayed_leaves_the_gate(
         return replay_each(draft, those, k)
 
     monkeypatch.setattr(learner_module, "replay_each", spoiled)
-    monkeypatch.setattr(Updater, "_loss", fails_on(one_is_long, MemoryError))
+    monkeypatch.setattr(Updater, "_loss", fails_on(one_is_hopeless, MemoryError))
     taught = learner(batch_size=128)
     long = [replace(traces[8], created_at_seconds=100.0 + i) for i in range(6)]
     for i in range(60):
@@ -196,7 +223,7 @@ def test_a_request_that_cannot_be_replayed_leaves_the_gate(
 def test_what_was_set_aside_does_not_come_back_from_a_session(
     traces: list[Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Updater, "_loss", fails_on(one_is_long, MemoryError))
+    monkeypatch.setattr(Updater, "_loss", fails_on(one_is_hopeless, MemoryError))
     first = learner(gate=False)
     save_session(tmp_path / "early", first.state_dict(), {})
     for trace in traces:

@@ -369,11 +369,10 @@ def _save(assistant: OnlineAssistant, journal: Any, folder: Path) -> None:
 def _updated(assistant: OnlineAssistant, requests: int) -> dict[str, Any]:
     try:
         return assistant.update().to_dict()
-    except LearnerError:
-        raise
     except Exception as error:
+        cause = error.__cause__ if isinstance(error, LearnerError) and error.__cause__ else error
         raise LearnerError(
-            f"Learning failed after request {requests}: {first_line(error)}. The session saved last stands; mend the "
+            f"Learning failed after request {requests}: {first_line(cause)}. The session saved last stands; mend the "
             "cause, then go on with --resume."
         ) from error
 

@@ -1,4 +1,4 @@
-"""Traces that make learning fail: told apart from failures of the machine, set aside, and counted."""
+"""What fails beside serving: kept to be read, told once; traces that make learning fail: set aside, and counted."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import hashlib
 import logging
 import traceback
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 import numpy as np
+import torch
 
 from osd_hf.trace import DraftRound, Trace, ids_dtype, misshapen
 
@@ -25,6 +27,60 @@ MOST_REASONS = 64  # counted apart; reasons come from strangers' data
 MOST_IN_A_ROW = 32  # traces set aside with none between them that could be learned from
 OF_MEMORY = ("out of memory", "not enough memory", "allocate memory", "memory allocation")
 TOLERANCE = 1e-2  # of logits in half precision that should be at most 0
+
+
+class Failures:
+    """What fails beside serving, by the work that it was: told in the log once for each kind of error, and kept until
+    the same work succeeds."""
+
+    def __init__(self) -> None:
+        self._standing: dict[str, Exception] = {}  # newest last
+        self._in_a_row: Counter[str] = Counter()
+        self._told: set[tuple[str, type]] = set()
+
+    @property
+    def standing(self) -> list[Exception]:
+        """What each work that has not succeeded since has failed with, newest last."""
+        return list(self._standing.values())
+
+    def add(self, work: str, error: Exception) -> int:
+        """Take in what some work, in words that begin a sentence, has failed with; returns how often it has in a
+        row."""
+        is_new = (work, type(error)) not in self._told
+        self._told.add((work, type(error)))
+        logger.log(
+            logging.WARNING if is_new else logging.INFO,
+            "%s failed (%r). No answer suffers, and serving goes on; `learning_error` says so until it succeeds.",
+            work, error, exc_info=error if is_new else None,
+        )  # fmt: skip
+        cause: BaseException | None = error
+        while cause is not None:  # its frames hold what was computed, on a GPU perhaps
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__cause__
+        self._standing.pop(work, None)
+        self._standing[work] = error
+        self._in_a_row[work] += 1
+        return self._in_a_row[work]
+
+    def clear(self, work: str) -> None:
+        """It has succeeded."""
+        self._standing.pop(work, None)
+        self._in_a_row.pop(work, None)
+
+    def count_anew(self) -> None:
+        """What is tried again begins a new row, and is told in the log again."""
+        self._in_a_row.clear()
+        self._told.clear()
+
+    @contextmanager
+    def kept(self, work: str) -> Iterator[None]:
+        """Entered around some work: what it fails with is taken in, and goes no further."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever it fails with, no answer suffers
+            self.add(work, error)
+        else:
+            self.clear(work)
 
 
 @dataclass(frozen=True)
@@ -179,8 +235,14 @@ def _key(trace: Trace) -> str:
     return digest.hexdigest()[:32]
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether it is about memory that was too little."""
+    is_one = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return is_one or (isinstance(error, RuntimeError) and any(words in str(error).lower() for words in OF_MEMORY))
+
+
 def _reason(error: Exception) -> str:
-    if isinstance(error, MemoryError) or any(words in str(error).lower() for words in OF_MEMORY):
+    if is_out_of_memory(error):
         return "that need more memory than there is"
     if isinstance(error, ArithmeticError):
         return "whose loss or gradient is not finite"

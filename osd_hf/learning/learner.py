@@ -76,6 +76,7 @@ class Learner:
         self.duty_cycle = DutyCycle(config.max_duty_cycle, clock)
         self.decisions: deque[GateDecision] = deque(maxlen=MOST_DECISIONS)  # oldest first
         self.is_paused = False
+        self.whose: str | None = None  # the domain whose draft the last work was for
         self.seconds = 0.0  # of work, over all updates
         self._saved = 0.0  # seconds that the draft as it was would have needed more
         self._work: tuple[str | None, Work] | None = None
@@ -148,21 +149,23 @@ class Learner:
     def _due(self) -> Lesson | None:
         if self.is_paused:
             return None
-        lesson = self.lessons.get(self.fullest())
-        return lesson if lesson is not None and lesson.requests_waiting >= lesson.update_interval else None
+        return self._fullest([lesson for lesson in list(self.lessons.values()) if lesson.is_due])
 
     def _with_arrived(self) -> Lesson | None:
         """Whose requests the idle thread has not compared yet."""
         is_idle = self.config.gate and self.config.update_strategy == "idle" and not self.is_paused
-        return next((lesson for lesson in list(self.lessons.values()) if is_idle and lesson.arrived), None)
+        lessons = list(self.lessons.values()) if is_idle else ()
+        return next((lesson for lesson in lessons if lesson.arrived and not lesson.rest), None)
 
     def fullest(self) -> str | None:
         """The domain whose draft has the most requests waiting, by its effort; `None` where all share one, or there is
         none."""
-        lessons = self.lessons
-        return max(
-            lessons, key=lambda domain: lessons[domain].requests_waiting * lessons[domain].effort.share, default=None
-        )
+        fullest = self._fullest(list(self.lessons.values()))
+        return None if fullest is None else fullest.domain
+
+    @staticmethod
+    def _fullest(lessons: Sequence[Lesson]) -> Lesson | None:
+        return max(lessons, key=lambda lesson: lesson.requests_waiting * lesson.effort.share, default=None)
 
     def has_work(self) -> bool:
         """Whether there is a micro-step to take, now or after the rest that learning has to take."""
@@ -173,6 +176,13 @@ class Learner:
     def pause(self, is_paused: bool) -> None:
         """Begin no update, and take no further step of one under way; with `False`: learn again."""
         self.is_paused = is_paused
+
+    def rest(self, domain: str | None, requests: int) -> None:
+        """Learn nothing for a draft until so many more requests of it have come, unless [`~Learner.update`] is called;
+        0: learn again."""
+        if (lesson := self.lessons.get(domain)) is not None:
+            with lesson.lock:
+                lesson.rest = requests
 
     # --- work -------------------------------------------------------------------------------------------------------
 
@@ -190,6 +200,7 @@ class Learner:
                 return None
             self._spent = 0.0
         domain, work = self._work
+        self.whose = domain
         self._parts += 1
         started = self._timer()
         try:
@@ -217,7 +228,9 @@ class Learner:
         update that has ended."""
         spent = 0.0
         for lesson in list(self.lessons.values()) if self.config.gate and not self.is_paused else ():
-            started = self._timer()
+            if lesson.rest:
+                continue
+            self.whose, started = lesson.domain, self._timer()
             try:
                 finish(self._follow(lesson))
             finally:
@@ -254,8 +267,9 @@ class Learner:
         started = self._timer()
         try:
             if self._work is not None:
-                (_, work), self._work = self._work, None
+                (self.whose, work), self._work = self._work, None
                 finish(work)
+            self.whose = domain
             report = finish(self._update(domain, steps))
             return replace(report, seconds=self._timer() - started)
         finally:

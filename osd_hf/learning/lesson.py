@@ -117,6 +117,7 @@ class Lesson:
         in_child(self, renewing(lock=threading.Lock))
         self.observed = 0  # requests
         self.requests_waiting = 0  # that have arrived since an update began
+        self.rest = 0  # requests that have to arrive before anything is learned, after failures in a row
         # Oldest first; those that the update under way learns from are among them. Updates may never come.
         self.pending: deque[Trace] = deque(maxlen=self.config.buffer_size)
         self.buffer = ReplayBuffer(self.config.buffer_size, np.random.default_rng(self.config.seed))
@@ -143,6 +144,7 @@ class Lesson:
         self.requests_waiting += 1
         if self._counts:
             self.vocabulary.add(trace)
+        self.rest = max(self.rest - 1, 0)
         to_learn = self.hold_back(trace) if self.config.gate else trace
         if to_learn is not None:
             self.pending.append(to_learn)
@@ -178,6 +180,11 @@ class Lesson:
     def update_interval(self) -> int:
         """Requests between two updates, at the present effort."""
         return max(round(self.config.update_interval / self.effort.share), 1)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether enough requests have come for an update."""
+        return not self.rest and self.requests_waiting >= self.update_interval
 
     def begin_update(self) -> list[Trace]:
         """The requests that an update begins with; it is due again after an interval, also where it fails."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 import traceback
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
@@ -20,9 +21,10 @@ from accelerate.utils import ProjectConfiguration
 from osd_hf.chunked_loss import check_head, divergence_sum, stored_rows
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, StateError, UnsupportedModelError, first_line
-from osd_hf.learning.faults import Readable
+from osd_hf.learning.faults import Readable, is_out_of_memory
 from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.lesson import Lesson
+from osd_hf.learning.memory import LEAST_TOKENS, Activations, computed_again, num_tokens, shortened
 from osd_hf.learning.optimizer import make_optimizers
 from osd_hf.learning.weights import (
     Snapshot,
@@ -127,6 +129,9 @@ class Updater:
             self.optimizers = [self.accelerator.prepare_optimizer(optimizer) for optimizer in made]
             own = config.weight_average > 0  # otherwise they are the last step's
             self.averaged = {name: p.detach().clone() if own else p.detach() for name, p in self.parameters.items()}
+        self.activations = Activations.of(self.master)
+        # Of a request that are learned from, its prompt included.
+        self.most_tokens = min(config.max_learn_tokens or sys.maxsize, self.activations.most_tokens)
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -156,30 +161,28 @@ class Updater:
         self, steps: int | None = None, newest: Sequence[Trace] | None = None
     ) -> Generator[None, None, UpdateReport]:
         """[`~Updater.update`] in parts: yields after the backward of each micro-batch and after each optimizer step,
-        in whatever mode the caller is; whoever stops in between leaves the weights of the last whole step. Learns from
-        `newest` of the pending requests, by default from all."""
+        in whatever mode the caller is; whoever stops in between, or a failure, leaves the weights of the last whole
+        step, and all requests. Learns from `newest` of the pending requests, by default from all."""
         if steps is not None and steps < 1:
             raise ConfigError(f"`steps` must be at least 1, got {steps}.")
         newest = self.lesson.without_set_aside(list(self.lesson.pending) if newest is None else newest)
         losses: list[float] = []
         dropped = positions = 0
         started = time.perf_counter()
-        try:
-            for _ in range(self.config.steps_per_update if steps is None else steps):
-                loss, count = yield from self._step(self._batch(self.lesson.without_set_aside(newest)))
-                if count == 0:
-                    continue
-                if loss is None:
-                    dropped += 1
-                else:
-                    losses.append(loss)
-                    positions += count
-        finally:
-            self.lesson.end_update(newest)
+        for _ in range(self.config.steps_per_update if steps is None else steps):
+            loss, count = yield from self._step(self._batch(self.lesson.without_set_aside(newest)))
+            if count == 0:
+                continue
+            if loss is None:
+                dropped += 1
+            else:
+                losses.append(loss)
+                positions += count
+        self.lesson.end_update(newest)
         if losses:
             self.version += 1
         if dropped:
-            logger.warning(
+            logger.info(
                 "%d of %d update steps were dropped: loss or gradient not finite.", dropped, dropped + len(losses)
             )
         return UpdateReport(
@@ -205,80 +208,127 @@ class Updater:
         fresh = min(len(newest), size - replayed)
         chosen = [newest[i] for i in self.buffer.rng.permutation(len(newest))[:fresh]] + self.buffer.sample(replayed)
         most = self.config.batch_positions
-        if most is None or sum(map(len, chosen)) <= most:
+        if most is None or sum(min(len(trace), self.most_tokens) for trace in chosen) <= most:
             return chosen
         # In an order in which every part of the batch has both in their shares, also a part of one request.
         places = np.concatenate([(np.arange(n) + 0.5) / n for n in (fresh, replayed) if n])
         order = np.roll(np.argsort(places, kind="stable"), self.buffer.rng.integers(len(chosen)))
         ordered = [chosen[i] for i in order]
-        ends = np.cumsum([len(trace) for trace in ordered])
+        ends = np.cumsum([min(len(trace), self.most_tokens) for trace in ordered])
         return ordered[: max(int(np.searchsorted(ends, most, side="right")), 1)]
 
     def _step(self, traces: Sequence[Trace]) -> Generator[None, None, tuple[float | None, int]]:
-        """One optimizer step; the loss (`None` if the step was dropped) and the number of positions. Requests that
-        make it fail are set aside, and it is taken without them."""
-        size = self.micro_batch
-        while (total := sum(int(_learned_mask(t, self.config.learn_from).sum()) for t in traces)) > 0:
+        """
+        One optimizer step; the loss (`None` if the step was dropped) and the number of positions.
+
+        Where memory is too little, fewer requests are computed at once, down to one, which is shortened then. Where a
+        request fails even so, or for another reason, it is set aside, and the step is taken without it. What is the
+        fault of none of them is raised.
+        """
+        size, seen = self.micro_batch, {trace: shortened(trace, self.most_tokens) for trace in traces}
+        while (total := sum(int(_learned_mask(seen[t], self.config.learn_from).sum()) for t in traces)) > 0:
+            under_way: list[Trace] = []
             try:
-                value = yield from self._gradients(traces, total, size)
+                value = yield from self._gradients([seen[t] for t in traces], total, size, under_way)
             except Exception as error:  # noqa: BLE001 - whatever a model fails with
                 failure = error
             else:
                 with self._at_work():
-                    for optimizer in self.optimizers:
-                        optimizer.step()
-                    self._average()
-                    self._zero_grad()  # as large as the weights, and of no use until the next backward
+                    self._take_step()
+                if size < min(self.micro_batch, len(traces)):
+                    self.micro_batch = size  # more are too much
                 yield
                 return value, total
             traceback.clear_frames(failure.__traceback__)  # they hold the memory that was too little
-            try:
-                sound = yield from self.set_aside.isolate(self._tried, traces, self.readable)
-            except FloatingPointError:  # of the weights, not of a request
-                sound = [True] * len(traces)
             with self._at_work():
                 self._zero_grad()
-            size = min(size, len(traces)) // 2
-            if not all(sound):
-                traces = [trace for trace, is_sound in zip(traces, sound, strict=True) if is_sound]
-                self.lesson.forget_set_aside()
+            suspects = traces
+            if is_out_of_memory(failure):
+                yield
+                if len(under_way) > 1:
+                    size = len(under_way) // 2
+                    continue
+                suspects = [t for t in traces if seen[t] in under_way]
+                if suspects and (most := num_tokens(seen[suspects[0]]) // 2) >= LEAST_TOKENS:
+                    seen[suspects[0]] = shortened(seen[suspects[0]], most)
+                    continue
+            is_sound = yield from self._sound(suspects, seen)
+            if not all(is_sound.values()):
+                traces = [trace for trace in traces if is_sound.get(trace, True)]
                 size = self.micro_batch
             elif isinstance(failure, FloatingPointError):
                 return None, total
-            elif size == 0:
+            elif (size := min(size, len(traces)) // 2) == 0:  # otherwise: each by itself can be learned from
                 raise failure
-            else:  # each by itself can be learned from
-                self.micro_batch = size
         return 0.0, 0
 
-    def _gradients(self, traces: Sequence[Trace], total: int, size: int) -> Generator[None, None, float]:
-        """Loss and clipped gradients of a batch with `total` positions, `size` requests at once; raises
-        FloatingPointError if they are not finite."""
+    def _take_step(self) -> None:
+        """Step, and average; gradients, which are as large as the weights, go. Where that fails half-way, the weights
+        are the average of the last whole step, if one is kept."""
+        try:
+            for optimizer in self.optimizers:
+                optimizer.step()
+            self._average()
+            self._zero_grad()
+        except BaseException:
+            self._zero_grad()
+            for name, parameter in self.parameters.items():
+                parameter.data.copy_(self.averaged[name])
+            for optimizer in self.optimizers:
+                optimizer.state.clear()
+            raise
+
+    def _gradients(
+        self, traces: Sequence[Trace], total: int, size: int, under_way: list[Trace]
+    ) -> Generator[None, None, float]:
+        """Loss and clipped gradients of a batch with `total` positions, `size` requests at once at most, those
+        `under_way`; raises FloatingPointError if they are not finite."""
         with self._at_work():
             self._zero_grad()
         value = 0.0
         # Memory is bounded by micro-batches; weights make their gradients add up to those of the whole batch.
-        for indices in batches(traces, traces[0].vocab_size, min(size, len(traces))):
+        for part in self._micro_batches(traces, size):
+            under_way[:] = part
             started = time.perf_counter()
             with self._at_work():
-                loss, count = self._loss([traces[i] for i in indices])
+                loss, count = self._bounded_loss(part)
                 loss = loss * (count / total)
                 self.accelerator.backward(loss)
                 value += float(loss.detach())
             self._backward_seconds = time.perf_counter() - started
             yield
+        under_way.clear()
         with self._at_work():
             norm = self.accelerator.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)
             if not (np.isfinite(value) and bool(torch.isfinite(norm))):
                 raise FloatingPointError(NOT_FINITE)
         return value
 
-    def _tried(self, traces: Sequence[Trace]) -> Generator[None, None, list[bool]]:
-        """Whether traces can be learned from: raises what a step on them would. Yields after each micro-batch."""
-        for indices in batches(traces, traces[0].vocab_size, min(self.micro_batch, len(traces))):
+    def _micro_batches(self, traces: Sequence[Trace], size: int) -> Iterator[list[Trace]]:
+        for indices in batches(traces, traces[0].vocab_size, min(size, len(traces)), self.activations.fit):
+            yield [traces[i] for i in indices]
+
+    def _sound(self, traces: Sequence[Trace], seen: Mapping[Trace, Trace]) -> Generator[None, None, dict[Trace, bool]]:
+        """Which requests can be learned from, as they are `seen`; the others are set aside."""
+        try:
+            sound = yield from self.set_aside.isolate(
+                lambda those: self._tried([seen.get(t, t) for t in those]), traces, self.readable
+            )
+        except FloatingPointError:  # of the weights, not of a request
+            sound = [True] * len(traces)
+        finally:
             with self._at_work():
                 self._zero_grad()
-                loss, _ = self._loss([traces[i] for i in indices])
+        if not all(sound):
+            self.lesson.forget_set_aside()
+        return {trace: bool(is_sound) for trace, is_sound in zip(traces, sound, strict=True)}
+
+    def _tried(self, traces: Sequence[Trace]) -> Generator[None, None, list[bool]]:
+        """Whether traces can be learned from: raises what a step on them would. Yields after each micro-batch."""
+        for part in self._micro_batches(traces, self.micro_batch):
+            with self._at_work():
+                self._zero_grad()
+                loss, _ = self._bounded_loss(part)
                 self.accelerator.backward(loss)
                 found = [loss.detach(), *(p.grad for p in self.parameters.values() if p.grad is not None)]
                 # Scaled gradients overflow now and then, through no fault of a request.
@@ -288,6 +338,13 @@ class Updater:
                 self._zero_grad()
             yield
         return [True] * len(traces)
+
+    def _bounded_loss(self, traces: Sequence[Trace]) -> tuple[torch.Tensor, int]:
+        """[`~Updater._loss`] of a micro-batch, whose layers are computed again in the backward where what they would
+        keep of a single request is over the budget."""
+        is_large = not self.activations.fit(len(traces), max(map(num_tokens, traces)))
+        with computed_again(self.master) if is_large else nullcontext():
+            return self._loss(traces)
 
     def _loss(self, traces: Sequence[Trace]) -> tuple[torch.Tensor, int]:
         """Mean divergence over the positions learned from, and their number."""

@@ -1,0 +1,134 @@
+"""What learning from requests takes of memory: estimated from the draft, kept within a budget, by shorter requests."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from osd_hf.trace import DraftRound, Trace
+
+__all__ = ["Activations", "computed_again", "num_tokens", "shortened"]
+
+# Kept by the forward of one micro-batch; with the logits of a chunk, and gradients on their way, within 2 GiB.
+BUDGET_BYTES = 3 << 29
+# For each input and output of a weight matrix: 5 of large models (they are float32, and norms keep theirs), 7 of those
+# whose activation function is made of many operations.
+BYTES_PER_FEATURE = 8
+LEAST_TOKENS = 32  # a request is not cut below this for want of memory
+
+
+@dataclass(frozen=True)
+class Activations:
+    """
+    What a backward needs of the forward of a draft, in bytes, about and rather more than less.
+
+    Args:
+        per_token (`int`): Of all layers.
+        per_pair (`int`): For each pair of tokens of one row, of all layers: masks, or rows of attention.
+        per_input (`int`): Of the inputs of all layers, a token.
+        layers (`int`): That can be computed again in the backward; 1 where that is not known of the model.
+    """
+
+    per_token: int
+    per_pair: int
+    per_input: int
+    layers: int
+
+    @classmethod
+    def of(cls, draft: Any) -> Self:
+        """Of this draft, by its weights and its configuration."""
+        config = draft.config.get_text_config(decoder=True)
+        head = draft.get_output_embeddings()
+        apart = {id(m.weight) for m in draft.modules() if isinstance(m, torch.nn.Embedding)}
+        apart |= set() if head is None else {id(head.weight)}
+        features = sum(sum(p.shape) for p in draft.parameters() if p.ndim == 2 and id(p) not in apart)
+        layers = max(len(_layers(draft)), 1)
+        heads = getattr(config, "num_attention_heads", None) or 1
+        is_eager = getattr(config, "_attn_implementation", None) == "eager"
+        # A fused kernel keeps a mask in float32, which holds the positions' biases of some encoder-decoders.
+        rows = 3 * heads if is_eager else heads if config.is_encoder_decoder else 1
+        width = getattr(config, "hidden_size", None) or 0
+        return cls(BYTES_PER_FEATURE * features, 4 * rows * layers, 4 * width * layers, layers)
+
+    def fit(self, rows: int, tokens: int) -> bool:
+        """Whether a batch of so many rows, each padded to so many tokens, keeps within the budget."""
+        return rows * tokens * (self.per_token + tokens * self.per_pair) <= BUDGET_BYTES
+
+    @property
+    def most_tokens(self) -> int:
+        """Of one request, whose layers are computed again in the backward, within the budget."""
+        is_one = self.layers == 1
+        linear = self.per_token / self.layers + (0 if is_one else self.per_input)
+        square = self.per_pair / self.layers
+        # The larger root of square * n^2 + linear * n = budget, in the form that loses no digits.
+        root = 2 * BUDGET_BYTES / (linear + math.sqrt(linear**2 + 4 * square * BUDGET_BYTES))
+        return max(int(root), LEAST_TOKENS)
+
+
+def _layers(model: Any) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+@contextmanager
+def computed_again(model: Any) -> Iterator[None]:
+    """The layers of a forward inside keep their inputs alone, and are computed again in its backward: the same
+    numbers, a third slower. Transformers' own way would need the training mode, and its dropout."""
+    layers = _layers(model)
+    before = [vars(layer).get("forward") for layer in layers]
+    for layer in layers:
+        layer.forward = functools.partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+        )  # fmt: skip
+    try:
+        yield
+    finally:
+        for layer, forward in zip(layers, before, strict=True):
+            del layer.forward
+            if forward is not None:
+                layer.forward = forward
+
+
+def num_tokens(trace: Trace) -> int:
+    """Tokens of its prompt and its answer."""
+    return len(trace.prompt_ids) + len(trace)
+
+
+def shortened(trace: Trace, most: int) -> Trace:
+    """
+    A request cut to so many tokens of prompt and answer, at least 2; itself where it has no more.
+
+    All positions of the answer stay, and the end of the prompt, which they depend on most. Of an answer that alone is
+    too long, the beginning stays, after a quarter of the tokens for the prompt: a later part would stand without the
+    prompt that it answers. Of the input of an encoder, the beginning stays, as tokenizers cut it: it says what to do.
+    """
+    prompt, answer = len(trace.prompt_ids), len(trace)
+    if prompt + answer <= most:
+        return trace
+    kept = answer if answer < most else most - min(prompt, max(most // 4, 1))
+    read = most - kept
+    return replace(
+        trace,
+        prompt_ids=trace.prompt_ids[:read] if trace.is_encoder_decoder else trace.prompt_ids[prompt - read :],
+        completion_ids=trace.completion_ids[:kept], rounds=_first(trace.rounds, kept),
+        top_logits=trace.top_logits[:kept], top_ids=trace.top_ids[:kept], tail_logprob=trace.tail_logprob[:kept],
+    )  # fmt: skip
+
+
+def _first(rounds: tuple[DraftRound, ...], emitted: int) -> tuple[DraftRound, ...]:
+    """The rounds of the first tokens, the last of them cut."""
+    found = []
+    for r in rounds:
+        if r.num_emitted >= emitted:
+            found.append(replace(r, num_accepted=min(r.num_accepted, emitted), num_emitted=emitted))
+            break
+        found.append(r)
+        emitted -= r.num_emitted
+    return tuple(found)
