@@ -201,13 +201,13 @@ def test_an_error_holds_no_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
     alive: list[Any] = []
 
-    def failing(self: Updater, traces: Any) -> Any:
+    def failing(self: Updater) -> Any:
         large = torch.zeros(2).as_subclass(Held)
         alive.append(weakref.ref(large))
         raise ValueError("no luck")
 
     assistant = OnlineAssistant(*models.pair(), config=CONFIG)
-    monkeypatch.setattr(Updater, "_loss", failing)
+    monkeypatch.setattr(Updater, "snapshot", failing)
     answers(assistant.generate, range(3))
     assert assistant.learning_error is not None and alive
     assert [held() for held in alive if held() is not None] == []
