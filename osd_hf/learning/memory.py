@@ -50,7 +50,12 @@ class Activations:
         head = draft.get_output_embeddings()
         apart = {id(m.weight) for m in draft.modules() if isinstance(m, torch.nn.Embedding)}
         apart |= set() if head is None else {id(head.weight)}
-        features = sum(sum(p.shape) for p in draft.parameters() if p.ndim == 2 and id(p) not in apart)
+        adapters = set(getattr(draft, "peft_config", ()))  # of all domains: beside the base's, little is kept for one
+        features = sum(
+            sum(p.shape)
+            for name, p in draft.named_parameters()
+            if p.ndim == 2 and id(p) not in apart and adapters.isdisjoint(name.split("."))
+        )
         layers = max(len(_layers(draft)), 1)
         heads = getattr(config, "num_attention_heads", None) or 1
         is_eager = getattr(config, "_attn_implementation", None) == "eager"
