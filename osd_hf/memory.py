@@ -11,7 +11,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from osd_hf.chunked_loss import CHUNK_LOGITS
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import UnsupportedModelError, first_line
 from osd_hf.learning.learner import SCORED_AT_ONCE
@@ -20,7 +19,7 @@ from osd_hf.learning.updater import trainable_parameters
 from osd_hf.learning.weights import adapted
 from osd_hf.metrics import MOST_REQUESTS, expected_block_efficiency
 from osd_hf.pair import vocab_size_of
-from osd_hf.replay import MAX_LOGITS, MAX_TOKENS
+from osd_hf.replay import CHUNK_LOGITS, MAX_LOGITS, MAX_TOKENS
 
 __all__ = ["DEVICES", "Device", "MemoryPlan", "Part", "memory_plan"]
 
