@@ -27,7 +27,17 @@ from osd_hf.learning.learner import Learner
 from osd_hf.learning.updater import UpdateReport, make_accelerator
 from osd_hf.memory import MemoryPlan, memory_plan
 from osd_hf.metrics import AcceptanceStats
-from osd_hf.pair import check_pair, common_tokenizer, is_peft, load_model, uncompiled, unwrap, vocab_size_of
+from osd_hf.pair import (
+    check_learner,
+    check_pair,
+    common_tokenizer,
+    is_peft,
+    load_model,
+    of_one_size,
+    uncompiled,
+    unwrap,
+    vocab_size_of,
+)
 from osd_hf.routing import Router, as_router
 from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace
@@ -49,7 +59,8 @@ class OnlineAssistant:
         target (`PreTrainedModel` or `str` or `Path`):
             The model that answers; a `PeftModel` or a compiled model as well, or where to load one.
         draft (`PreTrainedModel` or `str` or `Path`):
-            A smaller model with the target's tokenizer; if it is a `PeftModel`, only its adapter learns.
+            A smaller model with the target's tokenizer; if it is a `PeftModel`, only its adapter learns. Where its
+            vocabulary is padded to another size than the target's, it is brought to that by [`align_vocab`].
         tokenizer (`PreTrainedTokenizerBase`, *optional*):
             The tokenizer of both models, saved with the draft. By default the one found where the models came from.
         config (`OnlineConfig`, *optional*): How to draft and learn.
@@ -71,7 +82,8 @@ class OnlineAssistant:
 
     Raises:
         UnsupportedModelError: a model that cannot be assisted, or cannot assist or learn.
-        VocabularyMismatchError: vocabularies or tokenizers differ.
+        VocabularyMismatchError: tokenizers differ in more than added tokens, or vocabularies differ in size and
+            no tokenizer shows that this is padding.
         ConfigError: a tracker that is not installed.
     """
 
@@ -86,7 +98,9 @@ class OnlineAssistant:
         self.target = load_model(os.fspath(target)) if isinstance(target, named) else target
         source = load_model(os.fspath(draft)) if isinstance(draft, named) else uncompiled(draft)
         check_pair(unwrap(self.target), unwrap(source))
+        check_learner(unwrap(source))
         self.tokenizer = common_tokenizer(tokenizer, unwrap(self.target), unwrap(source))
+        source = of_one_size(source, unwrap(self.target), tokenizer)
         self.router = as_router(router)
         per_domain = self.router is not None
         has_adapter = is_peft(source) and not per_domain

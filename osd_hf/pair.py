@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
+import logging
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -15,13 +17,19 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
+    DynamicCache,
     GenerationConfig,
     GenerationMixin,
+    TorchAoConfig,
 )
 
 from osd_hf.bundled import load_bundled
 from osd_hf.errors import ConfigError, UnsupportedModelError, VocabularyMismatchError, first_line
 
+logger = logging.getLogger(__name__)
+
+Quantization = Literal["4bit", "8bit", "int8"]
 MOST_WRAPPERS = 16  # one inside the other; what makes up every attribute that it is asked for has no end
 
 
@@ -115,13 +123,49 @@ def load_config(source: str) -> Any:
     return _loaded(AutoConfig, source)
 
 
-def load_model(source: str, *, dtype: str = "auto", device: str | None = None) -> Any:
-    """A model in evaluation mode, by its Hub id or folder; `dtype="auto"` is the checkpoint's own, and without a
-    device it goes to CUDA where there is one. Raises UnsupportedModelError where it cannot be loaded, ConfigError
-    where there is no such device."""
+def quantization_config(name: Quantization, dtype: str = "auto") -> Any:
+    """What `from_pretrained` quantizes a model by: `"4bit"` (NF4) and `"8bit"` by bitsandbytes, `"int8"` (weights
+    only) by torchao; raises ConfigError where that package is missing."""
+    package = "torchao" if name == "int8" else "bitsandbytes"
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(f"The quantization {name!r} needs {package}: pip install {package}.")
+    if name == "int8":
+        return TorchAoConfig(importlib.import_module("torchao.quantization").Int8WeightOnlyConfig())
+    if name == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    compute = "bfloat16" if dtype == "auto" else dtype
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
+
+
+def load_model(
+    source: str, *, dtype: str = "auto", device: str | None = None, device_map: str | None = None,
+    quantization: Quantization | None = None, attn_implementation: str | None = None,
+) -> Any:  # fmt: skip
+    """
+    A model in evaluation mode.
+
+    Args:
+        source (`str`): Its Hub id or folder.
+        dtype (`str`, *optional*, defaults to `"auto"`): The checkpoint's own by default.
+        device (`str`, *optional*): By default CUDA where there is one, otherwise the CPU.
+        device_map (`str`, *optional*):
+            As `from_pretrained` takes it, such as `"auto"`; takes the place of the device.
+        quantization (`str`, *optional*): As for [`quantization_config`].
+        attn_implementation (`str`, *optional*): Such as `"sdpa"` or `"eager"`; transformers' choice by default.
+
+    Raises:
+        UnsupportedModelError: it cannot be loaded.
+        ConfigError: there is no such device, or a package is missing.
+    """
     auto = AutoModelForSeq2SeqLM if load_config(source).is_encoder_decoder else AutoModelForCausalLM
-    model = _loaded(auto, source, dtype=dtype)
-    return placed(model, device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    how: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    if quantization is not None:
+        how["quantization_config"] = quantization_config(quantization, dtype)
+        device_map = device_map or device  # what is quantized is not moved afterwards
+    if device_map is not None:
+        return _loaded(auto, source, dtype=dtype, device_map=device_map, **how).eval()
+    return placed(_loaded(auto, source, dtype=dtype, **how), device).eval()
 
 
 class Pair(NamedTuple):
@@ -134,23 +178,30 @@ class Pair(NamedTuple):
 
 
 def load_pair(
-    target: str | None = None, draft: str | None = None, *, dtype: str = "auto", device: str | None = None
-) -> Pair:
+    target: str | None = None, draft: str | None = None, *, dtype: str = "auto", device: str | None = None,
+    device_map: str | None = None, quantization: Quantization | None = None, attn_implementation: str | None = None,
+) -> Pair:  # fmt: skip
     """
     The models of these names, as [`load_model`] loads them, or the bundled pair (fp32, on the CPU unless a device is
-    named) where neither is given.
+    named) where neither is given. `device_map` and `quantization` are the target's alone: a draft learns, whole.
 
     Raises:
-        ConfigError: one of the two is missing, or there is no such device.
+        ConfigError: one of the two is missing, how to load is told for the bundled pair, or what [`load_model`]
+            raises.
         UnsupportedModelError: a model or the tokenizer cannot be loaded.
-        VocabularyMismatchError: the vocabularies differ in more than padding.
+        VocabularyMismatchError: the vocabularies differ in more than padding and added tokens.
     """
     if (target is None) != (draft is None):
         raise ConfigError("A pair is two models: name a target and a draft, or neither for the bundled pair.")
     if target is None or draft is None:
+        told = {"device_map": device_map, "quantization": quantization, "attn_implementation": attn_implementation}
+        if given := [name for name, value in told.items() if value is not None]:
+            raise ConfigError(f"The bundled pair is loaded as it is; `{given[0]}` needs a target and a draft by name.")
         large, small, tokenizer = load_bundled()
         return Pair(placed(large, device or "cpu"), placed(small, device or "cpu"), tokenizer)
-    large, small = (load_model(name, dtype=dtype, device=device) for name in (target, draft))
+    how: dict[str, Any] = {"dtype": dtype, "device": device, "attn_implementation": attn_implementation}
+    large = load_model(target, device_map=device_map, quantization=quantization, **how)
+    small = load_model(draft, **how)
     tokenizer = load_tokenizer(target)
     return Pair(large, of_one_size(small, large), tokenizer)
 
@@ -161,6 +212,12 @@ def load_eos_ids(source: str) -> tuple[int, ...]:
         return eos_ids(GenerationConfig.from_pretrained(source))
     except (OSError, ValueError):
         return eos_ids(load_config(source))
+
+
+def input_device(model: Any) -> torch.device:
+    """Where a model takes tokens: its hooks bring them to weights that are offloaded, which lie nowhere."""
+    device: torch.device = model.device
+    return torch.device("cpu") if device.type == "meta" else device
 
 
 def placed(model: Any, device: str) -> Any:
@@ -201,20 +258,53 @@ def prompt_room(target_config: Any, draft_config: Any, max_new_tokens: int) -> i
 
 def check_draft(draft: Any) -> None:
     """Refuse what is no ordinary assistant model; raises UnsupportedModelError."""
+    kind = type(draft).__name__
     if not callable(getattr(draft, "generate", None)) or not hasattr(draft, "generation_config"):
-        raise UnsupportedModelError(
-            f"The draft must be a transformers model that can `generate`, got {type(draft).__name__}."
-        )
+        raise UnsupportedModelError(f"The draft must be a transformers model that can `generate`, got {kind}.")
     if getattr(draft, "_is_stateful", False):
+        if not _takes_back(draft):
+            raise UnsupportedModelError(
+                f"{kind} is stateful: its state cannot be rolled back when a drafted token is rejected. Use an "
+                "attention model as the draft."
+            )
+        logger.warning(
+            "Recurrent layers of the draft (%s) are not rolled back when a drafted token is rejected, so it is "
+            "accepted less often than it could be; answers are the target's own all the same.", kind,
+        )  # fmt: skip
+
+
+def check_learner(draft: Any) -> None:
+    """Refuse a draft whose weights cannot learn while it serves; raises UnsupportedModelError."""
+    kind, weights = type(draft).__name__, list(draft.parameters())
+    if getattr(draft, "is_quantized", False) or not all(w.is_floating_point() for w in weights):
         raise UnsupportedModelError(
-            f"{type(draft).__name__} is stateful: its state cannot be rolled back when a drafted token is rejected. "
-            "Use an attention model as the draft."
+            f"The draft ({kind}) is quantized: neither can its weights learn, nor can an adapter be merged into them. "
+            "Load it without quantization; the target may be quantized."
         )
+    if any(w.device.type == "meta" for w in weights):
+        raise UnsupportedModelError(
+            f"Weights of the draft ({kind}) are offloaded, so they cannot learn. Load it whole, onto one device; the "
+            "target may be offloaded."
+        )
+
+
+def _takes_back(draft: Any) -> bool:
+    """Whether tokens can be taken back from the cache of a stateful model, as assisted generation does: from that of
+    one with attention layers as well, as far as these go."""
+    try:
+        cache = DynamicCache(config=draft.config.get_text_config(decoder=True))
+        cache.activate_past_recording()
+        with torch.inference_mode():
+            draft(input_ids=torch.zeros(1, 2, dtype=torch.long, device=draft.device), past_key_values=cache)
+        cache.crop(-1)
+        return int(cache.get_seq_length()) == 1
+    except Exception:  # noqa: BLE001 - whatever it fails with, a request would as well
+        return False
 
 
 def check_pair(target: Any, draft: Any) -> None:
-    """Refuse pairs of unwrapped models that assisted generation cannot run, or that could not learn; raises
-    UnsupportedModelError or VocabularyMismatchError."""
+    """Refuse pairs of unwrapped models that assisted generation cannot run, or that could not learn, whatever their
+    vocabularies; raises UnsupportedModelError."""
     if not isinstance(target, GenerationMixin) or not target.can_generate():
         raise UnsupportedModelError(
             f"The target must be a transformers model that can `generate`, got {type(target).__name__}. Load it with "
@@ -222,8 +312,8 @@ def check_pair(target: Any, draft: Any) -> None:
         )
     if getattr(target, "_is_stateful", False):
         raise UnsupportedModelError(
-            f"{type(target).__name__} is stateful and cannot be assisted: its state cannot be rolled back when a "
-            "drafted token is rejected. Use an attention model as the target."
+            f"assisted generation is not supported with stateful models, such as {type(target).__name__}: its state "
+            "cannot be rolled back when a drafted token is rejected. Use an attention model as the target."
         )
     check_draft(draft)
     if target.config.is_encoder_decoder != draft.config.is_encoder_decoder:
@@ -231,6 +321,10 @@ def check_pair(target: Any, draft: Any) -> None:
         raise UnsupportedModelError(
             f"Target ({kinds[0]}) and draft ({kinds[1]}) must be of one kind: a draft is taught on the target's input."
         )
+
+
+def check_sizes(target: Any, draft: Any) -> None:
+    """Refuse vocabularies of different sizes; raises VocabularyMismatchError."""
     size, draft_size = vocab_size_of(target), vocab_size_of(draft)
     if size != draft_size:
         raise VocabularyMismatchError(
@@ -241,11 +335,15 @@ def check_pair(target: Any, draft: Any) -> None:
 
 
 def check_tokenizers(target_tokenizer: Any, draft_tokenizer: Any) -> None:
-    """Refuse tokenizers whose vocabularies differ; raises VocabularyMismatchError."""
+    """Refuse tokenizers whose vocabularies differ in more than added tokens, such as those of a chat template, which a
+    draft learns as the target uses them; raises VocabularyMismatchError."""
     ours, theirs = target_tokenizer.get_vocab(), draft_tokenizer.get_vocab()
     if ours == theirs:
         return
-    differing = sorted(t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t))
+    added = target_tokenizer.get_added_vocab().keys() | draft_tokenizer.get_added_vocab().keys()
+    differing = sorted(t for t in (ours.keys() | theirs.keys()) - added if ours.get(t) != theirs.get(t))
+    if not differing:
+        return
     shown = ", ".join(f"{t!r} ({ours.get(t)} / {theirs.get(t)})" for t in differing[:3])
     raise VocabularyMismatchError(
         f"The tokenizers of target and draft differ in {len(differing)} tokens, such as {shown}. A draft can only "
@@ -276,8 +374,8 @@ def common_tokenizer(given: Any, target: Any, draft: Any) -> Any:
 def align_vocab(draft: Any, target: Any, tokenizer: Any = None) -> Any:
     """
     A copy of the draft with the target's vocabulary size. Families often pad their embeddings to different sizes
-    (Qwen2.5-0.5B has 151,936 rows, 7B 152,064); the padding rows belong to no token, and assisted generation, TRL and
-    vLLM refuse such a pair until the sizes agree.
+    (Qwen2.5-0.5B has 151,936 rows, 7B 152,064), or add tokens to one model (Gemma 3 4B has rows for images); the
+    padding rows belong to no token, and assisted generation, TRL and vLLM refuse such a pair until the sizes agree.
 
     Args:
         draft (`PreTrainedModel`): Left as it is.
@@ -286,34 +384,45 @@ def align_vocab(draft: Any, target: Any, tokenizer: Any = None) -> Any:
             The tokenizer of both. Without it, the tokenizers are loaded from where the models came from and compared.
 
     Returns:
-        `PreTrainedModel`: in evaluation mode, same dtype and device; new rows are the mean of the old ones, and never
-        drawn by a target that knows no such token.
+        `PreTrainedModel`: in evaluation mode, same dtype and device; new rows are about the mean of the old ones: of
+        padding, which a target never draws, and of added tokens, which are still to be learned.
 
     Raises:
-        VocabularyMismatchError: the tokenizers differ, cannot be found, or use ids beyond the smaller vocabulary.
+        VocabularyMismatchError: the tokenizers differ or cannot be found, they use ids beyond the smaller vocabulary
+            for other than added tokens, or an adapter of the draft changes what would be resized.
     """
     size, old_size = vocab_size_of(target), vocab_size_of(draft)
     if tokenizer is None:
         tokenizer, draft_tokenizer = find_tokenizer(target), find_tokenizer(draft)
         if tokenizer is None or draft_tokenizer is None:
             raise VocabularyMismatchError(
-                f"No tokenizers were found where the models came from ({target.config.name_or_path!r}, "
-                f"{draft.config.name_or_path!r}), so it cannot be checked that they share one. Pass `tokenizer=`, the "
-                "tokenizer of both."
+                f"The target has {size} tokens, the draft {old_size}, and no tokenizers were found where they came "
+                f"from ({target.config.name_or_path!r}, {draft.config.name_or_path!r}), so it cannot be checked that "
+                "they share one. Pass `tokenizer=`, the tokenizer of both."
             )
         check_tokenizers(tokenizer, draft_tokenizer)
-    highest = max(tokenizer.get_vocab().values())
+    added = tokenizer.get_added_vocab()
+    highest = max((i for token, i in tokenizer.get_vocab().items() if token not in added), default=0)
     if highest >= min(size, old_size):
         raise VocabularyMismatchError(
             f"The tokenizer uses ids up to {highest}, but the target has {size} rows and the draft {old_size}: they "
-            "differ in more than padding. Choose a draft of the target's family."
+            "differ in more than padding and added tokens. Choose a draft of the target's family."
         )
     aligned = copy.deepcopy(draft)
     if size != old_size:
-        aligned.resize_token_embeddings(size, mean_resizing=size > old_size)
+        ends = (aligned.get_input_embeddings(), aligned.get_output_embeddings())
+        if not all(end is None or isinstance(end, torch.nn.Embedding | torch.nn.Linear) for end in ends):
+            raise VocabularyMismatchError(
+                f"The draft has {old_size} tokens instead of {size}, and its adapter changes the embeddings or the "
+                "head. Merge the adapter into the draft first."
+            )
+        # New rows are drawn: alike each time, as sessions go on with the same draft, and unnoticed by the caller.
+        with torch.random.fork_rng([draft.device] if draft.device.type == "cuda" else []):
+            torch.manual_seed(0)
+            aligned.resize_token_embeddings(size, mean_resizing=size > old_size)
     return aligned.eval()
 
 
-def of_one_size(draft: Any, target: Any) -> Any:
+def of_one_size(draft: Any, target: Any, tokenizer: Any = None) -> Any:
     """The draft itself where its vocabulary has the target's size, otherwise what [`align_vocab`] makes of it."""
-    return draft if vocab_size_of(draft) == vocab_size_of(target) else align_vocab(draft, target)
+    return draft if vocab_size_of(draft) == vocab_size_of(target) else align_vocab(draft, target, tokenizer)

@@ -11,8 +11,6 @@ from transformers import (
     LlamaModel,
     LogitsProcessor,
     LogitsProcessorList,
-    MambaConfig,
-    MambaForCausalLM,
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
 )
@@ -168,11 +166,6 @@ def test_prompts_of_another_shape_are_refused(inputs: Any, words: str, pair: tup
         assert forwards.count == 0
 
 
-def test_vocabularies_that_differ_name_align_vocab() -> None:
-    with pytest.raises(VocabularyMismatchError, match=r"64 tokens, the draft 70.*align_vocab"):
-        OnlineAssistant(models.build(), models.build(vocab_size=70))
-
-
 def test_tokenizers_that_differ_are_refused(tmp_path: Any) -> None:
     ours, theirs = models.tokenizer(), models.tokenizer(characters="zyxwvutsrqponmlkjihgfedcba")
     with pytest.raises(VocabularyMismatchError, match=r"differ in 61 tokens, such as '0' \(55 / None\)"):
@@ -195,15 +188,9 @@ def test_a_tokenizer_is_found_where_the_model_came_from(tmp_path: Any) -> None:
     assert found.get_vocab() == models.tokenizer().get_vocab()
 
 
-def mamba() -> Any:
-    return MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=8, num_hidden_layers=1, state_size=2))
-
-
 @pytest.mark.parametrize(
     ("target", "draft", "words"),
     [
-        (mamba, models.build, "stateful"),
-        (models.build, mamba, "stateful"),
         (lambda: LlamaModel(models.build().config), models.build, "AutoModelForCausalLM"),
         (object, models.build, "object"),
         (models.build, lambda: LlamaModel(models.build().config), "LlamaModel"),

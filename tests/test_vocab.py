@@ -3,8 +3,13 @@ from typing import Any
 import models
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
-from osd_hf import OnlineAssistant, VocabularyMismatchError, align_vocab
+from osd_hf import OnlineAssistant, OnlineConfig, VocabularyMismatchError, align_vocab
+from osd_hf.pair import check_tokenizers
+
+reads_a_deprecated_name = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft does
 
 
 def padded(vocab_size: int, **changes: Any) -> Any:
@@ -47,12 +52,88 @@ def test_tokenizers_are_found_where_the_models_came_from(tmp_path: Any) -> None:
         align_vocab(loaded["foreign"], loaded["target"])
 
 
-def test_unknown_tokenizers_are_asked_for() -> None:
-    with pytest.raises(VocabularyMismatchError, match="Pass `tokenizer=`"):
-        align_vocab(padded(66), padded(72))
+@pytest.mark.parametrize("make", [align_vocab, lambda draft, target: OnlineAssistant(target, draft)])
+def test_unknown_tokenizers_are_asked_for(make: Any) -> None:
+    with pytest.raises(VocabularyMismatchError, match=r"72 tokens, the draft 66.*Pass `tokenizer=`"):
+        make(padded(66), padded(72))
 
 
 @pytest.mark.parametrize(("target_size", "draft_size"), [(72, 60), (60, 72)])
 def test_more_than_padding_is_refused(target_size: int, draft_size: int) -> None:
     with pytest.raises(VocabularyMismatchError, match="ids up to 63"):
         align_vocab(padded(draft_size), padded(target_size), models.tokenizer(64))
+
+
+# --- the assistant does it by itself --------------------------------------------------------------------------------
+
+
+def chatting() -> Any:
+    """The tokenizer with tokens of a chat template, 64 and 65."""
+    tokenizer = models.tokenizer(64)
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    return tokenizer
+
+
+@pytest.mark.parametrize(("target_size", "draft_size"), [(72, 66), (66, 72), (72, 64), (66, 80)])
+@reads_a_deprecated_name
+@pytest.mark.parametrize("adapter", [False, True])
+def test_an_assistant_serves_a_draft_of_another_size(
+    target_size: int, draft_size: int, adapter: bool, tmp_path: Any
+) -> None:
+    target, draft = padded(target_size), models.fixed_k(padded(draft_size, seed=1))
+    given = {name: p.clone() for name, p in draft.named_parameters()}
+    if adapter:
+        draft = get_peft_model(draft, LoraConfig(r=2, target_modules=["q_proj"]))
+    config = OnlineConfig(update_strategy="manual", gate=False, num_assistant_tokens=3)
+    torch.manual_seed(5)
+    assistant = OnlineAssistant(target, draft, chatting(), config)
+    assert torch.initial_seed() == 5
+    drawn = torch.rand(3)
+    assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(5)))  # nobody drew meanwhile
+    assert draft.config.vocab_size == draft_size
+    ids = torch.tensor([[64, 7, 65, 12]])  # what the draft may have had no row for
+    settings: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 12}
+    for _ in range(2):
+        assert torch.equal(assistant.generate(ids, **settings), target.generate(ids, **settings))
+        assistant.update()
+    assert assistant.stats.drafted
+    plain = draft.get_base_model() if adapter else draft
+    now = {name.replace(".base_layer", ""): p for name, p in plain.named_parameters() if "lora_" not in name}
+    assert all(torch.equal(given[name], p) for name, p in now.items())
+    assistant.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.config.vocab_size == target_size
+    assert torch.equal(target.generate(ids, assistant_model=again, **settings), target.generate(ids, **settings))
+
+
+def test_a_session_goes_on_with_rows_that_were_added(tmp_path: Any) -> None:
+    def assistant() -> OnlineAssistant:
+        return OnlineAssistant(padded(72), padded(66), models.tokenizer(64), OnlineConfig(update_strategy="manual"))
+
+    assistant().save_state(tmp_path)
+    assistant().load_state(tmp_path)
+    rows = [model.serving_draft().get_input_embeddings().weight.detach() for model in (assistant(), assistant())]
+    assert torch.equal(*rows)
+    assert float((rows[0][66:] - rows[0][:66].mean(0)).abs().max()) < 1e-3
+
+
+def test_tokenizers_may_differ_in_added_tokens_alone(tmp_path: Any) -> None:
+    target, draft = padded(72), models.fixed_k(padded(64))
+    for name, model, tokenizer in (("t", target, chatting()), ("d", draft, models.tokenizer(64))):
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    assistant = OnlineAssistant(tmp_path / "t", tmp_path / "d")
+    assert assistant.draft.config.vocab_size == 72
+    assert assistant.tokenizer.get_vocab()["<|im_end|>"] == 65
+    check_tokenizers(models.tokenizer(64), chatting())
+    foreign = models.tokenizer(64, characters="zyxwvutsrqponm")
+    foreign.add_tokens(["<|im_start|>"], special_tokens=True)
+    with pytest.raises(VocabularyMismatchError, match="differ in 61 tokens"):
+        check_tokenizers(chatting(), foreign)
+
+
+@reads_a_deprecated_name
+def test_an_adapter_on_what_would_be_resized_is_refused() -> None:
+    draft = get_peft_model(padded(66), LoraConfig(r=2, target_modules=["lm_head"]))
+    with pytest.raises(VocabularyMismatchError, match="Merge the adapter"):
+        OnlineAssistant(padded(72), draft, models.tokenizer(64))

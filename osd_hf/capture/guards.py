@@ -17,7 +17,8 @@ from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, UnsupportedGenerationError
 from osd_hf.pair import vocab_size_of
 
-_CROPPED_CACHES = (None, "dynamic", "dynamic_full", "offloaded")
+# "hybrid" stands in old generation configs, as Gemma's; `generate` takes it for a dynamic cache.
+_CROPPED_CACHES = (None, "dynamic", "dynamic_full", "offloaded", "hybrid")
 # Fields of a generation config: name, values under which it does nothing, why it is refused.
 _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("num_beams", (None, 1), "beams verify no draft; use greedy decoding or sampling"),

@@ -23,7 +23,7 @@ from transformers import GenerationMixin, LogitsProcessorList
 from osd_hf.capture.guards import ReplayedProcessor, check_generation, check_processors, forgets
 from osd_hf.capture.request import NO_WARPING, Binding, Lease, Request, Rows, Sink, sampling_settings
 from osd_hf.errors import CaptureError, ConfigError, OSDError, UnsupportedModelError
-from osd_hf.pair import until_end, unwrap, vocab_size_of
+from osd_hf.pair import input_device, until_end, unwrap, vocab_size_of
 from osd_hf.replay import padded
 from osd_hf.trace import Trace
 
@@ -153,7 +153,7 @@ def record_traces(
     sampling["eos_token_id"] = target.generation_config.eos_token_id
     for first in range(0, len(prompts), batch_size):
         batch = prompts[first : first + batch_size]
-        ids, mask = padded(batch, "right" if is_encoder_decoder else "left", target.device)
+        ids, mask = padded(batch, "right" if is_encoder_decoder else "left", input_device(target))
         output = target.generate(
             input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=max_new_tokens, output_logits=True,
             return_dict_in_generate=True,
@@ -285,6 +285,12 @@ class _Watched:
 
 class _WatchedModel(_Watched):
     __slots__ = ()
+
+    @property
+    def device(self) -> Any:
+        """Where the loop puts candidates: weights that are offloaded lie nowhere, and tokens stay where they are."""
+        device = self._watched.device
+        return self._watched_by.input_ids.device if device.type == "meta" else device
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         verification = self._watched_by.verification

@@ -18,7 +18,7 @@ from osd_hf.bench.display import figure, plot_speedups, ratio_text, text_table
 from osd_hf.bench.quickstart import QuickstartSizes, learned_and_later, quickstart, serve_stream
 from osd_hf.bundled import DOMAINS
 from osd_hf.cli import FAILED
-from osd_hf.cli.flags import Placement, Reporting, Rows, flag, in_groups, option, part
+from osd_hf.cli.flags import Reporting, Rows, TargetLoading, flag, in_groups, option, part
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, DataError
 from osd_hf.pair import load_pair, prompt_room
@@ -38,7 +38,7 @@ _models, _prompts, _sizes, _shapes = in_groups("models", "prompts", "sizes", CON
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchSettings(Rows, Placement, Reporting):
+class BenchSettings(Rows, TargetLoading, Reporting):
     """The flags of `osd-hf bench`."""
 
     target: str | None = _models("instead of the bundled target", metavar="ID|PATH")
@@ -68,7 +68,8 @@ class BenchSettings(Rows, Placement, Reporting):
         self.check_counts("learn_requests", "seed", least=0)
         is_controlled = self.controlled is not None
         shapes = ("target_shape", "draft_shape", "prompt_tokens")
-        foreign = ("target", "draft", "prompts", "prompt_template") if is_controlled else shapes
+        named = ("target", "draft", "prompts", "prompt_template", "attn_implementation", "device_map", "quantization")
+        foreign = named if is_controlled else shapes
         if given := [option(name) for name in foreign if getattr(self, name) is not None]:
             without = "cannot be given with" if is_controlled else "can only be given with"
             raise ConfigError(f"{', '.join(given)} {without} --controlled, which brings its own models and prompts.")
@@ -189,7 +190,7 @@ def _systems(
 
 
 def _served(settings: BenchSettings) -> tuple[BenchmarkReport, int, dict[str, Any]]:
-    target, draft, tokenizer = load_pair(settings.target, settings.draft, dtype=settings.dtype, device=settings.device)
+    target, draft, tokenizer = load_pair(settings.target, settings.draft, **settings.loading)
     if settings.prompts is None:
         stream, prompts = _bundled_prompts(settings, tokenizer)
     else:

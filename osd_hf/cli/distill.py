@@ -20,6 +20,7 @@ from osd_hf.cli.flags import (
     Dtype,
     Reporting,
     Rows,
+    TargetLoading,
     adapters,
     add_flags,
     encode,
@@ -41,7 +42,7 @@ _models, _prompts = in_groups("models", "prompts")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillSettings(Rows, Reporting):
+class DistillSettings(Rows, TargetLoading, Reporting):
     """The flags of `osd-hf distill`."""
 
     config: Path | None = flag("YAML with these settings, underscores for hyphens; flags go before", metavar="FILE")
@@ -143,11 +144,13 @@ def distill_command(settings: DistillSettings) -> int:
         folder = Path(config.output_dir)
         make_folder(folder)
         # Not as a pair: a store needs no target, and the draft that is written has its own dtype and tokenizer.
-        draft = load_model(str(settings.draft), device=settings.device)
+        draft = load_model(
+            str(settings.draft), device=settings.device, attn_implementation=settings.attn_implementation
+        )
         tokenizer = own_tokenizer = load_tokenizer(str(settings.draft))
         target = None
         if settings.target is not None:
-            target = load_model(settings.target, dtype=settings.dtype, device=settings.device)
+            target = load_model(settings.target, **settings.loading)
             tokenizer = load_tokenizer(settings.target)
             check_tokenizers(tokenizer, own_tokenizer)
         answering = draft if target is None else target

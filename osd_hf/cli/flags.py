@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar
 from osd_hf.bundled import DOMAINS, bundled_prompts
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, StoreError
+from osd_hf.pair import Quantization
 from osd_hf.prompts import EncodedPrompts, Prompt, PromptSource, encode_prompts, read_prompts
 from osd_hf.store.store import CorrectionStore
 from osd_hf.utils.report import json_text, write_report
@@ -205,6 +206,30 @@ class Placement(Settings):
     dtype: Dtype = _models("auto is each checkpoint's own; only float32 is exact to the token", "auto")
     device: str | None = _models("such as cpu or cuda:0; by default CUDA where there is one, and the CPU for the "
                                  "bundled pair")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading(Placement):
+    """How models that are named are loaded."""
+
+    attn_implementation: str | None = _models("such as sdpa, eager or flash_attention_2; transformers' choice by "
+                                              "default", metavar="NAME")  # fmt: skip
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        """Arguments of [`~osd_hf.pair.load_model`] and, with a target, [`~osd_hf.pair.load_pair`]."""
+        names = ("dtype", "device", "attn_implementation", "device_map", "quantization")
+        return {name: getattr(self, name) for name in names if hasattr(self, name)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetLoading(Loading):
+    """How a target that is named is loaded, and its draft."""
+
+    device_map: str | None = _models("of the target, such as auto, which spreads it over all devices; --device is the "
+                                     "draft's then", metavar="MAP")  # fmt: skip
+    quantization: Quantization | None = _models("of the target's weights: 4bit and 8bit need bitsandbytes, int8 needs "
+                                                "torchao")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ import torch
 
 from osd_hf.bench.display import alpha_bar, plot_alpha, stats_interval
 from osd_hf.cli import FAILED
-from osd_hf.cli.flags import Learning, Placement, Reporting, flag, in_groups, stopping
+from osd_hf.cli.flags import Learning, Loading, Reporting, flag, in_groups, stopping
 from osd_hf.engine.learn import StoreLearner, VersionFolder
 from osd_hf.errors import StateError, StoreError
 from osd_hf.hub.cards import facts_of
@@ -29,7 +29,7 @@ _models, _requests, _publishing = in_groups("models", "requests", "publishing")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnSettings(Placement, Learning, Reporting):
+class LearnSettings(Loading, Learning, Reporting):
     """The flags of `osd-hf learn`."""
 
     store: list[Path] = flag("folder that collectors fill (repeat for several)", required=True, metavar="DIR")
@@ -90,7 +90,7 @@ def _learner(settings: LearnSettings) -> tuple[StoreLearner, Path]:
     state = settings.state_dir or folder.with_name(f"{folder.name}-state")
     if settings.draft and settings.target:
         target: Any = SimpleNamespace(config=load_config(settings.target))
-        draft = of_one_size(load_model(settings.draft, dtype=settings.dtype, device=settings.device), target)
+        draft = of_one_size(load_model(settings.draft, **settings.loading), target)
         tokenizer = load_tokenizer(settings.target)
     else:
         target, draft, tokenizer = load_pair(device=settings.device)

@@ -14,7 +14,7 @@ from huggingface_hub import get_token
 
 from osd_hf.bench.display import plot_domains, stats_interval
 from osd_hf.bundled import load_bundled
-from osd_hf.cli.flags import Placement, Reporting, Rows, flag, in_groups
+from osd_hf.cli.flags import Reporting, Rows, TargetLoading, flag, in_groups
 from osd_hf.errors import ConfigError
 from osd_hf.evaluate import evaluate
 from osd_hf.hub.cards import EVALUATION, PLOT, EvaluationSet, facts_of, hub_id
@@ -29,7 +29,7 @@ _models, _prompts, _evaluation, _card, _pushing = in_groups("models", "prompts",
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnedDraft(Placement, Reporting):
+class LearnedDraft(TargetLoading, Reporting):
     """A draft that has learned, and its target."""
 
     draft: str = _models("folder of the learned draft", required=True, metavar="PATH")
@@ -37,7 +37,10 @@ class LearnedDraft(Placement, Reporting):
 
     def load_draft(self) -> Any:
         """The draft, on the device of its target."""
-        return load_model(self.draft, dtype=self.dtype, device=self.device or (None if self.target else "cpu"))
+        return load_model(
+            self.draft, dtype=self.dtype, device=self.device or (None if self.target else "cpu"),
+            attn_implementation=self.attn_implementation,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +92,7 @@ def push_command(settings: PushSettings) -> int:
     if not settings.dry_run and (token or get_token()):  # before the work, where it can be told
         check_visibility(repo_id, check_push(repo_id, token), private)
     settings.check_together("target", "before")
-    target, before, tokenizer = load_pair(
-        settings.target or None, settings.before or None, dtype=settings.dtype, device=settings.device
-    )
+    target, before, tokenizer = load_pair(settings.target or None, settings.before or None, **settings.loading)
     draft = settings.load_draft()
     evaluation = evaluate(
         target, before, draft, tokenizer, settings.evaluation_set(), num_assistant_tokens=settings.k,
@@ -131,7 +132,7 @@ class ExportSettings(LearnedDraft):
 def export_command(settings: ExportSettings) -> int:
     """Write a draft for an engine, and the command that serves it."""
     if settings.target:
-        target = load_model(settings.target, dtype=settings.dtype, device=settings.device)
+        target = load_model(settings.target, **settings.loading)
         tokenizer = load_tokenizer(settings.target)
     else:
         target, _, tokenizer = load_bundled()

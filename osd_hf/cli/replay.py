@@ -10,7 +10,7 @@ from typing import Any
 
 from osd_hf.bench import display
 from osd_hf.bench.display import comparison_row, figure, text_table
-from osd_hf.cli.flags import Dtype, Learning, Reporting, flag, recorded
+from osd_hf.cli.flags import Learning, Loading, Reporting, flag, recorded
 from osd_hf.errors import DataError
 from osd_hf.metrics import AcceptanceStats, Comparison, expected_speedup, figures_of
 from osd_hf.pair import load_model
@@ -23,7 +23,7 @@ BATCH = 64  # requests between two steps of the progress bar
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplaySettings(Learning, Reporting):
+class ReplaySettings(Loading, Learning, Reporting):
     """The flags of `osd-hf replay`."""
 
     store: str = flag("folder of captured requests", required=True, metavar="DIR")
@@ -32,8 +32,6 @@ class ReplaySettings(Learning, Reporting):
     limit: int | None = flag("the newest N requests only", metavar="N")
     cost: float | None = flag("time of a draft's forward over the target's, for the expected speed-up", metavar="C")
     learn: bool = flag("let each draft learn from the requests, in their order", False)
-    dtype: Dtype = flag("of a draft", "auto")
-    device: str | None = flag("such as cpu or cuda:0; CUDA where there is one by default")
     output_dir: Path = flag("plots, with --learn; overwritten", Path("osd_hf_replay"))
 
 
@@ -49,7 +47,7 @@ def replay_command(settings: ReplaySettings) -> int:
     rows: list[list[str]] = []
     learned_rows: list[list[str]] = []
     for number, source in enumerate(settings.draft):
-        draft = load_model(source, dtype=settings.dtype, device=settings.device)
+        draft = load_model(source, **settings.loading)
         name = Path(source).name if Path(source).is_absolute() else source
         entry, compared = _scored(settings, draft, traces, settings.output_dir / f"alpha-{number}.png")
         report["drafts"].append({"draft": name, **entry})

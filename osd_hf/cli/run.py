@@ -20,11 +20,11 @@ from osd_hf.assistant import OnlineAssistant
 from osd_hf.bench import display
 from osd_hf.bench.benchmark import pad_setting
 from osd_hf.bench.display import comparison_row, figure, rolling_window, text_table
-from osd_hf.cli.flags import Learning, Placement, Prompts, Reporting, encode, flag, in_groups, option
+from osd_hf.cli.flags import Learning, Prompts, Reporting, TargetLoading, encode, flag, in_groups, option
 from osd_hf.errors import ConfigError, LearnerError, StateError, first_line
 from osd_hf.learning.session import check_pointer, has_session
 from osd_hf.metrics import AcceptanceStats, Comparison
-from osd_hf.pair import Pair, load_config, load_pair, load_tokenizer, prompt_room
+from osd_hf.pair import Pair, input_device, load_config, load_pair, load_tokenizer, prompt_room
 from osd_hf.prompts import EncodedPrompts, fingerprint
 from osd_hf.replay import replay
 from osd_hf.trace import Trace
@@ -44,7 +44,7 @@ _models, _answers, _output = in_groups("models", "answers", "output")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings(Prompts, Placement, Learning, Reporting):
+class RunSettings(Prompts, TargetLoading, Learning, Reporting):
     """The flags of `osd-hf run`."""
 
     target: str | None = _models("Hub id or folder of the model that answers", metavar="ID|PATH")
@@ -87,7 +87,10 @@ class RunSettings(Prompts, Placement, Learning, Reporting):
         if self.config.update_strategy == "manual" and not self.no_learn:
             raise ConfigError("--update-strategy manual would never learn in a run; say so with --no-learn.")
         self.check_counts("save_every", "max_new_tokens", "num_requests")
-        others = (*self.sources.values(), self.column, self.prompt_template, self.domain_column)
+        others = (
+            *self.sources.values(), self.column, self.prompt_template, self.domain_column, self.attn_implementation,
+            self.device_map, self.quantization,
+        )  # fmt: skip
         if self.bundled and any(others):
             raise ConfigError("--bundled brings its own target, draft and prompts; leave out the flags for others.")
         if not self.bundled and (missing := [name for name, value in self.sources.items() if not value]):
@@ -101,6 +104,7 @@ class RunSettings(Prompts, Placement, Learning, Reporting):
             "requests": len(encoded.prompts),
             "prompts_fingerprint": fingerprint(encoded.prompts),
             "dtype": "float32" if self.bundled else self.dtype,
+            **({} if self.quantization is None else {"quantization": self.quantization}),
             **self.generate_kwargs,
             "learn": not self.no_learn,
             "keep_text": self.keep_text,
@@ -126,7 +130,7 @@ def run_command(settings: RunSettings) -> int:
     identity = settings.identity(encoded)
     _check_folder(folder, identity, resume=settings.resume)
     # The weights come last, when everything else is known to be right.
-    pair = pair or load_pair(settings.target, settings.draft, dtype=settings.dtype, device=settings.device)
+    pair = pair or load_pair(settings.target, settings.draft, **settings.loading)
     config = replace(settings.config, update_strategy="manual")
     assistant = OnlineAssistant(*pair, config, store=settings.store, report_to=settings.report_to)
     open_folder(folder, identity)
@@ -296,7 +300,7 @@ def serve(
         with open(folder / JOURNAL, "a", opener=open_privately) as file:
             for count, (prompt, ids) in enumerate(prompts.prompts[len(served) :], len(served) + 1):
                 traces: list[Trace] = []
-                input_ids = torch.tensor([ids], device=assistant.target.device)
+                input_ids = torch.tensor([ids], device=input_device(assistant.target))
                 torch.manual_seed(config.seed * 1_000_003 + count - 1)
                 started, learned_before = time.perf_counter(), assistant.learning_seconds
                 output = assistant.generate(

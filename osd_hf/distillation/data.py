@@ -20,6 +20,7 @@ from osd_hf.metrics import AcceptanceStats
 from osd_hf.pair import (
     check_draft,
     check_pair,
+    check_sizes,
     evaluating,
     fixed_k,
     prompt_room,
@@ -108,6 +109,7 @@ def read_data(target: Any, draft: Any, dataset: Any, eval_dataset: Any, tokenize
     """
     if target is not None:
         check_pair(unwrap(target), unwrap(draft))
+        check_sizes(target, draft)
     else:
         check_draft(draft)
     vocab_size = vocab_size_of(draft)

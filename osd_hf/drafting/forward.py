@@ -129,13 +129,17 @@ class CompiledForward:
         self._made_for: tuple[Any, ...] = ()
         self._lock = threading.Lock()
         in_child(self, renewing(_lock=threading.Lock, _compiled=dict))  # what was under way never ends in a child
-        kind = "an encoder-decoder" if model.config.is_encoder_decoder else None
+        taken_back = "cannot take tokens back from a static cache"
+        why = f"an encoder-decoder {taken_back}" if model.config.is_encoder_decoder else None
         config = model.config.get_text_config(decoder=True)
-        if any(layer.is_sliding for layer in StaticCache(config=config, max_cache_len=8).layers):
-            kind = f"a {self.whose} with sliding windows"
-        self._can_be_compiled = kind is None
-        if kind:
-            self._tell(f"{kind} cannot take tokens back from a static cache")
+        layers = StaticCache(config=config, max_cache_len=8).layers
+        if any(getattr(layer, "is_sliding", True) for layer in layers):  # recurrent ones do not say
+            why = f"a {self.whose} with sliding windows or recurrent layers {taken_back}"
+        if model.device.type == "meta":
+            why = "its weights are offloaded"
+        self._can_be_compiled = why is None
+        if why:
+            self._tell(why)
 
     def failed(self, error: Exception) -> None:
         """Say why compiling failed."""
