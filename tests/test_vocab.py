@@ -74,9 +74,10 @@ def chatting() -> Any:
     return tokenizer
 
 
-@pytest.mark.parametrize(("target_size", "draft_size"), [(72, 66), (66, 72), (72, 64), (66, 80)])
 @reads_a_deprecated_name
-@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize(
+    ("target_size", "draft_size", "adapter"), [(72, 66, True), (66, 72, False), (72, 64, False), (66, 80, True)]
+)
 def test_an_assistant_serves_a_draft_of_another_size(
     target_size: int, draft_size: int, adapter: bool, tmp_path: Any
 ) -> None:
