@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import models
 import pytest
 from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -114,10 +115,8 @@ def test_prompts_are_the_target_s_and_the_draft_keeps_its_tokenizer(
 def test_tokenizers_that_differ_are_refused(tmp_path: Path, pair: Path, rows: Path) -> None:
     draft = tmp_path / "other"
     AutoModelForCausalLM.from_pretrained(pair / "draft").save_pretrained(draft)
-    tokenizer = AutoTokenizer.from_pretrained(pair / "draft")
-    tokenizer.add_tokens(["what"])
-    tokenizer.save_pretrained(draft)
-    with pytest.raises(VocabularyMismatchError, match="differ in 1 tokens"):
+    models.tokenizer(characters="zyx").save_pretrained(draft)
+    with pytest.raises(VocabularyMismatchError, match=r"differ in \d+ tokens"):
         command(tmp_path / "out", "--target", pair / "target", "--draft", draft, "--prompts", rows, *SMALL)
 
 
