@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
@@ -14,12 +15,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import UnsupportedModelError, first_line
 from osd_hf.learning.learner import SCORED_AT_ONCE
+from osd_hf.learning.memory import Activations
 from osd_hf.learning.optimizer import AT_ONCE, NS_STEPS, hidden_matrices
 from osd_hf.learning.updater import trainable_parameters
 from osd_hf.learning.weights import adapted
 from osd_hf.metrics import MOST_REQUESTS, expected_block_efficiency
 from osd_hf.pair import vocab_size_of
-from osd_hf.replay import CHUNK_LOGITS, MAX_LOGITS, MAX_TOKENS
+from osd_hf.replay import CHUNK_LOGITS, MAX_LOGITS
 
 __all__ = ["DEVICES", "Device", "MemoryPlan", "Part", "memory_plan"]
 
@@ -106,7 +108,7 @@ class MemoryPlan:
 def memory_plan(
     target: Any, draft: Any, config: OnlineConfig | None = None, *, peft_config: Any = None,
     target_dtype: Any = "auto", draft_dtype: Any = "auto", target_bytes: int | None = None, prompt_tokens: int = 512,
-    new_tokens: int = 256, max_learn_tokens: int | None = None, drafts: int = 1,
+    new_tokens: int = 256, drafts: int = 1,
 ) -> MemoryPlan:  # fmt: skip
     """
     Plan the memory of a pair. No weights are loaded.
@@ -121,7 +123,6 @@ def memory_plan(
         target_bytes (`int`, *optional*): Of the target's weights, where they are known.
         prompt_tokens (`int`, *optional*, defaults to 512), new_tokens (`int`, *optional*, defaults to 256):
             Of a request.
-        max_learn_tokens (`int`, *optional*): Most tokens of a micro-batch, prompts included; one request at least.
         drafts (`int`, *optional*, defaults to 1): Drafts of domains that have learned.
 
     Raises:
@@ -135,17 +136,21 @@ def memory_plan(
     learner = small if peft_config is None else adapted(skeleton(draft, draft_dtype), peft_config, "default", 0)
     if target_bytes is None:
         target_bytes = stored_bytes(large, target)
-    requests = _requests_at_once(config, vocab_size_of(draft), prompt_tokens, new_tokens, max_learn_tokens)
+    activations = Activations.of(learner)
+    length = min(prompt_tokens + new_tokens, config.max_learn_tokens or sys.maxsize, activations.most_tokens)
+    answer = min(new_tokens, length)
+    requests = _requests_at_once(config, activations, vocab_size_of(draft), length, answer)
     sizes = dtype_of(target, target_dtype).itemsize, dtype_of(draft, draft_dtype).itemsize
     parts = [
         Part("target: weights", target_bytes),
         Part("target: cache", cache_bytes(target, prompt_tokens, new_tokens, sizes[0])),
         Part("draft: cache", cache_bytes(draft, prompt_tokens, new_tokens, sizes[1])),
         *_of_weights(small, learner, config, is_whole=peft_config is None, drafts=drafts),
-        *_of_requests(draft, config, requests, prompt_tokens, new_tokens, drafts),
+        Part("learner: activations", _kept_bytes(draft, activations, requests, length), "step"),
+        *_of_requests(draft, config, requests * answer, prompt_tokens, new_tokens, drafts),
     ]
     parts = [part for part in parts if part.bytes]
-    tokens = requests * (prompt_tokens + new_tokens)
+    tokens = requests * length
     learns = _numel(trainable_parameters(learner).values())
     shares = _learning_shares(large, small, learner, config, target_bytes, prompt_tokens, new_tokens)
     return MemoryPlan(tuple(parts), _numel(small.parameters()), learns, tokens, shares)
@@ -210,16 +215,15 @@ def _of_weights(small: Any, learner: Any, config: OnlineConfig, *, is_whole: boo
 
 
 def _of_requests(
-    draft: Any, config: OnlineConfig, requests: int, prompt_tokens: int, new_tokens: int, drafts: int
+    draft: Any, config: OnlineConfig, positions: int, prompt_tokens: int, new_tokens: int, drafts: int
 ) -> list[Part]:
-    """What learning from requests takes, so many at once, and keeping them."""
+    """What the logits of learning and judging take, so many positions at once, and what keeping requests does."""
     vocab, kept = vocab_size_of(draft), config.num_logprobs
     row = 2 * vocab if kept is None or kept >= vocab else kept * (2 + (2 if vocab <= 1 << 16 else 4))
-    chunk = min(requests * new_tokens * vocab, CHUNK_LOGITS)
+    chunk = min(positions * vocab, CHUNK_LOGITS)
     replayed = min(SCORED_AT_ONCE[config.update_strategy] * new_tokens * vocab, MAX_LOGITS)
     trace = new_tokens * (row + 8) + prompt_tokens * 4
     return [
-        Part("learner: activations", requests * (prompt_tokens + new_tokens) * activation_bytes(draft), "step"),
         Part("learner: logits", chunk * FP32 * LOGITS_COPIES, "step"),
         Part("gate: logits", replayed * FP32 * config.gate, "trial"),
         Part("replay buffer", drafts * config.buffer_size * trace, place="host"),
@@ -228,15 +232,19 @@ def _of_requests(
     ]
 
 
-def _requests_at_once(
-    config: OnlineConfig, vocab: int, prompt_tokens: int, new_tokens: int, max_learn_tokens: int | None
-) -> int:
-    """Requests in a micro-batch."""
-    tokens = prompt_tokens + new_tokens
-    bounds = [_batch(config, new_tokens), MAX_LOGITS // (new_tokens * vocab), MAX_TOKENS // tokens]
-    if max_learn_tokens is not None:
-        bounds.append(max_learn_tokens // tokens)
-    return max(min(bounds), 1)
+def _requests_at_once(config: OnlineConfig, activations: Activations, vocab: int, length: int, answer: int) -> int:
+    """Requests of so many tokens, with answers of so many, in a micro-batch."""
+    most = max(min(_batch(config, answer), MAX_LOGITS // (answer * vocab)), 1)
+    return next((n for n in range(most, 1, -1) if activations.fit(n, length)), 1)
+
+
+def _kept_bytes(draft: Any, activations: Activations, requests: int, length: int) -> int:
+    """What a micro-batch keeps for its backward: of one request that is too long, the inputs of the layers, and one
+    layer at a time."""
+    each = activation_bytes(draft)
+    if not activations.fit(requests, length) and activations.layers > 1:
+        each = activations.per_input + each // activations.layers
+    return requests * length * each
 
 
 def _iterations(matrices: list[torch.nn.Parameter]) -> float:

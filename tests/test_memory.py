@@ -331,7 +331,7 @@ def test_the_command_reads_configurations_alone(folders: list[str], capsys: pyte
     parts = {part["name"]: part["bytes"] for part in report["parts"]}
     assert parts["learner: optimizer"] == 8 * report["draft_parameters"]
     assert report["peak_bytes"] > report["always_bytes"] > sum(parts[name] for name in HELD)
-    assert [choice["lora_rank"] for choice in report["choices"]] == [None, None, 16, 16]
+    assert [choice["lora_rank"] for choice in report["choices"]] == [None, None, None, 16, 16, 16]
     assert all(choice["fits"] == (choice["peak_bytes"] <= 100e6) for choice in report["choices"])
     assert "draft: version before" in printed.err and "in 100MB" in printed.err
     assert main(["plan", *folders, *sizes, "--lora-rank", "2", "--json", "-"]) == 0

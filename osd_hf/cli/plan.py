@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from osd_hf.bench.display import text_table
@@ -55,7 +56,7 @@ def plan_command(settings: PlanSettings) -> int:
     settings.check_counts("lora_rank", "prompt_tokens", "new_tokens")
     room = settings.device_bytes
     configs = load_config(settings.target), load_config(settings.draft)
-    plan = _planned(settings, configs, settings.lora_rank)
+    plan = _planned(settings, configs, settings.lora_rank, settings.config)
     report: dict[str, Any] = {"provenance": provenance(), "settings": settings.config.to_dict(), **plan.to_dict()}
     rows = [
         [part.name, part.when, part.place, _gigabytes(part.bytes), f"{part.bytes / plan.draft_parameters:.2f}"]
@@ -63,20 +64,20 @@ def plan_command(settings: PlanSettings) -> int:
     ]
     rows.append(["at most", "", "device", _gigabytes(plan.peak_bytes), ""])
     settings.say(text_table(["what", "when", "where", "GB", "bytes a draft parameter"], rows, left=3))
-    tokens = settings.prompt_tokens + settings.new_tokens
     if room is not None:
         ranks = [None, RANK] if settings.lora_rank is None else [settings.lora_rank]
-        choices = [(rank, most) for rank in ranks for most in (None, tokens) if most != plan.learn_tokens]
-        report["choices"] = []
-        lines = []
-        for rank, most in choices:
-            peak = _planned(settings, configs, rank, most).peak_bytes
-            report["choices"].append(
-                {"lora_rank": rank, "max_learn_tokens": most, "peak_bytes": peak, "fits": peak <= room}
-            )
+        one = replace(settings.config, batch_size=1)
+        ways = {
+            "as set": settings.config, "batch_size 1": one,
+            "batch_size 1, max_learn_tokens 512": replace(one, max_learn_tokens=512),
+        }  # fmt: skip
+        report["choices"], lines = [], []
+        for rank, way in itertools.product(ranks, ways):
+            peak = _planned(settings, configs, rank, ways[way]).peak_bytes
+            report["choices"].append({"lora_rank": rank, "settings": way, "peak_bytes": peak, "fits": peak <= room})
             what = "the whole draft" if rank is None else f"adapters of rank {rank}"
-            lines.append([what, str(most or "as set"), _gigabytes(peak), "fits" if peak <= room else "does not fit"])
-        header = ["what learns", "tokens at once", "GB at most", f"in {settings.device_memory}"]
+            lines.append([what, way, _gigabytes(peak), "fits" if peak <= room else "does not fit"])
+        header = ["what learns", "settings", "GB at most", f"in {settings.device_memory}"]
         settings.say("\n" + text_table(header, lines))
     shares = ", ".join(f"{name} {share:.0%}" for name, share in plan.learning_share.items())
     settings.say(
@@ -88,13 +89,11 @@ def plan_command(settings: PlanSettings) -> int:
     return 0
 
 
-def _planned(
-    settings: PlanSettings, configs: tuple[Any, Any], rank: int | None, max_learn_tokens: int | None = None
-) -> MemoryPlan:
+def _planned(settings: PlanSettings, configs: tuple[Any, Any], rank: int | None, config: OnlineConfig) -> MemoryPlan:
     return memory_plan(
-        *configs, settings.config, peft_config=adapters(rank),
+        *configs, config, peft_config=adapters(rank),
         target_dtype=settings.target_dtype, draft_dtype=settings.draft_dtype, prompt_tokens=settings.prompt_tokens,
-        new_tokens=settings.new_tokens, max_learn_tokens=max_learn_tokens,
+        new_tokens=settings.new_tokens,
     )  # fmt: skip
 
 

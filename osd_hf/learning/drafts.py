@@ -8,21 +8,19 @@ import json
 import logging
 import os
 import threading
-import weakref
-from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from accelerate import Accelerator
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from osd_hf.config import OnlineConfig
-from osd_hf.drafting.forward import CompiledDraft
-from osd_hf.drafting.generator import LeanDrafting
 from osd_hf.drafting.pacing import Pacer
 from osd_hf.errors import ConfigError, StateError
+from osd_hf.learning.copies import Copies, ServingDraft, Version
 from osd_hf.learning.lesson import Lesson
 from osd_hf.learning.updater import Updater
 from osd_hf.learning.weights import (
@@ -49,127 +47,6 @@ __all__ = ["DomainDrafts", "ServingDraft"]
 logger = logging.getLogger(__name__)
 
 INDEX = "drafts.json"
-
-
-class Version(NamedTuple):
-    """A version of a draft: its number, 0 for the draft as it was, and its weights. Equal numbers are no proof: a
-    rollback or a session may bring other weights of the same one."""
-
-    number: int
-    weights: Snapshot
-
-
-@dataclass(eq=False)
-class ServingDraft:
-    """A model that drafts. Its weights change only while nobody holds it."""
-
-    model: Any  # with adapters merged; `None` before it is filled for the first time
-    drafting: LeanDrafting | None  # makes its candidates; `None`: transformers' own generator
-    domain: str | None = None  # whose weights it holds
-    holds: Version | None = None  # which weights; `None` while they are written
-    leases: int = 0  # requests that use it now
-    is_changing: bool = False  # the tokens that it chooses among; nobody else may use it meanwhile
-    used: int = 0  # when it was used last, in requests
-
-    @property
-    def version(self) -> int:
-        """Number of the version that it holds."""
-        return 0 if self.holds is None else self.holds.number
-
-
-class Copies:
-    """
-    Copies of one base model, each `held` for a domain, within `max_draft_bytes`; requests at once may need more for a
-    while. The base serves as well, always as it was. `making` are the domains of which one is being filled. Not
-    locked: its owner is, for all but [`~Copies.fill`], which takes long. Where weights are an adapter's, `template` is
-    a `PeftModel` with that adapter, unmerged. Copies of drafts that learn whole have the weights of their versions.
-    """
-
-    def __init__(self, base: Any, template: Any, config: OnlineConfig, pacer: Pacer) -> None:
-        self.template, self.config, self.pacer = template, config, pacer
-        self.compiled = CompiledDraft(base) if config.compile_draft else None
-        # Not where a compiled forward has captured where its weights lie, or some of them do not learn.
-        is_part = template is not None or getattr(base, "_hf_peft_config_loaded", False)
-        self.shares = not is_part and self.compiled is None
-        self.base = ServingDraft(base, self._draft_with(base))
-        self.held: list[ServingDraft] = []
-        self.making: set[str | None] = set()
-        self.made: weakref.WeakSet[Any] = weakref.WeakSet([base])  # all models that serve, or did
-        self.bytes_each: int = sum(tensor.nbytes for tensor in (*base.parameters(), *base.buffers()))
-        limit = config.max_draft_bytes
-        self._most = float("inf") if limit is None else max(limit // self.bytes_each, 1)
-        self._clock = 0
-
-    def find(self, domain: str | None, version: Version | None = None) -> ServingDraft | None:
-        """One that holds this version of a domain's draft, or any; `None` where none does."""
-        whole = (serving for serving in self.held if serving.domain == domain and serving.holds is not None)
-        return next((serving for serving in whole if version is None or serving.holds is version), None)
-
-    def use(self, serving: ServingDraft) -> ServingDraft:
-        """Lease one."""
-        self._clock += 1
-        serving.leases, serving.used = serving.leases + 1, self._clock
-        return serving
-
-    def release(self, serving: ServingDraft, newest: Mapping[str | None, Version]) -> None:
-        """End a lease; let go of what overlapping requests made and is old by now, and of what is over the limit."""
-        serving.leases -= 1
-        for held in sorted(self.held, key=lambda s: s.used):
-            is_doubled = sum(s.domain == held.domain for s in self.held) > 1
-            is_old = held.holds is None or held.holds is not newest.get(held.domain)
-            if held.leases == 0 and ((is_doubled and is_old) or len(self.held) > self._most):
-                self.held.remove(held)
-
-    def reserve(self, domain: str | None) -> ServingDraft:
-        """One to be filled for a domain, leased to who fills it: one of its own that nobody uses, a new one or, over
-        the limit, the one not used for longest. Its place counts from now on."""
-        free = [serving for serving in self.held if serving.leases == 0]
-        own = [serving for serving in free if serving.domain == domain]
-        if not own and not (free and len(self.held) >= self._most):
-            own = [ServingDraft(None, None)]
-            self.held += own
-        serving = own[0] if own else min(free, key=lambda s: s.used)
-        serving.domain, serving.holds = domain, None
-        self.making.add(domain)
-        return self.use(serving)
-
-    def fill(self, serving: ServingDraft, snapshot: Snapshot) -> None:
-        """Copy and write what was reserved, outside of any lock. [`~Copies.filled`] is called after it, also after an
-        error."""
-        model = self.another() if serving.model is None else serving.model
-        self._write(snapshot, model)
-        if serving.model is None:
-            serving.drafting, serving.model = self._draft_with(model), model
-
-    def filled(self, serving: ServingDraft, version: Version | None) -> None:
-        """It holds this version now, or none after an error; what could not be made is let go."""
-        self.making.discard(serving.domain)
-        if serving.model is None:
-            self.held.remove(serving)
-        else:
-            self.made.add(serving.model)
-            serving.holds = version
-
-    def forget_leases(self) -> None:
-        """Nobody uses these models any more, and nobody fills what was reserved. Who holds one nevertheless gives the
-        old entry back, which no longer counts."""
-        self.base = replace(self.base, leases=0)
-        self.held = [replace(serving, leases=0) for serving in self.held if serving.model is not None]
-        self.making = set()
-
-    def another(self) -> Any:
-        """A copy of the base, not held here."""
-        with learning_context():
-            return (sharing if self.shares else copy.deepcopy)(self.base.model)
-
-    def _write(self, snapshot: Snapshot, model: Any) -> None:
-        write_snapshot(snapshot, model, self.template, share=self.shares)
-
-    def _draft_with(self, model: Any) -> LeanDrafting | None:
-        if self.config.drafting != "lean":
-            return None
-        k, sources = self.config.num_assistant_tokens, self.config.candidates
-        return LeanDrafting(model, k, sources=sources, compiled=self.compiled, pacer=self.pacer)
 
 
 @dataclass(eq=False)
