@@ -67,8 +67,8 @@ class OnlineConfig:
             Compile the target's verification of drafts over a static cache: once, for any number of drafted tokens,
             for each doubling of the longest sequence; it takes some 20 seconds each, less where the compiler's own
             cache has it already. Answers are the target's as before, up to ties as elsewhere. Where it cannot be done
-            (encoder-decoders, sliding windows), the log says so; requests with a padded prompt, a cache of an earlier
-            turn or hidden states to be returned are verified eagerly.
+            (encoder-decoders, sliding windows, offloaded weights), the log says so; requests with a padded prompt, a
+            cache of an earlier turn or hidden states to be returned are verified eagerly.
         divergence (`str`, *optional*, defaults to `"forward_kl"`):
             What an update lowers between the target's and the draft's distribution; a key of
             `osd_hf.losses.DIVERGENCES`.
