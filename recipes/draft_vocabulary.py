@@ -7,8 +7,8 @@ traffic, the share of the target's tokens that the tokens chosen before had amon
     OSD_HF_DATA=... python recipes/draft_vocabulary.py --requests 16 --learn 16 --datasets gsm8k --tokens 3 \\
         --shapes lab --no-compile                                                                     # smoke
 
-heads     one token through drafts of random weights, whole and restricted heads in turns; median ratios with 95%
-          bootstrap intervals
+heads     one token through drafts of random weights, whole and restricted heads in turns, small ones compiled as well;
+          median ratios with 95% bootstrap intervals
 traffic   requests one after the other: the vocabulary is what `OnlineConfig(draft_vocabulary="auto")` would choose
           (of the lab's 4,096 tokens it may choose 512, 1,024 or 2,048). Acceptance by replay at k = 5 on the requests
           after the first `--learn`, of the static draft and of the one that has learned from those, with the whole
@@ -61,7 +61,7 @@ def heads(args: argparse.Namespace) -> dict[str, Any]:
         sizes = [few for few in SIZES if 2 * few <= size]
         drafts = [draft, *(RestrictedDraft(draft, np.arange(few)).model for few in sizes)]
         found[title] = {}
-        for way in ["eager", *(["compiled"] if args.compile else [])]:
+        for way in ["eager", *(["compiled"] if args.compile and layers < 8 else [])]:
             compiled = CompiledDraft(draft) if way == "compiled" else None
             found[title][way] = timed(drafts, [size, *sizes], compiled, args.tokens)
             for few, row in found[title][way].items():
