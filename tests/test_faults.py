@@ -201,7 +201,7 @@ def test_an_error_holds_no_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
     alive: list[Any] = []
 
-    def failing(self: Updater) -> Any:
+    def failing(self: Updater, served: Any = None) -> Any:
         large = torch.zeros(2).as_subclass(Held)
         alive.append(weakref.ref(large))
         raise ValueError("no luck")

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from osd_hf import ConfigError, OnlineConfig, StateError, Trace, capture_traces
+from osd_hf import ConfigError, DomainDrafts, OnlineConfig, StateError, Trace, capture_traces
+from osd_hf.learning.learner import Learner
 from osd_hf.learning.updater import Updater, _learned_mask
 
 CONFIG = OnlineConfig(
@@ -385,12 +386,15 @@ def test_a_failed_update_keeps_its_requests_and_the_weights_of_the_last_whole_st
     part: str, optimizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draft = models.pair()[1]
-    updater = Updater(draft, replace(PLAIN, optimizer=optimizer, learning_rate=1e-2))
+    updater = Updater(draft, replace(PLAIN, optimizer=optimizer, learning_rate=1e-2, weight_average=0.5))
     traces = traffic(number=2)
     for trace in traces:
         updater.observe(trace)
-    updater.update(steps=1)
+    updater.update(steps=2)
     before = weights(updater)
+    if part != "_gradients":  # a step has begun: the average of those before stands
+        assert any(not torch.equal(before[n], p) for n, p in updater.averaged.items())
+        before = {name: p.clone() for name, p in updater.averaged.items()}
     for trace in traces:
         updater.observe(trace)
     with monkeypatch.context() as patch:
@@ -478,3 +482,26 @@ def test_every_field_has_its_help_and_goes_to_json() -> None:
 def test_corrections_need_a_fixed_number_of_tokens() -> None:
     with pytest.raises(ConfigError, match="nothing is corrected then"):
         OnlineConfig(num_assistant_tokens="auto", learn_from="corrections")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_step_torn_without_an_average_is_learned_on_from_what_serves(
+    optimizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts = DomainDrafts(
+        models.pair()[1], config := replace(PLAIN, optimizer=optimizer, learning_rate=1e-2), per_domain=False
+    )
+    learner = Learner(drafts, config)
+    for trace in traffic(number=2):
+        learner.observe(None, trace)
+    learner.update()
+    updater = learner.updater(None)
+    serving = {name: p.detach().clone() for name, p in drafts.model().named_parameters()}
+    for trace in traffic(number=2):
+        learner.observe(None, trace)
+    with monkeypatch.context() as patch:
+        patch.setattr(updater.optimizers[-1].optimizer, "step", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            learner.update()
+    assert all(torch.equal(serving[name], p) for name, p in weights(updater).items())
+    assert learner.update().steps > 0

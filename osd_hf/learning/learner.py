@@ -303,7 +303,11 @@ class Learner:
         newest = yield from lesson.sound(newest, updater.accepts)
         lesson.check_width(newest)
         yield from self._watch(lesson)
-        report = yield from updater.micro_steps(steps, newest)
+        try:
+            report = yield from updater.micro_steps(steps, newest)
+        finally:
+            if updater.is_torn:
+                updater.restart(self.drafts.serving_snapshot(domain))
         report = replace(report, domain=domain, version=self.drafts.serving_version(domain))
         if not report.steps and not report.dropped_steps:
             return report

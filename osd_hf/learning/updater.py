@@ -111,6 +111,7 @@ class Updater:
     ) -> None:  # fmt: skip
         self.config, self.adapter = config, adapter
         self.version = self.kept_steps = 0
+        self.is_torn = False  # the weights are of a step that was not whole: to be restarted from others
         self.lesson = lesson or Lesson(config=config)
         self.buffer, self.set_aside = self.lesson.buffer, self.lesson.set_aside
         self.readable = Readable.by(draft)  # what the draft can learn from
@@ -264,13 +265,14 @@ class Updater:
 
     def _take_step(self) -> None:
         """Step, and average; gradients, which are as large as the weights, go. Where that fails half-way, the weights
-        are the average of the last whole step, if one is kept."""
+        are the average of the last whole step; without one they are torn."""
         try:
             for optimizer in self.optimizers:
                 optimizer.step()
             self._average()
             self._zero_grad()
         except BaseException:
+            self.is_torn = self.config.weight_average == 0
             self._zero_grad()
             for name, parameter in self.parameters.items():
                 parameter.data.copy_(self.averaged[name])
@@ -446,7 +448,7 @@ class Updater:
                 self.averaged[name].copy_(parameter)
             for optimizer in self.optimizers:  # not new ones: the accelerator would hold the old ones for ever
                 optimizer.state.clear()
-        self.kept_steps = 0
+        self.kept_steps, self.is_torn = 0, False
 
     def copy_to(self, draft: Any) -> None:
         """Cast the learned (averaged) weights into another copy of the draft, in place; adapters into the weights of
