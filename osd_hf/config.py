@@ -53,9 +53,9 @@ class OnlineConfig:
         draft_vocabulary (`str`, *optional*, defaults to `"auto"`):
             With `num_assistant_tokens="auto"`, the tokens that a draft chooses among: `"auto"`: those that the target
             emits in the domain, where its vocabulary has at least 16,384 tokens, once 2,048, 8,192 or 32,768 of them
-            make up all but 0.5 % of what comes (looked at every 8 requests, on at least 256 emitted tokens); the rows
-            of the others in the draft's head are not computed. It follows traffic, changes no weight, and takes a copy
-            of the rows in use. `"full"`: all.
+            cost at most 0.005 of acceptance, by what came that they lack and how often the draft had such tokens right
+            (looked at every 8 requests, on at least 256 emitted tokens). The other rows of the draft's head are not
+            computed. It follows traffic, changes no weight, and takes a copy of the rows in use. `"full"`: all.
         drafting (`str`, *optional*, defaults to `"lean"`):
             `"lean"`: by the draft's own forward; `"stock"`: by transformers' candidate generator, the reference.
         compile_draft (`bool`, *optional*, defaults to `False`):

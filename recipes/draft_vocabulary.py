@@ -3,16 +3,16 @@ What a draft vocabulary saves and what it loses: the draft's forward with whole 
 traffic, the share of the target's tokens that the tokens chosen before had among them, and the acceptance lost.
 
     OSD_HF_DATA=... python recipes/draft_vocabulary.py                          # lab pair: 4,096 tokens
-    OSD_HF_DATA=... python recipes/draft_vocabulary.py --target FOLDER          # and the traffic of another target
+    OSD_HF_DATA=... python recipes/draft_vocabulary.py --parts another --target FOLDER       # such as SmolLM2-135M
     OSD_HF_DATA=... python recipes/draft_vocabulary.py --requests 16 --learn 16 --datasets gsm8k --tokens 3 \\
         --shapes lab --no-compile                                                                     # smoke
 
 heads     one token through drafts of random weights, whole and restricted heads in turns, small ones compiled as well;
           median ratios with 95% bootstrap intervals
-traffic   requests one after the other: the vocabulary is what `OnlineConfig(draft_vocabulary="auto")` would choose
-          (of the lab's 4,096 tokens it may choose 512, 1,024 or 2,048). Acceptance by replay at k = 5 on the requests
-          after the first `--learn`, of the static draft and of the one that has learned from those, with the whole
-          head and with the rows chosen by then.
+lab       requests one after the other, drafted at k = 5, from `--learn` on by a draft that has learned from those
+          before: the vocabulary is what `OnlineConfig(draft_vocabulary="auto")` would choose (it may choose 512, 1,024
+          or 2,048 of the lab's 4,096 tokens); acceptance, by replay, with the whole head and with the rows chosen then
+another   the same with another target, whose draft are its first layers
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from osd_hf import AcceptanceStats, OnlineConfig, Trace, replay
 from osd_hf.bench.benchmark import median_ratio
 from osd_hf.drafting import vocabulary
 from osd_hf.drafting.forward import CompiledDraft, DraftForward
-from osd_hf.drafting.vocabulary import SIZES, RestrictedDraft, TrafficVocabulary
+from osd_hf.drafting.vocabulary import LEAST_VOCABULARY, SIZES, RestrictedDraft, TrafficVocabulary
+from osd_hf.replay import redraft
 
 # Layers, width, width inside the layers, heads, heads of keys, vocabulary.
 SHAPES = {
@@ -154,33 +155,42 @@ def masked(draft: Any, traces: Sequence[Trace], chosen: Sequence[Any]) -> Accept
     return total
 
 
-def of_lab(args: argparse.Namespace) -> dict[str, Any]:
-    """The lab pair's traffic."""
-    pair, found = load_pair(), {}
-    vocabulary.LEAST_VOCABULARY, vocabulary.SIZES = 1, (512, 1024, 2048)
-    for name in args.datasets:
-        traces = recorded(name, 0, args.requests + args.learn, args.traces, tuple(pair))
-        chosen, rows = followed(traces)
-        found[name] = summary(rows)
-        learner = simulated(pair.draft, traces[: args.learn], OnlineConfig(num_assistant_tokens=K), bar=name)
-        later, theirs = traces[args.learn :], chosen[args.learn :]
-        for way, draft in (("static", pair.draft), ("learned", learner.draft)):
-            whole, few = replay(draft, later, K), masked(draft, later, theirs)
-            found[name][way] = {"whole": whole.alpha, "restricted": few.alpha, **common.gain(whole, few)}
-        print(f"  {name}: {found[name]}")
+def of_pair(static: Any, traces: Sequence[Trace], learn: int, name: str) -> dict[str, Any]:
+    """The traffic of a pair whose draft learns from the first requests, and drafts the others."""
+    rule = OnlineConfig(num_assistant_tokens=K)
+    learned = simulated(static, traces[:learn], rule, bar=f"a draft learns {name}").draft
+    drafted = [*redraft(static, traces[:learn], K), *redraft(learned, traces[learn:], K)]
+    chosen, rows = followed(drafted)
+    found = summary(rows)
+    for way, draft in (("static", static), ("learned", learned)):
+        whole, few = replay(draft, traces[learn:], K), masked(draft, traces[learn:], chosen[learn:])
+        found[way] = {"whole": whole.alpha, "restricted": few.alpha, **common.gain(whole, few)}
+    print(f"  {name}: {found}")
     return found
 
 
-def of_another(args: argparse.Namespace) -> dict[str, Any]:
-    """The traffic of another target, with the vocabularies that are used by default."""
+def lab(args: argparse.Namespace) -> dict[str, Any]:
+    """The lab pair's traffic."""
+    pair = load_pair()
+    vocabulary.LEAST_VOCABULARY, vocabulary.SIZES = 1, (512, 1024, 2048)
+    return {
+        name: of_pair(pair.draft, recorded(name, 0, args.requests + args.learn, args.traces, pair), args.learn, name)
+        for name in args.datasets
+    }
+
+
+def another(args: argparse.Namespace) -> dict[str, Any]:
+    """The traffic of another target, with vocabularies of the default sizes; its draft has its first layers."""
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    vocabulary.LEAST_VOCABULARY, vocabulary.SIZES = 1 << 14, SIZES
-    found = {}
+    config = type(target.config).from_dict(target.config.to_dict() | {"num_hidden_layers": args.layers})
+    draft = type(target)(config).eval()
+    draft.load_state_dict(target.state_dict(), strict=False)
+    vocabulary.LEAST_VOCABULARY, vocabulary.SIZES = LEAST_VOCABULARY, SIZES
+    found, (total, learn) = {}, args.another
     for name in args.datasets:
-        traces = recorded(name, 0, args.requests, args.traces / "another", (target, None, tokenizer))
-        found[name] = summary(followed(traces)[1])
-        print(f"  {name}: {found[name]}")
+        traces = recorded(name, 0, total, args.traces / "another", (target, None, tokenizer))
+        found[name] = of_pair(draft, traces, learn, name)
     return found
 
 
@@ -193,7 +203,6 @@ def plot(report: dict[str, Any], name: str) -> None:
                 for line, (size, shares) in zip("-:.", row["covered_by_size_by_part"].items(), strict=False):
                     style = {"-": "-", ":": "--", ".": ":"}[line]
                     axis.plot([1 - s for s in shares], style, color=f"C{color}", label=f"{dataset}, {size}")
-            axis.axhline(vocabulary.MISSED, color="0.5", linestyle="--", linewidth=0.8)
             axis.set_xlabel("fifth of the requests")
             axis.set_ylabel("share of emitted tokens outside")
             axis.set_yscale("symlog", linthresh=1e-3)
@@ -208,15 +217,18 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=198, help="judged, after those that are learned from")
     parser.add_argument("--learn", type=int, default=300)
     parser.add_argument("--tokens", type=int, default=60, help="timed for each head")
-    parser.add_argument("--target", help="folder of another target, with a vocabulary of at least 16,384 tokens")
+    parser.add_argument("--parts", nargs="+", default=["heads", "lab"], choices=["heads", "lab", "another"])
+    parser.add_argument("--target", help="of the part another: a folder; a vocabulary of at least 16,384 tokens")
+    parser.add_argument("--layers", type=int, default=3, help="of that target, which are its draft")
+    parser.add_argument("--another", type=int, nargs=2, default=[128, 96], help="its requests, and those learned from")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     started, report = time.time(), dict[str, Any]()
-    for part, find in {"heads": heads, "lab": of_lab, **({"another": of_another} if args.target else {})}.items():
+    for part in args.parts:
         print(f"\n{part}")
-        report[part] = find(args)
+        report[part] = globals()[part](args)
         write_report(args.name, report, **common.run_facts(started))
     plot(report, args.name)
 

@@ -18,7 +18,7 @@ from osd_hf.drafting.generator import LeanCandidateGenerator, LeanDrafting
 from osd_hf.drafting.vocabulary import RestrictedDraft, TrafficVocabulary
 from osd_hf.errors import UnsupportedModelError
 from osd_hf.replay import completion_logits
-from osd_hf.trace import bare_trace
+from osd_hf.trace import DraftRound, bare_trace
 
 FULL = 1 << 14
 
@@ -90,22 +90,43 @@ def test_what_was_known_before_is_ranked_and_tried_anew() -> None:
     assert known.chosen is None
 
 
-def test_a_size_is_kept_until_it_misses_twice_as_much() -> None:
-    known = TrafficVocabulary()
+def with_novelties(number: int, *, share: int = 6, right: bool | None = None) -> Trace:
+    """So many of 200 tokens have never come; the draft had them all right, or wrong, or was not asked."""
+    new = np.arange(9000 + share * number, 9000 + share * (number + 1)) % FULL
+    trace = request(np.concatenate([np.arange(4000, 4200 - share), new]))
+    if right is None:
+        return trace
+    drafted = trace.completion_ids if right else np.full(200, 5, np.int32)
+    rounds = [DraftRound(drafted[i : i + 1], int(right), 1) for i in range(200)]
+    return replace(trace, rounds=tuple(rounds))
+
+
+def test_a_size_is_kept_until_it_costs_twice_as_much() -> None:
+    known, other = TrafficVocabulary(), TrafficVocabulary()
     for _ in range(24):
         known.add(request(np.arange(4000, 4200)))
-    assert known.chosen is not None
-    sizes = []
-    for number in range(64):  # 1.5 tokens of 200 never seen before: more than let it in, less than end it
-        new = [9000 + number] if number % 2 else [9000 + number, 12_000 + number]
-        known.add(request([*range(4000, 4200 - len(new)), *new]))
-        sizes.append(known.chosen is not None)
-    assert all(sizes)
-    other = TrafficVocabulary()
-    for number in range(64):
-        new = [9000 + number] if number % 2 else [9000 + number, 12_000 + number]
-        other.add(request([*range(4000, 4200 - len(new)), *new]))
+    for number in range(64):  # 0.0075 of acceptance, as long as nothing is known of the draft
+        known.add(with_novelties(number))
+        other.add(with_novelties(number))
+        assert known.chosen is not None
         assert other.chosen is None or len(other.chosen) > 2048
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_tokens_that_the_draft_has_right_are_missed(right: bool) -> None:
+    known = TrafficVocabulary()
+    for number in range(64):
+        known.add(with_novelties(number, share=3, right=right))
+    assert (known.chosen is None) == right
+
+
+def test_what_past_text_had_right_says_nothing_of_the_draft() -> None:
+    known = TrafficVocabulary()
+    for number in range(64):
+        trace = with_novelties(number, share=3, right=True)
+        by_text = tuple(replace(r, from_text=np.ones(1, bool)) for r in trace.rounds)
+        known.add(replace(trace, rounds=by_text))
+    assert known.chosen is not None
 
 
 def test_another_width_begins_anew() -> None:
@@ -219,7 +240,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vocabulary, "REQUESTS", 2)
     monkeypatch.setattr(vocabulary, "FEWEST", 1)
     monkeypatch.setattr(vocabulary, "MANY", 16)
-    monkeypatch.setattr(vocabulary, "MISSED", 0.3)
+    monkeypatch.setattr(vocabulary, "LOST", 0.3)
+    monkeypatch.setattr(vocabulary, "ASSUMED_RIGHT", 4)
     monkeypatch.setattr(vocabulary, "QUOTED", 0.0)
 
 
@@ -275,7 +297,7 @@ def test_greedy_answers_are_the_targets_and_what_is_drafted_is_in_use(architectu
 @pytest.mark.usefixtures("small")
 def test_sampled_answers_have_the_targets_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vocabulary, "SIZES", (3,))
-    monkeypatch.setattr(vocabulary, "MISSED", 1.0)
+    monkeypatch.setattr(vocabulary, "LOST", 1.0)
     target, draft = small_pair()
     assistant = assistant_of(target, draft, update_interval=10)
     ids = models.prompt(3, vocab_size=6)

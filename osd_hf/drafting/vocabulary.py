@@ -16,9 +16,11 @@ from osd_hf.trace import Trace, bare_trace
 
 SIZES = (2048, 8192, 32768)  # of draft vocabularies: few, as each is compiled for itself
 LEAST_VOCABULARY = 1 << 14  # below it, a head is too small to be worth restricting
-MISSED = 0.005  # share of emitted tokens that a draft vocabulary may lack; twice as many before it is given up
+LOST = 0.005  # of acceptance, that a draft vocabulary may cost; twice as much before it is given up
 REQUESTS = 8  # between two rankings
-FEWEST, MANY = 256, 1024  # emitted tokens that this share is known from, and beyond which they fade
+FEWEST, MANY = 256, 1024  # emitted tokens that what is lacking is known from, and beyond which they fade
+# Tokens that were lacking, and those of them that the draft had right: what is assumed until it is known.
+ASSUMED_LACKING, ASSUMED_RIGHT = 4, 1
 MEMORY = 0.5 ** (REQUESTS / 512)  # what a token's mass counts a ranking later: half after 512 requests
 QUOTED = 0.1  # what a token of a prompt counts, beside an emitted one
 
@@ -29,7 +31,8 @@ class TrafficVocabulary:
     that the target gave it at each position, too, where the likeliest are kept: what has been likely is ranked before
     it is first emitted. Tokens that have never come rank by their ids, as tokenizers number frequent tokens first.
 
-    How many of them suffice is measured on what comes: the share of emitted tokens that a ranking made before lacks.
+    How many of them suffice is measured on what comes: the share of emitted tokens that a ranking made before lacks,
+    times the share of such tokens that the draft had right as long as it could choose them.
     """
 
     def __init__(self) -> None:
@@ -44,6 +47,8 @@ class TrafficVocabulary:
         self._requests = 0
         self._emitted = 0.0
         self._missed = np.zeros(len(sizes))  # of them, by each size
+        # Of those that a draft with all tokens was asked for: lacking, and lacking though it had them right.
+        self._lacking, self._right = np.zeros(len(sizes)), np.zeros(len(sizes))
 
     def add(self, trace: Trace) -> None:
         """Take in a request that has come."""
@@ -51,7 +56,12 @@ class TrafficVocabulary:
             self._begin(trace.vocab_size)
         if self._ranks is not None:
             self._emitted += len(trace)
-            self._missed += (self._ranks[trace.completion_ids] >= self._sizes[:, None]).sum(axis=1)
+            lacks = self._ranks[trace.completion_ids] >= self._sizes[:, None]
+            self._missed += lacks.sum(axis=1)
+            if self.chosen is None:
+                examined, accepted = _of_draft(trace)
+                self._lacking += (lacks & examined).sum(axis=1)
+                self._right += (lacks & accepted).sum(axis=1)
         self._count(trace)
         self._requests += 1
         if self._requests % REQUESTS == 0:
@@ -80,8 +90,9 @@ class TrafficVocabulary:
             return
         order = np.argsort(-self._mass, kind="stable")
         now = None if self.chosen is None else len(self.chosen)
-        bounds = np.where(self._sizes == now, 2 * MISSED, MISSED) * self._emitted
-        enough = self._sizes[self._missed <= bounds].tolist() if self._emitted >= FEWEST else []
+        bounds = np.where(self._sizes == now, 2 * LOST, LOST) * self._emitted
+        right = (self._right + ASSUMED_RIGHT) / (self._lacking + ASSUMED_LACKING)
+        enough = self._sizes[self._missed * right <= bounds].tolist() if self._emitted >= FEWEST else []
         chosen = np.sort(order[: enough[0]]) if enough else None
         if chosen is None or self.chosen is None or not np.array_equal(chosen, self.chosen):
             self.chosen = chosen
@@ -89,7 +100,20 @@ class TrafficVocabulary:
         self._ranks[order] = np.arange(len(order), dtype=np.int32)
         if self._emitted > MANY:
             self._emitted, self._missed = self._emitted / 2, self._missed / 2
+        if self.chosen is None and self._lacking.max() > MANY:
+            self._lacking, self._right = self._lacking / 2, self._right / 2
         self._mass *= MEMORY
+
+
+def _of_draft(trace: Trace) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """The positions of an answer at which the target has examined a token of the draft, and accepted it."""
+    examined, accepted, start = np.zeros(len(trace), bool), np.zeros(len(trace), bool), 0
+    for r in trace.rounds:
+        is_drafts = np.ones(r.num_drafted, bool) if r.from_text is None else ~r.from_text
+        examined[start : start + r.num_examined] = is_drafts[: r.num_examined]
+        accepted[start : start + r.num_accepted] = is_drafts[: r.num_accepted]
+        start += r.num_emitted
+    return examined, accepted
 
 
 class RestrictedDraft:
