@@ -145,3 +145,12 @@ def first_line(error: BaseException) -> str:
     """What an error says, cut to one line without its full stop, and without passwords and keys."""
     lines = (line.strip() for line in without_credentials(str(error)).splitlines())
     return next((line.rstrip(".") for line in lines if line), type(error).__name__)
+
+
+OF_MEMORY = ("out of memory", "not enough memory", "allocate memory", "memory allocation")
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether it is about memory that was too little, of the machine or of a device."""
+    is_one = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"  # torch's
+    return is_one or (isinstance(error, RuntimeError) and any(words in str(error).lower() for words in OF_MEMORY))

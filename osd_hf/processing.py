@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -292,8 +293,10 @@ class _Stored:
     unstored: NDArray[np.bool_]
 
 
-# Of one trace the same for every draft, and dropped with it.
+# Of one trace the same for every draft, and dropped with it, or for those of later ones.
 _STORED: WeakKeyDictionary[Trace, _Stored] = WeakKeyDictionary()
+MOST_STORED = 256
+_storing = threading.RLock()  # a trace that is dropped meanwhile may be one of these
 
 
 class _TargetRows:
@@ -302,9 +305,11 @@ class _TargetRows:
     def __init__(self, processors: Processors) -> None:
         self.processors, self.trace = processors, processors.trace
         stored = _STORED.get(self.trace)
-        if stored is None:
-            stored = _STORED[self.trace] = self._computed()
-        self.stored = stored
+        self.stored = self._computed() if stored is None else stored
+        with _storing:
+            _STORED[self.trace] = self.stored
+            while len(_STORED) > MOST_STORED:
+                _STORED.pop(next(iter(_STORED)))
 
     def outcomes(self, where: slice, device: Any) -> Outcomes:
         """At some positions, on a device."""

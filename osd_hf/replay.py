@@ -16,7 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.utils.rnn import pad_sequence
 
-from osd_hf.errors import ConfigError, UnsupportedModelError, VocabularyMismatchError, first_line
+from osd_hf.errors import (
+    ConfigError,
+    UnsupportedModelError,
+    VocabularyMismatchError,
+    first_line,
+    is_out_of_memory,
+)
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.pair import eos_ids, evaluating, uncompiled, unwrap, vocab_size_of
 from osd_hf.processing import Processors
@@ -127,7 +133,7 @@ def _rows(draft: Any, traces: Sequence[Trace], batch_size: int) -> Iterator[tupl
             chosen = [traces[i] for i in batch]
             lengths = [len(trace) for trace in chosen]
             size = max(1, CHUNK_LOGITS // chosen[0].vocab_size)
-            if len(batch) * max(lengths) > size and _has_plain_head(draft):
+            if len(batch) * max(lengths) > size and has_plain_head(draft):
                 inputs, head = torch.split(completion_states(draft, chosen), lengths), output_head(draft)
             else:
                 logits = completion_logits(draft, chosen)
@@ -379,10 +385,11 @@ def completion_states(model: Any, traces: Sequence[Trace]) -> torch.Tensor:
             f"{type(unwrap(model)).__name__} has no output embeddings; distillation needs a language modeling head."
         )
     seen: list[torch.Tensor] = []
-    thread = threading.get_ident()
+    this = threading.local()  # the hook stays behind in a child that another thread forks, where idents come again
+    this.is_asked = True
 
     def stand_aside(_: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor] | None:
-        if threading.get_ident() != thread:
+        if not getattr(this, "is_asked", False):
             return None
         seen.append(args[0])
         # No position, so that whatever the model does to logits costs nothing.
@@ -435,16 +442,17 @@ def check_head(model: Any) -> None:
         )
 
 
-def _has_plain_head(model: Any) -> bool:
+def has_plain_head(model: Any) -> bool:
     """Whether logits are what the head computes from its inputs, so that they need not all exist at once."""
     inner = unwrap(model)
     if inner not in _PLAIN_HEADS:
         try:
             check_head(model)
             _PLAIN_HEADS[inner] = True
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever a model fails with: it is asked for whole rows then
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            # Whatever a model fails with: it is asked for whole rows then.
             if not isinstance(error, UnsupportedModelError):
                 logger.info("The draft's head cannot be called by itself: %s", first_line(error))
             _PLAIN_HEADS[inner] = False

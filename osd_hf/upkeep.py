@@ -292,8 +292,10 @@ class Upkeep:
         with self.traffic.changed:
             is_there = self._idle is not None and self._idle.is_alive()
             if self.config.update_strategy == "idle" and not (self._is_stopped or is_there):
-                self._idle = threading.Thread(target=self._learn_between, name="osd_hf-learner", daemon=True)
-                self._idle.start()
+                with self.failures.kept("Starting to learn between requests"):
+                    idle = threading.Thread(target=self._learn_between, name="osd_hf-learner", daemon=True)
+                    idle.start()
+                    self._idle = idle
             self.traffic.changed.notify_all()
 
     def _learn_between(self) -> None:

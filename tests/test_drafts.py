@@ -614,3 +614,22 @@ def test_loaded_drafts_serve_though_their_numbers_are_those_held(tmp_path: Path)
     theirs.save_pretrained(tmp_path)
     ours.load_pretrained(tmp_path)
     assert same({name: weights(ours.model("a"))[name] for name in snapshot}, snapshot)
+
+
+def test_weights_that_could_not_be_written_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafts = DomainDrafts(models.pair()[1], per_domain=False)
+    snapshot = {name: torch.full_like(p, 0.25) for name, p in drafts.base.named_parameters()}
+    with monkeypatch.context() as patch:
+        patch.setattr("osd_hf.learning.drafts.write_snapshot", lambda *_, **__: 1 / 0)
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                drafts.tried(snapshot)
+    assert all(bool((p == 0.25).all()) for p in drafts.tried(snapshot).parameters())
+
+
+def test_a_child_waits_for_no_tokens_that_its_parent_was_changing() -> None:
+    drafts = DomainDrafts(models.pair()[1], per_domain=False)
+    drafts._copies.base.is_changing = True
+    drafts._begin_in_child()
+    with drafts.lease() as draft:
+        assert draft.model is drafts.base

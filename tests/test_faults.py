@@ -672,3 +672,18 @@ def test_pausing_holds_an_update_in_the_middle() -> None:
         assistant.resume()
         assert assistant.wait_until_idle(LONG)
         assert assistant.version == 1
+
+
+def test_a_thread_that_cannot_start_costs_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(self: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    target, draft = models.pair()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        assistant = OnlineAssistant(target, draft, config=replace(CONFIG, update_strategy="idle"))
+        alone = answers(target.generate, range(2))
+        assert answers(assistant.generate, range(2)) == alone
+        assert "start new thread" in str(assistant.learning_error)
+        with pytest.raises(LearnerError, match="start new thread"):
+            assistant.close()

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
 
-from osd_hf import Trace, processing, replay
+from osd_hf import Trace, capture_traces, processing, replay
 from osd_hf.capture.request import compress_rows
 from osd_hf.losses import overlap
 from osd_hf.processing import Processors
@@ -242,3 +242,17 @@ def test_what_few_tokens_are_left_of_is_remembered_however_it_was_found() -> Non
     Processors(model("llama"), trace).acceptance(torch.randn(9, VOCAB), 0)
     assert not processing._STORED[trace].unstored.any()
     assert processing._STORED[trace].logprobs.shape == (9, 3)
+
+
+def test_targets_rows_are_kept_of_a_bounded_number_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processing, "MOST_STORED", 3)
+    processing._STORED.clear()
+    target, draft = models.pair()
+    traces: list[Trace] = []
+    with capture_traces(target, traces.append):
+        for seed in range(5):
+            torch.manual_seed(seed)
+            ids = models.prompt(seed=seed)
+            target.generate(ids, assistant_model=draft, max_new_tokens=4, do_sample=True, temperature=0.7)
+    replay(draft, traces)
+    assert list(processing._STORED) == traces[-3:]

@@ -423,7 +423,11 @@ class Request:
         prompt, decoder_prompt = self.prompts
         size = vocab_size_of(self.model)
         for binding, lease in zip(self.bindings, self.leases, strict=True):
-            top_logits, top_ids, tail = self.rows.stored(binding.num_logprobs, len(completion), size)
+            try:
+                top_logits, top_ids, tail = self.rows.stored(binding.num_logprobs, len(completion), size)
+            except Exception:  # memory, for one: the answer is there
+                logger.exception("A request is not captured; its answer is delivered.")
+                continue
             trace = Trace(
                 prompt_ids=prompt, decoder_prompt_ids=decoder_prompt, completion_ids=completion, rounds=rounds,
                 top_logits=top_logits, top_ids=top_ids, tail_logprob=tail, vocab_size=size, domain=lease.domain,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -119,8 +120,9 @@ class Copies:
     def forget_leases(self) -> None:
         """Nobody uses these models any more, and nobody fills what was reserved. Who holds one nevertheless gives the
         old entry back, which no longer counts."""
-        self.base = replace(self.base, leases=0)
-        self.held = [replace(serving, leases=0) for serving in self.held if serving.model is not None]
+        unused = functools.partial(replace, leases=0, is_changing=False)
+        self.base = unused(self.base)
+        self.held = [unused(serving) for serving in self.held if serving.model is not None]
         self.making = set()
 
     def another(self) -> Any:

@@ -228,8 +228,12 @@ class DomainDrafts:
                 else:
                     serving = self._copies.reserve(key)
             if found is not None:
-                if must_change:
-                    self._restrict(found)
+                try:
+                    if must_change:
+                        self._restrict(found)
+                except BaseException:
+                    self._release(found)
+                    raise
                 return found
             self._fill(serving, version)
             with self._lock:
@@ -371,8 +375,9 @@ class DomainDrafts:
     def tried(self, snapshot: Snapshot) -> Any:
         """A model with these weights that never serves: valid until the next call."""
         if self._tried is None or self._tried[0] is not snapshot:
-            self._tried = snapshot, sharing(self.base)
-            write_snapshot(*self._tried, self._template, share=True)
+            self._tried, model = None, sharing(self.base)
+            write_snapshot(snapshot, model, self._template, share=True)
+            self._tried = snapshot, model  # not before: writing may fail, and is tried again
         return self._tried[1]
 
     def end_trial(self) -> None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 import numpy as np
-import torch
 
+from osd_hf.errors import is_out_of_memory
 from osd_hf.trace import DraftRound, Trace, ids_dtype, misshapen
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,6 @@ Work = Callable[[Sequence[Trace]], Sequence[T] | Parts[Sequence[T]]]
 MOST_KEYS = 4096  # traces remembered
 MOST_REASONS = 64  # counted apart; reasons come from strangers' data
 MOST_IN_A_ROW = 32  # traces set aside with none between them that could be learned from
-OF_MEMORY = ("out of memory", "not enough memory", "allocate memory", "memory allocation")
 TOLERANCE = 1e-2  # of logits in half precision that should be at most 0
 
 
@@ -233,12 +232,6 @@ def _key(trace: Trace) -> str:
     for ids in (trace.prompt_ids, trace.completion_ids, trace.decoder_prompt_ids):
         digest.update(b"|" if ids is None else np.asarray(ids).astype(np.int64).tobytes() + b";")
     return digest.hexdigest()[:32]
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether it is about memory that was too little."""
-    is_one = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    return is_one or (isinstance(error, RuntimeError) and any(words in str(error).lower() for words in OF_MEMORY))
 
 
 def _reason(error: Exception) -> str:

@@ -448,18 +448,19 @@ class Learner:
         aside."""
         updater = self.updater(lesson.domain)
         scores: list[AcceptanceStats | None] = []
-        for first in range(0, len(traces), self._scored_at_once):
-            part = traces[first : first + self._scored_at_once]
-            scores += yield from lesson.set_aside.isolate(
-                # Between two parts another version may have been tried.
-                lambda those: replay_each(
-                    self.drafts.tried(draft) if isinstance(draft, dict) else draft, those, self._k
-                ),
-                part,
-                updater.readable,
-            )
-            yield
-        self.drafts.end_trial()
+        try:
+            for first in range(0, len(traces), self._scored_at_once):
+                scores += yield from lesson.set_aside.isolate(
+                    # Between two parts another version may have been tried.
+                    lambda those: replay_each(
+                        self.drafts.tried(draft) if isinstance(draft, dict) else draft, those, self._k
+                    ),
+                    traces[first : first + self._scored_at_once],
+                    updater.readable,
+                )
+                yield
+        finally:
+            self.drafts.end_trial()
         if None in scores:
             lesson.forget_set_aside()
         return scores

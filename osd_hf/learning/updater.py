@@ -18,10 +18,10 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import ProjectConfiguration
 
-from osd_hf.chunked_loss import check_head, divergence_sum, stored_rows
+from osd_hf.chunked_loss import divergence_sum, stored_rows
 from osd_hf.config import OnlineConfig
-from osd_hf.errors import ConfigError, StateError, UnsupportedModelError, first_line
-from osd_hf.learning.faults import Readable, is_out_of_memory
+from osd_hf.errors import ConfigError, StateError, UnsupportedModelError, is_out_of_memory
+from osd_hf.learning.faults import Readable
 from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.lesson import Lesson
 from osd_hf.learning.memory import LEAST_TOKENS, Activations, computed_again, num_tokens, shortened
@@ -37,7 +37,7 @@ from osd_hf.learning.weights import (
 from osd_hf.losses import DIVERGENCES, outcome_logprobs
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.pair import is_peft
-from osd_hf.replay import batches, completion_logits, completion_mask
+from osd_hf.replay import batches, completion_logits, completion_mask, has_plain_head
 from osd_hf.trace import Trace
 
 __all__ = ["UpdateReport", "Updater", "finish", "log_update", "make_accelerator", "trainable_parameters"]
@@ -118,7 +118,6 @@ class Updater:
         # Requests in one forward and backward, at most; between requests nobody knows yet how long one takes.
         self.micro_batch = 1 if config.update_strategy == "idle" else config.batch_size
         self._backward_seconds: float | None = None  # of the last micro-batch
-        self._heads: bool | None = None  # whether they are plain; found out at the first step
         self.accelerator = accelerator or Accelerator(device_placement=False)
         self._shared = dict(AcceleratorState._shared_state)
         with learning_context():
@@ -355,7 +354,7 @@ class Updater:
         count = int(learned.sum())
         where = None if count == len(learned) else learned
         rows, divergence = stored_rows(traces, where), DIVERGENCES[self.config.divergence]
-        if count and self._has_plain_head():
+        if count and has_plain_head(self.master):
             with self.accelerator.autocast():
                 return divergence_sum(self.master, traces, rows, divergence, where) / count, count
         with self.accelerator.autocast():
@@ -364,20 +363,6 @@ class Updater:
         logits = logits[completion_mask(traces, logits.device)][learned.to(logits.device)]
         q = outcome_logprobs(logits, None if top_ids is None else top_ids.to(logits.device))
         return divergence(p.to(q), q).sum() / max(count, 1), count
-
-    def _has_plain_head(self) -> bool:
-        """Whether logits are what the head computes from its inputs, so that they need not all exist at once."""
-        if self._heads is None:
-            try:
-                check_head(self.master)
-                self._heads = True
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # noqa: BLE001 - whatever a model fails with: it is asked for whole rows then
-                if not isinstance(error, UnsupportedModelError):
-                    logger.info("The draft's head cannot be called by itself: %s", first_line(error))
-                self._heads = False
-        return self._heads
 
     def _average(self) -> None:
         # The decay ramps up, so that the start is forgotten at once and not over 1 / (1 - decay) steps.
@@ -499,7 +484,7 @@ class Updater:
                 self.averaged[name].copy_(state["averaged"][self._portable(name)])
             for optimizer, saved_optimizer in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved_optimizer)
-        self.kept_steps = int(state["kept_steps"])
+        self.kept_steps, self.is_torn = int(state["kept_steps"]), False
         self.version = int(state["version"])
         self.buffer.rng.bit_generator.state = state["rng"]
 
