@@ -190,16 +190,18 @@ class LeanCandidateGenerator(CandidateGenerator):
             if pace.reads_confidence:
                 confidence = float(probs.gather(-1, chosen))
             token = self._id(chosen)
+            number = int(token)
             # Decided before anything is drawn: what is proposed must not depend on what was.
-            instead = pace.instead(int(token), confidence)
+            instead = pace.instead(number, confidence)
             if instead is None:
                 if self.do_sample:
                     chosen = torch.multinomial(probs, 1)
                     token = self._id(chosen)
+                    number = int(token)
                     confidence = float(probs.gather(-1, chosen)) if pace.reads_confidence else 1.0
-                pace.drafted(int(token), confidence)
+                pace.drafted(number, confidence)
             row = self._whole(logits) if self.do_sample else None
-            return instead, int(token), token.to(self.forward.device), row
+            return instead, number, token.to(self.forward.device), row
 
     def _id(self, chosen: torch.Tensor) -> torch.Tensor:
         """The token of a column of the logits."""
