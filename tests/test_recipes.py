@@ -33,6 +33,7 @@ SMOKES = {
         *("--requests", "2", "--learn", "8", "--datasets", "gsm8k", "--shapes", "lab", "--tokens", "2"),
         *("--no-compile", "--traces", "{traces}"),
     ],
+    "sampled": ["--requests", "3", "--datasets", "gsm8k", "--max-new-tokens", "6", "--threads", "1"],
     "capture_overhead": ["--requests", "2", "--repeats", "1", "--max-new-tokens", "4"],
 }
 
