@@ -21,6 +21,7 @@ import argparse
 import time
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import common
 import numpy as np
@@ -33,7 +34,7 @@ from osd_hf import AcceptanceStats, OnlineConfig, Trace, replay
 from osd_hf.bench.benchmark import median_ratio
 from osd_hf.drafting import vocabulary
 from osd_hf.drafting.forward import CompiledDraft, DraftForward
-from osd_hf.drafting.vocabulary import LEAST_VOCABULARY, SIZES, RestrictedDraft, TrafficVocabulary
+from osd_hf.drafting.vocabulary import SIZES, RestrictedDraft, TrafficVocabulary
 from osd_hf.replay import redraft
 
 # Layers, width, width inside the layers, heads, heads of keys, vocabulary.
@@ -172,11 +173,12 @@ def of_pair(static: Any, traces: Sequence[Trace], learn: int, name: str) -> dict
 def lab(args: argparse.Namespace) -> dict[str, Any]:
     """The lab pair's traffic."""
     pair = load_pair()
-    vocabulary.LEAST_VOCABULARY, vocabulary.SIZES = 1, (512, 1024, 2048)
-    return {
-        name: of_pair(pair.draft, recorded(name, 0, args.requests + args.learn, args.traces, pair), args.learn, name)
-        for name in args.datasets
-    }
+    total, learn = args.requests + args.learn, args.learn
+    with mock.patch.multiple(vocabulary, LEAST_VOCABULARY=1, SIZES=(512, 1024, 2048)):
+        return {
+            name: of_pair(pair.draft, recorded(name, 0, total, args.traces, pair), learn, name)
+            for name in args.datasets
+        }
 
 
 def another(args: argparse.Namespace) -> dict[str, Any]:
@@ -186,7 +188,6 @@ def another(args: argparse.Namespace) -> dict[str, Any]:
     config = type(target.config).from_dict(target.config.to_dict() | {"num_hidden_layers": args.layers})
     draft = type(target)(config).eval()
     draft.load_state_dict(target.state_dict(), strict=False)
-    vocabulary.LEAST_VOCABULARY, vocabulary.SIZES = LEAST_VOCABULARY, SIZES
     found, (total, learn) = {}, args.another
     for name in args.datasets:
         traces = recorded(name, 0, total, args.traces / "another", (target, None, tokenizer))
