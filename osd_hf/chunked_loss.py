@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from osd_hf.losses import outcome_logprobs
-from osd_hf.replay import CHUNK_LOGITS, check_head, completion_states, output_head
+from osd_hf.replay import CHUNK_LOGITS, completion_states, output_head
 from osd_hf.trace import Trace
 
-__all__ = ["Rows", "check_head", "divergence_sum", "stored_rows", "target_rows"]
+__all__ = ["Rows", "divergence_sum", "stored_rows", "target_rows"]
 
 Rows = Callable[[slice], tuple[Tensor | None, Tensor]]
 """Returns, for the positions in a slice, the ids of the kept tokens (`None` for whole rows) and the target's

@@ -293,7 +293,7 @@ class _Stored:
     unstored: NDArray[np.bool_]
 
 
-# Of one trace the same for every draft, and dropped with it, or for those of later ones.
+# A trace's rows are the same for every draft. They go with the trace, or give way to those of later ones.
 _STORED: WeakKeyDictionary[Trace, _Stored] = WeakKeyDictionary()
 MOST_STORED = 256
 _storing = threading.RLock()  # a trace that is dropped meanwhile may be one of these

@@ -12,6 +12,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -280,6 +281,19 @@ def tokenizer(vocab_size: int = VOCAB, characters: str = string.ascii_letters + 
     backend = Tokenizer(BPE(vocab, []))
     backend.decoder = Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that an operator gave."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for part in output if isinstance(output, tuple | list) else [output]:
+            if isinstance(part, torch.Tensor):
+                self.elements = max(self.elements, part.numel())
+        return output
 
 
 class ForwardCounter:

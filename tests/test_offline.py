@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator, debug_launcher
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback
 from trl.experimental.gkd import GKDTrainer
 
@@ -43,7 +42,7 @@ from osd_hf.distillation.data import SAMPLE_SOURCES, HeldOut, Sampler, unanswere
 from osd_hf.distillation.trainer import DistillConfig, distill, last_checkpoint
 from osd_hf.losses import DIVERGENCES
 from osd_hf.pair import prompt_room
-from osd_hf.replay import completion_logits
+from osd_hf.replay import check_head, completion_logits
 
 peft_warns = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
 
@@ -347,25 +346,12 @@ def test_chunks_of_positions_make_no_difference(architecture: str, monkeypatch: 
     torch.testing.assert_close(found[0][0], (p.exp() * (p - q)).sum(), rtol=0, atol=1e-10)
 
 
-class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that an operator gave."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        for part in output if isinstance(output, tuple | list) else [output]:
-            if isinstance(part, torch.Tensor):
-                self.elements = max(self.elements, part.numel())
-        return output
-
-
 @pytest.mark.parametrize("architecture", ["llama", "t5", "bart"])
 def test_no_logits_of_a_whole_batch_exist(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = models.pair(architecture, vocab_size=4096)
     traces = [unanswered(t, range(60)) for t in recorded(target)]
     monkeypatch.setattr(offline_loss, "CHUNK_LOGITS", 50 * 4096)
-    with Largest() as largest:
+    with models.Largest() as largest:
         rows = offline_loss.target_rows(target, traces)
         offline_loss.divergence_sum(draft, traces, rows, DIVERGENCES["jsd"]).backward()
     assert largest.elements == 50 * 4097  # a chunk, and the tail; of 360 positions
@@ -385,10 +371,10 @@ def test_a_step_takes_less_than_a_quarter_of_two_dense_logits(tmp_path: Any) -> 
 def test_logits_that_a_model_changes_behind_its_head_are_known_or_refused() -> None:
     capped = models.build("gemma3")
     capped.config.final_logit_softcapping = 2.0
-    offline_loss.check_head(capped)
+    check_head(capped)
     biased = models.build("bart")
     biased.final_logits_bias = torch.randn(1, models.VOCAB)
-    offline_loss.check_head(biased)
+    check_head(biased)
 
     class Odd(type(models.build())):  # type: ignore[misc]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -399,7 +385,7 @@ def test_logits_that_a_model_changes_behind_its_head_are_known_or_refused() -> N
     odd = models.build()
     odd.__class__ = Odd
     with pytest.raises(UnsupportedModelError, match="Odd changes its logits"):
-        offline_loss.check_head(odd)
+        check_head(odd)
 
 
 # --- whose tokens ---------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from osd_hf import (
     AcceptanceStats,
@@ -227,19 +226,6 @@ def test_greedy_and_sampled_traces_keep_their_order() -> None:
 # --- large vocabularies ---------------------------------------------------------------------------------------------
 
 
-class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that an operator gave."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        for part in output if isinstance(output, tuple | list) else [output]:
-            if isinstance(part, torch.Tensor):
-                self.elements = max(self.elements, part.numel())
-        return output
-
-
 @pytest.mark.parametrize("architecture", models.ARCHITECTURES)
 def test_parts_of_the_logits_do_not_change_the_counts(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = models.pair(architecture, noise=0.12, **models.SHALLOW[architecture])
@@ -260,7 +246,7 @@ def test_no_logits_of_a_whole_request_exist(settings: dict[str, Any], monkeypatc
     monkeypatch.setattr(importlib.import_module("osd_hf.replay"), "CHUNK_LOGITS", 6 * 4096)
     monkeypatch.setattr(importlib.import_module("osd_hf.processing"), "GROUP", 3 * 4096)
     replay(draft, traces)
-    with Largest() as largest:
+    with models.Largest() as largest:
         replay(draft, traces)
     assert largest.elements == 6 * 4096  # a part; of 24 positions
 

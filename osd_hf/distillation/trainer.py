@@ -19,7 +19,7 @@ import torch
 from huggingface_hub import HfApi
 from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
 
-from osd_hf.chunked_loss import check_head, divergence_sum, stored_rows, target_rows
+from osd_hf.chunked_loss import divergence_sum, stored_rows, target_rows
 from osd_hf.config import setting
 from osd_hf.distillation.data import SAMPLE_SOURCES, Data, Sampler, read_data
 from osd_hf.errors import ConfigError, StateError, UnsupportedModelError
@@ -28,7 +28,7 @@ from osd_hf.learning.updater import trainable_parameters
 from osd_hf.learning.weights import adapted, learning_context
 from osd_hf.losses import DIVERGENCES, generalized_jsd
 from osd_hf.pair import common_tokenizer, evaluating, is_peft, merged, uncompiled, unwrap
-from osd_hf.replay import padded
+from osd_hf.replay import check_head, padded
 from osd_hf.trace import Trace
 
 try:

@@ -47,7 +47,7 @@ class TrafficVocabulary:
         self._requests = 0
         self._emitted = 0.0
         self._missed = np.zeros(len(sizes))  # of them, by each size
-        # Of those that a draft with all tokens was asked for: lacking, and lacking though it had them right.
+        # Where a draft with all tokens was asked: how many each size lacks, and how many of these the draft had right.
         self._lacking, self._right = np.zeros(len(sizes)), np.zeros(len(sizes))
 
     def add(self, trace: Trace) -> None:

@@ -310,8 +310,8 @@ class Lesson:
             if self.config.gate:  # without one, nothing says that less would do
                 self.effort.load_state_dict(state["effort"])
             self.choice.load_state_dict(state["choice"], traces["held_back"])
-            known = sorted((t for those in traces.values() for t in those), key=lambda t: t.created_at_seconds)
-            self.vocabulary.restore(known if self._counts else ())
+            known = [trace for those in traces.values() for trace in those] if self._counts else []
+            self.vocabulary.restore(sorted(known, key=lambda trace: trace.created_at_seconds))
             self.arrived.clear()
             self.unwatched.clear()
             for kept, saved in ((self.pending, traces["pending"]), (self.held_back, traces["held_back"])):

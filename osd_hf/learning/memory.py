@@ -45,7 +45,7 @@ class Activations:
 
     @classmethod
     def of(cls, draft: Any) -> Self:
-        """Of this draft, by its weights and its configuration."""
+        """The estimate for this draft, from its weights and its configuration."""
         config = draft.config.get_text_config(decoder=True)
         head = draft.get_output_embeddings()
         apart = {id(m.weight) for m in draft.modules() if isinstance(m, torch.nn.Embedding)}
@@ -70,7 +70,7 @@ class Activations:
 
     @property
     def most_tokens(self) -> int:
-        """Of one request, whose layers are computed again in the backward, within the budget."""
+        """The longest request that keeps within the budget if its layers are computed again in the backward."""
         is_one = self.layers == 1
         linear = self.per_token / self.layers + (0 if is_one else self.per_input)
         square = self.per_pair / self.layers

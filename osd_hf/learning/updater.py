@@ -130,7 +130,7 @@ class Updater:
             own = config.weight_average > 0  # otherwise they are the last step's
             self.averaged = {name: p.detach().clone() if own else p.detach() for name, p in self.parameters.items()}
         self.activations = Activations.of(self.master)
-        # Of a request that are learned from, its prompt included.
+        # The longest request that is learned from as it is, its prompt included.
         self.most_tokens = min(config.max_learn_tokens or sys.maxsize, self.activations.most_tokens)
 
     # --- requests ---------------------------------------------------------------------------------------------------
