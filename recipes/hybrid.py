@@ -4,6 +4,7 @@ transformers has, on real text; what each source gave; what the index and the ta
 
     OSD_HF_DATA=... python recipes/hybrid.py                               # everything, both drafts, six data sets
     OSD_HF_DATA=... python recipes/hybrid.py --parts index verification    # without a learned draft
+    OSD_HF_DATA=... python recipes/hybrid.py --parts systems --drafts bundled      # the bundled pair, its domains
     OSD_HF_DATA=... python recipes/hybrid.py --requests 2 --learn 8 --drafts draft --datasets gsm8k mt_bench \\
         --max-new-tokens 16 --no-compile --answers 4 --indexed 1000                                    # smoke
 
@@ -18,6 +19,7 @@ index          bytes a token and microseconds of a lookup and of an append, by t
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import random
 import statistics
@@ -35,7 +37,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from osd_hf import CorrectionStore, OnlineAssistant, OnlineConfig, Trace, record_traces
 from osd_hf.bench.benchmark import System, benchmark, median_ratio
+from osd_hf.bundled import DOMAINS, bundled_prompts, load_bundled
 from osd_hf.drafting.text import LONGEST, TextIndex
+from osd_hf.prompts import encode_turn
 
 PARTS = ("systems", "useless", "verification", "index")
 SETS = (*common.DATASETS, "dialogsum", "mt_bench")
@@ -46,7 +50,7 @@ class Lab:
     """The lab pair, what its drafts learned, and the requests of each data set."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
+        self.args, self.names = args, args.datasets
         self.target, _, self.tokenizer = load_pair()
 
     def static(self, draft: str) -> Any:
@@ -97,6 +101,30 @@ class Lab:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
+class Bundled(Lab):
+    """The bundled pair, with its own domains for data sets."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.names = args, DOMAINS
+        self.target, self.given, self.tokenizer = load_bundled()
+
+    def static(self, draft: str) -> Any:
+        return copy.deepcopy(self.given)
+
+    @functools.cache  # noqa: B019 - there is one
+    def traces(self, name: str) -> tuple[list[Trace], list[list[int]]]:
+        args = self.args
+        examples = bundled_prompts(name, args.learn + args.requests, seed=1)
+        ids = [encode_turn(self.tokenizer, example.prompt) for example in examples]
+        store = CorrectionStore(args.traces / f"bundled-{name}-n{args.learn}")
+        if len(store) == 0:
+            bounds = {"max_new_tokens": args.max_new_tokens, "domain": name}
+            for trace in list(record_traces(self.target, ids[: args.learn], **bounds)):
+                store.append(trace)
+            store.flush()
+        return list(store), ids[args.learn :]
+
+
 def systems_of(draft: Any, static: Any, earlier: Sequence[Trace], *, compiles: bool) -> list[System]:
     """The target alone, transformers' ways, and ours."""
     auto: dict[str, Any] = {"num_assistant_tokens": "auto", "earlier": earlier}
@@ -140,11 +168,12 @@ def systems(lab: Lab, args: argparse.Namespace) -> dict[str, Any]:
     """All systems on each data set."""
     found: dict[str, Any] = {}
     for draft in args.drafts:
-        for name in args.datasets:
-            earlier, later = lab.traces(name)
+        own = Bundled(args) if draft == "bundled" else lab
+        for name in own.names:
+            earlier, later = own.traces(name)
             print(f"\n{draft}, {name}, {len(later)} requests")
-            ways = systems_of(lab.learned(draft, name), lab.static(draft), earlier, compiles=args.compile)
-            found[f"{draft} {name}"] = answered(lab, ways, {name: later})
+            ways = systems_of(own.learned(draft, name), own.static(draft), earlier, compiles=args.compile)
+            found[f"{draft} {name}"] = answered(own, ways, {name: later})
     return found
 
 

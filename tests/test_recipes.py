@@ -34,6 +34,7 @@ SMOKES = {
         *("--no-compile", "--traces", "{traces}"),
     ],
     "sampled": ["--requests", "3", "--datasets", "gsm8k", "--max-new-tokens", "6", "--threads", "1"],
+    "long_run": ["--requests", "24", "--marks", "12", "24"],
     "capture_overhead": ["--requests", "2", "--repeats", "1", "--max-new-tokens", "4"],
 }
 
