@@ -1,11 +1,13 @@
 """Make the bundled pair: tokenizer, target, draft, and the scores in its README.
 
-    python recipes/bundled_pair.py                      # everything, within an hour on two cores
-    python recipes/bundled_pair.py --stage draft        # one stage: tokenizer, target, draft or score
+    python recipes/bundled_pair.py                      # everything, in two hours on two cores
+    python recipes/bundled_pair.py --stage draft        # one stage: tokenizer, target, grow, draft or score
+    python recipes/bundled_pair.py --stage grow --minutes 30    # deepens the target that is there, or trains it on
     python recipes/bundled_pair.py --max-steps 2 --out /some/folder   # a smoke run
 
 All text comes from `osd_hf.bundled.prompts`. The target is trained with Muon (matrices) and AdamW (the rest), mostly
-on the answers; the draft sees small talk and a little of the domains, and is stopped while it is weak.
+on the answers: first with half of its layers, then with all of them, the new ones beginning as if they were not there.
+The draft sees small talk and a little of the domains, and is stopped while it is weak.
 """
 
 import argparse
@@ -18,7 +20,7 @@ import platform
 import random
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,6 @@ import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm.auto import tqdm
 from transformers import (
-    AutoModelForCausalLM,
     DynamicCache,
     GenerationConfig,
     LlamaConfig,
@@ -44,6 +45,7 @@ from osd_hf.bundled.prompts import stream_examples
 from osd_hf.bundled.small_talk import make as small_talk
 
 SEED = 0
+STAGES = ("tokenizer", "target", "grow", "draft", "score")
 VOCAB_SIZE = 2048
 SPECIALS = ["<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>"]
 TEMPLATE = (
@@ -53,11 +55,12 @@ TEMPLATE = (
 )
 FIGURES = ("<!-- figures: begin -->", "<!-- figures: end -->")
 TARGET_STEPS = 4500
-DRAFT_LAYERS = 2
+FIRST_LAYERS = 12
+LAYERS = 24
 DRAFT_STEPS = 180
 DRAFT_SHARES = {"talk": 0.84, "sql": 0.035, "math": 0.055, "python": 0.04, "finance": 0.03}
-# The harder sums get more of the tokens.
-TARGET_SHARES = {"sql": 0.15, "math": 0.33, "python": 0.17, "finance": 0.35}
+# The harder sums get more of the tokens. Of what finance leaves:
+TARGET_SHARES = {"sql": 0.23, "math": 0.51, "python": 0.26}
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -93,7 +96,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, layers: int, width: int, inner: int) -> LlamaForCausalLM:
+def make_model(
+    tokenizer: PreTrainedTokenizerFast, layers: int, width: int = 128, inner: int = 344
+) -> LlamaForCausalLM:
     torch.manual_seed(SEED)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -109,6 +114,33 @@ def make_model(tokenizer: PreTrainedTokenizerFast, layers: int, width: int, inne
         eos_token_id=tokenizer.eos_token_id,
     )
     return LlamaForCausalLM(config)
+
+
+def deepen(model: LlamaForCausalLM, layers: int) -> None:
+    """Make the model `layers` deep, in place, and compute what it did: after each block, or evenly after some, comes a
+    copy of it whose output projections are zero, as in LLaMA Pro (arXiv 2401.02415)."""
+    places, blocks = new_places(model.config.num_hidden_layers, layers), list(model.model.layers)
+    for place in places:
+        block = copy.deepcopy(blocks[place - 1])
+        torch.nn.init.zeros_(block.self_attn.o_proj.weight)
+        torch.nn.init.zeros_(block.mlp.down_proj.weight)
+        blocks.insert(place, block)
+    use_blocks(model, blocks)
+
+
+def use_blocks(model: LlamaForCausalLM, blocks: list[Any]) -> None:
+    """Make these blocks those of the model."""
+    for place, block in enumerate(blocks):
+        block.self_attn.layer_idx = place
+    model.model.layers = torch.nn.ModuleList(blocks)
+    model.config.num_hidden_layers = len(blocks)
+
+
+def new_places(before: int, layers: int) -> list[int]:
+    """Where the new blocks lie in a model of `layers` blocks that had `before`."""
+    added = layers - before
+    copied = [(i + 1) * added // before - i * added // before for i in range(before)]
+    return [i + sum(copied[:i]) + 1 + j for i in range(before) for j in range(copied[i])]
 
 
 def batches(
@@ -161,7 +193,7 @@ class Muon(torch.optim.Optimizer):
                     buffer.lerp_(p.grad, 1 - group["momentum"])
                 x = torch.stack([p.grad.lerp(self.state[p]["momentum"], group["momentum"]) for p in params])
                 x = x.mT if rows > columns else x
-                x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+                x = (x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)).bfloat16()
                 for _ in range(5):
                     a = x @ x.mT
                     x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
@@ -171,20 +203,47 @@ class Muon(torch.optim.Optimizer):
                     p.add_(update, alpha=-group["lr"] * 0.2 * max(rows, columns) ** 0.5)
 
 
+def token_losses(model, ids: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of every token but the first, of shape (rows, tokens - 1)."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = model(input_ids=ids, use_cache=False).logits
+    flat = logits[:, :-1].flatten(0, 1).float()
+    return F.cross_entropy(flat, ids[:, 1:].flatten(), reduction="none").view(len(ids), -1)
+
+
+def hardest(model, stream, share: float = 1 / 3) -> Iterator[tuple]:
+    """Of each batch the rows that the model finds hardest: most of the others it answers rightly by now."""
+    for ids, weight in stream:
+        with torch.no_grad():
+            losses = (token_losses(model, ids) * weight[:, 1:]).sum(1)
+        kept = losses.topk(math.ceil(share * len(losses))).indices
+        longest = int(weight[kept].count_nonzero(0).nonzero().max()) + 1
+        yield ids[kept, :longest], weight[kept, :longest]
+
+
 def train(
-    model, stream, steps: int, learning_rate: float, minutes: float, name: str, save=None, max_steps: int | None = None
-) -> None:
-    """Train on `steps` batches; the rate falls to zero over the last 40%, sooner where `minutes` would be passed.
+    model, stream, steps: int, learning_rate: float, minutes: float, name: str, save=None, falling: float = 0.4,
+    new: Sequence[int] | None = None, max_steps: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Train on `steps` batches; over the last share of them, `falling`, the rate falls to zero, sooner where `minutes`
+    would be passed. Where blocks are `new`, all other weights learn at a quarter of the rate.
 
     In a process group the gradients are averaged: two processes of one thread each outrun one of two threads.
     """
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
-    rest = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+    named, starts = list(model.named_parameters()), tuple(f"model.layers.{place}." for place in new or ())
+    parameters = [p for _, p in named]
+    rest = [p for n, p in named if p.ndim != 2 or "embed" in n]
+
+    def groups(of_matrices: bool) -> list[dict[str, Any]]:
+        chosen = [(n, p) for n, p in named if of_matrices == (p.ndim == 2 and "embed" not in n)]
+        fast = [p for n, p in chosen if new is None or n.startswith(starts)]
+        slow = [p for n, p in chosen if not (new is None or n.startswith(starts))]
+        return [{"params": params, "scale": scale} for params, scale in ((fast, 1.0), (slow, 0.25)) if params]
+
     optimizers = [
-        Muon(matrices, learning_rate),
-        torch.optim.AdamW(rest, learning_rate, betas=(0.9, 0.98), weight_decay=0.0),
+        Muon(groups(True), learning_rate),
+        torch.optim.AdamW(groups(False), learning_rate, betas=(0.9, 0.98), weight_decay=0.0),
     ]
-    parameters = [*matrices, *rest]
     world = dist.get_world_size() if dist.is_initialized() else 1
     first = world == 1 or dist.get_rank() == 0
     model.train()
@@ -195,13 +254,10 @@ def train(
             break
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate * min(1.0, (step + 1) / 50, (1.02 - progress) / 0.4)
+                group["lr"] = group["scale"] * learning_rate * min(1.0, (step + 1) / 50, (1.02 - progress) / falling)
         ids, weight = next(stream)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            logits = model(input_ids=ids, use_cache=False).logits
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
-        weight = weight[:, 1:].flatten()
-        loss = (loss * weight).sum() / weight.sum()
+        weight = weight[:, 1:]
+        loss = (token_losses(model, ids) * weight).sum() / weight.sum()
         loss.backward()
         progress = max((step + 1) / steps, (time.monotonic() - start) / (60 * minutes))
         losses.append(loss.item())
@@ -233,32 +289,49 @@ def train(
     return {"steps": len(losses), "tokens": seen, "minutes": round((time.monotonic() - start) / 60, 1)}
 
 
-def train_target(
-    rank: int, world: int, folder: str, meeting: str, steps: int, minutes: float, max_steps: int | None, more: bool
-) -> None:
-    """One of `world` processes that train the target together; the first saves it, with checkpoints on the way."""
+def train_target(rank: int, folder: str, meeting: str, stage: str, options: argparse.Namespace) -> None:
+    """One of the processes that train the target together, in its first or its second half; the first process saves
+    it, with checkpoints on the way."""
     torch.set_num_threads(1)
+    world = options.processes
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(f"{folder}/target")
-    model = make_model(tokenizer, layers=12, width=128, inner=344)
-    if more:
-        model = LlamaForCausalLM.from_pretrained(f"{folder}/target")
-    stream = batches(tokenizer, TARGET_SHARES, 2000, 0.1, SEED + rank + 50 * more)
+    if stage == "target":
+        model, seed = make_model(tokenizer, FIRST_LAYERS), SEED + rank
+        rate, falling, new = 0.004, 0.4, None
+    else:
+        model, rate, falling = load(f"{folder}/target"), 0.002, 0.8
+        new = new_places(FIRST_LAYERS, LAYERS)
+        if model.config.num_hidden_layers < LAYERS:
+            deepen(model, LAYERS)
+        seed = SEED + rank + 50 + recorded(folder).get("grow", {}).get("steps", 0)
+    model.set_attn_implementation("eager")  # over short rows, training takes half the time of the fused one on CPUs
+    shares = {domain: share * (1 - options.finance) for domain, share in TARGET_SHARES.items()}
+    shares = {**shares, "finance": options.finance}
+    if stage == "target":
+        stream = batches(tokenizer, shares, 2000, 0.1, seed)
+    else:
+        stream = hardest(model, batches(tokenizer, shares, 4500, 0.0, seed))
     save = functools.partial(save_pair_member, model, tokenizer, f"{folder}/target") if rank == 0 else None
-    done = train(model, stream, steps, 0.002 if more else 0.004, minutes, "target", save, max_steps)
+    done = train(model, stream, options.steps, rate, options.minutes, stage, save, falling, new, options.max_steps)
     if save is not None:
         save()
-        record(folder, "target more" if more else "target", {**done, "processes": world})
+        record(folder, stage, {**done, "processes": world, "finance": options.finance})
     if world > 1:
         dist.destroy_process_group()
+
+
+def load(folder: str) -> LlamaForCausalLM:
+    """A model of the pair, in float32 whatever it is stored in."""
+    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 def train_draft(folder: str, steps: int, max_steps: int | None) -> None:
     """Train the draft on small talk and a little of the domains, and stop while it is weak."""
     torch.set_num_threads(1)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(f"{folder}/target")
-    model = make_model(tokenizer, layers=DRAFT_LAYERS, width=128, inner=344)
+    model = make_model(tokenizer, layers=1)
     stream = batches(tokenizer, DRAFT_SHARES, 2000, 1.0, SEED + 100)
     done = train(model, stream, steps, 0.002, 10, "draft", max_steps=max_steps)
     save_pair_member(model, tokenizer, f"{folder}/draft")
@@ -266,7 +339,9 @@ def train_draft(folder: str, steps: int, max_steps: int | None) -> None:
 
 
 def save_pair_member(model, tokenizer, folder: str) -> None:
-    """Write an ordinary model folder with generation settings and the tokenizer."""
+    """Write an ordinary model folder, in bfloat16, with generation settings and the tokenizer."""
+    stored = LlamaForCausalLM(copy.deepcopy(model.config)).to(torch.bfloat16)
+    stored.load_state_dict(model.state_dict())
     settings = {
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
@@ -278,49 +353,58 @@ def save_pair_member(model, tokenizer, folder: str) -> None:
             "num_assistant_tokens_schedule": "constant",
             "assistant_confidence_threshold": 0.0,
         }
-    model.generation_config = GenerationConfig(**settings)
-    model.save_pretrained(folder)
+    stored.generation_config = GenerationConfig(**settings)
+    stored.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def record(folder: str, stage: str, entry: dict[str, Any]) -> None:
-    """Add what a stage did to `made.json`, and renew the figures of the README from it."""
-    path, card = Path(folder) / "made.json", Path(folder) / "README.md"
-    made = json.loads(path.read_text()) if path.exists() else {}
+    """Add what a stage did to `made.json`; the last one, the score, renews the figures of the README from it."""
+    made, card = recorded(folder), Path(folder) / "README.md"
     if stage == "target":
-        made.pop("target more", None)
-    if stage == "target more" and stage in made:
+        made.pop("grow", None)
+    if stage == "grow" and stage in made:
         entry |= {what: entry[what] + made[stage][what] for what in ("steps", "tokens", "minutes")}
     versions = {module.__name__: module.__version__ for module in (torch, transformers, tokenizers)}
     made[stage] = {**entry, "seed": SEED, "versions": {"python": platform.python_version(), **versions}}
-    path.write_text(json.dumps(made, indent=2) + "\n")
-    if card.exists() and {"target", "draft", "score"} <= made.keys():
+    (Path(folder) / "made.json").write_text(json.dumps(made, indent=2) + "\n")
+    if card.exists() and stage == "score" and {"target", "draft"} <= made.keys():
         before, _, rest = card.read_text().partition(FIGURES[0])
         card.write_text(f"{before}{FIGURES[0]}\n{figures(made)}\n{FIGURES[1]}{rest.partition(FIGURES[1])[2]}")
+
+
+def recorded(folder: str) -> dict[str, Any]:
+    """What the stages did so far."""
+    path = Path(folder) / "made.json"
+    return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
 def figures(made: dict[str, Any]) -> str:
     """The tables of the README, from what the stages recorded."""
     score, draft = made["score"], made["draft"]
-    parts = [made[stage] for stage in ("target", "target more") if stage in made]
+    parts = [made[stage] for stage in ("target", "grow") if stage in made]
     steps, minutes = (" + ".join(f"{part[what]:,}" for part in parts) for what in ("steps", "minutes"))
     sizes, ms = score["parameters"], score["token_milliseconds"]
     lines = [
         "| | target | draft |",
         "|---|---|---|",
+        f"| layers x width | {score['layers']['target']} x 128 | {score['layers']['draft']} x 128 |",
         f"| parameters | {sizes['target']:,} | {sizes['draft']:,} |",
         f"| trained on, tokens | {sum(part['tokens'] for part in parts):,} | {draft['tokens']:,} |",
         f"| steps | {steps} | {draft['steps']:,} |",
         f"| minutes of training | {minutes} | {draft['minutes']} |",
         f"| one token, one thread | {ms['target']} ms | {ms['draft']} ms (c = {ms['draft'] / ms['target']:.2f}) |",
         "",
-        f"| domain | score on {score['n']} | 95% interval | alpha | alpha, tuned |",
-        "|---|---|---|---|---|",
+        f"| domain | score on {score['n']} | 95% interval | without the new blocks | alpha | alpha after ten passes |",
+        "|---|---|---|---|---|---|",
     ]
     for name, row in score["domains"].items():
         low, high = row["interval"]
         alphas = f"{row['alpha']:.2f} | {row['alpha_tuned']:.2f}"
-        lines.append(f"| {name} | {row['score']:.3f} | {low:.3f} to {high:.3f} | {alphas} |")
+        interval = f"{low:.3f} to {high:.3f} | {row['without_new_blocks']:.2f}"
+        lines.append(f"| {name} | {row['score']:.3f} | {interval} | {alphas} |")
+    ends = ", the old ones ".join(f"{min(row):.2f} to {max(row):.2f}" for row in score["shares_added"].values())
+    lines += ["", f"Of the residual stream after it, each new block adds {ends} (norms, on average)."]
     versions = ", ".join(f"{name} {version}" for name, version in draft["versions"].items())
     return "\n".join([*lines, "", f"Seed {SEED}; {versions}; CPU, two cores."])
 
@@ -404,8 +488,25 @@ def wilson(right: int, n: int, z: float = 1.96) -> list[float]:
 
 
 @torch.inference_mode()
+def shares_added(target, rows: list[tuple[list[int], list[int]]]) -> list[float]:
+    """The norm of what each block adds to the residual stream over the norm of the stream after it, on average."""
+    sums = [0.0] * len(target.model.layers)
+
+    def note(place: int, module: Any, args: Any, output: torch.Tensor) -> None:
+        sums[place] += ((output - args[0]).norm(dim=-1) / output.norm(dim=-1)).mean().item()
+
+    layers = enumerate(target.model.layers)
+    handles = [layer.register_forward_hook(functools.partial(note, place)) for place, layer in layers]
+    for prompt, answer in rows:
+        target(input_ids=torch.tensor([prompt + answer]))
+    for handle in handles:
+        handle.remove()
+    return [round(total / len(rows), 3) for total in sums]
+
+
+@torch.inference_mode()
 def token_milliseconds(cases: dict[str, tuple[Any, int]], repeats: int = 300) -> dict[str, float]:
-    """Time of a forward of (model, new tokens) after 64 others, in turn: the fastest twentieth."""
+    """Processor time of a forward of (model, new tokens) after 64 others, in turn: the fastest twentieth."""
     times: dict[str, list[float]] = {name: [] for name in cases}
     caches = {name: DynamicCache() for name in cases}
     for name, (model, _) in cases.items():
@@ -413,9 +514,9 @@ def token_milliseconds(cases: dict[str, tuple[Any, int]], repeats: int = 300) ->
     for _ in range(repeats):
         for name, (model, width) in cases.items():
             ids = torch.randint(5, 1000, (1, width))
-            begin = time.perf_counter()
+            begin = time.process_time()
             model(input_ids=ids, past_key_values=caches[name])
-            times[name].append(time.perf_counter() - begin)
+            times[name].append(time.process_time() - begin)
             caches[name].crop(-width)
     return {name: round(1000 * sorted(row)[repeats // 20], 2) for name, row in times.items()}
 
@@ -423,13 +524,18 @@ def token_milliseconds(cases: dict[str, tuple[Any, int]], repeats: int = 300) ->
 def score(folder: str, n: int, learn_from: int = 100, held_out: int = 40) -> None:
     """Check the target on `n` unseen prompts of each domain; measure the draft before and after a little tuning."""
     torch.set_num_threads(1)
-    target, draft = (AutoModelForCausalLM.from_pretrained(f"{folder}/{name}") for name in ("target", "draft"))
+    target, draft = (load(f"{folder}/{name}") for name in ("target", "draft"))
     tokenizer = PreTrainedTokenizerFast.from_pretrained(f"{folder}/target")
     entry: dict[str, Any] = {"n": n, "learn_from": min(learn_from, n), "held_out": held_out, "domains": {}}
+    new, added = new_places(FIRST_LAYERS, LAYERS), []
+    shallow = copy.deepcopy(target)
+    use_blocks(shallow, [block for place, block in enumerate(shallow.model.layers) if place not in new])
     for domain in tqdm(DOMAINS, desc="score"):
         examples = bundled_prompts(domain, n + held_out, seed=SEED)
         texts = answers_of(target, tokenizer, [e.prompt for e in examples])
         right = sum(map(check_answer, examples[:n], texts))
+        few = examples[: max(n // 6, 1)]
+        without = answers_of(shallow, tokenizer, [e.prompt for e in few])
         rows = [
             (
                 tokenizer(f"<s><|user|>{e.prompt}<|assistant|>", add_special_tokens=False)["input_ids"],
@@ -437,42 +543,45 @@ def score(folder: str, n: int, learn_from: int = 100, held_out: int = 40) -> Non
             )
             for e, text in zip(examples, texts, strict=True)
         ]
+        added.append(shares_added(target, rows[n:]))
         before = alpha(draft, rows[n:])
         learner = copy.deepcopy(draft)
         tune(learner, target, rows[: min(learn_from, n)])
         entry["domains"][domain] = {
             "score": round(right / n, 3),
             "interval": wilson(right, n),
+            "without_new_blocks": round(sum(map(check_answer, few, without)) / len(few), 3),
             "alpha": round(before, 3),
             "alpha_tuned": round(alpha(learner, rows[n:]), 3),
         }
         tqdm.write(f"{domain} {entry['domains'][domain]}")
     cases = {"target": (target, 1), "target_6_tokens": (target, 6), "draft": (draft, 1)}
     entry["token_milliseconds"] = token_milliseconds(cases)
+    shares = [round(sum(shares) / len(shares), 3) for shares in zip(*added, strict=True)]
+    entry["shares_added"] = {"new": [shares[i] for i in new], "old": [s for i, s in enumerate(shares) if i not in new]}
+    entry["layers"] = {"target": target.config.num_hidden_layers, "draft": draft.config.num_hidden_layers}
     entry["parameters"] = {"target": target.num_parameters(), "draft": draft.num_parameters()}
     record(folder, "score", entry)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the bundled pair.")
-    parser.add_argument("--stage", choices=("all", "tokenizer", "target", "draft", "score"), default="all")
+    parser.add_argument("--stage", choices=("all", *STAGES), default="all")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "osd_hf" / "bundled")
-    parser.add_argument("--steps", type=int, default=TARGET_STEPS, help="steps of the target")
-    parser.add_argument("--minutes", type=float, default=45, help="end the target's training by then")
+    parser.add_argument("--steps", type=int, default=TARGET_STEPS, help="steps of each half of the target")
+    parser.add_argument("--minutes", type=float, default=45, help="end each half by then")
     parser.add_argument("--processes", type=int, default=2, help="processes that train the target, one thread each")
     parser.add_argument("--prompts", type=int, default=300, help="unseen prompts of each domain to score")
-    parser.add_argument("--more", action="store_true", help="train the target that is there further, at half the rate")
+    parser.add_argument("--finance", type=float, default=0.35, help="share of finance in what the target learns")
     parser.add_argument("--max-steps", type=int, help="stop every training after so many steps")
     options = parser.parse_args()
     folder = str(options.out.resolve())
-    stages = ("tokenizer", "target", "draft", "score") if options.stage == "all" else (options.stage,)
+    stages = STAGES if options.stage == "all" else (options.stage,)
     if "tokenizer" in stages:
         make_tokenizer().save_pretrained(f"{folder}/target")
-    if "target" in stages:
+    for stage in [stage for stage in ("target", "grow") if stage in stages]:
         with tempfile.TemporaryDirectory() as scratch:
-            world, limit = options.processes, options.max_steps
-            arguments = (world, folder, f"{scratch}/meeting", options.steps, options.minutes, limit, options.more)
-            mp.spawn(train_target, arguments, nprocs=world)
+            mp.spawn(train_target, (folder, f"{scratch}/meeting", stage, options), nprocs=options.processes)
     if "draft" in stages:
         train_draft(folder, DRAFT_STEPS, options.max_steps)
     if "score" in stages:

@@ -1,5 +1,6 @@
 """The bundled pair: prompts, checkers, splits, and the committed models."""
 
+import importlib
 import itertools
 import json
 import re
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from osd_hf import bundled
 from osd_hf.bundled import DOMAINS, bundled_prompts, check_answer, load_bundled
@@ -219,10 +221,34 @@ def test_recorded_scores_are_what_the_readme_promises():
         assert row["alpha_tuned"] >= row["alpha"] + 0.2
 
 
+@pytest.mark.parametrize(("layers", "places"), [(4, [1, 3]), (5, [1, 3, 4]), (2, [])])
+def test_a_deepened_target_answers_as_before_and_can_lose_its_new_blocks(monkeypatch, layers, places):
+    monkeypatch.syspath_prepend(str(FOLDER.parents[1] / "recipes"))
+    recipe = importlib.import_module("bundled_pair")
+    ids = torch.randint(5, 60, (2, 7))
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, initializer_range=0.3,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    before = model(ids).logits
+    recipe.deepen(model, layers)
+    assert recipe.new_places(2, layers) == places
+    assert model.config.num_hidden_layers == len(model.model.layers) == layers
+    assert torch.equal(model(ids).logits, before)
+    assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False)[:, :7], ids)  # each has its own cache
+    blocks = list(model.model.layers)
+    for place in places:
+        torch.nn.init.normal_(blocks[place].mlp.down_proj.weight)
+    assert torch.equal(model(ids).logits, before) == (not places)
+    recipe.use_blocks(model, [block for place, block in enumerate(blocks) if place not in places])
+    assert torch.equal(model(ids).logits, before)
+
+
 @pytest.mark.slow
 def test_recipe_makes_a_pair_in_two_steps(tmp_path):
     recipe = FOLDER.parents[1] / "recipes" / "bundled_pair.py"
     command = [sys.executable, str(recipe), "--max-steps", "2", "--prompts", "2", "--out", str(tmp_path)]
     subprocess.run(command, check=True, capture_output=True)
-    assert {"target", "draft", "score"} <= json.loads((tmp_path / "made.json").read_text()).keys()
+    assert {"target", "grow", "draft", "score"} <= json.loads((tmp_path / "made.json").read_text()).keys()
     assert (tmp_path / "draft" / "model.safetensors").exists()
