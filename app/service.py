@@ -25,9 +25,9 @@ from osd_hf import (
     Trace,
     emitted_tokens,
 )
-from osd_hf.bench.benchmark import cores
 from osd_hf.bundled import DOMAINS
 from osd_hf.replay import replay_each
+from osd_hf.utils.threads import choose_threads
 from osd_hf_app.pair import Pieces, ServedPair, text_of
 from osd_hf_app.rooms import OTHER, Room, domain_router
 from osd_hf_app.sharing import MAX_BEGUN, Turn, Turns
@@ -88,7 +88,7 @@ class Service:
         is_public (`bool`, *optional*, defaults to `False`):
             Whether strangers come, each of whom then has limits: answers are shorter, and stop when they leave.
         threads (`int`, *optional*):
-            Threads of torch; by default one for the bundled pair, which is too small for more, all cores for others.
+            Threads of torch; by default one, unless all cores are clearly faster.
         load_settings (`Any`):
             `dtype` and `device` of the pairs that are loaded later.
     """
@@ -125,7 +125,9 @@ class Service:
         return room
 
     def _use_threads(self, pair: ServedPair) -> None:
-        torch.set_num_threads(self._threads or (1 if pair.is_bundled else cores()))
+        ids = pair.encode(WARM_UP, 4)
+        settings = {"do_sample": False, "max_new_tokens": 4}
+        self._used, _ = choose_threads(pair.target, lambda: _timed_alone(pair, ids, settings), self._threads)
 
     def reset(self, room: Room) -> None:
         """Forget what a room's draft has learned, between two requests."""
@@ -141,7 +143,7 @@ class Service:
             try:
                 shared = self._opened(pair)
             except BaseException:
-                self._use_threads(self.pair)
+                torch.set_num_threads(self._used)
                 raise
             self.visitors.share(shared)
         return pair

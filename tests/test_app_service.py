@@ -825,16 +825,19 @@ def test_a_batch_learns_between_its_prompts(pair: ServedPair, monkeypatch: pytes
         service.close()
 
 
-@pytest.mark.parametrize(("is_bundled", "asked_for", "used"), [(False, None, 7), (True, None, 1), (False, 3, 3)])
-def test_models_that_may_be_large_get_all_cores_unless_it_is_said_otherwise(
-    pair: ServedPair, monkeypatch: pytest.MonkeyPatch, is_bundled: bool, asked_for: int | None, used: int
+@pytest.mark.parametrize("asked_for", [None, 3])
+def test_a_pair_that_is_about_to_serve_is_timed_for_the_number_of_threads(
+    pair: ServedPair, monkeypatch: pytest.MonkeyPatch, asked_for: int | None
 ) -> None:
-    numbers: list[int] = []
-    monkeypatch.setattr(service_module, "cores", lambda: 7)
-    monkeypatch.setattr(torch, "set_num_threads", numbers.append)
-    monkeypatch.setattr(pair, "is_bundled", is_bundled)
+    asked: list[Any] = []
+
+    def chosen(model: Any, answer: Callable[[], tuple[float, list[int]]], threads: int | None) -> tuple[int, Any]:
+        asked.extend([model, len(answer()[1]), threads])
+        return 1, {}
+
+    monkeypatch.setattr(service_module, "choose_threads", chosen)
     Service(pair, config=MANUAL, threads=asked_for).close()
-    assert numbers == [used]
+    assert asked == [pair.target, 4, asked_for]
 
 
 @pytest.mark.parametrize("is_bundled", [True, False])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from osd_hf.bench.controlled import LABEL, ControlledAcceptance, controlled_acce
 from osd_hf.bench.display import plot_speedups
 from osd_hf.cli.bench import _tables
 from osd_hf.cli.main import main
+from osd_hf.utils import threads
+from osd_hf.utils.threads import choose_threads
 
 TOKENS = 16
 
@@ -437,3 +440,32 @@ def test_more_systems_than_colors_are_drawn(tmp_path):
     bars = {f"{i}": {f"system {n}": (1.0 + n, (0.5 + n, 2.0 + n), n and 1.5 * n) for n in range(9)} for i in range(3)}
     plot_speedups(tmp_path / "speedups.png", bars, title="speed-ups")
     assert (tmp_path / "speedups.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("one", "all_cores", "chosen", "answers"),
+    [(0.1, 0.08, 1, 13), (0.1, 0.06, 4, 13), (0.1, 3.0, 1, 13), (4.0, 2.0, 4, 5)],
+)
+def test_one_thread_answers_unless_all_are_clearly_faster(monkeypatch, one, all_cores, chosen, answers):
+    taken, now = [], [0.0]
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(threads, "cores", lambda: 4)
+    monkeypatch.setattr(torch, "set_num_threads", taken.append)
+
+    def answer():
+        now[0] += one if taken[-1] == 1 else all_cores
+
+    model = SimpleNamespace(device=torch.device("cpu"))
+    assert choose_threads(model, answer, clock=lambda: now[0]) == (chosen, {"1": one, "4": all_cores})
+    assert taken[-1] == chosen
+    assert len(taken) == answers + 1
+
+
+@pytest.mark.parametrize(("given", "device", "chosen"), [(3, "cpu", 3), (None, "cpu", 5), (None, "meta", 5)])
+def test_a_number_of_threads_that_is_given_is_taken(monkeypatch, given, device, chosen):
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    if device != "cpu":
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    assert choose_threads(SimpleNamespace(device=torch.device(device)), pytest.fail, given) == (chosen, {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -20,12 +21,11 @@ from osd_hf.cli.main import main
 from osd_hf.metrics import Comparison
 
 SIZES = {
-    "learn_requests": 4, "later_requests": 3, "timed_requests": 2, "max_new_tokens": 8, "ceiling_epochs": 2,
-    "ceiling_seconds": 60,
+    "learn_requests": 4, "later_requests": 3, "timed_requests": 2, "max_new_tokens": 8,
 }  # fmt: skip
 
 
-SMALLER = {"learn_requests": 2, "later_requests": 2, "timed_requests": 1, "max_new_tokens": 4, "ceiling_epochs": 1}
+SMALLER = {"learn_requests": 2, "later_requests": 2, "timed_requests": 1, "max_new_tokens": 4}
 
 
 @pytest.fixture(scope="module")
@@ -57,15 +57,15 @@ def test_the_report_has_each_domain_and_all_of_them(finished):
     report = json.loads((finished / "report.json").read_text())
     assert list(report["by_domain"]) == [*DOMAINS, "all"]
     every = report["by_domain"]["all"]
-    for name in ("static", "learned", "ceiling"):
+    for name in ("static", "learned"):
         parts = [report["by_domain"][domain][name] for domain in DOMAINS]
         assert sum(part["examined"] for part in parts) == every[name]["examined"]
         assert {part["emitted"] for part in parts} == {24}
     assert every["answers"] == 12
-    assert report["outputs"] == {"identical": 16, "tied": 0, "differing": 0}
+    assert report["outputs"] == {"identical": 24, "tied": 0, "differing": 0}
     assert report["updates"] == 1  # the second was spread over requests that did not come any more
     assert report["learning_seconds"] > 0
-    assert set(every["tokens_per_second"]) == {"target alone", "static draft", "learned draft"}
+    assert set(every["tokens_per_second"]) == {"target alone", "prompt lookup", "static draft", "learned draft"}
     assert report["provenance"]["seed"] == 0
 
 
@@ -81,14 +81,19 @@ def test_it_is_overwritten_and_the_table_is_narrow(finished, pair, capsys):
     table = [line for line in lines if line.startswith((*DOMAINS, "all ", "domain"))]
     assert len(table) == 12
     assert max(map(len, table)) <= 110
-    assert any("chosen on these later prompts, which favors the ceiling" in line for line in lines)
-    assert any("8 of 8 assisted outputs are the target's own" in line for line in lines)
+    assert lines[0].startswith("1. A small draft guesses ahead while its target answers 8 prompts, and learns")
+    assert "torch threads: 1." in lines[3]
+    summary = (
+        r"Your draft now guesses \d+ of 100 tokens right instead of \d+, and answers come [\d.]+ times as fast as "
+    )
+    own = "from the target alone; every answer was the target's own, token for token."
+    assert re.fullmatch(summary + re.escape(own), lines[-1])
 
 
 def test_a_differing_output_exits_with_1(pair, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("osd_hf.bench.benchmark.compare_outputs", lambda *args: "differing")
     assert main(arguments(pair, tmp_path / "out", **SMALLER)) == 1
-    assert "8 DIFFER" in capsys.readouterr().out
+    assert "12 DIFFER" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["learn_requests", "timed_requests"])

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from osd_hf.assistant import OnlineAssistant
-from osd_hf.bench.controlled import ControlledAcceptance, answer_greedily, feeds_through
+from osd_hf.bench.controlled import ControlledAcceptance, feeds_through
 from osd_hf.bench.display import progress
 from osd_hf.config import OnlineConfig
 from osd_hf.drafting.forward import CompiledTarget, DraftForward
@@ -308,8 +307,10 @@ def benchmark(
         raise UnsupportedModelError("The benchmark needs a decoder-only target, got an encoder-decoder.")
     requests = [_Request(name, tuple(ids)) for name, group in prompts.items() for ids in group]
     watched = [r for name in prompts for r in [r for r in requests if r.dataset == name][:watched_requests]]
-    # One of each length: up to each doubling of it, a compiled draft is compiled anew.
-    first = {(r.dataset, (len(r.ids) + max_new_tokens - 1).bit_length()): r for r in reversed(requests)}
+    # One of each length where something is compiled, which is done anew up to each doubling of it.
+    compiles = any(system.compile_draft or system.compile_target for system in systems)
+    lengths = {r: (len(r.ids) + max_new_tokens - 1).bit_length() if compiles else 0 for r in requests}
+    first = {(r.dataset, lengths[r]): r for r in reversed(requests)}
     ways = [_Way(target, system, tokenizer, max_new_tokens) for system in systems]
 
     def turns(method: Callable[..., Any], chosen: Sequence[_Request], what: str) -> Iterator[tuple[Any, ...]]:
@@ -375,32 +376,6 @@ def median_ratio(ratios: Iterable[float]) -> dict[str, Any]:
     draws = np.random.default_rng(0).integers(len(values), size=(2000, len(values)))
     low, high = np.quantile(np.median(values[draws], axis=1), [0.025, 0.975])
     return {"median": float(np.median(values)), "interval": [float(low), float(high)]}
-
-
-def cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def choose_threads(target: Any, prompt_ids: Sequence[int], threads: int | None) -> tuple[int, dict[str, float]]:
-    """Set the number of torch's threads: the one given, or else the one, of 1 and all cores, with which a target on
-    the CPU answers sooner. Returns it, and the median times of both in seconds where they were measured."""
-    times: dict[str, float] = {}
-    if threads is None and target.device.type != "cpu":
-        threads = torch.get_num_threads()
-    elif threads is None and cores() > 1:
-        choices = [1, cores()]
-
-        def answer(number: int, prompt_ids: Sequence[int]) -> float:
-            torch.set_num_threads(number)
-            return answer_greedily(target, prompt_ids, 24)[1]
-
-        taken = list(in_turns([functools.partial(answer, number) for number in choices], [prompt_ids] * 5))
-        # The first round warms up.
-        medians = dict(zip(choices, map(statistics.median, zip(*taken[1:], strict=True)), strict=True))
-        threads, times = min(choices, key=lambda n: medians[n]), {str(n): round(s, 4) for n, s in medians.items()}
-    torch.set_num_threads(threads or 1)
-    return threads or 1, times
 
 
 def pad_setting(model: Any) -> dict[str, int]:

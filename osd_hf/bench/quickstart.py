@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import random
 import textwrap
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,23 +14,24 @@ import torch
 
 from osd_hf.assistant import OnlineAssistant
 from osd_hf.bench import display
-from osd_hf.bench.benchmark import BenchmarkReport, System, benchmark, choose_threads, cores
+from osd_hf.bench.benchmark import BenchmarkReport, System, benchmark
+from osd_hf.bench.controlled import answer_greedily
 from osd_hf.bench.display import figure, ratio_text, text_table
 from osd_hf.bundled import DOMAINS, bundled_prompts, check_answer
 from osd_hf.bundled.example import Example
 from osd_hf.capture.hook import record_traces
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError
-from osd_hf.learning.updater import Updater
 from osd_hf.metrics import AcceptanceStats, Comparison, figures_of
 from osd_hf.pair import Pair
 from osd_hf.prompts import encode_turn
 from osd_hf.replay import replay_each
 from osd_hf.trace import Trace
 from osd_hf.utils.report import make_folder, provenance, write_report
+from osd_hf.utils.threads import choose_threads
 
 K = 5
-WAYS = ("target alone", "static draft", "learned draft")
+WAYS = ("target alone", "prompt lookup", "static draft", "learned draft")
 
 
 def _size(default: int, help: str, least: int = 1) -> Any:
@@ -47,12 +47,10 @@ class QuickstartSizes:
         ConfigError: a number that is too small; more timed requests than later ones.
     """
 
-    learn_requests: int = _size(80, "requests per domain that are served and learned from", 2)
-    later_requests: int = _size(40, "later requests per domain, never learned from, that alpha is measured on", 2)
-    timed_requests: int = _size(12, "those of them that are also answered live, three ways in alternation")
+    learn_requests: int = _size(40, "requests per domain that are served and learned from", 2)
+    later_requests: int = _size(20, "later requests per domain, never learned from, that alpha is measured on", 2)
+    timed_requests: int = _size(8, "those of them that are also answered live, each way in turns")
     max_new_tokens: int = _size(96, "bound of an answer", 2)
-    ceiling_epochs: int = _size(30, "passes over the learned requests that make the offline ceiling")
-    ceiling_seconds: int = _size(50, "bound of the time that the ceiling may take")
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -71,12 +69,12 @@ def quickstart(
 ) -> dict[str, Any]:  # fmt: skip
     """
     Serve a shuffled stream of all domains with one draft that learns, then measure it on later prompts against the
-    draft as it was and against a fresh copy trained offline on the same requests.
+    draft as it was.
 
     Args:
         pair (`Pair`), sizes (`QuickstartSizes`): Left as it is; and how much of everything.
         seed (`int`): Seed of the prompts, of their order, and of learning.
-        threads (`int`, *optional*): Threads of torch; with `None` the faster of one and all cores, measured.
+        threads (`int`, *optional*): Threads of torch; `None` leaves them to [`choose_threads`].
         output_dir (`Path`), write (`Callable[[str], object]`):
             The folder gets `report.json`, `alpha.png` and `domains.png`; `write` takes the lines that are shown.
 
@@ -113,7 +111,7 @@ def quickstart(
         **found.facts,
     }
     display.plot_alpha(output_dir / "alpha.png", found.serving, title=display.WHILE_SERVING)
-    labels = {"static": "static", "learned": "learned while serving", "ceiling": "trained offline, many epochs"}
+    labels = {"static": "static", "learned": "learned while serving"}
     title = "Acceptance on later prompts, never learned from"
     display.plot_domains(output_dir / "domains.png", found.compared.bars(labels), title=title)
     sample = next((i for i, (_, ok) in enumerate(right) if ok), 0)
@@ -122,12 +120,13 @@ def quickstart(
     report["total_seconds"] = round(time.perf_counter() - started, 2)
     write_report(output_dir / "report.json", report)
     write(f"\n{report['total_seconds']:.0f} s in all. Wrote report.json, alpha.png and domains.png to {output_dir}.")
+    write(f"\n{_summary(report)}")
     return report
 
 
 class _Measured(NamedTuple):
     serving: Comparison  # frozen and learned, on the requests that were learned from
-    compared: Comparison  # static, learned and ceiling, on the later prompts
+    compared: Comparison  # static and learned, on the later prompts
     later: list[Trace]
     timed: BenchmarkReport
     threads: int
@@ -138,39 +137,38 @@ def _measured(
     pair: Pair, config: OnlineConfig, sizes: QuickstartSizes, stream: Sequence[tuple[str, list[int]]],
     asked: Sequence[tuple[str, list[int]]], threads: int | None, write: Callable[[str], object],
 ) -> _Measured:  # fmt: skip
-    """Serve and learn, replay the later prompts, train the ceiling, and time three ways to answer."""
-    seconds, started = dict[str, float](), time.perf_counter()
+    """Serve and learn, replay the later prompts, and time the ways to answer."""
+    seconds, clocks = dict[str, dict[str, float]](), [(time.perf_counter(), time.process_time())]
 
     def done(phase: str) -> None:
-        seconds[phase] = round(time.perf_counter() - started - sum(seconds.values()), 2)
+        clocks.append((time.perf_counter(), time.process_time()))
+        wall, processor = (round(now - before, 2) for before, now in zip(*clocks[-2:], strict=True))
+        seconds[phase] = {"wall": wall, "processor": processor}
 
-    serving_threads, thread_seconds = choose_threads(pair.target, asked[0][1], threads)
+    used, thread_seconds = choose_threads(pair.target, lambda: answer_greedily(pair.target, asked[0][1], 4), threads)
+    for line in _announced(pair, sizes, asked[0][1], used):
+        write(line)
     done("threads")
     with OnlineAssistant(*pair, config) as assistant:
-        write(f"serving {len(stream)} requests of {len(DOMAINS)} domains, shuffled; the draft learns meanwhile")
         served = serve_stream(assistant, stream, sizes.max_new_tokens)
         balance = {"learning_seconds": assistant.learning_seconds, "saved_seconds": assistant.saved_seconds}
         done("serving")
-        torch.set_num_threads(threads or cores())
         ids = [one for _, one in asked]
         recorded = record_traces(pair.target, ids, max_new_tokens=sizes.max_new_tokens, num_logprobs=1)
         later = list(display.progress(recorded, "later prompts", "request", len(ids)))
         frozen, static = (replay_each(pair.draft, traces, K) for traces in (served, later))
         learned = replay_each(assistant.draft, later, K)
         done("replay")
-        best, ceiling = _ceiling(pair.draft, served, later, config, sizes)
-        done("ceiling")
-        torch.set_num_threads(serving_threads)
         timed = _timed(pair, assistant.draft, served, asked, sizes)
         done("timing")
     while_serving = {"frozen": frozen, "learned": [AcceptanceStats.from_trace(t) for t in served]}
     serving = Comparison([t.domain for t in served], while_serving)
-    compared = Comparison([domain for domain, _ in asked], {"static": static, "learned": learned, "ceiling": best})
+    compared = Comparison([domain for domain, _ in asked], {"static": static, "learned": learned})
     facts = {
-        "ceiling": ceiling, "updates": assistant.version, "thread_seconds": thread_seconds, "phase_seconds": seconds,
+        "updates": assistant.version, "thread_seconds": thread_seconds, "phase_seconds": seconds,
         **balance,
     }  # fmt: skip
-    return _Measured(serving, compared, later, timed, serving_threads, facts)
+    return _Measured(serving, compared, later, timed, used, facts)
 
 
 def learned_and_later(sizes: QuickstartSizes, seed: int) -> tuple[list[Example], list[Example]]:
@@ -207,39 +205,16 @@ def serve_stream(
     return traces
 
 
-def _ceiling(
-    draft: Any, traces: Sequence[Trace], later: Sequence[Trace], config: OnlineConfig, sizes: QuickstartSizes
-) -> tuple[list[AcceptanceStats], dict[str, Any]]:
-    """A fresh copy of the draft after many passes over the same traces: the best of what it scores after each few."""
-    updater = Updater(draft, replace(config, replay_fraction=1.0))
-    trained = copy.deepcopy(draft)
-    updater.buffer.extend(trace for trace in traces if len(trace))
-    steps_per_epoch = max(1, round(len(traces) / config.batch_size))
-    best, best_epoch, epoch = replay_each(draft, later, K), 0, 0
-    started = time.perf_counter()
-    for epoch in display.progress(range(1, sizes.ceiling_epochs + 1), "offline ceiling", "epoch"):
-        updater.update(steps_per_epoch)
-        is_last = epoch == sizes.ceiling_epochs or time.perf_counter() - started > sizes.ceiling_seconds
-        if is_last or epoch % 5 == 0:
-            updater.copy_to(trained)
-            stats = replay_each(trained, later, K)
-            if sum(stats, AcceptanceStats()).alpha >= sum(best, AcceptanceStats()).alpha:
-                best, best_epoch = stats, epoch
-        if is_last:
-            break
-    return best, {"epochs": epoch, "best_epoch": best_epoch, "steps_per_epoch": steps_per_epoch}
-
-
 def _timed(
     pair: Pair, learned: Any, earlier: Sequence[Trace], asked: Sequence[tuple[str, list[int]]], sizes: QuickstartSizes
 ) -> BenchmarkReport:
-    """The target alone, transformers' assisted generation with the draft as it was, and ours with the learned one and
-    the text of what it was learned from."""
+    """The target alone, transformers' prompt lookup and assisted generation with the draft as it was, and ours with
+    the learned one and the text of what it was learned from."""
     prompts = {domain: [ids for name, ids in asked if name == domain][: sizes.timed_requests] for domain in DOMAINS}
-    alone, static, ours = WAYS
+    alone, lookup, static, ours = WAYS
     systems = [
-        System(alone, "alone"), System(static, "stock", pair.draft, K),
-        System(ours, "lean", learned, "auto", earlier=earlier),
+        System(alone, "alone"), System(lookup, "prompt_lookup", num_assistant_tokens=K),
+        System(static, "stock", pair.draft, K), System(ours, "lean", learned, "auto", earlier=earlier),
     ]  # fmt: skip
     return benchmark(
         pair.target, systems, prompts, max_new_tokens=sizes.max_new_tokens, watched_requests=0,
@@ -252,12 +227,11 @@ def _domain_report(
 ) -> dict[str, Any]:
     """The figures of a domain, or of all."""
     answered = [is_right for domain, is_right in right if name in (domain, "all")]
-    gap = part.totals["ceiling"].alpha - part.totals["static"].alpha
     ways = {way: timed.figures(way, None if name == "all" else name) for way in WAYS}
     outputs = [ways[way]["outputs"] for way in WAYS[1:]]
     return {
         **{side: figures_of(stats) for side, stats in part.totals.items()},
-        "gap_closed": part.gain / gap if gap > 0 else None,
+        "gain": part.gain,
         "tokens_per_second": {way: figures["tokens_per_second"] for way, figures in ways.items()},
         "times_as_fast": {way: ways[way]["times_alone"] for way in WAYS[1:]},
         "outputs": sum(sum(counts.values()) for counts in outputs),
@@ -270,36 +244,25 @@ def _domain_report(
 def _shown(report: dict[str, Any], sample: Example, answer: str) -> list[str]:
     rows, speeds = [], []
     for name, part in report["by_domain"].items():
-        closed = "-" if part["gap_closed"] is None else f"{part['gap_closed']:.0%}"
         efficiency = " > ".join(figure(part[draft]["block_efficiency"], 2) for draft in ("static", "learned"))
         rows.append([
-            name, _alpha(part["static"]), _alpha(part["learned"]), figure(part["ceiling"]["alpha"]), closed,
+            name, _alpha(part["static"]), _alpha(part["learned"]), figure(part["gain"], sign=True),
             efficiency, f"{part['answers_right']}/{part['answers']}",
         ])  # fmt: skip
         speeds.append([
-            name, *(f"{rate:.0f}" for rate in part["tokens_per_second"].values()),
-            *(ratio_text(ratio) for ratio in part["times_as_fast"].values()),
+            name, f"{part['tokens_per_second'][WAYS[0]]:.0f}", *map(ratio_text, part["times_as_fast"].values()),
             f"{part['outputs_identical']}/{part['outputs']}",
         ])  # fmt: skip
-    sizes, outputs, ceiling = report["sizes"], report["outputs"], report["ceiling"]
-    rising = ", where it was still rising" if ceiling["best_epoch"] == ceiling["epochs"] else ""
-    tied = f", {outputs['tied']} part at a tie of the target's top two tokens" if outputs["tied"] else ""
-    differing = f", {outputs['differing']} DIFFER" if outputs["differing"] else ""
+    sizes = report["sizes"]
     prompt, answer = (textwrap.indent(text, "    ") for text in (sample.prompt, answer))
     return [
         f"\nLater prompts, never learned from ({sizes['later_requests']} per domain, k = {K}, threshold 0):\n",
-        text_table(
-            ["domain", "alpha static", "alpha learned", "ceiling", "gap closed", "tokens/forward", "right"], rows
-        ),
-        f"\nCeiling: a fresh copy of the draft, trained offline on the same {len(DOMAINS) * sizes['learn_requests']} "
-        f"requests; the best of {ceiling['epochs']} passes was number {ceiling['best_epoch']}{rising},\n"
-        "chosen on these later prompts, which favors the ceiling.",
-        f"\nTokens per second and times as fast as the target alone ({sizes['timed_requests']} requests per domain in "
-        f"alternation,\nmedian of the ratios; torch threads: {report['provenance']['threads']}). Static: "
-        f"transformers' own assisted generation, k = {K};\nlearned: lean drafting at its own pace.\n",
-        text_table(["domain", "alone", "static", "learned", "static x", "learned x", "identical"], speeds),
-        f"\n{outputs['identical']} of {sum(outputs.values())} assisted outputs are the target's own, "
-        f"token by token{tied}{differing}.",
+        text_table(["domain", "alpha static", "alpha learned", "gain", "tokens/forward", "right"], rows),
+        f"\nTokens per second of the target alone, and times as fast ({sizes['timed_requests']} of these requests per "
+        f"domain in turns,\nmedian of the ratios, torch threads: {report['provenance']['threads']}). Lookup: "
+        f"transformers' prompt lookup; static: its assisted\ngeneration with the draft as it was, k = {K}; learned: "
+        "lean drafting with the learned draft, at its own pace.\n",
+        text_table(["domain", "alone", "lookup x", "static x", "learned x", "identical"], speeds),
         f"\nWhile the {len(DOMAINS) * sizes['learn_requests']} requests were served, learning took "
         f"{report['learning_seconds']:.1f} s and saved {report['saved_seconds'] or 0:.1f} s: rounds that the static "
         "draft would have needed more.",
@@ -310,3 +273,36 @@ def _shown(report: dict[str, Any], sample: Example, answer: str) -> list[str]:
 def _alpha(part: dict[str, Any]) -> str:
     interval = part["alpha_interval"]
     return figure(part["alpha"]) if interval is None else f"{part['alpha']:.3f} [{interval[0]:.3f}, {interval[1]:.3f}]"
+
+
+def _announced(pair: Pair, sizes: QuickstartSizes, prompt_ids: list[int], threads: int) -> list[str]:
+    """What is about to happen, and how long it takes."""
+    answer, seconds = answer_greedily(pair.target, prompt_ids, sizes.max_new_tokens)
+    served, later, timed = (
+        len(DOMAINS) * count for count in (sizes.learn_requests, sizes.later_requests, sizes.timed_requests)
+    )
+    # In answers of the target alone: serving with the learning; batches; four ways and their first answers.
+    answers = 1.4 * served + 0.2 * later + 3.6 * (timed + 2 * len(DOMAINS))
+    return [
+        f"1. A small draft guesses ahead while its target answers {served} prompts, and learns from the answers.",
+        f"2. {later} later prompts show how many guesses are right, before and after.",
+        f"3. {timed} of them are answered {len(WAYS)} ways in turns, to see how fast each one is.",
+        f"About {max(1, round(answers * seconds / 60))} min on this machine as busy as it is now; torch threads: "
+        f"{threads}.\n",
+    ]
+
+
+def _summary(report: dict[str, Any]) -> str:
+    every, outputs = report["by_domain"]["all"], report["outputs"]
+    now, before = (figure(100 * every[draft]["alpha"], 0) for draft in ("learned", "static"))
+    if outputs["tied"] or outputs["differing"]:
+        own = (
+            f"{outputs['identical']} of {sum(outputs.values())} answers were the target's own, token for token, "
+            f"{outputs['tied']} part from it at a tie of its top two tokens, {outputs['differing']} DIFFER"
+        )
+    else:
+        own = "every answer was the target's own, token for token"
+    return (
+        f"Your draft now guesses {now} of 100 tokens right instead of {before}, and answers come "
+        f"{every['times_as_fast'][WAYS[-1]]['median']:.1f} times as fast as from the target alone; {own}."
+    )

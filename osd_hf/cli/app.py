@@ -7,7 +7,7 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
-from osd_hf.cli.flags import Placement, in_groups
+from osd_hf.cli.flags import THREADS, Placement, in_groups
 from osd_hf.errors import ConfigError
 
 _models, _server, _keeping = in_groups("models", "server", "keeping")
@@ -19,7 +19,7 @@ class AppSettings(Placement):
 
     target: str | None = _models("instead of the bundled target", metavar="ID|PATH")
     draft: str | None = _models("instead of the bundled draft", metavar="ID|PATH")
-    threads: int | None = _models("of torch; by default 1 for the bundled pair, all cores for others", metavar="N")
+    threads: int | None = _models(THREADS, metavar="N")
     host: str | None = _server("this machine alone by default (or GRADIO_SERVER_NAME); any other address, such as "
                                "0.0.0.0, lets others in and implies --public, unless --login is given")  # fmt: skip
     port: int | None = _server("the first free one from 7860 by default")

@@ -12,13 +12,20 @@ from typing import Any
 import torch
 
 from osd_hf.assistant import OnlineAssistant
-from osd_hf.bench.benchmark import BenchmarkReport, System, benchmark, choose_threads
-from osd_hf.bench.controlled import LABEL, SHAPES, ControlledAcceptance, controlled_acceptance, random_pair
+from osd_hf.bench.benchmark import BenchmarkReport, System, benchmark
+from osd_hf.bench.controlled import (
+    LABEL,
+    SHAPES,
+    ControlledAcceptance,
+    answer_greedily,
+    controlled_acceptance,
+    random_pair,
+)
 from osd_hf.bench.display import figure, plot_speedups, ratio_text, text_table
 from osd_hf.bench.quickstart import QuickstartSizes, learned_and_later, quickstart, serve_stream
 from osd_hf.bundled import DOMAINS
 from osd_hf.cli import FAILED
-from osd_hf.cli.flags import Reporting, Rows, TargetLoading, flag, in_groups, option, part
+from osd_hf.cli.flags import THREADS, Reporting, Rows, TargetLoading, flag, in_groups, option, part
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, DataError
 from osd_hf.pair import load_pair, prompt_room
@@ -26,6 +33,7 @@ from osd_hf.prompts import encode_prompts, encode_turn, read_prompts
 from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace
 from osd_hf.utils.report import make_folder, provenance, write_report
+from osd_hf.utils.threads import choose_threads
 
 Stream = list[tuple[str, list[int]]]  # the data set and token ids of each request that is learned from
 Prompts = dict[str, list[list[int]]]  # data set -> token ids of each prompt
@@ -55,7 +63,7 @@ class BenchSettings(Rows, TargetLoading, Reporting):
                                  50, metavar="N")  # fmt: skip
     max_new_tokens: int = _sizes("bound of an answer", 96, metavar="N")
     seed: int = flag("of prompts, learning and random weights", 0)
-    threads: int | None = flag("of torch, at least 1; measured by default", metavar="N")
+    threads: int | None = flag(THREADS, metavar="N")
     controlled: str | None = _shapes("a proposal is right with this probability", metavar="ALPHA[,ALPHA...]")
     target_shape: str | None = _shapes(f"one of {', '.join(SHAPES)}; 7b by default", metavar="NAME")
     draft_shape: str | None = _shapes("likewise; 160m by default", metavar="NAME")
@@ -118,7 +126,7 @@ class QuickstartSettings(Reporting):
 
     sizes: QuickstartSizes = part(metavar="N")
     seed: int = flag("of the prompts and of learning", 0)
-    threads: int | None = flag("of torch, at least 1; measured by default", metavar="N")
+    threads: int | None = flag(THREADS, metavar="N")
     target: str | None = flag("another target for the same prompts", metavar="ID|PATH")
     draft: str | None = flag("another draft for the same prompts", metavar="ID|PATH")
     output_dir: Path = flag("overwritten", Path("osd_hf_quickstart"))
@@ -196,7 +204,9 @@ def _served(settings: BenchSettings) -> tuple[BenchmarkReport, int, dict[str, An
     else:
         room = prompt_room(target.config, draft.config, settings.max_new_tokens)
         stream, prompts = _read_prompts(settings, settings.prompts, tokenizer, room)
-    threads, thread_seconds = choose_threads(target, next(iter(prompts.values()))[0], settings.threads)
+    threads, thread_seconds = choose_threads(
+        target, lambda: answer_greedily(target, next(iter(prompts.values()))[0], 4), settings.threads
+    )
     drafts, earlier = {"static": draft}, CorrectionStore()
     if stream:
         config = OnlineConfig(num_assistant_tokens=settings.ks[0], seed=settings.seed)
@@ -264,7 +274,9 @@ def _controlled(settings: BenchSettings) -> tuple[BenchmarkReport, int, dict[str
     prompts = {
         alpha: [[draw.randrange(tokens) for _ in range(length)] for _ in range(settings.requests)] for alpha in alphas
     }
-    threads, thread_seconds = choose_threads(target, prompts[alphas[0]][0], settings.threads)
+    threads, thread_seconds = choose_threads(
+        target, lambda: answer_greedily(target, prompts[alphas[0]][0], 4), settings.threads
+    )
     acceptance = controlled_acceptance(target, prompts, new_tokens, settings.seed)
     report = benchmark(
         target, _systems({"": draft}, settings.ks, compiles=settings.compile, acceptance=acceptance),

@@ -26,6 +26,7 @@ from osd_hf.store.store import CorrectionStore
 from osd_hf.utils.report import json_text, write_report
 
 BUNDLED_REQUESTS = 200
+THREADS = "of torch, at least 1; by default OMP_NUM_THREADS, or one, unless all cores are clearly faster"
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Kind = TypeVar("Kind")

@@ -1,0 +1,58 @@
+"""How many threads torch takes."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+CLEARLY = 0.7  # of one thread's time: what all cores must answer in to be taken
+ROUNDS = 5
+LONG_SECONDS = 1.0  # an answer that takes as long with one thread is a large model's
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def choose_threads(
+    model: Any, answer: Callable[[], object], threads: int | None = None, *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[int, dict[str, float]]:  # fmt: skip
+    """
+    Set the number of torch's threads: one, unless all cores are clearly faster. Several threads wait for each other
+    in each small operation: beside another busy process they take many times as long, one its share alone.
+
+    Args:
+        model (`PreTrainedModel`): What is about to serve; unless it is on a CPU, torch's own number stays.
+        answer (`Callable[[], object]`): Has it answer a few tokens, to be timed.
+        threads (`int`, *optional*): Is taken as it is, as is `OMP_NUM_THREADS` where that is set.
+        clock (`Callable[[], float]`, *optional*, defaults to `time.perf_counter`): Seconds.
+
+    Returns:
+        `tuple[int, dict[str, float]]`: the number, and the median seconds of both where they were measured.
+    """
+    most, times = cores(), dict[str, float]()
+    if threads is None and (model.device.type != "cpu" or "OMP_NUM_THREADS" in os.environ):
+        threads = torch.get_num_threads()
+    elif threads is None and most > 1:
+
+        def seconds(number: int) -> float:
+            torch.set_num_threads(number)
+            began = clock()
+            answer()
+            return clock() - began
+
+        seconds(most), seconds(1)  # warms up
+        rounds = 1 if seconds(1) > LONG_SECONDS else ROUNDS
+        taken = [(seconds(1), seconds(most)) for _ in range(rounds)]
+        one, all_cores = map(statistics.median, zip(*taken, strict=True))
+        threads = most if all_cores < CLEARLY * one else 1
+        times = {"1": round(one, 4), str(most): round(all_cores, 4)}
+    torch.set_num_threads(threads or 1)
+    return threads or 1, times
