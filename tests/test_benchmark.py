@@ -444,7 +444,7 @@ def test_more_systems_than_colors_are_drawn(tmp_path):
 
 @pytest.mark.parametrize(
     ("one", "all_cores", "chosen", "answers"),
-    [(0.1, 0.08, 1, 13), (0.1, 0.06, 4, 13), (0.1, 3.0, 1, 13), (4.0, 2.0, 4, 5)],
+    [(0.1, 0.08, 1, 11), (0.1, 0.06, 4, 11), (0.1, 3.0, 1, 3), (4.0, 2.0, 4, 3)],
 )
 def test_one_thread_answers_unless_all_are_clearly_faster(monkeypatch, one, all_cores, chosen, answers):
     taken, now = [], [0.0]

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 CLEARLY = 0.7  # of one thread's time: what all cores must answer in to be taken
+HOPELESS = 4.0  # likewise: what needs no second look, as others keep the cores busy
+LONG_SECONDS = 1.0  # with one thread: a large model, which is not timed again
 ROUNDS = 5
-LONG_SECONDS = 1.0  # an answer that takes as long with one thread is a large model's
 
 
 def cores() -> int:
@@ -48,10 +49,11 @@ def choose_threads(
             answer()
             return clock() - began
 
-        seconds(most), seconds(1)  # warms up
-        rounds = 1 if seconds(1) > LONG_SECONDS else ROUNDS
-        taken = [(seconds(1), seconds(most)) for _ in range(rounds)]
-        one, all_cores = map(statistics.median, zip(*taken, strict=True))
+        seconds(1)  # warms up
+        pairs = [(seconds(1), seconds(most))]
+        is_long, is_hopeless = pairs[0][0] > LONG_SECONDS, pairs[0][1] > HOPELESS * pairs[0][0]
+        pairs += [(seconds(1), seconds(most)) for _ in range(0 if is_long or is_hopeless else ROUNDS - 1)]
+        one, all_cores = map(statistics.median, zip(*pairs, strict=True))
         threads = most if all_cores < CLEARLY * one else 1
         times = {"1": round(one, 4), str(most): round(all_cores, 4)}
     torch.set_num_threads(threads or 1)
