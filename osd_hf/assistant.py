@@ -302,6 +302,7 @@ class OnlineAssistant:
             target.config, base.config, self.config, peft_config=self._peft_config, target_dtype=target.dtype,
             draft_dtype=base.dtype, target_bytes=sum(t.nbytes for t in (*target.parameters(), *target.buffers())),
             prompt_tokens=prompt_tokens, new_tokens=new_tokens, drafts=max(len(self._drafts.domains), 1),
+            device_type=base.device.type,
         )  # fmt: skip
 
     @property
@@ -333,8 +334,8 @@ class OnlineAssistant:
 
     def warm_up(self, max_length: int = 1024) -> None:
         """
-        Compile now what `compile_draft` and `compile_target` ask for, so that no request waits for it. What comes up
-        later is compiled when it does: the head of a draft vocabulary and, on CUDA, each further copy of the draft.
+        Compile now what `compile_draft` and `compile_target` ask for, so that no request waits for it. The head of a
+        draft vocabulary is compiled when it comes up.
 
         Args:
             max_length (`int`, *optional*, defaults to 1024):

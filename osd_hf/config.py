@@ -58,11 +58,12 @@ class OnlineConfig:
             computed. It follows traffic, changes no weight, and takes a copy of the rows in use. `"full"`: all.
         drafting (`str`, *optional*, defaults to `"lean"`):
             `"lean"`: by the draft's own forward; `"stock"`: by transformers' candidate generator, the reference.
-        compile_draft (`bool`, *optional*, defaults to `False`):
-            Compile the draft's forward over a static cache, which takes some seconds at the first request and for
-            each doubling of the longest sequence ([`~OnlineAssistant.warm_up`] does it before), and once more for each
-            size of draft vocabulary. What a sequence has beyond 8,192 tokens is drafted eagerly. Where it cannot be
-            done, the log says so and the draft runs eagerly.
+        compile_draft (`bool` or `"auto"`, *optional*, defaults to `"auto"`):
+            Compile the draft's forward over a static cache; `"auto"`: where the draft lies on an accelerator, on which
+            starting the kernels of an eager forward takes longer than what they compute. Compiling takes some seconds
+            at the first request and for each doubling of the longest sequence ([`~OnlineAssistant.warm_up`] does it
+            before), and once more for each size of draft vocabulary. What a sequence has beyond 8,192 tokens is
+            drafted eagerly. Where it cannot be done, the log says so and the draft runs eagerly.
         compile_target (`bool`, *optional*, defaults to `False`):
             Compile the target's verification of drafts over a static cache: once, for any number of drafted tokens,
             for each doubling of the longest sequence; it takes some 20 seconds each, less where the compiler's own
@@ -146,7 +147,9 @@ class OnlineConfig:
     text_bytes: int = setting(1 << 26, "of past text and its index, at most")
     draft_vocabulary: Literal["auto", "full"] = setting("auto", "auto: the draft's head has the tokens in use, or all")
     drafting: Literal["lean", "stock"] = setting("lean", "lean, or stock (transformers' candidate generator)")
-    compile_draft: bool = setting(False, "compile the draft's forward (lean drafting)")
+    compile_draft: bool | Literal["auto"] = setting(
+        "auto", "compile the draft's forward (lean drafting); auto = on accelerators"
+    )
     compile_target: bool = setting(False, "compile the target's verification of drafts")
     divergence: str = setting("forward_kl", "loss between target and draft: " + ", ".join(DIVERGENCES))
     learn_from: Literal["verified", "corrections"] = setting("verified", "positions learned from")
@@ -189,8 +192,10 @@ class OnlineConfig:
             must(name, is_int(getattr(self, name)), "an integer of at least 1")
         for name, choices in CHOICES.items():
             must(name, getattr(self, name) in choices, f"one of {', '.join(choices)}")
-        for name in ("compile_draft", "compile_target", "gate"):
+        for name in ("compile_target", "gate"):
             must(name, isinstance(getattr(self, name), bool), "True or False")
+        compiles = self.compile_draft
+        must("compile_draft", compiles == "auto" or isinstance(compiles, bool), 'True, False, or "auto"')
         for name in ("learning_rate", "max_grad_norm", "micro_step_seconds"):
             must(name, 0 < getattr(self, name) < float("inf"), "a positive number")
         k, width, size = self.num_assistant_tokens, self.num_logprobs, self.max_draft_bytes
@@ -207,7 +212,7 @@ class OnlineConfig:
         must("max_effort", 1 <= self.max_effort < float("inf"), "a number of at least 1")
         must("max_duty_cycle", 0 < self.max_duty_cycle <= 1, "above 0 and at most 1")
         must("seed", is_int(self.seed, 0), "an integer of at least 0")
-        if self.drafting == "stock" and self.compile_draft:
+        if self.drafting == "stock" and compiles is True:
             raise ConfigError('`compile_draft=True` needs `drafting="lean"`, got "stock".')
         if k == "auto" and self.drafting == "lean" and self.learn_from == "corrections":
             raise ConfigError(

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from osd_hf.config import OnlineConfig
+from osd_hf.drafting.forward import compiles_draft, hindrance, static_sizes
 from osd_hf.errors import UnsupportedModelError, first_line
 from osd_hf.learning.learner import SCORED_AT_ONCE
 from osd_hf.learning.memory import Activations
@@ -72,7 +73,7 @@ class Part:
 class MemoryPlan:
     """
     What a pair takes once two versions of its draft have served: a model of it, which knows neither what the process
-    itself takes nor what an allocator leaves unused.
+    itself takes nor what an allocator leaves unused, nor what graphs of kernels do that were captured.
 
     Args:
         parts (`tuple[Part, ...]`): By purpose.
@@ -108,7 +109,7 @@ class MemoryPlan:
 def memory_plan(
     target: Any, draft: Any, config: OnlineConfig | None = None, *, peft_config: Any = None,
     target_dtype: Any = "auto", draft_dtype: Any = "auto", target_bytes: int | None = None, prompt_tokens: int = 512,
-    new_tokens: int = 256, drafts: int = 1,
+    new_tokens: int = 256, drafts: int = 1, device_type: str = "cuda",
 ) -> MemoryPlan:  # fmt: skip
     """
     Plan the memory of a pair. No weights are loaded.
@@ -124,6 +125,9 @@ def memory_plan(
         prompt_tokens (`int`, *optional*, defaults to 512), new_tokens (`int`, *optional*, defaults to 256):
             Of a request.
         drafts (`int`, *optional*, defaults to 1): Drafts of domains that have learned.
+        device_type (`str`, *optional*, defaults to `"cuda"`):
+            Where the draft lies, as `compile_draft="auto"` compiles it on an accelerator. What is compiled has weights
+            of its own beside those of its version, and static caches, whose sizes are powers of two.
 
     Raises:
         UnsupportedModelError: a model that cannot be built from its configuration, or adapters that do not fit it.
@@ -141,11 +145,15 @@ def memory_plan(
     answer = min(new_tokens, length)
     requests = _requests_at_once(config, activations, vocab_size_of(draft), length, answer)
     sizes = dtype_of(target, target_dtype).itemsize, dtype_of(draft, draft_dtype).itemsize
+    is_compiled = compiles_draft(config, device_type) and hindrance(draft) is None
+    static = (
+        sum(static_sizes(prompt_tokens, prompt_tokens + new_tokens)) - prompt_tokens if is_compiled else new_tokens
+    )
     parts = [
         Part("target: weights", target_bytes),
         Part("target: cache", cache_bytes(target, prompt_tokens, new_tokens, sizes[0])),
-        Part("draft: cache", cache_bytes(draft, prompt_tokens, new_tokens, sizes[1])),
-        *_of_weights(small, learner, config, is_whole=peft_config is None, drafts=drafts),
+        Part("draft: cache", cache_bytes(draft, prompt_tokens, static, sizes[1])),
+        *_of_weights(small, learner, config, is_whole=peft_config is None, is_compiled=is_compiled, drafts=drafts),
         Part("learner: activations", _kept_bytes(draft, activations, requests, length), "step"),
         *_of_requests(draft, config, requests * answer, prompt_tokens, new_tokens, drafts),
     ]
@@ -184,7 +192,9 @@ def _batch(config: OnlineConfig, new_tokens: int) -> int:
     return max(min(config.batch_size, positions // new_tokens), 1)
 
 
-def _of_weights(small: Any, learner: Any, config: OnlineConfig, *, is_whole: bool, drafts: int) -> list[Part]:
+def _of_weights(
+    small: Any, learner: Any, config: OnlineConfig, *, is_whole: bool, is_compiled: bool, drafts: int
+) -> list[Part]:
     """What the weights of drafts and their learners take."""
     count, learned = _numel(small.parameters()), trainable_parameters(learner)
     learns, matrices = _numel(learned.values()), hidden_matrices(learner, learned, config)
@@ -193,8 +203,9 @@ def _of_weights(small: Any, learner: Any, config: OnlineConfig, *, is_whole: boo
     served, muon = count * size + buffers, _numel(matrices)
     adapter = 0 if is_whole else learns * FP32
     version = learns * size if is_whole else adapter
-    # A copy that serves has the weights of its version, unless these are an adapter's, or a graph has captured them.
-    copies = served if not is_whole or config.compile_draft else buffers
+    # A copy that serves has the weights of its version, unless these are an adapter's, or a graph has captured where
+    # its own lie.
+    copies = buffers if is_whole else served
     # Beside adapters, what is in fp32 already lies where the base does.
     frozen = 0 if is_whole or size == FP32 else count * FP32
     masters = drafts * buffers if is_whole else 2 * buffers + adapter  # and what versions are merged with
@@ -204,6 +215,7 @@ def _of_weights(small: Any, learner: Any, config: OnlineConfig, *, is_whole: boo
         Part("draft: as it came", served),
         Part("draft: as it was", served + drafts * adapter),
         Part("draft: serving", drafts * (version + copies)),
+        Part("draft: serving, compiled", drafts * count * size * (is_whole and is_compiled)),
         Part("draft: version before", drafts * version),
         Part("learner: master", drafts * learns * FP32 + frozen + masters),
         Part("learner: average", drafts * learns * FP32 * (config.weight_average > 0)),
@@ -341,7 +353,7 @@ def activation_bytes(config: Any) -> int:
     computes nothing, which takes some seconds for a large model."""
     with FakeTensorMode():
         auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        model = auto.from_config(config, dtype=torch.float32).eval()
+        model = auto.from_config(copy.deepcopy(config), dtype=torch.float32).eval()  # it writes the dtype into it
         others = {p.untyped_storage()._cdata for p in model.parameters()}
         kept: dict[int, Any] = {}
 

@@ -99,8 +99,8 @@ def simulate(
         )
     routes = as_router(router)
     if learner is None:
-        drafts = DomainDrafts(draft, config, peft_config=peft_config, per_domain=routes is not None)
-        learner = Learner(drafts, replace(config, max_duty_cycle=1.0))
+        config = replace(config, max_duty_cycle=1.0, compile_draft=False)  # nothing is drafted here
+        learner = Learner(DomainDrafts(draft, config, peft_config=peft_config, per_domain=routes is not None), config)
     k = learner.config.compared_k or learner.drafts.base.generation_config.num_assistant_tokens
     if not isinstance(k, int):
         raise ConfigError(

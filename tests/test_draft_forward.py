@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import models
+import numpy as np
 import pytest
 import torch
 from transformers import StaticCache
@@ -18,7 +19,15 @@ from transformers.cache_utils import DynamicLayer
 from waiting import LONG
 
 from osd_hf import OnlineAssistant, OnlineConfig
-from osd_hf.drafting.forward import SMALLEST_STATIC_CACHE, CompiledDraft, DraftForward, StaticForward
+from osd_hf.drafting.forward import (
+    SMALLEST_STATIC_CACHE,
+    CompiledDraft,
+    DraftForward,
+    StaticForward,
+    compiles_draft,
+    static_sizes,
+)
+from osd_hf.drafting.vocabulary import RestrictedDraft
 
 COMPILABLE = ("llama", "gpt2")
 
@@ -410,10 +419,10 @@ def test_requests_are_drafted_eagerly_while_another_one_compiles(
     compiled, compile_it = CompiledDraft(model), CompiledDraft._compile
     reached, opened, found = threading.Event(), threading.Event(), []
 
-    def waiting(self: CompiledDraft, model: Any, size: int) -> Any:
+    def waiting(self: CompiledDraft, *given: Any) -> Any:
         reached.set()
         assert opened.wait(120)
-        return compile_it(self, model, size)
+        return compile_it(self, *given)
 
     monkeypatch.setattr(CompiledDraft, "_compile", waiting)
     first = threading.Thread(target=lambda: found.append(compiled.forward(model, 40, 40)), daemon=True)
@@ -427,6 +436,75 @@ def test_requests_are_drafted_eagerly_while_another_one_compiles(
     first.join(120)
     assert [type(forward) for forward in found] == [DraftForward, StaticForward]
     assert type(compiled.forward(model, 40, 40)) is StaticForward
+
+
+@pytest.mark.parametrize("drafting", ["lean", "stock"])
+def test_by_default_drafts_are_compiled_on_accelerators(drafting: Any) -> None:
+    config = OnlineConfig(drafting=drafting)
+    assert [compiles_draft(config, device) for device in ("cuda", "xpu", "cpu", "meta")] == [
+        *(2 * [drafting == "lean"]), False, False,
+    ]  # fmt: skip
+    told = [OnlineConfig(compile_draft=way) for way in (True, False)]
+    assert [compiles_draft(config, device) for config in told for device in ("cuda", "cpu")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    drafts = OnlineAssistant(*models.pair(num_hidden_layers=1), config=config).drafts
+    assert drafts._copies.compiled is None
+    assert drafts._copies.shares
+
+
+def test_heads_of_all_sizes_take_turns_with_one_cache(untraced: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    new_cache = CompiledDraft._new_cache
+    monkeypatch.setattr(
+        CompiledDraft, "_new_cache", lambda self, *given: made.append(new_cache(self, *given)) or made[-1]
+    )
+    model = models.build(num_hidden_layers=1)
+    compiled, few = CompiledDraft(model), RestrictedDraft(model, np.arange(8)).model
+    for _ in range(2):
+        for draft in (model, few):
+            forward = compiled.forward(draft, 40, 40)
+            with torch.inference_mode():
+                assert forward.feed(models.prompt()).shape[1] == draft.lm_head.out_features
+            forward.close()
+    assert len(untraced) == 4
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_forward_that_fails_where_it_was_compiled_goes_on_eagerly(
+    count: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As capturing a graph for another number of tokens may, long after the first one."""
+    fails: list[bool] = []
+
+    def compile_it(step: Any, **_: Any) -> Any:
+        def run(*args: Any) -> Any:
+            logits = step(*args)  # whatever it has written by then
+            if fails:
+                raise RuntimeError("CUDA error: out of memory")
+            return logits
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compile_it)
+    model = models.double(models.build())
+    compiled = CompiledDraft(model)
+    forwards = [compiled.forward(model, 40, 40) for _ in range(2)]
+    known = models.prompt(20)[0].tolist()
+    with torch.inference_mode():
+        for forward in forwards:
+            forward.feed(torch.tensor([known[:6]]))
+        fails.append(True)
+        for end in range(6 + count, 20, count):
+            for forward in forwards:
+                logits = forward.feed(torch.tensor([known[end - count : end]]))
+                torch.testing.assert_close(logits, by_itself(model, known[:end]), atol=1e-10, rtol=0)
+    assert type(compiled.forward(model, 40, 40)) is DraftForward
+    assert caplog.text.count("runs eagerly") == 1
 
 
 # --- where nothing can be compiled ----------------------------------------------------------------------------------
@@ -458,11 +536,25 @@ def test_without_a_compiler_the_draft_runs_eagerly(
     assert message.split(".")[0] in caplog.text
 
 
+def test_attention_that_goes_by_lengths_is_not_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    model = models.build(num_hidden_layers=1)
+    for attention, can_be in {
+        "sdpa": True,
+        "eager": True,
+        "flash_attention_2": False,
+        "flex_attention": False,
+    }.items():
+        model.config._attn_implementation = attention
+        assert CompiledDraft(model).can_be_compiled == can_be
+        assert (attention in caplog.text) != can_be
+
+
 @pytest.mark.parametrize("architecture", ["mistral", "gemma3", "t5", "bart"])
 def test_what_static_caches_cannot_serve_runs_eagerly(architecture: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     target, draft = models.pair(architecture, noise=0.08)
-    same_as_eager(target, draft, [(ids, {}) for ids in models.prompts(3)])
+    assistant = same_as_eager(target, draft, [(ids, {}) for ids in models.prompts(3)])
+    assert assistant.drafts._copies.shares  # as nothing has captured where its weights lie
     assert caplog.text.count("runs eagerly") == 1
     assert ("sliding windows" in caplog.text) != draft.config.is_encoder_decoder
 
@@ -586,6 +678,7 @@ def test_a_sequence_moves_to_larger_caches_and_then_to_a_dynamic_one(
     for _ in range(2):
         sizes = feed_all(model, compiled, 48, at_once)
         assert list(dict.fromkeys(sizes)) == [16, 32, DynamicLayer]
+        assert static_sizes(6, 48) == [16, 32, 48]  # what is planned for
     free = [cache for one in compiled._compiled.values() if one is not None for cache in one.free]
     assert sorted(map(id, free)) == sorted(map(id, made))
     assert len(made) == 2

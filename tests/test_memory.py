@@ -287,6 +287,22 @@ def test_a_plan_of_a_published_pair_adds_up(name: str) -> None:
     assert all(0 < share < 1 for share in plan.learning_share.values())
 
 
+def test_what_is_compiled_on_an_accelerator_has_weights_of_its_own_and_caches_of_powers_of_two() -> None:
+    for architecture in ("qwen3", "mistral"):  # which slides
+        target, draft = (model.config for model in models.pair(architecture))
+        target.dtype = draft.dtype = torch.bfloat16
+        there, elsewhere, as_told = (
+            {part.name: part.bytes for part in memory_plan(target, draft, config, device_type=device).parts}
+            for device, config in (("cuda", None), ("cpu", None), ("cuda", OnlineConfig(compile_draft=False)))
+        )
+        more = {part: there[part] - elsewhere.get(part, 0) for part in there if there[part] != elsewhere.get(part)}
+        each, count = elsewhere["draft: cache"] // 768, sum(p.numel() for p in skeleton(draft).parameters())
+        expected = {"draft: cache": 256 * each, "draft: serving, compiled": 2 * count}
+        assert more == (expected if architecture == "qwen3" else {})
+        assert as_told == elsewhere
+        assert draft.dtype == target.dtype == torch.bfloat16  # as they were
+
+
 def test_adapters_of_a_published_draft_take_less_than_nine_bytes_a_parameter() -> None:
     target, draft, (_, small) = PAIRS["Qwen3-8B, 0.6B"]
     plan = memory_plan(target, draft, peft_config=LoraConfig(r=16, target_modules="all-linear"))

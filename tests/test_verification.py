@@ -537,7 +537,21 @@ def limit_hit_later(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return compile_it
 
 
-@pytest.mark.parametrize("way", [backend_failing_later, limit_hit_later])
+def capture_failing_later(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    calls: list[int] = []
+
+    def compile_it(step: Any, **_kwargs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            logits = step(*args)  # whatever it has written by then
+            calls.append(1)
+            return logits if len(calls) <= 5 else fail()
+
+        return run
+
+    return compile_it
+
+
+@pytest.mark.parametrize("way", [backend_failing_later, limit_hit_later, capture_failing_later])
 def test_a_changed_target_that_cannot_be_compiled_again_verifies_eagerly(
     way: Callable[..., Any], fed: list[int], free: list[Any], monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

@@ -112,7 +112,7 @@ def _of_type(hint: Any, metavar: str | None = None) -> dict[str, Any]:
     """The arguments of `add_argument` for the type of a field made by [`flag`] or, with a `metavar`, of a setting that
     users of the library set as well."""
     args = typing.get_args(hint)
-    if hint is bool:
+    if hint is bool or bool in args:  # of both and a word, which no flag says, the word is the default
         return {"action": "store_true" if metavar is None else argparse.BooleanOptionalAction}
     if typing.get_origin(hint) is Literal:
         return {"choices": args}

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from osd_hf.config import OnlineConfig
 from osd_hf.errors import first_line
 from osd_hf.utils.disk import in_child, renewing
 
@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 # Tokens of static caches: each doubling in between is compiled once. What a sequence has beyond the last is eager.
 SMALLEST_STATIC_CACHE, LARGEST_STATIC_CACHE = 256, 8192
 AHEAD = 256  # tokens of an answer that a request's first cache has room for; longer answers move on to larger ones
+# Goes by a mask, which hides what lies behind the tokens of a static cache; kernels that go by lengths would see it.
+MASKED_ATTENTION = ("sdpa", "eager", None)
 MOST_COMPILED = 32  # tokens that a compiled draft takes at once
 # What the target's loop may be given besides tokens where its rounds are compiled.
 KNOWN_ARGUMENTS = {
@@ -106,10 +108,62 @@ class CroppableCache(StaticCache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back so many tokens, told as a number of at most 0."""
+        lengths = [layer.cumulative_length for layer in self.layers if layer.is_initialized]
+        if tokens_to_remove and lengths:
+            with torch.inference_mode(lengths[0].is_inference()):
+                torch._foreach_add_(lengths, tokens_to_remove)  # on accelerators by one kernel, not by one a layer
+
+    def cut(self, length: int) -> None:
+        """Hold the first so many tokens, whatever a forward that has failed left behind."""
         with torch.inference_mode(self.layers[0].cumulative_length.is_inference()):
             for layer in self.layers:
                 if layer.is_initialized:
-                    layer.cumulative_length.add_(tokens_to_remove)
+                    layer.cumulative_length.fill_(length)
+
+
+def static_size(tokens: int) -> int:
+    """Tokens of the static cache for a sequence of so many."""
+    return max(SMALLEST_STATIC_CACHE, 1 << (tokens - 1).bit_length())
+
+
+def first_tokens(begins: int, ends: int) -> int:
+    """Tokens that the first cache of a sequence has room for which begins and ends with so many."""
+    tokens = min(begins + AHEAD, ends)
+    return min(tokens, LARGEST_STATIC_CACHE) if begins < LARGEST_STATIC_CACHE else tokens
+
+
+def static_sizes(begins: int, ends: int) -> list[int]:
+    """Tokens of the caches that such a sequence goes through; all are kept but the one beyond the largest."""
+    size = static_size(first_tokens(begins, ends))
+    sizes = [size if size <= LARGEST_STATIC_CACHE else ends]
+    while sizes[-1] < ends:
+        sizes.append(2 * sizes[-1] if 2 * sizes[-1] <= LARGEST_STATIC_CACHE else ends)
+    return sizes
+
+
+def compiles_draft(config: OnlineConfig, device_type: str) -> bool:
+    """Whether a draft on a device of this type, such as `"cuda"`, is to be compiled."""
+    if config.compile_draft == "auto":
+        return config.drafting == "lean" and device_type not in ("cpu", "meta")
+    return config.compile_draft
+
+
+def hindrance(config: Any, whose: str = "model") -> str | None:
+    """Why the forward of a model of this configuration cannot be compiled over a static cache; `None` where it can."""
+    taken_back = "cannot take tokens back from a static cache"
+    if config.is_encoder_decoder:
+        return f"an encoder-decoder {taken_back}"
+    text = config.get_text_config(decoder=True)
+    attention = getattr(text, "_attn_implementation", None)
+    if attention not in MASKED_ATTENTION:
+        return f"its attention, {attention}, may see what lies behind the tokens of a static cache"
+    try:
+        layers = StaticCache(config=text, max_cache_len=8).layers
+    except Exception as error:  # noqa: BLE001 - of a configuration of any kind
+        return f"no static cache can be made for it: {first_line(error)}"
+    if any(getattr(layer, "is_sliding", True) for layer in layers):  # recurrent ones do not say
+        return f"a {whose} with sliding windows or recurrent layers {taken_back}"
+    return None
 
 
 class CompiledForward:
@@ -117,6 +171,9 @@ class CompiledForward:
     A forward of few tokens, compiled, over static caches that requests take turns with. It is that of `model` and of
     its copies, whose weights may change in place between requests, as may their dtype and device. What cannot be
     compiled runs eagerly, and the log says why, once.
+
+    On CUDA the kernels are captured as graphs, which read and write at fixed places: for each copy and each cache that
+    it meets, in each thread, and for each number of tokens. Capturing takes a fraction of a second.
     """
 
     whose = "draft"
@@ -124,20 +181,14 @@ class CompiledForward:
     mark = staticmethod(torch._dynamo.mark_dynamic)  # where it can only be for so many, compiling fails
 
     def __init__(self, model: Any) -> None:
-        # By size of cache, rows of the head and model; `None` where compiling failed, and while it is under way.
-        self._compiled: dict[tuple[int, int, int], _Compiled | None] = {}
+        # By size of cache and rows of the head; `None` where compiling failed, and while it is under way.
+        self._compiled: dict[tuple[int, int], _Compiled | None] = {}
+        self._free: dict[int, list[CroppableCache]] = {}  # by size; heads of all sizes take turns with them
         self._made_for: tuple[Any, ...] = ()
         self._lock = threading.Lock()
         in_child(self, renewing(_lock=threading.Lock, _compiled=dict))  # what was under way never ends in a child
-        taken_back = "cannot take tokens back from a static cache"
-        why = f"an encoder-decoder {taken_back}" if model.config.is_encoder_decoder else None
-        config = model.config.get_text_config(decoder=True)
-        layers = StaticCache(config=config, max_cache_len=8).layers
-        if any(getattr(layer, "is_sliding", True) for layer in layers):  # recurrent ones do not say
-            why = f"a {self.whose} with sliding windows or recurrent layers {taken_back}"
-        if model.device.type == "meta":
-            why = "its weights are offloaded"
-        self._can_be_compiled = why is None
+        why = "its weights are offloaded" if model.device.type == "meta" else hindrance(model.config, self.whose)
+        self.can_be_compiled = why is None
         if why:
             self._tell(why)
 
@@ -148,6 +199,16 @@ class CompiledForward:
 
     def _tell(self, why: str) -> None:
         logger.warning("The %s is not compiled and runs eagerly: %s.", self.whose, why)
+
+    def give_up(self, compiled: _Compiled, error: Exception) -> None:
+        """What was compiled has failed, or could not be compiled anew: requests under way go on eagerly, as those to
+        come begin. Called while nobody else runs it."""
+        compiled.step = compiled.several = self.step
+        with self._lock:
+            for key, made in self._compiled.items():
+                if made is compiled:
+                    self._compiled[key] = None
+        self.failed(error)
 
     @staticmethod
     def step(model: Any, ids: torch.Tensor, cache: Any) -> Any:
@@ -184,35 +245,34 @@ class CompiledForward:
         """What is compiled for at most `tokens` tokens, and an empty cache to be put back among those that are free;
         `None` where the model runs eagerly. Where it has to be compiled first, this request waits for it; others run
         eagerly meanwhile."""
-        size = max(SMALLEST_STATIC_CACHE, 1 << (tokens - 1).bit_length())
+        size = static_size(tokens)
         # Compiled code and caches have the dtype that they were made with.
-        if not self._can_be_compiled or torch.is_autocast_enabled(model.device.type):
+        if not self.can_be_compiled or torch.is_autocast_enabled(model.device.type):
             return None
-        # A head of other rows is another shape. On CUDA, a captured graph reads its weights at one place, and each
-        # copy has graphs of its own.
-        rows = getattr(model.get_output_embeddings(), "out_features", 0)
-        key = size, rows, id(model) if model.device.type == "cuda" else 0
+        key = size, getattr(model.get_output_embeddings(), "out_features", 0)  # a head of other rows is another shape
         with self._lock:
             if self._made_for != (model.dtype, model.device):
-                self._compiled, self._made_for = {}, (model.dtype, model.device)
-            made, is_new = self._compiled, key not in self._compiled
+                self._compiled, self._free, self._made_for = {}, {}, (model.dtype, model.device)
+            made, free, is_new = self._compiled, self._free.setdefault(size, []), key not in self._compiled
             if is_new:
                 made[key] = None
         with self.mode():
             if is_new:  # no lock is held meanwhile
-                made[key] = self._compile(model, size)
-            with self._lock:
-                compiled = made[key]
-                if compiled is None:
-                    return None
-                cache = compiled.free.pop() if compiled.free else self._new_cache(model, size)
+                made[key] = self._compile(model, size, free)
+            compiled = made[key]
+            if compiled is None:
+                return None
+            cache = self._cache(model, size, free)
             cache.reset()
         return compiled, cache
 
+    def _cache(self, model: Any, size: int, free: list[CroppableCache]) -> CroppableCache:
+        with self._lock:
+            return free.pop() if free else self._new_cache(model, size)
+
     def first(self, model: Any, begins: int, most: int) -> tuple[_Compiled, CroppableCache] | None:
         """A lease for a sequence that begins with so many tokens and ends with at most `most`."""
-        tokens = min(begins + AHEAD, most)
-        return self.lease(model, min(tokens, LARGEST_STATIC_CACHE) if begins < LARGEST_STATIC_CACHE else tokens)
+        return self.lease(model, first_tokens(begins, most))
 
     def larger(self, model: Any, compiled: _Compiled, cache: CroppableCache, tokens: int) -> Any:
         """What is leased of `compiled` goes back; returns a lease for more tokens whose cache holds what that one
@@ -242,7 +302,7 @@ class CompiledForward:
     def _new_cache(self, model: Any, size: int) -> CroppableCache:
         return CroppableCache(config=model.config.get_text_config(decoder=True), max_cache_len=size)
 
-    def _compile(self, model: Any, size: int) -> _Compiled | None:
+    def _compile(self, model: Any, size: int, free: list[CroppableCache]) -> _Compiled | None:
         if size > LARGEST_STATIC_CACHE:
             self._tell(f"a sequence is longer than {LARGEST_STATIC_CACHE} tokens, where static caches end")
             return None
@@ -257,7 +317,8 @@ class CompiledForward:
         logger.info("Compiling the %s's forward for up to %d tokens, which takes some seconds.", self.whose, size)
         _compiling.threads.add(threading.get_ident())
         try:
-            cache, steps = self._new_cache(model, size), []
+            cache, steps = self._cache(model, size, free), []
+            cache.reset()
             model(input_ids=self.tokens(1, model.device), past_key_values=cache, use_cache=True)
             # Each size is compiled for itself: not, because there are several, for any.
             with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
@@ -270,7 +331,8 @@ class CompiledForward:
         finally:
             _compiling.threads.discard(threading.get_ident())
         logger.info("Compiled the %s's forward in %.1f s.", self.whose, time.perf_counter() - started)
-        return _Compiled(steps[0], steps[-1], size, [cache])
+        free.append(cache)
+        return _Compiled(steps[0], steps[-1], size, free)
 
 
 @dataclass(eq=False)
@@ -320,8 +382,15 @@ class StaticForward(DraftForward):
         # A captured graph writes the next logits where these are, whoever asks for them.
         with self._compiled.running:
             step = self._compiled.step if count == 1 else self._compiled.several
-            # A copy is a tensor of inference mode, wherever the tokens were made.
-            logits: torch.Tensor = step(self.draft, ids.clone(), self.cache)
+            fed = ids.clone()  # a tensor of inference mode, wherever the tokens were made
+            try:
+                logits: torch.Tensor = step(self.draft, fed, self.cache)
+            except Exception as error:  # capturing it for another number of tokens may fail, too
+                if step is self._owner.step:
+                    raise
+                self._owner.give_up(self._compiled, error)
+                self.cache.cut(self.length)
+                logits = self._owner.step(self.draft, fed, self.cache)
             self.length += count
             return logits.clone()
 
@@ -409,16 +478,6 @@ class CompiledTarget(CompiledForward):
         with hooks, torch.inference_mode(False), torch.no_grad():
             yield
 
-    def give_up(self, compiled: _Compiled, error: Exception) -> None:
-        """Compiling anew for a changed target failed: requests under way go on eagerly, as those to come begin. Called
-        while nobody else runs what is compiled."""
-        compiled.step = self.step
-        with self._lock:
-            for key, made in self._compiled.items():
-                if made is compiled:
-                    self._compiled[key] = None
-        self.failed(error)
-
     def verification(self, target: Any, kwargs: dict[str, Any], begins: int, most: int) -> Verification | None:
         """The verification of a request that begins with so many tokens and ends with at most `most`, whose loop gets
         `kwargs`; `None` where it is left to the eager forward."""
@@ -490,21 +549,25 @@ class Verification:
             if count == 1 and length == self._limit:  # there is no position behind it
                 logits = self._owner.step(self._target, ids, cache)
             else:
-                logits = self._compiled_logits(fed)
+                logits = self._compiled_logits(fed, length - count)
                 if count == 1:
                     cache.crop(-1)
             # A captured graph writes the next logits where these are.
             return CausalLMOutputWithPast(logits=logits[:, :count].clone(), past_key_values=cache)
 
-    def _compiled_logits(self, ids: torch.Tensor) -> torch.Tensor:
+    def _compiled_logits(self, ids: torch.Tensor, begins: int) -> torch.Tensor:
+        """The logits of tokens behind so many others."""
         assert self._compiled is not None
-        step, args = self._compiled.step, (self._target, ids, self.cache)
+        step, args = self._step or self._compiled.step, (self._target, ids, self.cache)
         try:
-            logits: torch.Tensor = (self._step or step)(*args)
+            logits: torch.Tensor = step(*args)
             if self._step is None:
                 self._step = step.sure(*args) if isinstance(step, GuardedStep) else step
-        except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # the target has changed
+        except Exception as error:  # the target has changed, or capturing it has failed
+            if step is self._owner.step:
+                raise
             self._owner.give_up(self._compiled, error)
+            self.cache.cut(begins)
             self._step = self._owner.step
             logits = self._step(*args)
         return logits

@@ -181,14 +181,14 @@ class LeanCandidateGenerator(CandidateGenerator):
         is_processed = bool(self.do_sample or self.logits_processor)
         with contextlib.nullcontext() if is_processed else torch.inference_mode():
             highest, chosen = logits.max(-1, keepdim=True)
-            if not math.isfinite(highest):  # nothing can be drawn from NaN, nor where no token is allowed
-                self._is_typical = False
-                return None
-            confidence = 1.0
             if self.do_sample or pace.reads_confidence:
                 probs = logits.softmax(-1, dtype=torch.float32)
-            if pace.reads_confidence:
-                confidence = float(probs.gather(-1, chosen))
+            # Of the two, one: an accelerator is waited for each time.
+            confidence = float(probs.gather(-1, chosen) if pace.reads_confidence else highest)
+            if not math.isfinite(confidence):  # nothing can be drawn from NaN, nor where no token is allowed
+                self._is_typical = False
+                return None
+            confidence = confidence if pace.reads_confidence else 1.0
             token = self._id(chosen)
             number = int(token)
             # Decided before anything is drawn: what is proposed must not depend on what was.

@@ -250,7 +250,8 @@ class StoreLearner:
         accelerator: Accelerator | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        config = replace(config, update_strategy="interval", max_duty_cycle=1.0)
+        # Nothing is drafted here.
+        config = replace(config, update_strategy="interval", max_duty_cycle=1.0, compile_draft=False)
         if config.compared_k is None:
             raise ConfigError("A fixed k is needed, got `num_assistant_tokens=None`.")
         self.config, self.k = config, config.compared_k

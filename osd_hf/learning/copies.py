@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from osd_hf.config import OnlineConfig
-from osd_hf.drafting.forward import CompiledDraft
+from osd_hf.drafting.forward import CompiledDraft, compiles_draft
 from osd_hf.drafting.generator import LeanDrafting
 from osd_hf.drafting.pacing import Pacer
 from osd_hf.learning.weights import Snapshot, learning_context, sharing, write_snapshot
@@ -54,7 +54,8 @@ class Copies:
 
     def __init__(self, base: Any, template: Any, config: OnlineConfig, pacer: Pacer) -> None:
         self.template, self.config, self.pacer = template, config, pacer
-        self.compiled = CompiledDraft(base) if config.compile_draft else None
+        compiled = CompiledDraft(base) if compiles_draft(config, base.device.type) else None
+        self.compiled = compiled if compiled is not None and compiled.can_be_compiled else None
         # Not where a compiled forward has captured where its weights lie, or some of them do not learn.
         is_part = template is not None or getattr(base, "_hf_peft_config_loaded", False)
         self.shares = not is_part and self.compiled is None
