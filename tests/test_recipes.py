@@ -1,11 +1,13 @@
-"""Each recipe of the lab pair runs its smallest form."""
+"""Each recipe of the lab pair runs its smallest form, and that for accelerators."""
 
+import contextlib
 import importlib
 import json
 import os
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import run_python
@@ -45,23 +47,45 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("traces")
 
 
+def run(name: str, flags: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The report of a recipe."""
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(RECIPES))
+    monkeypatch.setattr(sys, "argv", [str(RECIPES / f"{name}.py"), *flags])
+    common = importlib.import_module("common")
+    monkeypatch.setattr(common, "RESULTS", folder / "results")
+    monkeypatch.setattr(common, "MAX_NEW_TOKENS", 16)
+    with contextlib.suppress(SystemExit):
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    report = json.loads((folder / f"results/{name}.json").read_text())
+    assert report["provenance"]["command"].startswith(f"{name}.py")
+    return report
+
+
 @pytest.mark.parametrize("name", SMOKES)
 def test_a_recipe_runs_its_smallest_form(
     name: str, lab: Path, traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = [flag.format(traces=traces) for flag in SMOKES[name]]
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(RECIPES))
-    monkeypatch.setattr(sys, "argv", [str(RECIPES / f"{name}.py"), *flags])
-    common = importlib.import_module("common")
-    monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(common, "MAX_NEW_TOKENS", 16)
-    runpy.run_path(sys.argv[0], run_name="__main__")
-    report = json.loads((tmp_path / f"results/{name}.json").read_text())
-    assert report["provenance"]["command"].startswith(f"{name}.py")
+    report = run(name, [flag.format(traces=traces) for flag in SMOKES[name]], tmp_path, monkeypatch)
     if name == "lab_online":
         live = report["rows"][0]["live"]
         assert live["token_identical"] == live["equal_counts_by_replay_of_captured"] == live["requests"] == 2
+
+
+def test_what_accelerators_are_for_runs_in_tiny_shapes_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = run("accelerator", ["--smoke"], tmp_path, monkeypatch)["parts"]
+    assert {name: part["holds"] for name, part in parts.items()} == dict.fromkeys(
+        ("exactness", "memory", "latency", "speed", "vocabulary"), True
+    )
+    assert "all held" in capsys.readouterr().out
+    assert parts["exactness"]["float32"]["identical"] == 2
+    monkeypatch.setattr("osd_hf.drafting.vocabulary.RestrictedDraft", lambda *_: 1 / 0)
+    parts = run("accelerator", ["--smoke", "--parts", "vocabulary", "memory"], tmp_path, monkeypatch)["parts"]
+    assert "ZeroDivisionError" in parts["vocabulary"]["failed_with"]
+    assert [part["holds"] for part in parts.values()] == [False, True]
+    assert "did not hold: vocabulary" in capsys.readouterr().out
 
 
 def test_a_recipe_without_its_data_says_what_to_set() -> None:

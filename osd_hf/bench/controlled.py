@@ -21,6 +21,8 @@ Feed = Callable[[torch.Tensor], torch.Tensor]
 
 # Hidden size, layers, heads, intermediate size, vocabulary.
 SHAPES = {
+    "8b": (4096, 32, 32, 12288, 151_936),
+    "0.6b": (1024, 28, 16, 3072, 151_936),
     "7b": (4096, 32, 32, 11008, 32000),
     "1.5b": (1536, 28, 12, 8960, 32000),
     "160m": (768, 12, 12, 3072, 32000),

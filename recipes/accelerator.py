@@ -1,0 +1,322 @@
+"""
+What only an accelerator can show: exactness, memory beside its plan, latency while learning, compiled drafts beside
+eager ones, the cost model, and draft vocabularies, in shapes that are served there.
+
+    python recipes/accelerator.py              # within ten minutes on one H100; shapes of 8B take 35 GB
+    python recipes/accelerator.py --smoke      # tiny shapes on the CPU: nothing is compiled, no time is set
+
+exactness   bundled pair, learning between requests, in float32 and bfloat16: how many answers are the target's own; by
+            how little the target preferred its token where others part from it
+memory      a draft that learns beside a large target: bytes between updates and at most, beside `memory_plan`
+latency     requests to a middle-sized pair, by `update_strategy`: seconds of a request, and until its first token
+speed       large shapes at controlled acceptance: drafts eager and compiled, the target compiled as well, beside the
+            target alone and the cost model
+vocabulary  a token through the large pair's draft, with its whole head and with restricted ones
+
+No data set and no network is needed. Each part has a time of its own; one that fails, or runs out of it, is reported
+with its error, and the others go on. The exit code is 0 where all of them held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import logging
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from common import K, greedy, make_parser, run_facts, write_report
+from transformers.generation.streamers import BaseStreamer
+
+from osd_hf import OnlineAssistant, OnlineConfig
+from osd_hf.bench.benchmark import System, benchmark, compare_outputs
+from osd_hf.bench.controlled import answer_greedily, controlled_acceptance, random_pair
+from osd_hf.bundled import DOMAINS, bundled_prompts
+from osd_hf.drafting.forward import CompiledDraft, DraftForward
+from osd_hf.drafting.vocabulary import RestrictedDraft
+from osd_hf.pair import load_pair
+from osd_hf.prompts import encode_turn
+
+PROMPT = 64  # tokens of prompts to random weights
+ALPHAS = (0.5, 0.8)  # controlled acceptance
+Found = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is run: shapes of `osd_hf.bench.controlled`, their dtype, and how much of it."""
+
+    large: tuple[str, str] = ("8b", "0.6b")
+    middle: tuple[str, str] = ("1.5b", "160m")
+    dtype: torch.dtype = torch.bfloat16
+    answers: int = 32
+    new_tokens: int = 64
+    requests: int = 48  # of each strategy
+    timed: int = 3  # of each acceptance
+    heads: tuple[int, ...] = (2048, 8192, 32768)
+    compiles: bool = True
+
+
+TINY = ("tiny-target", "tiny-draft")
+SMOKE = Sizes(TINY, TINY, torch.float32, 2, 6, 9, 1, (128,), compiles=False)
+
+
+def prompts(number: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
+    """Prompts of random tokens."""
+    draw = random.Random(seed)
+    return [[draw.randrange(vocab_size) for _ in range(PROMPT)] for _ in range(number)]
+
+
+def asked(ids: list[int], device: str, sizes: Sizes) -> dict[str, Any]:
+    """The arguments of `generate`."""
+    tensor, settings = greedy(ids, sizes.new_tokens)
+    return {"inputs": tensor.to(device), **settings, "attention_mask": settings["attention_mask"].to(device)}
+
+
+# --- the parts ------------------------------------------------------------------------------------------------------
+
+
+def exactness(device: str, sizes: Sizes) -> Found:
+    share = -(-sizes.answers // len(DOMAINS))
+    texts = [e.prompt for domain in DOMAINS for e in bundled_prompts(domain, share, seed=0)][: sizes.answers]
+    found: Found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        pair = load_pair(device=device)
+        target, draft = pair.target.to(dtype), pair.draft.to(dtype)
+        fast = {"update_strategy": "interval", "update_interval": 2, "steps_per_update": 3, "gate": False}
+        config = OnlineConfig(num_assistant_tokens=K, **fast)
+        outcomes, parted = [], []
+        with OnlineAssistant(target, draft, pair.tokenizer, config) as assistant:
+            for number, text in enumerate(texts):
+                ids = encode_turn(pair.tokenizer, text)
+                alone, _ = answer_greedily(target, ids, sizes.new_tokens)
+                ours = assistant.generate(**asked(ids, device, sizes))[0, len(ids) :].tolist()
+                outcomes.append(compare_outputs(target, ids, alone, ours))
+                if outcomes[-1] != "identical":
+                    parted.append({"request": number, **parting(target, ids, alone, ours)})
+            versions = assistant.version
+        counts = {name: outcomes.count(name) for name in ("identical", "tied", "differing")}
+        found[str(dtype).removeprefix("torch.")] = {**counts, "versions": versions, "parted": parted}
+    return {"holds": found["float32"]["differing"] == 0 and found["float32"]["versions"] > 0, **found}
+
+
+@torch.no_grad()
+def parting(target: Any, ids: list[int], alone: list[int], ours: list[int]) -> Found:
+    """Where two answers part, and by how much the target prefers the likeliest token there to the next one."""
+    at = next((i for i, (a, b) in enumerate(zip(alone, ours, strict=False)) if a != b), min(len(alone), len(ours)))
+    logits = target(torch.tensor([[*ids, *alone[:at]]], device=target.device)).logits[0, -1].float()
+    top = logits.topk(2).values
+    return {"token": at, "gap": float(top[0] - top[1]), "of": float(top[0])}
+
+
+def memory(device: str, sizes: Sizes) -> Found:
+    is_measured = device != "cpu"
+    before = torch.cuda.memory_allocated() if is_measured else 0
+    target, draft = random_pair(*sizes.large, device=device, dtype=sizes.dtype)
+    config = OnlineConfig(num_assistant_tokens=K, update_strategy="manual", gate=False)
+    found: Found = {}
+    with OnlineAssistant(target, draft, None, config) as assistant:
+        plan = assistant.memory_plan(prompt_tokens=PROMPT, new_tokens=sizes.new_tokens)
+        for number, ids in enumerate(prompts(12, target.config.vocab_size)):
+            assistant.generate(**asked(ids, device, sizes))
+            if number % 4 == 3:  # the third version comes while one serves and one is kept
+                assistant.update(1)
+            if is_measured and number == 7:
+                torch.cuda.reset_peak_memory_stats()
+                found["between_bytes"] = torch.cuda.memory_allocated() - before
+        assert assistant.version == 3
+        if is_measured:
+            found["peak_bytes"] = torch.cuda.max_memory_allocated() - before
+    parts = {part.name: part.bytes for part in plan.parts if part.place == "device"}
+    planned = {"between_bytes": plan.bytes() - parts["target: cache"], "peak_bytes": plan.peak_bytes}
+    over = {name: found[name] / planned[name] for name in found}
+    holds = all(0.8 < ratio < 1.2 for ratio in over.values())
+    return {"holds": holds, "measured": found, "planned": planned, "measured_over_planned": over, "parts": parts}
+
+
+class FirstToken(BaseStreamer):
+    """Notes when the first token behind the prompt came."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def latency(device: str, sizes: Sizes) -> Found:
+    target, draft = random_pair(*sizes.middle, device=device, dtype=sizes.dtype)
+    found: Found = {}
+    for strategy in ("manual", "spread", "interval", "idle"):
+        config = OnlineConfig(num_assistant_tokens=K, update_strategy=strategy, min_effort=1.0)
+        seconds, waits = [], []
+        with OnlineAssistant(target, draft, None, config) as assistant:
+            assistant.warm_up(PROMPT + sizes.new_tokens)
+            for ids in prompts(sizes.requests, target.config.vocab_size):
+                first, began = FirstToken(), time.perf_counter()
+                assistant.generate(**asked(ids, device, sizes), streamer=first)
+                seconds.append(time.perf_counter() - began)
+                waits.append(first.times[1] - began)
+                if strategy == "idle":
+                    assistant.wait_until_idle(seconds[-1] / 2)
+            versions, error = len(assistant.decisions), assistant.learning_error
+        found[strategy] = {
+            "seconds": spread_of(seconds[2:]), "first_token_seconds": spread_of(waits[2:]), "versions": versions,
+            "learning_seconds": assistant.learning_seconds, "error": None if error is None else repr(error),
+        }  # fmt: skip
+    return {"holds": all(way["error"] is None for way in found.values()), **found}
+
+
+def spread_of(seconds: list[float]) -> Found:
+    p50, p99 = np.percentile(seconds, [50, 99])
+    return {"p50": float(p50), "p99": float(p99), "longest": max(seconds)}
+
+
+def speed(device: str, sizes: Sizes) -> Found:
+    target, draft = random_pair(*sizes.large, device=device, dtype=sizes.dtype)
+    drawn = iter(prompts(len(ALPHAS) * sizes.timed, target.config.vocab_size))
+    groups = {alpha: [next(drawn) for _ in range(sizes.timed)] for alpha in ALPHAS}
+    acceptance = controlled_acceptance(target, groups, sizes.new_tokens)
+    compiled: dict[str, dict[str, Any]] = {
+        "eager draft": {},
+        "compiled draft": {"compile_draft": sizes.compiles},
+        "both compiled": {"compile_draft": sizes.compiles, "compile_target": sizes.compiles},
+    }
+    lean = [System(name, "lean", draft, K, acceptance=acceptance, **how) for name, how in compiled.items()]
+    named = {f"alpha {alpha:g}": group for alpha, group in groups.items()}
+    systems = [System("target alone", "alone"), *lean]
+    report = benchmark(target, systems, named, max_new_tokens=sizes.new_tokens, watched_requests=1)
+    kept = ("tokens_per_second", "first_token_seconds", "alpha", "outputs", "peak_bytes", "times_alone", "predicted",
+            "round", "measured_over_predicted", "measured_over_predicted_wide")  # fmt: skip
+    found: Found = {
+        dataset: {
+            s.name: {k: v for k, v in report.figures(s.name, dataset).items() if k in kept} for s in report.systems
+        }
+        for dataset in report.answers
+    }
+    eager, quick = (report.rounds_of(name).to_dict()["draft_seconds"] for name in ("eager draft", "compiled draft"))
+    differing = sum(a.outcome == "differing" for s in report.systems for a in report.answers_of(s.name))
+    is_exact = sizes.dtype != torch.float32 or differing == 0
+    return {"holds": is_exact and (quick < eager or not sizes.compiles), "differing": differing, **found}
+
+
+@torch.inference_mode()
+def vocabulary(device: str, sizes: Sizes) -> Found:
+    draft, _ = random_pair(sizes.large[1], sizes.large[1], device=device, dtype=sizes.dtype)
+    drafts = {draft.config.vocab_size: draft} | {n: RestrictedDraft(draft, np.arange(n)).model for n in sizes.heads}
+    compiled = CompiledDraft(draft) if sizes.compiles else None
+    context = torch.tensor(prompts(1, draft.config.vocab_size), device=device)
+    found: Found = {}
+    for way in ("eager", "compiled") if compiled is not None else ("eager",):
+        forwards = {
+            size: DraftForward(d) if way == "eager" or compiled is None else compiled.forward(d, PROMPT, PROMPT + 8)
+            for size, d in drafts.items()
+        }
+        times: dict[int, list[float]] = {size: [] for size in forwards}
+        for forward in forwards.values():
+            forward.feed(context)
+        for _ in range(4 + 8 * sizes.timed):
+            for size, forward in forwards.items():
+                began = time.perf_counter()
+                float(forward.feed(context[:, :1]).max())  # waits for the device
+                times[size].append(time.perf_counter() - began)
+                forward.crop(PROMPT)
+        found[way] = {str(size): float(np.median(those[4:])) for size, those in times.items()}
+    whole, *few = next(reversed(found.values())).values()
+    return {"holds": device == "cpu" or min(few) < 1.05 * whole, "seconds": found}
+
+
+# Each with the seconds that it may take.
+PARTS: dict[str, tuple[Callable[[str, Sizes], Found], int]] = {
+    "exactness": (exactness, 100), "memory": (memory, 90), "latency": (latency, 130), "speed": (speed, 190),
+    "vocabulary": (vocabulary, 70),
+}  # fmt: skip
+
+
+# --- running them ---------------------------------------------------------------------------------------------------
+
+
+class OutOfTimeError(BaseException):
+    """Not an `Exception`: serving and learning would keep such a one from costing an answer, and go on."""
+
+
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    def over(*_: Any) -> None:
+        raise OutOfTimeError(f"not done within {seconds} seconds")
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class Warnings(logging.Handler):
+    """Keeps what the package warns of."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def attempt(name: str, device: str, sizes: Sizes) -> Found:
+    """What a part has found, or its error; and what the log said meanwhile."""
+    part, seconds = PARTS[name]
+    log, began = Warnings(), time.perf_counter()
+    logging.getLogger("osd_hf").addHandler(log)
+    try:
+        with within(seconds) if device != "cpu" else contextlib.nullcontext():
+            found = part(device, sizes)
+    except (Exception, OutOfTimeError) as error:  # noqa: BLE001 - the other parts go on
+        traceback.print_exc()
+        traceback.clear_frames(error.__traceback__)  # they hold models
+        found = {"holds": False, "failed_with": f"{type(error).__name__}: {error}"}
+    finally:
+        logging.getLogger("osd_hf").removeHandler(log)
+    gc.collect()
+    if device != "cpu":
+        torch.cuda.empty_cache()
+    found |= {"took_seconds": round(time.perf_counter() - began, 1), "log": log.said}
+    if any("runs eagerly" in said for said in log.said):  # what was to be compiled
+        found["holds"] = False
+    print(f"{name}: {'held' if found['holds'] else 'DID NOT HOLD'}\n{json.dumps(found, indent=1)}", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = make_parser(__doc__, "accelerator", seed=False, traces=False)
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes on the CPU")
+    args = parser.parse_args()
+    if not args.smoke and not torch.cuda.is_available():
+        sys.exit("There is no accelerator here: torch.cuda.is_available() is false. --smoke runs on the CPU.")
+    device, sizes, started = ("cpu", SMOKE, time.time()) if args.smoke else ("cuda", Sizes(), time.time())
+    found = {name: attempt(name, device, sizes) for name in args.parts}
+    facts = {"device": "cpu" if args.smoke else torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    path = write_report(args.name, {"parts": found}, **facts, **run_facts(started))
+    failed = [name for name, part in found.items() if not part["holds"]]
+    print(f"{'all held' if not failed else 'did not hold: ' + ', '.join(failed)}; wrote {path.name}")
+    if failed:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

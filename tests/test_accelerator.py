@@ -1,0 +1,211 @@
+"""On an accelerator, where kernels, memory and compilers are others: answers, versions and bytes are as elsewhere.
+
+Set `DEVICE` to `"cpu"` to run the same bodies there."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import held
+import models
+import pytest
+import torch
+from test_lossless import transitions_fit
+
+from osd_hf import GateDecision, LearnerError, OnlineAssistant, OnlineConfig
+from osd_hf.bench.benchmark import compare_outputs
+from osd_hf.learning import learner
+from osd_hf.learning.updater import Updater
+
+DEVICE = "cuda"
+IS_CUDA = DEVICE == "cuda"
+MIB = 1 << 20
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        IS_CUDA and not torch.cuda.is_available(),
+        reason="needs an accelerator: torch.cuda.is_available() is false (DEVICE of this file says where it runs)",
+    ),
+    # The compilers' own: of what they import, and of settings that would be quicker and less exact.
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*TensorFloat32.*:UserWarning"),
+]
+
+LEARNS: dict[str, Any] = {
+    "num_assistant_tokens": 5, "update_strategy": "interval", "update_interval": 2, "steps_per_update": 2,
+    "optimizer": "adamw", "learning_rate": 3e-3, "weight_average": 0.0, "gate": False,
+}  # fmt: skip
+
+
+def pair(dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[Any, Any]:
+    return tuple(model.to(DEVICE, dtype) for model in models.pair(**{"noise": 0.3, **changes}))  # type: ignore[return-value]
+
+
+def assistant_of(target: Any, draft: Any, **settings: Any) -> OnlineAssistant:
+    return OnlineAssistant(target, draft, config=OnlineConfig(**{**LEARNS, **settings}))
+
+
+def answer(generate: Any, ids: torch.Tensor, length: int = 20, **settings: Any) -> list[int]:
+    ids = ids.to(DEVICE)
+    settings = {"do_sample": False, "attention_mask": torch.ones_like(ids), "max_new_tokens": length, **settings}
+    tokens: list[int] = generate(ids, **settings)[0, ids.shape[1] :].tolist()
+    return tokens
+
+
+def same(target: Any, ids: torch.Tensor, ours: list[int]) -> bool:
+    """Whether an answer is the target's own, but for a tie."""
+    return compare_outputs(target, ids[0].tolist(), answer(target.generate, ids), ours) != "differing"
+
+
+def test_greedy_answers_are_the_targets_while_the_draft_learns() -> None:
+    target, draft = pair()
+    with assistant_of(target, draft, gate=True, min_effort=1.0) as gated, assistant_of(target, draft) as assistant:
+        for ids in models.prompts(8):
+            for one in (assistant, gated):
+                assert same(target, ids, answer(one.generate, ids))
+        assert assistant.version == 4
+        assert len(gated.decisions) > 0
+        assert 0 < assistant.stats.alpha < 1
+
+
+def test_sampled_answers_have_the_targets_distribution_while_the_draft_learns() -> None:
+    """Of a model whose next token depends on the last one alone."""
+    target, draft = pair(vocab_size=8, num_hidden_layers=1, max_position_embeddings=512)
+    for model in (target, draft):
+        with torch.no_grad():
+            model.model.layers[0].self_attn.o_proj.weight.zero_()
+            model.lm_head.weight.mul_(0.3)
+    with torch.no_grad():
+        table = target(torch.arange(8, device=DEVICE)[:, None]).logits[:, 0].double().softmax(-1).cpu().numpy()
+    answers = []
+    with assistant_of(target, draft, num_logprobs=None) as assistant:
+        for start in range(3):
+            tokens = answer(assistant.generate, torch.tensor([[start]]), 250, do_sample=True, top_k=0)
+            answers.append([start, *tokens])
+        assert assistant.version > 0
+        assert 0.1 < assistant.stats.alpha < 1
+    assert transitions_fit(answers, table) > 1e-3
+
+
+@pytest.mark.parametrize("what", ["compile_draft", "compile_target"])
+def test_what_is_compiled_answers_and_counts_as_the_eager_one(what: str, caplog: pytest.LogCaptureFixture) -> None:
+    target, draft = pair(noise=0.1, max_position_embeddings=512)
+    prompts, learned = [*models.prompts(3), models.prompt(300)], None
+    with assistant_of(target, draft, update_strategy="manual", **{what: True}) as compiled:
+        for _ in range(2):  # the second time with weights that were written where the first ones lay
+            with assistant_of(
+                target, draft if learned is None else learned, update_strategy="manual", compile_draft=False
+            ) as eager:
+                compiled.reset_stats()
+                for ids in prompts:
+                    assert answer(compiled.generate, ids) == answer(eager.generate, ids)
+                assert compiled.stats.accepted_length_histogram == eager.stats.accepted_length_histogram
+            compiled.update()
+            learned = copy.deepcopy(compiled.draft)
+    assert "eagerly" not in caplog.text
+
+
+def test_a_default_draft_is_compiled_where_there_is_an_accelerator() -> None:
+    with assistant_of(*pair()) as assistant:
+        drafting = assistant.drafting
+        assert drafting is not None
+        assert (drafting._compiled is not None) == IS_CUDA
+
+
+def promoted(version: int, serving: int, domain: Any, *_: Any) -> GateDecision:
+    return GateDecision("promoted", version, version, domain, "for the test")
+
+
+def test_a_plan_is_what_the_device_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken() -> int:
+        gc.collect()
+        return torch.cuda.memory_allocated() if IS_CUDA else held.held_bytes()
+
+    before = taken()
+    monkeypatch.setattr(learner, "judge", promoted)
+    size = {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 8192} if IS_CUDA else {"hidden_size": 96}
+    target, draft = pair(**size)
+    with assistant_of(target, draft, update_strategy="manual", gate=True, optimizer="muon", weight_average=0.9) as one:
+        for _ in range(3):
+            for ids in models.prompts(4):
+                answer(one.generate, ids, 8)
+            one.update()
+        assert one.version == 3
+        plan = one.memory_plan(prompt_tokens=6, new_tokens=8)
+        measured = taken() - before
+        caches = sum(part.bytes for part in plan.parts if part.name.endswith("cache"))
+        assert measured == pytest.approx(plan.bytes() - caches, rel=0.2)
+        if IS_CUDA:
+            torch.cuda.reset_peak_memory_stats()
+            answer(one.generate, models.prompt(), 8)
+            one.update()
+            most = torch.cuda.max_memory_allocated() - before
+            assert measured < most < 1.2 * plan.peak_bytes + 32 * MIB
+
+
+@contextlib.contextmanager
+def too_little_memory() -> Iterator[None]:
+    """Learning has too little, serving enough."""
+    if not IS_CUDA:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Updater, "_bounded_loss", fail)
+            yield
+        return
+    gc.collect()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 48 * MIB) / total)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def fail(*_: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_learning_without_memory_costs_no_answer_and_goes_on_when_there_is_some() -> None:
+    # On a device, gradients and what an optimizer keeps of such a draft take 480 MB.
+    size = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 8192} if IS_CUDA else {}
+    target, draft = pair(**size)
+    assistant = assistant_of(target, draft, compile_draft=False)
+    prompts = models.prompts(6)
+    assert same(target, prompts[0], answer(assistant.generate, prompts[0]))
+    with too_little_memory():
+        for ids in prompts[1:4]:
+            assert same(target, ids, answer(assistant.generate, ids))
+        assert isinstance(assistant.learning_error, MemoryError | torch.OutOfMemoryError)
+        assert assistant.version == 0
+        with pytest.raises(LearnerError, match="emory"):
+            assistant.update()
+    for ids in prompts[4:]:
+        assert same(target, ids, answer(assistant.generate, ids))
+    assert assistant.update().steps > 0
+    assert assistant.version > 0
+    assert assistant.learning_error is None
+    assistant.close()
+
+
+def test_a_pair_in_half_precision_serves_and_learns() -> None:
+    target, draft = pair(torch.bfloat16)
+    with assistant_of(target, draft, update_strategy="manual") as assistant:
+
+        def alpha() -> float:
+            assistant.reset_stats()
+            for ids in models.prompts(6):
+                assert len(answer(assistant.generate, ids)) == 20
+            return assistant.stats.alpha
+
+        before = alpha()
+        for _ in range(3):
+            report = assistant.update(8)
+            assert report.steps == 8
+        assert {p.dtype for p in assistant.draft.parameters()} == {torch.bfloat16}
+        assert all(torch.isfinite(p).all() for p in assistant.draft.parameters())
+        assert alpha() > before + 0.05
