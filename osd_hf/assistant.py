@@ -138,7 +138,9 @@ class OnlineAssistant:
             on_trace (`Callable[[Trace], object]`, *optional*):
                 Called with the request's trace once the answer is there, also with `learn=False`; not called where
                 nothing could be captured, such as a prompt of embeddings. Where it fails, the log says so.
-            generate_kwargs (`Any`): Passed on to `target.generate`.
+            generate_kwargs (`Any`):
+                Passed on to `target.generate`. With `past_key_values` of an earlier turn of a chat, neither model
+                reads again what it has read; a compiled draft does.
 
         Raises:
             UnsupportedGenerationError: what cannot be kept lossless; before any work is done.

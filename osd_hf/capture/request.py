@@ -401,7 +401,9 @@ class Request:
         self.generator.update_candidate_strategy(input_ids, scores, num_matches)
 
     def returned(self, output: Any) -> Any:
-        """What the loop returns, with the cache that it came with."""
+        """What the loop returns, with the cache that it came with, beside which the draft's is kept."""
+        if self.drafting is not None and isinstance(self.generator, LeanCandidateGenerator):
+            self.drafting.keep(self.generator, self.kwargs.get("past_key_values"))
         if self.verification is not None and getattr(output, "past_key_values", None) is self.verification.cache:
             output.past_key_values = self.kwargs["past_key_values"]
         return output

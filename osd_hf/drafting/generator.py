@@ -8,12 +8,14 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import LogitsProcessorList
+from transformers.cache_utils import DynamicLayer
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from osd_hf.drafting.costs import PROMPT, RoundTime
@@ -29,6 +31,8 @@ from osd_hf.trace import num_accepted
 logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
+
+MOST_CHATS = 8  # of which a model that drafts keeps what it has read
 
 
 def without_padding(ids: torch.Tensor, mask: Any) -> torch.Tensor:
@@ -230,6 +234,11 @@ class LeanCandidateGenerator(CandidateGenerator):
         processed: torch.Tensor = self.logits_processor(ids, logits)
         return processed
 
+    @property
+    def read(self) -> list[int]:
+        """The tokens that the draft's cache holds."""
+        return (self._context + self._drafted)[: self.forward.length]
+
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
         """Take back what the target rejected. Takes the arguments of the loop, of which only the tokens are needed."""
         emitted: list[int] = input_ids[0, self._seen :].tolist()
@@ -251,10 +260,22 @@ class LeanCandidateGenerator(CandidateGenerator):
         self.forward.close()
 
 
+class _Read(NamedTuple):
+    """What a draft has read in the turns of a chat so far."""
+
+    cache: Any
+    ids: list[int]
+    lies: tuple[Any, Any]  # dtype and device of the draft then
+
+
 class LeanDrafting:
     """
     Makes the lean candidate generators of one draft's requests. The weights of the draft may change in place between
-    requests.
+    requests, after which [`~LeanDrafting.forget`] is called.
+
+    Where the caller keeps the target's cache for another turn of a chat, the draft's is kept beside it: it lives as
+    long as that object does, and nobody finds it who does not have that. A compiled draft reads each prompt anew, as
+    requests take turns with its static caches.
 
     Args:
         draft (`PreTrainedModel`): What drafts.
@@ -281,6 +302,7 @@ class LeanDrafting:
         self.clock: Clock = time.perf_counter  # one that waits for an accelerator makes costs exact, requests slower
         self.token_ids: NDArray[np.int64] | None = None  # among which it drafts; `None`: all
         self._restricted: dict[int, RestrictedDraft] = {}  # by their number
+        self._chats: WeakKeyDictionary[Any, _Read] = WeakKeyDictionary()  # by the target's cache, oldest first
         self._can_be_restricted = True
         self._compiled = compiled
         self._told: set[str] = set()
@@ -292,6 +314,34 @@ class LeanDrafting:
         if num_assistant_tokens != "auto":
             other.token_ids = None
         return other
+
+    def keep(self, generator: LeanCandidateGenerator, target_cache: Any) -> None:
+        """A request has ended well: keep what its draft has read for the next turn with the target's cache."""
+        forward = generator.forward
+        if target_cache is None or self._compiled is not None or self.draft.config.is_encoder_decoder:
+            return
+        self._chats[target_cache] = _Read(forward.cache, generator.read, (self.draft.dtype, self.draft.device))
+        while len(self._chats) > MOST_CHATS:
+            self._chats.pop(next(iter(self._chats)), None)
+
+    def forget(self) -> None:
+        """The draft has other weights: what it has read in chats is read again."""
+        self._chats.clear()
+
+    def _forward(self, model: Any, target_cache: Any, ids: list[int]) -> DraftForward:
+        """The draft of a request for these tokens, which has read what the turn before begins with as well."""
+        read = None if target_cache is None else self._chats.pop(target_cache, None)
+        if read is None or read.lies != (model.dtype, model.device):
+            return DraftForward(model)
+        # One is left to be fed: the first token is drafted from its logits.
+        same = min(num_accepted(read.ids, ids), len(ids) - 1)
+        # A window, or a state, is not to be had for an earlier token.
+        if same < len(read.ids) and any(type(layer) is not DynamicLayer for layer in read.cache.layers):
+            return DraftForward(model)
+        forward = DraftForward(model, cache=read.cache)
+        forward.length = len(read.ids)
+        forward.crop(same)
+        return forward
 
     def prepare(self, tokens: int) -> None:
         """Compile the draft with its whole head, if it is to be compiled, for sequences of at most so many tokens."""
@@ -355,25 +405,27 @@ class LeanDrafting:
                 limit = 0  # nothing is drafted for a source that the draft cannot read
             else:
                 source = self._encode(inputs_tensor, given["model_kwargs"].get("attention_mask"))
-        max_length = int(generation_config.max_length)
+        max_length, kwargs = int(generation_config.max_length), given["model_kwargs"]
+        mask = kwargs.get("decoder_attention_mask" if draft.config.is_encoder_decoder else "attention_mask")
+        context = without_padding(given["input_ids"], mask).tolist()
         restricted = None if self.token_ids is None else self._restricted[len(self.token_ids)]
         model = draft if restricted is None else restricted.model
         if source is None and self._compiled is not None:
             most = max_length if limit is None else min(max_length, limit)
             forward = self._compiled.forward(model, given["input_ids"].shape[1], most)
+        elif source is None:
+            forward = self._forward(model, kwargs.get("past_key_values"), context)
         else:
             forward = DraftForward(model, source)
         eos = generation_config._eos_token_tensor
-        mask = "decoder_attention_mask" if draft.config.is_encoder_decoder else "attention_mask"
         text = None
         if pace.reads_text:
             before: list[int] = []
             if draft.config.is_encoder_decoder:
-                before = without_padding(inputs_tensor, given["model_kwargs"].get("attention_mask")).tolist()
-            context = without_padding(given["input_ids"], given["model_kwargs"].get(mask)).tolist()
+                before = without_padding(inputs_tensor, kwargs.get("attention_mask")).tolist()
             text = RequestText(before, context, max_length, earlier)
         return LeanCandidateGenerator(
-            forward, pace, given["input_ids"], attention_mask=given["model_kwargs"].get(mask),
+            forward, pace, given["input_ids"], attention_mask=mask,
             logits_processor=given["logits_processor"], do_sample=bool(generation_config.do_sample),
             max_length=max_length, max_positions=limit,
             eos_token_ids=frozenset() if eos is None else frozenset(eos.tolist()), vocab_size=vocab_size,

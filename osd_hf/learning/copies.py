@@ -105,6 +105,8 @@ class Copies:
         """Copy and write what was reserved, outside of any lock. [`~Copies.filled`] is called after it, also after an
         error."""
         model = self.another() if serving.model is None else serving.model
+        if serving.drafting is not None:
+            serving.drafting.forget()
         self._write(snapshot, model)
         if serving.model is None:
             serving.drafting, serving.model = self._draft_with(model), model
