@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from osd_hf.capture.guards import check_request
 from osd_hf.capture.hook import bind
 from osd_hf.config import OnlineConfig
@@ -84,7 +86,7 @@ class OnlineAssistant:
         UnsupportedModelError: a model that cannot be assisted, or cannot assist or learn.
         VocabularyMismatchError: tokenizers differ in more than added tokens, or vocabularies differ in size and
             no tokenizer shows that this is padding.
-        ConfigError: a tracker that is not installed.
+        ConfigError: a tracker that is not installed; a `learner_device` that does not exist.
     """
 
     def __init__(
@@ -299,9 +301,11 @@ class OnlineAssistant:
             prompt_tokens (`int`, *optional*, defaults to 512), new_tokens (`int`, *optional*, defaults to 256):
                 Of a request.
         """
-        target, base = unwrap(self.target), unwrap(self._drafts.base)
+        target, base, config = unwrap(self.target), unwrap(self._drafts.base), self.config
+        if config.learner_device is not None and torch.device(config.learner_device) == base.device:
+            config = replace(config, learner_device=None)
         return memory_plan(
-            target.config, base.config, self.config, peft_config=self._peft_config, target_dtype=target.dtype,
+            target.config, base.config, config, peft_config=self._peft_config, target_dtype=target.dtype,
             draft_dtype=base.dtype, target_bytes=sum(t.nbytes for t in (*target.parameters(), *target.buffers())),
             prompt_tokens=prompt_tokens, new_tokens=new_tokens, drafts=max(len(self._drafts.domains), 1),
             device_type=base.device.type,

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from osd_hf.losses import outcome_logprobs
 from osd_hf.replay import CHUNK_LOGITS, completion_states, output_head
 from osd_hf.trace import Trace
+from osd_hf.utils.turns import give_way_at
 
 __all__ = ["Rows", "divergence_sum", "stored_rows", "target_rows"]
 
@@ -47,8 +48,11 @@ def divergence_sum(
     size = max(1, CHUNK_LOGITS // traces[0].vocab_size)
 
     def part(chunk: Tensor, first: int) -> Tensor:
+        give_way_at(chunk)
         top_ids, p = rows(slice(first, first + len(chunk)))
-        q = outcome_logprobs(head(chunk), None if top_ids is None else top_ids.to(chunk.device))
+        logits = head(chunk)
+        give_way_at(logits)
+        q = outcome_logprobs(logits, None if top_ids is None else top_ids.to(chunk.device))
         return divergence(p.to(q), q).sum()
 
     if len(states) <= size:

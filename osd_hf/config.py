@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+import torch
+
 from osd_hf.errors import ConfigError
 from osd_hf.losses import DIVERGENCES
 
@@ -17,6 +19,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "draft_vocabulary": ("auto", "full"),
     "update_strategy": ("spread", "interval", "idle", "manual"),
     "optimizer": ("muon", "adamw"),
+    "mixed_precision": ("auto", "no", "bf16"),
 }
 COUNTS = ("update_interval", "steps_per_update", "batch_size", "buffer_size", "autosave_interval", "max_drafts",
           "text_bytes")  # fmt: skip
@@ -81,7 +84,8 @@ class OnlineConfig:
             `"spread"`: an update for every `update_interval` requests, cut into parts that are done after the answers
             to as many requests, so that none waits for a whole update;
             `"interval"`: the same updates, whole, after the answer that completes the interval;
-            `"idle"`: the same by a thread of their own, which steps only while no request is running;
+            `"idle"`: the same by a thread of their own, which computes only while no request is running, and stops
+            for one that arrives also in the middle of a step, between two layers;
             `"manual"`: only when `update` is called.
         update_interval (`int`, *optional*, defaults to 8):
             Requests (of one draft, where domains have their own) between two updates.
@@ -112,6 +116,15 @@ class OnlineConfig:
             `"muon"`: Muon for the weight matrices inside the layers, AdamW for the rest; `"adamw"`: AdamW for all.
         learning_rate (`float`, *optional*, defaults to 3e-3):
             Constant; Muon's steps are scaled to the size of AdamW's, and one rate serves both.
+        learner_device (`str`, *optional*):
+            Where the draft's fp32 master, its optimizer and averages are, and every step of learning: a device as
+            torch names it, such as `"cpu"` or `"cuda:1"`. A new version is cast and copied to where the draft serves;
+            there it is tried by the gate, as what will serve. `None` is the device that the draft serves on.
+        mixed_precision (`str`, *optional*, defaults to `"auto"`):
+            What forwards and backwards of learning compute in, by autocast; master and steps are in fp32 in any case.
+            `"bf16"`, `"no"` (fp32), or `"auto"`: bf16 for a draft that serves in half precision, on an accelerator
+            that has it, and on a CPU that multiplies matrices of the draft's width faster in it, which is timed once
+            in a process. Settings of Accelerate are not looked at.
         max_grad_norm (`float`, *optional*, defaults to 1.0): Gradients are clipped to this norm.
         weight_average (`float`, *optional*, defaults to 0.98):
             What serves is the exponential average of the learned weights over steps, with this decay; 0 serves the
@@ -123,7 +136,8 @@ class OnlineConfig:
         max_duty_cycle (`float`, *optional*, defaults to 1.0):
             Share of the time that learning may take: after work of s seconds it rests for `s * (1 / share - 1)`.
         micro_step_seconds (`float`, *optional*, defaults to 0.02):
-            `"idle"` only: work is cut into parts of about this length, the longest that an arriving request waits.
+            `"idle"` only: as many requests are learned from at once as take about so long. An arriving request waits
+            for no more than a layer of such a forward or backward, or some millions of weights of another step.
         autosave_interval (`int`, *optional*, defaults to 8):
             Updates between two saves of the session, of an assistant that is given a folder for them.
         max_drafts (`int`, *optional*, defaults to 32):
@@ -170,11 +184,15 @@ class OnlineConfig:
         "muon", "muon (matrices inside the layers; AdamW for the rest) or adamw"
     )
     learning_rate: float = setting(3e-3, "of the optimizer, constant")
+    learner_device: str | None = setting(None, "that learning runs on, such as cpu or cuda:1; none = the draft's")
+    mixed_precision: Literal["auto", "no", "bf16"] = setting(
+        "auto", "of learning; auto = bf16 for half-precision drafts where that is faster"
+    )
     max_grad_norm: float = setting(1.0, "gradients are clipped to this norm")
     weight_average: float = setting(0.98, "decay of the averaged weights that serve; 0 = the last step's")
     gate: bool = setting(True, "a version serves only if it does as well on held-back requests")
     max_duty_cycle: float = setting(1.0, "share of the time that learning may take at most")
-    micro_step_seconds: float = setting(0.02, "idle: what an arriving request may have to wait, about")
+    micro_step_seconds: float = setting(0.02, "idle: of the requests that are learned from at once, about")
     autosave_interval: int = setting(8, "updates between two saves of the session, where it is saved")
     max_drafts: int = setting(32, "drafts per domain that learn at most; further domains take the base draft")
     max_draft_bytes: int | None = setting(None, "of the drafts per domain held ready to serve; none = all")
@@ -211,6 +229,7 @@ class OnlineConfig:
         must("min_effort", 0 < self.min_effort <= 1, "above 0 and at most 1")
         must("max_effort", 1 <= self.max_effort < float("inf"), "a number of at least 1")
         must("max_duty_cycle", 0 < self.max_duty_cycle <= 1, "above 0 and at most 1")
+        must("learner_device", _is_device(self.learner_device), 'a device as torch names it, such as "cpu", or None')
         must("seed", is_int(self.seed, 0), "an integer of at least 0")
         if self.drafting == "stock" and compiles is True:
             raise ConfigError('`compile_draft=True` needs `drafting="lean"`, got "stock".')
@@ -250,3 +269,11 @@ class OnlineConfig:
     def to_dict(self) -> dict[str, Any]:
         """Field by field, ready for JSON."""
         return asdict(self)
+
+
+def _is_device(name: Any) -> bool:
+    """Whether it is `None` or the name of a device, which this machine need not have."""
+    try:
+        return name is None or (isinstance(name, str) and bool(torch.device(name)))
+    except RuntimeError:
+        return False

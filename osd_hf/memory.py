@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from osd_hf.errors import UnsupportedModelError, first_line
 from osd_hf.learning.learner import SCORED_AT_ONCE
 from osd_hf.learning.memory import Activations
 from osd_hf.learning.optimizer import AT_ONCE, NS_STEPS, hidden_matrices
+from osd_hf.learning.placement import HALF, is_half_only
 from osd_hf.learning.updater import trainable_parameters
 from osd_hf.learning.weights import adapted
 from osd_hf.metrics import MOST_REQUESTS, expected_block_efficiency
@@ -35,8 +36,8 @@ EFFICIENCY = 0.5  # of a device's peak that matrix products reach
 
 
 class Device(NamedTuple):
-    """Figures of a data sheet: fp32 operations a second without tensor cores, in which drafts learn, half-precision
-    ones, and bytes a second."""
+    """Figures of a data sheet: fp32 operations a second without tensor cores, half-precision ones, and bytes a
+    second."""
 
     fp32_flops: float
     half_flops: float
@@ -60,13 +61,14 @@ class Part:
         name (`str`): What it is for.
         bytes (`int`): How much.
         when (`str`): `"always"`; `"step"`, while a step of learning is under way; `"trial"`, while a version is tried.
-        place (`str`): `"device"`, that of the models, or `"host"`.
+        place (`str`): `"device"`, that of the models; `"learner"`, another accelerator that learning has to itself; or
+            `"host"`.
     """
 
     name: str
     bytes: int
     when: Literal["always", "step", "trial"] = "always"
-    place: Literal["device", "host"] = "device"
+    place: Literal["device", "learner", "host"] = "device"
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,8 @@ class MemoryPlan:
         learning_share (`Mapping[str, float]`):
             By device, the share of the time that learning takes at full effort while requests come without a pause, by
             its operations and by the bytes that are read: a lower bound of both times, at an acceptance of 0.6, 5
-            tokens a round, and half of the peak. Starting kernels takes longer than this where models are small.
+            tokens a round, and half of the peak. Starting kernels takes longer than this where models are small. Empty
+            where the draft learns on another device.
     """
 
     parts: tuple[Part, ...]
@@ -95,15 +98,19 @@ class MemoryPlan:
         """Bytes that are taken at a time, at a place."""
         return sum(part.bytes for part in self.parts if (part.when, part.place) == (when, place))
 
+    def most_bytes(self, place: str) -> int:
+        """Most bytes at a place: in a step or while a version is tried, whichever is more."""
+        return self.bytes(place=place) + max(self.bytes(when=when, place=place) for when in ("step", "trial"))
+
     @property
     def peak_bytes(self) -> int:
-        """Most bytes on the device: in a step or while a version is tried, whichever is more."""
-        return self.bytes() + max(self.bytes(when="step"), self.bytes(when="trial"))
+        """Most bytes on the device of the models."""
+        return self.most_bytes("device")
 
     def to_dict(self) -> dict[str, Any]:
         """Field by field and the totals, ready for JSON."""
-        totals = {"always_bytes": self.bytes(), "peak_bytes": self.peak_bytes, "host_bytes": self.bytes(place="host")}
-        return asdict(self) | totals
+        totals = {"always_bytes": self.bytes(), "peak_bytes": self.peak_bytes}
+        return asdict(self) | totals | {f"{place}_bytes": self.most_bytes(place) for place in ("learner", "host")}
 
 
 def memory_plan(
@@ -157,11 +164,26 @@ def memory_plan(
         Part("learner: activations", _kept_bytes(draft, activations, requests, length), "step"),
         *_of_requests(draft, config, requests * answer, prompt_tokens, new_tokens, drafts),
     ]
-    parts = [part for part in parts if part.bytes]
+    place = _learners_place(config)
+    parts = [replace(part, place=place) if part.name.startswith("learner:") else part for part in parts if part.bytes]
     tokens = requests * length
     learns = _numel(trainable_parameters(learner).values())
-    shares = _learning_shares(large, small, learner, config, target_bytes, prompt_tokens, new_tokens)
+    shares = {}
+    if place == "device":
+        shares = _learning_shares(large, small, learner, config, target_bytes, prompt_tokens, new_tokens)
     return MemoryPlan(tuple(parts), _numel(small.parameters()), learns, tokens, shares)
+
+
+def _learners_place(config: OnlineConfig) -> Literal["device", "learner", "host"]:
+    if config.learner_device is None:
+        return "device"
+    return "host" if torch.device(config.learner_device).type == "cpu" else "learner"
+
+
+def _learns_in_bf16(small: Any, config: OnlineConfig) -> bool:
+    """Whether steps compute in bf16, on an accelerator of today; on a CPU, only where that is asked for."""
+    is_auto = config.mixed_precision == "auto" and _learners_place(config) != "host"
+    return config.mixed_precision == "bf16" or (is_auto and small.dtype in HALF)
 
 
 def _learning_shares(
@@ -171,11 +193,12 @@ def _learning_shares(
     count, learned = _numel(small.parameters()), trainable_parameters(learner)
     learns, iterated = _numel(learned.values()), _iterations(hidden_matrices(learner, learned, config))
     draft_bytes = sum(p.nbytes for p in small.parameters())
-    tokens = _batch(config, new_tokens) * (prompt_tokens + new_tokens)
+    tokens, is_bf16 = _batch(config, new_tokens) * (prompt_tokens + new_tokens), _learns_in_bf16(small, config)
     shares = {}
     for name, device in DEVICES.items():
+        flops = device.half_flops if is_bf16 else device.fp32_flops
         # Frozen weights get no gradients: two passes in place of three.
-        step = (6 if learns == count else 4) * count * tokens / device.fp32_flops / EFFICIENCY
+        step = (6 if learns == count else 4) * count * tokens / flops / EFFICIENCY
         step += iterated / device.half_flops / EFFICIENCY
         step += 10 * learns * FP32 / device.bandwidth  # weights, averages, gradients and states, read and written
         learning = config.max_effort * config.steps_per_update * step / config.update_interval
@@ -203,12 +226,12 @@ def _of_weights(
     served, muon = count * size + buffers, _numel(matrices)
     adapter = 0 if is_whole else learns * FP32
     version = learns * size if is_whole else adapter
+    # Beside adapters, what is in fp32 already lies where the base does.
+    frozen = 0 if is_whole or (size == FP32 and _learners_place(config) == "device") else count * FP32
+    masters = drafts * buffers if is_whole else 2 * buffers + adapter  # and what versions are merged with
     # A copy that serves has the weights of its version, unless these are an adapter's, or a graph has captured where
     # its own lie.
     copies = buffers if is_whole else served
-    # Beside adapters, what is in fp32 already lies where the base does.
-    frozen = 0 if is_whole or size == FP32 else count * FP32
-    masters = drafts * buffers if is_whole else 2 * buffers + adapter  # and what versions are merged with
     changed = 0 if is_whole else size * _numel(p for p in _below_adapters(learner))
     iterated = min(muon, max(AT_ONCE, max((p.numel() for p in matrices), default=0)))
     return [
@@ -221,6 +244,7 @@ def _of_weights(
         Part("learner: average", drafts * learns * FP32 * (config.weight_average > 0)),
         Part("learner: optimizer", drafts * (muon + 2 * (learns - muon)) * FP32),
         Part("learner: gradients", learns * FP32, "step"),
+        Part("learner: weights in bf16", count * 2 * _learns_in_bf16(small, config), "step"),
         Part("learner: Muon", MUON_COPIES * FP32 * iterated, "step"),
         Part("gate: version tried", (version + buffers + changed) * config.gate, "trial"),
     ]
@@ -290,15 +314,22 @@ def dtype_of(config: Any, dtype: Any = "auto") -> torch.dtype:
 
 def skeleton(config: Any, dtype: Any = "auto") -> Any:
     """A model without weights; raises UnsupportedModelError where none can be made of the configuration."""
-    plain = copy.deepcopy(config)
-    if hasattr(plain, "quantization_config"):
-        del plain.quantization_config
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            return auto.from_config(plain, dtype=dtype_of(config, dtype)).eval()
+            return auto.from_config(_plain(config), dtype=dtype_of(config, dtype)).eval()
     except (ValueError, KeyError, ImportError, RuntimeError) as error:
         raise UnsupportedModelError(f"No model can be made of this configuration: {first_line(error)}.") from error
+
+
+def _plain(config: Any) -> Any:
+    """A copy of a configuration that a model can be made of anywhere, and in fp32."""
+    plain = copy.deepcopy(config)
+    if hasattr(plain, "quantization_config"):
+        del plain.quantization_config
+    if is_half_only(plain._attn_implementation):
+        plain._attn_implementation = None  # transformers' own choice
+    return plain
 
 
 def stored_bytes(model: Any, config: Any) -> int:
@@ -353,7 +384,7 @@ def activation_bytes(config: Any) -> int:
     computes nothing, which takes some seconds for a large model."""
     with FakeTensorMode():
         auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        model = auto.from_config(copy.deepcopy(config), dtype=torch.float32).eval()  # it writes the dtype into it
+        model = auto.from_config(_plain(config), dtype=torch.float32).eval()
         others = {p.untyped_storage()._cdata for p in model.parameters()}
         kept: dict[int, Any] = {}
 

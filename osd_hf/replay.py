@@ -27,6 +27,7 @@ from osd_hf.metrics import AcceptanceStats
 from osd_hf.pair import eos_ids, evaluating, uncompiled, unwrap, vocab_size_of
 from osd_hf.processing import Processors
 from osd_hf.trace import DraftRound, Trace, bare_trace
+from osd_hf.utils.turns import give_way
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +141,7 @@ def _rows(draft: Any, traces: Sequence[Trace], batch_size: int) -> Iterator[tupl
                 inputs, head = tuple(row[:length] for row, length in zip(logits, lengths, strict=True)), None
             for i, rows in zip(batch, inputs, strict=True):
                 for first in range(0, len(rows), size):
+                    give_way()
                     part = rows[first : first + size]
                     yield i, first, part if head is None else head(part)
 

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from osd_hf.routing import RoutedPrompt, Router
 from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace
 from osd_hf.utils.disk import in_child
+from osd_hf.utils.turns import clock, giving_way
 
 __all__ = ["Traffic", "Upkeep"]
 
@@ -43,13 +43,14 @@ class Traffic:
         self.changed = threading.Condition()
         self.requests = 0
         self.is_stepping = False
+        self.gives_way = False  # in the middle of a step: requests need not wait for its end
         self._own = threading.local()
         in_child(self, Traffic._forget_other_threads)
 
     def _forget_other_threads(self) -> None:
         self.changed = threading.Condition()
         self.requests = self.own_requests
-        self.is_stepping = False
+        self.is_stepping = self.gives_way = False
 
     @property
     def own_requests(self) -> int:
@@ -58,14 +59,14 @@ class Traffic:
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
-        """Entered around a request, at its arrival: waits for the micro-step under way; no other begins before the
-        request has ended."""
+        """Entered around a request, at its arrival: waits until the micro-step under way ends or gives way; no other
+        begins, and this one does not go on, before the request has ended."""
         with self.changed:
             self.requests += 1
             self._own.requests = self.own_requests + 1
         try:
             with self.changed:
-                self.changed.wait_for(lambda: not self.is_stepping)
+                self.changed.wait_for(lambda: self.gives_way or not self.is_stepping)
             yield
         finally:
             with self.changed:
@@ -77,7 +78,8 @@ class Traffic:
 class Upkeep:
     """
     Serves the requests of an assistant, counts them, and lets its learner learn from them, one thread at a time: after
-    answers or, with the strategy `"idle"`, in a thread that steps while no request is running.
+    answers or, with the strategy `"idle"`, in a thread that steps while no request is running, and lets those that
+    arrive in the middle of a step go first.
 
     What goes wrong beside an answer is kept in `failures` until the same work succeeds, and costs no request anything.
     Where learning for a draft fails three times in a row it pauses, and is tried again after two update intervals,
@@ -103,6 +105,7 @@ class Upkeep:
         self.saving: threading.Thread | None = None  # the last autosave
         self.is_closed = self._is_stopped = self._is_torn = False
         self._unsaved = 0  # updates
+        self._hurrying = 0  # threads that wait for the learner
         self._idle: threading.Thread | None = None
         self._renew_locks()
         in_child(self, Upkeep._begin_in_child)
@@ -117,6 +120,7 @@ class Upkeep:
         # A thread that is not here may have been in the middle of a step; what it left is not learned on from.
         self._is_torn = self._is_torn or self._learning.locked()
         self._renew_locks()
+        self._hurrying = 0
         self.autosave = self.saving = None
 
     # --- requests ---------------------------------------------------------------------------------------------------
@@ -246,7 +250,13 @@ class Upkeep:
     def alone(self, *, wait: bool = True) -> Iterator[bool]:
         """Nobody else learns or saves inside. Without `wait` it yields `False`, at once, where somebody does."""
         lock = self._learning  # of this process
-        is_mine = lock.acquire(blocking=wait)
+        is_mine = lock.acquire(blocking=False)
+        if wait and not is_mine:
+            self._hurry(1)
+            try:
+                is_mine = lock.acquire()
+            finally:
+                self._hurry(-1)
         try:
             if is_mine and self._is_torn:  # in a forked child, whose parent was learning
                 self.learner.start_over()
@@ -256,6 +266,13 @@ class Upkeep:
             if is_mine:
                 lock.release()
             self._wake()
+
+    def _hurry(self, threads: int) -> None:
+        """So many more threads wait for the learner: a step that is under way gives way to no request meanwhile, which
+        might wait for one of them."""
+        with self.traffic.changed:
+            self._hurrying += threads
+            self.traffic.changed.notify_all()
 
     def pause(self, is_paused: bool) -> None:
         """Begin no update, and take no further step of one under way; with `False`: learn again or, where that was
@@ -279,7 +296,8 @@ class Upkeep:
             )
 
     def stop(self) -> None:
-        """End the idle thread after the micro-step under way, and wait for a save under way."""
+        """End the idle thread after the micro-step under way, which gives way to no request any more, and wait for a
+        save under way."""
         with self.traffic.changed:
             self._is_stopped = True
             self.traffic.changed.notify_all()
@@ -299,23 +317,38 @@ class Upkeep:
             self.traffic.changed.notify_all()
 
     def _learn_between(self) -> None:
+        with giving_way(self._give_way):
+            while self._may_go_on():
+                started = clock()
+                try:
+                    self._learn(self.learner.step)
+                finally:
+                    self.learner.duty_cycle.worked(clock() - started)
+                    with self.traffic.changed:
+                        self.traffic.is_stepping = self.traffic.gives_way = False
+                        self.traffic.changed.notify_all()
+
+    def _may_go_on(self) -> bool:
+        """Wait until there is a step to take; `False` where there will be none."""
         traffic, duty_cycle = self.traffic, self.learner.duty_cycle
-        while True:
-            with traffic.changed:
-                while not self._is_stopped and (traffic.requests or not self._may_step()):
-                    rest = duty_cycle.rest_seconds()
-                    traffic.changed.wait(rest if rest > 0 else None)
-                if self._is_stopped:
-                    return
-                traffic.is_stepping = True
-            started = time.perf_counter()
-            try:
-                self._learn(self.learner.step)
-            finally:
-                duty_cycle.worked(time.perf_counter() - started)
-                with traffic.changed:
-                    traffic.is_stepping = False
-                    traffic.changed.notify_all()
+        with traffic.changed:
+            while not self._is_stopped and (traffic.requests or not self._may_step()):
+                rest = duty_cycle.rest_seconds()
+                traffic.changed.wait(rest if rest > 0 else None)
+            traffic.is_stepping = not self._is_stopped
+            return traffic.is_stepping
+
+    def _give_way(self) -> None:
+        """Let requests that have arrived in the middle of a step go first, and go on when they have ended; beside them
+        where somebody waits for the step itself. Nothing is held that a request needs."""
+        traffic = self.traffic
+        if not traffic.requests:
+            return
+        with traffic.changed:
+            traffic.gives_way = True
+            traffic.changed.notify_all()
+            traffic.changed.wait_for(lambda: not traffic.requests or self._hurrying or self._is_stopped)
+            traffic.gives_way = traffic.requests > 0
 
     def _may_step(self) -> bool:
         is_resting = self.learner.duty_cycle.rest_seconds() > 0

@@ -235,7 +235,6 @@ def run_facts(started: float) -> dict[str, Any]:
     """Facts for the report about a run that began at `started` (`time.time()`)."""
     return {
         "threads": torch.get_num_threads(),
-        "mixed_precision": os.environ.get("ACCELERATE_MIXED_PRECISION", "no"),
         "minutes": round((time.time() - started) / 60, 1),
     }
 

@@ -4,19 +4,27 @@ alternating blocks.
 
     OSD_HF_DATA=... python recipes/idle_learning.py                              # 30% and 60% load, 192 requests each
     OSD_HF_DATA=... python recipes/idle_learning.py --loads 0.6 --requests 16 --block 4      # smoke
+    python recipes/idle_learning.py --shape 0.6b --name idle_waits                           # a larger draft
 
 One server, first come first served. Of each request: service time, from the call to the answer; delay, from the call
 to the target's first forward, which is what a request may have to wait for the learner; alpha, and what the static
 draft would have had, by replay. Of each load: the ratio of service times on and off at the median and the 95th
 percentile with bootstrap intervals over requests, the share of the idle time that learning used, and alpha gained over
 the static draft per minute. Requests in off blocks are captured, not learned from; drafts stay as they are.
+
+With `--shape`, what requests wait for a draft of that shape (random weights, bf16, on the CPU) beside a small target,
+while one update is done, `"idle"` and by default (`"spread"`): of `"idle"` the longest stretches in which the learner
+cannot be interrupted, and what was under way; of `"spread"` the longest share of an answer. No data set is needed. One
+step on two requests, no averages: 0.6b takes some 12 GB, and minutes, as one step of Muon is 11 TFLOP.
 """
 
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,9 +32,14 @@ import torch
 from common import MAX_NEW_TOKENS, K, drawing, load_pair, make_parser, pooled, prompts, run_facts, write_report
 from numpy.typing import NDArray
 from tqdm import tqdm
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig
+from osd_hf.learning.learner import Learner
 from osd_hf.replay import replay_each
+from osd_hf.upkeep import Upkeep
+from osd_hf.utils import turns
+from osd_hf.utils.report import process_peak_bytes
 
 Seconds = NDArray[np.float64]
 
@@ -121,6 +134,125 @@ def plot(name: str, rows: list[dict[str, Any]]) -> None:
             axis.grid(alpha=0.3)
 
 
+# --- the longest waits beside a draft of some shape -----------------------------------------------------------------
+
+SHAPES: dict[str, dict[str, int]] = {
+    "0.6b": {  # as published for Qwen3-0.6B
+        "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    },
+    "tiny": {
+        "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    },
+}  # fmt: skip
+TARGET = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4,
+          "num_key_value_heads": 2, "head_dim": 16}  # fmt: skip
+PRIMED, LONGEST_SECONDS = (
+    16,
+    240.0,
+)  # requests before learning begins, so that the gate can judge; then at most so long
+
+
+class Stretches:
+    """Times of the learner between two places where it can be interrupted, by what both are."""
+
+    def __init__(self) -> None:
+        self.longest: dict[str, float] = {}
+        self.number = 0
+        self._since: tuple[str, float] | None = None
+        step, give_way = Learner.step, Upkeep._give_way
+
+        def stepped(learner: Learner) -> Any:
+            self._since = "begin of a step", time.perf_counter()
+            try:
+                return step(learner)
+            finally:
+                self._end("end of a step")
+                self._since = None
+
+        def given(upkeep: Upkeep) -> None:
+            place = self._place()
+            self._end(place)
+            give_way(upkeep)
+            self._since = place, time.perf_counter()
+
+        Learner.step, Upkeep._give_way = stepped, given  # type: ignore[method-assign]
+
+    def _end(self, place: str) -> None:
+        if self._since is not None:
+            name, seconds = f"{self._since[0]} -> {place}", time.perf_counter() - self._since[1]
+            self.longest[name] = max(self.longest.get(name, 0.0), seconds)
+            self.number += 1
+
+    @staticmethod
+    def _place() -> str:
+        """Who gives way: what stands above the calls of `turns`."""
+        frame, before = sys._getframe(2), ""
+        while frame is not None:
+            code = frame.f_code
+            if code.co_filename == turns.__file__:
+                if code.co_name == "<lambda>":
+                    return "backward"
+                before = "a layer in " if code.co_name == "_at_layer" else before
+            elif f"{Path('osd_hf')}/" in code.co_filename:
+                return f"{before}{code.co_qualname.replace('.<locals>', '')}"
+            frame = frame.f_back  # type: ignore[assignment]
+        return "elsewhere"
+
+
+def longest_waits(strategy: Any, shape: str, args: Any) -> dict[str, Any]:
+    """Requests that arrive while a draft of a shape learns for one update, and what they wait."""
+    size = SHAPES[shape]
+    torch.manual_seed(args.seed)
+    with torch.device("cpu"):
+        kind = {"tie_word_embeddings": True, "dtype": torch.bfloat16}
+        draft = Qwen3ForCausalLM._from_config(Qwen3Config(**size | kind), dtype=torch.bfloat16).eval()
+        target = Qwen3ForCausalLM(Qwen3Config(**size | TARGET | {"tie_word_embeddings": True})).eval()
+    for model in (draft, target):
+        model.generation_config.eos_token_id = None
+    config = OnlineConfig(
+        num_assistant_tokens=2, update_strategy=strategy, update_interval=4, steps_per_update=1, batch_size=2,
+        weight_average=0.0, min_effort=1.0, seed=args.seed,
+    )  # fmt: skip
+    rng, stretches, watch = random.Random(args.seed), Stretches(), FirstForward(target)
+    waits, services = [], []
+
+    def ask(learn: bool) -> None:
+        ids = torch.tensor([[rng.randrange(3, size["vocab_size"]) for _ in range(32)]])
+        watch.at, began = None, time.perf_counter()
+        assistant.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=16, learn=learn)
+        assert watch.at is not None
+        waits.append(watch.at - began)
+        services.append(time.perf_counter() - began)
+
+    with OnlineAssistant(target, draft, config=config) as assistant:
+        del draft
+        assistant.pause()
+        for _ in range(PRIMED):
+            ask(learn=True)
+        alone = list(services)
+        waits.clear(), services.clear()
+        assistant.resume()
+        began = time.perf_counter()
+        while (not assistant.decisions or assistant.is_learning) and time.perf_counter() - began < LONGEST_SECONDS:
+            if strategy == "idle":
+                time.sleep(rng.expovariate(1 / args.pause))
+            ask(learn=strategy != "idle")
+        spent = assistant.learning_seconds
+        is_bf16 = assistant._learner.updater(None).is_bf16
+    most = sorted(stretches.longest.items(), key=lambda item: -item[1])[:8]
+    return {
+        "shape": shape, "strategy": strategy, "requests": len(waits), "updates": len(assistant.decisions),
+        "mixed_precision": "bf16" if is_bf16 else "no", "learning_seconds": spent,
+        "service_seconds_alone": {f"p{p}": float(np.percentile(alone, p)) for p in (50, 100)},
+        "wait_seconds": {f"p{p}": float(np.percentile(waits, p)) for p in (50, 95, 100)},
+        "service_seconds": {f"p{p}": float(np.percentile(services, p)) for p in (50, 95, 100)},
+        "stretches": stretches.number, "longest_stretches_seconds": dict(most),
+        "process_peak_bytes": process_peak_bytes(),
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = make_parser(__doc__, "idle_learning", traces=False)
     parser.add_argument("--dataset", default="finance_alpaca")
@@ -128,8 +260,17 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=192, help="of a load")
     parser.add_argument("--block", type=int, default=16, help="requests between switching learning on and off")
     parser.add_argument("--micro-step", type=float, default=0.02, help="seconds")
+    parser.add_argument("--shape", choices=SHAPES, help="the longest waits beside a draft of this shape instead")
+    parser.add_argument("--pause", type=float, default=1.0, help="seconds between two requests, with a shape")
     args = parser.parse_args()
-    pair, started = load_pair(), time.time()
+    started = time.time()
+    if args.shape is not None:
+        rows = [longest_waits(strategy, args.shape, args) for strategy in ("idle", "spread")]
+        for row in rows:
+            print(*(f"{name}: {value}" for name, value in row.items()), sep="\n", end="\n\n", flush=True)
+        write_report(args.name, {"rows": rows}, seed=args.seed, **run_facts(started))
+        return
+    pair = load_pair()
     watch = FirstForward(pair[0])
     asked = prompts(args.dataset, pair[2], args.requests + args.block, args.seed)
     rows = []

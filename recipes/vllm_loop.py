@@ -3,7 +3,7 @@ The whole loop with vLLM: it serves with a static draft, `osd-hf collect` keeps 
 the draft meanwhile, the new version is deployed, and vLLM's own counters on later prompts say what came of it.
 
     bash recipes/vllm_env.sh .venv-vllm
-    OSD_HF_DATA=... ACCELERATE_MIXED_PRECISION=bf16 python recipes/vllm_loop.py --vllm .venv-vllm
+    OSD_HF_DATA=... python recipes/vllm_loop.py --vllm .venv-vllm
     OSD_HF_DATA=... python recipes/vllm_loop.py --vllm .venv-vllm --requests 32 --later 8        # smoke
 
 Reported: time of each step; of the later prompts vLLM's counters with the static draft, the learnt one loaded into
@@ -263,7 +263,8 @@ def main() -> None:
         counters["static"], reports["static"] = asked(args, engine, folder / "later.jsonl", folder / "later-static")
         learn = osd_hf(
             "learn", "--store", folder / "store", "--output-dir", versions, *models, "--threads", 1, "--seed",
-            args.seed, "--num-requests", args.requests, "--publish-seconds", 10, "--json", folder / "learn.json",
+            args.seed, "--num-requests", args.requests, "--publish-seconds", 10, "--mixed-precision", "bf16",
+            "--json", folder / "learn.json",
         )  # fmt: skip
         learning, began = subprocess.Popen(learn), time.perf_counter()
         try:

@@ -93,7 +93,7 @@ def test_layers_computed_again_give_the_same_gradients_and_keep_less(architectur
         found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert kept[1] < kept[0] / 3
-    assert "forward" not in vars(memory._layers(model)[0])
+    assert "forward" not in vars(memory.layers_of(model)[0])
 
 
 @pytest.mark.parametrize("architecture", ["llama", "t5"])

@@ -392,19 +392,6 @@ def no_accelerator() -> Iterator[None]:
     shared.update(kept)
 
 
-def test_what_accelerators_share_is_one_dictionary(no_accelerator: None) -> None:
-    # Which the learner puts back where somebody has emptied it.
-    accelerator = Accelerator(cpu=True)
-    shared = AcceleratorState._shared_state
-    assert vars(accelerator.state) is shared
-    kept = dict(shared)
-    AcceleratorState._reset_state()
-    assert AcceleratorState._shared_state is shared
-    assert shared == {}
-    shared.update(kept)
-    assert Accelerator(cpu=True).device == accelerator.device
-
-
 def test_what_preparing_a_model_sets_on_it_is_known(no_accelerator: None) -> None:
     model = models.build()
     before = set(vars(model))

@@ -17,6 +17,7 @@ from osd_hf.utils.report import provenance
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
          "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}  # fmt: skip
+PLACES = ("device", "learner", "host")
 RANK = 16  # of the adapters that are tried where the whole draft does not fit
 
 _models, _requests = in_groups("models", "requests")
@@ -60,9 +61,10 @@ def plan_command(settings: PlanSettings) -> int:
     report: dict[str, Any] = {"provenance": provenance(), "settings": settings.config.to_dict(), **plan.to_dict()}
     rows = [
         [part.name, part.when, part.place, _gigabytes(part.bytes), f"{part.bytes / plan.draft_parameters:.2f}"]
-        for part in sorted(plan.parts, key=lambda part: ("device", "host").index(part.place))
+        for part in sorted(plan.parts, key=lambda part: PLACES.index(part.place))
     ]
-    rows.append(["at most", "", "device", _gigabytes(plan.peak_bytes), ""])
+    most = {place: plan.most_bytes(place) for place in PLACES}
+    rows += [["at most", "", place, _gigabytes(count), ""] for place, count in most.items() if count]
     settings.say(text_table(["what", "when", "where", "GB", "bytes a draft parameter"], rows, left=3))
     if room is not None:
         ranks = [None, RANK] if settings.lora_rank is None else [settings.lora_rank]
@@ -79,12 +81,15 @@ def plan_command(settings: PlanSettings) -> int:
             lines.append([what, way, _gigabytes(peak), "fits" if peak <= room else "does not fit"])
         header = ["what learns", "settings", "GB at most", f"in {settings.device_memory}"]
         settings.say("\n" + text_table(header, lines))
-    shares = ", ".join(f"{name} {share:.0%}" for name, share in plan.learning_share.items())
     settings.say(
         f"\n{plan.learned_parameters:,} of {plan.draft_parameters:,} parameters of the draft learn, from up to "
-        f"{plan.learn_tokens:,} tokens at once.\nShare of the time that learning takes at full effort, by a model of "
-        f"operations and bandwidth: {shares}."
+        f"{plan.learn_tokens:,} tokens at once."
     )
+    if plan.learning_share:
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in plan.learning_share.items())
+        settings.say(
+            f"Share of the time that learning takes at full effort, by a model of operations and bandwidth: {shares}."
+        )
     settings.write_json(report)
     return 0
 

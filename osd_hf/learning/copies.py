@@ -13,7 +13,7 @@ from osd_hf.config import OnlineConfig
 from osd_hf.drafting.forward import CompiledDraft, compiles_draft
 from osd_hf.drafting.generator import LeanDrafting
 from osd_hf.drafting.pacing import Pacer
-from osd_hf.learning.weights import Snapshot, learning_context, sharing, write_snapshot
+from osd_hf.learning.weights import Snapshot, learning_context, served_weights, sharing, write_snapshot
 
 __all__ = ["Copies", "ServingDraft", "Version"]
 
@@ -48,8 +48,9 @@ class Copies:
     """
     Copies of one base model, each `held` for a domain, within `max_draft_bytes`; requests at once may need more for a
     while. The base serves as well, always as it was. `making` are the domains of which one is being filled. Not
-    locked: its owner is, for all but [`~Copies.fill`], which takes long. Where weights are an adapter's, `template` is
-    a `PeftModel` with that adapter, unmerged. Copies of drafts that learn whole have the weights of their versions.
+    locked: its owner is, for all but [`~Copies.ready`] and [`~Copies.fill`], which take long. Where weights are an
+    adapter's, `template` is a `PeftModel` with that adapter, unmerged. Copies have the weights of their versions, or
+    those that an adapter was merged into.
     """
 
     def __init__(self, base: Any, template: Any, config: OnlineConfig, pacer: Pacer) -> None:
@@ -57,7 +58,7 @@ class Copies:
         compiled = CompiledDraft(base) if compiles_draft(config, base.device.type) else None
         self.compiled = compiled if compiled is not None and compiled.can_be_compiled else None
         # Not where a compiled forward has captured where its weights lie, or some of them do not learn.
-        is_part = template is not None or getattr(base, "_hf_peft_config_loaded", False)
+        is_part = getattr(base, "_hf_peft_config_loaded", False)
         self.shares = not is_part and self.compiled is None
         self.base = ServingDraft(base, self._draft_with(base))
         self.held: list[ServingDraft] = []
@@ -101,13 +102,20 @@ class Copies:
         self.making.add(domain)
         return self.use(serving)
 
-    def fill(self, serving: ServingDraft, snapshot: Snapshot) -> None:
+    def ready(self, snapshot: Snapshot) -> Snapshot:
+        """What a version's copy is filled with: adapters merged, and none of the base's own, which nobody is to write
+        into by a copy. Gives way meanwhile."""
+        weights = served_weights(snapshot, self.base.model, self.template)
+        base = {p.data_ptr() for p in self.base.model.parameters()}
+        return {name: weight.clone() if weight.data_ptr() in base else weight for name, weight in weights.items()}
+
+    def fill(self, serving: ServingDraft, weights: Snapshot) -> None:
         """Copy and write what was reserved, outside of any lock. [`~Copies.filled`] is called after it, also after an
         error."""
         model = self.another() if serving.model is None else serving.model
         if serving.drafting is not None:
             serving.drafting.forget()
-        self._write(snapshot, model)
+        self._write(weights, model)
         if serving.model is None:
             serving.drafting, serving.model = self._draft_with(model), model
 
@@ -133,8 +141,8 @@ class Copies:
         with learning_context():
             return (sharing if self.shares else copy.deepcopy)(self.base.model)
 
-    def _write(self, snapshot: Snapshot, model: Any) -> None:
-        write_snapshot(snapshot, model, self.template, share=self.shares)
+    def _write(self, weights: Snapshot, model: Any) -> None:
+        write_snapshot(weights, model, share=self.shares)
 
     def _draft_with(self, model: Any) -> LeanDrafting | None:
         if self.config.drafting != "lean":

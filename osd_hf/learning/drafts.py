@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -22,6 +21,7 @@ from osd_hf.drafting.pacing import Pacer
 from osd_hf.errors import ConfigError, StateError
 from osd_hf.learning.copies import Copies, ServingDraft, Version
 from osd_hf.learning.lesson import Lesson
+from osd_hf.learning.placement import learner_device
 from osd_hf.learning.updater import Updater
 from osd_hf.learning.weights import (
     Snapshot,
@@ -41,6 +41,7 @@ from osd_hf.learning.weights import (
 from osd_hf.pair import is_peft
 from osd_hf.utils.disk import in_child, write_whole
 from osd_hf.utils.report import make_folder
+from osd_hf.utils.turns import giving_way
 
 __all__ = ["DomainDrafts", "ServingDraft"]
 
@@ -76,12 +77,14 @@ class DomainDrafts:
 
     Raises:
         UnsupportedModelError: adapters that do not fit the draft, or that cannot be merged into its weights.
+        ConfigError: there is no such `learner_device`.
     """
 
     def __init__(
         self, draft: Any, config: OnlineConfig | None = None, *, peft_config: Any = None, per_domain: bool = True
     ) -> None:
         self.config = config or OnlineConfig()
+        self._learner_device = learner_device(self.config)
         self.peft_config = peft_config
         self.per_domain = per_domain
         base = ready_to_serve(draft, self.config)
@@ -94,7 +97,7 @@ class DomainDrafts:
         self._has_refused = False
         self._copies = Copies(base, self._template, self.config, self.pacer)
         self._master: Any = None  # of all domains' adapters
-        self._tried: tuple[Snapshot, Any] | None = None
+        self._tried: tuple[Any, Any] | None = None
         self._renew_locks()
         in_child(self, DomainDrafts._begin_in_child)
 
@@ -261,19 +264,21 @@ class DomainDrafts:
                 serving.is_changing = False
                 self._made.notify_all()
 
-    def _fill(self, serving: ServingDraft, version: Version, *, promoted: bool = False) -> None:
-        """Fill what was reserved, outside of the lock; where it is promoted, it serves from then on."""
+    def _fill(self, serving: ServingDraft, version: Version, promoted: Snapshot | None = None) -> None:
+        """Fill what was reserved, outside of the lock; where it is promoted, with what was made ready for it, it
+        serves from then on."""
         written = None
         try:
-            self._copies.fill(serving, version.weights)
-            self._restrict(serving)
+            with giving_way(None):  # requests of this draft wait for it
+                self._copies.fill(serving, promoted or self._copies.ready(version.weights))
+                self._restrict(serving)
             written = version
         finally:
             with self._lock:
                 self._copies.filled(serving, written)
                 if written is None:
                     self._release(serving)
-                elif promoted:
+                elif promoted is not None:
                     draft = self._drafts[serving.domain]
                     draft.serving, draft.previous = version, draft.serving
                 self._made.notify_all()
@@ -286,10 +291,11 @@ class DomainDrafts:
         """Let a version serve, from the next request on; those that are running keep theirs. It is made ready before
         it is known. Requests draft with the version before it meanwhile where one holds that model; otherwise the new
         weights are written into it, without a copy, and requests of this draft wait until they are."""
+        weights = self._copies.ready(snapshot)
         with self._lock:
             self._made.wait_for(lambda: domain not in self._copies.making)
             serving = self._copies.reserve(domain)
-        self._fill(serving, Version(version, snapshot), promoted=True)
+        self._fill(serving, Version(version, snapshot), weights)
         self._release(serving)
         self._draft_changed(domain)
 
@@ -311,17 +317,17 @@ class DomainDrafts:
 
     # --- who learns -------------------------------------------------------------------------------------------------
 
-    def updater(self, domain: str | None, accelerator: Accelerator | None = None) -> Updater:
+    def updater(self, domain: str | None) -> Updater:
         """The learner of a domain's draft, made from the base at the first call. One thread at a time may learn, as
         adapters share their base."""
         with self._lock:
             draft = self._drafts.get(domain) or _Draft(Lesson(domain, self.config))
             if draft.updater is not None:
                 return draft.updater
-        updater = self._new_updater(accelerator, draft.lesson)
-        base = self.base.named_parameters()  # it is there, and stays
+        updater = self._new_updater(draft.lesson)
+        base = dict(self.base.named_parameters())  # it is there, and stays
         is_adapter = self._template is not None
-        original = updater.snapshot() if is_adapter else {n: p.detach() for n, p in base if n in updater.averaged}
+        original = updater.snapshot(base) if is_adapter else {n: base[n].detach() for n in updater.averaged}
         with self._lock:
             self._drafts[domain] = draft
             draft.updater, draft.original = updater, original
@@ -329,24 +335,27 @@ class DomainDrafts:
                 draft.serving.weights.update(original)
         return updater
 
-    def _new_updater(self, accelerator: Accelerator | None, lesson: Lesson) -> Updater:
-        peft_config, seed = self.peft_config, self.config.seed
+    def _new_updater(self, lesson: Lesson) -> Updater:
+        peft_config, seed, dtype = self.peft_config, self.config.seed, self.base.dtype
         if peft_config is None:
-            return Updater(self._source, self.config, accelerator, lesson=lesson)
+            return Updater(self._source, self.config, lesson=lesson, dtype=dtype)
         with learning_context():
             if not self.per_domain:
                 source = adapted(beneath(self._source, peft_config), peft_config, "default", seed)
-                return Updater(source, self.config, accelerator, lesson=lesson)
+                return Updater(source, self.config, lesson=lesson, dtype=dtype)
             number = 0 if self._master is None else len(self._master.peft_config)
             # Module names take no dots, and peft may take one name for the start of another.
             adapter = f"domain_{number:05d}"
             if self._master is None:
-                self._master = adapted(beneath(self._source, peft_config).float().eval(), peft_config, adapter, seed)
+                source = beneath(self._source, peft_config)
+                if self._learner_device is not None:
+                    source = source.to(self._learner_device)
+                self._master = adapted(source.float().eval(), peft_config, adapter, seed)
             else:
                 with seeded(seed):
                     self._master.add_adapter(adapter, copy.deepcopy(peft_config))
                 self._master.eval()  # what it added trains
-        return Updater(self._master, self.config, accelerator, adapter=adapter, lesson=lesson)
+        return Updater(self._master, self.config, adapter=adapter, lesson=lesson, dtype=dtype)
 
     @property
     def learning(self) -> set[str | None]:
@@ -372,12 +381,15 @@ class DomainDrafts:
             self.version += 1
             return self.version, snapshot
 
-    def tried(self, snapshot: Snapshot) -> Any:
-        """A model with these weights that never serves: valid until the next call."""
-        if self._tried is None or self._tried[0] is not snapshot:
-            self._tried, model = None, sharing(self.base)
-            write_snapshot(snapshot, model, self._template, share=True)
-            self._tried = snapshot, model  # not before: writing may fail, and is tried again
+    def tried(self, draft: Snapshot | Any) -> Any:
+        """A model with these weights, or with those of a model that serves, that never serves itself: valid until the
+        next call."""
+        if self._tried is None or self._tried[0] is not draft:
+            has_weights = isinstance(draft, dict)
+            self._tried, model = None, sharing(self.base if has_weights else draft)
+            if has_weights:
+                write_snapshot(draft, model, self._template, share=True)
+            self._tried = draft, model  # not before: writing may fail, and is tried again
         return self._tried[1]
 
     def end_trial(self) -> None:
@@ -440,7 +452,7 @@ class DomainDrafts:
         try:
             for folder, entry in json.loads(Path(directory, INDEX).read_text()).items():
                 state = load_file(Path(directory, folder, file))
-                weights = {name: tensor for name, tensor in state.items() if name not in fixed}
+                weights = self._placed({name: tensor for name, tensor in state.items() if name not in fixed})
                 loaded[entry["domain"]] = int(entry["version"]), weights
         except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
             raise StateError(
@@ -457,6 +469,11 @@ class DomainDrafts:
     def _parameters(self) -> Snapshot:
         """Those of the base that a full copy may learn."""
         return {name: p for name, p in self.base.named_parameters() if p.is_floating_point()}
+
+    def _placed(self, snapshot: Snapshot) -> Snapshot:
+        """Weights where they are served from: those of an adapter, which the base has not, with its first ones."""
+        devices = {name: p.device for name, p in self.base.named_parameters()}
+        return {name: tensor.to(devices.get(name, self.base.device)) for name, tensor in snapshot.items()}
 
     def _check(self, domain: str | None, snapshot: Snapshot) -> None:
         if not is_finite(snapshot):
@@ -502,8 +519,8 @@ class DomainDrafts:
                 draft = before.get(domain)
                 if draft is None or (learners is not None and domain not in learners):
                     draft = _Draft(Lesson(domain, self.config))
-                draft.serving = Version(int(saved["version"]), saved["snapshot"])
-                draft.previous = None if previous is None else Version(*previous)
+                draft.serving = Version(int(saved["version"]), self._placed(saved["snapshot"]))
+                draft.previous = None if previous is None else Version(previous[0], self._placed(previous[1]))
                 self._drafts[domain] = draft
         for domain in self.domains:
             self.model(domain)  # made ready now

@@ -17,11 +17,14 @@ from osd_hf.errors import StateError
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.gate import DROPPED_IN_A_ROW, GateDecision, judge, regressed
 from osd_hf.learning.lesson import Lesson
+from osd_hf.learning.memory import layers_of
 from osd_hf.learning.updater import Updater, UpdateReport, finish
 from osd_hf.learning.weights import FALLBACK_K, Snapshot, is_finite
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.replay import replay_each
 from osd_hf.trace import Trace
+from osd_hf.utils.turns import between, gives_way
+from osd_hf.utils.turns import clock as turn_clock
 
 __all__ = ["DutyCycle", "Learner"]
 
@@ -56,9 +59,9 @@ class Learner:
     Args:
         drafts (`DomainDrafts`): The drafts that serve and learn.
         config (`OnlineConfig`): How to learn.
-        accelerator (`Accelerator`, *optional*): Runs backward and step.
+        accelerator (`Accelerator`, *optional*): Its trackers are told of updates.
         clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`): In seconds, for the duty cycle.
-        timer (`Callable[[], float]`, *optional*, defaults to `time.perf_counter`):
+        timer (`Callable[[], float]`, *optional*, defaults to `osd_hf.utils.turns.clock`):
             In seconds, for what work took; `time.process_time` leaves out what else ran on the machine.
         chooses (`bool`, *optional*, defaults to `True`):
             With a gate, let each request be served by the learned draft or by the draft as it was, whichever was
@@ -67,7 +70,7 @@ class Learner:
 
     def __init__(
         self, drafts: DomainDrafts, config: OnlineConfig, accelerator: Accelerator | None = None, *,
-        clock: Callable[[], float] = time.monotonic, timer: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = time.monotonic, timer: Callable[[], float] = turn_clock,
         chooses: bool = True,
     ) -> None:  # fmt: skip
         self.drafts, self.config, self._timer = drafts, config, timer
@@ -90,7 +93,7 @@ class Learner:
 
     def updater(self, domain: str | None) -> Updater:
         """What steps for a domain's draft."""
-        return self.drafts.updater(domain, self.accelerator)
+        return self.drafts.updater(domain)
 
     @property
     def lessons(self) -> dict[str | None, Lesson]:
@@ -451,10 +454,7 @@ class Learner:
         try:
             for first in range(0, len(traces), self._scored_at_once):
                 scores += yield from lesson.set_aside.isolate(
-                    # Between two parts another version may have been tried.
-                    lambda those: replay_each(
-                        self.drafts.tried(draft) if isinstance(draft, dict) else draft, those, self._k
-                    ),
+                    lambda those: self._replayed(draft, those),
                     traces[first : first + self._scored_at_once],
                     updater.readable,
                 )
@@ -464,6 +464,12 @@ class Learner:
         if None in scores:
             lesson.forget_set_aside()
         return scores
+
+    def _replayed(self, draft: Any, traces: Sequence[Trace]) -> list[AcceptanceStats]:
+        # One that serves gets no hooks. Asked for each time: between two parts another version may have been tried.
+        model = self.drafts.tried(draft) if isinstance(draft, dict) or gives_way() else draft
+        with between(layers_of(model)):
+            return replay_each(model, traces, self._k)
 
     # --- keeping ----------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from osd_hf.trace import DraftRound, Trace
 
-__all__ = ["Activations", "computed_again", "num_tokens", "shortened"]
+__all__ = ["Activations", "computed_again", "layers_of", "num_tokens", "shortened"]
 
 # Kept by the forward of one micro-batch, as estimated; with the logits of a chunk, gradients on their way, and what
 # the estimate leaves out, within 2 GiB.
@@ -56,7 +56,7 @@ class Activations:
             for name, p in draft.named_parameters()
             if p.ndim == 2 and id(p) not in apart and adapters.isdisjoint(name.split("."))
         )
-        layers = max(len(_layers(draft)), 1)
+        layers = max(len(layers_of(draft)), 1)
         heads = getattr(config, "num_attention_heads", None) or 1
         is_eager = getattr(config, "_attn_implementation", None) == "eager"
         # A fused kernel keeps a mask in float32, which holds the positions' biases of some encoder-decoders.
@@ -79,7 +79,8 @@ class Activations:
         return max(int(root), LEAST_TOKENS)
 
 
-def _layers(model: Any) -> list[Any]:
+def layers_of(model: Any) -> list[Any]:
+    """The layers of a transformers model, each a module that it can compute again in a backward."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
@@ -87,7 +88,7 @@ def _layers(model: Any) -> list[Any]:
 def computed_again(model: Any) -> Iterator[None]:
     """The layers of a forward inside keep their inputs alone, and are computed again in its backward: the same
     numbers, a third slower. Transformers' own way would need the training mode, and its dropout."""
-    layers = _layers(model)
+    layers = layers_of(model)
     before = [vars(layer).get("forward") for layer in layers]
     for layer in layers:
         layer.forward = functools.partial(

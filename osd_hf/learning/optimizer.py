@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.optim.adamw import adamw
 
 from osd_hf.config import OnlineConfig
+from osd_hf.utils.turns import give_way, in_pieces
 
-__all__ = ["Muon", "hidden_matrices", "make_optimizers"]
+__all__ = ["AdamW", "Muon", "hidden_matrices", "make_optimizers"]
 
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration, as published with Muon
@@ -46,6 +48,7 @@ class Muon(torch.optim.Optimizer):
             for alike in by_shape.values():
                 size = max(AT_ONCE // alike[0].numel(), 1)
                 for matrices in (alike[first : first + size] for first in range(0, len(alike), size)):
+                    give_way()
                     directions = orthogonal(torch.stack([_wide(self._momentum(p)) for p in matrices]))
                     for p, direction in zip(matrices, directions, strict=True):
                         p.add_(_wide(direction, like=p), alpha=-group["lr"] * 0.2 * math.sqrt(max(p.shape)))
@@ -58,6 +61,37 @@ class Muon(torch.optim.Optimizer):
             state["momentum_buffer"] = torch.zeros_like(p)
         buffer = state["momentum_buffer"].lerp_(p.grad, 1 - MOMENTUM)
         return p.grad.lerp(buffer, MOMENTUM)
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's own, fused, which goes through its parameters in pieces and gives way between them."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """One step of all parameters that have a gradient."""
+        assert closure is None
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            states = [self.state[p] for p in params]
+            fresh = []
+            for p, state in zip(params, states, strict=True):
+                if not state:
+                    fresh += [torch.empty_like(p), torch.empty_like(p)]
+                    state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+                    state["exp_avg"], state["exp_avg_sq"] = fresh[-2:]
+            for (some,) in in_pieces(fresh):
+                torch._foreach_zero_(some)
+            averages = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
+            # Repeated for the pieces of one parameter, each of which counts its own.
+            steps = [state["step"].expand_as(p) for p, state in zip(params, states, strict=True)]
+            beta1, beta2 = group["betas"]
+            for some, grads, first, second, counts in in_pieces(params, [p.grad for p in params], *averages, steps):
+                adamw(
+                    some, grads, first, second, [], [count[(0,) * count.ndim].clone() for count in counts],
+                    fused=True, amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"],
+                    weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+                )  # fmt: skip
+            torch._foreach_add_([state["step"] for state in states], 1)
 
 
 def _wide(matrix: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
@@ -73,6 +107,7 @@ def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
     x = matrices if matrices.device.type == "cpu" else matrices.bfloat16()
     x = x / x.flatten(1).norm(dim=1).clamp(min=1e-7)[:, None, None]
     for _ in range(NS_STEPS):
+        give_way()
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.to(matrices)
@@ -101,5 +136,5 @@ def make_optimizers(
         made.append(Muon(matrices, config.learning_rate))
     if rest:
         rate = config.learning_rate * (EMBEDDING_RATE if matrices else 1)
-        made.append(torch.optim.AdamW(rest, rate, weight_decay=0.0, fused=True))
+        made.append(AdamW(rest, rate, weight_decay=0.0, fused=True))
     return made

@@ -222,5 +222,6 @@ def _read_state(directory: Path, folder: Path) -> dict[str, Any]:
         lesson["traces"] = {
             group: [traces.pop(0) for _ in range(count)] for group, count in lesson.pop("counts").items()
         }
-        lesson["updater"] = torch.load(folder / f"learner-{number:03d}.pt", weights_only=True)
-    return {**state, **torch.load(folder / "drafts.pt", weights_only=True)}
+        lesson["updater"] = torch.load(folder / f"learner-{number:03d}.pt", map_location="cpu", weights_only=True)
+    # Whoever takes it puts it where it is needed: the device that it was on may not be there.
+    return {**state, **torch.load(folder / "drafts.pt", map_location="cpu", weights_only=True)}

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from accelerate.utils import ProjectConfiguration
 
 from osd_hf.chunked_loss import divergence_sum, stored_rows
@@ -24,8 +23,9 @@ from osd_hf.errors import ConfigError, StateError, UnsupportedModelError, is_out
 from osd_hf.learning.faults import Readable
 from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.lesson import Lesson
-from osd_hf.learning.memory import LEAST_TOKENS, Activations, computed_again, num_tokens, shortened
+from osd_hf.learning.memory import LEAST_TOKENS, Activations, computed_again, layers_of, num_tokens, shortened
 from osd_hf.learning.optimizer import make_optimizers
+from osd_hf.learning.placement import learner_device, learns_in_bf16, with_own_attention
 from osd_hf.learning.weights import (
     Snapshot,
     adapter_state,
@@ -39,6 +39,7 @@ from osd_hf.metrics import AcceptanceStats
 from osd_hf.pair import is_peft
 from osd_hf.replay import batches, completion_logits, completion_mask, has_plain_head
 from osd_hf.trace import Trace
+from osd_hf.utils.turns import between, clock, give_way, in_pieces
 
 __all__ = ["UpdateReport", "Updater", "finish", "log_update", "make_accelerator", "trainable_parameters"]
 
@@ -88,26 +89,27 @@ class UpdateReport:
 class Updater:
     """
     Teaches a copy of a draft from traces. The copy is kept in fp32, as steps of AdamW round away in half precision,
-    together with its optimizer, so that updates go on where the last one ended.
+    together with its optimizer, so that updates go on where the last one ended, on `config.learner_device`. A thread
+    that gives way to others does so between layers and between pieces of a step.
 
     Args:
         draft (`PreTrainedModel`):
             Copied, not changed. Where it has adapters the trainable parameters learn, and what is frozen in fp32 is
             not copied; otherwise all.
         config (`OnlineConfig`): The rule.
-        accelerator (`Accelerator`, *optional*):
-            Runs backward and step; by default one that leaves the model on its device.
         adapter (`str`, *optional*):
-            The draft is an fp32 `PeftModel` that several learners share, each an adapter of its own: not copied.
+            The draft is an fp32 `PeftModel`, where it is to learn, that several learners share, each an adapter of its
+            own: not copied.
         lesson (`Lesson`, *optional*): The requests of this draft; by default it begins with none.
 
     Raises:
         UnsupportedModelError: the draft has no parameter that could learn.
+        ConfigError: there is no such device.
     """
 
     def __init__(
-        self, draft: Any, config: OnlineConfig, accelerator: Accelerator | None = None, *,
-        adapter: str | None = None, lesson: Lesson | None = None,
+        self, draft: Any, config: OnlineConfig, *, adapter: str | None = None, lesson: Lesson | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         self.config, self.adapter = config, adapter
         self.version = self.kept_steps = 0
@@ -118,17 +120,18 @@ class Updater:
         # Requests in one forward and backward, at most; between requests nobody knows yet how long one takes.
         self.micro_batch = 1 if config.update_strategy == "idle" else config.batch_size
         self._backward_seconds: float | None = None  # of the last micro-batch
-        self.accelerator = accelerator or Accelerator(device_placement=False)
-        self._shared = dict(AcceleratorState._shared_state)
+        device = learner_device(config)
         with learning_context():
             # Evaluation mode throughout: dropout would draw from the generator that sampled requests draw from.
-            self.master = in_fp32(draft, own=False) if adapter is None else draft
+            self.master = with_own_attention(in_fp32(draft, own=False, device=device) if adapter is None else draft)
             self._activate()
             self.parameters = trainable_parameters(self.master)
-            made = make_optimizers(self.master, self.parameters, config)
-            self.optimizers = [self.accelerator.prepare_optimizer(optimizer) for optimizer in made]
+            self.optimizers = make_optimizers(self.master, self.parameters, config)
             own = config.weight_average > 0  # otherwise they are the last step's
             self.averaged = {name: p.detach().clone() if own else p.detach() for name, p in self.parameters.items()}
+        self.device = next(iter(self.parameters.values())).device
+        width = getattr(self.master.config.get_text_config(decoder=True), "hidden_size", None) or 0
+        self.is_bf16 = learns_in_bf16(config, dtype or draft.dtype, self.device, width)
         self.activations = Activations.of(self.master)
         # The longest request that is learned from as it is, its prompt included.
         self.most_tokens = min(config.max_learn_tokens or sys.maxsize, self.activations.most_tokens)
@@ -290,20 +293,29 @@ class Updater:
         # Memory is bounded by micro-batches; weights make their gradients add up to those of the whole batch.
         for part in self._micro_batches(traces, size):
             under_way[:] = part
-            started = time.perf_counter()
+            started = clock()
             with self._at_work():
                 loss, count = self._bounded_loss(part)
                 loss = loss * (count / total)
-                self.accelerator.backward(loss)
+                loss.backward()  # type: ignore[no-untyped-call]
                 value += float(loss.detach())
-            self._backward_seconds = time.perf_counter() - started
+            self._backward_seconds = clock() - started
             yield
         under_way.clear()
         with self._at_work():
-            norm = self.accelerator.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)
-            if not (np.isfinite(value) and bool(torch.isfinite(norm))):
+            if not (np.isfinite(value) and self._clip()):
                 raise FloatingPointError(NOT_FINITE)
         return value
+
+    def _clip(self) -> bool:
+        """Clip the gradients, as `torch.nn.utils.clip_grad_norm_` does; returns whether their norm is finite."""
+        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
+        norms = [torch.nn.utils.get_total_norm(piece).to(self.device) for (piece,) in in_pieces(grads)]
+        norm = torch.nn.utils.get_total_norm(norms)
+        scale = (self.config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        for (piece,) in in_pieces(grads) if scale < 1 else ():
+            torch._foreach_mul_(piece, scale.to(piece[0].device))
+        return bool(torch.isfinite(norm))
 
     def _micro_batches(self, traces: Sequence[Trace], size: int) -> Iterator[list[Trace]]:
         for indices in batches(traces, traces[0].vocab_size, min(size, len(traces)), self.activations.fit):
@@ -330,11 +342,9 @@ class Updater:
             with self._at_work():
                 self._zero_grad()
                 loss, _ = self._bounded_loss(part)
-                self.accelerator.backward(loss)
+                loss.backward()  # type: ignore[no-untyped-call]
                 found = [loss.detach(), *(p.grad for p in self.parameters.values() if p.grad is not None)]
-                # Scaled gradients overflow now and then, through no fault of a request.
-                checked = found if self.accelerator.scaler is None else found[:1]
-                if not all(bool(torch.isfinite(tensor).all()) for tensor in checked):
+                if not all(bool(torch.isfinite(tensor).all()) for tensor in found):
                     raise FloatingPointError(NOT_FINITE)
                 self._zero_grad()
             yield
@@ -344,7 +354,7 @@ class Updater:
         """[`~Updater._loss`] of a micro-batch, whose layers are computed again in the backward where what they would
         keep of a single request is over the budget."""
         is_large = not self.activations.fit(len(traces), max(map(num_tokens, traces)))
-        with computed_again(self.master) if is_large else nullcontext():
+        with computed_again(self.master) if is_large else nullcontext(), between(layers_of(self.master)):
             return self._loss(traces)
 
     def _loss(self, traces: Sequence[Trace]) -> tuple[torch.Tensor, int]:
@@ -355,9 +365,9 @@ class Updater:
         where = None if count == len(learned) else learned
         rows, divergence = stored_rows(traces, where), DIVERGENCES[self.config.divergence]
         if count and has_plain_head(self.master):
-            with self.accelerator.autocast():
+            with self._autocast():
                 return divergence_sum(self.master, traces, rows, divergence, where) / count, count
-        with self.accelerator.autocast():
+        with self._autocast():
             logits = completion_logits(self.master, traces)
         top_ids, p = rows(slice(None))
         logits = logits[completion_mask(traces, logits.device)][learned.to(logits.device)]
@@ -369,32 +379,24 @@ class Updater:
         self.kept_steps += 1
         decay = min(self.config.weight_average, self.kept_steps / (9 + self.kept_steps))
         with torch.no_grad():
-            torch._foreach_lerp_(list(self.averaged.values()), list(self.parameters.values()), 1 - decay)
+            for averages, parameters in in_pieces(list(self.averaged.values()), list(self.parameters.values())):
+                torch._foreach_lerp_(averages, parameters, 1 - decay)
 
     def _zero_grad(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
+        for parameter in self.parameters.values():
+            if parameter.grad is not None:
+                give_way()
+                parameter.grad = None
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.is_bf16)
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
         """Entered around each part of a step, and left between them."""
-        with learning_context(), self._state():
+        with learning_context():
             self._activate()
             yield
-
-    @contextmanager
-    def _state(self) -> Iterator[None]:
-        """What all accelerators of a process share, put back for a while where `TrainingArguments` made meanwhile have
-        emptied it; for a while only, as their trainer would not start on a state of another precision."""
-        shared = AcceleratorState._shared_state
-        is_empty = not shared
-        if is_empty:
-            shared.update(self._shared)
-        try:
-            yield
-        finally:
-            if is_empty:
-                shared.clear()
 
     def _activate(self) -> None:
         """Let our adapter learn, where the master has several."""
@@ -405,33 +407,45 @@ class Updater:
 
     def snapshot(self, served: Mapping[str, torch.Tensor] | None = None) -> Snapshot:
         """A copy of the learned (averaged) weights: an adapter's, in fp32, by the names of its file; otherwise of all
-        parameters that learn, in the dtypes of those `served`, in fp32 by default."""
+        parameters that learn, in the dtypes of those `served`, in fp32 by default. Where a `learner_device` is set,
+        the copy is where those served are."""
         with learning_context(), torch.no_grad():
+            like = served or self.averaged
             if not is_peft(self.master):
-                dtypes = {name: p.dtype for name, p in (served or self.averaged).items()}
-                return {name: learned.to(dtypes[name], copy=True) for name, learned in self.averaged.items()}
+                made = {
+                    name: torch.empty_like(learned, dtype=like[name].dtype, device=like[name].device)
+                    for name, learned in self.averaged.items()
+                }
+                for copies, learned in in_pieces(list(made.values()), list(self.averaged.values())):
+                    for one, other in zip(copies, learned, strict=True):
+                        one.copy_(other)
+                return made
+            is_apart = served is not None and self.config.learner_device is not None
+            device = next(iter(like.values())).device if is_apart else None
             stepped = {name: p.detach().clone() for name, p in self.parameters.items()}
             try:
                 self._set_parameters(self.averaged)
                 state = adapter_state(self.master, self.adapter)
-                return {name: tensor.detach().float().clone() for name, tensor in state.items()}
+                return {name: t.detach().to(device or t.device, torch.float32, copy=True) for name, t in state.items()}
             finally:
                 self._set_parameters(stepped)
 
     def _set_parameters(self, values: Mapping[str, torch.Tensor]) -> None:
         for name, parameter in self.parameters.items():
+            give_way()
             parameter.copy_(values[name])
 
     def restart(self, snapshot: Snapshot) -> None:
         """Go back to these weights, with an optimizer that knows nothing."""
-        with learning_context(), torch.no_grad(), self._state():
+        with learning_context(), torch.no_grad():
             if is_peft(self.master):
                 load_adapter(self.master, snapshot, self.adapter)
             else:
                 self._set_parameters(snapshot)
             for name, parameter in self.parameters.items():
+                give_way()
                 self.averaged[name].copy_(parameter)
-            for optimizer in self.optimizers:  # not new ones: the accelerator would hold the old ones for ever
+            for optimizer in self.optimizers:
                 optimizer.state.clear()
         self.kept_steps, self.is_torn = 0, False
 
@@ -478,7 +492,7 @@ class Updater:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state; raises StateError where it belongs to another draft."""
         self.check_state(state)
-        with learning_context(), torch.no_grad(), self._state():
+        with learning_context(), torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(state["parameters"][self._portable(name)])
                 self.averaged[name].copy_(state["averaged"][self._portable(name)])

@@ -13,6 +13,7 @@ import torch
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.pair import is_peft, merged, set_fixed_k
+from osd_hf.utils.turns import give_way, in_pieces
 
 __all__ = [
     "FALLBACK_K",
@@ -27,6 +28,7 @@ __all__ = [
     "make_template",
     "ready_to_serve",
     "seeded",
+    "served_weights",
     "sharing",
     "write_snapshot",
 ]
@@ -70,38 +72,51 @@ def sharing(model: Any, *, learned: bool = True) -> Any:
         return copy.deepcopy(model, {id(p): other for p, other in zip(shared, others, strict=True)})
 
 
-def in_fp32(draft: Any, *, own: bool = True) -> Any:
-    """A copy of a draft in fp32, in evaluation mode. With `own=False` weights that are frozen beside adapters, and in
-    fp32 already, lie where the draft's do."""
+def in_fp32(draft: Any, *, own: bool = True, device: torch.device | None = None) -> Any:
+    """A copy of a draft in fp32, in evaluation mode, on its device or another one. With `own=False` weights that are
+    frozen beside adapters, and in fp32 on that device already, lie where the draft's do."""
     has_adapters = is_peft(draft) or getattr(draft, "_hf_peft_config_loaded", False)
     with learning_context():
+        if device is not None:
+            draft = sharing(draft).to(device)  # before it grows, which there may be no room for where it serves
         return (sharing(draft, learned=False) if has_adapters and not own else copy.deepcopy(draft)).float().eval()
 
 
 def is_finite(snapshot: Snapshot) -> bool:
     """Whether all weights are numbers."""
-    return all(bool(torch.isfinite(weight).all()) for weight in snapshot.values())
+    return all(
+        bool(torch.isfinite(weight).all()) for (piece,) in in_pieces(list(snapshot.values())) for weight in piece
+    )
 
 
-def write_snapshot(snapshot: Snapshot, draft: Any, template: Any = None, *, share: bool = False) -> None:
+def served_weights(snapshot: Snapshot, draft: Any, template: Any = None) -> Snapshot:
     """
-    Write learned weights into a draft, in place, cast to its dtype.
+    Learned weights by the names of a draft's parameters, in its dtypes and where it is; gives way between them.
 
     Args:
         snapshot (`dict[str, torch.Tensor]`): As returned by [`Updater.snapshot`].
         draft (`PreTrainedModel`):
             A copy of the draft that was learned from; of one with adapters, with them merged or as it was.
         template (`PeftModel`, *optional*): Where the weights are an adapter's: a model with that adapter, unmerged.
-        share (`bool`, *optional*, defaults to `False`):
-            Let the draft's parameters be the weights themselves where dtype and device are the same, in place of
-            copies: they take no memory of their own then.
     """
     with learning_context(), torch.no_grad():
         weights = snapshot if template is None else _adapted_weights(snapshot, template, is_merged=not is_peft(draft))
-        served = dict(draft.named_parameters())
+        served, found = dict(draft.named_parameters()), Snapshot()
+        for name, learned in weights.items():
+            give_way()
+            found[name] = learned.to(served[name])
+        return found
+
+
+def write_snapshot(snapshot: Snapshot, draft: Any, template: Any = None, *, share: bool = False) -> None:
+    """Write learned weights into a draft, in place, cast to its dtype; takes the arguments of [`served_weights`]. With
+    `share` the draft's parameters are these weights themselves where dtype and device are the same, in place of
+    copies: they take no memory of their own then."""
+    weights, served = served_weights(snapshot, draft, template), dict(draft.named_parameters())
+    with learning_context(), torch.no_grad():
         for name, learned in weights.items():
             if share:
-                served[name].data = learned.to(served[name])
+                served[name].data = learned
             else:
                 served[name].copy_(learned)
 
@@ -136,6 +151,7 @@ def _adapted_weights(snapshot: Snapshot, template: Any, *, is_merged: bool) -> S
 
         # One layer after the other, in fp32: all at once, they would need twice the memory of what serves.
         for layer in [module for module in model.modules() if isinstance(module, BaseTunerLayer)]:
+            give_way()
             dtypes = {name: p.dtype for name, p in layer.get_base_layer().named_parameters() if p.is_floating_point()}
             for name in dtypes:
                 parameter = layer.get_base_layer().get_parameter(name)

@@ -1,0 +1,89 @@
+"""Where and how a learner computes: its device, its precision, and an attention that this precision has."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from osd_hf.config import OnlineConfig
+from osd_hf.errors import ConfigError, first_line
+from osd_hf.pair import unwrap
+
+__all__ = ["bf16_is_faster", "is_half_only", "learner_device", "learns_in_bf16", "with_own_attention"]
+
+HALF = (torch.bfloat16, torch.float16)
+LEAST_WIDTH = 256  # of a draft that bf16 is tried for on a CPU; below, starting takes longer than computing
+FASTER = 1.3  # that products have to be in bf16, as weights are cast for them
+TOKENS, REPEATS = 64, 3  # of a product that is timed
+
+
+def learner_device(config: OnlineConfig) -> torch.device | None:
+    """The device of the configuration's `learner_device`, `None` for the one that the draft serves on; raises
+    ConfigError where there is no such device here."""
+    if config.learner_device is None:
+        return None
+    device = torch.device(config.learner_device)
+    try:
+        torch.zeros(1, device=device).item()  # nothing can be read on the meta device
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
+        raise ConfigError(
+            f"`learner_device` must be a device of this machine, got {config.learner_device!r}: {first_line(error)}. "
+            'Name another one, such as "cpu", or None for the one that the draft serves on.'
+        ) from error
+    return device
+
+
+def learns_in_bf16(config: OnlineConfig, dtype: torch.dtype, device: torch.device, width: int) -> bool:
+    """
+    Whether steps compute in bf16, by autocast, on a master that is in fp32 all the same.
+
+    Args:
+        config (`OnlineConfig`): Says so or, with `"auto"`, leaves it to the rest.
+        dtype (`torch.dtype`): Of the draft that serves.
+        device (`torch.device`): That the learner is on.
+        width (`int`): Of the draft's hidden states.
+    """
+    if config.mixed_precision != "auto":
+        return config.mixed_precision == "bf16"
+    if dtype not in HALF:
+        return False
+    if device.type == "cpu":
+        return width >= LEAST_WIDTH and bf16_is_faster(width)
+    return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+@functools.cache
+def bf16_is_faster(width: int, timer: Callable[[], float] = time.perf_counter) -> bool:
+    """Whether this CPU multiplies matrices of this width faster in bf16 than in fp32: timed at the first call."""
+    least = dict.fromkeys((torch.float32, torch.bfloat16), float("inf"))
+    for attempt in range(REPEATS + 1):  # the first one warms up
+        for dtype in least:
+            states, weights = torch.ones(TOKENS, width, dtype=dtype), torch.ones(width, width, dtype=dtype)
+            started = timer()
+            states @ weights
+            seconds = timer() - started
+            if attempt:
+                least[dtype] = min(least[dtype], seconds)
+    return least[torch.bfloat16] * FASTER < least[torch.float32]
+
+
+def is_half_only(attention: str | None) -> bool:
+    """Whether an attention implementation of transformers is a kernel for half precision alone: FlashAttention in any
+    form, or one from the Hub."""
+    return attention is not None and ("flash" in attention or "/" in attention)
+
+
+def with_own_attention(master: Any) -> Any:
+    """The fp32 model itself, whose attention is transformers' own from now on where it was a kernel for half precision
+    alone."""
+    inner = unwrap(master)
+    if is_half_only(getattr(inner.config, "_attn_implementation", None)):
+        try:
+            inner.set_attn_implementation("sdpa")
+        except (ValueError, ImportError):  # not of every model
+            inner.set_attn_implementation("eager")
+    return master

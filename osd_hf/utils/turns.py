@@ -1,0 +1,109 @@
+"""Turns: long work that nobody waits for lets others go first, between any two of its small pieces."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+__all__ = ["between", "clock", "give_way", "give_way_at", "gives_way", "giving_way", "in_pieces"]
+
+PIECE = 1 << 23  # elements of weights that are gone through without a stop, about what one layer has
+
+
+class _Turn:
+    """Lets others go first, and knows how long that has taken."""
+
+    def __init__(self, let_in: Callable[[], object]) -> None:
+        self.let_in = let_in
+        self.waited = 0.0  # seconds
+
+    def __call__(self) -> None:
+        started = time.perf_counter()
+        self.let_in()
+        self.waited += time.perf_counter() - started
+
+
+_TURN: ContextVar[_Turn | None] = ContextVar("osd_hf_turn", default=None)
+
+
+@contextmanager
+def giving_way(let_in: Callable[[], object] | None) -> Iterator[None]:
+    """What this thread does inside calls `let_in` between its pieces, which may take its time; with `None`: nothing,
+    as where others would wait for the work to end."""
+    token = _TURN.set(None if let_in is None else _Turn(let_in))
+    try:
+        yield
+    finally:
+        _TURN.reset(token)
+
+
+def gives_way() -> bool:
+    """Whether the work of this thread is one that lets others go first."""
+    return _TURN.get() is not None
+
+
+def give_way() -> None:
+    """Let others go first, if this thread is to: called between two pieces, where nothing is held that they need."""
+    turn = _TURN.get()
+    if turn is not None:
+        turn()
+
+
+def give_way_at(states: torch.Tensor) -> None:
+    """Let others go first now, and once more in the backward, when the gradient of these states is there."""
+    turn = _TURN.get()
+    if turn is not None:
+        turn()
+        if states.requires_grad:
+            # Not `give_way`: a backward on an accelerator runs in a thread of its own.
+            states.register_hook(lambda _: turn())  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def between(layers: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Forwards inside, and their backwards, stop before each of these layers."""
+    with ExitStack() as stack:
+        for layer in layers if gives_way() else ():
+            stack.callback(layer.register_forward_pre_hook(_at_layer, with_kwargs=True).remove)
+        yield
+
+
+def _at_layer(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    found = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.is_floating_point())
+    if (states := next(found, None)) is None:
+        give_way()
+    else:
+        give_way_at(states)
+
+
+def in_pieces(*families: Sequence[torch.Tensor]) -> Iterator[tuple[list[torch.Tensor], ...]]:
+    """Tensors of several families, those at one place of the same shape: as many at once as have so many elements
+    that going through them takes no longer than a layer, of a larger one some rows. Gives way before each piece."""
+    piece: list[tuple[torch.Tensor, ...]] = []
+    size = 0
+    for alike in zip(*families, strict=True):
+        first, parts = alike[0], [alike]
+        if first.numel() > PIECE:
+            rows = max(PIECE * len(first) // first.numel(), 1)
+            parts = list(zip(*(tensor.split(rows) for tensor in alike), strict=True))
+        for part in parts:
+            if piece and (size + part[0].numel() > PIECE or part[0].device != piece[0][0].device):
+                give_way()
+                yield tuple(map(list, zip(*piece, strict=True)))
+                piece, size = [], 0
+            piece.append(part)
+            size += part[0].numel()
+    if piece:
+        give_way()
+        yield tuple(map(list, zip(*piece, strict=True)))
+
+
+def clock() -> float:
+    """Seconds, as `time.perf_counter` counts them, without those in which the work of this thread has given way."""
+    turn = _TURN.get()
+    return time.perf_counter() - (0.0 if turn is None else turn.waited)

@@ -1,0 +1,213 @@
+"""Where a draft learns, in which precision, and with which attention."""
+
+import copy
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import models
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import AttentionInterface
+
+from osd_hf import ConfigError, DomainDrafts, OnlineConfig, Trace, record_traces
+from osd_hf.learning import placement
+from osd_hf.learning.learner import Learner
+from osd_hf.learning.placement import bf16_is_faster, is_half_only, learns_in_bf16
+from osd_hf.learning.updater import Updater
+from osd_hf.learning.weights import Snapshot
+from osd_hf.memory import MemoryPlan, Part, memory_plan
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
+
+CONFIG = OnlineConfig(
+    num_assistant_tokens=5, update_strategy="manual", steps_per_update=2, batch_size=4, num_logprobs=8, gate=False
+)
+LORA = LoraConfig(r=2, target_modules=["q_proj"])
+
+
+@pytest.fixture(scope="module")
+def traces() -> list[Trace]:
+    prompts = [ids[0].tolist() for ids in models.prompts(4)]
+    return list(record_traces(models.build(), prompts, max_new_tokens=6, num_logprobs=8))
+
+
+def taught(traces: list[Trace], config: OnlineConfig, *, elsewhere: bool = False, **kind: Any) -> tuple[Any, Snapshot]:
+    """The drafts after an update, and the master's weights; `elsewhere`: what serves has no data at all."""
+    drafts = DomainDrafts(models.pair(num_hidden_layers=1)[1].to(torch.bfloat16), config, **kind)
+    learner, domain = Learner(drafts, config), "a" if drafts.per_domain else None
+    for trace in traces:
+        learner.observe(domain, trace)
+    updater = learner.updater(domain)
+    if elsewhere:
+        drafts.base.to("meta")
+        updater.update()
+        drafts.promote(domain, *drafts.candidate(domain))
+    else:
+        learner.update(domain)
+    return drafts, {name: p.detach().clone() for name, p in updater.parameters.items()}
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "whole": {"per_domain": False}, "adapters": {"per_domain": False, "peft_config": LORA},
+    "adapters per domain": {"peft_config": LORA},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_learner_on_a_device_that_is_named_learns_the_same(kind: str, traces: list[Trace]) -> None:
+    drafts, expected = taught(traces, CONFIG, **KINDS[kind])
+    apart, found = taught(traces, replace(CONFIG, learner_device="cpu"), **KINDS[kind])
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    (domain,) = drafts.learning
+    served = dict(drafts.model(domain).named_parameters())
+    assert all(torch.equal(p, served[name]) for name, p in apart.model(domain).named_parameters())
+
+
+def test_nothing_but_the_version_goes_to_where_the_draft_serves(traces: list[Trace]) -> None:
+    # A tensor on the meta device next to one that is not makes almost every operator fail.
+    _, expected = taught(traces, CONFIG, per_domain=False)
+    config = replace(CONFIG, learner_device="cpu")
+    drafts, found = taught(traces, config, elsewhere=True, per_domain=False)
+    assert all(p.device.type == "cpu" and torch.equal(p, expected[name]) for name, p in found.items())
+    version = drafts.serving_snapshot(None)
+    assert {(w.device.type, w.dtype) for w in version.values()} == {("meta", torch.bfloat16)}
+    assert {p.device.type for p in drafts.model(None).parameters()} == {"meta"}
+
+
+def test_a_session_of_another_device_serves_where_the_draft_does(traces: list[Trace]) -> None:
+    state = taught(traces, CONFIG, per_domain=False)[0].state_dict()
+    drafts = DomainDrafts(models.pair(num_hidden_layers=1)[1].to(torch.bfloat16), CONFIG, per_domain=False)
+    drafts.base.to("meta")
+    drafts.load_state_dict(state)
+    assert drafts.serving_version() == 1
+    assert {w.device.type for w in drafts.serving_snapshot(None).values()} == {"meta"}
+
+
+@pytest.mark.parametrize("name", ["cuda:63", "meta"])
+def test_a_device_that_is_not_here_is_refused_at_once(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"`learner_device` must be a device of this machine, got '{name}'"):
+        DomainDrafts(models.build(num_hidden_layers=1), replace(CONFIG, learner_device=name))
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:one", 1])
+def test_what_is_no_device_is_refused_by_the_configuration(name: Any) -> None:
+    with pytest.raises(ConfigError, match="`learner_device` must be a device as torch names it"):
+        OnlineConfig(learner_device=name)
+
+
+@pytest.mark.parametrize("peft_config", [None, LORA])
+def test_a_plan_puts_the_learner_where_it_is(peft_config: Any) -> None:
+    target, draft = models.pair(num_hidden_layers=1)
+
+    def planned(device: str | None) -> tuple[MemoryPlan, dict[str, Part]]:
+        config = replace(CONFIG, learner_device=device)
+        plan = memory_plan(target.config, draft.config, config, peft_config=peft_config, draft_dtype="bfloat16")
+        return plan, {part.name: part for part in plan.parts if part.name.startswith("learner:")}
+
+    here, learners = planned(None)
+    assert {part.place for part in learners.values()} == {"device"}
+    assert here.learning_share
+    for device, place in (("cpu", "host"), ("cuda:1", "learner")):
+        plan, learners = planned(device)
+        assert {part.place for part in learners.values()} == {place}
+        assert plan.bytes() == here.bytes() - sum(part.bytes for part in learners.values() if part.when == "always")
+        assert plan.most_bytes(place) >= sum(part.bytes for part in learners.values())
+        assert not plan.learning_share
+        # On an accelerator of today a draft in half precision learns in bf16, for which its weights are cast.
+        assert ("learner: weights in bf16" in learners) == (place == "learner")
+
+
+# --- precision ------------------------------------------------------------------------------------------------------
+
+
+def test_bf16_is_for_half_precision_drafts_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(placement, "bf16_is_faster", lambda width: asked.append(width) or width > 512)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # is not looked at
+    cpu, other, half = torch.device("cpu"), torch.device("mps"), torch.bfloat16
+
+    def found(dtype: torch.dtype, device: torch.device, width: int, setting: Any = "auto") -> bool:
+        return learns_in_bf16(OnlineConfig(mixed_precision=setting), dtype, device, width)
+
+    assert [found(dtype, other, 64) for dtype in (half, torch.float16, torch.float32)] == [True, True, False]
+    assert not found(torch.float32, cpu, 1024)
+    assert asked == []
+    assert [found(half, cpu, width) for width in (64, 512, 1024)] == [False, False, True]
+    assert asked == [512, 1024]  # below, nothing is measured
+    assert [found(torch.float32, cpu, 64, setting) for setting in ("bf16", "no")] == [True, False]
+    assert not found(half, cpu, 1024, "no")
+
+
+@pytest.mark.parametrize(("half_seconds", "is_faster"), [(0.5, True), (0.9, False), (2.0, False)])
+def test_it_is_faster_where_a_product_took_clearly_less_time(half_seconds: float, is_faster: bool) -> None:
+    took = itertools.chain([0, 9.0, 0, 0.1], itertools.cycle([0, 1.0, 0, half_seconds]))  # the first ones warm up
+    ticks = itertools.accumulate(took)
+    assert bf16_is_faster(8, lambda: next(ticks)) is is_faster
+
+
+@pytest.mark.parametrize("setting", ["bf16", "no"])
+def test_steps_are_in_fp32_whatever_forwards_compute_in(setting: Any, traces: list[Trace]) -> None:
+    draft = models.pair(num_hidden_layers=1)[1]
+    updater = Updater(draft, replace(CONFIG, mixed_precision=setting))
+    plain = Updater(draft, CONFIG)
+    seen: list[torch.dtype] = []
+    for module in updater.master.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(lambda *args: seen.append(args[-1].dtype))
+    for one in (updater, plain):
+        for trace in traces:
+            one.observe(trace)
+    assert updater.update().steps == plain.update().steps == 2
+    learned_in = torch.bfloat16 if setting == "bf16" else torch.float32
+    assert {dtype for dtype in seen if dtype != torch.float32} == {learned_in} - {torch.float32}
+    assert {p.dtype for p in updater.parameters.values()} == {torch.float32}
+    differs = any(not torch.equal(p, plain.parameters[name]) for name, p in updater.parameters.items())
+    assert differs == (setting == "bf16")
+    rate = CONFIG.learning_rate
+    for name, p in updater.parameters.items():  # two steps of about the rate, whatever the sign of a small gradient
+        torch.testing.assert_close(p, plain.parameters[name], rtol=0, atol=8 * rate)
+
+
+# --- attention ------------------------------------------------------------------------------------------------------
+
+
+def half_only(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> Any:
+    """As a flash kernel would: nothing but half precision."""
+    assert query.dtype != torch.float32, "FlashAttention only supports fp16 and bf16"
+    groups = module.num_key_value_groups
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return out.transpose(1, 2).contiguous(), None
+
+
+@pytest.mark.parametrize("peft_config", [None, LORA])
+def test_a_draft_of_a_kernel_for_half_precision_learns(peft_config: Any, traces: list[Trace]) -> None:
+    AttentionInterface.register("flash_of_a_test", half_only)
+    draft = models.pair(num_hidden_layers=1)[1].to(torch.bfloat16)
+    draft.config._attn_implementation = "flash_of_a_test"
+    drafts = DomainDrafts(draft, CONFIG, peft_config=peft_config, per_domain=False)
+    learner = Learner(drafts, CONFIG)
+    for trace in traces:
+        learner.observe(None, trace)
+    assert learner.update().steps == 2
+    assert learner.updater(None).master.config._attn_implementation == "sdpa"
+    for serving in (draft, drafts.base, drafts.model(None)):
+        assert serving.config._attn_implementation == "flash_of_a_test"
+    assert memory_plan(draft.config, draft.config, CONFIG, peft_config=peft_config).peak_bytes > 0
+
+
+def test_where_there_is_no_fused_attention_the_plain_one_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+    draft = models.build(num_hidden_layers=1)
+    monkeypatch.setattr(type(draft), "_supports_sdpa", False)
+    draft.config._attn_implementation = "kernels-community/some-flash"
+    master = placement.with_own_attention(copy.deepcopy(draft))
+    assert master.config._attn_implementation == "eager"
+
+
+def test_kernels_for_half_precision_are_known_by_name() -> None:
+    half = ["flash_attention_2", "flash_attention_3", "kernels-community/vllm-flash-attn3", "kernels-community/other"]
+    assert [is_half_only(name) for name in half] == [True] * 4
+    assert [is_half_only(name) for name in (None, "eager", "sdpa", "flex_attention", "my_own")] == [False] * 5

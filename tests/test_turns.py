@@ -1,0 +1,303 @@
+"""Learning between requests stops in the middle of a step for those that arrive, and goes on as if nobody had come."""
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from peft import LoraConfig
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from waiting import LONG
+
+from osd_hf import DomainDrafts, OnlineAssistant, OnlineConfig, record_traces
+from osd_hf.learning import optimizer as optimizer_module
+from osd_hf.learning.learner import Learner
+from osd_hf.learning.optimizer import AdamW
+from osd_hf.learning.updater import Updater
+from osd_hf.upkeep import Traffic, Upkeep
+from osd_hf.utils import turns
+from osd_hf.utils.turns import clock, give_way, give_way_at, gives_way, giving_way, in_pieces
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
+
+IDLE = OnlineConfig(
+    num_assistant_tokens=5, update_strategy="idle", update_interval=3, steps_per_update=1, batch_size=4,
+    num_logprobs=8, gate=False,
+)  # fmt: skip
+
+
+# --- pieces ---------------------------------------------------------------------------------------------------------
+
+
+def test_pieces_are_all_there_is_and_none_is_larger_than_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "PIECE", 10)
+    shapes = [(3,), (2, 3), (), (7, 4), (2, 20), (1, 2, 2), (4, 2)]
+    ones, twos = ([torch.rand(shape) for shape in shapes] for _ in range(2))
+    stops: list[None] = []
+    with giving_way(lambda: stops.append(None)):
+        pieces = list(in_pieces(ones, twos))
+    assert len(stops) == len(pieces)
+    for left, right in pieces:
+        assert [t.shape for t in left] == [t.shape for t in right]
+        assert sum(t.numel() for t in left) <= 10 or [t.shape[0] for t in left] == [1]  # one row at least
+    for side, whole in enumerate((ones, twos)):
+        flat = torch.cat([t.flatten() for piece in pieces for t in piece[side]])
+        assert torch.equal(flat, torch.cat([t.flatten() for t in whole]))
+    for left, _ in pieces:
+        for part in left:
+            part.zero_()
+    assert all(not t.any() for t in ones)  # parts are views
+
+
+def test_adamw_in_pieces_steps_as_torch_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "PIECE", 64)  # a vector of any machine's registers
+    ours = [torch.nn.Parameter(torch.randn(shape)) for shape in [(40, 16), (5,), (3, 64), (8, 8)]]
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    kinds: list[Any] = [AdamW, torch.optim.AdamW]
+    pair = [kind(those, 1e-2, weight_decay=0.1, fused=True) for kind, those in zip(kinds, (ours, theirs), strict=True)]
+    for _ in range(3):
+        for p, twin in zip(ours, theirs, strict=True):
+            p.grad = torch.randn_like(p)
+            twin.grad = p.grad.clone()
+        ours[1].grad = theirs[1].grad = None
+        for optimizer in pair:
+            optimizer.step()
+    for p, twin in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, twin, rtol=0, atol=models.rounding(4, magnitude=4.0))
+    states = [optimizer.state_dict() for optimizer in pair]
+    assert states[0]["param_groups"] == states[1]["param_groups"]
+    torch.testing.assert_close(states[0]["state"], states[1]["state"], rtol=1e-6, atol=0)
+    pair[0].load_state_dict(states[1])
+
+
+@pytest.mark.parametrize("limit", [0.5, 100.0])
+def test_gradients_are_clipped_as_torch_does(limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    updater = Updater(models.build(num_hidden_layers=1), replace(IDLE, max_grad_norm=limit))
+    monkeypatch.setattr(turns, "PIECE", 500)
+    for p in updater.parameters.values():
+        p.grad = 0.01 * torch.randn_like(p)
+    twins = [torch.nn.Parameter(p.detach().clone()) for p in updater.parameters.values()]
+    for p, twin in zip(updater.parameters.values(), twins, strict=True):
+        twin.grad = p.grad.clone()
+    torch.nn.utils.clip_grad_norm_(twins, limit)
+    assert updater._clip()
+    for p, twin in zip(updater.parameters.values(), twins, strict=True):
+        torch.testing.assert_close(p.grad, twin.grad, rtol=1e-6, atol=0)
+    next(iter(updater.parameters.values())).grad.view(-1)[0] = float("inf")
+    assert not updater._clip()
+
+
+# --- turns ----------------------------------------------------------------------------------------------------------
+
+
+def test_others_are_let_in_where_a_thread_says_so_alone() -> None:
+    stops: list[str] = []
+    give_way()
+    assert not gives_way()
+    with giving_way(lambda: stops.append("a")):
+        give_way()
+        with giving_way(None):  # where others wait for the work
+            give_way()
+        thread = threading.Thread(target=give_way)
+        thread.start()
+        thread.join(LONG)
+        states = torch.ones(2, requires_grad=True) * 1
+        give_way_at(states)
+        assert stops == ["a", "a"]
+    states.sum().backward()  # also after the block, and in whatever thread
+    assert stops == ["a"] * 3
+
+
+def test_the_clock_stands_still_while_others_are_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(turns.time, "perf_counter", lambda: now[0])
+
+    def let_in() -> None:
+        now[0] += 7
+
+    assert clock() == 100
+    with giving_way(let_in):
+        give_way()
+        now[0] += 1
+        assert clock() == 101
+    assert clock() == 108
+
+
+class Work(TorchDispatchMode):
+    """Counts the elements that operators read or write: all, and most between two stops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = self.most = self.now = self.stops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if not (func.is_view or "empty" in str(func)):
+            size = sum(t.numel() for t in tree_leaves((args, kwargs, output)) if isinstance(t, torch.Tensor))
+            self.now += size
+            self.all += size
+            self.most = max(self.most, self.now)
+        return output
+
+    def stop(self) -> None:
+        self.now = 0
+        self.stops += 1
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw", "adapters"])
+def test_the_longest_stretch_without_a_stop_does_not_grow_with_the_draft(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "PIECE", 2048)
+    monkeypatch.setattr(optimizer_module, "AT_ONCE", 2048)
+    lora = LoraConfig(r=2, target_modules="all-linear") if kind == "adapters" else None
+    config = replace(IDLE, gate=True, optimizer="adamw" if kind == "adapters" else kind)
+    prompts = [ids[0].tolist() for ids in models.prompts(16)]
+    found = []
+    for layers in (2, 8):
+        target, draft = models.pair(num_hidden_layers=layers, vocab_size=128)
+        learner = Learner(DomainDrafts(draft, config, peft_config=lora, per_domain=False), config)
+        for trace in record_traces(target, prompts, max_new_tokens=4, num_logprobs=8):
+            learner.observe(None, trace)
+        work = Work()
+        with giving_way(work.stop), work:
+            report = learner.update()
+        assert report.decision is not None
+        assert report.decision.requests >= 4  # the gate has replayed both versions
+        found.append(work)
+    few, many = found
+    assert many.all > 2.5 * few.all
+    assert many.most <= 1.1 * few.most
+    assert many.most < many.all / 50
+
+
+# --- requests that arrive in the middle of a step -------------------------------------------------------------------
+
+
+def ask(generate: Any, number: int, **settings: Any) -> list[int]:
+    ids = models.prompts(9)[number % 9]
+    kwargs = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
+    return generate(ids, **kwargs, **settings)[0, ids.shape[1] :].tolist()
+
+
+@contextmanager
+def visited(visit: Callable[[int], threading.Thread | None]) -> Iterator[None]:
+    """At each stop of an idle thread, its number is told, and the request of the thread returned has come first."""
+    numbers, give, wait_for = itertools.count(), Upkeep._give_way, threading.Condition.wait_for
+
+    def given(upkeep: Upkeep) -> None:
+        thread, arrived = visit(next(numbers)), threading.Event()
+        if thread is not None:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Traffic, "arrived", arrived, raising=False)
+                thread.start()
+                assert arrived.wait(LONG)
+        give(upkeep)
+
+    def told(traffic_changed: threading.Condition, predicate: Any, timeout: float | None = None) -> Any:
+        if threading.current_thread().name.startswith("visitor") and (event := getattr(Traffic, "arrived", None)):
+            event.set()
+        return wait_for(traffic_changed, predicate, timeout)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Upkeep, "_give_way", given)
+        patch.setattr(threading.Condition, "wait_for", told)
+        yield
+
+
+@pytest.mark.parametrize("peft_config", [None, LoraConfig(r=2, target_modules=["q_proj"])])
+def test_requests_in_the_middle_of_steps_get_their_answers_and_change_nothing_that_is_learned(
+    peft_config: Any,
+) -> None:
+    target, draft = models.pair(num_hidden_layers=1)
+    alone = [ask(target.generate, number) for number in range(9)]
+
+    def learned(every: int) -> tuple[dict[str, torch.Tensor], int]:
+        answers: dict[int, list[int]] = {}
+        visitors: list[threading.Thread] = []
+
+        def visit(stop: int) -> threading.Thread | None:
+            if stop % every:
+                return None
+
+            def request() -> None:
+                answers[stop] = ask(assistant.generate, stop, learn=False)
+
+            visitors.append(threading.Thread(target=request, name=f"visitor {stop}"))
+            return visitors[-1]
+
+        with visited(visit), OnlineAssistant(target, draft, config=IDLE, peft_config=peft_config) as assistant:
+            for version in (1, 2):  # the second one is written where the first one serves
+                assistant.pause()
+                for number in range(3):
+                    assert ask(assistant.generate, number) == alone[number]
+                assistant.resume()
+                assert assistant.wait_until_idle(LONG)
+                assert assistant.version == version
+            for thread in visitors:
+                thread.join(LONG)
+            assert answers == {stop: alone[stop % 9] for stop in answers}
+            assert assistant.learning_error is None
+            return {name: p.clone() for name, p in assistant.draft.named_parameters()}, len(answers)
+
+    undisturbed, none = learned(1 << 30)
+    disturbed, many = learned(3)
+    assert none <= 1
+    assert many > 20
+    assert all(torch.equal(disturbed[name], p) for name, p in undisturbed.items())
+
+
+@pytest.mark.parametrize("what", ["close", "save", "update", "pause"])
+def test_what_needs_the_learner_does_not_wait_for_the_request_that_it_waits_for(what: str, tmp_path: Path) -> None:
+    target, draft = models.pair(num_hidden_layers=1)
+    inside, may_leave, answers = threading.Event(), threading.Event(), list[list[int]]()
+
+    class Stays:
+        def put(self, value: torch.Tensor) -> None:
+            inside.set()
+            assert may_leave.wait(LONG)
+
+        def end(self) -> None:
+            pass
+
+    def request() -> None:
+        answers.append(ask(assistant.generate, 5, learn=False, streamer=Stays()))
+
+    visitor = threading.Thread(target=request, name="visitor")
+    with visited(lambda stop: visitor if stop == 5 else None):  # in the middle of the first micro-batch
+        assistant = OnlineAssistant(target, draft, config=IDLE)
+        assistant.pause()
+        for number in range(3):
+            ask(assistant.generate, number)
+        assistant.resume()
+        assert inside.wait(LONG)
+        traffic = assistant._upkeep.traffic
+        assert traffic.is_stepping
+        assert traffic.gives_way
+        if what == "close":
+            assistant.close()
+        elif what == "save":
+            assistant.save_state(tmp_path / "session")
+        elif what == "update":
+            assert assistant.update().steps == 1  # after what is left of the one under way
+        else:
+            assistant.pause()
+        assert visitor.is_alive()
+        may_leave.set()
+        visitor.join(LONG)
+        assert answers == [ask(target.generate, 5)]
+        if what != "close":
+            assert assistant.wait_until_idle(LONG)
+            assert assistant.version == {"save": 1, "update": 2, "pause": 0}[what]
+            assistant.resume()
+            assert assistant.wait_until_idle(LONG)
+            assert assistant.version == max(assistant.version, 1)
+            assert not traffic.gives_way
+            assistant.close()
