@@ -137,7 +137,8 @@ class OnlineConfig:
             Share of the time that learning may take: after work of s seconds it rests for `s * (1 / share - 1)`.
         micro_step_seconds (`float`, *optional*, defaults to 0.02):
             `"idle"` only: as many requests are learned from at once as take about so long. An arriving request waits
-            for no more than a layer of such a forward or backward, or some millions of weights of another step.
+            for no more than a layer of such a forward or backward, some millions of weights of another step, or one
+            product with the embeddings.
         autosave_interval (`int`, *optional*, defaults to 8):
             Updates between two saves of the session, of an assistant that is given a folder for them.
         max_drafts (`int`, *optional*, defaults to 32):

@@ -12,10 +12,11 @@ draft would have had, by replay. Of each load: the ratio of service times on and
 percentile with bootstrap intervals over requests, the share of the idle time that learning used, and alpha gained over
 the static draft per minute. Requests in off blocks are captured, not learned from; drafts stay as they are.
 
-With `--shape`, what requests wait for a draft of that shape (random weights, bf16, on the CPU) beside a small target,
-while one update is done, `"idle"` and by default (`"spread"`): of `"idle"` the longest stretches in which the learner
-cannot be interrupted, and what was under way; of `"spread"` the longest share of an answer. No data set is needed. One
-step on two requests, no averages: 0.6b takes some 12 GB, and minutes, as one step of Muon is 11 TFLOP.
+With `--shape`, the longest waits for a draft of that shape (random weights, bf16, on the CPU) beside a small target,
+while one update is done. With "idle": from the arrival of a request until the learner lets it in, and what was under
+way; and the longest stretches between two places where the learner can be interrupted, waited for or not. With
+"spread", the default: the share of learning that follows an answer. No data set is needed. One step on two requests,
+without an average: 0.6b takes some 12 GB, and some minutes, as one step of Muon is 11 TFLOP.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -155,11 +157,11 @@ PRIMED, LONGEST_SECONDS = (
 
 
 class Stretches:
-    """Times of the learner between two places where it can be interrupted, by what both are."""
+    """Times of a learner between two places where it can be interrupted, by what both are."""
 
     def __init__(self) -> None:
         self.longest: dict[str, float] = {}
-        self.number = 0
+        self.last = ""  # the stretch that has ended last
         self._since: tuple[str, float] | None = None
         step, give_way = Learner.step, Upkeep._give_way
 
@@ -182,8 +184,7 @@ class Stretches:
     def _end(self, place: str) -> None:
         if self._since is not None:
             name, seconds = f"{self._since[0]} -> {place}", time.perf_counter() - self._since[1]
-            self.longest[name] = max(self.longest.get(name, 0.0), seconds)
-            self.number += 1
+            self.last, self.longest[name] = name, max(self.longest.get(name, 0.0), seconds)
 
     @staticmethod
     def _place() -> str:
@@ -201,54 +202,70 @@ class Stretches:
         return "elsewhere"
 
 
-def longest_waits(strategy: Any, shape: str, args: Any) -> dict[str, Any]:
-    """Requests that arrive while a draft of a shape learns for one update, and what they wait."""
-    size = SHAPES[shape]
-    torch.manual_seed(args.seed)
-    with torch.device("cpu"):
-        kind = {"tie_word_embeddings": True, "dtype": torch.bfloat16}
-        draft = Qwen3ForCausalLM._from_config(Qwen3Config(**size | kind), dtype=torch.bfloat16).eval()
-        target = Qwen3ForCausalLM(Qwen3Config(**size | TARGET | {"tie_word_embeddings": True})).eval()
-    for model in (draft, target):
-        model.generation_config.eos_token_id = None
+def small_pair(shape: dict[str, Any], seed: int) -> tuple[Any, Any]:
+    """A small target, in float32, and a draft of a shape, in bfloat16: random weights, which say the same nothing."""
+    torch.manual_seed(seed)
+    ends: dict[str, Any] = {"tie_word_embeddings": True, "eos_token_id": None}
+    draft = Qwen3ForCausalLM._from_config(Qwen3Config(**shape | ends), dtype=torch.bfloat16)
+    return Qwen3ForCausalLM(Qwen3Config(**shape | TARGET | ends)).eval(), draft.eval()
+
+
+def longest_waits(strategy: Any, args: Any, stretches: Stretches) -> dict[str, Any]:
+    """What learning makes requests wait while it does one update."""
     config = OnlineConfig(
         num_assistant_tokens=2, update_strategy=strategy, update_interval=4, steps_per_update=1, batch_size=2,
         weight_average=0.0, min_effort=1.0, seed=args.seed,
     )  # fmt: skip
-    rng, stretches, watch = random.Random(args.seed), Stretches(), FirstForward(target)
-    waits, services = [], []
+    rng, waits, services = random.Random(args.seed), list[tuple[float, str]](), list[float]()
+    stretches.longest.clear()
+    size = SHAPES[args.shape]["vocab_size"]
+    with OnlineAssistant(*small_pair(SHAPES[args.shape], args.seed), config=config) as assistant:
+        request, after_answer = assistant._upkeep.request, assistant._learner.after_answer
 
-    def ask(learn: bool) -> None:
-        ids = torch.tensor([[rng.randrange(3, size["vocab_size"]) for _ in range(32)]])
-        watch.at, began = None, time.perf_counter()
-        assistant.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=16, learn=learn)
-        assert watch.at is not None
-        waits.append(watch.at - began)
-        services.append(time.perf_counter() - began)
+        @contextmanager
+        def arrived() -> Iterator[None]:
+            began = time.perf_counter()
+            with request():
+                waits.append((time.perf_counter() - began, stretches.last))
+                yield
 
-    with OnlineAssistant(target, draft, config=config) as assistant:
-        del draft
+        def shared() -> Any:
+            began = time.perf_counter()
+            report = after_answer()
+            waits.append((time.perf_counter() - began, "the share of an answer"))
+            return report
+
+        if strategy == "idle":
+            assistant._upkeep.request = arrived  # type: ignore[method-assign]
+        else:
+            assistant._learner.after_answer = shared  # type: ignore[method-assign]
+
+        def ask(learn: bool) -> None:
+            ids, began = torch.tensor([[rng.randrange(3, size) for _ in range(16)]]), time.perf_counter()
+            mask = torch.ones_like(ids)
+            assistant.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=8, learn=learn)
+            services.append(time.perf_counter() - began)
+
         assistant.pause()
         for _ in range(PRIMED):
             ask(learn=True)
-        alone = list(services)
-        waits.clear(), services.clear()
+        alone, services[:], waits[:] = list(services), [], []
         assistant.resume()
         began = time.perf_counter()
         while (not assistant.decisions or assistant.is_learning) and time.perf_counter() - began < LONGEST_SECONDS:
             if strategy == "idle":
                 time.sleep(rng.expovariate(1 / args.pause))
             ask(learn=strategy != "idle")
-        spent = assistant.learning_seconds
         is_bf16 = assistant._learner.updater(None).is_bf16
-    most = sorted(stretches.longest.items(), key=lambda item: -item[1])[:8]
+    if strategy == "idle" and not assistant.decisions:
+        print("The update has not come to its end in time: its last stretches may be missing.")
     return {
-        "shape": shape, "strategy": strategy, "requests": len(waits), "updates": len(assistant.decisions),
-        "mixed_precision": "bf16" if is_bf16 else "no", "learning_seconds": spent,
-        "service_seconds_alone": {f"p{p}": float(np.percentile(alone, p)) for p in (50, 100)},
-        "wait_seconds": {f"p{p}": float(np.percentile(waits, p)) for p in (50, 95, 100)},
-        "service_seconds": {f"p{p}": float(np.percentile(services, p)) for p in (50, 95, 100)},
-        "stretches": stretches.number, "longest_stretches_seconds": dict(most),
+        "strategy": strategy, "requests": len(services), "learning_seconds": assistant.learning_seconds,
+        "updates": len(assistant.decisions), "mixed_precision": "bf16" if is_bf16 else "no",
+        "wait_seconds": {f"p{p}": float(np.percentile([wait for wait, _ in waits], p)) for p in (50, 95, 100)},
+        "longest_waits": sorted(waits, reverse=True)[:5],
+        "longest_stretches": sorted(((s, name) for name, s in stretches.longest.items()), reverse=True)[:8],
+        "service_seconds": {name: float(np.median(s)) for name, s in (("alone", alone), ("learning", services))},
         "process_peak_bytes": process_peak_bytes(),
     }  # fmt: skip
 
@@ -262,13 +279,15 @@ def main() -> None:
     parser.add_argument("--micro-step", type=float, default=0.02, help="seconds")
     parser.add_argument("--shape", choices=SHAPES, help="the longest waits beside a draft of this shape instead")
     parser.add_argument("--pause", type=float, default=1.0, help="seconds between two requests, with a shape")
+    parser.add_argument("--strategies", nargs="+", default=["idle", "spread"], help="with a shape")
     args = parser.parse_args()
     started = time.time()
     if args.shape is not None:
-        rows = [longest_waits(strategy, args.shape, args) for strategy in ("idle", "spread")]
-        for row in rows:
-            print(*(f"{name}: {value}" for name, value in row.items()), sep="\n", end="\n\n", flush=True)
-        write_report(args.name, {"rows": rows}, seed=args.seed, **run_facts(started))
+        stretches, rows = Stretches(), []
+        for strategy in args.strategies:
+            rows.append(longest_waits(strategy, args, stretches))
+            print(*(f"{name}: {value}" for name, value in rows[-1].items()), sep="\n", end="\n\n", flush=True)
+        write_report(args.name, {"rows": rows}, seed=args.seed, shape=args.shape, **run_facts(started))
         return
     pair = load_pair()
     watch = FirstForward(pair[0])

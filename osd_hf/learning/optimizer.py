@@ -109,7 +109,10 @@ def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
     for _ in range(NS_STEPS):
         give_way()
         gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        give_way()
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        give_way()
+        x = torch.baddbmm(x, polynomial, x, beta=a)
     return x.to(matrices)
 
 
