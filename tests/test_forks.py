@@ -17,6 +17,7 @@ from osd_hf.drafting.forward import CompiledDraft, DraftForward, StaticForward
 from osd_hf.learning.learner import DutyCycle
 from osd_hf.upkeep import Upkeep
 from osd_hf.utils.disk import in_child, lock_file, renewing
+from osd_hf.utils.turns import give_way
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs forks"),
@@ -114,6 +115,33 @@ def test_a_request_of_a_child_waits_for_no_step_of_its_parent() -> None:
 
     assert in_a_fork(ask) == 0
     done.set()
+    worker.stop()
+
+
+def test_a_child_knows_nothing_of_a_step_of_its_parent_that_has_given_way() -> None:
+    stepping, done = threading.Event(), threading.Event()
+
+    def step() -> None:
+        stepping.set()
+        while not done.is_set():
+            give_way()
+
+    worker = idle(lambda: not done.is_set(), step)
+    traffic = worker.traffic
+    assert stepping.wait(LONG)
+    answered = held_elsewhere(traffic.request())
+    assert traffic.is_stepping
+    assert traffic.gives_way
+
+    def ask() -> None:
+        assert not (traffic.is_stepping or traffic.gives_way or traffic.requests)
+        with traffic.request():
+            assert worker._is_torn  # what the step leaves behind is not learned on from
+        worker.stop()
+
+    assert in_a_fork(ask) == 0
+    done.set()
+    answered.set()
     worker.stop()
 
 

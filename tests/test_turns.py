@@ -151,20 +151,20 @@ class Work(TorchDispatchMode):
         self.stops += 1
 
 
-@pytest.mark.parametrize("kind", ["muon", "adamw", "adapters"])
+@pytest.mark.parametrize("kind", ["whole", "adapters"])
 def test_the_longest_stretch_without_a_stop_does_not_grow_with_the_draft(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(turns, "PIECE", 2048)
     monkeypatch.setattr(optimizer_module, "AT_ONCE", 2048)
     lora = LoraConfig(r=2, target_modules="all-linear") if kind == "adapters" else None
-    config = replace(IDLE, gate=True, optimizer="adamw" if kind == "adapters" else kind)
+    config = replace(IDLE, gate=True, batch_size=2)
     prompts = [ids[0].tolist() for ids in models.prompts(16)]
     found = []
-    for layers in (2, 8):
+    for layers in (2, 6):
         target, draft = models.pair(num_hidden_layers=layers, vocab_size=128)
         learner = Learner(DomainDrafts(draft, config, peft_config=lora, per_domain=False), config)
-        for trace in record_traces(target, prompts, max_new_tokens=4, num_logprobs=8):
+        for trace in record_traces(target, prompts, max_new_tokens=3, num_logprobs=8):
             learner.observe(None, trace)
         work = Work()
         with giving_way(work.stop), work:
@@ -173,9 +173,9 @@ def test_the_longest_stretch_without_a_stop_does_not_grow_with_the_draft(
         assert report.decision.requests >= 4  # the gate has replayed both versions
         found.append(work)
     few, many = found
-    assert many.all > 2.5 * few.all
+    assert many.all > 2 * few.all
     assert many.most <= 1.1 * few.most
-    assert many.most < many.all / 50
+    assert many.most < many.all / 30
 
 
 # --- requests that arrive in the middle of a step -------------------------------------------------------------------
@@ -183,7 +183,7 @@ def test_the_longest_stretch_without_a_stop_does_not_grow_with_the_draft(
 
 def ask(generate: Any, number: int, **settings: Any) -> list[int]:
     ids = models.prompts(9)[number % 9]
-    kwargs = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
+    kwargs = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
     return generate(ids, **kwargs, **settings)[0, ids.shape[1] :].tolist()
 
 
@@ -248,14 +248,16 @@ def test_requests_in_the_middle_of_steps_get_their_answers_and_change_nothing_th
             return {name: p.clone() for name, p in assistant.draft.named_parameters()}, len(answers)
 
     undisturbed, none = learned(1 << 30)
-    disturbed, many = learned(3)
+    disturbed, many = learned(5)
     assert none <= 1
-    assert many > 20
+    assert many > 10
     assert all(torch.equal(disturbed[name], p) for name, p in undisturbed.items())
 
 
-@pytest.mark.parametrize("what", ["close", "save", "update", "pause"])
-def test_what_needs_the_learner_does_not_wait_for_the_request_that_it_waits_for(what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["close", "save", "update", "pause", "fail"])
+def test_what_needs_the_learner_does_not_wait_for_the_request_that_it_waits_for(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, draft = models.pair(num_hidden_layers=1)
     inside, may_leave, answers = threading.Event(), threading.Event(), list[list[int]]()
 
@@ -287,17 +289,22 @@ def test_what_needs_the_learner_does_not_wait_for_the_request_that_it_waits_for(
             assistant.save_state(tmp_path / "session")
         elif what == "update":
             assert assistant.update().steps == 1  # after what is left of the one under way
-        else:
+        elif what == "pause":
             assistant.pause()
+        else:
+            monkeypatch.setattr(Updater, "_average", lambda *_: 1 / 0)  # when the step goes on
         assert visitor.is_alive()
         may_leave.set()
         visitor.join(LONG)
         assert answers == [ask(target.generate, 5)]
         if what != "close":
             assert assistant.wait_until_idle(LONG)
-            assert assistant.version == {"save": 1, "update": 2, "pause": 0}[what]
+            assert assistant.version == {"save": 1, "update": 2, "pause": 0, "fail": 0}[what]
+            assert isinstance(assistant.learning_error, ZeroDivisionError) == (what == "fail")
+            monkeypatch.undo()
             assistant.resume()
             assert assistant.wait_until_idle(LONG)
-            assert assistant.version == max(assistant.version, 1)
+            assert what != "pause" or assistant.version == 1
+            assert what != "fail" or assistant.update().version == 1
             assert not traffic.gives_way
             assistant.close()
