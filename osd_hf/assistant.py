@@ -302,7 +302,8 @@ class OnlineAssistant:
                 Of a request.
         """
         target, base, config = unwrap(self.target), unwrap(self._drafts.base), self.config
-        if config.learner_device is not None and torch.device(config.learner_device) == base.device:
+        apart = None if config.learner_device is None else torch.device(config.learner_device)
+        if apart is not None and apart.type == base.device.type and apart.index in (None, base.device.index):
             config = replace(config, learner_device=None)
         return memory_plan(
             target.config, base.config, config, peft_config=self._peft_config, target_dtype=target.dtype,

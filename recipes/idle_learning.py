@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -163,6 +164,10 @@ class Stretches:
         self.longest: dict[str, float] = {}
         self.last = ""  # the stretch that has ended last
         self._since: tuple[str, float] | None = None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Of all learners inside."""
         step, give_way = Learner.step, Upkeep._give_way
 
         def stepped(learner: Learner) -> Any:
@@ -179,7 +184,8 @@ class Stretches:
             give_way(upkeep)
             self._since = place, time.perf_counter()
 
-        Learner.step, Upkeep._give_way = stepped, given  # type: ignore[method-assign]
+        with patch.object(Learner, "step", stepped), patch.object(Upkeep, "_give_way", given):
+            yield
 
     def _end(self, place: str) -> None:
         if self._since is not None:
@@ -219,7 +225,9 @@ def longest_waits(strategy: Any, args: Any, stretches: Stretches) -> dict[str, A
     rng, waits, services = random.Random(args.seed), list[tuple[float, str]](), list[float]()
     stretches.longest.clear()
     size = SHAPES[args.shape]["vocab_size"]
-    with OnlineAssistant(*small_pair(SHAPES[args.shape], args.seed), config=config) as assistant:
+    pair = small_pair(SHAPES[args.shape], args.seed)
+    with stretches.watched(), OnlineAssistant(*pair, config=config) as assistant:
+        del pair
         request, after_answer = assistant._upkeep.request, assistant._learner.after_answer
 
         @contextmanager

@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig
 from transformers import AttentionInterface
 
-from osd_hf import ConfigError, DomainDrafts, OnlineConfig, Trace, record_traces
+from osd_hf import ConfigError, DomainDrafts, OnlineAssistant, OnlineConfig, Trace, record_traces
 from osd_hf.learning import drafts as drafts_module
 from osd_hf.learning import placement
 from osd_hf.learning import updater as updater_module
@@ -134,6 +134,13 @@ def test_a_plan_puts_the_learner_where_it_is(peft_config: Any) -> None:
         assert not plan.learning_share
         # On an accelerator of today a draft in half precision learns in bf16, for which its weights are cast.
         assert ("learner: weights in bf16" in learners) == (place == "learner")
+
+
+def test_a_device_that_the_draft_is_on_is_no_other() -> None:
+    target, draft = models.pair(num_hidden_layers=1)
+    with OnlineAssistant(target, draft, config=replace(CONFIG, learner_device="cpu")) as assistant:
+        parts = assistant.memory_plan(prompt_tokens=4, new_tokens=4).parts
+    assert {part.place for part in parts if part.name.startswith("learner:")} == {"device"}
 
 
 # --- precision ------------------------------------------------------------------------------------------------------
