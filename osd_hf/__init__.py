@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from osd_hf.learning.drafts import DomainDrafts
     from osd_hf.learning.gate import GateDecision
     from osd_hf.learning.updater import UpdateReport
+    from osd_hf.making import make_draft
     from osd_hf.metrics import AcceptanceStats, best_k, expected_block_efficiency, expected_speedup
     from osd_hf.pair import align_vocab
     from osd_hf.replay import EmittedToken, emitted_tokens, replay
@@ -77,6 +78,7 @@ __all__ = [
     "emitted_tokens",
     "expected_block_efficiency",
     "expected_speedup",
+    "make_draft",
     "record_traces",
     "replay",
     "simulate",
@@ -95,6 +97,7 @@ _HOMES = {
     "learning.drafts": "DomainDrafts",
     "learning.gate": "GateDecision",
     "learning.updater": "UpdateReport",
+    "making": "make_draft",
     "metrics": "AcceptanceStats best_k expected_block_efficiency expected_speedup",
     "pair": "align_vocab",
     "replay": "EmittedToken emitted_tokens replay",

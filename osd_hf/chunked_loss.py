@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from osd_hf.replay import CHUNK_LOGITS, completion_states, output_head
 from osd_hf.trace import Trace
 from osd_hf.utils.turns import give_way_at
 
-__all__ = ["Rows", "divergence_sum", "stored_rows", "target_rows"]
+__all__ = ["Rows", "SampledTail", "divergence_sum", "stored_rows", "target_rows"]
 
 Rows = Callable[[slice], tuple[Tensor | None, Tensor]]
 """Returns, for the positions in a slice, the ids of the kept tokens (`None` for whole rows) and the target's
@@ -24,7 +26,7 @@ log-probs, tail last: what `outcome_logprobs` takes and returns."""
 
 def divergence_sum(
     draft: Any, traces: Sequence[Trace], rows: Rows, divergence: Callable[[Tensor, Tensor], Tensor],
-    where: Tensor | None = None,
+    where: Tensor | None = None, tail: SampledTail | None = None,
 ) -> Tensor:  # fmt: skip
     """
     Sum of a divergence over all completion positions of a batch.
@@ -39,13 +41,17 @@ def divergence_sum(
         divergence (`Callable`): A value of `osd_hf.losses.DIVERGENCES`.
         where (`torch.Tensor` of shape `(positions,)`, bool, *optional*):
             The positions that count, for which alone there are `rows`; all by default.
+        tail (`SampledTail`, *optional*): What stands for the tokens that no row keeps; by default all of them do.
 
     Returns:
         Scalar `torch.Tensor`, float32, in nats.
     """
     states, head = completion_states(draft, traces), output_head(draft)
     states = states if where is None else states[where.to(states.device)]
-    size = max(1, CHUNK_LOGITS // traces[0].vocab_size)
+    num_tokens = traces[0].vocab_size
+    if tail is not None and len(states):
+        head, rows, num_tokens = tail.in_place_of(draft, rows, num_tokens)
+    size = max(1, CHUNK_LOGITS // num_tokens)
 
     def part(chunk: Tensor, first: int) -> Tensor:
         give_way_at(chunk)
@@ -62,6 +68,45 @@ def divergence_sum(
         for first in range(0, len(states), size)
     ]
     return torch.stack(parts).sum()
+
+
+@dataclass
+class SampledTail:
+    """
+    Some tokens, drawn anew for each batch, in place of all that none of its rows keeps: each counts in the tail for as
+    many as it stands for. The mass of the tail, and so the gradient, is right on average, and the head has few rows.
+
+    Args:
+        size (`int`): How many.
+        generator (`torch.Generator`): Draws them, on the CPU.
+    """
+
+    size: int
+    generator: torch.Generator
+
+    def in_place_of(self, draft: Any, rows: Rows, vocab_size: int) -> tuple[Callable[[Tensor], Tensor], Rows, int]:
+        """The head and the rows of a batch over kept and drawn tokens alone, and how many these are; whole rows stay
+        as they are."""
+        top_ids, p = rows(slice(None))
+        if top_ids is None:
+            return output_head(draft), rows, vocab_size
+        kept, places = torch.unique(top_ids, return_inverse=True)
+        is_other = torch.ones(vocab_size, dtype=torch.bool)
+        is_other[kept] = False
+        others = is_other.nonzero()[:, 0]
+        stands_for = len(others) / self.size
+        if stands_for > 1:
+            others = others[torch.randint(len(others), (self.size,), generator=self.generator)]
+        ids = torch.cat([kept, others]).to(draft.device)
+        shift = torch.zeros(len(ids), dtype=torch.float64, device=draft.device)
+        shift[len(kept) :] = math.log(max(stands_for, 1.0))
+        head = output_head(draft, ids)
+
+        def few(states: Tensor) -> Tensor:
+            logits = head(states)
+            return logits + shift.to(logits)
+
+        return few, lambda where: (places[where], p[where]), len(ids)
 
 
 @torch.no_grad()

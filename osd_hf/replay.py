@@ -81,7 +81,7 @@ def replay_each(
         stats[i] = AcceptanceStats.from_rounds(trace.rounds)
     sampled = [i for i, trace in enumerate(traces) if trace.is_sampled]
     accepted: list[NDArray[Any]] = []
-    for i, first, rows in _rows(draft, [traces[i] for i in sampled], batch_size):
+    for i, first, rows in raw_rows(draft, [traces[i] for i in sampled], batch_size):
         trace = traces[sampled[i]]
         if first == 0:
             processors, accepted = Processors(draft, trace), []
@@ -100,7 +100,7 @@ def redraft(
     _check(draft, traces, num_assistant_tokens)
     drafted: list[Trace] = list(traces)
     predicted: list[NDArray[Any]] = []
-    for i, first, rows in _rows(draft, traces, batch_size):
+    for i, first, rows in raw_rows(draft, traces, batch_size):
         trace = traces[i]
         if first == 0:
             processors, predicted = Processors(draft, trace), []
@@ -126,7 +126,7 @@ def _check(draft: Any, traces: Sequence[Trace], k: int) -> None:
             )
 
 
-def _rows(draft: Any, traces: Sequence[Trace], batch_size: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+def raw_rows(draft: Any, traces: Sequence[Trace], batch_size: int) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Raw rows of the draft, `(positions, vocab)`, in parts of at most `CHUNK_LOGITS` elements where its head can be
     called by itself: the index of the trace, the position of the first row, and the rows, each trace's in order."""
     with evaluating(draft):
@@ -275,7 +275,7 @@ def emitted_tokens(trace: Trace, draft: Any = None) -> list[EmittedToken]:
             )
         processors = Processors(draft, trace)
         with torch.inference_mode():
-            for _, first, rows in _rows(draft, [trace], 1):
+            for _, first, rows in raw_rows(draft, [trace], 1):
                 for part in processors.groups(len(rows)):
                     start = first + part.start
                     probabilities = processors(rows[part], start).softmax(-1)
@@ -408,8 +408,9 @@ def completion_states(model: Any, traces: Sequence[Trace]) -> torch.Tensor:
     return seen[0][:, -mask.shape[1] :][mask]
 
 
-def output_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Logits of states: the output head, and what some families do to its output."""
+def output_head(model: Any, ids: torch.Tensor | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Logits of states, of all tokens or those with these ids: the output head, and what some families do to its
+    output."""
     inner = unwrap(model)
     config = inner.config.get_text_config(decoder=True)
     head, cap = inner.get_output_embeddings(), getattr(config, "final_logit_softcapping", None)
@@ -419,8 +420,12 @@ def output_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
         scales.append(1 / divisor)
     scale = next((scale for scale in scales if scale is not None), 1)
 
+    if ids is not None:
+        bias = None if bias is None else bias[..., ids]
+        weights = head.weight[ids], None if head.bias is None else head.bias[ids]
+
     def logits_of(states: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = head(states)
+        logits: torch.Tensor = head(states) if ids is None else torch.nn.functional.linear(states, *weights)
         if scale != 1:
             logits = logits * scale
         if cap is not None:

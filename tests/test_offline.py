@@ -685,7 +685,7 @@ def test_without_an_eval_strategy_alpha_is_measured_before_and_after(tmp_path: A
 
 def read(rows: Any, tokenizer: Any = None, **changes: Any) -> list[tuple[list[int], list[int]]]:
     settings = {"vocab_size": models.VOCAB, "decoder_start": None, **changes}
-    traces = offline_data._read_rows(rows, tokenizer or models.tokenizer(), **settings)
+    traces = offline_data.read_rows(rows, tokenizer or models.tokenizer(), **settings)
     return [(t.prompt_ids.tolist(), t.completion_ids.tolist()) for t in traces]
 
 

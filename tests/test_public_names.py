@@ -48,6 +48,7 @@ PUBLIC_NAMES = {
     "ReplayedProcessor",
     # putting a pair together
     "align_vocab",
+    "make_draft",
     # errors
     "OSDError",
     "CaptureError",

@@ -18,14 +18,15 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from transformers import GenerationMixin, LogitsProcessorList
+from numpy.typing import NDArray
+from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList
 
 from osd_hf.capture.guards import ReplayedProcessor, check_generation, check_processors, forgets
-from osd_hf.capture.request import NO_WARPING, Binding, Lease, Request, Rows, Sink, sampling_settings
+from osd_hf.capture.request import NO_WARPING, Binding, Lease, Request, Sink, compress_rows, sampling_settings
 from osd_hf.errors import CaptureError, ConfigError, OSDError, UnsupportedModelError
 from osd_hf.pair import input_device, until_end, unwrap, vocab_size_of
 from osd_hf.replay import padded
-from osd_hf.trace import Trace
+from osd_hf.trace import Trace, ids_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -154,23 +155,40 @@ def record_traces(
     for first in range(0, len(prompts), batch_size):
         batch = prompts[first : first + batch_size]
         ids, mask = padded(batch, "right" if is_encoder_decoder else "left", input_device(target))
+        recorder = _Recorder(num_logprobs)
         output = target.generate(
-            input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=max_new_tokens, output_logits=True,
-            return_dict_in_generate=True,
+            input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=max_new_tokens,
+            logits_processor=LogitsProcessorList([recorder]),
         )  # fmt: skip
-        sequences = output.sequences.cpu().numpy().astype(np.int32)
-        start = sequences.shape[1] - len(output.logits)
+        sequences = output.cpu().numpy().astype(np.int32)
+        start = sequences.shape[1] - len(recorder.steps)
+        rows = recorder.rows(size)
         for row, prompt in enumerate(batch):
             answer = until_end(sequences[row, start:], target.generation_config)
-            rows = Rows({num_logprobs})
-            rows.add(torch.stack([step[row] for step in output.logits[: len(answer)]]))
-            top_logits, top_ids, tail = rows.stored(num_logprobs, len(answer), size)
             start_ids = sequences[row, :start] if is_encoder_decoder else None
+            top_logits, top_ids, tail = (part[row, : len(answer)].copy() for part in rows)
             yield Trace(
                 prompt_ids=np.asarray(prompt, dtype=np.int32), decoder_prompt_ids=start_ids, completion_ids=answer,
                 rounds=(), top_logits=top_logits, top_ids=top_ids, tail_logprob=tail, vocab_size=size,
                 domain=domain, sampling=sampling, created_at_seconds=time.time(),
             )  # fmt: skip
+
+
+class _Recorder(LogitsProcessor):
+    """Cuts the raw rows of a batch down at each step: those of all steps, whole, would be gigabytes."""
+
+    def __init__(self, num_logprobs: int | None) -> None:
+        self.num_logprobs = num_logprobs
+        self.steps: list[tuple[torch.Tensor, ...]] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.steps.append(compress_rows(scores, self.num_logprobs))
+        return scores
+
+    def rows(self, vocab_size: int) -> tuple[NDArray[Any], ...]:
+        """`top_logits`, `top_ids` and `tail_logprob` of [`Trace`]s, `(batch, steps, ...)`."""
+        top_logits, top_ids, tail = (torch.stack(c, 1).cpu().numpy() for c in zip(*self.steps, strict=True))
+        return top_logits, top_ids.astype(ids_dtype(vocab_size)), tail
 
 
 # --- where requests are met -----------------------------------------------------------------------------------------

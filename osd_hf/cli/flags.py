@@ -123,11 +123,11 @@ def _of_type(hint: Any, metavar: str | None = None) -> dict[str, Any]:
     return {"action": "append", "type": args[0]} if typing.get_origin(hint) is list else {"type": hint}
 
 
-def _optional_number(text: str) -> int | str | None:
-    try:
-        return None if text.lower() == "none" else int(text)
-    except ValueError:
-        return text  # for settings that are a number or a word; the configuration says what it takes
+def _optional_number(text: str) -> float | str | None:
+    for number in (int, float):
+        with contextlib.suppress(ValueError):
+            return None if text.lower() == "none" else number(text)
+    return text  # for settings that are a number or a word; the configuration says what it takes
 
 
 def settings_from(kind: type[Kind], args: argparse.Namespace) -> Kind:

@@ -23,6 +23,7 @@ COMMANDS = {
     "replay": "what drafts would have scored on recorded requests",
     "bench": "time target alone, stock and lean drafting side by side",
     "app": "chat in the browser, and watch the draft learn",
+    "draft": "make a draft of the target's own layers, taught on its answers",
     "distill": "teach a draft on a fixed data set, before it serves",
     "export": "write a draft for a serving engine",
     "push": "measure a draft and push it to the Hub, with its card",

@@ -32,7 +32,7 @@ from osd_hf.replay import padded, replay
 from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace, bare_trace
 
-__all__ = ["SAMPLE_SOURCES", "Data", "HeldOut", "Sampler", "read_data", "unanswered"]
+__all__ = ["SAMPLE_SOURCES", "Data", "HeldOut", "Sampler", "read_data", "read_rows", "read_traces", "unanswered"]
 
 SAMPLE_SOURCES = ("teacher", "student", "mix_request", "mix_token")
 COLUMNS = "`prompt`, with or without `completion`, or `messages`"
@@ -126,8 +126,8 @@ def read_data(target: Any, draft: Any, dataset: Any, eval_dataset: Any, tokenize
 
     def read(data: Any, *, needs_rows: bool, prompts_only: bool) -> list[Trace]:
         if _is_recorded(data):
-            return _read_traces(data, vocab_size, needs_rows=needs_rows, is_encoder_decoder=is_encoder_decoder)
-        return _read_rows(data, tokenizer, vocab_size=vocab_size, decoder_start=start, prompts_only=prompts_only)
+            return read_traces(data, vocab_size, needs_rows=needs_rows, is_encoder_decoder=is_encoder_decoder)
+        return read_rows(data, tokenizer, vocab_size=vocab_size, decoder_start=start, prompts_only=prompts_only)
 
     prompts_only = config.sample_source in ("student", "mix_token")
     requests = read(dataset, needs_rows=is_stored, prompts_only=prompts_only)
@@ -189,7 +189,7 @@ def _check_lengths(traces: Iterable[Trace], positions: int | None, max_new_token
             )
 
 
-def _read_traces(
+def read_traces(
     dataset: Iterable[Trace], vocab_size: int, *, needs_rows: bool, is_encoder_decoder: bool
 ) -> list[Trace]:
     """Recorded requests, without those that have no token. Refuses those of another kind of model or vocabulary and,
@@ -227,7 +227,7 @@ def _read_traces(
 # --- rows -----------------------------------------------------------------------------------------------------------
 
 
-def _read_rows(
+def read_rows(
     dataset: Iterable[Any], tokenizer: Any, *, vocab_size: int, decoder_start: int | None, prompts_only: bool = False
 ) -> list[Trace]:
     """

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Container, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 
-from osd_hf.chunked_loss import divergence_sum, stored_rows
+from osd_hf.chunked_loss import SampledTail, divergence_sum, stored_rows
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, StateError, UnsupportedModelError, is_out_of_memory
 from osd_hf.learning.faults import Readable
@@ -101,6 +101,8 @@ class Updater:
             The draft is an fp32 `PeftModel`, where it is to learn, that several learners share, each an adapter of its
             own: not copied.
         lesson (`Lesson`, *optional*): The requests of this draft; by default it begins with none.
+        frozen (`Container[str]`, *optional*): Names of parameters that stay as they are.
+        tail (`SampledTail`, *optional*): What stands for the tokens that no row keeps; by default all of them do.
 
     Raises:
         UnsupportedModelError: the draft has no parameter that could learn.
@@ -109,9 +111,9 @@ class Updater:
 
     def __init__(
         self, draft: Any, config: OnlineConfig, *, adapter: str | None = None, lesson: Lesson | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None, frozen: Container[str] = (), tail: SampledTail | None = None,
     ) -> None:  # fmt: skip
-        self.config, self.adapter = config, adapter
+        self.config, self.adapter, self.tail = config, adapter, tail
         self.version = self.kept_steps = 0
         self.is_torn = False  # the weights are of a step that was not whole: to be restarted from others
         self.lesson = lesson or Lesson(config=config)
@@ -125,7 +127,7 @@ class Updater:
             # Evaluation mode throughout: dropout would draw from the generator that sampled requests draw from.
             self.master = with_own_attention(in_fp32(draft, own=False, device=device) if adapter is None else draft)
             self._activate()
-            self.parameters = trainable_parameters(self.master)
+            self.parameters = trainable_parameters(self.master, frozen)
             self.optimizers = make_optimizers(self.master, self.parameters, config)
             own = config.weight_average > 0  # otherwise they are the last step's
             self.averaged = {name: p.detach().clone() if own else p.detach() for name, p in self.parameters.items()}
@@ -366,7 +368,7 @@ class Updater:
         rows, divergence = stored_rows(traces, where), DIVERGENCES[self.config.divergence]
         if count and has_plain_head(self.master):
             with self._autocast():
-                return divergence_sum(self.master, traces, rows, divergence, where) / count, count
+                return divergence_sum(self.master, traces, rows, divergence, where, self.tail) / count, count
         with self._autocast():
             logits = completion_logits(self.master, traces)
         top_ids, p = rows(slice(None))
@@ -503,13 +505,13 @@ class Updater:
         self.buffer.rng.bit_generator.state = state["rng"]
 
 
-def trainable_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
-    """The parameters that learn, by name: the adapters of a model that has some, otherwise all; raises
-    UnsupportedModelError where there is none."""
+def trainable_parameters(model: Any, frozen: Container[str] = ()) -> dict[str, torch.nn.Parameter]:
+    """The parameters that learn, by name: the adapters of a model that has some, otherwise all that are not frozen;
+    raises UnsupportedModelError where there is none."""
     # Adapters, of a `PeftModel` or added by transformers, have frozen the rest, and are saved without it.
     if not is_peft(model) and not getattr(model, "_hf_peft_config_loaded", False):
-        for parameter in model.parameters():
-            parameter.requires_grad_(parameter.is_floating_point())
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(parameter.is_floating_point() and name not in frozen)
     found = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not found:
         raise UnsupportedModelError(

@@ -1,0 +1,98 @@
+"""The command `osd-hf draft`: a draft of a target's own layers, taught on its answers, as a model folder."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from osd_hf.bench.display import figure, stats_interval, text_table
+from osd_hf.cli.flags import Prompts, Reporting, TargetLoading, encode, flag, in_groups, part, recorded
+from osd_hf.errors import ConfigError
+from osd_hf.hub.cards import facts_of
+from osd_hf.hub.push import save_draft
+from osd_hf.making import MadeDraft, MakingConfig, taught_draft
+from osd_hf.pair import load_model, load_tokenizer, prompt_room
+from osd_hf.utils.report import make_folder, provenance
+
+_prompts, _making = in_groups("prompts", "making")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftSettings(Prompts, TargetLoading, Reporting):
+    """The flags of `osd-hf draft`."""
+
+    target: str = flag("Hub id or folder of the model to draft for", positional=True)
+    out: Path = flag("new or empty folder of the draft", positional=True)
+    store: str | None = _prompts("instead of prompts: folder of captured requests", metavar="DIR")
+    layers: str | None = _making("instead of --num-layers: which ones, such as 0,1,29", metavar="I,J,...")
+    config: MakingConfig = part(group="making", metavar="X")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
+            raise ConfigError(f"{self.out} is not an empty folder. Choose another one.")
+        if self.store is not None and self.prompts is not None:
+            raise ConfigError("Give one of --prompts and --store.")
+
+    def making(self) -> MakingConfig:
+        """How the draft is made; raises ConfigError where `--layers` are no numbers."""
+        if self.layers is None:
+            return self.config
+        try:
+            return replace(self.config, layers=tuple(int(number) for number in self.layers.split(",")))
+        except ValueError as error:
+            raise ConfigError(f"--layers must be numbers with commas between them, got {self.layers!r}.") from error
+
+
+def draft_command(settings: DraftSettings) -> int:
+    """Make a draft, write it, and say what it is worth; returns the exit code."""
+    config = settings.making()
+    target = load_model(settings.target, **settings.loading)
+    tokenizer = load_tokenizer(settings.target)
+    make_folder(settings.out)
+    what: dict[str, Any]
+    if settings.store is not None:
+        what = {"traces": list(recorded(settings.store))[-(settings.num_requests or 0) :]}
+        domains = sorted({trace.domain for trace in what["traces"] if trace.domain is not None})
+    else:
+        encoded = encode(
+            settings.read_prompts(config.seed), tokenizer,
+            prompt_room(target.config, target.config, config.max_new_tokens), config.max_new_tokens,
+            limit=settings.num_requests, chat_template=not settings.no_chat_template,
+        )  # fmt: skip
+        what = {"prompts": [ids for _, ids in encoded.prompts]}
+        domains = sorted({domain for domain in encoded.domains if domain is not None})
+    made = taught_draft(target, tokenizer, config, **what)
+    facts = replace(facts_of(target, target, domains, _facts(made)), command=provenance()["command"])
+    save_draft(settings.out, made.draft, tokenizer, facts=facts)
+    rows = [
+        [str(t["layers"]), figure(t["c"], 2), figure(t["alpha_before"]), figure(t["alpha"]), figure(t["speedup"], 2)]
+        for t in made.trials
+    ]
+    if rows:
+        settings.say(text_table(["layers tried", "cost", "alpha before", "after the trial", "expected"], rows) + "\n")
+    settings.say(f"alpha (k = 5) on {made.held_out} held-out requests: {_alphas(made)}; {made.verdict}")
+    settings.say(f"Wrote {settings.out}.")
+    if made.speedup <= 1:
+        print("osd-hf: warning: the draft does not pay yet", file=sys.stderr)
+    settings.write_json({"provenance": provenance(seed=config.seed), "directory": str(settings.out), **made.to_dict()})
+    return 0
+
+
+def _alphas(made: MadeDraft) -> str:
+    sides = [f"{figure(stats.alpha)} {stats_interval(stats)}" for stats in (made.before, made.after)]
+    return f"{sides[0]} before, {sides[1]} after"
+
+
+def _facts(made: MadeDraft) -> dict[str, Any]:
+    """What the card says of how it was made."""
+    facts: dict[str, Any] = {"Layers of the target that it began as": ", ".join(map(str, made.layers))}
+    if made.encoder_layers is not None:
+        facts["Layers of its encoder"] = ", ".join(map(str, made.encoder_layers))
+    return facts | {
+        "Taught": f"on {made.requests} answers of the target, {made.steps} steps of {made.positions} tokens in all",
+        f"Acceptance (alpha, k = 5) on {made.held_out} held-out answers": _alphas(made),
+        "Expected where it was made": made.verdict,
+    }

@@ -1,0 +1,415 @@
+"""Drafts of a target's own layers: how they are cut, taught, chosen, written, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import models
+import numpy as np
+import pytest
+import torch
+from saved_pair import save_pair
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+from osd_hf import (
+    ConfigError,
+    CorrectionStore,
+    DataError,
+    OnlineConfig,
+    Trace,
+    UnsupportedModelError,
+    make_draft,
+    making,
+    record_traces,
+    replay,
+)
+from osd_hf.capture import hook
+from osd_hf.chunked_loss import SampledTail, divergence_sum, stored_rows
+from osd_hf.cli.main import main
+from osd_hf.cutting import cut, depth
+from osd_hf.learning.updater import Updater
+from osd_hf.losses import DIVERGENCES
+from osd_hf.making import Costs, MakingConfig, taught_draft
+from osd_hf.trace import bare_trace
+
+# Three layers each; of an encoder-decoder on both sides.
+DEEP: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(models.ARCHITECTURES, {"num_hidden_layers": 3}),
+    "gemma3": {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "gpt2": {"n_layer": 3}, "t5": {"num_layers": 3, "num_decoder_layers": 3},
+    "bart": {"encoder_layers": 3, "decoder_layers": 3},
+}  # fmt: skip
+CHEAP = Costs(target=1.0, more=0.02, draft=0.1)
+
+
+def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    inputs = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False, **inputs).logits  # type: ignore[no-any-return]
+
+
+def without(model: Any, *numbers: int) -> Any:
+    """A copy of the model, from whose decoder these layers were taken out."""
+    model = copy.deepcopy(model)
+    stack = next(m for m in model.get_decoder().modules() if isinstance(m, torch.nn.ModuleList))
+    for number in sorted(numbers, reverse=True):
+        del stack[number]
+    text = model.config.get_text_config()
+    if getattr(text, "layer_types", None):
+        text.layer_types = [kind for i, kind in enumerate(text.layer_types) if i not in numbers]
+    text.num_hidden_layers -= len(numbers)
+    return model
+
+
+def asked(number: int = 12) -> list[list[int]]:
+    return [ids[0].tolist() for ids in models.prompts(number)]
+
+
+def steep() -> Any:
+    """A target whose first layer says most of what all say, most of it by the last token alone."""
+    target = models.build(num_hidden_layers=4)
+    with torch.no_grad():
+        for number, layer in enumerate(target.model.layers):
+            layer.self_attn.o_proj.weight.mul_(0.1)
+            layer.mlp.down_proj.weight.mul_(0.3 if number else 1.0)
+    return target
+
+
+@pytest.fixture
+def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forwards take what they would on a quiet machine: one layer of a draft a tenth of the target's forward."""
+
+    def costs(target: Any, drafts: Any, prompt: Any, clock: Any) -> list[Costs]:
+        return [replace(CHEAP, draft=0.1 * depth(draft)) for draft in drafts]
+
+    monkeypatch.setattr(making, "measured_costs", costs)
+
+
+# --- cutting --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", models.ARCHITECTURES)
+def test_a_piece_is_the_target_without_its_other_layers(architecture: str, tmp_path: Path) -> None:
+    target = models.build(architecture, **DEEP[architecture])
+    before = [p.clone() for p in target.parameters()]
+    piece = cut(target, (0, 2))
+    ids = models.prompt(models.WINDOW + 4)
+    torch.testing.assert_close(logits(piece, ids), logits(without(target, 1), ids), atol=1e-4, rtol=1e-4)
+    assert all(map(torch.equal, target.parameters(), before))
+    assert depth(piece) == 2
+    assert {p.data_ptr() for p in piece.parameters()}.isdisjoint(p.data_ptr() for p in target.parameters())
+    # What is saved is what was cut, for whoever has transformers alone.
+    piece.save_pretrained(tmp_path)
+    auto = AutoModelForSeq2SeqLM if target.config.is_encoder_decoder else AutoModelForCausalLM
+    torch.testing.assert_close(logits(auto.from_pretrained(tmp_path), ids), logits(piece, ids))
+
+
+def test_encoders_are_cut_as_well() -> None:
+    target = models.build("t5", **DEEP["t5"])
+    piece = cut(target, (0,), encoder_layers=(0, 1))
+    assert (depth(piece), depth(piece, "encoder")) == (1, 2)
+    assert (depth(cut(target, (0,))), depth(cut(target, (0,)), "encoder")) == (1, 3)
+    with pytest.raises(ConfigError, match="has no encoder"):
+        cut(models.build(), (0,), encoder_layers=(0,))
+
+
+def test_tied_heads_stay_tied() -> None:
+    for is_tied in (True, False):
+        piece = cut(models.build(num_hidden_layers=3, tie_word_embeddings=is_tied), (0,))
+        assert (piece.get_output_embeddings().weight is piece.get_input_embeddings().weight) == is_tied
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
+def test_adapters_are_merged_into_a_piece() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    base = models.build(num_hidden_layers=3)
+    target = get_peft_model(copy.deepcopy(base), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    names = [name for name, _ in target.named_parameters()]
+    piece, ids = cut(target, (0, 2)), models.prompt()
+    merged = without(copy.deepcopy(target).merge_and_unload(), 1)
+    torch.testing.assert_close(logits(piece, ids), logits(merged, ids), atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(logits(piece, ids), logits(without(base, 1), ids), atol=1e-2)
+    assert [name for name, _ in target.named_parameters()] == names
+    assert not any("lora" in name for name, _ in piece.named_parameters())
+
+
+@pytest.mark.parametrize("numbers", [(), (1, 0), (0, 0), (-1,), (0, 3)])
+def test_layers_that_are_none_are_refused(numbers: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="ascending numbers from 0 to 2"):
+        cut(models.build(num_hidden_layers=3), numbers)
+
+
+def test_what_cannot_be_cut_up_is_refused() -> None:
+    shared = models.build(num_hidden_layers=3)
+    shared.config.num_kv_shared_layers = 1
+    recurrent = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(
+            "recurrent_gemma", hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+            vocab_size=32, block_types=["recurrent", "attention"], lru_width=16, head_dim=8,
+        )
+    )  # fmt: skip
+    # Its layers divide by their numbers.
+    numbered = models.build("gpt2", n_layer=3, scale_attn_by_inverse_layer_idx=True)
+    for target, why in (
+        (shared, "share keys and values"), (recurrent, "recurrent layers"), (numbered, "differ by"),
+        (models.bigram(0), "are not found"), (models.build().model, "can `generate`"),
+    ):  # fmt: skip
+        with pytest.raises(UnsupportedModelError, match=why):
+            cut(target, (1,))
+
+
+def test_a_quantized_target_that_transformers_cannot_undo_is_refused() -> None:
+    target = models.build(num_hidden_layers=3)
+    target.is_quantized, target.hf_quantizer = True, None
+    with pytest.raises(UnsupportedModelError, match="quantized in a way that transformers cannot undo"):
+        cut(target, (0,))
+
+
+# --- teaching -------------------------------------------------------------------------------------------------------
+
+
+def test_a_made_draft_is_accepted_more_than_the_piece(cheap: None) -> None:
+    target = steep()
+    config = MakingConfig(num_layers=1, max_steps=12, max_new_tokens=8, max_seconds=1e6)
+    made = taught_draft(target, None, config, prompts=asked(32), show_progress=False)
+    assert made.after.alpha > made.before.alpha + 0.1
+    assert (made.layers, made.requests, made.held_out, made.steps) == ((0,), 28, 4, 12)
+    # The figures are those of the draft that is returned.
+    rest, first = making.split([bare_trace(ids, (), models.VOCAB) for ids in asked(32)], 0)
+    held_out = list(record_traces(target, [t.prompt_ids.tolist() for t in first], max_new_tokens=8))
+    assert replay(made.draft, held_out).accepted == made.after.accepted
+    assert (made.num_assistant_tokens, made.speedup) == made.costs.worth(made.after.alpha, 8)
+    settings = made.draft.generation_config
+    assert settings.num_assistant_tokens == made.num_assistant_tokens
+    assert (settings.num_assistant_tokens_schedule, settings.assistant_confidence_threshold) == ("constant", 0)
+    json.dumps(made.to_dict())
+
+
+def test_the_piece_with_the_best_expected_speed_goes_on(cheap: None) -> None:
+    target = steep()
+    config = MakingConfig(max_steps=8, max_new_tokens=8, max_seconds=1e6)
+    made = taught_draft(target, None, config, prompts=asked(16), show_progress=False)
+    assert [trial["layers"] for trial in made.trials] == [[0], [0, 1]]
+    assert [trial["steps"] for trial in made.trials] == [2, 2]
+    best = max(made.trials, key=lambda trial: trial["speedup"])
+    assert list(made.layers) == best["layers"]
+    assert made.steps == 8
+
+
+def test_time_and_acceptance_end_it(cheap: None) -> None:
+    target, now = steep(), 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 1.0
+        return now
+
+    how: dict[str, Any] = {"prompts": asked(16), "show_progress": False, "clock": clock}
+    short, long = (
+        taught_draft(target, None, MakingConfig(num_layers=1, max_seconds=s, max_new_tokens=8), **how)
+        for s in (40, 80)
+    )
+    assert 0 < short.steps < long.steps
+    assert short.seconds >= 40
+    config = MakingConfig(num_layers=1, max_seconds=400, max_new_tokens=8, min_alpha=1e-9)
+    early = taught_draft(target, None, config, **how)
+    assert early.seconds < 200
+
+
+def test_no_draft_is_made_where_none_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(making, "measured_costs", lambda t, drafts, *_: [Costs(1.0, 0.1, 0.75) for _ in drafts])
+    with models.ForwardCounter(target := steep()) as forwards:
+        cut(target, (0,))
+        cutting = forwards.count
+    with models.ForwardCounter(target) as forwards:
+        with pytest.raises(UnsupportedModelError, match=r"No draft pays.*takes 0\.85"):
+            make_draft(target, prompts=asked(), show_progress=False)
+        assert forwards.count == 2 * cutting  # nothing was answered
+
+
+def test_recorded_requests_and_answered_rows_will_do(cheap: None) -> None:
+    target = steep()
+    how: dict[str, Any] = {"num_layers": 1, "max_steps": 2, "show_progress": False}
+    traces = list(record_traces(target, asked(), max_new_tokens=8))
+    store = CorrectionStore()
+    for trace in traces:
+        store.append(trace)
+    bare = [bare_trace(t.prompt_ids, t.completion_ids, models.VOCAB) for t in traces]
+    rows = [{"prompt": t.prompt_ids.tolist(), "completion": t.completion_ids.tolist()} for t in traces]
+    made = [make_draft(target, traces=source, **how) for source in (traces, store, bare)]
+    made.append(make_draft(target, prompts=rows, **how))
+    made.append(make_draft(target, prompts=asked(), max_new_tokens=8, **how))
+    for other in made[1:]:  # the same rows, up to batches
+        for ours, theirs in zip(made[0].parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=0)
+
+
+def test_scored_answers_have_the_rows_of_the_target() -> None:
+    target = models.double(models.build())
+    traces = list(record_traces(target, asked(3), max_new_tokens=8, num_logprobs=64))
+    bare = [bare_trace(t.prompt_ids, t.completion_ids, models.VOCAB) for t in traces]
+    for ours, theirs in zip(making._with_rows(target, bare), traces, strict=True):
+        np.testing.assert_array_equal(ours.top_ids, theirs.top_ids)
+        np.testing.assert_allclose(ours.kept_logprobs(), theirs.kept_logprobs(), atol=1e-6)
+
+
+def test_requests_with_one_prompt_are_on_one_side() -> None:
+    prompts = [*asked(16), *asked(16)]
+    rest, first = making.split([bare_trace(ids, (), models.VOCAB) for ids in prompts], 0)
+    sides = [{trace.prompt_ids.tobytes() for trace in side} for side in (rest, first)]
+    assert sides[0].isdisjoint(sides[1])
+    assert (len(rest), len(first)) == (28, 4)
+    with pytest.raises(DataError, match="at least 8 requests.*got 7"):
+        making.split([bare_trace(ids, (), models.VOCAB) for ids in [*asked(7), *asked(7)]], 0)
+
+
+def test_encoder_decoders_keep_their_encoder_where_that_is_worth_more(cheap: None) -> None:
+    target = models.build("t5", num_layers=2, num_decoder_layers=2)
+    config = MakingConfig(max_steps=4, max_new_tokens=6, max_seconds=1e6)
+    made = taught_draft(target, None, config, prompts=asked(), show_progress=False)
+    assert [(t["layers"], t["encoder_layers"]) for t in made.trials] == [([0], [0, 1]), ([0], [0])]
+    assert made.draft.config.is_encoder_decoder
+
+
+def test_settings_that_cannot_be_are_refused() -> None:
+    target = models.build()
+    for settings, why in (
+        ({}, "on `prompts` or on `traces`"), ({"prompts": asked(), "traces": []}, "give one"),
+        ({"prompts": asked(), "num_layers": 1, "layers": [0]}, "exclude each other"),
+        ({"prompts": asked(), "max_seconds": 0}, "`max_seconds` must be positive"),
+        ({"prompts": asked(), "max_steps": 0}, "`max_steps` must be at least 1"),
+        ({"prompts": asked(), "min_alpha": 1.5}, "`min_alpha`"), ({"prompts": ["text"] * 8}, "need a tokenizer"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=why):
+            make_draft(target, **{"show_progress": False, **settings})
+    with pytest.raises(UnsupportedModelError, match="fewer layers than its target"):
+        make_draft(target, prompts=asked(), num_layers=2, show_progress=False)
+
+
+def test_costs_are_the_least_of_forwards_in_turns() -> None:
+    target, draft = models.build(num_hidden_layers=3), models.build(num_hidden_layers=1)
+    clock = models.ForwardTime({target: 2.0, draft: 0.5})
+    (costs,) = making.measured_costs(target, [draft], asked(1)[0], clock)
+    assert costs == Costs(2.0, 0.0, 0.5, 2.0, 0.5)
+    assert costs.c == 0.25
+
+
+def test_what_a_draft_is_worth_is_the_cost_model_and_the_prompt() -> None:
+    assert CHEAP.c == pytest.approx(0.12)
+    k, speedup = CHEAP.worth(0.8, 100)
+    assert speedup == pytest.approx(making.expected_speedup(0.8, k, 0.12))
+    # An encoder that takes as long as ten tokens, read once.
+    slow = replace(CHEAP, target_prompt=10.0, draft_prompt=10.0)
+    assert slow.worth(0.8, 100)[1] == pytest.approx(110 / (20 + 100 / speedup))
+    assert CHEAP.worth(0.0, 100) == (1, pytest.approx(1 / 1.12))
+
+
+# --- a loss over few tokens -----------------------------------------------------------------------------------------
+
+
+def recorded(target: Any, kept: int) -> list[Trace]:
+    return list(record_traces(target, asked(3), max_new_tokens=6, num_logprobs=kept))
+
+
+def tail_mass(draft: Any, traces: list[Trace], tail: SampledTail | None) -> torch.Tensor:
+    """The mass that the draft gives to what is not kept, over that of what is, at each position."""
+    seen: list[torch.Tensor] = []
+
+    def watch(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        seen.append((q[:, -1] - q[:, :-1].logsumexp(-1)).exp())
+        return q.sum(-1)
+
+    divergence_sum(draft, traces, stored_rows(traces), watch, None, tail)
+    return torch.cat(seen)
+
+
+def test_drawn_tokens_stand_for_all_others_on_average(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = map(models.double, models.pair())
+    traces = recorded(target, 2)
+    others = models.VOCAB - len(np.unique(np.concatenate([t.top_ids for t in traces])))
+    dense = tail_mass(draft, traces, None)
+    generator, drawn = torch.Generator(), []
+    # Each of the others, one after the other, drawn alone.
+    with torch.no_grad():
+        for number in range(others):
+            monkeypatch.setattr(torch, "randint", lambda *_, number=number, **__: torch.tensor([number]))
+            drawn.append(tail_mass(draft, traces, SampledTail(1, generator)))
+    # What is kept at one position may be in the tail of another: it is always counted there.
+    torch.testing.assert_close(torch.stack(drawn).mean(0), dense, atol=1e-9, rtol=1e-9)
+    assert torch.stack(drawn).std(0).min() > 0
+
+
+def test_as_many_drawn_tokens_as_there_are_is_the_loss_over_all() -> None:
+    target, draft = map(models.double, models.pair())
+    traces = recorded(target, 4)
+    gradients = []
+    for tail in (None, SampledTail(models.VOCAB, torch.Generator())):
+        draft.zero_grad()
+        divergence_sum(draft, traces, stored_rows(traces), DIVERGENCES["forward_kl"], None, tail).backward()
+        gradients.append([p.grad.clone() for p in draft.parameters()])
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-6)
+
+
+def test_frozen_parameters_stay_as_they_are() -> None:
+    target, draft = models.pair()
+    updater = Updater(draft, OnlineConfig(), frozen={"lm_head.weight"})
+    for trace in recorded(target, 8):
+        updater.observe(trace)
+    updater.update(2)
+    updater.copy_to(learned := copy.deepcopy(draft))
+    changed = {name for (name, p), old in zip(learned.named_parameters(), draft.parameters(), strict=True)
+               if not torch.equal(p, old)}  # fmt: skip
+    assert "lm_head.weight" not in changed
+    assert "model.embed_tokens.weight" in changed
+
+
+def test_recordings_hold_one_step_of_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, seen, alive = models.build(), list[weakref.ref[torch.Tensor]](), list[int]()
+    compress = hook.compress_rows
+
+    def watched(logits: torch.Tensor, kept: int | None) -> Any:
+        alive.append(sum(ref() is not None for ref in seen))
+        seen.append(weakref.ref(logits))
+        return compress(logits, kept)
+
+    monkeypatch.setattr(hook, "compress_rows", watched)
+    assert len(list(record_traces(target, asked(4), max_new_tokens=8))) == 4
+    assert len(alive) == 8
+    assert max(alive) <= 1
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_writes_an_ordinary_folder(
+    tmp_path: Path, cheap: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair, rows, out = save_pair(tmp_path / "pair"), tmp_path / "rows.jsonl", tmp_path / "draft"
+    rows.write_text("".join(json.dumps({"question": f"what is {i}?"}) + "\n" for i in range(12)))
+    flags = [str(pair / "target"), str(out), "--dtype", "float32", "--device", "cpu", "--max-new-tokens", "6"]
+    learning = ["--layers", "0", "--max-steps", "3", "--min-alpha", "0.99", "--json", "-"]
+    assert main(["draft", *flags, "--prompts", str(rows), "--column", "question", *learning]) == 0
+    printed = capsys.readouterr()
+    report = json.loads(printed.out)
+    assert (report["layers"], report["requests"], report["held_out"], report["steps"]) == ([0], 10, 2, 3)
+    draft, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    assert draft.config.num_hidden_layers == 1
+    assert draft.generation_config.num_assistant_tokens == report["num_assistant_tokens"]
+    assert tokenizer.chat_template
+    assert f"{report['after']['alpha']:.3f}" in (out / "README.md").read_text()
+    target = AutoModelForCausalLM.from_pretrained(pair / "target")
+    ids = torch.tensor([[5, 6, 7]])
+    how = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 6}
+    assert torch.equal(target.generate(ids, assistant_model=draft, **how), target.generate(ids, **how))
+    # What is there already stays.
+    assert main(["draft", *flags, "--prompts", str(rows), "--column", "question"]) == 2
+    assert "is not an empty folder" in capsys.readouterr().err
+    assert main(["draft", str(pair / "target"), str(tmp_path / "other"), "--layers", "one"]) == 2
+    assert "--layers must be numbers" in capsys.readouterr().err
