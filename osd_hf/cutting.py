@@ -11,7 +11,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationMixin
 from transformers.initialization import no_init_weights
 
-from osd_hf.errors import ConfigError, UnsupportedModelError, first_line
+from osd_hf.errors import ConfigError, UnsupportedModelError, first_line, is_out_of_memory
 from osd_hf.pair import evaluating, is_peft, merged, uncompiled, unwrap, vocab_size_of
 
 __all__ = ["cut", "depth"]
@@ -62,7 +62,7 @@ def cut(target: Any, layers: Sequence[int], encoder_layers: Sequence[int] | None
             draft = _rebuilt(inner, source, chosen)
             error = _error(inner, draft, chosen)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as failure:
-            if isinstance(failure, UnsupportedModelError):
+            if isinstance(failure, UnsupportedModelError) or is_out_of_memory(failure):
                 raise
             raise UnsupportedModelError(f"{kind} cannot be cut up: {first_line(failure)}.") from failure
     bound = QUANTIZED_TOLERANCE if getattr(inner, "is_quantized", False) else TOLERANCE
@@ -83,8 +83,8 @@ def _check_kind(model: Any) -> None:
     kinds = set(getattr(config, "layer_types", None) or ()) | set(getattr(config, "layers_block_type", None) or ())
     if getattr(model, "_is_stateful", False) or not kinds <= ATTENTION:
         raise UnsupportedModelError(
-            f"{kind} has recurrent layers, whose state cannot be rolled back when a drafted token is rejected: no "
-            "draft is cut from it."
+            f"{kind} has layers beside attention (recurrent ones, convolutions) whose state cannot be rolled back when "
+            "a drafted token is rejected: no draft is cut from it."
         )
     if getattr(config, "num_kv_shared_layers", None):
         raise UnsupportedModelError(
@@ -195,6 +195,8 @@ def _settings(config: Any, chosen: dict[str, tuple[int, ...]]) -> dict[str, Any]
             step = own.get("decoder_sparse_step") or 1
             dense = [i in own["mlp_only_layers"] or (i + 1) % step != 0 for i in layers]
             own |= {"mlp_only_layers": [j for j, is_dense in enumerate(dense) if is_dense], "decoder_sparse_step": 1}
+        if own.get("moe_layers") is not None:
+            own["moe_layers"] = [j for j, i in enumerate(layers) if i in own["moe_layers"]]
         if own.get("first_k_dense_replace") is not None:
             own["first_k_dense_replace"] = sum(i < own["first_k_dense_replace"] for i in layers)
     return settings

@@ -44,7 +44,7 @@ LOOKS = 4  # at held-out acceptance, while the chosen piece is taught
 AT_ONCE = 16  # prompts that the target answers in a batch
 LARGE_VOCABULARY, DRAWN = 1 << 14, 2048  # from which on the loss draws so many tokens in place of all
 HOPED_FOR = 0.8  # alpha that a draft seldom goes beyond
-TIMED, CONTEXT = 8, 32  # forwards of each model, after so many tokens
+LEAST_TURNS, MOST_TURNS, TIMED_SECONDS = 4, 64, 2.0  # in which forwards are timed
 
 
 # --- what a draft is worth ------------------------------------------------------------------------------------------
@@ -91,10 +91,12 @@ def measured_costs(
     models = [unwrap(target), *drafts]
     prompt = torch.as_tensor(np.asarray(prompt_ids, np.int64))[None].to(models[0].device)
     ends = [_Forward(model, prompt, clock) for model in models]
-    for _ in range(TIMED):
+    turns, started = 0, clock()
+    while turns < LEAST_TURNS or (turns < MOST_TURNS and clock() - started < TIMED_SECONDS):
         for end in ends:
             end.feed(1)
         ends[0].feed(1 + K)
+        turns += 1
     one, several = (ends[0].least[n] for n in (1, 1 + K))
     more = max(several - one, 0.0) / K
     return [Costs(one, more, end.least[1], ends[0].least[0], end.least[0]) for end in ends[1:]]
@@ -403,7 +405,7 @@ def make_draft(
         traces (`Iterable[Trace]`, *optional*):
             Instead: requests that were recorded, such as those of a [`CorrectionStore`]. Those without the target's
             rows are scored by it.
-        num_layers (`int`, *optional*): How many layers, without a trial of others.
+        num_layers (`int`, *optional*): How many layers, without a trial of others: the first ones and the last.
         layers (`Sequence[int]`, *optional*): Instead: these layers, by their numbers; of an encoder-decoder, the
             decoder's, beside the whole encoder.
         max_seconds (`float`, *optional*, defaults to 600): Time that all may take, but for what is under way then.
@@ -504,8 +506,8 @@ def _pieces(target: Any, config: MakingConfig) -> list[Piece]:
 
 
 def piece(size: int, count: int) -> tuple[int, ...]:
-    """The layers that a draft of a size begins as: the first ones."""
-    return tuple(range(size))
+    """The layers that a draft of a size begins as: the first ones and, of several, the last, which knows the head."""
+    return (*range(size - 1), count - 1) if size > 1 else (0,)
 
 
 def _judge(candidates: list[Piece], costs: Sequence[Costs], new_tokens: float, course: Course) -> list[Piece]:
@@ -574,13 +576,14 @@ def teach(
     which is looked at so many times."""
     started, first_step, looked = course.elapsed, candidate.steps, 0
     while True:
+        is_over = course.elapsed >= until or (max_steps is not None and candidate.steps >= max_steps)
         share = (course.elapsed - started) / max(until - started, 1e-9)
         if max_steps is not None:
-            share = max(share, (candidate.steps - first_step) / max(max_steps - first_step, 1e-9))
-        if share * looks >= looked + 1 or share >= 1:
+            share = max(share, (candidate.steps - first_step) / max(max_steps - first_step, 1))
+        if is_over or share * looks >= looked + 1:
             looked = int(share * looks)
             candidate.look(held_out)
-            if share >= 1 or (min_alpha is not None and candidate.stats.alpha >= min_alpha):
+            if is_over or (min_alpha is not None and candidate.stats.alpha >= min_alpha):
                 return
         course.show(f"teaching {candidate.name}", course.elapsed / course.seconds, candidate.stats.alpha)
         candidate.step()

@@ -25,14 +25,14 @@ from common import MAX_NEW_TOKENS, K, data_folder, gain, make_parser, recorded, 
 from common import rows as rows_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from osd_hf import AcceptanceStats, CorrectionStore, OnlineConfig, Trace, record_traces
+from osd_hf import AcceptanceStats, CorrectionStore, OnlineConfig, Trace, UnsupportedModelError, record_traces
 from osd_hf.bench.display import figure, text_table
 from osd_hf.cutting import cut, depth
 from osd_hf.making import Course, MakingConfig, Piece, measured_costs, split, taught_draft, teach
 from osd_hf.pair import load_model, load_tokenizer
 
 GEMMA3 = {
-    "vocab_size": 4096, "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 4096, "hidden_size": 64, "num_hidden_layers": 16, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 16, "intermediate_size": 128, "sliding_window": 32,
 }  # fmt: skip
 T5_PROMPT = "SQL: db: {db_id}\n{question}"  # what `t5_pair.py` trains on
@@ -106,7 +106,11 @@ def targets(args: argparse.Namespace) -> dict[str, Any]:
         traces = answers(name, target, tokenizer, args)
         config = MakingConfig(max_seconds=args.seconds, max_steps=args.steps, seed=args.seed)
         begun = time.process_time()
-        made = taught_draft(target, tokenizer, config, traces=traces)
+        try:
+            made = taught_draft(target, tokenizer, config, traces=traces)
+        except UnsupportedModelError as error:
+            found[name] = {"refused": str(error)}
+            continue
         spent = time.process_time() - begun
         torch.manual_seed(args.seed)
         scratch = Piece(type(made.draft)(made.draft.config).eval(), made.layers, made.encoder_layers)

@@ -35,6 +35,10 @@ SMOKES = {
         *("--requests", "2", "--learn", "8", "--datasets", "gsm8k", "--shapes", "lab", "--tokens", "2"),
         *("--no-compile", "--traces", "{traces}"),
     ],
+    "making": [
+        *("--requests", "10", "--steps", "2", "--sizes", "1", "--also", "gemma3=", "--threads", "1"),
+        *("--traces", "{traces}"),
+    ],
     "sampled": ["--requests", "3", "--datasets", "gsm8k", "--max-new-tokens", "6", "--threads", "1"],
     "long_run": ["--requests", "24", "--marks", "12", "24"],
     "idle_learning": ["--shape", "tiny", "--pause", "0.02"],
