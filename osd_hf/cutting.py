@@ -16,7 +16,8 @@ from osd_hf.pair import evaluating, is_peft, merged, uncompiled, unwrap, vocab_s
 
 __all__ = ["cut", "depth"]
 
-ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}  # kinds of layers
+# Kinds of layers that tokens can be taken back from.
+KINDS = {"full_attention", "sliding_attention", "chunked_attention", "attention", "conv"}
 PROBED = 8  # tokens that what was cut is compared on
 TOLERANCE, QUANTIZED_TOLERANCE = 0.02, 0.2  # of the largest logit; weights that were quantized are rounded otherwise
 
@@ -81,10 +82,10 @@ def _check_kind(model: Any) -> None:
         raise UnsupportedModelError(f"A draft is cut from a transformers model that can `generate`, got {kind}.")
     config = model.config.get_text_config(decoder=True)
     kinds = set(getattr(config, "layer_types", None) or ()) | set(getattr(config, "layers_block_type", None) or ())
-    if getattr(model, "_is_stateful", False) or not kinds <= ATTENTION:
+    if getattr(model, "_is_stateful", False) or not kinds <= KINDS:
         raise UnsupportedModelError(
-            f"{kind} has layers beside attention (recurrent ones, convolutions) whose state cannot be rolled back when "
-            "a drafted token is rejected: no draft is cut from it."
+            f"{kind} has recurrent layers, whose state cannot be rolled back when a drafted token is rejected: no "
+            "draft is cut from it."
         )
     if getattr(config, "num_kv_shared_layers", None):
         raise UnsupportedModelError(

@@ -327,7 +327,7 @@ class Piece:
     draft: Any
     layers: tuple[int, ...]
     encoder_layers: tuple[int, ...] | None
-    is_frozen: bool = False  # embeddings and head stay as they are
+    is_frozen: bool = True  # embeddings and head stay the target's
     drawn: int | None = None  # tokens that stand for the others in the loss; by the size of the vocabulary
     costs: Costs = Costs(1.0, 0.0, 1.0)  # until they are measured
     stats: AcceptanceStats = field(default_factory=AcceptanceStats)  # of the best state so far, on held-out requests
@@ -391,6 +391,7 @@ def make_draft(
 ) -> Any:  # fmt: skip
     """
     A draft for any target: some of the target's own layers as a smaller model, taught on the target's answers.
+    Embeddings and head stay as they are in the target.
 
     Which layers is measured: a few pieces are timed, taught for a short while on the same requests, and the one with
     the best expected speed (held-out acceptance by replay, measured costs, the cost model) goes on to the end.

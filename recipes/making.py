@@ -37,10 +37,10 @@ GEMMA3 = {
 }  # fmt: skip
 T5_PROMPT = "SQL: db: {db_id}\n{question}"  # what `t5_pair.py` trains on
 WAYS: dict[str, dict[str, Any]] = {
-    "all, over all tokens": {},
-    "layers alone, over all tokens": {"is_frozen": True},
-    "all, over 512 drawn tokens": {"drawn": 512},
-    "layers alone, over 512 drawn tokens": {"is_frozen": True, "drawn": 512},
+    "layers alone, over all tokens": {},
+    "embeddings and head too, over all tokens": {"is_frozen": False},
+    "layers alone, over 512 drawn tokens": {"drawn": 512},
+    "embeddings and head too, over 512 drawn tokens": {"is_frozen": False, "drawn": 512},
 }
 
 
@@ -113,7 +113,7 @@ def targets(args: argparse.Namespace) -> dict[str, Any]:
             continue
         spent = time.process_time() - begun
         torch.manual_seed(args.seed)
-        scratch = Piece(type(made.draft)(made.draft.config).eval(), made.layers, made.encoder_layers)
+        scratch = Piece(type(made.draft)(made.draft.config).eval(), made.layers, made.encoder_layers, is_frozen=False)
         taught(scratch, traces, args, made.seconds, None if args.steps is None else made.steps)
         found[name] = {
             **made.to_dict(), "processor_seconds": spent, "bytes": sum(p.nbytes for p in made.draft.parameters()),
@@ -146,11 +146,11 @@ def pieces(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def ways(args: argparse.Namespace) -> dict[str, Any]:
-    """What of the lab target's first two layers learns."""
+    """What of the lab target's first and last layer learns."""
     target, tokenizer = load("lab", str(data_folder() / "lab/target"))
     traces, found, rows = answers("lab", target, tokenizer, args), {}, []
     for name, way in WAYS.items():
-        piece = Piece(cut(target, (0, 1)), (0, 1), None, **way)
+        piece = Piece(cut(target, (0, 7)), (0, 7), None, **way)
         seconds = taught(piece, traces, args, args.seconds, args.steps)
         found[name] = {"after": shown(piece.stats), "steps": piece.steps, "processor_seconds": seconds}
         rows.append([name, figure(piece.stats.alpha), str(piece.steps), figure(seconds, 0)])

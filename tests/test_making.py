@@ -187,16 +187,21 @@ def test_what_cannot_be_cut_up_is_refused() -> None:
     # Its layers divide by their numbers.
     numbered = models.build("gpt2", n_layer=3, scale_attn_by_inverse_layer_idx=True)
     for target, why in (
-        (shared, "share keys and values"), (recurrent, "layers beside attention"), (numbered, "differ by"),
+        (shared, "share keys and values"), (recurrent, "recurrent layers"), (numbered, "differ by"),
         (models.bigram(0), "are not found"), (models.build().model, "can `generate`"),
     ):  # fmt: skip
         with pytest.raises(UnsupportedModelError, match=why):
             cut(target, (1,))
 
 
-def test_a_quantized_target_that_transformers_cannot_undo_is_refused() -> None:
-    target = models.build(num_hidden_layers=3)
+def test_a_quantized_target_is_dequantized_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, undone = models.build(num_hidden_layers=3), list[int]()
     target.is_quantized, target.hf_quantizer = True, None
+    with monkeypatch.context() as patch:
+        patch.setattr(type(target), "dequantize", lambda self: undone.append(len(self.model.layers)) or self)
+        piece, ids = cut(target, (0, 2)), models.prompt()
+    assert undone == [2]  # of a copy that has the chosen layers alone
+    torch.testing.assert_close(logits(piece, ids), logits(without(target, 1), ids))
     with pytest.raises(UnsupportedModelError, match="quantized in a way that transformers cannot undo"):
         cut(target, (0,))
 
@@ -206,10 +211,10 @@ def test_a_quantized_target_that_transformers_cannot_undo_is_refused() -> None:
 
 def test_a_made_draft_is_accepted_more_than_the_piece(cheap: None) -> None:
     target = steep()
-    config = MakingConfig(num_layers=1, max_steps=12, max_new_tokens=8, max_seconds=1e6)
+    config = MakingConfig(num_layers=1, max_steps=30, max_new_tokens=8, max_seconds=1e6)
     made = taught_draft(target, None, config, prompts=asked(32), show_progress=False)
     assert made.after.alpha > made.before.alpha + 0.1
-    assert (made.layers, made.requests, made.held_out, made.steps) == ((0,), 28, 4, 12)
+    assert (made.layers, made.requests, made.held_out, made.steps) == ((0,), 28, 4, 30)
     # The figures are those of the draft that is returned.
     rest, first = making.split([bare_trace(ids, (), models.VOCAB) for ids in asked(32)], 0)
     held_out = list(record_traces(target, [t.prompt_ids.tolist() for t in first], max_new_tokens=8))

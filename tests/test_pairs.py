@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3F
 
 from osd_hf import ConfigError, OnlineAssistant, OnlineConfig, UnsupportedModelError
 from osd_hf.capture.hook import record_traces
+from osd_hf.cutting import cut, depth
 from osd_hf.pair import load_model, load_pair, quantization_config
 
 SIZES: dict[str, Any] = {
@@ -135,6 +136,13 @@ def test_a_stateful_target_is_refused_in_the_words_of_transformers(name: str) ->
         greedy(target.generate, assistant_model=draft)
     with pytest.raises(UnsupportedModelError, match=re.escape(str(refused.value))):
         OnlineAssistant(target, draft)
+    with pytest.raises(UnsupportedModelError, match="recurrent layers"):
+        cut(target, (0,))
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_families_are_cut_up(name: str) -> None:
+    assert depth(cut(family(name), (1,))) == 1  # what computes something else is refused
 
 
 @pytest.mark.parametrize("name", STATEFUL)
