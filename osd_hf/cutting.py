@@ -182,7 +182,7 @@ def _count_field(config: Any, settings: dict[str, Any], side: str) -> str:
 
 def _settings(config: Any, chosen: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     """The fields of a configuration, with the chosen layers alone."""
-    settings = config.to_dict()
+    settings: dict[str, Any] = config.to_dict()
     settings.pop("quantization_config", None)
     for side, layers in chosen.items():
         own = _side(settings, side)

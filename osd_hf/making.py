@@ -31,7 +31,10 @@ from osd_hf.prompts import encode_turn
 from osd_hf.replay import raw_rows, replay_each
 from osd_hf.trace import Trace
 
-__all__ = ["Costs", "Course", "MadeDraft", "MakingConfig", "Piece", "make_draft", "split", "taught_draft", "teach"]
+__all__ = [
+    "Costs", "Course", "MadeDraft", "MakingConfig", "Piece", "make_draft", "measured_costs", "outer_layers", "split",
+    "taught_draft", "teach",
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +47,7 @@ LOOKS = 4  # at held-out acceptance, while the chosen piece is taught
 AT_ONCE = 16  # prompts that the target answers in a batch
 LARGE_VOCABULARY, DRAWN = 1 << 14, 2048  # from which on the loss draws so many tokens in place of all
 HOPED_FOR = 0.8  # alpha that a draft seldom goes beyond
-LEAST_TURNS, MOST_TURNS, TIMED_SECONDS = 4, 64, 2.0  # in which forwards are timed
+LEAST_TURNS, MOST_TURNS, TIMED_SECONDS = 4, 64, 0.5  # in which forwards are timed
 
 
 # --- what a draft is worth ------------------------------------------------------------------------------------------
@@ -406,7 +409,7 @@ def make_draft(
         traces (`Iterable[Trace]`, *optional*):
             Instead: requests that were recorded, such as those of a [`CorrectionStore`]. Those without the target's
             rows are scored by it.
-        num_layers (`int`, *optional*): How many layers, without a trial of others: the first ones and the last.
+        num_layers (`int`, *optional*): How many layers, without a trial of others: the first and the last ones.
         layers (`Sequence[int]`, *optional*): Instead: these layers, by their numbers; of an encoder-decoder, the
             decoder's, beside the whole encoder.
         max_seconds (`float`, *optional*, defaults to 600): Time that all may take, but for what is under way then.
@@ -497,7 +500,7 @@ def _pieces(target: Any, config: MakingConfig) -> list[Piece]:
         chosen = [config.layers]
     else:
         sizes = SIZES if config.num_layers is None else (config.num_layers,)
-        chosen = [piece(size, count) for size in sizes if size < count]
+        chosen = [outer_layers(size, count) for size in sizes if size < count]
     if not chosen:
         raise UnsupportedModelError(
             f"A draft has fewer layers than its target: {type(inner).__name__} has {count}, asked for were "
@@ -506,9 +509,9 @@ def _pieces(target: Any, config: MakingConfig) -> list[Piece]:
     return [Piece(cut(target, layers, encoder), layers, encoder) for encoder in encoders for layers in chosen]
 
 
-def piece(size: int, count: int) -> tuple[int, ...]:
-    """The layers that a draft of a size begins as: the first ones and, of several, the last, which knows the head."""
-    return (*range(size - 1), count - 1) if size > 1 else (0,)
+def outer_layers(size: int, count: int) -> tuple[int, ...]:
+    """The layers that a draft of a size begins as: the first half of them and the last, which knows the head."""
+    return (*range(size - size // 2), *range(count - size // 2, count))
 
 
 def _judge(candidates: list[Piece], costs: Sequence[Costs], new_tokens: float, course: Course) -> list[Piece]:

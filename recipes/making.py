@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from osd_hf import AcceptanceStats, CorrectionStore, OnlineConfig, Trace, UnsupportedModelError, record_traces
 from osd_hf.bench.display import figure, text_table
 from osd_hf.cutting import cut, depth
-from osd_hf.making import Course, MakingConfig, Piece, measured_costs, split, taught_draft, teach
+from osd_hf.making import Course, MakingConfig, Piece, measured_costs, outer_layers, split, taught_draft, teach
 from osd_hf.pair import load_model, load_tokenizer
 
 GEMMA3 = {
@@ -130,7 +130,7 @@ def pieces(args: argparse.Namespace) -> dict[str, Any]:
     traces, count = answers("lab", target, tokenizer, args), depth(target)
     found, rows = {}, []
     for size in args.sizes:
-        for layers in {tuple(range(size)), (*range(size - 1), count - 1), tuple(range(count - size, count))}:
+        for layers in {tuple(range(size)), outer_layers(size, count), tuple(range(count - size, count))}:
             piece = Piece(cut(target, layers), layers, None)
             (piece.costs,) = measured_costs(target, [piece.draft], traces[0].prompt_ids, time.process_time)
             seconds = taught(piece, traces, args, args.seconds, args.steps)

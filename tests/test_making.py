@@ -234,6 +234,7 @@ def test_the_piece_with_the_best_expected_speed_goes_on(cheap: None) -> None:
     assert [trial["steps"] for trial in made.trials] == [2, 2]
     best = max(made.trials, key=lambda trial: trial["speedup"])
     assert list(made.layers) == best["layers"]
+    assert [making.outer_layers(n, 8) for n in (1, 2, 3, 4)] == [(0,), (0, 7), (0, 1, 7), (0, 1, 6, 7)]
     assert made.steps == 8
 
 

@@ -36,8 +36,7 @@ SMOKES = {
         *("--no-compile", "--traces", "{traces}"),
     ],
     "making": [
-        *("--requests", "10", "--steps", "2", "--sizes", "1", "--also", "gemma3=", "--threads", "1"),
-        *("--traces", "{traces}"),
+        *("--requests", "10", "--steps", "1", "--sizes", "1", "--threads", "1", "--traces", "{traces}"),
     ],
     "sampled": ["--requests", "3", "--datasets", "gsm8k", "--max-new-tokens", "6", "--threads", "1"],
     "long_run": ["--requests", "24", "--marks", "12", "24"],
