@@ -311,7 +311,7 @@ class Course:
         self.bar.n = min(share, 1.0) * self.bar.total
         if alpha is not None:
             self.bar.set_postfix(alpha=f"{alpha:.3f}", refresh=False)
-        self.bar.set_description(doing)
+        self.bar.set_description_str(doing)
 
     def say(self, text: str) -> None:
         """A line for the log, and above the bar."""

@@ -7,8 +7,8 @@ A draft for any target: what a piece of it learns beside a model of the same sha
     OSD_HF_DATA=... python recipes/making.py --requests 24 --steps 4 --parts targets pieces ways     # smoke
 
 targets  `taught_draft` on each target: which piece was chosen, its acceptance on held-out requests before and after,
-         bytes, time; and a model of the same shape with random weights, taught on the same requests for as long. A
-         name without a folder is a tiny model with random weights, for its shape alone
+         bytes, time; and a model of the same shape with random weights, taught on the same requests for as long.
+         `gemma3=`, without a folder, is a tiny one with random weights, for its shape alone
 pieces   which layers, and how many: held-out acceptance after the same steps, cost, expected speed
 ways     what learns: everything, or all but embeddings and head; over all tokens, or some drawn ones
 """
@@ -47,13 +47,12 @@ WAYS: dict[str, dict[str, Any]] = {
 # --- targets and their answers --------------------------------------------------------------------------------------
 
 
-def load(name: str, folder: str) -> tuple[Any, Any]:
-    """A target and its tokenizer; one with random weights has none."""
+def load(folder: str) -> tuple[Any, Any]:
+    """A target and its tokenizer; the one with random weights has none."""
     if folder:
         return load_model(folder, dtype="float32", device="cpu"), load_tokenizer(folder)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(f"{name}_text", **GEMMA3)).eval()
-    return model, None
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma3_text", **GEMMA3)).eval(), None
 
 
 def answers(name: str, target: Any, tokenizer: Any, args: argparse.Namespace) -> list[Trace]:
@@ -102,7 +101,7 @@ def targets(args: argparse.Namespace) -> dict[str, Any]:
     found = {}
     folders = {"lab": str(data_folder() / "lab/target"), **dict(also.split("=", 1) for also in args.also)}
     for name, folder in folders.items():
-        target, tokenizer = load(name, folder)
+        target, tokenizer = load(folder)
         traces = answers(name, target, tokenizer, args)
         config = MakingConfig(max_seconds=args.seconds, max_steps=args.steps, seed=args.seed)
         begun = time.process_time()
@@ -126,7 +125,7 @@ def targets(args: argparse.Namespace) -> dict[str, Any]:
 
 def pieces(args: argparse.Namespace) -> dict[str, Any]:
     """Which layers of the lab target."""
-    target, tokenizer = load("lab", str(data_folder() / "lab/target"))
+    target, tokenizer = load(str(data_folder() / "lab/target"))
     traces, count = answers("lab", target, tokenizer, args), depth(target)
     found, rows = {}, []
     for size in args.sizes:
@@ -147,7 +146,7 @@ def pieces(args: argparse.Namespace) -> dict[str, Any]:
 
 def ways(args: argparse.Namespace) -> dict[str, Any]:
     """What of the lab target's first and last layer learns."""
-    target, tokenizer = load("lab", str(data_folder() / "lab/target"))
+    target, tokenizer = load(str(data_folder() / "lab/target"))
     traces, found, rows = answers("lab", target, tokenizer, args), {}, []
     for name, way in WAYS.items():
         piece = Piece(cut(target, (0, 7)), (0, 7), None, **way)

@@ -94,5 +94,5 @@ def _facts(made: MadeDraft) -> dict[str, Any]:
     return facts | {
         "Taught": f"on {made.requests} answers of the target, {made.steps} steps of {made.positions} tokens in all",
         f"Acceptance (alpha, k = 5) on {made.held_out} held-out answers": _alphas(made),
-        "Expected where it was made": made.verdict,
+        "Worth, where it was made": made.verdict,
     }
