@@ -498,9 +498,11 @@ def _pieces(target: Any, config: MakingConfig) -> list[Piece]:
             encoders.append(tuple(range(whole // 2)))
     if config.layers is not None:
         chosen = [config.layers]
-    else:
-        sizes = SIZES if config.num_layers is None else (config.num_layers,)
-        chosen = [outer_layers(size, count) for size in sizes if size < count]
+    elif config.num_layers is not None:
+        chosen = [outer_layers(config.num_layers, count)] if config.num_layers < count else []
+    else:  # the last layers may be strangers to the first
+        forms = [form for size in SIZES if size < count for form in (outer_layers(size, count), tuple(range(size)))]
+        chosen = list(dict.fromkeys(forms))
     if not chosen:
         raise UnsupportedModelError(
             f"A draft has fewer layers than its target: {type(inner).__name__} has {count}, asked for were "
