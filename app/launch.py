@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import secrets
 import socket
@@ -15,6 +16,7 @@ import gradio as gr
 from starlette.middleware import Middleware
 
 from osd_hf import ConfigError
+from osd_hf.smollm2 import smollm2_pair
 from osd_hf_app.bounds import bound_console, bound_heap, bound_queue, bound_states
 from osd_hf_app.door import Door, is_loopback
 from osd_hf_app.page import build
@@ -107,13 +109,15 @@ def launch(args: argparse.Namespace) -> int:
     why = exposure(host, os.environ, share=args.share)
     is_public = (args.public or why is not None) and not args.login
     login = (USER, os.environ.get(PASSWORD) or secrets.token_urlsafe(12)) if args.login else None
-    if is_public and not args.target:  # larger models have blocks that are mapped by themselves
+    if is_public and not (args.target or args.pair):  # larger models have blocks that are mapped by themselves
         bound_heap()
     ignored = forget_variables(os.environ)
     if ignored:
         print(f"ignored: {', '.join(ignored)} (see osd-hf app --help for flags)", flush=True)
     settings = {"dtype": args.dtype, "device": args.device}
-    pair = ServedPair(args.target, args.draft, **settings)
+    told = functools.partial(print, flush=True)
+    smollm2 = smollm2_pair(device=args.device or "cpu", say=told) if args.pair else None
+    pair = ServedPair(args.target, args.draft, smollm2=smollm2, **settings)
     state = None if args.state is None else Path(args.state)
     service = Service(pair, state=state, threads=args.threads, is_public=is_public, **settings)
     if is_public:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ import gradio as gr
 from osd_hf import ConfigError, OSDError
 from osd_hf.bundled import DOMAINS
 from osd_hf_app import view
-from osd_hf_app.rooms import OTHER, Record
+from osd_hf_app.pair import NO_DOMAIN
+from osd_hf_app.rooms import OTHER, Room
 from osd_hf_app.service import PUBLIC_NEW_TOKENS, Service
 from osd_hf_app.sharing import visitor_at
 from osd_hf_app.visitors import MAX_NEW_TOKENS, Answer, Session, Settings
@@ -24,6 +25,7 @@ NAME = re.compile(r"[\w-]{22}", re.ASCII)  # of a chat
 AUTOMATIC = "automatic"
 ALL = "all domains"
 PROMPTS = 20
+NEW_TOKENS, NEW_TOKENS_OF_OTHERS = 96, 192  # where the page begins: answers of larger models are longer
 FRAME_SECONDS = 0.3  # between two pictures of an answer that grows
 TICK_SECONDS = 2.0
 LOOK_SECONDS = 5.0  # after which a page is sent to again, which tells whether it is still there
@@ -52,16 +54,19 @@ def build(service: Service, *, output_dir: Path = Path("osd_hf_app")) -> gr.Bloc
         with gr.Row():
             with gr.Column(scale=3, min_width=320):
                 chat, prompt, send, stop = _chat(service)
-                domain, twenty, shift, suggest, clear = _domain()
+                domain, twenty, shift, suggest, clear = _domain(service)
                 learn, private, *others = _settings(service)
             with gr.Column(scale=2, min_width=320):
                 panel, shown = _panel(service)
-                _owners(service, events, visitor)
+                which, loading = _owners(service, events, visitor)
         settings = [visitor, private, domain, learn, *others]
         waiting = [prompt, send, twenty, shift, suggest, clear]
+        of_domains = [domain, shift, shown, which]
         page.load(events.arrive, visitor, [visitor, chat, private, *waiting], **QUIET).then(
             events.follow, visitor, chat, **QUIET
         )
+        page.load(events.laid_out, None, of_domains, **QUIET)
+        loading.then(events.laid_out, None, of_domains, **QUIET)
         gr.on([send.click, prompt.submit], events.submit, [prompt, *settings], [chat, prompt], **SENDING)
         twenty.click(events.send_many, settings, chat, **SENDING)
         shift.click(events.next_domain, [visitor, domain], domain, **SENDING).then(
@@ -98,15 +103,16 @@ def _chat(service: Service) -> tuple[gr.HTML, gr.Textbox, gr.Button, gr.Button]:
     return chat, prompt, send, stop
 
 
-def _domain() -> tuple[gr.Radio, gr.Button, gr.Button, gr.Button, gr.Button]:
-    """The domain, and the buttons that send prompts of it."""
+def _domain(service: Service) -> tuple[gr.Radio, gr.Button, gr.Button, gr.Button, gr.Button]:
+    """The domain, where there are any, and the buttons that send prompts of it."""
+    seen = bool(service.pair.domains)
     domain = gr.Radio(
-        [AUTOMATIC, *DOMAINS, OTHER], value=AUTOMATIC, label="Domain", elem_id="domain",
+        [AUTOMATIC, *DOMAINS, OTHER], value=AUTOMATIC, label="Domain", elem_id="domain", visible=seen,
         info="Each has a draft of its own. Automatic goes by the words of the prompt.",
     )  # fmt: skip
     with gr.Row():
-        twenty = gr.Button(f"Send {PROMPTS} prompts of this domain", elem_id="twenty", interactive=False)
-        shift = gr.Button("Shift to the next domain", elem_id="shift", interactive=False)
+        twenty = gr.Button(f"Send {PROMPTS} prompts", elem_id="twenty", interactive=False)
+        shift = gr.Button("Shift to the next domain", elem_id="shift", interactive=False, visible=seen)
     with gr.Row():
         suggest = gr.Button("Suggest a prompt", elem_id="suggest", interactive=False)
         clear = gr.Button("Clear the chat", elem_id="clear", interactive=False)
@@ -127,32 +133,38 @@ def _settings(service: Service) -> list[gr.components.Component]:
         info = "auto decides by measured acceptance and costs, and takes what stood in the chat before as well"
         k = gr.Radio(KS, value="auto", label="k, tokens drafted per round", info=info)
         most = PUBLIC_NEW_TOKENS if service.is_public else MAX_NEW_TOKENS
-        tokens = gr.Slider(1, most, value=96, step=1, label="New tokens at most")
+        usual = NEW_TOKENS if service.pair.is_bundled else NEW_TOKENS_OF_OTHERS
+        tokens = gr.Slider(1, most, value=usual, step=1, label="New tokens at most")
         do_sample = gr.Checkbox(False, label="Sample (greedy otherwise)")
-        temperature = gr.Slider(0.1, 2.0, value=1.0, step=0.1, label="Temperature, if sampled")
-        top_p = gr.Slider(0.1, 1.0, value=1.0, step=0.05, label="Top-p, if sampled")
+        warm, likely = (service.pair.sampling[name] for name in ("temperature", "top_p"))
+        temperature = gr.Slider(0.1, 2.0, value=warm, step=0.1, label="Temperature, if sampled")
+        top_p = gr.Slider(0.1, 1.0, value=likely, step=0.05, label="Top-p, if sampled")
     return [learn, private, k, do_sample, temperature, top_p, tokens, check, remember]
 
 
 def _panel(service: Service) -> tuple[list[gr.HTML], gr.Radio]:
     """What the drafts have shown, in the order in which `_Events.tick` draws it, and what the curves are of."""
     state = gr.HTML(view.learner_state(service.visitors.shared, False, service.is_public), elem_id="state")
-    curves = gr.HTML(_curves([], ALL), elem_id="curves")
-    shown = gr.Radio([ALL, *DOMAINS, OTHER], value=ALL, label="Curves of", elem_id="shown")
-    table = gr.HTML(view.domain_table(service.visitors.shared), elem_id="table")
+    room = service.visitors.shared
+    curves = gr.HTML(_curves(room, ALL), elem_id="curves")
+    seen = bool(service.pair.domains)
+    shown = gr.Radio([ALL, *DOMAINS, OTHER], value=ALL, label="Curves of", elem_id="shown", visible=seen)
+    table = gr.HTML(view.domain_table(room), elem_id="table")
     corrections = gr.HTML(view.corrections(service.visitors.guest().corrections), elem_id="corrections")
     return [state, curves, table, corrections], shown
 
 
-def _owners(service: Service, events: _Events, visitor: gr.BrowserState) -> None:
-    """What is the owner's alone: to reset, save and push drafts, and to load models."""
+def _owners(service: Service, events: _Events, visitor: gr.BrowserState) -> tuple[gr.Dropdown, Any]:
+    """What is the owner's alone: to reset, save and push drafts, and to load models. Returns what chooses a domain,
+    and the event that may bring another pair."""
     mine: dict[str, Any] = {"interactive": not service.is_public}
     one: dict[str, Any] = {**QUIET, "concurrency_limit": 1}
     with gr.Accordion("Reset, save, push", open=False, elem_id="keep", visible=not service.is_public):
         reset = gr.Button("Reset the draft to how it was", elem_id="reset")
         name = gr.Textbox("demo", label=f"Save into this folder of {events.output_dir}", **mine)
         save = gr.Button("Save", elem_id="save", **mine)
-        which = gr.Dropdown([*DOMAINS, OTHER], value=DOMAINS[0], label="Push the draft of")
+        seen = bool(service.pair.domains)
+        which = gr.Dropdown([*DOMAINS, OTHER], value=DOMAINS[0], label="Push the draft of", visible=seen)
         info = "A new one is private. One that everybody may read is refused."
         repo = gr.Textbox(label="Hub repo", placeholder="user/name", info=info, elem_id="repo", **mine)
         label, info = "Token with the right to write", "Empty takes the login of this machine."
@@ -169,7 +181,7 @@ def _owners(service: Service, events: _Events, visitor: gr.BrowserState) -> None
     reset.click(events.reset_draft, visitor, kept, **QUIET)
     save.click(events.keep, [visitor, name], kept, **one)
     pushing.click(events.publish, [visitor, which, repo, token], kept, **one)
-    load.click(events.load_pair, [target, draft], loaded, **one)
+    return which, load.click(events.load_pair, [target, draft], loaded, **one)
 
 
 class _Events:
@@ -197,6 +209,10 @@ class _Events:
         session = self._session(request, session_id)
         return session.id, view.transcript(session), session.is_private, *[gr.update(interactive=True)] * 6
 
+    def laid_out(self) -> list[Any]:
+        """What is about domains is shown where the pair has drafts by domain."""
+        return [gr.update(visible=bool(self.service.pair.domains))] * 4
+
     def follow(self, request: gr.Request, session_id: str) -> Iterator[str]:
         yield from watch(self._session(request, session_id))
 
@@ -209,16 +225,15 @@ class _Events:
 
     def send_many(self, request: gr.Request, session_id: str, private: bool, *values: Any) -> Iterator[str]:
         session, send = self._session(request, session_id), self.service.send
-        domain = values[0] if values[0] in DOMAINS else _last_domain(session)
+        domain = _domain_of(session, values[0])
         _begun(session, lambda: send(session, domain, PROMPTS, _chosen(*values), wants_private=private))
         yield from watch(session)
 
     def suggested(self, request: gr.Request, session_id: str, domain: str) -> str:
-        domain = domain if domain in DOMAINS else _last_domain(self._session(request, session_id))
-        return self.service.pair.samples(domain, 1)[0]
+        return self.service.pair.samples(_domain_of(self._session(request, session_id), domain), 1)[0]
 
     def next_domain(self, request: gr.Request, session_id: str, domain: str) -> str:
-        now = domain if domain in DOMAINS else _last_domain(self._session(request, session_id))
+        now = _domain_of(self._session(request, session_id), domain) or DOMAINS[0]
         return DOMAINS[(DOMAINS.index(now) + 1) % len(DOMAINS)]
 
     def end(self, request: gr.Request, session_id: str) -> None:
@@ -249,7 +264,7 @@ class _Events:
             return gr.skip()
         return (
             view.learner_state(room, session.is_private, self.service.is_public),
-            _curves(room.snapshot(None if shown == ALL else shown), shown),
+            _curves(room, shown),
             view.domain_table(room), view.corrections(session.corrections), session.is_private, news,
         )  # fmt: skip
 
@@ -349,14 +364,17 @@ def _asked(domain: str, learn: bool, k: str, *others: Any, **more: Any) -> Setti
     return Settings(None if domain == AUTOMATIC else domain, learn, drafted, *others, **more)
 
 
-def _last_domain(session: Session) -> str:
-    """That of the newest request; the first one where there is none of a domain with prompts."""
+def _domain_of(session: Session, chosen: str) -> str:
+    """The domain that is chosen, or that of the newest request; the first one where neither has prompts."""
+    domains = session.room.pair.domains
     found = [e.domain for e in session.entries if not (isinstance(e, Answer) and e.error)]
-    return found[-1] if found and found[-1] in DOMAINS else DOMAINS[0]
+    return next((domain for domain in (chosen, *found[-1:], *domains) if domain in domains), NO_DOMAIN)
 
 
-def _curves(records: Sequence[Record], shown: str) -> str:
-    return view.curves(records, f"α over {view.WINDOW} requests, {shown}")
+def _curves(room: Room, shown: str) -> str:
+    has_domains, title = bool(room.pair.domains), f"α over {view.WINDOW} requests"
+    records = room.snapshot(shown if has_domains and shown != ALL else None)
+    return view.curves(records, f"{title}, {shown}" if has_domains else title)
 
 
 def _told(answer: Answer) -> dict[str, Any]:

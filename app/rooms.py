@@ -148,7 +148,7 @@ class Room:
             "requests": self.count,
             "state": self.state,
             "overall": compared(records),
-            "by_domain": {domain: compared(part) for domain, part in by_domain(records).items()},
+            "by_domain": {domain: compared(part) for domain, part in by_domain(records).items() if domain},
             "learning_seconds": self.assistant.learning_seconds,
             "saved_seconds": self.assistant.saved_seconds,
             "decisions": decisions,
@@ -187,7 +187,8 @@ class Room:
         HubError."""
         drafts = self.assistant.drafts
         if drafts.serving_version(domain) == 0:
-            raise ConfigError(f"The draft of {domain!r} has learned nothing yet: there is nothing to push.")
+            whose = f"The draft of {domain!r}" if self.pair.domains else "The draft"
+            raise ConfigError(f"{whose} has learned nothing yet: there is nothing to push.")
         token = (token or "").strip() or None
         return self.assistant.push_to_hub(repo_id.strip(), domain=drafts.key(domain), token=token)
 

