@@ -118,21 +118,45 @@ def recorded(
     """The target's greedy answers to `n` prompts without the first `start`, recorded once and kept in a store below
     `folder`."""
     path = folder / (f"{name}-seed{seed}-n{n}" + (f"-from{start}" if start else ""))
-    store = CorrectionStore(path)
-    if len(store) == 0:
+    if len(CorrectionStore(path)) == 0:
         target, _, tokenizer = pair or load_pair()
         questions = prompts(name, tokenizer, n, seed)
         if start and questions[:start] != prompts(name, tokenizer, start, seed):
             sys.exit(
                 f"The first {start} of {n} prompts of {name} are others than {start} by themselves: ask for fewer."
             )
-        questions = questions[start:]
-        traces = record_traces(target, questions, max_new_tokens=MAX_NEW_TOKENS, domain=name)
+        return recording(path, target, questions[start:], name)
+    return list(CorrectionStore(path))
+
+
+def recording(
+    path: Path, target: Any, questions: Sequence[list[int]], name: str, max_new_tokens: int | None = None
+) -> list[Trace]:
+    """The target's greedy answers to these prompts, recorded once and kept in a store."""
+    store = CorrectionStore(path)
+    if len(store) == 0:
+        traces = record_traces(target, questions, max_new_tokens=max_new_tokens or MAX_NEW_TOKENS, domain=name)
         # All or nothing: a killed recording leaves no part of a data set.
-        for trace in list(tqdm(traces, total=len(questions), desc=f"record {name} seed {seed}")):
+        for trace in list(tqdm(traces, total=len(questions), desc=f"record {name}")):
             store.append(trace)
         store.close()
     return list(CorrectionStore(path))
+
+
+def recorded_chats(folder: Path, target: Any, tokenizer: Any, max_new_tokens: int | None = None) -> list[Trace]:
+    """Both turns of the questions of mt_bench, in a random order, one after the other; the second one with the
+    target's answer to the first. Recorded once, as by [`recording`]."""
+    asked = rows("mt_bench")
+    random.Random(0).shuffle(asked)
+    chats = [[{"role": "user", "content": row["turns"][0]}] for row in asked]
+    turns: list[list[Trace]] = []
+    for number in (1, 2):
+        ids = [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
+        turns.append(recording(folder / f"mt_bench-turn{number}", target, ids, "mt_bench", max_new_tokens))
+        for chat, trace, row in zip(chats, turns[0], asked, strict=True):
+            said = tokenizer.decode(trace.completion_ids, skip_special_tokens=True)
+            chat += [{"role": "assistant", "content": said}, {"role": "user", "content": row["turns"][1]}]
+    return [trace for both in zip(*turns, strict=True) for trace in both]
 
 
 def rotate(traces: dict[str, list[Trace]], segment: int, n: int) -> list[Trace]:

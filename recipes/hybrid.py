@@ -25,17 +25,27 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import common
 import torch
-from common import K, data_folder, drawing, load_pair, make_parser, prompts, recorded, rows, simulated, write_report
+from common import (
+    K,
+    data_folder,
+    drawing,
+    load_pair,
+    make_parser,
+    prompts,
+    recorded,
+    recorded_chats,
+    simulated,
+    write_report,
+)
 from torch._dynamo.utils import counters
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from osd_hf import CorrectionStore, OnlineAssistant, OnlineConfig, Trace, record_traces
+from osd_hf import OnlineAssistant, OnlineConfig, Trace
 from osd_hf.bench.benchmark import System, benchmark, median_ratio
 from osd_hf.bundled import DOMAINS, bundled_prompts, load_bundled
 from osd_hf.drafting.text import LONGEST, TextIndex
@@ -64,32 +74,10 @@ class Lab:
             total = args.learn + 2 * args.requests
             traces = recorded(name, 0, total, args.traces, (self.target, None, self.tokenizer))
         else:
-            traces = self.turns(args.traces / "mt_bench-turns")
+            traces = recorded_chats(args.traces, self.target, self.tokenizer)
         later = [t.prompt_ids.tolist() for t in traces[-2 * args.requests :]]
         room = 1024 - args.max_new_tokens  # positions of the lab's models
         return traces[: -2 * args.requests][: args.learn], [p for p in later if len(p) <= room][: args.requests]
-
-    def turns(self, folder: Path) -> list[Trace]:
-        """Both turns of the questions, the second one with the target's answer to the first."""
-        store = CorrectionStore(folder)
-        if len(store) == 0:
-            asked = rows("mt_bench")
-            random.Random(0).shuffle(asked)
-
-            def answered(chats: list[list[dict[str, str]]]) -> list[Trace]:
-                ids = [self.tokenizer.apply_chat_template(c, add_generation_prompt=True)["input_ids"] for c in chats]
-                return list(record_traces(self.target, ids, max_new_tokens=common.MAX_NEW_TOKENS, domain="mt_bench"))
-
-            chats = [[{"role": "user", "content": row["turns"][0]}] for row in asked]
-            first = answered(chats)
-            for chat, trace, row in zip(chats, first, asked, strict=True):
-                said = self.tokenizer.decode(trace.completion_ids, skip_special_tokens=True)
-                chat += [{"role": "assistant", "content": said}, {"role": "user", "content": row["turns"][1]}]
-            for pair in zip(first, answered(chats), strict=True):
-                for trace in pair:
-                    store.append(trace)
-            store.close()
-        return list(CorrectionStore(folder))
 
     def learned(self, draft: str, name: str) -> Any:
         """After serving what is learned from; kept in a folder, as it takes minutes."""
