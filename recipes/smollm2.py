@@ -39,7 +39,7 @@ from osd_hf.bench.benchmark import System, benchmark, compare_outputs, in_turns,
 from osd_hf.bench.display import figure, ratio_text, stats_interval, text_table
 from osd_hf.bench.quickstart import QuickstartSizes, learned_and_later
 from osd_hf.bundled import DOMAINS
-from osd_hf.making import taught_draft
+from osd_hf.making import MakingConfig, taught_draft
 from osd_hf.pair import Pair, fixed_k, load_model, load_tokenizer, prompt_room
 from osd_hf.prompts import encode_turn
 from osd_hf.replay import replay_each
@@ -49,7 +49,7 @@ SETS = ("gsm8k", "finance_alpaca", "code_search_net_python", "mt_bench")
 ALONE, STOCK, OURS = "target alone", "stock as made", "ours learned"
 SMOKE: dict[str, Any] = {
     "datasets": ["finance"], "requests": 6, "live": 4, "later": 4, "timed": 2, "watched": 1, "max_new_tokens": 8,
-    "layers": 1, "make_seconds": 2.0, "compile": False, "threads": 1,
+    "layers": 1, "make_steps": 2, "compile": False, "threads": 1,
 }  # fmt: skip
 
 
@@ -65,10 +65,11 @@ def made(args: argparse.Namespace) -> tuple[Pair, dict[str, Any]]:
     told = args.traces / "made.json"
 
     def make() -> Any:
-        found = taught_draft(
-            target, tokenizer, prompts=everyday_prompts(args.seed), num_layers=args.layers,
-            max_seconds=args.make_seconds, max_new_tokens=args.max_new_tokens, seed=args.seed,
+        config = MakingConfig(
+            num_layers=args.layers, max_seconds=args.make_seconds, max_steps=args.make_steps,
+            max_new_tokens=args.max_new_tokens, seed=args.seed,
         )  # fmt: skip
+        found = taught_draft(target, tokenizer, config, prompts=everyday_prompts(args.seed))
         told.write_text(json.dumps(found.to_dict()))
         return found.draft
 
@@ -299,6 +300,7 @@ def settings() -> argparse.Namespace:
     parser.add_argument("--watched", type=int, default=4, help="of these, for the costs that the model goes by")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--make-seconds", type=float, default=MAKE_SECONDS, help="that making the draft may take")
+    parser.add_argument("--make-steps", type=int, help="of its learning, at most")
     parser.add_argument("--layers", type=int, help="of the draft; by default chosen by measurement")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
