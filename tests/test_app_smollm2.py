@@ -99,6 +99,7 @@ def test_two_turns_of_free_text(service: Service) -> None:
     session, pair = service.visitors.session(None), service.pair
     first, second = asked(service, session, "SELECT a song."), asked(service, session, "Why?")
     ids = pair.encode("Why?", 8, [("SELECT a song.", first.text)])
+    assert f"[user]SELECT a song.[assistant]{first.text}[user]Why?[answer]" in pair.tokenizer.decode(ids[0])
     own = pair.target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8)
     assert second.text == pair.tokenizer.decode(pair.completion(ids, own), skip_special_tokens=True)
     # One draft learns from all of it, whatever a prompt is like, and nothing says otherwise.
