@@ -18,6 +18,7 @@ MAX_TURNS = 8  # of the chat that the model sees at most, where it sees any
 MAX_SAMPLES = 4096  # prompts of a domain that are made, in some seconds and megabytes; then they come again
 INCOMPLETE = "\ufffd"  # what an unfinished character decodes to
 NO_DOMAIN = ""  # of all prompts, where there are no drafts by domain
+PENALTY = 1.1  # of SmolLM2's repetitions, with the draft or alone: without it long answers run in circles
 ABOUT_BUNDLED = (
     "The bundled target is tiny: it knows simple SQL, sums, short Python functions and small talk about money. "
     "Suggest a prompt shows what."
@@ -30,7 +31,7 @@ ABOUT_SMOLLM2 = (
 
 class ServedPair:
     """A target, a draft and their tokenizer, loaded and checked; arguments and errors are those of `load_pair`. With
-    `smollm2` it is that pair, loaded already."""
+    `smollm2` it is that pair, loaded already, whose target is told not to repeat itself."""
 
     def __init__(
         self, target: str | None = None, draft: str | None = None, *, smollm2: Pair | None = None, dtype: str = "auto",
@@ -38,6 +39,8 @@ class ServedPair:
     ) -> None:  # fmt: skip
         loaded = smollm2 or load_pair(target or None, draft or None, dtype=dtype, device=device)
         self.target, self.draft, self.tokenizer = loaded
+        if smollm2:
+            self.target.generation_config.repetition_penalty = PENALTY
         self.is_bundled = smollm2 is None and not target
         self.per_domain = self.is_bundled  # with larger models, five drafts that learn take too much memory
         self.name = "the bundled pair" if self.is_bundled else NAME if smollm2 else f"{target} with {draft}"

@@ -101,6 +101,10 @@ def test_two_turns_of_free_text(service: Service) -> None:
     ids = pair.encode("Why?", 8, [("SELECT a song.", first.text)])
     assert f"[user]SELECT a song.[assistant]{first.text}[user]Why?[answer]" in pair.tokenizer.decode(ids[0])
     own = pair.target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8)
+    plain = pair.target.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8, repetition_penalty=1.0
+    )
+    assert not torch.equal(plain, own)  # it does not run in circles as it would
     assert second.text == pair.tokenizer.decode(pair.completion(ids, own), skip_special_tokens=True)
     # One draft learns from all of it, whatever a prompt is like, and nothing says otherwise.
     assert service.visitors.shared.assistant.drafts.domains in ((), (None,))
