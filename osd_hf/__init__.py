@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from osd_hf.assistant import OnlineAssistant
     from osd_hf.capture.guards import ReplayedProcessor
-    from osd_hf.capture.hook import capture_traces, record_traces
+    from osd_hf.capture.hook import capture_traces, record_traces, rescore
     from osd_hf.config import OnlineConfig
     from osd_hf.distillation.trainer import DistillConfig, distill
     from osd_hf.errors import (
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         VocabularyMismatchError,
     )
+    from osd_hf.fingerprint import fingerprint
     from osd_hf.learning.drafts import DomainDrafts
     from osd_hf.learning.gate import GateDecision
     from osd_hf.learning.updater import UpdateReport
@@ -78,9 +79,11 @@ __all__ = [
     "emitted_tokens",
     "expected_block_efficiency",
     "expected_speedup",
+    "fingerprint",
     "make_draft",
     "record_traces",
     "replay",
+    "rescore",
     "simulate",
 ]
 
@@ -90,10 +93,11 @@ __all__ = [
 _HOMES = {
     "assistant": "OnlineAssistant",
     "capture.guards": "ReplayedProcessor",
-    "capture.hook": "capture_traces record_traces",
+    "capture.hook": "capture_traces record_traces rescore",
     "config": "OnlineConfig",
     "errors": "CaptureError ConfigError DataError HubError LearnerError OSDError "
     "ServerError StateError StoreError UnsupportedGenerationError UnsupportedModelError VocabularyMismatchError",
+    "fingerprint": "fingerprint",
     "learning.drafts": "DomainDrafts",
     "learning.gate": "GateDecision",
     "learning.updater": "UpdateReport",

@@ -21,6 +21,7 @@ from osd_hf.drafting.forward import CompiledTarget
 from osd_hf.drafting.generator import LeanDrafting
 from osd_hf.drafting.pacing import DraftingPlan
 from osd_hf.errors import ConfigError, LearnerError
+from osd_hf.fingerprint import taught_for, warn_of_target
 from osd_hf.hub.cards import facts_of
 from osd_hf.hub.push import push_folder, save_draft
 from osd_hf.learning.drafts import DomainDrafts
@@ -113,8 +114,11 @@ class OnlineAssistant:
         folder = None if autosave is None else Path(autosave)
         # Threads hold no reference to the assistant: one that nobody uses any more takes them along.
         compiled = CompiledTarget(unwrap(self.target)) if self.config.compile_target else None
-        self._upkeep = Upkeep(self._learner, self.router, self.tokenizer, folder, compiled)
+        self._upkeep = Upkeep(
+            self._learner, self.router, self.tokenizer, folder, compiled, unwrap(self.target)
+        )  # fmt: skip
         weakref.finalize(self, self._upkeep.stop)
+        warn_of_target(source, self.target)
 
     # --- serving ----------------------------------------------------------------------------------------------------
 
@@ -230,6 +234,18 @@ class OnlineAssistant:
                 draft has anything to learn from.
         """
         return self._upkeep.update(steps, domain)
+
+    def target_changed(self) -> None:
+        """
+        Say that the target is another one now: what is known of its answers so far is learned from no more, nor are
+        versions judged by it; what the draft has learned stays.
+
+        Most changes are noticed without it, by the weights' [`fingerprint`]: at the next request, steps of an
+        optimizer, weights that were loaded or exchanged, and adapters that were added, switched, merged or scaled;
+        before the next update, what else has changed in most weights, as by assigning through `.data`. Hooks, patched
+        methods, offloaded weights, and single values that were set are not.
+        """
+        self._upkeep.target_changed()
 
     def pause(self) -> None:
         """Begin no update, and take no further step of one under way, until [`~OnlineAssistant.resume`]; requests are
@@ -384,6 +400,7 @@ class OnlineAssistant:
     def save_pretrained(self, save_directory: str | os.PathLike[str], *, domain: str | None = None) -> None:
         """
         Save a draft as an ordinary model folder with its tokenizer, adapters merged; nothing of any request is in it.
+        Its configuration says which version of the target it was taught for.
 
         Args:
             save_directory (`str` or `Path`): Made where it is missing.
@@ -392,7 +409,8 @@ class OnlineAssistant:
                 by `assistant.drafts.adapter(domain).save_pretrained(...)`, all of them by
                 `assistant.drafts.save_pretrained(...)`.
         """
-        with self._drafts.lease(domain) as draft:  # one version from the first file to the last
+        # One version from the first file to the last.
+        with self._drafts.lease(domain) as draft, taught_for(draft.model, self._learner.taught_for(domain)):
             draft.model.save_pretrained(save_directory)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(save_directory)
@@ -403,6 +421,7 @@ class OnlineAssistant:
         its card."""
         training = {"requests served": self.stats.num_requests, "version": self._drafts.serving_version(domain)}
         facts = facts_of(self.target, self._drafts.base, () if domain is None else (domain,), training)
+        facts = replace(facts, target_version=self._learner.taught_for(domain))
         with tempfile.TemporaryDirectory() as folder, self._drafts.lease(domain) as draft:
             save_draft(folder, draft.model, self.tokenizer, repo_id=repo_id, facts=facts)
             return push_folder(folder, repo_id, kept="The assistant has it still.", **kwargs)
@@ -420,7 +439,8 @@ class OnlineAssistant:
 
     def load_state(self, directory: str | os.PathLike[str]) -> None:
         """
-        Go on with a saved session.
+        Go on with a saved session. Of one of another version of the target, weights and counts are loaded, and its
+        requests are set aside.
 
         Raises:
             StateError: nothing readable there, or the session of another draft; the assistant is as before.

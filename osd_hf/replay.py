@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from osd_hf.errors import (
     ConfigError,
+    DataError,
     UnsupportedModelError,
     VocabularyMismatchError,
     first_line,
@@ -63,6 +64,7 @@ def replay(
 
     Raises:
         ConfigError: k below 1.
+        DataError: a trace whose rows are another target's than its answer.
         VocabularyMismatchError: a trace of another vocabulary than the draft's.
     """
     return sum(replay_each(draft, list(traces), num_assistant_tokens, batch_size=batch_size), AcceptanceStats())
@@ -119,6 +121,11 @@ def _check(draft: Any, traces: Sequence[Trace], k: int) -> None:
         raise ConfigError(f"`num_assistant_tokens` must be at least 1, got {k}.")
     size = vocab_size_of(draft)
     for trace in traces:
+        if trace.is_rescored:
+            raise DataError(
+                "A trace has rows of another target than its answer (see `rescore`), so that acceptance on it means "
+                "nothing. Leave it out."
+            )
         if trace.vocab_size != size:
             raise VocabularyMismatchError(
                 f"A trace has a vocabulary of {trace.vocab_size} tokens, the draft {size}. Replay a draft of the "

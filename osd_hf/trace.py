@@ -100,6 +100,9 @@ class Trace:
             Settings of `generate` that shape the distribution or bound the answer, `do_sample` and
             `max_new_tokens` among them; only those that differ from doing nothing.
         created_at_seconds (`float`, defaults to 0.0): Unix time at which the request ended.
+        target (`str`, *optional*):
+            Version of the target whose rows these are: the [`fingerprint`] of its weights, or the name that an
+            engine's answers go by; `None` where it is not known.
     """
 
     prompt_ids: NDArray[np.int32]
@@ -114,6 +117,7 @@ class Trace:
     draft_version: int = 0
     sampling: Mapping[str, Any] = field(default_factory=dict)
     created_at_seconds: float = 0.0
+    target: str | None = None
 
     def __len__(self) -> int:
         """Number of emitted tokens."""
@@ -126,6 +130,12 @@ class Trace:
     @property
     def is_sampled(self) -> bool:
         return bool(self.sampling.get("do_sample", False))
+
+    @property
+    def is_rescored(self) -> bool:
+        """Whether the answer is another target's than the rows, see [`rescore`]: what a draft would have scored on it
+        says nothing of either."""
+        return bool(self.sampling.get("rescored", False))
 
     @property
     def num_kept(self) -> int:

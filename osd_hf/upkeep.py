@@ -15,6 +15,7 @@ from osd_hf.capture.request import Binding, Lease
 from osd_hf.drafting.forward import CompiledTarget
 from osd_hf.drafting.text import EarlierText
 from osd_hf.errors import ConfigError, LearnerError
+from osd_hf.fingerprint import look_closely, target_changed, target_version
 from osd_hf.learning.faults import Failures
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.session import FolderBusyError, load_session, save_session
@@ -90,13 +91,15 @@ class Upkeep:
 
     A router, with the tokenizer, says which domain a request without a label belongs to. The session is saved to the
     folder `autosave` after every `autosave_interval` updates, by a thread of its own. `compiled` verifies candidates,
-    where the target's own forward does not.
+    where the target's own forward does not. The weights of the `target` are looked at before each update: requests say
+    what torch has counted of their changes alone.
     """
 
     def __init__(
         self, learner: Learner, router: Router | None = None, tokenizer: Any = None, autosave: Path | None = None,
-        compiled: CompiledTarget | None = None,
+        compiled: CompiledTarget | None = None, target: Any = None,
     ) -> None:  # fmt: skip
+        self.target = target
         self.learner, self.drafts, self.config = learner, learner.drafts, learner.config
         self.router, self.tokenizer, self.autosave, self.compiled = router, tokenizer, autosave, compiled
         self.traffic, self.tally = Traffic(), Tally()
@@ -200,6 +203,8 @@ class Upkeep:
         """Let the learner work, unless somebody else does: no answer waits for that, and what is due stays due."""
         try:
             with self.alone(wait=False) as is_mine:
+                if is_mine and self.target is not None:
+                    self._look_at_target(closely=self.learner.begins())
                 report = work() if is_mine else None
                 if report is not None:
                     self._report(report)
@@ -231,6 +236,7 @@ class Upkeep:
                 "processor or a stopping criterion?). Call again when the request has ended."
             )
         with self.alone():
+            self._look_at_target(closely=True)
             key = self.learner.fullest() if domain is None else self.drafts.key(domain)
             if self.drafts.per_domain and key is None:
                 raise LearnerError("No domain has a draft that could learn yet. Serve requests of one first.")
@@ -400,6 +406,29 @@ class Upkeep:
             facts = load_session(directory, self.learner, self.router)
             self.learner.load_decisions(facts["decisions"])
             self.tally.load(facts)
+            if self.target is not None:
+                self._meet_loaded(target_version(self.target))
+
+    def _meet_loaded(self, version: str | None) -> None:
+        """Set aside what was loaded of another version of the target. Domains may have adapters of one target that
+        take turns: the next request of each tells, and nothing is learned before."""
+        if not self.drafts.per_domain:
+            self.learner.meet(version)
+        for domain, lesson in self.learner.lessons.items():
+            if lesson.target not in (None, version):
+                self.learner.rest(domain, 1)
+
+    def _look_at_target(self, *, closely: bool) -> None:
+        """Set aside what is of another version of the target than the one that there is now."""
+        if self.target is not None:
+            version = look_closely(self.target) if closely else None
+            if version is None and not self.drafts.per_domain:
+                version = target_version(self.target)
+            self.learner.meet(version)
+
+    def target_changed(self) -> None:
+        """Set aside the requests so far, as the target is another one now."""
+        self.learner.meet(target_changed(self.target))
 
     def close(self, store: CorrectionStore | None) -> None:
         """Take nothing in any more, end the idle thread, save the session where it is saved by itself, flush the store

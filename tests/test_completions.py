@@ -7,6 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import models
@@ -114,6 +115,15 @@ def test_answers_are_what_a_recording_keeps(given_back: Any, recorded: list[Trac
         assert sorted(ours.sampling["eos_token_id"]) == sorted(theirs.sampling["eos_token_id"])
         assert ours.sampling.get("max_new_tokens") == (12 if with_request else None)
         assert ours.sampling["processors"] == []
+
+
+@pytest.mark.parametrize("name", ["model", "", None, 7])
+def test_the_target_goes_by_its_name_in_the_response_or_as_is_said(good: Any, name: Any) -> None:
+    asked, response = good
+    (plain,) = READER.traces({**response, "model": name}, asked)
+    assert plain.target == (name if name == "model" else None)
+    (told,) = replace(READER, target_version="v2").traces({**response, "model": name}, asked)
+    assert told.target == "v2"
 
 
 @pytest.mark.parametrize("k", [1, 3, 5])

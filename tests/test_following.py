@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,18 +75,30 @@ def writers(tmp_path: Path) -> Iterator[Writers]:
     writers.close()
 
 
-def test_shards_from_before_past_text_are_read(writers: Writers) -> None:
+def test_shards_that_lack_later_columns_are_read(writers: Writers) -> None:
     writers.write("a-0", 2)
     [path] = writers.folder("a-0").glob("*.parquet")
     table = pq.read_table(path)
-    pq.write_table(table.drop_columns(["from_text"]), path)
+    pq.write_table(table.drop_columns(["from_text", "target"]), path)
     writers.write("a-1", 1)
     store = writers.folder("a-0").parent
     follower = StoreFollower([store])
     found = follower.take(9)
     assert sorted((str(t.domain), t.draft_version) for t in found) == [("a-0", 0), ("a-0", 1), ("a-1", 0)]
     assert not follower.left_out
-    assert len(list(CorrectionStore(store))) == 3
+    assert [trace.target for trace in CorrectionStore(store)] == [None] * 3
+    assert follower.targets() == []
+
+
+def test_the_versions_of_a_target_are_known_by_their_newest_requests(tmp_path: Path) -> None:
+    for folder, said in (("a", "xyx"), ("b", "-xz")):
+        with CorrectionStore(tmp_path / folder, flush_every=2) as store:
+            for number, name in enumerate(said):
+                store.append(replace(make_trace(folder, number), target=None if name == "-" else name))
+    follower = StoreFollower([tmp_path / "a", tmp_path / "b"])
+    assert follower.targets()[0] == "y"
+    assert sorted(follower.targets()) == ["x", "y", "z"]
+    assert sorted(str(trace.target) for trace in follower.take(9)) == ["None", "x", "x", "x", "y", "z"]
 
 
 def follow(writers: Writers, state: Any = None) -> StoreFollower:

@@ -33,8 +33,8 @@ from osd_hf.prompts import Prompt, encode_turn
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
 
 FACTS = DraftFacts(
-    target="somebody/target", target_revision="abc123", base_model="somebody/draft", domains=("finance",),
-    training={"requests": 40}, command="osd-hf run --bundled", license="apache-2.0",
+    target="somebody/target", target_revision="abc123", target_version="0f" * 8, base_model="somebody/draft",
+    domains=("finance",), training={"requests": 40}, command="osd-hf run --bundled", license="apache-2.0",
 )  # fmt: skip
 
 
@@ -139,6 +139,7 @@ def test_the_card_says_what_was_measured(published: Path) -> None:
     assert card.data.library_name == "transformers"
     assert card.data.target_model == "somebody/target"
     assert card.data.target_revision == "abc123"
+    assert card.data.target_version == json.loads((published / "config.json").read_text())["osd_hf_target"] == "0f" * 8
     assert {"assistant-model", "speculative-decoding", "draft-model", "distillation"} <= set(card.data.tags)
     metrics = {r.metric_type: r.metric_value for r in card.data.eval_results}
     assert metrics["acceptance_rate"] == pytest.approx(results["after"]["alpha"], abs=1e-4)

@@ -32,6 +32,9 @@ PUBLIC_NAMES = {
     "EmittedToken",
     "emitted_tokens",
     "CorrectionStore",
+    # which version of the target it is of
+    "fingerprint",
+    "rescore",
     # what a draft scores, or would score
     "AcceptanceStats",
     "replay",

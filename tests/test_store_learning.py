@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from osd_hf import (
     Trace,
     record_traces,
     replay,
+    rescore,
     simulate,
 )
 from osd_hf.cli import learn as learn_command
@@ -224,6 +225,69 @@ def test_sampled_requests_are_learned_from(begin: Any, pair: Any, tmp_path: Path
     assert corrections.skipped == {"sampled, whose corrections cannot be known": 8}
 
 
+def said(traces: Sequence[Trace], names: str) -> list[Trace]:
+    """Traces that say these versions of their target, one a letter, one after the other."""
+    return [
+        replace(t, target=None if name == "-" else name, created_at_seconds=float(number))
+        for number, (t, name) in enumerate(zip(traces, names, strict=False))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "names", "kept"),
+    [(None, "aaaabbbabb", "bbbbb"), ("a", "aaaabb-abb", "aaaaa"), (None, "aa--aa", "aa--aa"), (None, "aa-bb", "bb")],
+)  # fmt: skip
+def test_only_the_newest_target_is_learned_from_unless_asked(
+    begin: Any, traces: list[Trace], tmp_path: Path, asked: str | None, names: str, kept: str
+) -> None:
+    learner = begin(
+        path=written(tmp_path / "mixed", said(traces, names)), target_version=asked, publish_seconds=SELDOM
+    )
+    learn(learner)
+    assert learner.requests == len(kept)
+    others = len(names) - len(kept)
+    assert learner.skipped == ({"of another version of the target": others} if others else {})
+    config = json.loads((learner.versions.path / "latest" / "config.json").read_text()) if len(kept) > 2 else {}
+    assert config.get("osd_hf_target") in (None, kept[0])
+    assert bool(config) == (len(kept) > 2)
+
+
+def test_a_newer_target_takes_the_place_of_the_one_before(begin: Any, traces: list[Trace], tmp_path: Path) -> None:
+    store = written(tmp_path / "growing", said(traces, "aaaaaaa"))
+    learner = begin(path=store, state=tmp_path / "state")
+    learn(learner)
+    learner.save()
+    written(store, said(traces, "-------bab"))
+    again = begin(path=store, state=tmp_path / "state")
+    learn(again)
+    lesson = again.learner.lessons[None]
+    assert {trace.target for trace in (*lesson.pending, *lesson.buffer)} == {"b"}
+    assert (again.requests, again.skipped["of another version of the target"]) == (9, 8)
+    again.save()
+    late = [replace(trace, created_at_seconds=50 + trace.created_at_seconds) for trace in said(traces, "ba")]
+    again = begin(path=written(store, late), state=tmp_path / "state")  # a straggler is no newer one
+    learn(again)
+    assert (again.requests, again.skipped["of another version of the target"]) == (10, 1)
+
+
+def test_older_requests_are_scored_anew_where_the_target_is_at_hand(
+    begin: Any, pair: Any, traces: list[Trace], tmp_path: Path
+) -> None:
+    other = models.build(seed=3, num_hidden_layers=1)
+    names = "aaaaaabbbb"
+    learner = begin(path=written(tmp_path / "mixed", said(traces, names)), target=other)
+    learn(learner)
+    lesson = learner.learner.lessons[None]
+    found = [*lesson.pending, *lesson.buffer]
+    assert (learner.requests, len(learner.learned), learner.skipped) == (10, 4, {})
+    assert sorted((trace.is_rescored, trace.target) for trace in found) == [(False, "b")] * 4 + [(True, "b")] * 6
+    anew = next(trace for trace in found if trace.created_at_seconds == 2)
+    [wanted] = rescore(other, traces[2:3])
+    assert np.array_equal(anew.top_ids, wanted.top_ids)
+    assert not np.array_equal(anew.top_ids, traces[2].top_ids)
+    assert learner.learner.drafts.serving_version() > 0
+
+
 def test_requests_that_do_not_fit_are_left_out_and_counted(
     begin: Any, pair: Any, traces: list[Trace], tmp_path: Path, caplog: Any
 ) -> None:
@@ -238,6 +302,7 @@ def test_requests_that_do_not_fit_are_left_out_and_counted(
         replace(traces[0], completion_ids=traces[0].completion_ids[:0], top_logits=traces[0].top_logits[:0],
                 top_ids=traces[0].top_ids[:0], tail_logprob=traces[0].tail_logprob[:0], domain="sql"),
     ]  # fmt: skip
+    mixed = [replace(trace, target=None) for trace in mixed]  # as if of one target
     learner = begin(path=written(tmp_path / "mixed", mixed), domain="sql")
     learn(learner)
     assert learner.requests == 6

@@ -1,4 +1,4 @@
-"""Traces of a target: of its assisted requests, by a hook without an extra forward, and of its own greedy answers."""
+"""Traces of a target: of assisted requests, by a hook without an extra forward, of its own and of given answers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,10 +23,11 @@ from numpy.typing import NDArray
 from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList
 
 from osd_hf.capture.guards import ReplayedProcessor, check_generation, check_processors, forgets
-from osd_hf.capture.request import NO_WARPING, Binding, Lease, Request, Sink, compress_rows, sampling_settings
-from osd_hf.errors import CaptureError, ConfigError, OSDError, UnsupportedModelError
-from osd_hf.pair import input_device, until_end, unwrap, vocab_size_of
-from osd_hf.replay import padded
+from osd_hf.capture.request import NO_WARPING, Binding, Lease, Request, Rows, Sink, compress_rows, sampling_settings
+from osd_hf.errors import CaptureError, ConfigError, OSDError, UnsupportedModelError, VocabularyMismatchError
+from osd_hf.fingerprint import target_version
+from osd_hf.pair import evaluating, input_device, until_end, unwrap, vocab_size_of
+from osd_hf.replay import batches, completion_logits, padded
 from osd_hf.trace import Trace, ids_dtype
 
 logger = logging.getLogger(__name__)
@@ -153,7 +155,7 @@ def record_traces(
     sampling = {"max_new_tokens": max_new_tokens, "processors": []}
     sampling["eos_token_id"] = target.generation_config.eos_token_id
     for first in range(0, len(prompts), batch_size):
-        batch = prompts[first : first + batch_size]
+        batch, version = prompts[first : first + batch_size], target_version(target)
         ids, mask = padded(batch, "right" if is_encoder_decoder else "left", input_device(target))
         recorder = _Recorder(num_logprobs)
         output = target.generate(
@@ -170,7 +172,7 @@ def record_traces(
             yield Trace(
                 prompt_ids=np.asarray(prompt, dtype=np.int32), decoder_prompt_ids=start_ids, completion_ids=answer,
                 rounds=(), top_logits=top_logits, top_ids=top_ids, tail_logprob=tail, vocab_size=size,
-                domain=domain, sampling=sampling, created_at_seconds=time.time(),
+                domain=domain, sampling=sampling, created_at_seconds=time.time(), target=version,
             )  # fmt: skip
 
 
@@ -189,6 +191,46 @@ class _Recorder(LogitsProcessor):
         """`top_logits`, `top_ids` and `tail_logprob` of [`Trace`]s, `(batch, steps, ...)`."""
         top_logits, top_ids, tail = (torch.stack(c, 1).cpu().numpy() for c in zip(*self.steps, strict=True))
         return top_logits, top_ids.astype(ids_dtype(vocab_size)), tail
+
+
+@torch.no_grad()
+def rescore(target: Any, traces: Sequence[Trace], *, batch_size: int = 8) -> list[Trace]:
+    """
+    The same prompts and answers with the rows of another target, by one teacher-forced pass over each: what was kept
+    of an earlier version of a target can be learned from again. The answers stay those of the earlier one, so that
+    nothing is judged by them: neither by the gate, nor by [`replay`], which refuses them.
+
+    Args:
+        target (`PreTrainedModel`): With the vocabulary of the traces.
+        traces (`Sequence[Trace]`): Of any version; left as they are.
+        batch_size (`int`, *optional*, defaults to 8): Traces per forward at most.
+
+    Returns:
+        `list[Trace]`: in the order of the traces, without rounds, with as many entries kept per position.
+
+    Raises:
+        VocabularyMismatchError: a trace of another vocabulary than the target's.
+    """
+    size, version = vocab_size_of(target), target_version(target)
+    if odd := next((trace for trace in traces if trace.vocab_size != size), None):
+        raise VocabularyMismatchError(
+            f"A trace has a vocabulary of {odd.vocab_size} tokens, the target {size}. Leave it out."
+        )
+    scored = list(traces)
+    with evaluating(target):
+        for batch in batches(traces, size, batch_size):
+            logits = completion_logits(target, [traces[i] for i in batch])
+            for i, raw in zip(batch, logits, strict=True):
+                trace = traces[i]
+                width = trace.top_ids.shape[1] or None
+                rows = Rows({width})
+                rows.add(raw[: len(trace)])
+                top_logits, top_ids, tail = rows.stored(width, len(trace), size)
+                scored[i] = replace(
+                    trace, rounds=(), top_logits=top_logits, top_ids=top_ids, tail_logprob=tail, target=version,
+                    draft_version=0, sampling={**trace.sampling, "rescored": True},
+                )  # fmt: skip
+    return scored
 
 
 # --- where requests are met -----------------------------------------------------------------------------------------

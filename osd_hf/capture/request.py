@@ -31,6 +31,7 @@ from osd_hf.drafting.generator import LeanCandidateGenerator, LeanDrafting, with
 from osd_hf.drafting.pacing import Pace
 from osd_hf.drafting.text import TextIndex
 from osd_hf.errors import UnsupportedModelError
+from osd_hf.fingerprint import target_version
 from osd_hf.pair import unwrap, vocab_size_of
 from osd_hf.trace import DraftRound, Trace, ids_dtype, num_accepted
 
@@ -250,6 +251,7 @@ class Request:
         self.sequence = input_ids  # as far as it has come
         self.rounds: list[_Round] = []
         self.rows = Rows({b.num_logprobs for b in bindings})
+        self.version = target_version(model) if self.rows.parts else None
         self.raw: list[torch.Tensor] = []  # rows of the round, where processors overwrite them
         if self.rows.parts:
             raw = self.raw
@@ -424,9 +426,13 @@ class Request:
         completion, rounds = _as_draft_rounds(self.sequence[0, self.input_ids.shape[1] :], self.rounds)
         prompt, decoder_prompt = self.prompts
         size = vocab_size_of(self.model)
+        has_changed = self.rows.parts and target_version(self.model) != self.version
+        if has_changed:
+            logger.info("The target has changed while it answered a request, whose rows are not kept.")
         for binding, lease in zip(self.bindings, self.leases, strict=True):
+            width = 0 if has_changed else binding.num_logprobs
             try:
-                top_logits, top_ids, tail = self.rows.stored(binding.num_logprobs, len(completion), size)
+                top_logits, top_ids, tail = self.rows.stored(width, len(completion), size)
             except Exception:  # memory, for one: the answer is there
                 logger.exception("A request is not captured; its answer is delivered.")
                 continue
@@ -434,6 +440,7 @@ class Request:
                 prompt_ids=prompt, decoder_prompt_ids=decoder_prompt, completion_ids=completion, rounds=rounds,
                 top_logits=top_logits, top_ids=top_ids, tail_logprob=tail, vocab_size=size, domain=lease.domain,
                 draft_version=lease.version, sampling=self.settings, created_at_seconds=time.time(),
+                target=None if has_changed else self.version,
             )  # fmt: skip
             binding.sink(trace)
 

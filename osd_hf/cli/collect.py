@@ -35,6 +35,8 @@ class CollectSettings(Prompts, Reporting):
     store: Path = flag("where the requests are kept", required=True, metavar="DIR")
     target: str | None = flag("model that the server serves, for its tokenizer and vocabulary (no weights are "
                               "loaded); the bundled one by default", metavar="ID|PATH")  # fmt: skip
+    target_version: str | None = flag("name of the weights that answer, where the model's name in the responses, the "
+                                      "default, stays while they change", metavar="NAME")  # fmt: skip
     num_logprobs: int = flag("kept per position", 64, metavar="K")
     url: str | None = _server("of an OpenAI-compatible server, such as http://localhost:8000")
     model: str | None = _server("name that it serves; its only one by default")
@@ -164,7 +166,7 @@ def _target(settings: CollectSettings) -> tuple[Any, Any, ResponseReader]:
         target, _, tokenizer = load_bundled()
         config, ends = target.config, eos_ids(target.generation_config)
     size = int(config.get_text_config().vocab_size)
-    return config, tokenizer, ResponseReader(size, min(settings.num_logprobs, size), ends)
+    return config, tokenizer, ResponseReader(size, min(settings.num_logprobs, size), ends, settings.target_version)
 
 
 def _encoded(settings: CollectSettings, config: Any, tokenizer: Any) -> EncodedPrompts:

@@ -39,6 +39,9 @@ class LearnSettings(Loading, Learning, Reporting):
                                  "are loaded); the bundled one by default", metavar="ID|PATH")  # fmt: skip
     threads: int | None = _models("of torch; its own choice by default", metavar="N")
     domain: str | None = _requests("learn from requests of this label only", metavar="NAME")
+    target_version: str | None = _requests("learn from requests of this version of the target only; of the newest by "
+                                           "default", metavar="NAME")  # fmt: skip
+    rescore: bool = _requests("let the target, whose weights are loaded, score those of other versions anew", False)
     once: bool = _requests("end when all that is there is learned; wait otherwise", False)
     num_requests: int | None = _requests("end after so many more", metavar="N")
     poll_seconds: float = _requests("between two looks at the stores", 2.0, metavar="S")
@@ -90,6 +93,8 @@ def _learner(settings: LearnSettings) -> tuple[StoreLearner, Path]:
     state = settings.state_dir or folder.with_name(f"{folder.name}-state")
     if settings.draft and settings.target:
         target: Any = SimpleNamespace(config=load_config(settings.target))
+        if settings.rescore:
+            target = load_model(settings.target, **settings.loading)
         draft = of_one_size(load_model(settings.draft, **settings.loading), target)
         tokenizer = load_tokenizer(settings.target)
     else:
@@ -99,6 +104,7 @@ def _learner(settings: LearnSettings) -> tuple[StoreLearner, Path]:
         facts = replace(facts_of(target, draft), license=settings.license, command=provenance()["command"])
         learner = StoreLearner(
             draft, tokenizer, StoreFollower(settings.store), versions, settings.config, domain=settings.domain,
+            target_version=settings.target_version, target=target if settings.rescore else None,
             facts=facts, state=state.expanduser(), repo_id=settings.repo_id, token=token, private=private,
             publish_seconds=settings.publish_seconds,
             accelerator=make_accelerator(settings.report_to, settings.config),

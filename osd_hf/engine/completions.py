@@ -300,6 +300,8 @@ class ResponseReader:
         num_logprobs (`int`): Entries kept per position (K); a response must have as many.
         eos_token_ids (`Sequence[int]`, *optional*):
             Ids that end an answer; the one that a response ends with is added to them.
+        target_version (`str`, *optional*):
+            Version of the target that answers; by default the name of the model in each response, where it has one.
         clock (`Callable[[], float]`, *optional*, defaults to `time.time`):
             Now, in Unix seconds: the time of a trace where the server's cannot be believed.
     """
@@ -307,6 +309,7 @@ class ResponseReader:
     vocab_size: int
     num_logprobs: int
     eos_token_ids: Sequence[int] = ()
+    target_version: str | None = None
     clock: Callable[[], float] = time.time
 
     def traces(
@@ -374,6 +377,7 @@ class ResponseReader:
             domain=domain,
             sampling=self._sampling(choice, request, completion, is_greedy),
             created_at_seconds=self._when(response.get("created")),
+            target=self.target_version or (name if isinstance(name := response.get("model"), str) and name else None),
         )
 
     def _ids(self, values: Any, what: str) -> Any:

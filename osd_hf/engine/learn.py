@@ -12,13 +12,14 @@ import secrets
 import shutil
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 
+from osd_hf.capture.hook import rescore
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, OSDError, StateError
 from osd_hf.hub.cards import DraftFacts
@@ -211,6 +212,13 @@ class StoreLearner:
         config (`OnlineConfig`): The rule of learning; `num_assistant_tokens` must not be `None`.
         state (`Path`, *optional*): Folder of the session; one that lies there is gone on with.
         domain (`str`, *optional*): Learn from requests of this label only.
+        target_version (`str`, *optional*):
+            Learn from requests of this version of the target only; by default from those of the newest one that the
+            stores have, and of newer ones as they come. Requests that do not say one are taken for the newest's, as
+            long as there was no other.
+        target (`PreTrainedModel`, *optional*):
+            The version that is learned from: requests of other ones are scored anew by it, see [`rescore`], instead of
+            left out, and learned from without being judged by.
         facts (`DraftFacts`, *optional*): What the cards say beside the figures.
         repo_id (`str`, *optional*), token (`str`, *optional*), private (`bool`, *optional*):
             Repo of the Hub that each version is pushed to as well, by [`~osd_hf.hub.push.push_folder`].
@@ -242,6 +250,8 @@ class StoreLearner:
         *,
         state: Path | None = None,
         domain: str | None = None,
+        target_version: str | None = None,
+        target: Any = None,
         facts: DraftFacts | None = None,
         repo_id: str | None = None,
         token: str | None = None,
@@ -266,6 +276,8 @@ class StoreLearner:
         self.learned: deque[AcceptanceStats] = deque(maxlen=RECENT)
         self.frozen: deque[AcceptanceStats] = deque(maxlen=RECENT)
         self.published: list[dict[str, Any]] = []
+        self._target, self._asked_version = target, target_version
+        self._versions = [target_version] if target_version else []  # the newest last
         self._unpublished: GateDecision | None = None
         self._unpushed: Path | None = None
         self._unsaved_updates = 0
@@ -275,6 +287,9 @@ class StoreLearner:
             check_pointer(state)
             if has_session(state):
                 self._resume(state)
+        if not target_version:  # those that have come already stand in the order in which they came
+            found = follower.targets(domain, self.learner.updater(None).readable.vocab_size)
+            self._versions += [version for version in found if version not in self._versions]
 
     @property
     def is_pushed(self) -> bool:
@@ -310,6 +325,11 @@ class StoreLearner:
         taken = self.follower.take(min(limit or TAKEN_AT_ONCE, TAKEN_AT_ONCE))
         updater, before = self.learner.updater(None), self.set_aside
         fitting = [trace for trace in taken if self._fits(trace) and updater.accepts(trace)]
+        if not self._asked_version:
+            self._versions += dict.fromkeys(t.target for t in fitting if t.target and t.target not in self._versions)
+        if others := [trace for trace in fitting if self._is_another(trace)]:
+            self._learn_anew(others)
+            fitting = [trace for trace in fitting if trace not in others]
         # Each request has one place in the order of learning, so that counting on is safe where writing fails below.
         replays = updater.set_aside.isolate(
             lambda those: replay_each(self._draft, those, self.k), fitting, updater.readable
@@ -340,6 +360,25 @@ class StoreLearner:
                 raise
         return len(taken)
 
+    def _is_another(self, trace: Trace) -> bool:
+        """Whether a request is of another version of the target than the one that is learned from."""
+        is_sure = self._asked_version or len(self._versions) > 1
+        return trace.target not in (None, *self._versions[-1:]) or bool(trace.target is None and is_sure)
+
+    def _learn_anew(self, traces: Sequence[Trace]) -> None:
+        """Learn from requests of other versions with the rows of this one, where there is a model to score them."""
+        if self._target is None:
+            for _ in traces:
+                self._leave_out("of another version of the target")
+            return
+        version = self._versions[-1] if self._versions else None
+        for trace in rescore(self._target, traces):
+            self.learner.observe(None, replace(trace, target=version))
+            self.requests += 1
+            self.tokens += len(trace)
+        while (report := self.learner.after_answer()) is not None:
+            self._updated(report)
+
     def _fits(self, trace: Trace) -> bool:
         kept, readable, size = self.config.num_logprobs, self.learner.updater(None).readable, trace.vocab_size
         found, wanted = trace.top_ids.shape[1], 0 if kept is None or kept >= size else kept
@@ -355,11 +394,13 @@ class StoreLearner:
         }
         reason = next((reason for reason, is_so in misfits.items() if is_so), None)
         if reason is not None:
-            if not self.skipped[reason]:
-                hint = " Set `num_logprobs` to what they were collected with." if "entries" in reason else ""
-                logger.warning("Left out: requests %s.%s", reason, hint)
-            self.skipped[reason] += 1
+            self._leave_out(reason, " Set `num_logprobs` to what they were collected with." * ("entries" in reason))
         return reason is None
+
+    def _leave_out(self, reason: str, hint: str = "") -> None:
+        if not self.skipped[reason]:
+            logger.warning("Left out: requests %s.%s", reason, hint)
+        self.skipped[reason] += 1
 
     def _updated(self, report: UpdateReport) -> None:
         self._unsaved_updates += 1
@@ -410,8 +451,9 @@ class StoreLearner:
             if decision[side] is not None
         }
         training = {**self.facts.training, "Requests learned from": facts["requests"], **held_back}
+        version = self.learner.taught_for(None)
         name = self.repo_id or f"{self.versions.path.name}/{folder.name.lstrip('.').split('-')[0]}"
-        card = replace(self.facts, training=training)
+        card = replace(self.facts, training=training, target_version=version)
         save_draft(folder, draft, self.tokenizer, num_assistant_tokens=self.k, repo_id=name, facts=card)
         check_written(folder, draft, draft)
 
@@ -438,7 +480,7 @@ class StoreLearner:
         facts = {
             "config": self.config.to_dict(), "requests": self.requests, "tokens": self.tokens,
             "taken": self.follower.state_dict(), "unpublished": waiting, "unpushed": self._unpushed is not None,
-            "left_out": dict(self.follower.left_out),
+            "left_out": dict(self.follower.left_out), "target_versions": self._versions,
         }  # fmt: skip
         save_session(self._state, self.learner.state_dict(), facts)
         self._unsaved_updates = 0
@@ -448,6 +490,7 @@ class StoreLearner:
         try:
             self.follower.load_state_dict(facts["taken"], facts["left_out"])
             self.requests, self.tokens = int(facts["requests"]), int(facts["tokens"])
+            self._versions = self._versions or [str(version) for version in facts.get("target_versions", ())]
             self._unpublished = None if facts["unpublished"] is None else GateDecision(**facts["unpublished"])
             self._unpushed = self.versions.latest if facts["unpushed"] and self.repo_id is not None else None
         except (KeyError, TypeError, ValueError) as error:

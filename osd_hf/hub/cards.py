@@ -147,6 +147,8 @@ class DraftFacts:
     Args:
         target (`str`, *optional*), target_revision (`str`, *optional*):
             Hub id and commit of the model that it drafts for.
+        target_version (`str`, *optional*):
+            Version of that model which it was taught for, as traces name it; what its configuration says by default.
         base_model (`str`, *optional*), license (`str`, *optional*):
             Hub id and license of the draft that it was learned from.
         is_adapter (`bool`, *optional*, defaults to `False`): Whether the repo holds a LoRA adapter alone.
@@ -157,6 +159,7 @@ class DraftFacts:
 
     target: str | None = None
     target_revision: str | None = None
+    target_version: str | None = None
     base_model: str | None = None
     is_adapter: bool = False
     domains: tuple[str, ...] = ()
@@ -210,6 +213,7 @@ def draft_card(repo_id: str, facts: DraftFacts, evaluation: Evaluation | None = 
         tags="assistant-model speculative-decoding draft-model distillation osd-hf".split(),
         target_model=facts.target,
         target_revision=facts.target_revision,
+        target_version=facts.target_version,
         model_name=repo_id.split("/")[-1],
         eval_results=results,
     )

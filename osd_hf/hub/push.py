@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from huggingface_hub.errors import HTTPError as NetworkError  # type: ignore[att
 from huggingface_hub.utils._validators import validate_repo_id
 
 from osd_hf.errors import ConfigError, HubError, StateError, first_line
+from osd_hf.fingerprint import TAUGHT_FOR, taught_for
 from osd_hf.hub.cards import EVALUATION, DraftFacts, Evaluation, draft_card, store_card
 from osd_hf.pair import align_vocab, fixed_k, is_peft, load_model, merged, unwrap, vocab_size_of
 from osd_hf.store.store import CorrectionStore
@@ -80,7 +82,9 @@ def save_draft(
     make_folder(folder)
     k = num_assistant_tokens or (evaluation.num_assistant_tokens if evaluation is not None else None)
     is_adapter = is_peft(draft)
-    with fixed_k(draft, k):
+    facts = facts or DraftFacts(is_adapter=is_adapter)
+    facts = replace(facts, target_version=facts.target_version or getattr(unwrap(draft).config, TAUGHT_FOR, None))
+    with fixed_k(draft, k), taught_for(draft, facts.target_version):
         draft.save_pretrained(folder)
         if is_adapter:  # which transformers reads beside an adapter, too
             unwrap(draft).generation_config.save_pretrained(folder)
@@ -88,7 +92,7 @@ def save_draft(
         tokenizer.save_pretrained(folder)
     if evaluation is not None:
         evaluation.write(folder / EVALUATION)
-    card = draft_card(repo_id or str(directory), facts or DraftFacts(is_adapter=is_adapter), evaluation)
+    card = draft_card(repo_id or str(directory), facts, evaluation)
     card.save(folder / "README.md")
 
 

@@ -312,6 +312,10 @@ class DomainDrafts:
         self._draft_changed(domain)
         return weights
 
+    def target_changed(self, domain: str | None) -> None:
+        """Another version of the target answers: what was known of acceptance counts half."""
+        self._draft_changed(domain)
+
     def _draft_changed(self, domain: str | None) -> None:
         self.pacer.draft_changed(domain if self.per_domain else ...)
 

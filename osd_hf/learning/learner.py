@@ -141,7 +141,23 @@ class Learner:
         if len(trace) and trace.num_kept and self.drafts.admit(domain):
             lesson = self.lessons[self.drafts.key(domain)]
             with lesson.lock:
-                lesson.observe(trace)
+                is_other = lesson.observe(trace)
+            if is_other:
+                self.drafts.target_changed(lesson.domain)
+
+    def meet(self, target: str | None) -> None:
+        """This version of the target answers from now on, all requests of any draft."""
+        for lesson in self.lessons.values():
+            with lesson.lock:
+                is_other = lesson.meet(target)
+            if is_other:
+                self.drafts.target_changed(lesson.domain)
+
+    def taught_for(self, domain: str | None) -> str | None:
+        """The version of the target that the draft which serves a domain was taught for; `None` where it is not known,
+        or nothing learned serves."""
+        lesson = self.lessons.get(self.drafts.key(domain))
+        return None if lesson is None or not self.drafts.serving_version(domain) else lesson.taught_for
 
     def due(self) -> Lesson | None:
         """Whose update should begin now; `None` while learning rests, is paused, or waits for requests or to be asked
@@ -169,6 +185,10 @@ class Learner:
     @staticmethod
     def _fullest(lessons: Sequence[Lesson]) -> Lesson | None:
         return max(lessons, key=lambda lesson: lesson.requests_waiting * lesson.effort.share, default=None)
+
+    def begins(self) -> bool:
+        """Whether the next micro-step is the first of an update."""
+        return self._work is None and self.due() is not None
 
     def has_work(self) -> bool:
         """Whether there is a micro-step to take, now or after the rest that learning has to take."""
@@ -323,6 +343,7 @@ class Learner:
             decision, tried = GateDecision("dropped", version, report.version, domain, reason), {}
         lesson.dropped = lesson.dropped + 1 if decision.outcome == "dropped" else 0
         if decision.outcome == "promoted":
+            lesson.taught_for = lesson.target
             self.drafts.promote(domain, version, snapshot)
             lesson.begin_watching(version, tried)
         elif lesson.dropped >= DROPPED_IN_A_ROW or not is_finite(snapshot):
@@ -361,6 +382,8 @@ class Learner:
         found = yield from self._scored(lesson, snapshot, held_back)
         after = {t: s for t, s in zip(held_back, found, strict=True) if s is not None}
         yield from lesson.sound(lesson.held_back, updater.accepts)
+        # Another target may answer by now.
+        after = {t: s for t, s in after.items() if t in scores and lesson.is_current(t)}
         before = [scores[t][1] for t in after]
         if serving == 0:
             with lesson.lock:  # the first version: nothing has been compared yet
@@ -426,6 +449,7 @@ class Learner:
             pair = lesson.choice.of(trace)
             if pair is not None and (earlier is not None or previous == 0):
                 lesson.compared.append((earlier or pair[0], *pair))
+        lesson.forget_older()
         sides = [[row[side] for row in lesson.compared] for side in range(3)]
         # In traffic of another kind, what was learned is worse than nothing.
         falls = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import zlib
 from collections import deque
@@ -22,6 +23,8 @@ from osd_hf.trace import Trace
 from osd_hf.utils.disk import in_child, renewing
 
 __all__ = ["Lesson", "ReplayBuffer"]
+
+logger = logging.getLogger(__name__)
 
 HOLD_BACK_EVERY = 4  # requests, of which one is held back
 HELD_BACK = 16  # newest held-back requests that a version is tried on
@@ -96,8 +99,13 @@ class ReplayBuffer:
         for kept in self._kept.values():
             kept[:] = [trace for trace in kept if trace not in traces]
 
+    def clear(self) -> None:
+        """Let go of all."""
+        self.seen.clear()
+        self._kept.clear()
+
     def __len__(self) -> int:
-        return sum(map(len, self._kept.values()))
+        return sum(map(len, list(self._kept.values())))
 
     def __iter__(self) -> Iterator[Trace]:
         return (trace for kept in self._kept.values() for trace in kept)
@@ -107,7 +115,9 @@ class Lesson:
     """
     All requests of one draft, that of a domain or (`None`) the shared one. Each is in one place: it is held back to
     judge versions by until a newer one takes its place, then it is pending, then it has been learned from and may be
-    replayed. Requests may arrive in any thread, inside the `lock`; one thread learns.
+    replayed. All are of one version of the target: where another one answers, those of the one before are set aside,
+    as are the comparisons of drafts that rest on them. Requests may arrive in any thread, inside the `lock`; one
+    thread learns.
     """
 
     def __init__(self, domain: str | None = None, config: OnlineConfig | None = None) -> None:
@@ -115,6 +125,10 @@ class Lesson:
         self.config = config or OnlineConfig()
         self.lock = threading.Lock()
         in_child(self, renewing(lock=threading.Lock))
+        self.target: str | None = None  # its version; `None` where no request has said it
+        self.taught_for: str | None = None  # the version that what serves was taught for
+        self.older = 0  # requests that were set aside as they are another version's
+        self._is_stale = False  # what the learning thread alone may touch is of another version
         self.observed = 0  # requests
         self.requests_waiting = 0  # that have arrived since an update began
         self.rest = 0  # requests that have to arrive before anything is learned, after failures in a row
@@ -139,12 +153,19 @@ class Lesson:
         self.scores: dict[Trace, tuple[int, AcceptanceStats]] = {}
         self.compared: deque[tuple[AcceptanceStats, AcceptanceStats, AcceptanceStats]] = deque(maxlen=WATCHED)
 
-    def observe(self, trace: Trace) -> None:
-        """Take in a request, inside the lock."""
+    def observe(self, trace: Trace) -> bool:
+        """Take in a request, inside the lock; returns whether it is the first of another version of the target."""
+        is_other = self.meet(trace.target)
+        self.rest = max(self.rest - 1, 0)
+        if not self.is_current(trace):
+            self.older += 1
+            return is_other
         self.requests_waiting += 1
+        if trace.is_rescored:  # which says nothing of any draft
+            self.pending.append(trace)
+            return is_other
         if self._counts:
             self.vocabulary.add(trace)
-        self.rest = max(self.rest - 1, 0)
         to_learn = self.hold_back(trace) if self.config.gate else trace
         if to_learn is not None:
             self.pending.append(to_learn)
@@ -156,6 +177,45 @@ class Lesson:
                 if len(known) >= LIVE / 2 and served.alpha < known.mean() - ODD * known.std():
                     self._to_compare = NEXT_FEW
                 self._live.append(served.alpha)
+        return is_other
+
+    def meet(self, target: str | None) -> bool:
+        """Take in, inside the lock, which version of the target answers from now on; returns whether it is another one
+        than before. What was learned stays: it is a better start than the draft as it was."""
+        if target is None or target == self.target:
+            return False
+        before, self.target = self.target, target
+        if before is None:  # requests that do not say are taken for those of the first that does
+            return False
+        those = len(self.pending) + len(self.held_back) + len(self.buffer)
+        logger.log(
+            logging.INFO if self.older else logging.WARNING,
+            "Set aside %d requests of an older target%s: it was %s, and is %s now. What the draft has learned stays, "
+            "and it learns from new requests.",
+            those, "" if self.domain is None else f" of {self.domain!r}", before, target,
+        )  # fmt: skip
+        self.older += max(those, 1)
+        for kept in (self.pending, self.held_back, self.arrived, self.unwatched, self._live):
+            kept.clear()
+        self._to_compare = 0
+        self.choice.clear()
+        self.effort.renew()
+        self._is_stale = True
+        return True
+
+    def is_current(self, trace: Trace) -> bool:
+        """Whether a request is of the version of the target that answers now; one that does not say is taken to be, as
+        long as there was no other one."""
+        return trace.target == self.target or (trace.target is None and not self.older)
+
+    def forget_older(self) -> None:
+        """Let go of what is of another version of the target; called by the thread that learns."""
+        with self.lock:
+            if self._is_stale:
+                self._is_stale = False
+                self.buffer.clear()
+                self.compared.clear()
+                self.scores.clear()
 
     def may_wait(self) -> bool:
         """Whether what has arrived need not be compared yet: while little is learned, and nothing is odd, one request
@@ -192,9 +252,10 @@ class Lesson:
             self.requests_waiting = 0
             return list(self.pending)
 
-    def without_set_aside(self, traces: Iterable[Trace]) -> list[Trace]:
-        """Those that have not been set aside meanwhile."""
-        return [trace for trace in traces if trace not in self.set_aside]
+    def still_good(self, traces: Iterable[Trace]) -> list[Trace]:
+        """Those that have not been set aside meanwhile; called by the thread that learns."""
+        self.forget_older()
+        return [trace for trace in traces if self.is_current(trace) and trace not in self.set_aside]
 
     def end_update(self, learned: Sequence[Trace]) -> None:
         """Requests that were pending, until newer ones took their place perhaps, have been learned from."""
@@ -202,7 +263,7 @@ class Lesson:
             for trace in learned:
                 if trace in self.pending:
                     self.pending.remove(trace)
-        self.buffer.extend(self.without_set_aside(learned))
+        self.buffer.extend(self.still_good(learned))
 
     def sound(self, traces: Iterable[Trace], accepts: Callable[[Trace], object]) -> Generator[None, None, list[Trace]]:
         """Those of the lesson's traces that `accepts` does not set aside; the others are let go. Yields after each
@@ -214,7 +275,7 @@ class Lesson:
                 accepts(trace)
                 self.looked_at.add(trace)
                 yield
-        sound = self.without_set_aside(found)
+        sound = self.still_good(found)
         if len(sound) < len(found):
             self.forget_set_aside()
         with self.lock:
@@ -232,6 +293,7 @@ class Lesson:
     def take_arrived(self) -> tuple[list[Trace], int]:
         """What of that which has arrived since the last call is to be compared, and how many requests each of it
         stands for."""
+        self.forget_older()
         arrived = self._take(self.arrived)
         with self.lock:
             is_sparse = self._is_sparse() and len(arrived) == SPARSE
@@ -254,9 +316,10 @@ class Lesson:
         """Take in what the draft as it was and the learned one make of a request that has arrived, and the time that
         the learned one has saved, where it is known; it stands for so many requests."""
         with self.lock:
-            self.choice.add(trace, original, learned)
-            self.effort.add(original, learned, saved_seconds, stands_for)
-            self.unwatched.append(trace)
+            if self.is_current(trace):
+                self.choice.add(trace, original, learned)
+                self.effort.add(original, learned, saved_seconds, stands_for)
+                self.unwatched.append(trace)
 
     def begin_watching(self, version: int, tried: Mapping[Trace, AcceptanceStats]) -> None:
         """Another version serves: only requests that it has not learned from say something about it, those that it was
@@ -284,11 +347,13 @@ class Lesson:
 
     def state_dict(self) -> dict[str, Any]:
         """Counts and requests by what they are for; all is ready for JSON but the traces."""
+        self.forget_older()
         with self.lock:
             places = {trace: i for i, trace in enumerate(self.held_back)}
             traces = {"held_back": list(self.held_back), "pending": list(self.pending), "replayed": list(self.buffer)}
             return {
                 "domain": self.domain,
+                "target": [self.target, self.taught_for, self.older],
                 "requests_waiting": self.requests_waiting,
                 "observed": self.observed,
                 "dropped": self.dropped,
@@ -304,6 +369,9 @@ class Lesson:
         traces = state["traces"]
         self.buffer.restore(traces["replayed"], state["seen"])
         with self.lock:
+            # Sessions from before say nothing of it.
+            self.target, self.taught_for, self.older = state.get("target", (None, None, 0))
+            self._is_stale = False
             self.requests_waiting, self.observed = int(state["requests_waiting"]), int(state["observed"])
             self.dropped = int(state["dropped"])
             self.effort.renew()

@@ -170,12 +170,12 @@ class Updater:
         step, and all requests. Learns from `newest` of the pending requests, by default from all."""
         if steps is not None and steps < 1:
             raise ConfigError(f"`steps` must be at least 1, got {steps}.")
-        newest = self.lesson.without_set_aside(list(self.lesson.pending) if newest is None else newest)
+        newest = self.lesson.still_good(list(self.lesson.pending) if newest is None else newest)
         losses: list[float] = []
         dropped = positions = 0
         started = time.perf_counter()
         for _ in range(self.config.steps_per_update if steps is None else steps):
-            loss, count = yield from self._step(self._batch(self.lesson.without_set_aside(newest)))
+            loss, count = yield from self._step(self._batch(self.lesson.still_good(newest)))
             if count == 0:
                 continue
             if loss is None:

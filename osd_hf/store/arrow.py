@@ -44,10 +44,11 @@ SCHEMA = pa.schema(
         ("draft_version", pa.int32()),
         ("sampling", pa.string()),
         ("created_at_seconds", pa.float64()),
+        ("target", pa.string()),
     ]
 )
 
-LATER = ("from_text",)  # columns that earlier versions did not write
+LATER = ("from_text", "target")  # columns that earlier versions did not write
 
 
 def _leaf(field: Any) -> tuple[str, Any]:
@@ -211,6 +212,7 @@ def _traces_to_batch(traces: Sequence[Trace]) -> Any:
         _array([t.draft_version for t in traces], np.int32),
         _texts([json.dumps(plain(t.sampling)) for t in traces]),
         _array([t.created_at_seconds for t in traces], np.float64),
+        _texts([t.target for t in traces]),
     ]
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
 
@@ -239,7 +241,7 @@ def _batch_to_traces(batch: Any) -> list[Trace]:
     for name in SCHEMA.names:
         column = batch.column(name)
         columns[name] = _Lists(column) if pa.types.is_list(column.type) else column.to_pylist()
-        if isinstance(columns[name], list) and name != "domain" and None in columns[name]:
+        if isinstance(columns[name], list) and name not in ("domain", "target") and None in columns[name]:
             raise TypeError(f"{name} is missing")
 
     def matrix(name: str, i: int) -> NDArray[Any]:
@@ -283,6 +285,7 @@ def _batch_to_traces(batch: Any) -> list[Trace]:
             draft_version=columns["draft_version"][i],
             sampling=sampling(i),
             created_at_seconds=columns["created_at_seconds"][i],
+            target=columns["target"][i],
         )
         for i in range(batch.num_rows)
     ]

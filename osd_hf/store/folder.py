@@ -278,6 +278,12 @@ class Folder:
                 logger.debug("did not tidy up %s: %s", writer, error)
 
 
+def _origins(file: Any) -> list[dict[str, Any]]:
+    """By request: who answered what, and when; none where the shard does not say."""
+    names = ["target", "domain", "vocab_size", "created_at_seconds"]
+    return file.read(names, use_threads=False).to_pylist() if "target" in file.schema_arrow.names else []
+
+
 class StoreFollower:
     """
     New requests of stores that other processes append to; each request of a finished shard is taken once.
@@ -336,6 +342,18 @@ class StoreFollower:
             if is_done:
                 del self._unread[0]
         return taken
+
+    def targets(self, domain: str | None = None, vocab_size: int | None = None) -> list[str]:
+        """The versions of the target that requests in the stores say, that of the newest one last; those of a label,
+        and of a vocabulary, where these are named."""
+        newest: dict[str, float] = {}
+        for path in (path for store in self.paths for path in list_shards(store)):
+            with contextlib.suppress(StoreError):  # told where its requests are taken
+                for row in read_from(path, _origins) or ():
+                    is_meant = domain in (None, row["domain"]) and vocab_size in (None, row["vocab_size"])
+                    if is_meant and (version := row["target"]) is not None:
+                        newest[version] = max(newest.get(version, -math.inf), row["created_at_seconds"])
+        return sorted(newest, key=lambda version: newest[version])
 
     def _listed(self) -> list[tuple[int, str, str]]:
         """The shards that are not read to their end; none where a store is away for a moment."""

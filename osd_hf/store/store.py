@@ -195,10 +195,11 @@ class CorrectionStore:
             raise DataError(wrong)
         if not math.isfinite(trace.created_at_seconds):
             raise DataError(f"created_at_seconds must be finite, got {trace.created_at_seconds}")
-        try:
-            (trace.domain or "").encode()
-        except UnicodeEncodeError as error:
-            raise DataError(f"the domain {trace.domain!r} is no valid Unicode") from error
+        for what, name in (("domain", trace.domain), ("target", trace.target)):
+            try:
+                (name or "").encode()
+            except UnicodeEncodeError as error:
+                raise DataError(f"the {what} {name!r} is no valid Unicode") from error
         if trace.created_at_seconds > self.clock() + self._age / 8:
             trace = replace(trace, created_at_seconds=self.clock())
         with self._lock:

@@ -1,0 +1,259 @@
+"""Which version of a target answers: a fingerprint of the weights that shape its output, and whether they changed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import operator
+import re
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from osd_hf.errors import first_line
+from osd_hf.pair import unwrap
+
+__all__ = [
+    "TAUGHT_FOR", "fingerprint", "look_closely", "taught_for", "target_changed", "target_version", "warn_of_target",
+]  # fmt: skip
+
+logger = logging.getLogger(__name__)
+
+VALUES = 1024  # sampled of a tensor, at least
+ROWS = 8  # of which at least one value is sampled: in a step, few rows of embeddings may change
+PROBED = 8  # parameters of which each look asks whether they are there still
+REMEMBERED = 16  # versions of one model, such as those of adapters that take turns
+TAUGHT_FOR = "osd_hf_target"  # in a draft's configuration: the version of the target that it was taught for
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_known: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
+_changes = operator.attrgetter("_version")
+
+
+# --- the fingerprint ------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def fingerprint(model: Any) -> str:
+    """
+    A short name of a model's weights: the same for a model that was saved and loaded again in the same dtype, on
+    whatever device; another one after a step of training, with another adapter, or quantized otherwise. It is made of
+    names, shapes, dtypes and a sample of the values, so that it takes milliseconds, and what changes a few values
+    alone may go unnoticed. Adapters count where they are active, merged ones as part of the weights. Weights that are
+    offloaded are known by their names and shapes alone.
+
+    Args:
+        model (`PreTrainedModel`): A `PeftModel` or a compiled model as well.
+
+    Returns:
+        `str`: 16 hexadecimal digits.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    found = sorted(_shaping(unwrap(model)), key=operator.itemgetter(0))
+    groups: dict[tuple[torch.device, int], list[tuple[int, torch.Tensor]]] = {}
+    for place, (_, tensor) in enumerate(found):
+        if tensor.device.type != "meta" and tensor.numel():
+            groups.setdefault((tensor.device, tensor.element_size()), []).append((place, _sample(tensor)))
+    values: dict[int, bytes] = {}
+    for group in groups.values():  # one copy to the host for each
+        ends = np.cumsum([len(sample) for _, sample in group])
+        samples = np.split(torch.cat([sample for _, sample in group]).cpu().numpy(), ends[:-1])
+        values |= {place: sample.tobytes() for (place, _), sample in zip(group, samples, strict=True)}
+    for place, (name, tensor) in enumerate(found):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode() + values.get(place, b""))
+    return digest.hexdigest()
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Some values of a tensor, evenly spread, as integers of their bits."""
+    flat = tensor.detach().reshape(-1)
+    count = max(VALUES, len(tensor) // ROWS) if tensor.ndim > 1 else VALUES
+    step = max(len(flat) // count, 1) | 1  # odd, so that it meets all columns of a matrix
+    return flat[::step].view(INTEGERS[tensor.element_size()])
+
+
+def _shaping(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights, and the buffers that are saved with them, that shape the output, by the names that they have in a
+    model without adapters; those of adapters by their place among the active ones."""
+    renamed: dict[str, str | None] = {}  # beginnings of names; `None`: of no account
+    met: set[int] = set()
+    for path, module in model.named_modules():
+        yield from _adapters(path, module, renamed)
+        for name, tensor in _saved(module):
+            shown = None if id(tensor) in met else _name(f"{path}.{name}", renamed)
+            met.add(id(tensor))  # others are tied to it
+            if shown is not None:
+                yield from _plain(shown, tensor)
+
+
+def _saved(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """A module's own weights, and the buffers that are saved with them."""
+    buffers = (item for item in module._buffers.items() if item[0] not in module._non_persistent_buffers_set)
+    return ((name, tensor) for name, tensor in (*module._parameters.items(), *buffers) if tensor is not None)
+
+
+def _adapters(path: str, module: Any, renamed: dict[str, str | None]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Note what the adapters of one of PEFT's layers are called, and yield what scales them."""
+    parts = getattr(module, "adapter_layer_names", None)
+    if not parts:
+        return
+    active = [] if module.disable_adapters or module.merged_adapters else list(module.active_adapters)
+    for part in parts:
+        for adapter in getattr(module, part, ()):
+            is_whole = part == "modules_to_save"  # in place of the module
+            shown = path if is_whole else f"{path}.{part}.{active.index(adapter) if adapter in active else None}"
+            renamed[f"{path}.{part}.{adapter}"] = shown if adapter in active else None
+            if is_whole and adapter in active:
+                renamed[f"{path}.original_module"] = None
+    renamed.setdefault(f"{path}.original_module", path)
+    scaling = getattr(module, "scaling", None)
+    if isinstance(scaling, dict) and active:
+        yield f"{path}.scaling", torch.tensor([float(scaling.get(adapter, 1.0)) for adapter in active])
+
+
+def _name(name: str, renamed: dict[str, str | None]) -> str | None:
+    end = len(name) if renamed else 0
+    while end > 0:
+        if (head := name[:end]) in renamed:
+            shown = renamed[head]
+            return None if shown is None else _name(shown + name[end:], {})
+        end = name.rfind(".", 0, end)
+    return name.replace(".base_layer", "").replace("_orig_mod.", "")
+
+
+def _plain(name: str, tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of memory that one is made of: quantized ones have scales beside their integers."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        for part in tensor.__tensor_flatten__()[0]:
+            yield from _plain(f"{name}.{part}", getattr(tensor, part))
+    else:
+        yield name, tensor
+
+
+# --- whether it has changed -----------------------------------------------------------------------------------------
+
+
+def target_version(model: Any) -> str | None:
+    """
+    The fingerprint of a model as it is now, or the name that [`target_changed`] gave it; `None` where none can be
+    made. It is made anew where torch has counted a change of a weight in place (as optimizers and `load_state_dict`
+    make them), where weights were exchanged, or adapters were added, switched, merged or scaled: asking for that takes
+    some ten microseconds. What is written through `.data`, hooks and patched methods are not noticed; the first is
+    found by [`look_closely`].
+    """
+    model = unwrap(model)
+    try:
+        known = _known.get(model)
+        if known is None:
+            known = _known[model] = _Known(model)
+        return known.version(model)
+    except Exception as error:  # noqa: BLE001 - whatever is odd about a model: it answers all the same
+        logger.info("The version of the target is not known: %s", first_line(error))
+        return None
+
+
+def look_closely(model: Any) -> str | None:
+    """The fingerprint of a model where its weights have changed unnoticed since [`target_version`] was asked last;
+    `None` where they have not. Takes milliseconds."""
+    before, model = target_version(model), unwrap(model)
+    if before is None or (now := fingerprint(model)) == before.partition("-")[0]:
+        return None
+    _known[model].renew(model, now)
+    return now
+
+
+def target_changed(model: Any) -> str | None:
+    """Let a model have another version from now on, also where its weights do not show it; returns that."""
+    before, model = target_version(model), unwrap(model)
+    if (now := look_closely(model)) is None and before is not None:
+        plain, _, times = before.partition("-")
+        now = f"{plain}-{int(times or 0) + 1}"
+        _known[model].renew(model, now)
+    return now
+
+
+class _Known:
+    """The versions that one model has had, by what torch and PEFT count of its changes."""
+
+    def __init__(self, model: Any) -> None:
+        self.versions: dict[object, str] = {}
+        self._look(model)
+
+    def _look(self, model: Any) -> None:
+        """Learn which weights there are. They are held until the next look where they are taken out of the model; weak
+        references would keep torch from exchanging their contents."""
+        weights = [tensor for module in model.modules() for _, tensor in _saved(module)]
+        self._tensors = [tensor for tensor in weights if not tensor.is_inference()]  # of which nothing is counted
+        places = [(module._parameters, name) for module in model.modules() for name in module._parameters]
+        chosen = places[:: max(len(places) // PROBED, 1)]
+        self._probes = [(held, name, held[name]) for held, name in chosen]
+        self._layer = next((m for m in model.modules() if getattr(m, "adapter_layer_names", None)), None)
+
+    def _counted(self, model: Any) -> object:
+        """Another value after each change that is noticed."""
+        if any(held.get(name) is not tensor for held, name, tensor in self._probes):
+            return object()  # other weights are there
+        layer, changes = self._layer, (sum(map(_changes, self._tensors)), *vars(model).get("peft_config", ()))
+        if layer is None:
+            return changes
+        scaling = getattr(layer, "scaling", None)
+        return (
+            changes, tuple(layer.active_adapters), layer.disable_adapters, tuple(layer.merged_adapters),
+            tuple(scaling.values()) if isinstance(scaling, dict) else None,
+        )  # fmt: skip
+
+    def version(self, model: Any) -> str:
+        now = self._counted(model)
+        version = self.versions.get(now)
+        if version is None:
+            before = self._tensors
+            self._look(model)
+            if list(map(id, before)) != list(map(id, self._tensors)):
+                self.versions = {}  # by what other weights have counted
+            version = fingerprint(model)
+            while len(self.versions) >= REMEMBERED:
+                del self.versions[next(iter(self.versions))]
+            self.versions[self._counted(model)] = version
+        return version
+
+    def renew(self, model: Any, version: str) -> None:
+        """Let the model as it is now have this version, and know no other one."""
+        self._look(model)
+        self.versions = {self._counted(model): version}
+
+
+# --- what a draft was taught for ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def taught_for(draft: Any, version: str | None) -> Iterator[None]:
+    """The configuration of a draft says inside the block which version of its target it was taught for; with `None` it
+    stays as it is."""
+    config = unwrap(draft).config
+    before = vars(config).get(TAUGHT_FOR)
+    if version is not None:
+        setattr(config, TAUGHT_FOR, version)
+    try:
+        yield
+    finally:
+        if version is not None and before is None:
+            delattr(config, TAUGHT_FOR)
+        elif version is not None:
+            setattr(config, TAUGHT_FOR, before)
+
+
+def warn_of_target(draft: Any, target: Any) -> None:
+    """Say in the log where a draft was taught for another version of its target."""
+    before = getattr(unwrap(draft).config, TAUGHT_FOR, None)
+    if not isinstance(before, str) or not re.fullmatch(r"[0-9a-f]{16}", before):  # or by the name of an engine's model
+        return
+    now = target_version(target)
+    if now is not None and now != before:
+        logger.warning(
+            "The draft was taught for another version of its target (%s; this one is %s). Answers are the target's "
+            "own all the same; fewer tokens may be accepted, until it has learned from this one.", before, now,
+        )  # fmt: skip
