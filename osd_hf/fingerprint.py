@@ -11,19 +11,19 @@ from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 
 from osd_hf.errors import first_line
 from osd_hf.pair import unwrap
 
 __all__ = [
-    "TAUGHT_FOR", "fingerprint", "look_closely", "taught_for", "target_changed", "target_version", "warn_of_target",
+    "TAUGHT_FOR", "fingerprint", "is_fingerprint", "look_closely", "taught_for", "target_changed", "target_version",
+    "warn_of_target",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
-VALUES = 1024  # sampled of a tensor, at least
+VALUES = 256  # sampled of a tensor, at least
 ROWS = 8  # of which at least one value is sampled: in a step, few rows of embeddings may change
 PROBED = 8  # parameters of which each look asks whether they are there still
 REMEMBERED = 16  # versions of one model, such as those of adapters that take turns
@@ -60,9 +60,10 @@ def fingerprint(model: Any) -> str:
             groups.setdefault((tensor.device, tensor.element_size()), []).append((place, _sample(tensor)))
     values: dict[int, bytes] = {}
     for group in groups.values():  # one copy to the host for each
-        ends = np.cumsum([len(sample) for _, sample in group])
-        samples = np.split(torch.cat([sample for _, sample in group]).cpu().numpy(), ends[:-1])
-        values |= {place: sample.tobytes() for (place, _), sample in zip(group, samples, strict=True)}
+        joined, end = torch.cat([sample for _, sample in group]).cpu().numpy().tobytes(), 0
+        for place, sample in group:
+            start, end = end, end + sample.nbytes
+            values[place] = joined[start:end]
     for place, (name, tensor) in enumerate(found):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode() + values.get(place, b""))
     return digest.hexdigest()
@@ -246,13 +247,15 @@ def taught_for(draft: Any, version: str | None) -> Iterator[None]:
             setattr(config, TAUGHT_FOR, before)
 
 
+def is_fingerprint(version: object) -> bool:
+    """Whether a version is told by its weights, not by the name that somebody gave it, a folder's perhaps."""
+    return isinstance(version, str) and re.fullmatch(r"[0-9a-f]{16}", version) is not None
+
+
 def warn_of_target(draft: Any, target: Any) -> None:
     """Say in the log where a draft was taught for another version of its target."""
     before = getattr(unwrap(draft).config, TAUGHT_FOR, None)
-    if not isinstance(before, str) or not re.fullmatch(r"[0-9a-f]{16}", before):  # or by the name of an engine's model
-        return
-    now = target_version(target)
-    if now is not None and now != before:
+    if is_fingerprint(before) and (now := target_version(target)) not in (None, before):
         logger.warning(
             "The draft was taught for another version of its target (%s; this one is %s). Answers are the target's "
             "own all the same; fewer tokens may be accepted, until it has learned from this one.", before, now,

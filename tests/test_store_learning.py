@@ -228,28 +228,28 @@ def test_sampled_requests_are_learned_from(begin: Any, pair: Any, tmp_path: Path
 def said(traces: Sequence[Trace], names: str) -> list[Trace]:
     """Traces that say these versions of their target, one a letter, one after the other."""
     return [
-        replace(t, target=None if name == "-" else name, created_at_seconds=float(number))
+        replace(t, target=None if name == "-" else 16 * name, created_at_seconds=float(number))
         for number, (t, name) in enumerate(zip(traces, names, strict=False))
     ]
 
 
 @pytest.mark.parametrize(
     ("asked", "names", "kept"),
-    [(None, "aaaabbbabb", "bbbbb"), ("a", "aaaabb-abb", "aaaaa"), (None, "aa--aa", "aa--aa"), (None, "aa-bb", "bb")],
+    [(None, "aaaabbbabb", "bbbbb"), ("a", "aaaabb-abb", "aaaaa"), (None, "zz--zz", "zz--zz"), (None, "aa-bb", "bb")],
 )  # fmt: skip
 def test_only_the_newest_target_is_learned_from_unless_asked(
     begin: Any, traces: list[Trace], tmp_path: Path, asked: str | None, names: str, kept: str
 ) -> None:
-    learner = begin(
-        path=written(tmp_path / "mixed", said(traces, names)), target_version=asked, publish_seconds=SELDOM
-    )
+    path = written(tmp_path / "mixed", said(traces, names))
+    learner = begin(path=path, target_version=asked and 16 * asked, publish_seconds=SELDOM)
     learn(learner)
     assert learner.requests == len(kept)
     others = len(names) - len(kept)
     assert learner.skipped == ({"of another version of the target": others} if others else {})
-    config = json.loads((learner.versions.path / "latest" / "config.json").read_text()) if len(kept) > 2 else {}
-    assert config.get("osd_hf_target") in (None, kept[0])
-    assert bool(config) == (len(kept) > 2)
+    if len(kept) > 2:
+        config = json.loads((learner.versions.path / "latest" / "config.json").read_text())
+        # A name that an engine gives may be a folder's: it goes nowhere.
+        assert config.get("osd_hf_target") == (16 * kept[0] if kept[0] in "abcdef" else None)
 
 
 def test_a_newer_target_takes_the_place_of_the_one_before(begin: Any, traces: list[Trace], tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_a_newer_target_takes_the_place_of_the_one_before(begin: Any, traces: li
     again = begin(path=store, state=tmp_path / "state")
     learn(again)
     lesson = again.learner.lessons[None]
-    assert {trace.target for trace in (*lesson.pending, *lesson.buffer)} == {"b"}
+    assert {trace.target for trace in (*lesson.pending, *lesson.buffer)} == {16 * "b"}
     assert (again.requests, again.skipped["of another version of the target"]) == (9, 8)
     again.save()
     late = [replace(trace, created_at_seconds=50 + trace.created_at_seconds) for trace in said(traces, "ba")]
@@ -280,7 +280,8 @@ def test_older_requests_are_scored_anew_where_the_target_is_at_hand(
     lesson = learner.learner.lessons[None]
     found = [*lesson.pending, *lesson.buffer]
     assert (learner.requests, len(learner.learned), learner.skipped) == (10, 4, {})
-    assert sorted((trace.is_rescored, trace.target) for trace in found) == [(False, "b")] * 4 + [(True, "b")] * 6
+    assert {trace.target for trace in found} == {16 * "b"}
+    assert sorted(trace.is_rescored for trace in found) == [False] * 4 + [True] * 6
     anew = next(trace for trace in found if trace.created_at_seconds == 2)
     [wanted] = rescore(other, traces[2:3])
     assert np.array_equal(anew.top_ids, wanted.top_ids)

@@ -193,7 +193,7 @@ def read_traces(
     dataset: Iterable[Trace], vocab_size: int, *, needs_rows: bool, is_encoder_decoder: bool
 ) -> list[Trace]:
     """Recorded requests, without those that have no token. Refuses those of another kind of model or vocabulary and,
-    with `needs_rows`, those without rows of the target or with rows of several widths."""
+    with `needs_rows`, those without rows of the target, or with rows of several widths or versions of it."""
     traces = [trace for trace in dataset if len(trace)]
     if not traces:
         raise DataError("The recordings hold no request with a token to learn from.")
@@ -220,6 +220,12 @@ def read_traces(
         raise StateError(
             f"The recordings keep {' and '.join(str(w or 'all') for w in widths)} entries per position; one run "
             "takes one width. Distill from each part by itself."
+        )
+    versions = sorted({t.target for t in traces if t.target is not None})
+    if len(versions) > 1:
+        raise DataError(
+            f"The recordings hold rows of {len(versions)} versions of the target ({', '.join(versions)}); one run "
+            "takes one. Leave out the others, or give all of them the rows of one by `rescore`."
         )
     return traces
 

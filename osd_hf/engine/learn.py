@@ -22,6 +22,7 @@ from accelerate import Accelerator
 from osd_hf.capture.hook import rescore
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, OSDError, StateError
+from osd_hf.fingerprint import is_fingerprint
 from osd_hf.hub.cards import DraftFacts
 from osd_hf.hub.push import check_written, push_folder, save_draft
 from osd_hf.learning.drafts import DomainDrafts
@@ -452,6 +453,7 @@ class StoreLearner:
         }
         training = {**self.facts.training, "Requests learned from": facts["requests"], **held_back}
         version = self.learner.taught_for(None)
+        version = version if is_fingerprint(version) else None  # names of engines may be folders of theirs
         name = self.repo_id or f"{self.versions.path.name}/{folder.name.lstrip('.').split('-')[0]}"
         card = replace(self.facts, training=training, target_version=version)
         save_draft(folder, draft, self.tokenizer, num_assistant_tokens=self.k, repo_id=name, facts=card)

@@ -144,6 +144,8 @@ class Updater:
         """Take in a request to learn from at the next update; raises StateError if its rows are of another width."""
         if len(trace) and trace.num_kept and self.accepts(trace):
             self.lesson.check_width([trace])
+            with self.lesson.lock:
+                self.lesson.meet(trace.target)
             self.lesson.pending.append(trace)
 
     def accepts(self, trace: Trace) -> bool:
