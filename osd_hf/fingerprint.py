@@ -161,9 +161,13 @@ def look_closely(model: Any) -> str | None:
     """The fingerprint of a model where its weights have changed unnoticed since [`target_version`] was asked last;
     `None` where they have not. Takes milliseconds."""
     before, model = target_version(model), unwrap(model)
-    if before is None or (now := fingerprint(model)) == before.partition("-")[0]:
+    if before is None:
         return None
-    _known[model].renew(model, now)
+    known = _known[model]
+    counted = known.look(model)  # before, as it may change meanwhile
+    if (now := fingerprint(model)) == before.partition("-")[0]:
+        return None
+    known.versions = {counted: now}
     return now
 
 
@@ -173,7 +177,8 @@ def target_changed(model: Any) -> str | None:
     if (now := look_closely(model)) is None and before is not None:
         plain, _, times = before.partition("-")
         now = f"{plain}-{int(times or 0) + 1}"
-        _known[model].renew(model, now)
+        known = _known[model]
+        known.versions = {known.look(model): now}
     return now
 
 
@@ -182,17 +187,18 @@ class _Known:
 
     def __init__(self, model: Any) -> None:
         self.versions: dict[object, str] = {}
-        self._look(model)
+        self.look(model)
 
-    def _look(self, model: Any) -> None:
-        """Learn which weights there are. They are held until the next look where they are taken out of the model; weak
-        references would keep torch from exchanging their contents."""
+    def look(self, model: Any) -> object:
+        """Learn which weights there are, and return what is counted now. Weights that are taken out of the model are
+        held until the next look; weak references would keep torch from exchanging their contents."""
         weights = [tensor for module in model.modules() for _, tensor in _saved(module)]
         self._tensors = [tensor for tensor in weights if not tensor.is_inference()]  # of which nothing is counted
         places = [(module._parameters, name) for module in model.modules() for name in module._parameters]
         chosen = places[:: max(len(places) // PROBED, 1)]
         self._probes = [(held, name, held[name]) for held, name in chosen]
         self._layer = next((m for m in model.modules() if getattr(m, "adapter_layer_names", None)), None)
+        return self._counted(model)
 
     def _counted(self, model: Any) -> object:
         """Another value after each change that is noticed."""
@@ -208,23 +214,14 @@ class _Known:
         )  # fmt: skip
 
     def version(self, model: Any) -> str:
-        now = self._counted(model)
-        version = self.versions.get(now)
+        version = self.versions.get(self._counted(model))
         if version is None:
             before = self._tensors
-            self._look(model)
-            if list(map(id, before)) != list(map(id, self._tensors)):
-                self.versions = {}  # by what other weights have counted
+            counted = self.look(model)
+            known = self.versions if list(map(id, before)) == list(map(id, self._tensors)) else {}  # by other weights
             version = fingerprint(model)
-            while len(self.versions) >= REMEMBERED:
-                del self.versions[next(iter(self.versions))]
-            self.versions[self._counted(model)] = version
+            self.versions = dict([*known.items(), (counted, version)][-REMEMBERED:])
         return version
-
-    def renew(self, model: Any, version: str) -> None:
-        """Let the model as it is now have this version, and know no other one."""
-        self._look(model)
-        self.versions = {self._counted(model): version}
 
 
 # --- what a draft was taught for ------------------------------------------------------------------------------------

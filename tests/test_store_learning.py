@@ -287,6 +287,9 @@ def test_older_requests_are_scored_anew_where_the_target_is_at_hand(
     assert np.array_equal(anew.top_ids, wanted.top_ids)
     assert not np.array_equal(anew.top_ids, traces[2].top_ids)
     assert learner.learner.drafts.serving_version() > 0
+    learner = begin(path=written(tmp_path / "scored", rescore(other, traces[:4])), versions="others")
+    learn(learner)
+    assert (learner.requests, len(learner.learned), dict(learner.set_aside)) == (4, 0, {})
 
 
 def test_requests_that_do_not_fit_are_left_out_and_counted(

@@ -328,9 +328,9 @@ class StoreLearner:
         fitting = [trace for trace in taken if self._fits(trace) and updater.accepts(trace)]
         if not self._asked_version:
             self._versions += dict.fromkeys(t.target for t in fitting if t.target and t.target not in self._versions)
-        if others := [trace for trace in fitting if self._is_another(trace)]:
-            self._learn_anew(others)
-            fitting = [trace for trace in fitting if trace not in others]
+        if aside := [trace for trace in fitting if trace.is_rescored or self._is_another(trace)]:
+            self._learn_anew(aside)
+            fitting = [trace for trace in fitting if trace not in aside]
         # Each request has one place in the order of learning, so that counting on is safe where writing fails below.
         replays = updater.set_aside.isolate(
             lambda those: replay_each(self._draft, those, self.k), fitting, updater.readable
@@ -367,14 +367,16 @@ class StoreLearner:
         return trace.target not in (None, *self._versions[-1:]) or bool(trace.target is None and is_sure)
 
     def _learn_anew(self, traces: Sequence[Trace]) -> None:
-        """Learn from requests of other versions with the rows of this one, where there is a model to score them."""
-        if self._target is None:
-            for _ in traces:
-                self._leave_out("of another version of the target")
-            return
+        """Learn from requests of other versions with the rows of this one: those that were scored anew, and what the
+        model that is at hand scores now."""
+        others = [trace for trace in traces if self._is_another(trace)]
         version = self._versions[-1] if self._versions else None
-        for trace in rescore(self._target, traces):
-            self.learner.observe(None, replace(trace, target=version))
+        if self._target is None:
+            for _ in others:
+                self._leave_out("of another version of the target")
+        anew = [] if self._target is None else [replace(t, target=version) for t in rescore(self._target, others)]
+        for trace in (*anew, *(trace for trace in traces if trace not in others)):
+            self.learner.observe(None, trace)
             self.requests += 1
             self.tokens += len(trace)
         while (report := self.learner.after_answer()) is not None:
