@@ -72,7 +72,7 @@ def test_a_step_on_any_weight_is_another_version() -> None:
 
 
 @given(
-    rows=st.integers(1, 3000), columns=st.integers(1, 40), first=st.floats(0, 1), seed=st.integers(0, 9),
+    rows=st.integers(1, 20000), columns=st.integers(1, 4), first=st.floats(0, 1), seed=st.integers(0, 9),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int8]),
 )  # fmt: skip
 @settings(max_examples=60)
