@@ -8,7 +8,8 @@ A target that is fine-tuned while it is served: what is left of the draft's acce
 The target is fine-tuned on another data set than those that are served (LoRA by TRL, merged). A draft learns from the
 requests before, by replay; then the fine-tuned target answers others. Compared after the switch: the draft as it was;
 the one that had learned, frozen; learning on with the requests of the older target set aside, which is what osd_hf
-does; learning on with them in the buffers and the gate, as if nothing had happened; and a fresh draft that learns.
+does; with them scored anew by the fine-tuned one; with them in the buffers and the gate, as if nothing had happened;
+and a fresh draft that learns.
 Live, the weights of a serving target are exchanged in place, and each answer is compared with the target's own.
 """
 
@@ -29,7 +30,7 @@ import torch
 from common import K, drawing, last_share, load_pair, make_parser, pooled, recorded, run_facts, simulated, write_report
 from datasets import Dataset
 
-from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, Trace, fingerprint, simulate
+from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, Trace, fingerprint, rescore
 from osd_hf.bench.display import rolling_alpha
 from osd_hf.pair import Pair, load_model
 from osd_hf.replay import replay_each
@@ -37,7 +38,8 @@ from osd_hf.replay import replay_each
 CONFIG = OnlineConfig(num_assistant_tokens=K)
 WINDOW = 32  # requests that acceptance is told over
 BACK = 0.9  # of the acceptance before the switch
-FROZEN, ASIDE, STALE, FRESH = "frozen", "learning, older set aside", "learning, older kept", "a fresh draft"
+FROZEN, FRESH = "frozen", "a fresh draft"
+ASIDE, ANEW, STALE = (f"learning, older {what}" for what in ("set aside", "scored anew", "kept"))
 Stats = Sequence[AcceptanceStats]
 
 
@@ -102,21 +104,23 @@ def back_after(stats: Stats, level: float) -> int | None:
     return next((end for end in sizes if pooled(stats[max(end - WINDOW, 0) : end]) >= level), None)
 
 
-def replayed(draft: Any, before: list[Trace], after: list[Trace], name: str) -> dict[str, Any]:
+def replayed(draft: Any, tuned: Any, before: list[Trace], after: list[Trace], name: str) -> dict[str, Any]:
     """Acceptance over both parts, in each way."""
     learned = simulated(draft, before, CONFIG, bar=f"{name} before")
     ways: dict[str, Stats] = {"as it was": replay_each(draft, after, K)}
     ways[FROZEN] = replay_each(learned.draft, after, K)
     decisions = {}
-    for way in (ASIDE, STALE, FRESH):
-        first, second = (before, after) if way == ASIDE else (unsaid(before), unsaid(after))
+    for way in (ASIDE, ANEW, STALE, FRESH):
+        first, second = (unsaid(before), unsaid(after)) if way == STALE else (before, after)
         learner = learned.learner if way == ASIDE else None
-        if way == STALE:
-            learner = simulated(draft, first, CONFIG, bar=f"{name} before, unsaid").learner
-        run = simulate(draft, second, CONFIG, learner=learner)
+        if way in (ANEW, STALE):
+            learner = simulated(draft, first, CONFIG, bar=f"{name} before, {way}").learner
+        for trace in rescore(tuned, before) if way == ANEW and learner is not None else ():
+            learner.observe(None, trace)
+        run = simulated(draft, second, CONFIG, bar=f"{name} after, {way}", learner=learner)
         ways[way], decisions[way] = run.stats, Counter(decision.outcome for decision in run.decisions)
     reached = pooled(learned.stats[-2 * WINDOW :])
-    shown = {way: [*learned.stats, *stats] for way, stats in ways.items() if way in (FROZEN, ASIDE, STALE)}
+    shown = {way: [*learned.stats, *stats] for way, stats in ways.items() if way in (FROZEN, ASIDE, ANEW, STALE)}
     static = [*replay_each(draft, before, K), *ways["as it was"]]
     return {
         "dataset": name,
@@ -204,7 +208,7 @@ def main() -> None:
     for name in args.datasets:
         before = recorded(name, args.seed, args.before, folder, pair)
         after = recorded(name, args.seed + 1, args.after, folder / kind, Pair(tuned, pair.draft, pair.tokenizer))
-        rows.append(replayed(pair.draft, before, after, name))
+        rows.append(replayed(pair.draft, tuned, before, after, name))
         lives.append(live(pair, tuned, name, args.live, args.seed))
         print(json.dumps([{k: v for k, v in rows[-1].items() if k != "curves"}, lives[-1]], indent=1))
     plot(args.name, rows, args.before)
