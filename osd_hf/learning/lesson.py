@@ -181,7 +181,7 @@ class Lesson:
 
     def meet(self, target: str | None) -> bool:
         """Take in, inside the lock, which version of the target answers from now on; returns whether it is another one
-        than before. What was learned stays: it is a better start than the draft as it was."""
+        than before. What was learned stays: the target is much the same, as a rule."""
         if target is None or target == self.target:
             return False
         before, self.target = self.target, target
