@@ -14,8 +14,7 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from osd_hf.capture.hook import record_traces
-from osd_hf.capture.request import Rows
+from osd_hf.capture.hook import record_traces, scored
 from osd_hf.chunked_loss import SampledTail
 from osd_hf.config import OnlineConfig, setting
 from osd_hf.cutting import cut, depth
@@ -28,7 +27,7 @@ from osd_hf.learning.weights import write_snapshot
 from osd_hf.metrics import AcceptanceStats, best_k, expected_speedup, figures_of
 from osd_hf.pair import check_pair, prompt_room, set_fixed_k, unwrap, vocab_size_of
 from osd_hf.prompts import encode_turn
-from osd_hf.replay import raw_rows, replay_each
+from osd_hf.replay import replay_each
 from osd_hf.trace import Trace
 
 __all__ = [
@@ -254,21 +253,12 @@ def split(requests: Sequence[Trace], seed: int) -> tuple[list[Trace], list[Trace
     return rest, first
 
 
-@torch.inference_mode()
 def _with_rows(target: Any, traces: Sequence[Trace]) -> list[Trace]:
-    """Answered requests with the target's rows: those that have none are scored, one teacher-forced pass each."""
+    """Answered requests with the target's rows: those that have none are scored."""
     known, bare = list(traces), [i for i, trace in enumerate(traces) if not trace.num_kept and len(trace)]
     eos = {"eos_token_id": target.generation_config.eos_token_id}
-    for i, first, part in raw_rows(target, [traces[i] for i in bare], AT_ONCE):
-        if first == 0:
-            rows = Rows({KEPT})
-        rows.add(part)
-        trace = traces[bare[i]]
-        if first + len(part) == len(trace):
-            logits, ids, tail = rows.stored(KEPT, len(trace), trace.vocab_size)
-            known[bare[i]] = replace(
-                trace, top_logits=logits, top_ids=ids, tail_logprob=tail, sampling=trace.sampling or eos
-            )
+    for i, trace in zip(bare, scored(target, [traces[i] for i in bare], [KEPT] * len(bare), AT_ONCE), strict=True):
+        known[i] = replace(trace, sampling=trace.sampling or eos)
     return known
 
 

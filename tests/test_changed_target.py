@@ -29,7 +29,7 @@ from osd_hf import (
     replay,
     rescore,
 )
-from osd_hf.distillation.data import _read_traces
+from osd_hf.distillation.data import read_traces
 from osd_hf.fingerprint import target_version
 from osd_hf.learning import learner as learner_module
 from osd_hf.learning.drafts import DomainDrafts
@@ -355,7 +355,7 @@ def test_a_request_scored_anew_is_learned_from_and_judges_nothing(recorded: list
 def test_offline_one_run_takes_one_target(recorded: list[Trace]) -> None:
     def read(names: str) -> int:
         traces = [replace(t, target=None if n == "-" else n) for t, n in zip(recorded, names, strict=False)]
-        return len(_read_traces(traces, models.VOCAB, needs_rows=True, is_encoder_decoder=False))
+        return len(read_traces(traces, models.VOCAB, needs_rows=True, is_encoder_decoder=False))
 
     assert (read("aaa"), read("a-a"), read("---")) == (3, 3, 3)
     with pytest.raises(DataError, match=r"2 versions of the target \(a, b\)"):

@@ -26,8 +26,8 @@ from osd_hf.capture.guards import ReplayedProcessor, check_generation, check_pro
 from osd_hf.capture.request import NO_WARPING, Binding, Lease, Request, Rows, Sink, compress_rows, sampling_settings
 from osd_hf.errors import CaptureError, ConfigError, OSDError, UnsupportedModelError, VocabularyMismatchError
 from osd_hf.fingerprint import target_version
-from osd_hf.pair import evaluating, input_device, until_end, unwrap, vocab_size_of
-from osd_hf.replay import batches, completion_logits, padded
+from osd_hf.pair import input_device, until_end, unwrap, vocab_size_of
+from osd_hf.replay import padded, raw_rows
 from osd_hf.trace import Trace, ids_dtype
 
 logger = logging.getLogger(__name__)
@@ -193,7 +193,6 @@ class _Recorder(LogitsProcessor):
         return top_logits, top_ids.astype(ids_dtype(vocab_size)), tail
 
 
-@torch.no_grad()
 def rescore(target: Any, traces: Sequence[Trace], *, batch_size: int = 8) -> list[Trace]:
     """
     The same prompts and answers with the rows of another target, by one teacher-forced pass over each: what was kept
@@ -216,21 +215,27 @@ def rescore(target: Any, traces: Sequence[Trace], *, batch_size: int = 8) -> lis
         raise VocabularyMismatchError(
             f"A trace has a vocabulary of {odd.vocab_size} tokens, the target {size}. Leave it out."
         )
-    scored = list(traces)
-    with evaluating(target):
-        for batch in batches(traces, size, batch_size):
-            logits = completion_logits(target, [traces[i] for i in batch])
-            for i, raw in zip(batch, logits, strict=True):
-                trace = traces[i]
-                width = trace.top_ids.shape[1] or None
-                rows = Rows({width})
-                rows.add(raw[: len(trace)])
-                top_logits, top_ids, tail = rows.stored(width, len(trace), size)
-                scored[i] = replace(
-                    trace, rounds=(), top_logits=top_logits, top_ids=top_ids, tail_logprob=tail, target=version,
-                    draft_version=0, sampling={**trace.sampling, "rescored": True},
-                )  # fmt: skip
-    return scored
+    widths = [trace.top_ids.shape[1] or None for trace in traces]
+    return [
+        replace(trace, rounds=(), target=version, draft_version=0, sampling={**trace.sampling, "rescored": True})
+        for trace in scored(target, traces, widths, batch_size)
+    ]
+
+
+@torch.inference_mode()
+def scored(target: Any, traces: Sequence[Trace], widths: Sequence[int | None], batch_size: int) -> list[Trace]:
+    """Answered requests with the rows of a target in place of their own, so many entries kept of each (`None`: all),
+    by one teacher-forced pass over each."""
+    found = list(traces)
+    for i, first, part in raw_rows(target, traces, batch_size):
+        trace, width = traces[i], widths[i]
+        if first == 0:
+            rows = Rows({width})
+        rows.add(part)
+        if first + len(part) == len(trace):
+            top_logits, top_ids, tail = rows.stored(width, len(trace), trace.vocab_size)
+            found[i] = replace(trace, top_logits=top_logits, top_ids=top_ids, tail_logprob=tail)
+    return found
 
 
 # --- where requests are met -----------------------------------------------------------------------------------------
