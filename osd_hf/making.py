@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import logging
 import sys
 import time
@@ -14,13 +16,14 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from osd_hf.capture.hook import record_traces, scored
+from osd_hf.capture.hook import processors_asked, record_traces, scored
 from osd_hf.chunked_loss import SampledTail
 from osd_hf.config import OnlineConfig, setting
-from osd_hf.cutting import cut, depth
+from osd_hf.cutting import cut, depth, has_attention
 from osd_hf.distillation.data import read_rows, read_traces
-from osd_hf.drafting.forward import DraftForward
+from osd_hf.drafting.forward import DraftForward, compiles_draft
 from osd_hf.errors import ConfigError, DataError, UnsupportedModelError
+from osd_hf.fingerprint import is_fingerprint, target_version
 from osd_hf.learning.lesson import Lesson
 from osd_hf.learning.updater import Updater
 from osd_hf.learning.weights import write_snapshot
@@ -28,7 +31,7 @@ from osd_hf.metrics import AcceptanceStats, best_k, expected_speedup, figures_of
 from osd_hf.pair import check_pair, prompt_room, set_fixed_k, unwrap, vocab_size_of
 from osd_hf.prompts import encode_turn
 from osd_hf.replay import replay_each
-from osd_hf.trace import Trace
+from osd_hf.trace import Trace, bare_trace
 
 __all__ = [
     "Costs", "Course", "MadeDraft", "MakingConfig", "Piece", "make_draft", "measured_costs", "outer_layers", "split",
@@ -253,11 +256,11 @@ def split(requests: Sequence[Trace], seed: int) -> tuple[list[Trace], list[Trace
     return rest, first
 
 
-def _with_rows(target: Any, traces: Sequence[Trace]) -> list[Trace]:
-    """Answered requests with the target's rows: those that have none are scored."""
+def _with_rows(target: Any, traces: Sequence[Trace], width: int | None) -> list[Trace]:
+    """Answered requests with the target's rows: those that have none are scored, so many entries kept of each."""
     known, bare = list(traces), [i for i, trace in enumerate(traces) if not trace.num_kept and len(trace)]
-    eos = {"eos_token_id": target.generation_config.eos_token_id}
-    for i, trace in zip(bare, scored(target, [traces[i] for i in bare], [KEPT] * len(bare), AT_ONCE), strict=True):
+    eos = {"eos_token_id": unwrap(target).generation_config.eos_token_id}
+    for i, trace in zip(bare, scored(target, [traces[i] for i in bare], [width] * len(bare), AT_ONCE), strict=True):
         known[i] = replace(trace, sampling=trace.sampling or eos)
     return known
 
@@ -267,6 +270,7 @@ def _answered(
 ) -> Iterator[Trace]:
     """The requests with the target's rows: what has no answer is answered, in batches; where a course is given, until
     its time for that is over."""
+    width = next((trace.top_ids.shape[1] or None for trace in requests if trace.num_kept), KEPT)
     for first in range(0, len(requests), AT_ONCE):
         if course is not None:
             course.show(f"answering, {first} of {len(requests)}", course.elapsed / course.seconds)
@@ -274,9 +278,38 @@ def _answered(
                 course.say(f"answered {first} of {len(requests)} prompts: the others would take too long")
                 return
         batch = requests[first : first + AT_ONCE]
-        yield from _with_rows(target, [trace for trace in batch if len(trace)])
+        yield from _with_rows(target, [trace for trace in batch if len(trace)], width)
         unanswered = [trace.prompt_ids.tolist() for trace in batch if not len(trace)]
-        yield from record_traces(target, unanswered, max_new_tokens=max_new_tokens, num_logprobs=KEPT)
+        with _unprocessed(target):
+            yield from record_traces(target, unanswered, max_new_tokens=max_new_tokens, num_logprobs=width)
+
+
+@contextlib.contextmanager
+def _unprocessed(target: Any) -> Iterator[None]:
+    """The target answers without the logits processors that its generation config asks for: what a draft learns are
+    the raw rows, which these change afterwards for target and draft alike."""
+    inner = unwrap(target)
+    before, inner.generation_config = inner.generation_config, copy.deepcopy(inner.generation_config)
+    for name in processors_asked(before):
+        setattr(inner.generation_config, name, None)
+    try:
+        yield
+    finally:
+        inner.generation_config = before
+
+
+def _of_target(target: Any, traces: Iterable[Trace]) -> list[Trace]:
+    """Recorded requests without those of another version of the target; raises DataError where these are all."""
+    version, known = target_version(target), list(traces)
+    ours = [trace for trace in known if trace.target in (None, version) or not is_fingerprint(trace.target)]
+    if known and not ours:
+        raise DataError(
+            f"All {len(known)} requests were answered by another version of the target ({known[-1].target}) than this "
+            f"one ({version}). Record some of this one, or give them its rows by `rescore` and new ones beside them."
+        )
+    if len(ours) < len(known):
+        logger.warning("%d requests of another version of the target are left out.", len(known) - len(ours))
+    return ours
 
 
 # --- time -----------------------------------------------------------------------------------------------------------
@@ -386,7 +419,7 @@ def make_draft(
     A draft for any target: some of the target's own layers as a smaller model, taught on the target's answers.
     Embeddings and head stay as they are in the target.
 
-    Which layers is measured: a few pieces are timed, taught for a short while on the same requests, and the one with
+    Which layers is measured: a few pieces are timed, by eager forwards, taught for a short while on the same requests, and the one with
     the best expected speed (held-out acceptance by replay, measured costs, the cost model) goes on to the end.
 
     Args:
@@ -395,10 +428,11 @@ def make_draft(
         tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's, for prompts that are text.
         prompts (`Iterable`, *optional*):
             What to answer, each the token ids of a prompt, a text (a user's turn, through the chat template), or a row
-            as [`distill`] takes it, perhaps with an answer to learn from. The target answers greedily, in batches.
+            as [`distill`] takes it, perhaps with an answer to learn from. The target answers the others greedily, in
+            batches, without the logits processors that its generation config asks for; what is held out it answers all.
         traces (`Iterable[Trace]`, *optional*):
             Instead: requests that were recorded, such as those of a [`CorrectionStore`]. Those without the target's
-            rows are scored by it.
+            rows are scored by it; those of another version of the target are left out.
         num_layers (`int`, *optional*): How many layers, without a trial of others: the first and the last ones.
         layers (`Sequence[int]`, *optional*): Instead: these layers, by their numbers; of an encoder-decoder, the
             decoder's, beside the whole encoder.
@@ -417,7 +451,8 @@ def make_draft(
     Raises:
         UnsupportedModelError: the target cannot be cut up, or it is so quick that no piece of it could pay.
         ConfigError: settings outside their range, or that exclude each other.
-        DataError: fewer than eight different prompts, or requests that cannot be learned from.
+        DataError: fewer than eight different prompts, or requests that cannot be learned from, as those of another
+            version of the target.
     """
     config = MakingConfig(
         num_layers=num_layers, layers=None if layers is None else tuple(layers), max_seconds=max_seconds,
@@ -440,8 +475,14 @@ def taught_draft(
         candidates = _pieces(target, config)
         if traces is None:
             rest, first = split(_asked(unwrap(target), tokenizer, prompts or (), config.max_new_tokens), config.seed)
+            # Judged by what the target says, whatever answers there are to learn from.
+            first = [bare_trace(t.prompt_ids, (), t.vocab_size, t.decoder_prompt_ids) for t in first]
         else:
-            rest, first = split(_learnable(target, traces, needs_rows=False), config.seed)
+            rest, first = split(_learnable(target, _of_target(target, traces), needs_rows=False), config.seed)
+            rest += [trace for trace in first if trace.sampling.get("rescored")]
+            first = [trace for trace in first if not trace.sampling.get("rescored")]
+            if not first:
+                raise DataError("Requests that were scored anew say nothing of acceptance. Add some of this target.")
         answer = float(np.mean([len(trace) or config.max_new_tokens for trace in first]))
         costs = measured_costs(target, [c.draft for c in candidates], first[0].prompt_ids, course.clock)
         candidates = _judge(candidates, costs, answer, course)
@@ -492,13 +533,17 @@ def _pieces(target: Any, config: MakingConfig) -> list[Piece]:
         chosen = [outer_layers(config.num_layers, count)] if config.num_layers < count else []
     else:  # the last layers may be strangers to the first
         forms = [form for size in SIZES if size < count for form in (outer_layers(size, count), tuple(range(size)))]
-        chosen = list(dict.fromkeys(forms))
+        chosen = [form for form in dict.fromkeys(forms) if has_attention(inner, form)]
     if not chosen:
         raise UnsupportedModelError(
             f"A draft has fewer layers than its target: {type(inner).__name__} has {count}, asked for were "
             f"{config.num_layers or min(SIZES)}."
         )
-    return [Piece(cut(target, layers, encoder), layers, encoder) for encoder in encoders for layers in chosen]
+    pieces = [Piece(cut(target, layers, encoder), layers, encoder) for encoder in encoders for layers in chosen]
+    for piece in pieces[1:]:  # embeddings and heads are large, and no piece changes them
+        piece.draft.set_input_embeddings(pieces[0].draft.get_input_embeddings())
+        piece.draft.set_output_embeddings(pieces[0].draft.get_output_embeddings())
+    return pieces
 
 
 def outer_layers(size: int, count: int) -> tuple[int, ...]:
@@ -516,14 +561,19 @@ def _judge(candidates: list[Piece], costs: Sequence[Costs], new_tokens: float, c
             f"times as fast as the target alone {hoped}"
         )
     able = [c for c in candidates if c.costs.worth(HOPED_FOR, new_tokens)[1] > 1]
-    if not able:
-        least = min(candidates, key=lambda c: c.costs.c)
-        raise UnsupportedModelError(
-            f"No draft pays for this target here: with {least.name} alone, a drafted token takes {least.costs.c:.2f} "
-            f"of the time of one of the target's own, and would have to be right more often than that; {HOPED_FOR} is "
-            "seldom reached. Use the target alone, a smaller model of its family, or candidates from past text."
-        )
-    return able
+    if able:
+        return able
+    least = min(candidates, key=lambda c: c.costs.c)
+    if compiles_draft(OnlineConfig(), least.draft.device.type):
+        course.say("with eager forwards no draft pays; compiled ones, as they serve here, take less")
+        return candidates
+    best = max(c.costs.worth(HOPED_FOR, new_tokens)[1] for c in candidates)
+    raise UnsupportedModelError(
+        f"No draft pays for this target here: with {least.name} alone, a drafted token takes {least.costs.c:.2f} of the "
+        f"time of one of the target's own, and with {HOPED_FOR} of its tokens right, which is seldom reached, answers "
+        f"of {new_tokens:.0f} tokens would come {best:.2f} times as fast. Use the target alone, a smaller model of its "
+        "family, or candidates from past text."
+    )
 
 
 def _learnable(target: Any, traces: Iterable[Trace], *, needs_rows: bool = True) -> list[Trace]:

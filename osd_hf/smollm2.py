@@ -112,7 +112,8 @@ def smollm2_pair(
 
     Args:
         folder (`str` or `Path`, *optional*), device (`str`, *optional*, defaults to `"cpu"`):
-            As for [`smollm2`], which says what is raised.
+            As for [`smollm2`], which says what is raised. [`make_draft`] raises UnsupportedModelError where the
+            target is so quick that no draft could pay: use `smollm2` alone then.
         max_seconds (`float`, *optional*, defaults to 600): For making the draft.
         say (`Callable[[str], object]`, *optional*): Gets a line before each step that takes a while; a log by default.
     """

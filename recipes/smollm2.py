@@ -62,7 +62,9 @@ def made(args: argparse.Namespace) -> tuple[Pair, dict[str, Any]]:
         target, tokenizer = smollm2()
     else:
         target, tokenizer = load_model(args.target, dtype="float32", device="cpu"), load_tokenizer(args.target)
-    told = args.traces / "made.json"
+    how = (args.seed, args.layers, args.make_steps, args.make_seconds, args.max_new_tokens)
+    place = args.traces / "-".join(map(str, ("draft", Path(args.target).name if args.target else NAME, *how)))
+    told = place.with_name(f"{place.name}.json")
 
     def make() -> Any:
         config = MakingConfig(
@@ -73,7 +75,7 @@ def made(args: argparse.Namespace) -> tuple[Pair, dict[str, Any]]:
         told.write_text(json.dumps(found.to_dict()))
         return found.draft
 
-    draft = kept_draft(args.traces / "draft", tokenizer, make)
+    draft = kept_draft(place, tokenizer, make)
     return Pair(target, draft, tokenizer), json.loads(told.read_text())
 
 
@@ -235,7 +237,8 @@ def measured(name: str, args: argparse.Namespace, pair: Pair) -> dict[str, Any]:
 
 def sizes_of(args: argparse.Namespace) -> str:
     """What files of another size are told apart by."""
-    sizes = (args.seed, args.requests, args.live, args.later, args.timed, args.max_new_tokens)
+    sizes = (args.seed, args.requests, args.live, args.later, args.timed, args.max_new_tokens, args.layers,
+             args.make_steps, args.make_seconds)  # fmt: skip
     return "-".join(map(str, sizes)) + "-compiled" * args.compile
 
 

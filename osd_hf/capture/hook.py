@@ -145,7 +145,7 @@ def record_traces(
     for i, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise ConfigError(f"Prompt {i} is empty; every prompt needs at least one token.")
-    asked = sampling_settings(target.generation_config).keys() - {"do_sample", "eos_token_id", *NO_WARPING}
+    asked = processors_asked(target.generation_config)
     if asked:
         raise ConfigError(
             f"The target's generation config sets {', '.join(sorted(asked))}, so its answers are not its own greedy "
@@ -174,6 +174,12 @@ def record_traces(
                 rounds=(), top_logits=top_logits, top_ids=top_ids, tail_logprob=tail, vocab_size=size,
                 domain=domain, sampling=sampling, created_at_seconds=time.time(), target=version,
             )  # fmt: skip
+
+
+def processors_asked(generation_config: Any) -> set[str]:
+    """What a generation config asks for that would change greedy answers."""
+    asked = sampling_settings(generation_config).keys() - {"do_sample", "eos_token_id", *NO_WARPING}
+    return asked | ({"guidance_scale"} if generation_config.guidance_scale not in (None, 1) else set())
 
 
 class _Recorder(LogitsProcessor):

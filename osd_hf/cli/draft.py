@@ -9,7 +9,8 @@ from typing import Any
 
 from osd_hf.bench.display import figure, stats_interval, text_table
 from osd_hf.cli.flags import Prompts, Reporting, TargetLoading, encode, flag, in_groups, part, recorded
-from osd_hf.errors import ConfigError
+from osd_hf.errors import ConfigError, DataError
+from osd_hf.fingerprint import target_version
 from osd_hf.hub.cards import facts_of
 from osd_hf.hub.push import save_draft
 from osd_hf.making import MadeDraft, MakingConfig, taught_draft
@@ -41,9 +42,10 @@ class DraftSettings(Prompts, TargetLoading, Reporting):
         if self.layers is None:
             return self.config
         try:
-            return replace(self.config, layers=tuple(int(number) for number in self.layers.split(",")))
+            layers = tuple(int(number) for number in self.layers.split(","))
         except ValueError as error:
             raise ConfigError(f"--layers must be numbers with commas between them, got {self.layers!r}.") from error
+        return replace(self.config, layers=layers)
 
 
 def draft_command(settings: DraftSettings) -> int:
@@ -54,7 +56,10 @@ def draft_command(settings: DraftSettings) -> int:
     make_folder(settings.out)
     what: dict[str, Any]
     if settings.store is not None:
-        what = {"traces": list(recorded(settings.store))[-(settings.num_requests or 0) :]}
+        held = [t for t in recorded(settings.store) if settings.domain is None or t.domain in settings.domain]
+        if not held:
+            raise DataError(f"{settings.store} holds no request of {settings.domain}. Name others with --domain.")
+        what = {"traces": held[-(settings.num_requests or 0) :]}
         domains = sorted({trace.domain for trace in what["traces"] if trace.domain is not None})
     else:
         encoded = encode(
@@ -64,8 +69,10 @@ def draft_command(settings: DraftSettings) -> int:
         )  # fmt: skip
         what = {"prompts": [ids for _, ids in encoded.prompts]}
         domains = sorted({domain for domain in encoded.domains if domain is not None})
+    version = target_version(target)
     made = taught_draft(target, tokenizer, config, **what)
-    facts = replace(facts_of(target, target, domains, _facts(made)), command=provenance()["command"])
+    facts = facts_of(target, target, domains, _facts(made))
+    facts = replace(facts, command=provenance()["command"], target_version=version)
     save_draft(settings.out, made.draft, tokenizer, facts=facts)
     rows = [
         [str(t["layers"]), figure(t["c"], 2), figure(t["alpha_before"]), figure(t["alpha"]), figure(t["speedup"], 2)]
@@ -73,7 +80,8 @@ def draft_command(settings: DraftSettings) -> int:
     ]
     if rows:
         settings.say(text_table(["layers tried", "cost", "alpha before", "after the trial", "expected"], rows) + "\n")
-    settings.say(f"alpha (k = 5) on {made.held_out} held-out requests: {_alphas(made)}; {made.verdict}")
+    where = settings.store or settings.prompts or "the bundled pair's domains"
+    settings.say(f"alpha (k = 5) on {made.held_out} held-out requests of {where}: {_alphas(made)}; {made.verdict}")
     settings.say(f"Wrote {settings.out}.")
     if made.speedup <= 1:
         print("osd-hf: warning: the draft does not pay yet", file=sys.stderr)
@@ -92,7 +100,7 @@ def _facts(made: MadeDraft) -> dict[str, Any]:
     if made.encoder_layers is not None:
         facts["Layers of its encoder"] = ", ".join(map(str, made.encoder_layers))
     return facts | {
-        "Taught": f"on {made.requests} answers of the target, {made.steps} steps of {made.positions} tokens in all",
+        "Taught": f"on {made.requests} requests, {made.steps} steps of {made.positions} tokens in all",
         f"Acceptance (alpha, k = 5) on {made.held_out} held-out answers": _alphas(made),
         "Worth, where it was made": made.verdict,
     }
