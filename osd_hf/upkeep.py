@@ -182,7 +182,7 @@ class Upkeep:
             seen.append(trace)
         if self.is_closed:  # a request that outlives it is answered, and that is all
             return
-        if learn and store is not None:
+        if learn and store is not None and (trace.num_kept or not len(trace)):  # rows of two targets are not kept
             with self.failures.kept(LOGGING):
                 store.append(trace)
         with self.failures.kept("Taking in a request"):

@@ -37,6 +37,7 @@ from osd_hf.learning.learner import Learner
 from osd_hf.learning.lesson import Lesson
 from osd_hf.learning.updater import Updater
 from osd_hf.replay import completion_logits
+from osd_hf.trace import bare_trace
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
 CONFIG = OnlineConfig(
@@ -178,7 +179,8 @@ class Trains(torch.nn.Module):
 
 def test_a_request_in_whose_middle_the_target_changes_keeps_no_rows(pair: Any) -> None:
     target, draft = pair
-    with OnlineAssistant(target, draft, config=CONFIG) as assistant:
+    store = CorrectionStore()
+    with OnlineAssistant(target, draft, config=CONFIG, store=store) as assistant:
         seen: list[Trace] = []
         ids = models.prompt()
         kwargs = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "logits_processor": [Trains(target)]}
@@ -186,6 +188,9 @@ def test_a_request_in_whose_middle_the_target_changes_keeps_no_rows(pair: Any) -
         assert (len(seen[0]), seen[0].num_kept, seen[0].target) == (8, 0, None)
         assert assistant.stats.num_requests == 1
         assert not kept(lesson_of(assistant))
+        assert not len(store)  # offline, one request without rows would do for none
+        assistant.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8)
+        assert len(store) == 1
 
 
 ADAPTERS = ("one", "two")
@@ -360,6 +365,17 @@ def test_offline_one_run_takes_one_target(recorded: list[Trace]) -> None:
     assert (read("aaa"), read("a-a"), read("---")) == (3, 3, 3)
     with pytest.raises(DataError, match=r"2 versions of the target \(a, b\)"):
         read("ab-")
+
+
+def test_offline_requests_without_rows_are_left_out(recorded: list[Trace], caplog: pytest.LogCaptureFixture) -> None:
+    bare = bare_trace(recorded[0].prompt_ids, recorded[0].completion_ids, models.VOCAB)
+    mixed = [bare, *recorded[:2], bare]
+    assert read_traces(mixed, models.VOCAB, needs_rows=True, is_encoder_decoder=False) == recorded[:2]
+    assert [r.getMessage() for r in caplog.records] == ["2 requests without the target's rows are left out."]
+    # Nor is a request without rows one with whole rows, where it is scored anew.
+    anew = rescore(pair_as_it_was()[0], mixed[:2])
+    assert anew[0] is bare
+    assert (anew[1].is_rescored, anew[1].num_kept) == (True, recorded[0].num_kept)
 
 
 # --- scored anew ----------------------------------------------------------------------------------------------------

@@ -910,8 +910,8 @@ def test_what_is_missing_or_does_not_fit_is_refused(tmp_path: Any, pair: Any) ->
         run(pair, tmp_path, [{"prompt": [5] * 251}])
     with pytest.raises(DataError, match="a completion of 6 do not fit"):  # where the draft may answer, too
         run(pair, tmp_path, [{"prompt": [5] * 251, "completion": [5]}], sample_source="mix_request")
-    with pytest.raises(DataError, match="1 of 2 requests were recorded without"):
-        run(pair, tmp_path, [*recorded(target, 1), unanswered(recorded(target, 1)[0], [5])])
+    with pytest.raises(DataError, match="All 2 requests were recorded without"):
+        run(pair, tmp_path, [unanswered(trace, [5]) for trace in recorded(target, 2)])
     with pytest.raises(StateError, match="keep 8 and 16 entries"):
         run(pair, tmp_path, [*recorded(target, 1, num_logprobs=8), *recorded(target, 1, num_logprobs=16)])
     with pytest.raises(DataError, match="no request with a token"):

@@ -30,6 +30,8 @@ from osd_hf import (
     OnlineConfig,
     StateError,
     Trace,
+    VocabularyMismatchError,
+    fingerprint,
     record_traces,
     replay,
     rescore,
@@ -274,13 +276,13 @@ def test_older_requests_are_scored_anew_where_the_target_is_at_hand(
     begin: Any, pair: Any, traces: list[Trace], tmp_path: Path
 ) -> None:
     other = models.build(seed=3, num_hidden_layers=1)
-    names = "aaaaaabbbb"
+    names = "zzzzzzyyyy"
     learner = begin(path=written(tmp_path / "mixed", said(traces, names)), target=other)
     learn(learner)
     lesson = learner.learner.lessons[None]
     found = [*lesson.pending, *lesson.buffer]
     assert (learner.requests, len(learner.learned), learner.skipped) == (10, 4, {})
-    assert {trace.target for trace in found} == {16 * "b"}
+    assert {trace.target for trace in found} == {16 * "y"}
     assert sorted(trace.is_rescored for trace in found) == [False] * 4 + [True] * 6
     anew = next(trace for trace in found if trace.created_at_seconds == 2)
     [wanted] = rescore(other, traces[2:3])
@@ -290,6 +292,65 @@ def test_older_requests_are_scored_anew_where_the_target_is_at_hand(
     learner = begin(path=written(tmp_path / "scored", rescore(other, traces[:4])), versions="others")
     learn(learner)
     assert (learner.requests, len(learner.learned), dict(learner.set_aside)) == (4, 0, {})
+
+
+def later(traces: Sequence[Trace], names: str, seconds: float) -> list[Trace]:
+    return [replace(t, created_at_seconds=t.created_at_seconds + seconds) for t in said(traces, names)]
+
+
+def test_the_target_at_hand_scores_for_its_own_version_alone(begin: Any, traces: list[Trace], tmp_path: Path) -> None:
+    other = models.build(seed=3, num_hidden_layers=1)
+    store = written(tmp_path / "mixed", said(traces, "zzyy"))
+    learner = begin(path=store, target=other)
+    learn(learner)
+    assert (learner.requests, learner.skipped) == (4, {})
+    written(store, later(traces, "zxx", 50))  # the model stays what it was
+    learn(learner)
+    lesson = learner.learner.lessons[None]
+    assert {(trace.target, trace.is_rescored) for trace in (*lesson.pending, *lesson.buffer)} == {(16 * "x", False)}
+    assert (learner.requests, learner.skipped) == (6, {"of another version of the target": 1})
+    store = written(tmp_path / "told", said(traces, "aabb"))
+    with pytest.raises(ConfigError, match=f"{fingerprint(other)}.*{16 * 'b'}"):
+        begin(path=store, target=other)
+    learner = begin(path=store, target=other, target_version=fingerprint(other), versions="others")
+    learn(learner)
+    assert (learner.requests, learner.skipped) == (4, {})
+    with pytest.raises(VocabularyMismatchError, match="target has 48 tokens, the draft 64"):
+        begin(path=store, target=models.build(vocab_size=48))
+
+
+def test_a_target_that_comes_back_is_learned_from_again(begin: Any, traces: list[Trace], tmp_path: Path) -> None:
+    store, settings = written(tmp_path / "growing", said(traces, "aabb")), {"state": tmp_path / "state"}
+    learner = begin(path=store, **settings)
+    learn(learner)
+    assert learner.requests == 2
+    written(store, later(traces, "aaaa", 50))
+    learn(learner)
+    assert (learner.requests, learner.skipped["of another version of the target"]) == (6, 2)
+    learner.save()
+    written(store, later(traces, "bbb", 99))
+    again = begin(path=store, **settings)
+    learn(again)
+    assert (again.requests, again.skipped) == (9, {})
+    again.save()
+    # A store that comes to it later holds an older version alone.
+    again = begin(path=written(tmp_path / "older", said(traces, "cc")), **settings)
+    learn(again)
+    assert (again.requests, again.skipped) == (9, {"of another version of the target": 2})
+
+
+def test_what_cannot_be_scored_anew_is_set_aside(
+    begin: Any, traces: list[Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def scored(target: Any, those: Sequence[Trace]) -> list[Trace]:
+        if any(trace.created_at_seconds == 1 for trace in those):
+            raise torch.OutOfMemoryError
+        return rescore(target, those)
+
+    monkeypatch.setattr(module, "rescore", scored)
+    learner = begin(path=written(tmp_path / "mixed", said(traces, "zzzyyy")), target=models.build(num_hidden_layers=1))
+    learn(learner)
+    assert (learner.requests, dict(learner.set_aside)) == (5, {"that need more memory than there is": 1})
 
 
 def test_requests_that_do_not_fit_are_left_out_and_counted(

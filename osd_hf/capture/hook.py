@@ -211,7 +211,8 @@ def rescore(target: Any, traces: Sequence[Trace], *, batch_size: int = 8) -> lis
         batch_size (`int`, *optional*, defaults to 8): Traces per forward at most.
 
     Returns:
-        `list[Trace]`: in the order of the traces, without rounds, with as many entries kept per position.
+        `list[Trace]`: in the order of the traces, without rounds, with as many entries kept per position; those that
+        have no rows are left as they are.
 
     Raises:
         VocabularyMismatchError: a trace of another vocabulary than the target's.
@@ -221,11 +222,13 @@ def rescore(target: Any, traces: Sequence[Trace], *, batch_size: int = 8) -> lis
         raise VocabularyMismatchError(
             f"A trace has a vocabulary of {odd.vocab_size} tokens, the target {size}. Leave it out."
         )
-    widths = [trace.top_ids.shape[1] or None for trace in traces]
-    return [
-        replace(trace, rounds=(), target=version, draft_version=0, sampling={**trace.sampling, "rescored": True})
-        for trace in scored(target, traces, widths, batch_size)
-    ]
+    known = [trace for trace in traces if trace.num_kept]
+    widths = [trace.top_ids.shape[1] or None for trace in known]
+    anew = dict(zip(known, scored(target, known, widths, batch_size), strict=True))
+    for trace, one in anew.items():
+        sampling = {**trace.sampling, "rescored": True}
+        anew[trace] = replace(one, rounds=(), target=version, draft_version=0, sampling=sampling)
+    return [anew.get(trace, trace) for trace in traces]
 
 
 @torch.inference_mode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,8 @@ from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace, bare_trace
 
 __all__ = ["SAMPLE_SOURCES", "Data", "HeldOut", "Sampler", "read_data", "read_rows", "read_traces", "unanswered"]
+
+logger = logging.getLogger(__name__)
 
 SAMPLE_SOURCES = ("teacher", "student", "mix_request", "mix_token")
 COLUMNS = "`prompt`, with or without `completion`, or `messages`"
@@ -192,8 +195,9 @@ def _check_lengths(traces: Iterable[Trace], positions: int | None, max_new_token
 def read_traces(
     dataset: Iterable[Trace], vocab_size: int, *, needs_rows: bool, is_encoder_decoder: bool
 ) -> list[Trace]:
-    """Recorded requests, without those that have no token. Refuses those of another kind of model or vocabulary and,
-    with `needs_rows`, those without rows of the target, or with rows of several widths or versions of it."""
+    """Recorded requests, without those that have no token and, with `needs_rows`, those without rows of the target.
+    Refuses those of another kind of model or vocabulary and, with `needs_rows`, where none has rows, or these are of
+    several widths or versions of the target."""
     traces = [trace for trace in dataset if len(trace)]
     if not traces:
         raise DataError("The recordings hold no request with a token to learn from.")
@@ -210,11 +214,15 @@ def read_traces(
         )
     if not needs_rows:
         return traces
-    if bare := sum(t.num_kept == 0 for t in traces):
+    known = [t for t in traces if t.num_kept]
+    if not known:
         raise DataError(
-            f"{bare} of {len(traces)} requests were recorded without the target's rows. Record them with "
-            "`num_logprobs`, or distill from prompts with a target."
+            f"All {len(traces)} requests were recorded without the target's rows. Record them with `num_logprobs`, or "
+            "distill from prompts with a target."
         )
+    if len(known) < len(traces):  # as the target had changed while it answered them
+        logger.warning("%d requests without the target's rows are left out.", len(traces) - len(known))
+        traces = known
     widths = sorted({t.top_ids.shape[1] for t in traces})
     if len(widths) > 1:
         raise StateError(

@@ -12,7 +12,7 @@ import secrets
 import shutil
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,9 @@ from accelerate import Accelerator
 
 from osd_hf.capture.hook import rescore
 from osd_hf.config import OnlineConfig
-from osd_hf.errors import ConfigError, OSDError, StateError
+from osd_hf.errors import ConfigError, OSDError, StateError, VocabularyMismatchError
 from osd_hf.fingerprint import is_fingerprint
+from osd_hf.fingerprint import target_version as version_of
 from osd_hf.hub.cards import DraftFacts
 from osd_hf.hub.push import check_written, push_folder, save_draft
 from osd_hf.learning.drafts import DomainDrafts
@@ -31,6 +32,7 @@ from osd_hf.learning.learner import Learner
 from osd_hf.learning.session import check_pointer, has_session, load_session, save_session
 from osd_hf.learning.updater import UpdateReport, finish, log_update
 from osd_hf.metrics import AcceptanceStats
+from osd_hf.pair import vocab_size_of
 from osd_hf.replay import replay_each
 from osd_hf.simulate import serve_recorded
 from osd_hf.store.folder import StoreFollower
@@ -214,12 +216,12 @@ class StoreLearner:
         state (`Path`, *optional*): Folder of the session; one that lies there is gone on with.
         domain (`str`, *optional*): Learn from requests of this label only.
         target_version (`str`, *optional*):
-            Learn from requests of this version of the target only; by default from those of the newest one that the
-            stores have, and of newer ones as they come. Requests that do not say one are taken for the newest's, as
-            long as there was no other.
+            Learn from requests of this version of the target only; by default from those of the one whose requests are
+            the newest in the stores, and of others as they take its place, an earlier one again among them. Requests
+            that do not say one are taken for its own, as long as there was no other.
         target (`PreTrainedModel`, *optional*):
             The version that is learned from: requests of other ones are scored anew by it, see [`rescore`], instead of
-            left out, and learned from without being judged by.
+            left out, and learned from without being judged by. Once there is a newer one, they are left out as well.
         facts (`DraftFacts`, *optional*): What the cards say beside the figures.
         repo_id (`str`, *optional*), token (`str`, *optional*), private (`bool`, *optional*):
             Repo of the Hub that each version is pushed to as well, by [`~osd_hf.hub.push.push_folder`].
@@ -229,7 +231,8 @@ class StoreLearner:
         clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`): Seconds, for publications.
 
     Raises:
-        ConfigError: a configuration without a fixed k.
+        ConfigError: a configuration without a fixed k, or a `target` that is not the version that is learned from.
+        VocabularyMismatchError: a `target` of another vocabulary than the draft's.
         StateError: a session of another draft.
 
     Attributes:
@@ -278,7 +281,8 @@ class StoreLearner:
         self.frozen: deque[AcceptanceStats] = deque(maxlen=RECENT)
         self.published: list[dict[str, Any]] = []
         self._target, self._asked_version = target, target_version
-        self._versions = [target_version] if target_version else []  # the newest last
+        self._version = target_version  # that is learned from
+        self._seen: dict[str, float] = {}  # versions, and when the newest request of each ended
         self._unpublished: GateDecision | None = None
         self._unpushed: Path | None = None
         self._unsaved_updates = 0
@@ -288,9 +292,12 @@ class StoreLearner:
             check_pointer(state)
             if has_session(state):
                 self._resume(state)
-        if not target_version:  # those that have come already stand in the order in which they came
+        if not target_version:  # those that have come already
             found = follower.targets(domain, self.learner.updater(None).readable.vocab_size)
-            self._versions += [version for version in found if version not in self._versions]
+            self._choose_version(found.items())
+        self._at_hand = self._version  # what the model at hand scores for
+        if target is not None:
+            self._check_target()
 
     @property
     def is_pushed(self) -> bool:
@@ -327,7 +334,7 @@ class StoreLearner:
         updater, before = self.learner.updater(None), self.set_aside
         fitting = [trace for trace in taken if self._fits(trace) and updater.accepts(trace)]
         if not self._asked_version:
-            self._versions += dict.fromkeys(t.target for t in fitting if t.target and t.target not in self._versions)
+            self._choose_version((trace.target, trace.created_at_seconds) for trace in fitting)
         if aside := [trace for trace in fitting if trace.is_rescored or self._is_another(trace)]:
             self._learn_anew(aside)
             fitting = [trace for trace in fitting if trace not in aside]
@@ -361,20 +368,56 @@ class StoreLearner:
                 raise
         return len(taken)
 
+    def _choose_version(self, ended: Iterable[tuple[str | None, float]]) -> None:
+        """Learn from the version of the newest request, by the versions of requests and when they ended: at once where
+        it is a new one; where it was there before, once none is of the present one. Those of both may come mixed."""
+        known, arrived = set(self._seen), set[str]()
+        for version, at in ended:
+            if version is not None:
+                arrived.add(version)
+                self._seen[version] = max(at, self._seen.get(version, -math.inf))
+        newest = max(reversed(self._seen), key=self._seen.__getitem__, default=None)
+        if newest in arrived and (newest not in known or self._version not in arrived):
+            self._version = newest
+
     def _is_another(self, trace: Trace) -> bool:
         """Whether a request is of another version of the target than the one that is learned from."""
-        is_sure = self._asked_version or len(self._versions) > 1
-        return trace.target not in (None, *self._versions[-1:]) or bool(trace.target is None and is_sure)
+        is_sure = self._asked_version or len(self._seen) > 1
+        return trace.target not in (None, self._version) or bool(trace.target is None and is_sure)
+
+    def _check_target(self) -> None:
+        """Refuse a model that cannot score requests for the version that is learned from."""
+        size, wanted = vocab_size_of(self._target), self.learner.updater(None).readable.vocab_size
+        if size != wanted:
+            raise VocabularyMismatchError(
+                f"The target has {size} tokens, the draft {wanted}. Use a draft of its size (see `align_vocab`)."
+            )
+        if not self._is_at_hand():
+            raise ConfigError(
+                f"The target is of version {version_of(self._target)}, but {self._version} is learned from, the "
+                "newest in the stores or the one asked for. Load that, as it was served, or name this one as the version."
+            )
+
+    def _is_at_hand(self) -> bool:
+        """Whether the model at hand is the version that is learned from: names of engines are taken for the model's
+        that were there when it was given, or came first."""
+        if is_fingerprint(self._version):
+            return version_of(self._target) == self._version
+        self._at_hand = self._at_hand or self._version
+        return self._version == self._at_hand
 
     def _learn_anew(self, traces: Sequence[Trace]) -> None:
         """Learn from requests of other versions with the rows of this one: those that were scored anew, and what the
-        model that is at hand scores now."""
-        others = [trace for trace in traces if self._is_another(trace)]
-        version = self._versions[-1] if self._versions else None
-        if self._target is None:
+        model that is at hand scores now, where it is this one."""
+        others, anew = [trace for trace in traces if self._is_another(trace)], list[Trace]()
+        if self._target is not None and self._is_at_hand():
+            updater = self.learner.updater(None)
+            found = updater.set_aside.isolate(lambda those: rescore(self._target, those), others, updater.readable)
+            anew = [replace(trace, target=self._version) for trace in finish(found) if trace is not None]
+        else:
+            hint = "" if self._target is None else " So is the target at hand: begin again with the newest."
             for _ in others:
-                self._leave_out("of another version of the target")
-        anew = [] if self._target is None else [replace(t, target=version) for t in rescore(self._target, others)]
+                self._leave_out("of another version of the target", hint)
         for trace in (*anew, *(trace for trace in traces if trace not in others)):
             self.learner.observe(None, trace)
             self.requests += 1
@@ -484,7 +527,7 @@ class StoreLearner:
         facts = {
             "config": self.config.to_dict(), "requests": self.requests, "tokens": self.tokens,
             "taken": self.follower.state_dict(), "unpublished": waiting, "unpushed": self._unpushed is not None,
-            "left_out": dict(self.follower.left_out), "target_versions": self._versions,
+            "left_out": dict(self.follower.left_out), "target_versions": self._seen, "target_version": self._version,
         }  # fmt: skip
         save_session(self._state, self.learner.state_dict(), facts)
         self._unsaved_updates = 0
@@ -494,7 +537,9 @@ class StoreLearner:
         try:
             self.follower.load_state_dict(facts["taken"], facts["left_out"])
             self.requests, self.tokens = int(facts["requests"]), int(facts["tokens"])
-            self._versions = self._versions or [str(version) for version in facts.get("target_versions", ())]
+            seen = facts.get("target_versions")
+            self._seen = {str(name): float(at) for name, at in seen.items()} if isinstance(seen, dict) else {}
+            self._version = self._asked_version or facts.get("target_version")
             self._unpublished = None if facts["unpublished"] is None else GateDecision(**facts["unpublished"])
             self._unpushed = self.versions.latest if facts["unpushed"] and self.repo_id is not None else None
         except (KeyError, TypeError, ValueError) as error:

@@ -343,9 +343,9 @@ class StoreFollower:
                 del self._unread[0]
         return taken
 
-    def targets(self, domain: str | None = None, vocab_size: int | None = None) -> list[str]:
-        """The versions of the target that requests in the stores say, that of the newest one last; those of a label,
-        and of a vocabulary, where these are named."""
+    def targets(self, domain: str | None = None, vocab_size: int | None = None) -> dict[str, float]:
+        """The versions of the target that requests in the stores say, and when the newest request of each ended, in
+        Unix seconds; those of a label, and of a vocabulary, where these are named."""
         newest: dict[str, float] = {}
         for path in (path for store in self.paths for path in list_shards(store)):
             with contextlib.suppress(StoreError):  # told where its requests are taken
@@ -353,7 +353,7 @@ class StoreFollower:
                     is_meant = domain in (None, row["domain"]) and vocab_size in (None, row["vocab_size"])
                     if is_meant and (version := row["target"]) is not None:
                         newest[version] = max(newest.get(version, -math.inf), row["created_at_seconds"])
-        return sorted(newest, key=lambda version: newest[version])
+        return newest
 
     def _listed(self) -> list[tuple[int, str, str]]:
         """The shards that are not read to their end; none where a store is away for a moment."""
