@@ -14,7 +14,7 @@ from transformers.initialization import no_init_weights
 from osd_hf.errors import ConfigError, UnsupportedModelError, first_line, is_out_of_memory
 from osd_hf.pair import evaluating, is_peft, merged, uncompiled, unwrap, vocab_size_of
 
-__all__ = ["cut", "depth", "has_attention"]
+__all__ = ["cut", "depth", "has_attention", "outer_layers"]
 
 # Kinds of layers that tokens can be taken back from.
 KINDS = {"full_attention", "sliding_attention", "chunked_attention", "attention", "conv"}
@@ -59,8 +59,8 @@ def cut(target: Any, layers: Sequence[int], encoder_layers: Sequence[int] | None
     kind = type(inner).__name__
     if not has_attention(inner, chosen["decoder"]):
         raise UnsupportedModelError(
-            f"The layers {list(chosen['decoder'])} of {kind} have no attention, so that the tokens of a draft could not "
-            "be taken back. Choose at least one that has."
+            f"The layers {list(chosen['decoder'])} of {kind} have no attention, so that the tokens of a draft could "
+            "not be taken back. Choose at least one that has."
         )
     with torch.inference_mode(False), torch.no_grad():
         try:
@@ -85,6 +85,11 @@ def has_attention(model: Any, layers: Sequence[int]) -> bool:
     config = model.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     return not kinds or any("attention" in kinds[i] for i in layers)
+
+
+def outer_layers(size: int, count: int) -> tuple[int, ...]:
+    """The layers that a draft of a size begins as: the first half of them and the last, which knows the head."""
+    return (*range(size - size // 2), *range(count - size // 2, count))
 
 
 def _check_kind(model: Any) -> None:

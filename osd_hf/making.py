@@ -19,7 +19,7 @@ from tqdm import tqdm
 from osd_hf.capture.hook import processors_asked, record_traces, scored
 from osd_hf.chunked_loss import SampledTail
 from osd_hf.config import OnlineConfig, setting
-from osd_hf.cutting import cut, depth, has_attention
+from osd_hf.cutting import cut, depth, has_attention, outer_layers
 from osd_hf.distillation.data import read_rows, read_traces
 from osd_hf.drafting.forward import DraftForward, compiles_draft
 from osd_hf.errors import ConfigError, DataError, UnsupportedModelError
@@ -27,7 +27,7 @@ from osd_hf.fingerprint import is_fingerprint, target_version
 from osd_hf.learning.lesson import Lesson
 from osd_hf.learning.updater import Updater
 from osd_hf.learning.weights import write_snapshot
-from osd_hf.metrics import AcceptanceStats, best_k, expected_speedup, figures_of
+from osd_hf.metrics import AcceptanceStats, Costs, figures_of
 from osd_hf.pair import check_pair, prompt_room, set_fixed_k, unwrap, vocab_size_of
 from osd_hf.prompts import encode_turn
 from osd_hf.replay import replay_each
@@ -52,40 +52,7 @@ HOPED_FOR = 0.8  # alpha that a draft seldom goes beyond
 LEAST_TURNS, MOST_TURNS, TIMED_SECONDS = 4, 64, 0.5  # in which forwards are timed
 
 
-# --- what a draft is worth ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Costs:
-    """
-    Seconds of forwards over one sequence, heads included, each the least of several.
-
-    Args:
-        target (`float`): Of the target's over one token.
-        more (`float`): What each further token adds to it.
-        draft (`float`): Of the draft's over one token.
-        target_prompt (`float`), draft_prompt (`float`): Over a prompt, encoders included.
-    """
-
-    target: float
-    more: float
-    draft: float
-    target_prompt: float = 0.0
-    draft_prompt: float = 0.0
-
-    @property
-    def c(self) -> float:
-        """What a drafted token costs, its verification included, over a token of the target alone: the acceptance
-        from which on drafting pays."""
-        return (self.draft + self.more) / self.target
-
-    def worth(self, alpha: float, new_tokens: float) -> tuple[int, float]:
-        """The best k, at least 1, at an acceptance, and how many times sooner an answer of so many tokens is there
-        with it than from the target alone, by the cost model; below 1 where drafting does not pay."""
-        k = max(best_k(alpha, self.c), 1)
-        answer = new_tokens * self.target
-        drafted = answer / expected_speedup(alpha, k, self.c) + self.draft_prompt
-        return k, (self.target_prompt + answer) / (self.target_prompt + drafted)
+# --- what forwards take ---------------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
@@ -419,8 +386,9 @@ def make_draft(
     A draft for any target: some of the target's own layers as a smaller model, taught on the target's answers.
     Embeddings and head stay as they are in the target.
 
-    Which layers is measured: a few pieces are timed, by eager forwards, taught for a short while on the same requests, and the one with
-    the best expected speed (held-out acceptance by replay, measured costs, the cost model) goes on to the end.
+    Which layers is measured: a few pieces are timed, by eager forwards, taught for a short while on the same requests,
+    and the one with the best expected speed (held-out acceptance by replay, measured costs, the cost model) goes on to
+    the end.
 
     Args:
         target (`PreTrainedModel` or `PeftModel`):
@@ -428,8 +396,8 @@ def make_draft(
         tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's, for prompts that are text.
         prompts (`Iterable`, *optional*):
             What to answer, each the token ids of a prompt, a text (a user's turn, through the chat template), or a row
-            as [`distill`] takes it, perhaps with an answer to learn from. The target answers the others greedily, in
-            batches, without the logits processors that its generation config asks for; what is held out it answers all.
+            as [`distill`] takes it, perhaps with an answer to learn from. The target answers the others, and all that
+            are held out, greedily, in batches, without the logits processors that its generation config asks for.
         traces (`Iterable[Trace]`, *optional*):
             Instead: requests that were recorded, such as those of a [`CorrectionStore`]. Those without the target's
             rows are scored by it; those of another version of the target are left out.
@@ -536,19 +504,14 @@ def _pieces(target: Any, config: MakingConfig) -> list[Piece]:
         chosen = [form for form in dict.fromkeys(forms) if has_attention(inner, form)]
     if not chosen:
         raise UnsupportedModelError(
-            f"A draft has fewer layers than its target: {type(inner).__name__} has {count}, asked for were "
-            f"{config.num_layers or min(SIZES)}."
+            f"A draft has fewer layers than its target, one with attention among them. {type(inner).__name__} has "
+            f"{count}; asked for were {config.num_layers or 'the first, or these and the last'}. Choose `layers`."
         )
     pieces = [Piece(cut(target, layers, encoder), layers, encoder) for encoder in encoders for layers in chosen]
     for piece in pieces[1:]:  # embeddings and heads are large, and no piece changes them
         piece.draft.set_input_embeddings(pieces[0].draft.get_input_embeddings())
         piece.draft.set_output_embeddings(pieces[0].draft.get_output_embeddings())
     return pieces
-
-
-def outer_layers(size: int, count: int) -> tuple[int, ...]:
-    """The layers that a draft of a size begins as: the first half of them and the last, which knows the head."""
-    return (*range(size - size // 2), *range(count - size // 2, count))
 
 
 def _judge(candidates: list[Piece], costs: Sequence[Costs], new_tokens: float, course: Course) -> list[Piece]:
@@ -569,10 +532,10 @@ def _judge(candidates: list[Piece], costs: Sequence[Costs], new_tokens: float, c
         return candidates
     best = max(c.costs.worth(HOPED_FOR, new_tokens)[1] for c in candidates)
     raise UnsupportedModelError(
-        f"No draft pays for this target here: with {least.name} alone, a drafted token takes {least.costs.c:.2f} of the "
-        f"time of one of the target's own, and with {HOPED_FOR} of its tokens right, which is seldom reached, answers "
-        f"of {new_tokens:.0f} tokens would come {best:.2f} times as fast. Use the target alone, a smaller model of its "
-        "family, or candidates from past text."
+        f"No draft pays for this target here: with {least.name} alone, a drafted token takes {least.costs.c:.2f} of "
+        f"the time of one of the target's own, and with {HOPED_FOR} of its tokens right, which is seldom reached, "
+        f"answers of {new_tokens:.0f} tokens would come {best:.2f} times as fast. Use the target alone, a smaller "
+        "model of its family, or candidates from past text."
     )
 
 

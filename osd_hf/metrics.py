@@ -455,3 +455,36 @@ def best_k(alpha: float, c: float, max_k: int = 32) -> int:
     if operator.index(max_k) < 0:
         raise ConfigError(f"max_k must be at least 0, got {max_k}")
     return max(range(max_k + 1), key=lambda k: expected_speedup(alpha, k, c))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """
+    Seconds of forwards over one sequence, heads included, each the least of several.
+
+    Args:
+        target (`float`): Of the target's over one token.
+        more (`float`): What each further token adds to it.
+        draft (`float`): Of the draft's over one token.
+        target_prompt (`float`), draft_prompt (`float`): Over a prompt, encoders included.
+    """
+
+    target: float
+    more: float
+    draft: float
+    target_prompt: float = 0.0
+    draft_prompt: float = 0.0
+
+    @property
+    def c(self) -> float:
+        """What a drafted token costs, its verification included, over a token of the target alone: the acceptance
+        from which on drafting pays."""
+        return (self.draft + self.more) / self.target
+
+    def worth(self, alpha: float, new_tokens: float) -> tuple[int, float]:
+        """The best k, at least 1, at an acceptance, and how many times sooner an answer of so many tokens is there
+        with it than from the target alone, by the cost model; below 1 where drafting does not pay."""
+        k = max(best_k(alpha, self.c), 1)
+        answer = new_tokens * self.target
+        drafted = answer / expected_speedup(alpha, k, self.c) + self.draft_prompt
+        return k, (self.target_prompt + answer) / (self.target_prompt + drafted)

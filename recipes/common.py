@@ -152,15 +152,8 @@ def recorded_chats(folder: Path, target: Any, tokenizer: Any, max_new_tokens: in
     turns: list[list[Trace]] = []
     for number in (1, 2):
         ids = [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
-        turns.append(
-            recording(
-                folder / f"mt_bench-turn{number}-{max_new_tokens or MAX_NEW_TOKENS}",
-                target,
-                ids,
-                "mt_bench",
-                max_new_tokens,
-            )
-        )
+        place = folder / f"mt_bench-turn{number}-{max_new_tokens or MAX_NEW_TOKENS}"
+        turns.append(recording(place, target, ids, "mt_bench", max_new_tokens))
         for chat, trace, row in zip(chats, turns[0], asked, strict=True):
             said = tokenizer.decode(trace.completion_ids, skip_special_tokens=True)
             chat += [{"role": "assistant", "content": said}, {"role": "user", "content": row["turns"][1]}]

@@ -23,6 +23,7 @@ from osd_hf import (
     OnlineConfig,
     Trace,
     UnsupportedModelError,
+    fingerprint,
     make_draft,
     making,
     record_traces,
@@ -34,7 +35,8 @@ from osd_hf.cli.main import main
 from osd_hf.cutting import cut, depth
 from osd_hf.learning.updater import Updater
 from osd_hf.losses import DIVERGENCES
-from osd_hf.making import Costs, MakingConfig, taught_draft
+from osd_hf.making import MakingConfig, taught_draft
+from osd_hf.metrics import Costs, expected_speedup
 from osd_hf.trace import bare_trace
 
 # Three layers each; of an encoder-decoder on both sides.
@@ -194,6 +196,36 @@ def test_what_cannot_be_cut_up_is_refused() -> None:
             cut(target, (1,))
 
 
+def test_layers_without_attention_alone_are_no_draft() -> None:
+    def target(*kinds: str) -> Any:
+        config = AutoConfig.for_model(
+            "lfm2", vocab_size=models.VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=len(kinds),
+            num_attention_heads=2, num_key_value_heads=1, layer_types=list(kinds),
+        )  # fmt: skip
+        return AutoModelForCausalLM.from_config(config).eval()
+
+    few = target("conv", "conv", "full_attention", "conv")
+    for layers in ((0,), (0, 1), (0, 3)):
+        with pytest.raises(UnsupportedModelError, match="have no attention"):
+            cut(few, layers)
+    with pytest.raises(UnsupportedModelError, match="Choose `layers`"):
+        making._pieces(few, MakingConfig())
+    assert [piece.layers for piece in making._pieces(few, MakingConfig(layers=(0, 2)))] == [(0, 2)]
+    many = target("conv", "conv", "full_attention", "conv", "full_attention")
+    assert [p.layers for p in making._pieces(many, MakingConfig())] == [(0, 4), (0, 1, 3, 4), (0, 1, 2, 3)]
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_pieces_hold_embeddings_once(is_tied: bool) -> None:
+    target = models.build(num_hidden_layers=3, tie_word_embeddings=is_tied)
+    pieces = [piece.draft for piece in making._pieces(target, MakingConfig())]
+    assert len(pieces) > 1
+    assert len({id(piece.get_input_embeddings().weight) for piece in pieces}) == 1
+    assert len({id(piece.get_output_embeddings().weight) for piece in pieces}) == 1
+    assert pieces[1].get_input_embeddings().weight is not target.get_input_embeddings().weight
+    assert (pieces[1].get_input_embeddings().weight is pieces[1].get_output_embeddings().weight) == is_tied
+
+
 def test_a_quantized_target_is_dequantized_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     target, undone = models.build(num_hidden_layers=3), list[int]()
     target.is_quantized, target.hf_quantizer = True, None
@@ -290,9 +322,78 @@ def test_scored_answers_have_the_rows_of_the_target() -> None:
     target = models.double(models.build())
     traces = list(record_traces(target, asked(3), max_new_tokens=8, num_logprobs=64))
     bare = [bare_trace(t.prompt_ids, t.completion_ids, models.VOCAB) for t in traces]
-    for ours, theirs in zip(making._with_rows(target, bare), traces, strict=True):
+    for ours, theirs in zip(making._with_rows(target, bare, 64), traces, strict=True):
         np.testing.assert_array_equal(ours.top_ids, theirs.top_ids)
         np.testing.assert_allclose(ours.kept_logprobs(), theirs.kept_logprobs(), atol=1e-6)
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[list[Trace]]:
+    """What drafts are taught on, and then judged by."""
+    found: list[list[Trace]] = []
+    tried = making._tried
+
+    def watched(candidates: Any, learned: Any, held_out: Any, *rest: Any) -> Any:
+        found.extend((learned, held_out))
+        return tried(candidates, learned, held_out, *rest)
+
+    monkeypatch.setattr(making, "_tried", watched)
+    return found
+
+
+QUICK: dict[str, Any] = {"num_layers": 1, "max_steps": 1, "max_new_tokens": 6, "show_progress": False}
+
+
+def test_a_store_of_two_versions_teaches_by_the_rows_of_this_one(
+    cheap: None, taken: list[list[Trace]], caplog: pytest.LogCaptureFixture
+) -> None:
+    target, other = steep(), models.build(seed=3)
+    own, others = (list(record_traces(model, asked(), max_new_tokens=6)) for model in (target, other))
+    store = CorrectionStore()
+    for pair in zip(own, others, strict=True):
+        for trace in pair:
+            store.append(trace)
+    make_draft(target, traces=store, **QUICK)
+    assert len(taken[0]) + len(taken[1]) == 12
+    assert {trace.target for part in taken for trace in part} == {fingerprint(target)}
+    assert "12 requests of another version of the target are left out" in caplog.text
+    with pytest.raises(DataError, match=f"All 12 requests.*{fingerprint(other)}.*{fingerprint(target)}"):
+        make_draft(target, traces=others, **QUICK)
+
+
+def test_a_draft_is_judged_by_what_the_target_answers(cheap: None, taken: list[list[Trace]]) -> None:
+    target = steep()
+    rows = [{"prompt": ids, "completion": [7, 7, 7]} for ids in asked()]
+    make_draft(target, prompts=rows, **QUICK)
+    learned, held_out = taken
+    assert {tuple(trace.completion_ids) for trace in learned} == {(7, 7, 7)}
+    wanted = record_traces(target, [trace.prompt_ids.tolist() for trace in held_out], max_new_tokens=6)
+    answers = [trace.completion_ids.tolist() for trace in held_out]
+    assert answers == [trace.completion_ids.tolist() for trace in wanted]
+    assert [7, 7, 7] not in answers
+
+
+def test_processors_of_the_target_are_put_back(
+    cheap: None, taken: list[list[Trace]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = steep()
+    plain = list(record_traces(target, asked(), max_new_tokens=6))
+    settings = target.generation_config
+    settings.repetition_penalty = 1.1
+    make_draft(target, prompts=asked(), **QUICK)
+    assert target.generation_config is settings
+    assert settings.repetition_penalty == 1.1
+    said = {trace.prompt_ids.tobytes(): trace.completion_ids.tolist() for part in taken for trace in part}
+    assert said == {trace.prompt_ids.tobytes(): trace.completion_ids.tolist() for trace in plain}
+
+    def fails(*_: Any, **__: Any) -> Any:
+        assert target.generation_config.repetition_penalty is None
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(making, "record_traces", fails)
+    with pytest.raises(RuntimeError, match="no memory"):
+        make_draft(target, prompts=asked(), **QUICK)
+    assert target.generation_config is settings
 
 
 def test_requests_with_one_prompt_are_on_one_side() -> None:
@@ -339,7 +440,7 @@ def test_costs_are_the_least_of_forwards_in_turns() -> None:
 def test_what_a_draft_is_worth_is_the_cost_model_and_the_prompt() -> None:
     assert CHEAP.c == pytest.approx(0.12)
     k, speedup = CHEAP.worth(0.8, 100)
-    assert speedup == pytest.approx(making.expected_speedup(0.8, k, 0.12))
+    assert speedup == pytest.approx(expected_speedup(0.8, k, 0.12))
     # An encoder that takes as long as ten tokens, read once.
     slow = replace(CHEAP, target_prompt=10.0, draft_prompt=10.0)
     assert slow.worth(0.8, 100)[1] == pytest.approx(110 / (20 + 100 / speedup))
@@ -441,6 +542,7 @@ def test_the_command_writes_an_ordinary_folder(
     assert tokenizer.chat_template
     assert f"{report['after']['alpha']:.3f}" in (out / "README.md").read_text()
     target = AutoModelForCausalLM.from_pretrained(pair / "target")
+    assert json.loads((out / "config.json").read_text())["osd_hf_target"] == fingerprint(target)
     ids = torch.tensor([[5, 6, 7]])
     how = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 6}
     assert torch.equal(target.generate(ids, assistant_model=draft, **how), target.generate(ids, **how))
@@ -449,3 +551,6 @@ def test_the_command_writes_an_ordinary_folder(
     assert "is not an empty folder" in capsys.readouterr().err
     assert main(["draft", str(pair / "target"), str(tmp_path / "other"), "--layers", "one"]) == 2
     assert "--layers must be numbers" in capsys.readouterr().err
+    both = ["--layers", "0,1", "--num-layers", "2"]
+    assert main(["draft", str(pair / "target"), str(tmp_path / "other"), *both]) == 2
+    assert "exclude each other" in capsys.readouterr().err
