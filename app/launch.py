@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
+import torch
 from starlette.middleware import Middleware
 
 from osd_hf import ConfigError
@@ -116,6 +117,8 @@ def launch(args: argparse.Namespace) -> int:
         print(f"ignored: {', '.join(ignored)} (see osd-hf app --help for flags)", flush=True)
     settings = {"dtype": args.dtype, "device": args.device}
     told = functools.partial(print, flush=True)
+    if args.threads:  # a draft that is made now is measured with as many as serve it
+        torch.set_num_threads(args.threads)
     smollm2 = smollm2_pair(device=args.device or "cpu", say=told) if args.pair else None
     pair = ServedPair(args.target, args.draft, smollm2=smollm2, **settings)
     state = None if args.state is None else Path(args.state)

@@ -395,7 +395,7 @@ class StoreLearner:
         if not self._is_at_hand():
             raise ConfigError(
                 f"The target is of version {version_of(self._target)}, but {self._version} is learned from, the "
-                "newest in the stores or the one asked for. Load that, as it was served, or name this one as the version."
+                "newest in the stores or the one asked for. Load that, as it was served, or name this one's version."
             )
 
     def _is_at_hand(self) -> bool:
