@@ -85,7 +85,8 @@ class OnlineConfig:
             to as many requests, so that none waits for a whole update;
             `"interval"`: the same updates, whole, after the answer that completes the interval;
             `"idle"`: the same by a thread of their own, which computes only while no request is running, and stops
-            for one that arrives also in the middle of a step, between two layers;
+            for one that arrives also in the middle of a step, between two layers (on an accelerator not in a
+            backward); what that forward holds in memory stays there meanwhile, beside the request;
             `"manual"`: only when `update` is called.
         update_interval (`int`, *optional*, defaults to 8):
             Requests (of one draft, where domains have their own) between two updates.
@@ -138,7 +139,7 @@ class OnlineConfig:
         micro_step_seconds (`float`, *optional*, defaults to 0.02):
             `"idle"` only: as many requests are learned from at once as take about so long. An arriving request waits
             for no more than a layer of such a forward or backward, some millions of weights of another step, or one
-            product with the embeddings.
+            product with the embeddings; on an accelerator for a whole backward.
         autosave_interval (`int`, *optional*, defaults to 8):
             Updates between two saves of the session, of an assistant that is given a folder for them.
         max_drafts (`int`, *optional*, defaults to 32):

@@ -111,7 +111,12 @@ def test_others_are_let_in_where_a_thread_says_so_alone() -> None:
         states = torch.ones(2, requires_grad=True) * 1
         give_way_at(states)
         assert stops == ["a", "a"]
-    states.sum().backward()  # also after the block, and in whatever thread
+    states.sum().backward(retain_graph=True)  # also after the block
+    assert stops == ["a"] * 3
+    # As on an accelerator, whose one thread all backwards share: who waited there would keep others from theirs.
+    thread = threading.Thread(target=states.sum().backward)
+    thread.start()
+    thread.join(LONG)
     assert stops == ["a"] * 3
 
 

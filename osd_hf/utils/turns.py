@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,6 +21,7 @@ class _Turn:
 
     def __init__(self, let_in: Callable[[], object]) -> None:
         self.let_in = let_in
+        self.thread = threading.get_ident()
         self.waited = 0.0  # seconds
 
     def __call__(self) -> None:
@@ -55,18 +57,21 @@ def give_way() -> None:
 
 
 def give_way_at(states: torch.Tensor) -> None:
-    """Let others go first now, and once more in the backward, when the gradient of these states is there."""
+    """Let others go first now, and once more in the backward, when the gradient of these states is there: on a CPU,
+    where a backward runs in the thread that asks for it."""
     turn = _TURN.get()
     if turn is not None:
         turn()
         if states.requires_grad:
-            # Not `give_way`: a backward on an accelerator runs in a thread of its own.
-            states.register_hook(lambda _: turn())  # type: ignore[no-untyped-call]
+            # Accelerators have one thread each for all backwards: others would wait for the one that waits for them.
+            states.register_hook(  # type: ignore[no-untyped-call]
+                lambda _: turn() if threading.get_ident() == turn.thread else None
+            )
 
 
 @contextmanager
 def between(layers: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Forwards inside, and their backwards, stop before each of these layers."""
+    """Forwards inside and, on a CPU, their backwards stop before each of these layers."""
     with ExitStack() as stack:
         for layer in layers if gives_way() else ():
             stack.callback(layer.register_forward_pre_hook(_at_layer, with_kwargs=True).remove)
