@@ -7,7 +7,7 @@ import hashlib
 import logging
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -146,40 +146,32 @@ def target_version(model: Any) -> str | None:
     some ten microseconds. What is written through `.data`, hooks and patched methods are not noticed; the first is
     found by [`look_closely`].
     """
+    return _told(model, _Known.version)
+
+
+def look_closely(model: Any) -> str | None:
+    """The fingerprint of a model where its weights have changed unnoticed since [`target_version`] was asked last;
+    `None` where they have not, or torch counts a change meanwhile, which the next request is told of. Takes
+    milliseconds."""
+    return _told(model, _Known.unnoticed)
+
+
+def target_changed(model: Any) -> str | None:
+    """Let a model have another version from now on, also where its weights do not show it; returns that, or `None`
+    where it has none."""
+    return _told(model, _Known.renamed)
+
+
+def _told(model: Any, ask: Callable[[_Known, Any], str | None]) -> str | None:
     model = unwrap(model)
     try:
         known = _known.get(model)
         if known is None:
             known = _known[model] = _Known(model)
-        return known.version(model)
-    except Exception as error:  # noqa: BLE001 - whatever is odd about a model: it answers all the same
+        return ask(known, model)
+    except Exception as error:  # noqa: BLE001 - whatever is odd about a model, or is done to it at this moment
         logger.info("The version of the target is not known: %s", first_line(error))
         return None
-
-
-def look_closely(model: Any) -> str | None:
-    """The fingerprint of a model where its weights have changed unnoticed since [`target_version`] was asked last;
-    `None` where they have not. Takes milliseconds."""
-    before, model = target_version(model), unwrap(model)
-    if before is None:
-        return None
-    known = _known[model]
-    counted = known.look(model)  # before, as it may change meanwhile
-    if (now := fingerprint(model)) == before.partition("-")[0]:
-        return None
-    known.versions = {counted: now}
-    return now
-
-
-def target_changed(model: Any) -> str | None:
-    """Let a model have another version from now on, also where its weights do not show it; returns that."""
-    before, model = target_version(model), unwrap(model)
-    if (now := look_closely(model)) is None and before is not None:
-        plain, _, times = before.partition("-")
-        now = f"{plain}-{int(times or 0) + 1}"
-        known = _known[model]
-        known.versions = {known.look(model): now}
-    return now
 
 
 class _Known:
@@ -220,8 +212,30 @@ class _Known:
             counted = self.look(model)
             known = self.versions if list(map(id, before)) == list(map(id, self._tensors)) else {}  # by other weights
             version = fingerprint(model)
-            self.versions = dict([*known.items(), (counted, version)][-REMEMBERED:])
+            if self._counted(model) == counted:  # otherwise it has changed meanwhile
+                self.versions = dict([*known.items(), (counted, version)][-REMEMBERED:])
         return version
+
+    def unnoticed(self, model: Any) -> str | None:
+        """Its fingerprint where that is another one by what torch and PEFT have not counted."""
+        before, noticed = self.version(model), self._counted(model)
+        anew = _Known(model)
+        counted, now = anew._counted(model), fingerprint(model)
+        is_still = (self._counted(model), anew._counted(model)) == (noticed, counted)
+        if now == before.partition("-")[0] or self.versions.get(noticed) != before or not is_still:
+            return None
+        anew.versions = {counted: now}
+        _known[model] = anew
+        return now
+
+    def renamed(self, model: Any) -> str:
+        """Another version than before, that of its weights if that is another one already."""
+        before = self.version(model)
+        if (now := self.unnoticed(model)) is None:
+            plain, _, times = before.partition("-")
+            now = f"{plain}-{int(times or 0) + 1}"
+            self.versions = {self.look(model): now}
+        return now
 
 
 # --- what a draft was taught for ------------------------------------------------------------------------------------

@@ -203,8 +203,9 @@ class Upkeep:
         """Let the learner work, unless somebody else does: no answer waits for that, and what is due stays due."""
         try:
             with self.alone(wait=False) as is_mine:
-                if is_mine and self.target is not None:
-                    self._look_at_target(closely=self.learner.begins())
+                if is_mine and self.target is not None and self.learner.begins():
+                    # Only what no request can tell: the target may be another one for a moment, between requests.
+                    self.learner.meet(look_closely(self.target))
                 report = work() if is_mine else None
                 if report is not None:
                     self._report(report)
@@ -236,7 +237,8 @@ class Upkeep:
                 "processor or a stopping criterion?). Call again when the request has ended."
             )
         with self.alone():
-            self._look_at_target(closely=True)
+            if self.target is not None:
+                self._look_at_target()
             key = self.learner.fullest() if domain is None else self.drafts.key(domain)
             if self.drafts.per_domain and key is None:
                 raise LearnerError("No domain has a draft that could learn yet. Serve requests of one first.")
@@ -418,13 +420,12 @@ class Upkeep:
             if lesson.target not in (None, version):
                 self.learner.rest(domain, 1)
 
-    def _look_at_target(self, *, closely: bool) -> None:
+    def _look_at_target(self) -> None:
         """Set aside what is of another version of the target than the one that there is now."""
-        if self.target is not None:
-            version = look_closely(self.target) if closely else None
-            if version is None and not self.drafts.per_domain:
-                version = target_version(self.target)
-            self.learner.meet(version)
+        version = look_closely(self.target)
+        if version is None and not self.drafts.per_domain:
+            version = target_version(self.target)
+        self.learner.meet(version)
 
     def target_changed(self) -> None:
         """Set aside the requests so far, as the target is another one now."""

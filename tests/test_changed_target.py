@@ -15,6 +15,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
+from waiting import LONG
 
 from osd_hf import (
     CorrectionStore,
@@ -229,6 +230,19 @@ def test_adapters_that_take_turns_have_lessons_of_their_own_by_domain() -> None:
         serve(assistant, 1, 3)
         assert of_versions(lesson_of(assistant)) == {names["two"]}
         assert lesson_of(assistant).older == 3
+
+
+def test_between_requests_the_target_may_be_another_one() -> None:
+    target, draft = with_adapters()
+    with OnlineAssistant(target, draft, config=replace(CONFIG, gate=False, update_strategy="idle")) as assistant:
+        assistant.pause()
+        traces = serve(assistant, 5)
+        with target.disable_adapter():
+            assistant.resume()
+            assert assistant.wait_until_idle(LONG)
+            assert assistant.version == 1
+        assert kept(lesson_of(assistant)) == traces
+        assert lesson_of(assistant).older == 0
 
 
 # --- on disk --------------------------------------------------------------------------------------------------------

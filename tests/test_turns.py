@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from waiting import LONG
 
-from osd_hf import DomainDrafts, OnlineAssistant, OnlineConfig, record_traces
+from osd_hf import DomainDrafts, OnlineAssistant, OnlineConfig, fingerprint, record_traces
 from osd_hf.learning import optimizer as optimizer_module
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.optimizer import AdamW
@@ -313,3 +313,29 @@ def test_what_needs_the_learner_does_not_wait_for_the_request_that_it_waits_for(
             assert what != "fail" or assistant.update().version == 1
             assert not traffic.gives_way
             assistant.close()
+
+
+def test_a_target_that_changes_while_a_step_has_given_way_begins_a_new_lesson() -> None:
+    target, draft = models.pair(num_hidden_layers=1)
+
+    def request() -> None:
+        with torch.no_grad():
+            target.lm_head.weight *= 1.5
+        ask(assistant.generate, 5)
+
+    visitor = threading.Thread(target=request, name="visitor")
+    with (
+        visited(lambda stop: visitor if stop == 5 else None),
+        OnlineAssistant(target, draft, config=IDLE) as assistant,
+    ):
+        assistant.pause()
+        for number in range(3):
+            ask(assistant.generate, number)
+        assistant.resume()
+        assert assistant.wait_until_idle(LONG)
+        visitor.join(LONG)
+        assert assistant.wait_until_idle(LONG)
+        lesson = assistant.drafts.lessons[None]
+        assert [trace.target for trace in (*lesson.pending, *lesson.buffer)] == [fingerprint(target)]
+        assert lesson.older == 3
+        assert assistant.learning_error is None
