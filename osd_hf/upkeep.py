@@ -429,7 +429,8 @@ class Upkeep:
 
     def target_changed(self) -> None:
         """Set aside the requests so far, as the target is another one now."""
-        self.learner.meet(target_changed(self.target))
+        with self.alone():
+            self.learner.renew(target_changed(self.target))
 
     def close(self, store: CorrectionStore | None) -> None:
         """Take nothing in any more, end the idle thread, save the session where it is saved by itself, flush the store

@@ -163,6 +163,26 @@ def test_an_update_asked_for_after_a_change_learns_nothing_of_before(pair: Any, 
         assert set().union(*judged) <= {trace.target, fingerprint(target)}
 
 
+def test_whoever_says_that_the_target_changed_is_believed_where_no_version_is_told(pair: Any) -> None:
+    target, draft = pair
+    odd = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex128), requires_grad=False)  # of which no sample is made
+    target.register_parameter("odd", odd)
+    config = replace(CONFIG, update_strategy="spread", steps_per_update=3)
+    with OnlineAssistant(target, draft, config=config) as assistant:
+        lesson = lesson_of(assistant)
+        serve(assistant, 6)
+        assert of_versions(lesson) == {None}
+        assert assistant.is_learning  # in the middle of an update
+        assistant.target_changed()
+        assert not kept(lesson)
+        new = serve(assistant, 6, 6)
+        assert new[0] in kept(lesson)
+        assert set(kept(lesson)) <= set(new)
+        del target.odd
+        assistant.target_changed()
+        assert not kept(lesson)
+
+
 class Trains(torch.nn.Module):
     """A processor that changes the target in the middle of a request."""
 

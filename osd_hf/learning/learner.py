@@ -153,6 +153,15 @@ class Learner:
             if is_other:
                 self.drafts.target_changed(lesson.domain)
 
+    def renew(self, target: str | None) -> None:
+        """The target is another one now, of this version where it can be told: nothing from before is learned from any
+        more."""
+        self.abandon()
+        for lesson in self.lessons.values():
+            with lesson.lock:
+                lesson.renew(target)
+            self.drafts.target_changed(lesson.domain)
+
     def taught_for(self, domain: str | None) -> str | None:
         """The version of the target that the draft which serves a domain was taught for; `None` where it is not known,
         or nothing learned serves."""

@@ -184,15 +184,22 @@ class Lesson:
         than before. What was learned stays: the target is much the same, as a rule."""
         if target is None or target == self.target:
             return False
-        before, self.target = self.target, target
-        if before is None:  # requests that do not say are taken for those of the first that does
+        if self.target is None:  # requests that do not say are taken for those of the first that does
+            self.target = target
             return False
+        self.renew(target)
+        return True
+
+    def renew(self, target: str | None) -> None:
+        """Set aside, inside the lock, what there is, as the target is another one now: of this version, or (`None`) of
+        one that cannot be told."""
+        before, self.target = self.target, target
         those = len(self.pending) + len(self.held_back) + len(self.buffer)
         logger.log(
             logging.INFO if self.older else logging.WARNING,
             "Set aside %d requests of an older target%s: it was %s, and is %s now. What the draft has learned stays, "
             "and it learns from new requests.",
-            those, "" if self.domain is None else f" of {self.domain!r}", before, target,
+            those, "" if self.domain is None else f" of {self.domain!r}", before or "unknown", target or "unknown",
         )  # fmt: skip
         self.older += max(those, 1)
         for kept in (self.pending, self.held_back, self.arrived, self.unwatched, self._live):
@@ -201,7 +208,6 @@ class Lesson:
         self.choice.clear()
         self.effort.renew()
         self._is_stale = True
-        return True
 
     def is_current(self, trace: Trace) -> bool:
         """Whether a request is of the version of the target that answers now; one that does not say is taken to be, as
