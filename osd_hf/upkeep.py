@@ -240,8 +240,11 @@ class Upkeep:
             if self.target is not None:
                 self._look_at_target()
             key = self.learner.fullest() if domain is None else self.drafts.key(domain)
-            if self.drafts.per_domain and key is None:
-                raise LearnerError("No domain has a draft that could learn yet. Serve requests of one first.")
+            if self.drafts.per_domain and (key is None or self.learner.lessons[key].is_unconfirmed):
+                raise LearnerError(
+                    f"No draft of {'any domain' if domain is None else repr(domain)} could learn yet. Serve a request of "
+                    "it first; after a session was loaded, too, as requests tell whether the target is still the same."
+                )
             try:
                 report = self.learner.update(key, steps)
             except ConfigError:
@@ -416,9 +419,9 @@ class Upkeep:
         take turns: the next request of each tells, and nothing is learned before."""
         if not self.drafts.per_domain:
             self.learner.meet(version)
-        for domain, lesson in self.learner.lessons.items():
+        for lesson in self.learner.lessons.values():
             if lesson.target not in (None, version):
-                self.learner.rest(domain, 1)
+                lesson.is_unconfirmed = True
 
     def _look_at_target(self) -> None:
         """Set aside what is of another version of the target than the one that there is now."""

@@ -21,6 +21,7 @@ from osd_hf import (
     CorrectionStore,
     DataError,
     LabelRouter,
+    LearnerError,
     OnlineAssistant,
     OnlineConfig,
     Trace,
@@ -308,12 +309,17 @@ def test_a_session_of_domains_waits_for_each_ones_next_request(tmp_path: Path) -
     with OnlineAssistant(target, draft, config=config, router=LabelRouter()) as again:
         again.load_state(tmp_path)
         assert [len(kept(lesson_of(again, adapter))) for adapter in ADAPTERS] == [3, 3]
-        assert [lesson_of(again, adapter).rest for adapter in ADAPTERS] == [1, 0]
+        again.resume()
+        assert [lesson_of(again, adapter).is_unconfirmed for adapter in ADAPTERS] == [True, False]
+        with pytest.raises(LearnerError, match="No draft of 'one' could learn yet"):
+            again.update(domain="one")
+        assert again.update(1).domain == "two"
         target.set_adapter("one")
         with torch.no_grad():
             target.get_base_model().lm_head.weight += 0.5
         serve(again, 1, 3, domain="one")
         assert [len(kept(lesson_of(again, adapter))) for adapter in ADAPTERS] == [1, 3]
+        assert again.update(1, domain="one").new_requests == 1
 
 
 def test_a_saved_draft_says_which_target_it_was_taught_for(

@@ -183,12 +183,12 @@ class Learner:
         """Whose requests the idle thread has not compared yet."""
         is_idle = self.config.gate and self.config.update_strategy == "idle" and not self.is_paused
         lessons = list(self.lessons.values()) if is_idle else ()
-        return next((lesson for lesson in lessons if lesson.arrived and not lesson.rest), None)
+        return next((lesson for lesson in lessons if lesson.arrived and lesson.may_learn), None)
 
     def fullest(self) -> str | None:
         """The domain whose draft has the most requests waiting, by its effort; `None` where all share one, or there is
-        none."""
-        fullest = self._fullest(list(self.lessons.values()))
+        none that can learn."""
+        fullest = self._fullest([lesson for lesson in self.lessons.values() if not lesson.is_unconfirmed])
         return None if fullest is None else fullest.domain
 
     @staticmethod
@@ -260,7 +260,7 @@ class Learner:
         update that has ended."""
         spent = 0.0
         for lesson in list(self.lessons.values()) if self.config.gate and not self.is_paused else ():
-            if lesson.rest:
+            if not lesson.may_learn:
                 continue
             self.whose, started = lesson.domain, self._timer()
             try:

@@ -132,6 +132,7 @@ class Lesson:
         self.observed = 0  # requests
         self.requests_waiting = 0  # that have arrived since an update began
         self.rest = 0  # requests that have to arrive before anything is learned, after failures in a row
+        self.is_unconfirmed = False  # loaded, perhaps of another version of the target: its next request tells
         # Oldest first; those that the update under way learns from are among them. Updates may never come.
         self.pending: deque[Trace] = deque(maxlen=self.config.buffer_size)
         self.buffer = ReplayBuffer(self.config.buffer_size, np.random.default_rng(self.config.seed))
@@ -156,6 +157,7 @@ class Lesson:
     def observe(self, trace: Trace) -> bool:
         """Take in a request, inside the lock; returns whether it is the first of another version of the target."""
         is_other = self.meet(trace.target)
+        self.is_unconfirmed = False
         self.rest = max(self.rest - 1, 0)
         if not self.is_current(trace):
             self.older += 1
@@ -207,7 +209,7 @@ class Lesson:
         self._to_compare = 0
         self.choice.clear()
         self.effort.renew()
-        self._is_stale = True
+        self._is_stale, self.is_unconfirmed = True, False
 
     def is_current(self, trace: Trace) -> bool:
         """Whether a request is of the version of the target that answers now; one that does not say is taken to be, as
@@ -248,9 +250,14 @@ class Lesson:
         return max(round(self.config.update_interval / self.effort.share), 1)
 
     @property
+    def may_learn(self) -> bool:
+        """Whether anything may be learned now by itself."""
+        return not (self.rest or self.is_unconfirmed)
+
+    @property
     def is_due(self) -> bool:
         """Whether enough requests have come for an update."""
-        return not self.rest and self.requests_waiting >= self.update_interval
+        return self.may_learn and self.requests_waiting >= self.update_interval
 
     def begin_update(self) -> list[Trace]:
         """The requests that an update begins with; it is due again after an interval, also where it fails."""
@@ -377,7 +384,7 @@ class Lesson:
         with self.lock:
             # Sessions from before say nothing of it.
             self.target, self.taught_for, self.older = state.get("target", (None, None, 0))
-            self._is_stale = False
+            self._is_stale = self.is_unconfirmed = False
             self.requests_waiting, self.observed = int(state["requests_waiting"]), int(state["observed"])
             self.dropped = int(state["dropped"])
             self.effort.renew()
