@@ -41,7 +41,7 @@ def promote(drafts: DomainDrafts, domain: str | None, seed: int = 0) -> tuple[in
     version, snapshot = drafts.candidate(domain)
     generator = torch.Generator().manual_seed(seed)
     moved = {name: w + 0.3 * torch.randn(w.shape, generator=generator).to(w.dtype) for name, w in snapshot.items()}
-    drafts.promote(domain, version, moved)
+    drafts.promote(domain, version, moved, f"target {version}")
     return version, moved
 
 
@@ -241,11 +241,13 @@ def test_an_earlier_version_serves_again(kind: str) -> None:
     with torch.no_grad():
         next(drafts.model("a").parameters()).fill_(torch.nan)  # gone wrong by itself
     assert same(drafts.roll_back("a", first), snapshot)
+    assert drafts.taught_for("a") == f"target {first}"
     assert drafts.serving_version("a") == first
     assert same(weights(drafts.model("a")), held)
     assert drafts.previous("a") is None
     start = drafts.roll_back("a", 0)
     assert drafts.model("a") is drafts.base
+    assert drafts.taught_for("a") is None
     assert drafts.serving_version("a") == 0
     drafts.promote("a", 9, start)
     ours, theirs = (logits(models.double(model)) for model in (drafts.model("a"), drafts.base))
@@ -265,8 +267,8 @@ def test_what_cannot_be_made_ready_costs_no_answer(
     with monkeypatch.context() as patch:
         patch.setattr(drafts._copies, "_write", full)
         with pytest.raises(RuntimeError, match="out of memory"):
-            drafts.promote("a", version, snapshot)
-        assert drafts.serving_version("a") == 1  # as before
+            drafts.promote("a", version, snapshot, "another")
+        assert (drafts.serving_version("a"), drafts.taught_for("a")) == (1, "target 1")  # as before
         with drafts.lease("a") as serving, caplog.at_level(logging.ERROR):
             assert serving.version in (0, 1)
     with drafts.lease("a") as serving:
@@ -520,10 +522,13 @@ def test_a_state_comes_back(kind: str, tmp_path: Path) -> None:
     assert (again.version, again.domains) == (drafts.version, drafts.domains)
     for domain in (None, "a", "b", "c"):
         assert again.serving_version(domain) == drafts.serving_version(domain)
+        assert again.taught_for(domain) == drafts.taught_for(domain)
         assert same(weights(again.model(domain)), weights(drafts.model(domain)))
     ours, theirs = again.previous("b"), drafts.previous("b")
     assert ours is not None and theirs is not None
     assert ours[0] == theirs[0] and same(ours[1], theirs[1])
+    again.roll_back("b", ours[0])
+    assert again.taught_for("b") == f"target {ours[0]}"
 
 
 @pytest.mark.parametrize(

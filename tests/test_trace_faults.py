@@ -416,8 +416,8 @@ def test_what_a_new_version_served_before_the_learner_went_on_is_watched(
         taught.observe(None, replace(traces[i % 8], created_at_seconds=float(i)))
     served: list[Trace] = []
 
-    def at_once(self: DomainDrafts, domain: str | None, version: int, snapshot: Any) -> None:
-        promote(self, domain, version, snapshot)
+    def at_once(self: DomainDrafts, domain: str | None, version: int, snapshot: Any, taught_for: Any) -> None:
+        promote(self, domain, version, snapshot, taught_for)
         served.append(replace(traces[0], draft_version=version, created_at_seconds=100.0))
         taught.observe(domain, served[0])
 

@@ -19,11 +19,13 @@ __all__ = ["Copies", "ServingDraft", "Version"]
 
 
 class Version(NamedTuple):
-    """A version of a draft: its number, 0 for the draft as it was, and its weights. Equal numbers are no proof: a
-    rollback or a session may bring other weights of the same one."""
+    """A version of a draft: its number, 0 for the draft as it was, its weights, and the version of the target that it
+    was taught for, where that is known. Equal numbers are no proof: a rollback or a session may bring other weights of
+    the same one."""
 
     number: int
     weights: Snapshot
+    taught_for: str | None = None
 
 
 @dataclass(eq=False)

@@ -154,6 +154,13 @@ class DomainDrafts:
             draft = self._drafts.get(self.key(domain))
             return 0 if draft is None else draft.serving.number
 
+    def taught_for(self, domain: str | None) -> str | None:
+        """The version of the target that the draft which serves a domain was taught for; `None` where it is not known,
+        or nothing learned serves."""
+        with self._lock:
+            draft = self._drafts.get(self.key(domain))
+            return None if draft is None else draft.serving.taught_for
+
     def serving_snapshot(self, domain: str | None) -> Snapshot:
         """Weights of the version that serves."""
         with self._lock:
@@ -162,7 +169,8 @@ class DomainDrafts:
     def previous(self, domain: str | None) -> tuple[int, Snapshot] | None:
         """The version that served before the one that does now."""
         with self._lock:
-            return self._drafts[domain].previous
+            previous = self._drafts[domain].previous
+            return None if previous is None else previous[:2]
 
     # --- who serves -------------------------------------------------------------------------------------------------
 
@@ -287,15 +295,16 @@ class DomainDrafts:
         with self._lock:
             self._copies.release(serving, {domain: draft.serving for domain, draft in self._drafts.items()})
 
-    def promote(self, domain: str | None, version: int, snapshot: Snapshot) -> None:
-        """Let a version serve, from the next request on; those that are running keep theirs. It is made ready before
-        it is known. Requests draft with the version before it meanwhile where one holds that model; otherwise the new
-        weights are written into it, without a copy, and requests of this draft wait until they are."""
+    def promote(self, domain: str | None, version: int, snapshot: Snapshot, taught_for: str | None = None) -> None:
+        """Let a version, `taught_for` this one of the target, serve from the next request on; those that are running
+        keep theirs. It is made ready before it is known. Requests draft with the version before it meanwhile where one
+        holds that model; otherwise the new weights are written into it, without a copy, and requests of this draft
+        wait until they are."""
         weights = self._copies.ready(snapshot)
         with self._lock:
             self._made.wait_for(lambda: domain not in self._copies.making)
             serving = self._copies.reserve(domain)
-        self._fill(serving, Version(version, snapshot), weights)
+        self._fill(serving, Version(version, snapshot, taught_for), weights)
         self._release(serving)
         self._draft_changed(domain)
 
@@ -303,14 +312,14 @@ class DomainDrafts:
         """Let the version before, or 0, serve again; returns its weights."""
         with self._lock:
             draft = self._drafts[domain]
-            weights = draft.original
+            earlier = Version(version, draft.original)
             if draft.previous is not None and version == draft.previous.number:
-                weights = draft.previous.weights
+                earlier = draft.previous._replace()
             # Written anew: what serves may have gone wrong by itself.
-            draft.serving, draft.previous = Version(version, weights), None
+            draft.serving, draft.previous = earlier, None
         self.model(domain)  # made ready now, so that no request waits for it
         self._draft_changed(domain)
-        return weights
+        return earlier.weights
 
     def target_changed(self, domain: str | None) -> None:
         """Another version of the target answers: what was known of acceptance counts half."""
@@ -503,6 +512,7 @@ class DomainDrafts:
                         "domain": domain,
                         "version": draft.serving.number,
                         "snapshot": dict(draft.serving.weights),
+                        "taught_for": draft.serving.taught_for,
                         "previous": None if draft.previous is None else tuple(draft.previous),
                     }
                     for domain, draft in self._drafts.items()
@@ -523,8 +533,12 @@ class DomainDrafts:
                 draft = before.get(domain)
                 if draft is None or (learners is not None and domain not in learners):
                     draft = _Draft(Lesson(domain, self.config))
-                draft.serving = Version(int(saved["version"]), self._placed(saved["snapshot"]))
-                draft.previous = None if previous is None else Version(previous[0], self._placed(previous[1]))
+                # Sessions from before do not say what they were taught for.
+                weights, taught_for = self._placed(saved["snapshot"]), saved.get("taught_for")
+                draft.serving = Version(int(saved["version"]), weights, taught_for)
+                if previous is not None:
+                    previous = Version(previous[0], self._placed(previous[1]), *previous[2:])
+                draft.previous = previous
                 self._drafts[domain] = draft
         for domain in self.domains:
             self.model(domain)  # made ready now

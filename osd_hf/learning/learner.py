@@ -165,8 +165,7 @@ class Learner:
     def taught_for(self, domain: str | None) -> str | None:
         """The version of the target that the draft which serves a domain was taught for; `None` where it is not known,
         or nothing learned serves."""
-        lesson = self.lessons.get(self.drafts.key(domain))
-        return None if lesson is None or not self.drafts.serving_version(domain) else lesson.taught_for
+        return self.drafts.taught_for(domain)
 
     def due(self) -> Lesson | None:
         """Whose update should begin now; `None` while learning rests, is paused, or waits for requests or to be asked
@@ -333,6 +332,7 @@ class Learner:
         newest = lesson.begin_update()  # those that arrive meanwhile are for the next update
         updater = self.updater(domain)
         newest = yield from lesson.sound(newest, updater.accepts)
+        target = lesson.target
         lesson.check_width(newest)
         yield from self._watch(lesson)
         try:
@@ -352,8 +352,7 @@ class Learner:
             decision, tried = GateDecision("dropped", version, report.version, domain, reason), {}
         lesson.dropped = lesson.dropped + 1 if decision.outcome == "dropped" else 0
         if decision.outcome == "promoted":
-            lesson.taught_for = lesson.target
-            self.drafts.promote(domain, version, snapshot)
+            self.drafts.promote(domain, version, snapshot, target)
             lesson.begin_watching(version, tried)
         elif lesson.dropped >= DROPPED_IN_A_ROW or not is_finite(snapshot):
             lesson.dropped = 0

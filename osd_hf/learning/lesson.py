@@ -126,7 +126,6 @@ class Lesson:
         self.lock = threading.Lock()
         in_child(self, renewing(lock=threading.Lock))
         self.target: str | None = None  # its version; `None` where no request has said it
-        self.taught_for: str | None = None  # the version that what serves was taught for
         self.older = 0  # requests that were set aside as they are another version's
         self._is_stale = False  # what the learning thread alone may touch is of another version
         self.observed = 0  # requests
@@ -366,7 +365,7 @@ class Lesson:
             traces = {"held_back": list(self.held_back), "pending": list(self.pending), "replayed": list(self.buffer)}
             return {
                 "domain": self.domain,
-                "target": [self.target, self.taught_for, self.older],
+                "target": [self.target, self.older],
                 "requests_waiting": self.requests_waiting,
                 "observed": self.observed,
                 "dropped": self.dropped,
@@ -383,7 +382,7 @@ class Lesson:
         self.buffer.restore(traces["replayed"], state["seen"])
         with self.lock:
             # Sessions from before say nothing of it.
-            self.target, self.taught_for, self.older = state.get("target", (None, None, 0))
+            self.target, *_, self.older = state.get("target", (None, 0))
             self._is_stale = self.is_unconfirmed = False
             self.requests_waiting, self.observed = int(state["requests_waiting"]), int(state["observed"])
             self.dropped = int(state["dropped"])
