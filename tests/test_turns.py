@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from waiting import LONG
 
 from osd_hf import DomainDrafts, OnlineAssistant, OnlineConfig, fingerprint, record_traces
+from osd_hf.learning import drafts as drafts_module
 from osd_hf.learning import optimizer as optimizer_module
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.optimizer import AdamW
@@ -181,6 +182,16 @@ def test_the_longest_stretch_without_a_stop_does_not_grow_with_the_draft(
     assert many.all > 2 * few.all
     assert many.most <= 1.1 * few.most
     assert many.most < many.all / 30
+
+
+def test_others_are_let_in_around_the_copy_of_a_draft_that_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, draft = models.pair(num_hidden_layers=1)
+    drafts, said, sharing = DomainDrafts(draft, IDLE, per_domain=False), list[str](), drafts_module.sharing
+    monkeypatch.setattr(drafts_module, "sharing", lambda model: said.append("copy") or sharing(model))
+    with giving_way(lambda: said.append("stop")):
+        drafts.tried(drafts.base)
+        drafts.tried(drafts.base)  # the same once more
+    assert said == ["stop", "copy", "stop"]
 
 
 # --- requests that arrive in the middle of a step -------------------------------------------------------------------

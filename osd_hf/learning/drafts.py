@@ -41,7 +41,7 @@ from osd_hf.learning.weights import (
 from osd_hf.pair import is_peft
 from osd_hf.utils.disk import in_child, write_whole
 from osd_hf.utils.report import make_folder
-from osd_hf.utils.turns import giving_way
+from osd_hf.utils.turns import give_way, giving_way
 
 __all__ = ["DomainDrafts", "ServingDraft"]
 
@@ -399,7 +399,10 @@ class DomainDrafts:
         next call."""
         if self._tried is None or self._tried[0] is not draft:
             has_weights = isinstance(draft, dict)
-            self._tried, model = None, sharing(self.base if has_weights else draft)
+            self._tried = None
+            give_way()  # many modules are copied, none of the weights
+            model = sharing(self.base if has_weights else draft)
+            give_way()
             if has_weights:
                 write_snapshot(draft, model, self._template, share=True)
             self._tried = draft, model  # not before: writing may fail, and is tried again
