@@ -318,8 +318,8 @@ class OnlineAssistant:
                 Of a request.
         """
         target, base, config = unwrap(self.target), unwrap(self._drafts.base), self.config
-        apart = None if config.learner_device is None else torch.device(config.learner_device)
-        if apart is not None and apart.type == base.device.type and apart.index in (None, base.device.index):
+        # A tensor is on the device that a name without an index stands for now.
+        if config.learner_device is not None and torch.empty(0, device=config.learner_device).device == base.device:
             config = replace(config, learner_device=None)
         return memory_plan(
             target.config, base.config, config, peft_config=self._peft_config, target_dtype=target.dtype,

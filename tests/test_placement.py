@@ -3,6 +3,7 @@
 import copy
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import models
@@ -141,6 +142,20 @@ def test_a_device_that_the_draft_is_on_is_no_other() -> None:
     with OnlineAssistant(target, draft, config=replace(CONFIG, learner_device="cpu")) as assistant:
         parts = assistant.memory_plan(prompt_tokens=4, new_tokens=4).parts
     assert {part.place for part in parts if part.name.startswith("learner:")} == {"device"}
+
+
+def test_a_device_without_an_index_is_that_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = models.pair(num_hidden_layers=1)
+    with OnlineAssistant(target, draft, config=CONFIG) as assistant:
+        assistant.config = replace(CONFIG, learner_device="cuda")
+        places, now, empty = [], SimpleNamespace(device=torch.device("cuda:0")), torch.empty
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", lambda *args, **kw: now if kw.get("device") == "cuda" else empty(*args, **kw))
+            for index in range(2):
+                patch.setattr(type(draft), "device", torch.device("cuda", index))
+                parts = assistant.memory_plan(prompt_tokens=4, new_tokens=4).parts
+                places.append({part.place for part in parts if part.name.startswith("learner:")})
+        assert places == [{"device"}, {"learner"}]
 
 
 # --- precision ------------------------------------------------------------------------------------------------------
