@@ -2,7 +2,8 @@ import json
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +16,10 @@ from processes import run_python
 from osd_hf import DomainDrafts, OnlineConfig
 from osd_hf.drafting.forward import CompiledDraft, DraftForward, StaticForward
 from osd_hf.learning.learner import DutyCycle
+from osd_hf.learning.memory import computed_again, layers_of
 from osd_hf.upkeep import Upkeep
 from osd_hf.utils.disk import in_child, lock_file, renewing
-from osd_hf.utils.turns import give_way
+from osd_hf.utils.turns import between, give_way, giving_way
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs forks"),
@@ -116,6 +118,25 @@ def test_a_request_of_a_child_waits_for_no_step_of_its_parent() -> None:
     assert in_a_fork(ask) == 0
     done.set()
     worker.stop()
+
+
+def test_a_child_has_no_hooks_of_a_forward_that_its_parent_is_in() -> None:
+    model = models.build(num_hidden_layers=1)
+    [layer] = layers_of(model)
+
+    def is_bare() -> bool:
+        return not layer._forward_pre_hooks and "forward" not in vars(layer)
+
+    @contextmanager
+    def forward() -> Iterator[None]:
+        with giving_way(lambda: None), computed_again(model), between([layer]):
+            yield
+
+    done = held_elsewhere(forward())
+    assert not is_bare()
+    assert in_a_fork(lambda: os._exit(5 if is_bare() else 6)) == 5
+    assert not is_bare()
+    done.set()
 
 
 def test_a_child_knows_nothing_of_a_step_of_its_parent_that_has_given_way() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from osd_hf.trace import DraftRound, Trace
+from osd_hf.utils.disk import in_child
 
 __all__ = ["Activations", "computed_again", "layers_of", "num_tokens", "shortened"]
 
@@ -88,19 +89,20 @@ def layers_of(model: Any) -> list[Any]:
 def computed_again(model: Any) -> Iterator[None]:
     """The layers of a forward inside keep their inputs alone, and are computed again in its backward: the same
     numbers, a third slower. Transformers' own way would need the training mode, and its dropout."""
-    layers = layers_of(model)
-    before = [vars(layer).get("forward") for layer in layers]
-    for layer in layers:
-        layer.forward = functools.partial(
-            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
-        )  # fmt: skip
-    try:
+    with ExitStack() as stack:
+        in_child(stack, ExitStack.close)  # a forked child has no thread that would
+        for layer in layers_of(model):
+            stack.callback(_take_back, layer, vars(layer).get("forward"))
+            layer.forward = functools.partial(
+                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+            )  # fmt: skip
         yield
-    finally:
-        for layer, forward in zip(layers, before, strict=True):
-            del layer.forward
-            if forward is not None:
-                layer.forward = forward
+
+
+def _take_back(layer: Any, forward: Any) -> None:
+    vars(layer).pop("forward", None)
+    if forward is not None:
+        layer.forward = forward
 
 
 def num_tokens(trace: Trace) -> int:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from osd_hf.utils.disk import in_child
+
 __all__ = ["between", "clock", "give_way", "give_way_at", "gives_way", "giving_way", "in_pieces"]
 
 PIECE = 1 << 23  # elements of weights that are gone through without a stop, about what one layer has
@@ -73,6 +75,7 @@ def give_way_at(states: torch.Tensor) -> None:
 def between(layers: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Forwards inside and, on a CPU, their backwards stop before each of these layers."""
     with ExitStack() as stack:
+        in_child(stack, ExitStack.close)  # a forked child has no thread that would
         for layer in layers if gives_way() else ():
             stack.callback(layer.register_forward_pre_hook(_at_layer, with_kwargs=True).remove)
         yield
