@@ -238,7 +238,7 @@ class OnlineAssistant:
     def target_changed(self) -> None:
         """
         Say that the target is another one now: what is known of its answers so far is learned from no more, nor are
-        versions judged by it; what the draft has learned stays.
+        versions judged by it, and an update under way is given up; what the draft has learned stays.
 
         Most changes are noticed without it, by the weights' [`fingerprint`]: at the next request, steps of an
         optimizer, weights that were loaded or exchanged, and adapters that were added, switched, merged or scaled;

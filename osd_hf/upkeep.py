@@ -242,8 +242,8 @@ class Upkeep:
             key = self.learner.fullest() if domain is None else self.drafts.key(domain)
             if self.drafts.per_domain and (key is None or self.learner.lessons[key].is_unconfirmed):
                 raise LearnerError(
-                    f"No draft of {'any domain' if domain is None else repr(domain)} could learn yet. Serve a request of "
-                    "it first; after a session was loaded, too, as requests tell whether the target is still the same."
+                    f"No draft of {'any domain' if domain is None else repr(domain)} could learn yet. Serve a request "
+                    "of it first; after a session was loaded, too, as it tells whether the target is the same still."
                 )
             try:
                 report = self.learner.update(key, steps)

@@ -150,7 +150,7 @@ def test_a_device_without_an_index_is_that_of_the_moment(monkeypatch: pytest.Mon
         assistant.config = replace(CONFIG, learner_device="cuda")
         places, now, empty = [], SimpleNamespace(device=torch.device("cuda:0")), torch.empty
         with monkeypatch.context() as patch:
-            patch.setattr(torch, "empty", lambda *args, **kw: now if kw.get("device") == "cuda" else empty(*args, **kw))
+            patch.setattr(torch, "empty", lambda *a, **kw: now if kw.get("device") == "cuda" else empty(*a, **kw))
             for index in range(2):
                 patch.setattr(type(draft), "device", torch.device("cuda", index))
                 parts = assistant.memory_plan(prompt_tokens=4, new_tokens=4).parts
