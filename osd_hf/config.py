@@ -82,7 +82,8 @@ class OnlineConfig:
             Target entries kept per position (K); `None` keeps whole rows.
         update_strategy (`str`, *optional*, defaults to `"spread"`):
             `"spread"`: an update for every `update_interval` requests, cut into parts that are done after the answers
-            to as many requests, so that none waits for a whole update;
+            to as many requests, so that none waits for a whole update; a part is no less than an optimizer step, which
+            takes seconds for a draft of hundreds of millions of weights on a CPU: use `"idle"` there;
             `"interval"`: the same updates, whole, after the answer that completes the interval;
             `"idle"`: the same by a thread of their own, which computes only while no request is running, and stops
             for one that arrives also in the middle of a step, between two layers (on an accelerator not in a
