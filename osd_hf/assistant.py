@@ -410,7 +410,7 @@ class OnlineAssistant:
                 `assistant.drafts.save_pretrained(...)`.
         """
         # One version from the first file to the last.
-        with self._drafts.lease(domain) as draft, taught_for(draft.model, self._learner.taught_for(domain)):
+        with self._drafts.lease(domain) as draft, taught_for(draft.model, self._drafts.taught_for(domain)):
             draft.model.save_pretrained(save_directory)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(save_directory)
@@ -421,7 +421,7 @@ class OnlineAssistant:
         its card."""
         training = {"requests served": self.stats.num_requests, "version": self._drafts.serving_version(domain)}
         facts = facts_of(self.target, self._drafts.base, () if domain is None else (domain,), training)
-        facts = replace(facts, target_version=self._learner.taught_for(domain))
+        facts = replace(facts, target_version=self._drafts.taught_for(domain))
         with tempfile.TemporaryDirectory() as folder, self._drafts.lease(domain) as draft:
             save_draft(folder, draft.model, self.tokenizer, repo_id=repo_id, facts=facts)
             return push_folder(folder, repo_id, kept="The assistant has it still.", **kwargs)

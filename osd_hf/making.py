@@ -6,7 +6,6 @@ import contextlib
 import copy
 import logging
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,7 +27,7 @@ from osd_hf.learning.lesson import Lesson
 from osd_hf.learning.updater import Updater
 from osd_hf.learning.weights import write_snapshot
 from osd_hf.metrics import AcceptanceStats, Costs, figures_of
-from osd_hf.pair import check_pair, prompt_room, set_fixed_k, unwrap, vocab_size_of
+from osd_hf.pair import check_pair, device_clock, prompt_room, set_fixed_k, unwrap, vocab_size_of
 from osd_hf.prompts import encode_turn
 from osd_hf.replay import replay_each
 from osd_hf.trace import Trace, bare_trace
@@ -438,7 +437,7 @@ def taught_draft(
     target's device has done what it was asked for."""
     if (prompts is None) == (traces is None):
         raise ConfigError("A draft is taught on `prompts` or on `traces`: give one of them.")
-    course = Course(config.max_seconds, clock or _clock_of(target), show_progress)
+    course = Course(config.max_seconds, clock or device_clock(target), show_progress)
     with course.bar:
         candidates = _pieces(target, config)
         if traces is None:
@@ -471,17 +470,6 @@ def taught_draft(
     )  # fmt: skip
     course.say(f"{best.name}: alpha {best.before.alpha:.3f} before, {best.stats.alpha:.3f} after; {made.verdict}")
     return made
-
-
-def _clock_of(model: Any) -> Callable[[], float]:
-    """The time, once the model's device has done what it was asked for."""
-
-    def clock() -> float:
-        if model.device.type == "cuda":
-            torch.cuda.synchronize(model.device)
-        return time.perf_counter()
-
-    return clock
 
 
 def _pieces(target: Any, config: MakingConfig) -> list[Piece]:

@@ -6,7 +6,8 @@ import contextlib
 import copy
 import importlib.util
 import logging
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -65,6 +66,17 @@ def merged(model: Any) -> Any:
 def vocab_size_of(model: Any) -> int:
     """Width of the logits of a model, or of one with this configuration."""
     return int(getattr(model, "config", model).get_text_config().vocab_size)
+
+
+def device_clock(model: Any) -> Callable[[], float]:
+    """A clock in seconds that waits until the model's device has done what it was asked for."""
+
+    def clock() -> float:
+        if model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
+        return time.perf_counter()
+
+    return clock
 
 
 def eos_ids(config: Any) -> tuple[int, ...]:

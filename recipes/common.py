@@ -256,6 +256,23 @@ def write_report(name: str, report: dict[str, Any], **facts: Any) -> Path:
     return path
 
 
+def report_parts(args: argparse.Namespace, find: Callable[[str], Any], **facts: Any) -> dict[str, Any]:
+    """What `find` returns of each of `args.parts`; the report is written after each."""
+    started, report = time.time(), dict[str, Any]()
+    for part in args.parts:
+        print(f"\n{part}")
+        report[part] = find(part)
+        write_report(args.name, report, **facts, **run_facts(started))
+    return report
+
+
+def processor_seconds(work: Callable[[], object]) -> float:
+    """Of this process, over what is done."""
+    started = time.process_time()
+    work()
+    return time.process_time() - started
+
+
 def run_facts(started: float) -> dict[str, Any]:
     """Facts for the report about a run that began at `started` (`time.time()`)."""
     return {

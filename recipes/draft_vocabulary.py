@@ -26,7 +26,7 @@ from unittest import mock
 import common
 import numpy as np
 import torch
-from common import DATASETS, QUOTING_TEMPLATES, K, drawing, load_pair, make_parser, recorded, simulated, write_report
+from common import DATASETS, QUOTING_TEMPLATES, K, drawing, load_pair, make_parser, recorded, simulated
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -226,12 +226,7 @@ def main() -> None:
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    started, report = time.time(), dict[str, Any]()
-    for part in args.parts:
-        print(f"\n{part}")
-        report[part] = globals()[part](args)
-        write_report(args.name, report, **common.run_facts(started))
-    plot(report, args.name)
+    plot(common.report_parts(args, lambda part: globals()[part](args)), args.name)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,6 @@ from common import (
     recorded,
     recorded_chats,
     simulated,
-    write_report,
 )
 from torch._dynamo.utils import counters
 from tqdm import tqdm
@@ -303,12 +302,8 @@ def main() -> None:
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    started, lab = time.time(), Lab(args)
-    report: dict[str, Any] = {}
-    for part in args.parts:
-        print(f"\n{part}")
-        report[part] = globals()[part](lab, args)
-        write_report(args.name, report, **common.run_facts(started))
+    lab = Lab(args)
+    report = common.report_parts(args, lambda part: globals()[part](lab, args))
     if "systems" in report:
         plot(report["systems"], args.name)
 

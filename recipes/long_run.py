@@ -17,25 +17,18 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from common import drawing, make_parser, run_facts, write_report
+from common import drawing, make_parser, processor_seconds, run_facts, write_report
 from tqdm import tqdm
 
 from osd_hf import CorrectionStore, OnlineAssistant, OnlineConfig
 from osd_hf.bench.controlled import random_pair
 
 MEASURED = 100  # requests before a mark whose time is taken
-
-
-def processor_seconds(work: Callable[[], Any]) -> float:
-    started = time.process_time()
-    work()
-    return time.process_time() - started
 
 
 def served(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:

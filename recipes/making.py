@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from common import MAX_NEW_TOKENS, K, data_folder, gain, make_parser, recorded, run_facts, write_report
+from common import MAX_NEW_TOKENS, K, data_folder, gain, make_parser, processor_seconds, recorded, report_parts
 from common import rows as rows_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -83,10 +83,12 @@ def taught(
 ) -> float:
     """Teach a piece on the requests that a made draft learns from; returns the processor seconds."""
     learned, held_out = split(traces, args.seed)
-    started = time.process_time()
-    piece.begin(learned, held_out, rule(args, learned))
-    teach(piece, held_out, Course(seconds, time.perf_counter, False), seconds, steps)
-    return time.process_time() - started
+
+    def teaching() -> None:
+        piece.begin(learned, held_out, rule(args, learned))
+        teach(piece, held_out, Course(seconds, time.perf_counter, False), seconds, steps)
+
+    return processor_seconds(teaching)
 
 
 def shown(stats: AcceptanceStats) -> dict[str, Any]:
@@ -169,11 +171,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    started, report = time.time(), dict[str, Any]()
-    for part in args.parts:
-        print(f"\n{part}")
-        report[part] = globals()[part](args)
-        write_report(args.name, report, seed=args.seed, **run_facts(started))
+    report_parts(args, lambda part: globals()[part](args), seed=args.seed)
 
 
 if __name__ == "__main__":

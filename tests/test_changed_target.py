@@ -376,7 +376,7 @@ def test_rows_of_two_targets_never_meet(recorded: list[Trace], judged: list[set[
         # After a change, who does not say is not believed.
         assert name != "-" or (trace in kept(lesson)) == (number < 18), number
     assert len([d for d in taught.decisions if d.requests >= 4]) >= 2
-    assert taught.drafts.serving_version() == 0 or taught.taught_for(None) in {"a", "b", "c"}
+    assert taught.drafts.serving_version() == 0 or taught.drafts.taught_for(None) in {"a", "b", "c"}
 
 
 def test_a_request_scored_anew_is_learned_from_and_judges_nothing(recorded: list[Trace]) -> None:

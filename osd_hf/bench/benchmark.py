@@ -24,7 +24,7 @@ from osd_hf.drafting.forward import CompiledTarget, DraftForward
 from osd_hf.drafting.generator import Clock
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.metrics import AcceptanceStats, expected_speedup, figures_of
-from osd_hf.pair import eos_ids, set_fixed_k, unwrap
+from osd_hf.pair import device_clock, eos_ids, set_fixed_k, unwrap
 from osd_hf.trace import DraftRound, Trace, num_accepted
 from osd_hf.utils.report import process_peak_bytes
 
@@ -535,13 +535,7 @@ class _Way:
 
     def watch(self, request: _Request) -> RoundTimes:
         """Times of the rounds of one answer."""
-        device = self.model.device
-
-        def clock() -> float:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            return time.perf_counter()
-
+        clock = device_clock(self.model)
         notes, traces, handles = _Notes(clock), list[Trace](), list[Any]()
         with contextlib.ExitStack() as timed:
             if self.assistant is not None and self.assistant.drafting is not None:

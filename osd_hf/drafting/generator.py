@@ -187,7 +187,7 @@ class LeanCandidateGenerator(CandidateGenerator):
             highest, chosen = logits.max(-1, keepdim=True)
             if self.do_sample or pace.reads_confidence:
                 probs = logits.softmax(-1, dtype=torch.float32)
-            # Of the two, one: an accelerator is waited for each time.
+            # Only one of the two is read: each reading waits for the accelerator.
             confidence = float(probs.gather(-1, chosen) if pace.reads_confidence else highest)
             if not math.isfinite(confidence):  # nothing can be drawn from NaN, nor where no token is allowed
                 self._is_typical = False

@@ -497,7 +497,7 @@ class StoreLearner:
             if decision[side] is not None
         }
         training = {**self.facts.training, "Requests learned from": facts["requests"], **held_back}
-        version = self.learner.taught_for(None)
+        version = self.learner.drafts.taught_for(None)
         version = version if is_fingerprint(version) else None  # names of engines may be folders of theirs
         name = self.repo_id or f"{self.versions.path.name}/{folder.name.lstrip('.').split('-')[0]}"
         card = replace(self.facts, training=training, target_version=version)

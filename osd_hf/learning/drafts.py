@@ -306,7 +306,7 @@ class DomainDrafts:
             serving = self._copies.reserve(domain)
         self._fill(serving, Version(version, snapshot, taught_for), weights)
         self._release(serving)
-        self._draft_changed(domain)
+        self.model_changed(domain)
 
     def roll_back(self, domain: str | None, version: int) -> Snapshot:
         """Let the version before, or 0, serve again; returns its weights."""
@@ -318,14 +318,12 @@ class DomainDrafts:
             # Written anew: what serves may have gone wrong by itself.
             draft.serving, draft.previous = earlier, None
         self.model(domain)  # made ready now, so that no request waits for it
-        self._draft_changed(domain)
+        self.model_changed(domain)
         return earlier.weights
 
-    def target_changed(self, domain: str | None) -> None:
-        """Another version of the target answers: what was known of acceptance counts half."""
-        self._draft_changed(domain)
-
-    def _draft_changed(self, domain: str | None) -> None:
+    def model_changed(self, domain: str | None) -> None:
+        """Another version of the draft serves, or one of the target answers: what was known of acceptance counts
+        half."""
         self.pacer.draft_changed(domain if self.per_domain else ...)
 
     # --- who learns -------------------------------------------------------------------------------------------------
@@ -545,4 +543,4 @@ class DomainDrafts:
                 self._drafts[domain] = draft
         for domain in self.domains:
             self.model(domain)  # made ready now
-            self._draft_changed(domain)
+            self.model_changed(domain)

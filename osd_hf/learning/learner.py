@@ -143,7 +143,7 @@ class Learner:
             with lesson.lock:
                 is_other = lesson.observe(trace)
             if is_other:
-                self.drafts.target_changed(lesson.domain)
+                self.drafts.model_changed(lesson.domain)
 
     def meet(self, target: str | None) -> None:
         """This version of the target answers from now on, all requests of any draft."""
@@ -151,7 +151,7 @@ class Learner:
             with lesson.lock:
                 is_other = lesson.meet(target)
             if is_other:
-                self.drafts.target_changed(lesson.domain)
+                self.drafts.model_changed(lesson.domain)
 
     def renew(self, target: str | None) -> None:
         """The target is another one now, of this version where it can be told: nothing from before is learned from any
@@ -160,12 +160,7 @@ class Learner:
         for lesson in self.lessons.values():
             with lesson.lock:
                 lesson.renew(target)
-            self.drafts.target_changed(lesson.domain)
-
-    def taught_for(self, domain: str | None) -> str | None:
-        """The version of the target that the draft which serves a domain was taught for; `None` where it is not known,
-        or nothing learned serves."""
-        return self.drafts.taught_for(domain)
+            self.drafts.model_changed(lesson.domain)
 
     def due(self) -> Lesson | None:
         """Whose update should begin now; `None` while learning rests, is paused, or waits for requests or to be asked

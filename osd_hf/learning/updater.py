@@ -101,6 +101,7 @@ class Updater:
             The draft is an fp32 `PeftModel`, where it is to learn, that several learners share, each an adapter of its
             own: not copied.
         lesson (`Lesson`, *optional*): The requests of this draft; by default it begins with none.
+        dtype (`torch.dtype`, *optional*): Of the draft that serves; by default that of the draft given.
         frozen (`Container[str]`, *optional*): Names of parameters that stay as they are.
         tail (`SampledTail`, *optional*): What stands for the tokens that no row keeps; by default all of them do.
 
