@@ -35,7 +35,7 @@ from common import K, gain, kept, make_parser, prompts, recorded_chats, recordin
 from tqdm import tqdm
 
 from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, Trace
-from osd_hf.bench.benchmark import System, benchmark, compare_outputs, in_turns, median_ratio
+from osd_hf.bench.benchmark import System, benchmark, compare_outputs, in_turns, median_ratio, serve_before
 from osd_hf.bench.display import figure, ratio_text, stats_interval, text_table
 from osd_hf.bench.quickstart import QuickstartSizes, learned_and_later
 from osd_hf.bundled import DOMAINS
@@ -178,8 +178,7 @@ def sampled(
     traces: list[Trace] = []
     config = OnlineConfig(update_strategy="manual", **compiled(args))
     with OnlineAssistant(target, draft, pair.tokenizer, config) as assistant, fixed_k(pair.draft):
-        for trace in earlier:
-            assistant.remember(np.concatenate([trace.prompt_ids, trace.completion_ids]))
+        serve_before(assistant, earlier)
         ways = {
             ALONE: target.generate,
             STOCK: functools.partial(target.generate, assistant_model=pair.draft),

@@ -12,7 +12,8 @@ import torch
 from models import VOCAB
 from test_lossless import PAIRS, answer_distribution, fits, greedy_divergences, sampled_answers, small_pair
 
-from osd_hf import LabelRouter, OnlineAssistant, OnlineConfig, Trace
+from osd_hf import LabelRouter, OnlineAssistant, OnlineConfig, Trace, capture_traces
+from osd_hf.bench.benchmark import serve_before
 from osd_hf.drafting import vocabulary
 from osd_hf.drafting.generator import LeanCandidateGenerator, LeanDrafting
 from osd_hf.drafting.vocabulary import RestrictedDraft, TrafficVocabulary
@@ -362,6 +363,24 @@ def test_a_draft_is_restricted_unless_it_is_not_to_be(settings: dict[str, Any]) 
     drafting = assistant.drafting
     assert drafting is not None
     assert (drafting.token_ids is None) == bool(settings)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("which", ["auto", "full"])
+def test_what_counts_as_served_before_is_drafted_from(which: Any) -> None:
+    target = models.build()
+    draft, traces = models.draft_of(target, noise=0.05), list[Trace]()
+    with capture_traces(target, traces.append):
+        for ids in models.prompts(4) * 3:
+            target.generate(ids, assistant_model=draft, max_new_tokens=12, do_sample=False)
+    settings = {"candidates": "both", "update_strategy": "manual", "draft_vocabulary": which}
+    assistant = assistant_of(target, draft, **settings)
+    serve_before(assistant, traces)
+    output = assistant.generate(models.prompt(), max_new_tokens=12, do_sample=False, learn=False)
+    assert output.tolist() == target.generate(models.prompt(), max_new_tokens=12, do_sample=False).tolist()
+    drafting = assistant.drafting
+    assert drafting is not None
+    assert (drafting.token_ids is None) == (which == "full")
 
 
 @pytest.mark.usefixtures("small")

@@ -20,11 +20,13 @@ from osd_hf.assistant import OnlineAssistant
 from osd_hf.bench.controlled import ControlledAcceptance, feeds_through
 from osd_hf.bench.display import progress
 from osd_hf.config import OnlineConfig
+from osd_hf.drafting import vocabulary
 from osd_hf.drafting.forward import CompiledTarget, DraftForward
 from osd_hf.drafting.generator import Clock
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.metrics import AcceptanceStats, expected_speedup, figures_of
 from osd_hf.pair import device_clock, eos_ids, set_fixed_k, unwrap
+from osd_hf.replay import redraft
 from osd_hf.trace import DraftRound, Trace, num_accepted
 from osd_hf.utils.report import process_peak_bytes
 
@@ -57,7 +59,9 @@ class System:
         compile_draft, compile_target (`bool`, *optional*): Of `"lean"`: what is compiled.
         candidates (`str`, *optional*, defaults to `"both"`):
             Of `"auto"`: from the `"draft"`, from past `"text"`, or from `"both"`.
-        earlier (`Sequence[Trace]`, *optional*): Of `"auto"`: requests whose text may be proposed from the first on.
+        earlier (`Sequence[Trace]`, *optional*):
+            Of `"auto"`: greedy requests that count as served before: their text may be proposed, and of a large
+            vocabulary the draft drafts the tokens that they use.
         acceptance (`ControlledAcceptance`, *optional*): What is put in place of the draft's own proposals.
 
     Raises:
@@ -476,6 +480,16 @@ class _Notes(BaseStreamer):
         return RoundTimes(len(rounds), drafted, self.moments[-1] - first, draft, target)
 
 
+def serve_before(assistant: OnlineAssistant, traces: Sequence[Trace]) -> None:
+    """Let an assistant that does not learn propose the text of these greedy requests and, of a large vocabulary, draft
+    the tokens that they use, as if it had served them."""
+    for trace in traces:
+        assistant.remember(np.concatenate([trace.prompt_ids, trace.completion_ids]))
+    if traces[0].vocab_size >= vocabulary.LEAST_VOCABULARY:
+        for trace in redraft(assistant.draft, traces):
+            assistant.drafts.lessons[None].observe(trace)
+
+
 class _Way:
     """A system, ready to answer."""
 
@@ -501,8 +515,8 @@ class _Way:
                 compile_target=system.compile_target, num_logprobs=1, update_strategy="manual",
             )  # fmt: skip
             self.assistant = OnlineAssistant(target, system.draft, tokenizer, config)
-            for trace in system.earlier if config.reads_text else ():
-                self.assistant.remember(np.concatenate([trace.prompt_ids, trace.completion_ids]))
+            if system.earlier and config.reads_text:
+                serve_before(self.assistant, system.earlier)
             self.draft = self.assistant.draft
             assert self.assistant.drafting is not None
             if system.acceptance is not None:
