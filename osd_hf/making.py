@@ -20,6 +20,7 @@ from osd_hf.chunked_loss import SampledTail
 from osd_hf.config import OnlineConfig, setting
 from osd_hf.cutting import cut, depth, has_attention, outer_layers
 from osd_hf.distillation.data import read_rows, read_traces
+from osd_hf.drafting import vocabulary
 from osd_hf.drafting.forward import DraftForward, compiles_draft
 from osd_hf.errors import ConfigError, DataError, UnsupportedModelError
 from osd_hf.fingerprint import is_fingerprint, target_version
@@ -58,8 +59,9 @@ LEAST_TURNS, MOST_TURNS, TIMED_SECONDS = 4, 64, 0.5  # in which forwards are tim
 def measured_costs(
     target: Any, drafts: Sequence[Any], prompt_ids: Sequence[int] | NDArray[np.int32], clock: Callable[[], float]
 ) -> list[Costs]:
-    """What forwards of the target and of each draft take, in turns, on the clock given."""
-    models = [unwrap(target), *drafts]
+    """What forwards of the target and of each draft take, in turns, on the clock given. Of a large vocabulary a draft
+    has a head of some thousand tokens, as it has where it serves traffic."""
+    models = [unwrap(target), *map(_restricted, drafts)]
     prompt = torch.as_tensor(np.asarray(prompt_ids, np.int64))[None].to(models[0].device)
     ends = [_Forward(model, prompt, clock) for model in models]
     turns, started = 0, clock()
@@ -71,6 +73,16 @@ def measured_costs(
     one, several = (ends[0].least[n] for n in (1, 1 + K))
     more = max(several - one, 0.0) / K
     return [Costs(one, more, end.least[1], ends[0].least[0], end.least[0]) for end in ends[1:]]
+
+
+def _restricted(draft: Any) -> Any:
+    """As it drafts once the tokens are known that traffic uses."""
+    if vocab_size_of(draft) < vocabulary.LEAST_VOCABULARY:
+        return draft
+    try:
+        return vocabulary.RestrictedDraft(draft, np.arange(vocabulary.SIZES[1])).model
+    except UnsupportedModelError:
+        return draft
 
 
 class _Forward:
@@ -387,7 +399,8 @@ def make_draft(
 
     Which layers is measured: a few pieces are timed, by eager forwards, taught for a short while on the same requests,
     and the one with the best expected speed (held-out acceptance by replay, measured costs, the cost model) goes on to
-    the end.
+    the end. A draft of a large vocabulary is timed with a head of some thousand tokens, as [`OnlineAssistant`] drafts
+    among those that traffic uses; transformers' own assisted generation takes the whole head.
 
     Args:
         target (`PreTrainedModel` or `PeftModel`):

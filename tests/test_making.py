@@ -33,6 +33,7 @@ from osd_hf.capture import hook
 from osd_hf.chunked_loss import SampledTail, divergence_sum, stored_rows
 from osd_hf.cli.main import main
 from osd_hf.cutting import cut, depth
+from osd_hf.drafting import vocabulary
 from osd_hf.learning.updater import Updater
 from osd_hf.losses import DIVERGENCES
 from osd_hf.making import MakingConfig, taught_draft
@@ -435,6 +436,24 @@ def test_costs_are_the_least_of_forwards_in_turns() -> None:
     (costs,) = making.measured_costs(target, [draft], asked(1)[0], clock)
     assert costs == Costs(2.0, 0.0, 0.5, 2.0, 0.5)
     assert costs.c == 0.25
+
+
+def test_a_draft_of_a_large_vocabulary_is_timed_as_it_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = models.build(num_hidden_layers=2), models.build(num_hidden_layers=1)
+    rows = set[int]()
+
+    def note(module: Any, _args: Any, _output: Any) -> None:
+        if module.__class__ is torch.nn.Linear:
+            rows.add(module.out_features)
+
+    clock = models.ForwardTime({target: 1.0, draft: 1.0})
+    monkeypatch.setattr(vocabulary, "SIZES", (6, 13))
+    for least, is_restricted in ((models.VOCAB + 1, False), (models.VOCAB, True)):
+        monkeypatch.setattr(vocabulary, "LEAST_VOCABULARY", least)
+        rows.clear()
+        with torch.nn.modules.module.register_module_forward_hook(note):
+            making.measured_costs(target, [draft], asked(1)[0], clock)
+        assert (13 in rows, models.VOCAB in rows) == (is_restricted, True)
 
 
 def test_what_a_draft_is_worth_is_the_cost_model_and_the_prompt() -> None:
