@@ -6,12 +6,11 @@ after that draft has learned from each data set, beside the model alone and tran
     OSD_HF_DATA=... python recipes/smollm2.py --timed 40     # four data sets, all later requests timed; hours
     python recipes/smollm2.py --smoke --target FOLDER --traces FOLDER      # any small model, in seconds
 
-The draft is made once, taught on everyday questions, and then learns from each data set by the default rule: from the
-first `--live` requests while they are served, which is timed, all counted; where these are fewer than `--requests`,
-what is measured afterwards has learned from all of them by simulation, on answers that were recorded in batches.
-Acceptance (k = 5) is that of `--later` other requests, by replay; the first `--timed` of these are answered live by
-all systems in turns, greedily and as the model's card samples. Everything is kept below `--traces`: a run that was
-killed goes on where it stopped.
+The draft is made once, taught on everyday questions, and then learns from each data set by the default rule: from
+`--requests` answers, recorded in batches, by simulation, which has the counts of a live run. The first `--live` of
+them are served live as well, by the draft as made, which is timed, all counted. Acceptance (k = 5) is that of
+`--later` other requests, by replay; the first `--timed` of these are answered live by all systems in turns, greedily
+and as the model's card samples. Everything is kept below `--traces`: a run that was killed goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -107,26 +106,22 @@ def compiled(args: argparse.Namespace) -> dict[str, bool]:
 
 
 def learned(name: str, args: argparse.Namespace, pair: Pair, traces: Sequence[Trace]) -> tuple[Any, dict[str, Any]]:
-    """The draft after serving these requests, and what that took and brought."""
-    place, told = (args.traces / f"{name}-learned-{sizes_of(args)}{end}" for end in ("", ".json"))
+    """The draft after these requests, by simulation, and what that took."""
+    place, told = (args.traces / f"{name}-learned-{learning_sizes(args)}{end}" for end in ("", ".json"))
 
     def learn() -> Any:
-        draft, found = served(args, pair, traces[: args.live])
-        if args.live < len(traces):
-            report = simulated(pair.draft, traces, OnlineConfig(), bar=f"learn {name}")
-            draft = report.draft
-            outcomes = Counter(decision.outcome for decision in report.decisions)
-            seconds = report.learner.seconds
-            found["recorded"] = {"requests": len(traces), "learning_seconds": seconds, "versions": outcomes}
+        report = simulated(pair.draft, traces, OnlineConfig(), bar=f"learn {name}")
+        outcomes = Counter(decision.outcome for decision in report.decisions)
+        found = {"requests": len(traces), "learning_seconds": report.learner.seconds, "versions": outcomes}
         told.write_text(json.dumps(found))
-        return draft
+        return report.draft
 
     draft = kept_draft(place, pair.tokenizer, learn)
     return draft, json.loads(told.read_text())
 
 
-def served(args: argparse.Namespace, pair: Pair, traces: Sequence[Trace]) -> tuple[Any, dict[str, Any]]:
-    """Serve live and learn; everything counts but the compiling."""
+def served(args: argparse.Namespace, pair: Pair, traces: Sequence[Trace]) -> dict[str, Any]:
+    """Serve live and learn, beginning with the draft as made; everything counts but the compiling."""
     seconds, tokens, outcomes = 0.0, 0, Counter[str]()
     with OnlineAssistant(*pair, OnlineConfig(**compiled(args))) as assistant:
         assistant.warm_up(max(len(t.prompt_ids) for t in traces) + args.max_new_tokens)
@@ -139,12 +134,11 @@ def served(args: argparse.Namespace, pair: Pair, traces: Sequence[Trace]) -> tup
             tokens += len(answer)
             known = trace.completion_ids.tolist()
             outcomes[compare_outputs(pair.target, trace.prompt_ids.tolist(), known, answer)] += 1
-        live = {
+        return {
             "requests": len(traces), "tokens_per_second": tokens / seconds, "seconds": seconds,
             "learning_seconds": assistant.learning_seconds, "saved_seconds": assistant.saved_seconds or 0.0,
             "versions": Counter(decision.outcome for decision in assistant.decisions), "outputs": outcomes,
         }  # fmt: skip
-        return assistant.draft, {"live": live}
 
 
 # --- answering ------------------------------------------------------------------------------------------------------
@@ -221,14 +215,15 @@ def measured(name: str, args: argparse.Namespace, pair: Pair) -> dict[str, Any]:
     """Everything about one data set."""
     traces, later = traffic(name, args, pair)
     asked = [trace.prompt_ids.tolist() for trace in later[: args.timed]]
-    draft, learning = learned(name, args, pair, traces)
+    draft, recorded = learned(name, args, pair, traces)
 
     def part(what: str, find: Any, *given: Any) -> dict[str, Any]:
         return kept(args.traces / f"{name}-{what}-{sizes_of(args)}.json", functools.partial(find, *given))
 
     return {
         "learned_from": len(traces), "later": len(later), "timed": len(asked),
-        **alphas(pair.draft, draft, later), "learning": learning,
+        **alphas(pair.draft, draft, later),
+        "learning": {"recorded": recorded, "live": part("live", served, args, pair, traces[: args.live])},
         "greedy": part("greedy", greedily, name, args, pair, draft, traces, asked),
         "sampled": part("sampled", sampled, args, pair, draft, traces, asked),
     }  # fmt: skip
@@ -236,9 +231,15 @@ def measured(name: str, args: argparse.Namespace, pair: Pair) -> dict[str, Any]:
 
 def sizes_of(args: argparse.Namespace) -> str:
     """What files of another size are told apart by."""
-    sizes = (args.seed, args.requests, args.live, args.later, args.timed, args.max_new_tokens, args.layers,
-             args.make_steps, args.make_seconds)  # fmt: skip
+    sizes = (learning_sizes(args), args.live, args.timed)
     return "-".join(map(str, sizes)) + "-compiled" * args.compile
+
+
+def learning_sizes(args: argparse.Namespace) -> str:
+    """The same for what is learned."""
+    sizes = (args.seed, args.requests, args.later, args.max_new_tokens, args.layers, args.make_steps,
+             args.make_seconds)  # fmt: skip
+    return "-".join(map(str, sizes))
 
 
 # --- what is shown --------------------------------------------------------------------------------------------------
