@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 from osd_hf.errors import ConfigError
 from osd_hf.trace import DraftRound, Trace
 from osd_hf.utils.disk import in_child, renewing
+from osd_hf.utils.figures import alpha_figure
 
 MOST_REQUESTS = 1024  # whose counts are kept one by one
 MOST_DOMAINS = 1024  # counted apart; labels may be anybody's
+UNTIMED = (0.0, 0.0, 0.0, 0.0)
 NORMAL = 1.959964  # standard errors on both sides of 95%
 
 _COUNTS = ("drafted", "examined", "accepted", "emitted", "target_forwards")
@@ -54,6 +56,10 @@ class AcceptanceStats:
             squared; those of `requests` by default.
         text_drafted, text_examined, text_accepted (`int` or `float`, *optional*, default to 0):
             The same counts of tokens that past text proposed, which are not among the draft's.
+        timed (`tuple[float, ...]` of length 4, *optional*):
+            Of rounds that were timed: tokens emitted and seconds; and of those among them since the target's cost of
+            a token was known: seconds, and what the target alone would have taken. Two stats that differ in nothing
+            else are equal.
     """
 
     drafted: float = 0
@@ -68,6 +74,7 @@ class AcceptanceStats:
     text_drafted: float = 0
     text_examined: float = 0
     text_accepted: float = 0
+    timed: tuple[float, ...] = UNTIMED
 
     def __post_init__(self) -> None:
         # Own copies: nobody's later change to what was passed reaches these counts. Plain numbers go into JSON.
@@ -133,6 +140,27 @@ class AcceptanceStats:
         return self.emitted / self.target_forwards if self.target_forwards else math.nan
 
     @property
+    def tokens_per_second(self) -> float | None:
+        """
+        Tokens emitted in a second of decoding. [`OnlineAssistant.stats`] knows it, by the wall time of its rounds,
+        drafting included; reading prompts, learning between requests, and rounds of stock drafting are not timed.
+        `None` before the first timed round.
+        """
+        tokens, seconds, *_ = self.timed
+        return tokens / seconds if seconds else None
+
+    @property
+    def speedup(self) -> float | None:
+        """
+        Times as fast as the target alone: what it would have taken for the tokens of the timed rounds, over what they
+        took. A token of the target alone is taken to cost what rounds without a draft cost lately, on this machine and
+        at such contexts: `num_assistant_tokens="auto"` has some now and then, a fixed k at the end of answers that
+        fill their length. An estimate while serving; `benchmark` measures it. `None` before such a round.
+        """
+        *_, seconds, alone = self.timed
+        return alone / seconds if seconds else None
+
+    @property
     def alpha_interval(self) -> tuple[float, float]:
         """95% interval of alpha, by the standard error of a ratio over requests, as tokens of one answer are not
         independent. `(nan, nan)` for fewer than two requests or if nothing was examined."""
@@ -155,6 +183,7 @@ class AcceptanceStats:
             requests=np.concatenate([self.requests, other.requests])[-MOST_REQUESTS:],
             num_requests=self.num_requests + other.num_requests,
             squares=tuple(ours + theirs for ours, theirs in zip(self.squares, other.squares, strict=True)),
+            timed=tuple(ours + theirs for ours, theirs in zip(self.timed, other.timed, strict=True)),
         )
 
     def __radd__(self, other: object) -> AcceptanceStats:
@@ -171,7 +200,18 @@ class AcceptanceStats:
         requests = f"{self.num_requests} request{'' if self.num_requests == 1 else 's'}"
         text = f", past text {self.text_alpha:.3f}" if self.text_examined else ""
         tokens = f"{self.block_efficiency:.2f} tokens per target forward"
-        return f"alpha {self.alpha:.3f}{interval}{text}, {tokens}, {requests}"
+        rate = "" if self.tokens_per_second is None else f", {self.tokens_per_second:.1f} tokens per second"
+        speedup = "" if self.speedup is None else f" ({self.speedup:.2f} times the target alone)"
+        return f"alpha {self.alpha:.3f}{interval}{text}, {tokens}{rate}{speedup}, {requests}"
+
+    def plot(self, window: int | None = None) -> Any:
+        """
+        A `matplotlib.figure.Figure` of alpha over the newest 1,024 requests: notebooks show it, `savefig` writes it.
+
+        Args:
+            window (`int`, *optional*): Requests that a point pools; a number that suits their number by default.
+        """
+        return alpha_figure(self.requests, window, last=self.num_requests)
 
     def _counts(self) -> dict[str, Any]:
         more = ("accepted_length_histogram", "num_requests")
@@ -179,8 +219,8 @@ class AcceptanceStats:
 
     def to_dict(self, *, derived: bool = True) -> dict[str, Any]:
         """A form that `json.dumps` takes, for reports and for `from_dict`: the counts, the requests, and, unless
-        `derived` is `False`, what follows from them (`alpha`, `alpha_interval`, `block_efficiency`; `None` where
-        undefined)."""
+        `derived` is `False`, what follows from them (`alpha`, `alpha_interval`, `block_efficiency`; where rounds were
+        timed, `tokens_per_second`, `speedup`; `None` where undefined)."""
         histogram = {str(k): n for k, n in self.accepted_length_histogram.items()}
         found = self._counts() | {"accepted_length_histogram": histogram, "requests": self.requests.tolist()}
         found["squares"] = list(self.squares)
@@ -189,6 +229,8 @@ class AcceptanceStats:
             found["alpha_interval"] = None if math.isnan(self.alpha_interval[0]) else list(self.alpha_interval)
             found["text_alpha"] = self.text_alpha if self.text_examined else None
             found["block_efficiency"] = self.block_efficiency if self.target_forwards else None
+            if any(self.timed):
+                found |= {"tokens_per_second": self.tokens_per_second, "speedup": self.speedup}
         return found
 
     @classmethod

@@ -8,15 +8,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from tqdm import tqdm
 
 from osd_hf.metrics import AcceptanceStats, Comparison
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from osd_hf.utils.figures import CEILING, COLORS, FROZEN, LEARNING, new_figure, pooled
+from osd_hf.utils.figures import rolling_window as rolling_window
 
 T = TypeVar("T")
 Estimate = tuple[float, tuple[float, float]]  # a value and its interval
@@ -25,10 +24,6 @@ BAR_WINDOW = 50  # requests over which a progress bar pools alpha
 MAX_PANELS = 6
 MAX_LABELS = 12
 WHILE_SERVING = "Acceptance while serving: the draft that learns, and the same draft frozen"
-
-# Colors that stay apart for color-blind readers (Okabe and Ito).
-LEARNING, FROZEN, CEILING = "#0072B2", "#D55E00", "#9A9A9A"
-COLORS = (CEILING, "#E69F00", FROZEN, LEARNING, "#009E73", "#56B4E9", "#CC79A7")
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
@@ -97,16 +92,8 @@ def alpha_bar(total: int | None, description: str) -> Iterator[Callable[..., Non
 def rolling_alpha(stats: Sequence[AcceptanceStats], window: int) -> Any:
     """Alpha of single requests pooled over the last `window` ones, at each request; over fewer at the beginning. Shape
     `(requests,)`, float64; `nan` where nothing was examined."""
-    counts = np.array([[s.accepted, s.examined] for s in stats], dtype=float).reshape(-1, 2)
-    sums = np.concatenate([np.zeros((1, 2)), counts.cumsum(0)])
-    ends = np.arange(1, len(stats) + 1)
-    accepted, examined = (sums[ends] - sums[np.maximum(ends - window, 0)]).T
-    return np.divide(accepted, examined, out=np.full(len(stats), math.nan), where=examined > 0)
-
-
-def rolling_window(requests: int) -> int:
-    """Requests pooled in a point of a run of this length: enough to be steady, few enough to show the learning."""
-    return max(8, min(50, requests // 8))
+    counts = np.array([[s.examined, s.accepted] for s in stats], dtype=float).reshape(-1, 2)
+    return pooled(counts, window)
 
 
 def plot_alpha(path: Path, compared: Comparison, *, title: str, window: int | None = None) -> None:
@@ -118,7 +105,7 @@ def plot_alpha(path: Path, compared: Comparison, *, title: str, window: int | No
     blocks = [(name, len(list(group))) for name, group in groupby(domains)]
     shades = names != [None] and len(blocks) <= min(2 * len(names), MAX_LABELS)
     if shades or len(names) == 1 or len(names) > MAX_PANELS:
-        figure, (axes,) = _figure(1, 1, 9.0, 4.2)
+        figure, (axes,) = new_figure(1, 1, 9.0, 4.2)
         _draw(axes, range(1, len(domains) + 1), compared, window)
         if shades:
             _shade(axes, blocks)
@@ -129,7 +116,7 @@ def plot_alpha(path: Path, compared: Comparison, *, title: str, window: int | No
     else:
         columns = min(2, len(names))
         rows = -(-len(names) // columns)
-        figure, panels = _figure(rows, columns, 9.0, 1.0 + 2.4 * rows)
+        figure, panels = new_figure(rows, columns, 9.0, 1.0 + 2.4 * rows)
         share = max(4, round(window * 2 / len(names)))
         for number, (axes, name) in enumerate(zip(panels, sorted(names, key=str), strict=False)):
             requests = [i for i, domain in enumerate(domains, 1) if domain == name]
@@ -147,7 +134,7 @@ def plot_alpha(path: Path, compared: Comparison, *, title: str, window: int | No
 def plot_domains(path: Path, bars: Mapping[str, Mapping[str, Estimate]], *, title: str) -> None:
     """Draw bars with 95% intervals as a PNG file, a group per domain and a bar per draft, from domain -> draft ->
     alpha and its interval."""
-    figure, (axes,) = _figure(1, 1, 9.0, 4.2)
+    figure, (axes,) = new_figure(1, 1, 9.0, 4.2)
     drafts = list(next(iter(bars.values())))
     for number, (draft, color) in enumerate(zip(drafts, (FROZEN, LEARNING, CEILING), strict=False)):
         estimates = [group[draft] for group in bars.values()]
@@ -165,7 +152,7 @@ def plot_speedups(
     """Draw bars with 95% intervals as a PNG file, a group per data set and a bar per system, from data set -> system
     -> times as fast as the target alone, its interval, and the prediction of the cost model, a mark in the bar."""
     systems = list(next(iter(speedups.values())))
-    figure, (axes,) = _figure(1, 1, max(9.0, 2.0 + 0.2 * len(speedups) * (len(systems) + 1)), 4.8)
+    figure, (axes,) = new_figure(1, 1, max(9.0, 2.0 + 0.2 * len(speedups) * (len(systems) + 1)), 4.8)
     for number, system in enumerate(systems):
         found = [group[system] for group in speedups.values()]
         places = _bars(
@@ -185,7 +172,7 @@ def plot_speedups(
 
 
 def _bars(
-    axes: Axes, estimates: Sequence[Estimate], number: int, count: int, width: float, **style: Any
+    axes: Any, estimates: Sequence[Estimate], number: int, count: int, width: float, **style: Any
 ) -> list[float]:
     """Draw the bars of one of `count` kinds, a bar in each group, whose bars have this width together; returns their
     places."""
@@ -197,29 +184,14 @@ def _bars(
     return places
 
 
-def _finish(figure: Any, axes: Axes, path: Path, groups: Sequence[str], title: str, **legend: Any) -> None:
+def _finish(figure: Any, axes: Any, path: Path, groups: Sequence[str], title: str, **legend: Any) -> None:
     axes.set_xticks(range(len(groups)), groups)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), frameon=False, **legend)
     axes.set_title(title, loc="left", fontsize=11)
     figure.savefig(path)
 
 
-def _figure(rows: int, columns: int, width: float, height: float) -> tuple[Any, list[Any]]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    # Without pyplot: no global state, no window system.
-    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).ravel().tolist()
-    for axes in panels:
-        axes.grid(True, axis="y", color="#DDDDDD", linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-    return figure, panels
-
-
-def _draw(axes: Axes, requests: Sequence[int], compared: Comparison, window: int) -> None:
+def _draw(axes: Any, requests: Sequence[int], compared: Comparison, window: int) -> None:
     # The first points pool fewer requests than the window and jump about.
     first = min(max(window // 2, 1), len(requests)) - 1
     frozen, learning = compared.sides.values()
@@ -229,7 +201,7 @@ def _draw(axes: Axes, requests: Sequence[int], compared: Comparison, window: int
     axes.margins(x=0.01)
 
 
-def _shade(axes: Axes, blocks: Sequence[tuple[str | None, int]]) -> None:
+def _shade(axes: Any, blocks: Sequence[tuple[str | None, int]]) -> None:
     start = 0.5
     for number, (name, count) in enumerate(blocks):
         axes.axvspan(start, start + count, color="#000000", alpha=0.05 if number % 2 else 0.0, lw=0)

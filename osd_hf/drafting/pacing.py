@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, Protocol
 
 from osd_hf.drafting.costs import MEMORY, PROMPT, Acceptance, Average, Costs, Rate, RoundTime
 from osd_hf.drafting.text import Guess
-from osd_hf.metrics import expected_block_efficiency
+from osd_hf.metrics import UNTIMED, expected_block_efficiency
 from osd_hf.utils.disk import in_child, renewing
 
 MAX_K = 32
@@ -83,7 +83,7 @@ class FixedPace(Pace):
         self.k, self.threshold = k, threshold
         self.reads_confidence = threshold > 0
         self._pacer = pacer  # is told what rounds take
-        self._left, self._confidence = 0, 1.0
+        self._left, self._confidence, self._emitted = 0, 1.0, 0
 
     def begin(self, missing: int) -> None:
         self._left, self._confidence = self.k, 1.0
@@ -95,10 +95,13 @@ class FixedPace(Pace):
     def drafted(self, token: int, confidence: float) -> None:
         self._confidence = confidence
 
+    def judged(self, accepted: int, emitted: Sequence[int]) -> None:
+        self._emitted = len(emitted)
+
     def timed(self, time: RoundTime) -> None:
         if self._pacer is not None:
             with self._pacer.lock:
-                self._pacer.costs.add(time)
+                self._pacer.took(time, self._emitted)
 
 
 # --- what is decided from it ----------------------------------------------------------------------------------------
@@ -172,7 +175,24 @@ class Pacer:
         self.lock = threading.Lock()
         in_child(self, renewing(lock=threading.Lock))
         self.costs = Costs()
+        self.timed: tuple[float, ...] = UNTIMED  # as in `AcceptanceStats`
         self._domains: dict[Any, Acceptance] = {}
+
+    def took(self, time: RoundTime, emitted: int) -> None:
+        """Take in what rounds took that have emitted so many tokens, the lock being held."""
+        costs = self.costs
+        costs.add(time)
+        if time.seconds is None:
+            return
+        seconds, plain = time.rounds * time.seconds, costs.level * costs.plain.mean * emitted
+        is_plain = time.candidates == 0 and time.forwards == 0
+        compared = (seconds, seconds if is_plain else plain) if costs.plain.weight else (0.0, 0.0)
+        self.timed = tuple(map(sum, zip(self.timed, (emitted, seconds, *compared), strict=True)))
+
+    def reset_timed(self) -> None:
+        """Count tokens and seconds from zero again; what is known of costs stays."""
+        with self.lock:
+            self.timed = UNTIMED
 
     def pace(self, domain: Any = None, sources: str = "both", *, may_repeat: bool = True) -> AutoPace:
         """For one request of this domain, with candidates from `sources`, and without `may_repeat` not from text."""
@@ -451,10 +471,10 @@ class AutoPace(Pace):
     def timed(self, time: RoundTime) -> None:
         domain, costs = self._domain, self._pacer.costs
         with self._pacer.lock:
-            costs.add(time)
             is_plain = time.candidates == 0 and time.forwards == 0
+            emitted = time.rounds if is_plain else self._emitted
+            self._pacer.took(time, emitted)
             if time.seconds is not None:
-                emitted = time.rounds if is_plain else self._emitted
                 for rate in (domain.rate, self._own_rate):
                     rate.add(emitted, time.rounds * time.seconds / costs.level, time.rounds)
             if time.forwards == 0:
