@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import yaml
 
-from osd_hf.errors import ConfigError
+from osd_hf.errors import ConfigError, first_line, nearest
 from osd_hf.losses import DIVERGENCES
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -272,6 +277,61 @@ class OnlineConfig:
     def to_dict(self) -> dict[str, Any]:
         """Field by field, ready for JSON."""
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> OnlineConfig:
+        """The configuration of these fields, others as by default; raises ConfigError for a name that is none, or a
+        value of another type or outside its range."""
+        known = [f.name for f in fields(cls)]
+        if unknown := [name for name in settings if name not in known]:
+            raise ConfigError(f"`{unknown[0]}` is no setting of OnlineConfig.{nearest(str(unknown[0]), known)}")
+        try:
+            return cls(**settings)
+        except TypeError as error:  # of a comparison with a number
+            raise ConfigError(f"A setting of OnlineConfig is of another type: {first_line(error)}.") from error
+
+    def to_json_file(self, json_file_path: str | os.PathLike[str]) -> None:
+        """Write all fields to a JSON file, which [`~OnlineConfig.from_file`] reads."""
+        Path(json_file_path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+    def to_yaml_file(self, yaml_file_path: str | os.PathLike[str]) -> None:
+        """The same as YAML."""
+        Path(yaml_file_path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False), encoding="utf-8")
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> OnlineConfig:
+        """
+        The configuration in a JSON or YAML file, by its suffix (`.json`, `.yaml`, `.yml`); fields that it leaves out
+        are as by default.
+
+        Raises:
+            ConfigError: the file cannot be read, holds no names with values, a name that is no field (the message has
+                the nearest one), or a value outside its range.
+        """
+        path = Path(path)
+        if path.suffix not in (".json", ".yaml", ".yml"):
+            raise ConfigError(f"The configuration {str(path)!r} must end in .json, .yaml or .yml.")
+        try:
+            text = path.read_text(encoding="utf-8")
+            read = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise ConfigError(f"The configuration {str(path)!r} cannot be read: {first_line(error)}.") from error
+        if not isinstance(read, dict):
+            raise ConfigError(f"The configuration {str(path)!r} must hold names with values, such as `gate: true`.")
+        # YAML takes a written `no` for false, and 1e-3 for a text.
+        if read.get("mixed_precision") is False:
+            read["mixed_precision"] = "no"
+        numbers = {f.name for f in fields(cls) if f.type == "float"}
+        try:
+            read |= {name: float(v) for name, v in read.items() if name in numbers and isinstance(v, str)}
+        except ValueError as error:
+            raise ConfigError(f"The configuration {str(path)!r} cannot be read: {first_line(error)}.") from error
+        return cls.from_dict(read)
+
+    @classmethod
+    def from_json_file(cls, json_file: str | os.PathLike[str]) -> OnlineConfig:
+        """[`~OnlineConfig.from_file`], by the name that configurations of transformers have for it."""
+        return cls.from_file(json_file)
 
 
 def _is_device(name: Any) -> bool:

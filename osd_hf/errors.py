@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -145,6 +146,12 @@ def first_line(error: BaseException) -> str:
     """What an error says, cut to one line without its full stop, and without passwords and keys."""
     lines = (line.strip() for line in without_credentials(str(error)).splitlines())
     return next((line.rstrip(".") for line in lines if line), type(error).__name__)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name that was meant, in words that end a message; nothing where none is like it."""
+    found = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean `{found[0]}`?" if found else ""
 
 
 OF_MEMORY = ("out of memory", "not enough memory", "allocate memory", "memory allocation")
