@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from osd_hf.assistant import OnlineAssistant
+    from osd_hf.bench.benchmark import benchmark
     from osd_hf.capture.guards import ReplayedProcessor
     from osd_hf.capture.hook import capture_traces, record_traces, rescore
     from osd_hf.config import OnlineConfig
-    from osd_hf.distillation.trainer import DistillConfig, distill
+    from osd_hf.distillation.trainer import DistillConfig, DistillTrainer, distill
     from osd_hf.errors import (
         CaptureError,
         ConfigError,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         VocabularyMismatchError,
     )
+    from osd_hf.evaluate import evaluate
     from osd_hf.fingerprint import fingerprint
     from osd_hf.learning.drafts import DomainDrafts
     from osd_hf.learning.gate import GateDecision
@@ -48,6 +50,7 @@ __all__ = [
     "CorrectionStore",
     "DataError",
     "DistillConfig",
+    "DistillTrainer",
     "DomainDrafts",
     "DraftRound",
     "EmittedToken",
@@ -73,10 +76,12 @@ __all__ = [
     "UpdateReport",
     "VocabularyMismatchError",
     "align_vocab",
+    "benchmark",
     "best_k",
     "capture_traces",
     "distill",
     "emitted_tokens",
+    "evaluate",
     "expected_block_efficiency",
     "expected_speedup",
     "fingerprint",
@@ -92,11 +97,13 @@ __all__ = [
 # an error, loads no torch.
 _HOMES = {
     "assistant": "OnlineAssistant",
+    "bench.benchmark": "benchmark",
     "capture.guards": "ReplayedProcessor",
     "capture.hook": "capture_traces record_traces rescore",
     "config": "OnlineConfig",
     "errors": "CaptureError ConfigError DataError HubError LearnerError OSDError "
     "ServerError StateError StoreError UnsupportedGenerationError UnsupportedModelError VocabularyMismatchError",
+    "evaluate": "evaluate",
     "fingerprint": "fingerprint",
     "learning.drafts": "DomainDrafts",
     "learning.gate": "GateDecision",
@@ -109,7 +116,7 @@ _HOMES = {
     "simulate": "SimulationReport simulate",
     "store.store": "CorrectionStore",
     "trace": "DraftRound Trace",
-    "distillation.trainer": "DistillConfig distill",
+    "distillation.trainer": "DistillConfig DistillTrainer distill",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

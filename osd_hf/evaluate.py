@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from osd_hf.errors import DataError
 from osd_hf.hub.cards import Evaluation, EvaluationSet
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.pair import prompt_room
-from osd_hf.prompts import encode_prompts
+from osd_hf.prompts import Prompt, encode_prompts
 from osd_hf.replay import replay_each
 from osd_hf.utils.report import provenance
 
@@ -21,7 +22,7 @@ TUNED = range(1, 9)  # numbers of drafted tokens that are tried, where none is g
 
 
 def evaluate(
-    target: Any, before: Any, after: Any, tokenizer: Any, dataset: EvaluationSet, *,
+    target: Any, before: Any, after: Any, tokenizer: Any, dataset: EvaluationSet | Sequence[str], *,
     num_assistant_tokens: int | None = None, timed_requests: int = 0, show_progress: bool = False,
 ) -> Evaluation:  # fmt: skip
     """
@@ -30,7 +31,9 @@ def evaluate(
     Args:
         target (`PreTrainedModel`), before (`PreTrainedModel`), after (`PreTrainedModel`):
             Models with one vocabulary; left as they are.
-        tokenizer (`PreTrainedTokenizerBase`), dataset (`EvaluationSet`): The tokenizer of all three, and the prompts.
+        tokenizer (`PreTrainedTokenizerBase`): The tokenizer of all three.
+        dataset (`osd_hf.hub.cards.EvaluationSet` or `Sequence[str]`):
+            The prompts, with the most tokens of an answer; of texts alone, the set's own default.
         num_assistant_tokens (`int`, *optional*):
             k. By default, where requests are timed, the one with the most tokens per second by replay and measured
             costs; otherwise 5.
@@ -42,6 +45,8 @@ def evaluate(
         ConfigError: the answers leave no room for a prompt.
         DataError: fewer than two prompts leave room for their answers.
     """
+    if not isinstance(dataset, EvaluationSet):
+        dataset = EvaluationSet("prompts", tuple(Prompt(i, text) for i, text in enumerate(dataset)))
     room = prompt_room(target.config, before.config, dataset.max_new_tokens)
     encoded = encode_prompts(dataset.prompts, tokenizer, max_prompt_tokens=room)
     if len(encoded.prompts) < 2:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import importlib.util
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
@@ -31,6 +32,10 @@ from osd_hf.errors import ConfigError, UnsupportedModelError, VocabularyMismatch
 logger = logging.getLogger(__name__)
 
 Quantization = Literal["4bit", "8bit", "int8"]
+# What says where a model's files are, and how the target alone is loaded: a draft learns, whole and on one device.
+OF_HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
+OF_TARGET = ("device_map", "max_memory", "offload_buffers", "offload_folder", "quantization", "quantization_config")
+TIMES_LARGER = 2  # than the target: a draft beyond saves no time, though it has experts of which few are asked
 MOST_WRAPPERS = 16  # one inside the other; what makes up every attribute that it is asked for has no end
 
 
@@ -126,13 +131,19 @@ def evaluating(model: Any) -> Iterator[None]:
 def _loaded(auto: Any, source: str, **kwargs: Any) -> Any:
     try:
         return auto.from_pretrained(source, **kwargs)
-    except (OSError, ValueError, ImportError) as error:
-        raise UnsupportedModelError(f"The model {source!r} cannot be loaded: {first_line(error)}.") from error
+    except (OSError, ValueError, ImportError, TypeError) as error:
+        advice = "Name a folder that `save_pretrained` wrote, or a model of the Hub as `owner/name`."
+        if os.path.isdir(source):
+            has_config = os.path.isfile(os.path.join(source, "config.json"))
+            advice = "" if has_config else f"It is a folder without a `config.json`. {advice}"
+        raise UnsupportedModelError(
+            f"The model {source!r} cannot be loaded: {first_line(error)}. {advice}".rstrip()
+        ) from error
 
 
-def load_config(source: str) -> Any:
+def load_config(source: str, **model_kwargs: Any) -> Any:
     """The configuration of a model; raises UnsupportedModelError where there is none."""
-    return _loaded(AutoConfig, source)
+    return _loaded(AutoConfig, source, **{name: model_kwargs[name] for name in OF_HUB if name in model_kwargs})
 
 
 def quantization_config(name: Quantization, dtype: str = "auto") -> Any:
@@ -150,34 +161,70 @@ def quantization_config(name: Quantization, dtype: str = "auto") -> Any:
 
 
 def load_model(
-    source: str, *, dtype: str = "auto", device: str | None = None, device_map: str | None = None,
-    quantization: Quantization | None = None, attn_implementation: str | None = None,
+    source: str, *, dtype: Any = "auto", device: Any = None, device_map: Any = None,
+    quantization: Quantization | None = None, attn_implementation: str | None = None, **model_kwargs: Any,
 ) -> Any:  # fmt: skip
     """
     A model in evaluation mode.
 
     Args:
         source (`str`): Its Hub id or folder.
-        dtype (`str`, *optional*, defaults to `"auto"`): The checkpoint's own by default.
-        device (`str`, *optional*): By default CUDA where there is one, otherwise the CPU.
-        device_map (`str`, *optional*):
+        dtype (`str` or `torch.dtype`, *optional*, defaults to `"auto"`): The checkpoint's own by default.
+        device (`str` or `torch.device`, *optional*): By default CUDA where there is one, otherwise the CPU.
+        device_map (`str` or `dict`, *optional*):
             As `from_pretrained` takes it, such as `"auto"`; takes the place of the device.
         quantization (`str`, *optional*): As for [`quantization_config`].
         attn_implementation (`str`, *optional*): Such as `"sdpa"` or `"eager"`; transformers' choice by default.
+        model_kwargs (`Any`): What else `from_pretrained` is to be passed, such as `quantization_config`.
 
     Raises:
         UnsupportedModelError: it cannot be loaded.
         ConfigError: there is no such device, or a package is missing.
     """
-    auto = AutoModelForSeq2SeqLM if load_config(source).is_encoder_decoder else AutoModelForCausalLM
+    dtype = model_kwargs.pop("torch_dtype", dtype)  # its older name, which `from_pretrained` takes for the lesser one
+    config = load_config(source, **model_kwargs)
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    how: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    how = model_kwargs if attn_implementation is None else {**model_kwargs, "attn_implementation": attn_implementation}
     if quantization is not None:
-        how["quantization_config"] = quantization_config(quantization, dtype)
+        how = {**how, "quantization_config": quantization_config(quantization, dtype)}
+    if how.get("quantization_config") is not None:
         device_map = device_map or device  # what is quantized is not moved afterwards
     if device_map is not None:
         return _loaded(auto, source, dtype=dtype, device_map=device_map, **how).eval()
     return placed(_loaded(auto, source, dtype=dtype, **how), device).eval()
+
+
+def load_named(target: Any, draft: Any, **model_kwargs: Any) -> tuple[Any, Any]:
+    """
+    Both models, of which those that are a Hub id or a folder are loaded by [`load_model`], and their tokenizers are
+    fetched with them. What is in `OF_TARGET` is the target's alone; the draft comes to the target's device.
+
+    Raises:
+        UnsupportedModelError, ConfigError: as [`load_model`] does; an argument is for a model that is there already.
+    """
+    named = [isinstance(model, str | os.PathLike) for model in (target, draft)]
+    for name in model_kwargs:
+        if not any(named) or (name in OF_TARGET and not named[0]):
+            raise ConfigError(
+                f"`{name}` would be passed on to `from_pretrained`, where {'the target' if any(named) else 'a model'} "
+                f"is given by its id or path, got a {type(target).__name__}. Leave `{name}` out, name the model, or "
+                "look at the spelling."
+            )
+    if named[0]:
+        target = _with_tokenizer(load_model(os.fspath(target), **model_kwargs))
+    if named[1]:
+        shared = {name: value for name, value in model_kwargs.items() if name not in OF_TARGET}
+        if shared.get("device") is None and hasattr(unwrap(target), "device"):
+            shared["device"] = str(input_device(unwrap(target)))
+        draft = _with_tokenizer(load_model(os.fspath(draft), **shared))
+    return target, draft
+
+
+def _with_tokenizer(model: Any) -> Any:
+    """The model, its tokenizer in the local cache, where [`find_tokenizer`] looks for it."""
+    find_tokenizer(model, local_files_only=False)
+    return model
 
 
 class Pair(NamedTuple):
@@ -212,8 +259,7 @@ def load_pair(
         large, small, tokenizer = load_bundled()
         return Pair(placed(large, device or "cpu"), placed(small, device or "cpu"), tokenizer)
     how: dict[str, Any] = {"dtype": dtype, "device": device, "attn_implementation": attn_implementation}
-    large = load_model(target, device_map=device_map, quantization=quantization, **how)
-    small = load_model(draft, **how)
+    large, small = load_named(target, draft, device_map=device_map, quantization=quantization, **how)
     tokenizer = load_tokenizer(target)
     return Pair(large, of_one_size(small, large), tokenizer)
 
@@ -335,6 +381,18 @@ def check_pair(target: Any, draft: Any) -> None:
         )
 
 
+def check_order(target: Any, draft: Any) -> None:
+    """Refuse a draft that is clearly larger than its target, as when the two are exchanged; raises
+    UnsupportedModelError. What is packed by a quantization, or sharded, has no number of weights to go by."""
+    sizes = [sum(w.numel() for w in model.parameters()) for model in (target, draft)]
+    if getattr(target, "is_quantized", False) or not sizes[0] or sizes[1] <= TIMES_LARGER * sizes[0]:
+        return
+    raise UnsupportedModelError(
+        f"The draft has {sizes[1]:,} weights, the target {sizes[0]:,}: a draft has to be much smaller to save time. "
+        "If they are exchanged, pass the large model first: `OnlineAssistant(target, draft)`."
+    )
+
+
 def check_sizes(target: Any, draft: Any) -> None:
     """Refuse vocabularies of different sizes; raises VocabularyMismatchError."""
     size, draft_size = vocab_size_of(target), vocab_size_of(draft)
@@ -363,13 +421,14 @@ def check_tokenizers(target_tokenizer: Any, draft_tokenizer: Any) -> None:
     )
 
 
-def find_tokenizer(model: Any) -> Any:
-    """The tokenizer that lies where a model came from, in a folder or the local cache; `None` if there is none."""
+def find_tokenizer(model: Any, *, local_files_only: bool = True) -> Any:
+    """The tokenizer that lies where a model came from, in a folder or the local cache, or on the Hub as well; `None`
+    if there is none."""
     source = model.config.name_or_path
     if not source:
         return None
     try:
-        return AutoTokenizer.from_pretrained(source, local_files_only=True)
+        return AutoTokenizer.from_pretrained(source, local_files_only=local_files_only)
     except (OSError, ValueError, KeyError):
         return None
 

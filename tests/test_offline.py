@@ -12,13 +12,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import distilled_weights
 import models
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator, debug_launcher
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 from trl.experimental.gkd import GKDTrainer
 
 from osd_hf import (
@@ -39,7 +40,7 @@ from osd_hf import chunked_loss as offline_loss
 from osd_hf import pair as pairs
 from osd_hf.distillation import data as offline_data
 from osd_hf.distillation.data import SAMPLE_SOURCES, HeldOut, Sampler, unanswered
-from osd_hf.distillation.trainer import DistillConfig, distill, last_checkpoint
+from osd_hf.distillation.trainer import DistillConfig, DistillTrainer, distill, last_checkpoint
 from osd_hf.losses import DIVERGENCES
 from osd_hf.pair import prompt_room
 from osd_hf.replay import check_head, completion_logits
@@ -101,6 +102,44 @@ def pair() -> tuple[Any, Any]:
 @pytest.fixture(scope="module")
 def t5_pair() -> tuple[Any, Any]:
     return models.pair("t5", noise=0.5)
+
+
+# --- as a trainer of TRL's ------------------------------------------------------------------------------------------
+
+
+def test_the_call_of_a_gkd_trainer_trains(tmp_path: Any, pair: Any) -> None:
+    target, draft = pair
+    given, teaching = weights(draft), target.training
+    args = config(tmp_path / "out", max_steps=2)
+    trainer = DistillTrainer(
+        model=draft, teacher_model=target, args=args, train_dataset=datasets.Dataset.from_list(ANSWERED),
+        eval_dataset=HELD_OUT, processing_class=models.tokenizer(), callbacks=None, peft_config=None,
+    )  # fmt: skip
+    trainer.train()
+    same = distill(
+        target=target, draft=draft, dataset=ANSWERED, config=args, eval_dataset=HELD_OUT, tokenizer=models.tokenizer()
+    )
+    assert [e["eval_alpha"] for e in trainer.state.log_history if "eval_alpha" in e] == [same.alpha[0]]  # at the start
+    assert trainer.evaluate()["eval_alpha"] == same.alpha[2]
+    trainer.save_model(str(tmp_path / "draft"))
+    assert torch.equal(weights(type(draft).from_pretrained(tmp_path / "draft")), weights(same.draft))
+    assert torch.equal(weights(draft), given)
+    assert target.training is teaching
+    assert args.eval_on_start is False
+
+
+def test_models_by_path_and_arguments_of_another_class(tmp_path: Any, pair: Any) -> None:
+    for name, model in zip(("target", "draft"), pair, strict=True):
+        model.save_pretrained(tmp_path / name)
+        models.tokenizer().save_pretrained(tmp_path / name)
+    names = str(tmp_path / "draft"), str(tmp_path / "target")
+    trainer = DistillTrainer(*names, config(tmp_path, max_steps=1), train_dataset=ANSWERED)
+    assert trainer.train().global_step == 1
+    with pytest.raises(ConfigError, match="Pass `eval_dataset=`"):
+        trainer.evaluate()
+    other = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    with pytest.raises(ConfigError, match="must be a `DistillConfig`, got a TrainingArguments"):
+        DistillTrainer(*names, other, train_dataset=ANSWERED)
 
 
 # --- it learns ------------------------------------------------------------------------------------------------------

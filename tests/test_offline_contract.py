@@ -23,7 +23,6 @@ from trl.models import (
 )
 
 from osd_hf.distillation import trainer as offline
-from osd_hf.trace import bare_trace
 
 
 def parameters(function: Any) -> list[str]:
@@ -31,7 +30,7 @@ def parameters(function: Any) -> list[str]:
 
 
 def test_classes_stand_to_each_other_as_assumed() -> None:
-    assert offline.Distiller.__mro__[1] is Trainer
+    assert offline.DistillTrainer.__mro__[1] is Trainer
     assert issubclass(GKDConfig, SFTConfig)
     assert issubclass(SFTConfig, TrainingArguments)
 
@@ -68,8 +67,8 @@ def trainer(folder: Any, target: Any, draft: Any) -> Any:
     config = offline.DistillConfig(
         output_dir=str(folder), max_steps=1, use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no"
     )
-    data = offline.Data([bare_trace([5, 6], [7], models.VOCAB)] * 2, target, None)
-    return offline.Distiller(draft, data, config, models.tokenizer(), None, [])
+    rows = [{"prompt": [5, 6], "completion": [7]}] * 2
+    return offline.DistillTrainer(draft, target, config, train_dataset=rows, processing_class=models.tokenizer())
 
 
 def test_the_trainer_hands_batches_on_as_the_collator_made_them(tmp_path: Any) -> None:
@@ -91,11 +90,12 @@ def test_the_trainer_counts_labels_of_both_kinds_alike(tmp_path: Any) -> None:
 def test_the_trainer_leaves_the_plain_forward_as_it_was(tmp_path: Any) -> None:
     draft = models.build()
     plain = copy.deepcopy(draft)
-    trainer(tmp_path, models.build(), draft)
+    learner = trainer(tmp_path, models.build(), draft).model
     ids = models.prompt()
+    assert torch.equal(learner(ids).logits, plain(ids).logits)
     assert torch.equal(draft(ids).logits, plain(ids).logits)
-    assert "logits_to_keep" in parameters(draft.forward)
-    assert "forward" in vars(draft)  # which is why what was learned goes into a fresh copy
+    assert "logits_to_keep" in parameters(learner.forward)
+    assert "forward" in vars(learner)  # which is why what was learned goes into a fresh copy
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it

@@ -40,6 +40,8 @@ PUBLIC_NAMES = {
     "replay",
     "simulate",
     "SimulationReport",
+    "evaluate",
+    "benchmark",
     # the paper's cost model
     "expected_block_efficiency",
     "expected_speedup",
@@ -47,6 +49,7 @@ PUBLIC_NAMES = {
     # learning offline
     "distill",
     "DistillConfig",
+    "DistillTrainer",
     # logits processors with a memory
     "ReplayedProcessor",
     # putting a pair together
@@ -68,7 +71,7 @@ PUBLIC_NAMES = {
 }
 
 # Looked for in a fresh interpreter. What transformers brings in by itself is its own affair.
-LAZY = {"distill", "DistillConfig"}  # imported when first asked for
+LAZY = {"distill", "DistillConfig", "DistillTrainer"}  # imported when first asked for
 HEAVY = ("trl", "gradio", "matplotlib", "rich", "click", "typer")
 
 

@@ -21,13 +21,13 @@ from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
 
 from osd_hf.chunked_loss import divergence_sum, stored_rows, target_rows
 from osd_hf.config import setting
-from osd_hf.distillation.data import SAMPLE_SOURCES, Data, Sampler, read_data
+from osd_hf.distillation.data import SAMPLE_SOURCES, Sampler, read_data
 from osd_hf.errors import ConfigError, StateError, UnsupportedModelError
 from osd_hf.hub.push import refuse_public
 from osd_hf.learning.updater import trainable_parameters
 from osd_hf.learning.weights import adapted, learning_context
 from osd_hf.losses import DIVERGENCES, generalized_jsd
-from osd_hf.pair import common_tokenizer, evaluating, is_peft, merged, uncompiled, unwrap
+from osd_hf.pair import common_tokenizer, evaluating, is_peft, load_named, merged, uncompiled, unwrap
 from osd_hf.replay import check_head, padded
 from osd_hf.trace import Trace
 
@@ -46,7 +46,7 @@ except ImportError as error:
         f"Offline distillation needs trl and peft ({error}). Install them with `pip install 'osd-hf[distill]'`."
     ) from error
 
-__all__ = ["DistillConfig", "DistillResult", "distill", "last_checkpoint"]
+__all__ = ["DistillConfig", "DistillResult", "DistillTrainer", "distill", "last_checkpoint"]
 
 
 # --- settings -------------------------------------------------------------------------------------------------------
@@ -231,38 +231,18 @@ def distill(
             fit, or the draft has nothing to train.
         VocabularyMismatchError: models, tokenizers or recordings have different vocabularies.
     """
-    target, draft = uncompiled(target), uncompiled(draft)
-    _check_adapters(draft, peft_config)
-    tokenizer = common_tokenizer(tokenizer, target, draft)
-    if tokenizer is None and not draft.config.is_encoder_decoder:
-        raise ConfigError("No tokenizer was found where the models came from. Pass `tokenizer=`.")
-    if config.n_gpu > 1:
-        raise ConfigError(
-            f"{config.n_gpu} GPUs are visible to one process. Launch with `accelerate launch`, or set "
-            "`CUDA_VISIBLE_DEVICES` to one of them."
-        )
-    token, config = config.hub_token, copy.copy(config)  # the trainers write into it
-    config.hub_token = token
-    data = read_data(target, draft, dataset, eval_dataset, tokenizer, config)
-    callbacks = list(callbacks)
-    if config.early_stopping_patience is not None:
-        callbacks.append(EarlyStoppingCallback(config.early_stopping_patience))
-    checkpoint = last_checkpoint(config)
-    config.eval_on_start |= data.held_out is not None and checkpoint is None
-    with learning_context(), nullcontext() if target is None else _as_it_was(target):
-        learner = learner_of(draft, peft_config)
-        for model in (learner, data.target):
-            if model is not None:
-                check_head(model)
-        trainer = Distiller(learner, data, config, tokenizer, peft_config, callbacks)
-        if config.push_to_hub and config.hub_private_repo and trainer.is_world_process_zero():
-            refuse_public(HfApi(token=config.hub_token), trainer.hub_model_id)
-        trainer.train(resume_from_checkpoint=checkpoint)
-        if data.held_out is not None and config.eval_strategy == "no":
+    target, draft = load_named(target, draft)
+    with learning_context(), nullcontext() if target is None else _as_it_was(uncompiled(target)):
+        trainer = DistillTrainer(
+            draft, target, config, train_dataset=dataset, eval_dataset=eval_dataset, processing_class=tokenizer,
+            callbacks=callbacks, peft_config=peft_config,
+        )  # fmt: skip
+        trainer.train()
+        if trainer.data.held_out is not None and config.eval_strategy == "no":
             trainer.evaluate()
         if config.push_to_hub:
             trainer.push_to_hub()
-        trained = _trained_draft(trainer, draft)
+        trained = _trained_draft(trainer, uncompiled(draft))
     history = trainer.state.log_history
     alpha = {int(entry["step"]): float(entry["eval_alpha"]) for entry in history if "eval_alpha" in entry}
     return DistillResult(trained, trainer.state, history, alpha)
@@ -345,26 +325,64 @@ def _as_it_was(target: Any) -> Iterator[None]:
 # --- trainer --------------------------------------------------------------------------------------------------------
 
 
-class Distiller(Trainer):
+class DistillTrainer(Trainer):
     """
-    Transformers' trainer on numbers of requests. It makes batches of their traces, its loss is the divergence between
-    target and draft, and its evaluation measures acceptance on the held-out requests. It writes into `config`.
+    Transformers' trainer on a draft and its target, with the argument names of TRL's `GKDTrainer`; [`distill`] runs it
+    from beginning to end. Its batches are of requests, its loss is the divergence between target and draft, and its
+    evaluation measures acceptance on the held-out requests (`eval_alpha`, `eval_block_efficiency`).
+
+    Args:
+        model (`PreTrainedModel` or `PeftModel` or `str`):
+            The draft, or its Hub id or folder. It is not changed: `trainer.model` is the copy of it that learns, in
+            fp32, and that `save_model` writes.
+        teacher_model (`PreTrainedModel` or `str`, *optional*):
+            The target, or its Hub id or folder; [`distill`] says when it may be left out.
+        args (`DistillConfig`, *optional*): Training arguments; left as they are.
+        train_dataset (`datasets.Dataset`, iterable of rows or of [`Trace`], or [`CorrectionStore`]):
+            As the `dataset` of [`distill`].
+        eval_dataset (same, *optional*): Held-out requests.
+        processing_class (`PreTrainedTokenizerBase`, *optional*):
+            The tokenizer of both models; by default the one found where the teacher came from, otherwise the draft's.
+        callbacks (`Sequence[TrainerCallback]`, *optional*), peft_config (`PeftConfig`, *optional*):
+            As for [`distill`].
+
+    Raises:
+        ConfigError: `args` are of another class, or what [`distill`] raises, as the other errors.
     """
 
     control: Any
     loss_is_scaled_for_ga = True  # `compute_loss` divides by the tokens of the whole accumulated batch
 
     def __init__(
-        self, learner: Any, data: Data, config: DistillConfig, tokenizer: Any, peft_config: Any, callbacks: list[Any]
-    ) -> None:
-        config.remove_unused_columns = False
-        if config.use_liger_kernel:  # its fused loss would replace the forward that `_let_run` sets
-            config.liger_kernel_config = {**(config.liger_kernel_config or {}), "fused_linear_cross_entropy": False}
-        super().__init__(
-            model=_prepared(learner, config, peft_config), args=config, data_collator=_collate,
-            train_dataset=range(len(data.requests)), processing_class=tokenizer, callbacks=callbacks,
-            eval_dataset=data.held_out and range(len(data.held_out.requests)),
-        )  # fmt: skip
+        self, model: Any, teacher_model: Any = None, args: DistillConfig | None = None, *, train_dataset: Any,
+        eval_dataset: Any = None, processing_class: Any = None, callbacks: Sequence[Any] | None = None,
+        peft_config: Any = None,
+    ) -> None:  # fmt: skip
+        target, draft = (uncompiled(m) for m in load_named(teacher_model, model))
+        config = _own_copy(args)
+        _check_adapters(draft, peft_config)
+        tokenizer = common_tokenizer(processing_class, target, draft)
+        if tokenizer is None and not draft.config.is_encoder_decoder:
+            raise ConfigError(
+                "No tokenizer was found where the models came from. Pass `tokenizer=` (of a trainer: "
+                "`processing_class=`)."
+            )
+        data = read_data(target, draft, train_dataset, eval_dataset, tokenizer, config)
+        callbacks = list(callbacks or ())
+        if config.early_stopping_patience is not None:
+            callbacks.append(EarlyStoppingCallback(config.early_stopping_patience))
+        with learning_context():
+            learner = learner_of(draft, peft_config)
+            for head in (learner, data.target):
+                if head is not None:
+                    check_head(head)
+            super().__init__(
+                model=_prepared(learner, config, peft_config), args=config, data_collator=_collate,
+                train_dataset=range(len(data.requests)), processing_class=tokenizer, callbacks=callbacks,
+                eval_dataset=data.held_out and range(len(data.held_out.requests)),
+            )  # fmt: skip
+        if data.target is not None:
+            data.target.eval()
         self.model_accepts_loss_kwargs = True  # otherwise the trainer would not count the tokens
         self.data, self.target = data, data.target
         if self.target is not None and self.is_deepspeed_enabled:
@@ -381,6 +399,19 @@ class Distiller(Trainer):
             _disable_dropout(self.model)
         _let_run(self.model)
         self.offloading = get_act_offloading_ctx_manager(self.model) if config.activation_offloading else nullcontext()
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
+        """Train, from `args.resume_from_checkpoint` where none is named here; acceptance on held-out requests is also
+        measured before the first step."""
+        config = self.args
+        if resume_from_checkpoint is not None:
+            config.resume_from_checkpoint = resume_from_checkpoint
+        checkpoint = last_checkpoint(config)
+        config.eval_on_start |= self.data.held_out is not None and checkpoint is None
+        if config.push_to_hub and config.hub_private_repo and self.is_world_process_zero():
+            refuse_public(HfApi(token=config.hub_token), self.hub_model_id)
+        with learning_context():
+            return super().train(resume_from_checkpoint=checkpoint, **kwargs)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
         # Completions are sampled here, as the tokens of all micro-batches are counted before the first is learned.
@@ -440,7 +471,8 @@ class Distiller(Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        assert self.data.held_out is not None
+        if self.data.held_out is None:
+            raise ConfigError("There are no held-out requests to measure acceptance on. Pass `eval_dataset=`.")
         # Every process measures all requests, so that nothing has to be gathered.
         stats = self.data.held_out.stats(self.accelerator.unwrap_model(self.model))
         metrics = {
@@ -450,6 +482,27 @@ class Distiller(Trainer):
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+
+def _own_copy(args: DistillConfig | None) -> DistillConfig:
+    """A copy of the training arguments, as the trainers write into them; raises ConfigError."""
+    args = DistillConfig() if args is None else args
+    if not isinstance(args, DistillConfig):
+        raise ConfigError(
+            f"`args` must be a `DistillConfig`, got a {type(args).__name__}. It takes the arguments of TRL's "
+            "`GKDConfig` as well: `osd_hf.DistillConfig(output_dir=..., ...)`."
+        )
+    if args.n_gpu > 1:
+        raise ConfigError(
+            f"{args.n_gpu} GPUs are visible to one process. Launch with `accelerate launch`, or set "
+            "`CUDA_VISIBLE_DEVICES` to one of them."
+        )
+    token, config = args.hub_token, copy.copy(args)
+    config.hub_token = token
+    config.remove_unused_columns = False
+    if config.use_liger_kernel:  # its fused loss would replace the forward that `_let_run` sets
+        config.liger_kernel_config = {**(config.liger_kernel_config or {}), "fused_linear_cross_entropy": False}
+    return config
 
 
 def _collate(rows: list[int]) -> dict[str, list[int]]:
