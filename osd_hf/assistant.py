@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import logging
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,12 @@ from osd_hf.memory import MemoryPlan, memory_plan
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.pair import (
     check_learner,
+    check_order,
     check_pair,
     common_tokenizer,
+    input_device,
     is_peft,
-    load_model,
+    load_named,
     of_one_size,
     uncompiled,
     unwrap,
@@ -45,10 +48,14 @@ from osd_hf.routing import Router, as_router
 from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace
 from osd_hf.upkeep import Upkeep
+from osd_hf.utils.figures import svg
 
 __all__ = ["OnlineAssistant"]
 
 logger = logging.getLogger(__name__)
+
+CHAT_TOKENS = 256  # of an answer to a chat at most, where nobody has said more; as transformers' pipelines
+LENGTHS = {"max_new_tokens", "max_length", "generation_config"}
 
 
 class OnlineAssistant:
@@ -58,9 +65,14 @@ class OnlineAssistant:
     The draft that serves is a copy: the caller's stays as it was. Answers are the target's own: greedy output token by
     token (in fp32), sampled output in distribution.
 
+    ```python
+    assistant = OnlineAssistant("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct", device_map="auto")
+    print(assistant.chat("Why is the sky blue?"))
+    ```
+
     Args:
         target (`PreTrainedModel` or `str` or `Path`):
-            The model that answers; a `PeftModel` or a compiled model as well, or where to load one.
+            The model that answers; a `PeftModel` or a compiled model as well, or its Hub id or folder.
         draft (`PreTrainedModel` or `str` or `Path`):
             A smaller model with the target's tokenizer; if it is a `PeftModel`, only its adapter learns. Where its
             vocabulary is padded to another size than the target's, it is brought to that by [`align_vocab`].
@@ -82,12 +94,23 @@ class OnlineAssistant:
             itself but leaves the folder to its parent: it saves where [`~OnlineAssistant.save_state`] says.
         report_to (`str` or `list[str]`, *optional*):
             Trackers as the Hugging Face trainers take them: `"trackio"`, `"tensorboard"`, `"wandb"`, `"all"`, ...
+        on_update (`Callable[[GateDecision], object]`, *optional*):
+            Called with what became of each version that was learned, once that is done, by the thread that has learned
+            it; it may use the assistant, but inside of a request's thread not `update`. Where it fails, the log says
+            so once, and [`~OnlineAssistant.learning_error`] keeps it.
+        model_kwargs (`Any`):
+            How to load models that are given by id or folder, as `from_pretrained` takes it: `dtype` (the checkpoint's
+            own by default), `attn_implementation`, `trust_remote_code`, ... for both; `device_map`, `max_memory`, and
+            `quantization_config` for the target alone, as a draft learns, whole. `device` is a CUDA device where there
+            is one, otherwise the CPU; the draft comes to the target's.
 
     Raises:
-        UnsupportedModelError: a model that cannot be assisted, or cannot assist or learn.
+        UnsupportedModelError: a model that cannot be loaded or assisted, or cannot assist or learn; a draft that is
+            larger than the target.
         VocabularyMismatchError: tokenizers differ in more than added tokens, or vocabularies differ in size and
             no tokenizer shows that this is padding.
-        ConfigError: a tracker that is not installed; a `learner_device` that does not exist.
+        ConfigError: a tracker that is not installed; a `learner_device` that does not exist; an argument that is none,
+            or that says how to load a model which is loaded already.
     """
 
     def __init__(
@@ -95,12 +118,13 @@ class OnlineAssistant:
         store: CorrectionStore | str | os.PathLike[str] | None = None,
         router: Router | Callable[[str], str | None] | None = None, peft_config: Any = None,
         autosave: str | os.PathLike[str] | None = None, report_to: str | Sequence[str] | None = None,
+        on_update: Callable[[GateDecision], object] | None = None, **model_kwargs: Any,
     ) -> None:  # fmt: skip
         self.config = config or OnlineConfig()
-        named = (str, os.PathLike)
-        self.target = load_model(os.fspath(target)) if isinstance(target, named) else target
-        source = load_model(os.fspath(draft)) if isinstance(draft, named) else uncompiled(draft)
+        self.target, source = load_named(target, draft, **model_kwargs)
+        source = uncompiled(source)
         check_pair(unwrap(self.target), unwrap(source))
+        check_order(unwrap(self.target), unwrap(source))
         check_learner(unwrap(source))
         self.tokenizer = common_tokenizer(tokenizer, unwrap(self.target), unwrap(source))
         source = of_one_size(source, unwrap(self.target), tokenizer)
@@ -115,7 +139,7 @@ class OnlineAssistant:
         # Threads hold no reference to the assistant: one that nobody uses any more takes them along.
         compiled = CompiledTarget(unwrap(self.target)) if self.config.compile_target else None
         self._upkeep = Upkeep(
-            self._learner, self.router, self.tokenizer, folder, compiled, unwrap(self.target)
+            self._learner, self.router, self.tokenizer, folder, compiled, unwrap(self.target), on_update
         )  # fmt: skip
         weakref.finalize(self, self._upkeep.stop)
         warn_of_target(source, self.target)
@@ -132,7 +156,8 @@ class OnlineAssistant:
 
         Args:
             inputs (`torch.Tensor` of shape `(1, prompt)`, int64, *optional*):
-                Prompt ids; or pass `input_ids` and `attention_mask` as the tokenizer returns them.
+                Prompt ids; or pass `input_ids` and `attention_mask` as the tokenizer returns them. They are brought to
+                the target's device.
             domain (`str`, *optional*): Label under which the request is counted and logged.
             learn (`bool`, *optional*, defaults to `True`):
                 With `False` nothing of the request is kept or learned from; its acceptance is still counted.
@@ -153,6 +178,12 @@ class OnlineAssistant:
             ConfigError: `num_assistant_tokens` cannot be had.
         """
         tried = check_request(unwrap(self.target), self.config, inputs, generate_kwargs, num_assistant_tokens)
+        device = input_device(unwrap(self.target))
+        inputs, *moved = (
+            value.to(device) if isinstance(value, torch.Tensor) else value
+            for value in (inputs, *generate_kwargs.values())
+        )
+        generate_kwargs = dict(zip(generate_kwargs, moved, strict=True))
         generate_kwargs["assistant_model"] = self._drafts.base
         if self.tokenizer is not None and generate_kwargs.get("stop_strings") is not None:
             generate_kwargs.setdefault("tokenizer", self.tokenizer)
@@ -170,6 +201,51 @@ class OnlineAssistant:
                     logger.exception("`on_trace` failed; the answer is delivered.")
         return output
 
+    def chat(
+        self, messages: str | Sequence[Mapping[str, Any]], *, chat_template_kwargs: Mapping[str, Any] | None = None,
+        **generate_kwargs: Any,
+    ) -> str:  # fmt: skip
+        """
+        The text of the target's answer to a chat, without special tokens.
+
+        Args:
+            messages (`str` or `Sequence[Mapping[str, Any]]`):
+                `{"role": ..., "content": ...}` of each turn, or the text of a single one of the user's.
+            chat_template_kwargs (`Mapping[str, Any]`, *optional*):
+                Passed on to `tokenizer.apply_chat_template`, such as `tools` or `enable_thinking`.
+            generate_kwargs (`Any`):
+                As for [`~OnlineAssistant.generate`], such as `streamer=TextStreamer(tokenizer, skip_prompt=True)`.
+                Without a length here or in the target's generation config, an answer has at most 256 new tokens.
+
+        Raises:
+            ConfigError: there is no tokenizer, or it has no chat template.
+            UnsupportedGenerationError: as [`~OnlineAssistant.generate`] does.
+        """
+        tokenizer = self.tokenizer
+        if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+            missing = "No tokenizer was found" if tokenizer is None else "The tokenizer has no chat template"
+            raise ConfigError(
+                f"{missing}, so messages cannot be put into a prompt. Pass `tokenizer=`, one of an instruction-tuned "
+                "model, set `tokenizer.chat_template`, or call `generate` with ids of the whole prompt."
+            )
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        prompt = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, return_dict=True, return_tensors="pt",
+            **(chat_template_kwargs or {}),
+        )  # fmt: skip
+        ids = prompt["input_ids"]
+        usual = unwrap(self.target).generation_config
+        if usual.max_new_tokens is None and usual.max_length is None and not LENGTHS & generate_kwargs.keys():
+            generate_kwargs["max_new_tokens"] = CHAT_TOKENS
+        output = self.generate(input_ids=ids, attention_mask=prompt["attention_mask"], **generate_kwargs)
+        answer = getattr(output, "sequences", output)[0]
+        text: str = tokenizer.decode(
+            answer if unwrap(self.target).config.is_encoder_decoder else answer[ids.shape[1] :],
+            skip_special_tokens=True,
+        )
+        return text
+
     @contextlib.contextmanager
     def attached(
         self, *, domain: str | None = None, learn: bool = True, owner: str | None = None
@@ -179,6 +255,12 @@ class OnlineAssistant:
         call, a pipeline, an evaluation harness. Pass `assistant_model=assistant.draft`. Stopping criteria other than
         EOS and length are looked at once a round there, as transformers does. Only requests of this context (thread or
         task) are seen; start other threads with `contextvars.copy_context().run`.
+
+        ```python
+        pipe = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=assistant.draft)
+        with assistant.attached():
+            pipe("Why is the sky blue?", max_new_tokens=128)
+        ```
 
         Args:
             domain (`str`, *optional*), learn (`bool`, *optional*, defaults to `True`), owner (`str`, *optional*):
@@ -383,8 +465,9 @@ class OnlineAssistant:
 
     @property
     def stats(self) -> AcceptanceStats:
-        """Acceptance over all requests since the last reset."""
-        return self._upkeep.tally.total()
+        """Acceptance over all requests since the last reset; tokens per second and the speed-up over the target alone,
+        as far as they are known; `assistant.stats.plot()` draws the course of acceptance."""
+        return replace(self._upkeep.tally.total(), timed=self._drafts.pacer.timed)
 
     @property
     def stats_by_domain(self) -> dict[str | None, AcceptanceStats]:
@@ -394,6 +477,27 @@ class OnlineAssistant:
     def reset_stats(self) -> None:
         """Count from zero again; nothing learned is lost."""
         self._upkeep.tally.reset()
+        self._drafts.pacer.reset_timed()
+
+    def __repr__(self) -> str:
+        """What serves, and how well: two lines."""
+        names = [m.config.name_or_path or type(m).__name__ for m in map(unwrap, (self.target, self._drafts.base))]
+        state = "closed" if self._upkeep.is_closed else "paused" if self._learner.is_paused else "learning"
+        if self.learning_error is not None:
+            state += f", failing ({type(self.learning_error).__name__})"
+        stats, (before, now) = self.stats, self._learner.compared()
+        requests = f"{stats.num_requests} request{'' if stats.num_requests == 1 else 's'} served"
+        alpha = f", alpha {stats.alpha:.3f}" if stats.examined else ""
+        if before.examined and now.examined:
+            alpha += f"; on the last {now.num_requests}, {before.alpha:.3f} before learning and {now.alpha:.3f} now"
+        pair = f"target={names[0]}, draft={names[1]}"
+        return f"OnlineAssistant({pair}, version={self.version}, {state})\n  {requests}{alpha}"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the same, and the curve of acceptance."""
+        stats = self.stats
+        curve = svg(stats.plot()) if stats.examined else ""
+        return f"<pre>{html.escape(repr(self))}</pre>{curve}"
 
     # --- keeping ----------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from osd_hf.drafting.text import EarlierText
 from osd_hf.errors import ConfigError, LearnerError
 from osd_hf.fingerprint import look_closely, target_changed, target_version
 from osd_hf.learning.faults import Failures
+from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.session import FolderBusyError, load_session, save_session
 from osd_hf.learning.updater import UpdateReport, log_update
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 PAUSES_AFTER = 3  # failures in a row of learning for one draft; before that it is tried again when it is due
 MOST_DOUBLED = 3  # times that the pause doubles: it is two update intervals long, then 4, then 8
 LOGGING, SAVING, TRACKING = "Logging a request", "Saving the session", "Tracking"
+TELLING = "`on_update`"
 AUTOSAVE_PATIENCE_SECONDS = 5.0  # with another process that saves to the folder: learning waits meanwhile
 
 
@@ -92,14 +94,15 @@ class Upkeep:
     A router, with the tokenizer, says which domain a request without a label belongs to. The session is saved to the
     folder `autosave` after every `autosave_interval` updates, by a thread of its own. `compiled` verifies candidates,
     where the target's own forward does not. The weights of the `target` are looked at before each update: requests say
-    what torch has counted of their changes alone.
+    what torch has counted of their changes alone. `on_update` is told of each decision of the gate, outside of locks.
     """
 
     def __init__(
         self, learner: Learner, router: Router | None = None, tokenizer: Any = None, autosave: Path | None = None,
         compiled: CompiledTarget | None = None, target: Any = None,
+        on_update: Callable[[GateDecision], object] | None = None,
     ) -> None:  # fmt: skip
-        self.target = target
+        self.target, self.on_update = target, on_update
         self.learner, self.drafts, self.config = learner, learner.drafts, learner.config
         self.router, self.tokenizer, self.autosave, self.compiled = router, tokenizer, autosave, compiled
         self.traffic, self.tally = Traffic(), Tally()
@@ -196,6 +199,7 @@ class Upkeep:
             self._wake()  # a request inside `attached` has ended before it is taken in
         elif learn:
             self._learn(self.learner.after_answer)
+            self._tell()
 
     # --- learning ---------------------------------------------------------------------------------------------------
 
@@ -211,6 +215,14 @@ class Upkeep:
                     self._report(report)
         except Exception as error:  # noqa: BLE001 - whatever a learner fails with
             self._failed(error, self.learner.whose)
+
+    def _tell(self) -> None:
+        """Tell whoever listens of the decisions since the last call. Nothing is held that a listener may need."""
+        while self.on_update is not None and self.learner.untold:
+            with contextlib.suppress(IndexError):  # another thread was quicker
+                decision = self.learner.untold.popleft()
+                with self.failures.kept(TELLING):
+                    self.on_update(decision)
 
     def _failed(self, error: Exception, domain: str | None) -> None:
         """Learning for the draft of a domain has failed; it pauses where it does so again and again."""
@@ -236,6 +248,12 @@ class Upkeep:
                 "The draft cannot learn while this thread is in the middle of a request (a streamer, a logits "
                 "processor or a stopping criterion?). Call again when the request has ended."
             )
+        try:
+            return self._updated(steps, domain)
+        finally:
+            self._tell()
+
+    def _updated(self, steps: int | None, domain: str | None) -> UpdateReport:
         with self.alone():
             if self.target is not None:
                 self._look_at_target()
@@ -338,6 +356,7 @@ class Upkeep:
                     with self.traffic.changed:
                         self.traffic.is_stepping = self.traffic.gives_way = False
                         self.traffic.changed.notify_all()
+                self._tell()
 
     def _may_go_on(self) -> bool:
         """Wait until there is a step to take; `False` where there will be none."""

@@ -40,6 +40,11 @@ class Choice:
         """What the draft as it was and the learned one make of a request; `None` if it is not known any more."""
         return self._known.get(trace)
 
+    def totals(self) -> tuple[AcceptanceStats, AcceptanceStats]:
+        """What the draft as it was and the learned one make of all requests that are remembered."""
+        sides = [[pair[side] for pair in self._known.values()] for side in range(2)]
+        return sum(sides[0], AcceptanceStats()), sum(sides[1], AcceptanceStats())
+
     def alphas(self) -> tuple[float, float] | None:
         """Acceptance of the draft as it was and of the learned one on the last few requests, each of which counts half
         as much as one `HALF_LIFE` later; `None` where nothing was examined."""

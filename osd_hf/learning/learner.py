@@ -78,6 +78,7 @@ class Learner:
         self.accelerator = accelerator or Accelerator(device_placement=False)
         self.duty_cycle = DutyCycle(config.max_duty_cycle, clock)
         self.decisions: deque[GateDecision] = deque(maxlen=MOST_DECISIONS)  # oldest first
+        self.untold: deque[GateDecision] = deque(maxlen=MOST_DECISIONS)  # to whoever wants to hear of each
         self.is_paused = False
         self.whose: str | None = None  # the domain whose draft the last work was for
         self.seconds = 0.0  # of work, over all updates
@@ -114,6 +115,15 @@ class Learner:
             return False
         with lesson.lock:
             return lesson.choice.is_original()
+
+    def compared(self) -> tuple[AcceptanceStats, AcceptanceStats]:
+        """What the drafts as they were and the learned ones make of the last few requests, by replay."""
+        before, now = AcceptanceStats(), AcceptanceStats()
+        for lesson in list(self.lessons.values()):
+            with lesson.lock:
+                original, learned = lesson.choice.totals()
+            before, now = before + original, now + learned
+        return before, now
 
     @property
     def saved_seconds(self) -> float | None:
@@ -359,6 +369,7 @@ class Learner:
 
     def _decided(self, decision: GateDecision) -> None:
         self.decisions.append(decision)
+        self.untold.append(decision)
         level = logging.WARNING if decision.outcome == "rolled back" else logging.INFO
         whose = "" if decision.domain is None else f" of {decision.domain!r}"
         logger.log(level, "Draft version %d%s %s: %s.", decision.version, whose, decision.outcome, decision.reason)

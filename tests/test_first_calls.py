@@ -1,0 +1,449 @@
+"""What somebody who knows transformers types first: models by their ids, a chat, a look at what came of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+import yaml
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    TextStreamer,
+    pipeline,
+)
+from waiting import LONG
+
+from osd_hf import (
+    AcceptanceStats,
+    ConfigError,
+    GateDecision,
+    LearnerError,
+    OnlineAssistant,
+    OnlineConfig,
+    Trace,
+    UnsupportedModelError,
+    VocabularyMismatchError,
+    evaluate,
+)
+from osd_hf import pair as pairs
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}{{ message['content'] }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}{% if shout is defined %}{{ shout }}{% endif %}"
+)
+# As Qwen2.5-Instruct publishes them.
+PUBLISHED = {
+    "bos_token_id": 0, "pad_token_id": 0, "do_sample": True, "eos_token_id": [65, 2], "repetition_penalty": 1.05,
+    "temperature": 0.7, "top_p": 0.8, "top_k": 20, "transformers_version": "4.37.0",
+}  # fmt: skip
+MANUAL = OnlineConfig(update_strategy="manual", steps_per_update=1, gate=False, optimizer="adamw", learning_rate=3e-3)
+
+
+def qwen(vocab_size: int, hidden_size: int, layers: int, *, tied: bool, seed: int) -> Any:
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=vocab_size, hidden_size=hidden_size, intermediate_size=2 * hidden_size, num_hidden_layers=layers,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256, tie_word_embeddings=tied,
+        initializer_range=0.3, bos_token_id=0, eos_token_id=65, pad_token_id=0,
+    )  # fmt: skip
+    return Qwen2ForCausalLM(config).eval()
+
+
+def chatting(template: str | None = TEMPLATE) -> Any:
+    """A tokenizer with the tokens of a chat template, 64 and 65."""
+    tokenizer = models.tokenizer()
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def repos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target and a draft of Qwen2.5-Instruct's shapes in small: padded otherwise, settings as published."""
+    folder = tmp_path_factory.mktemp("Qwen")
+    sizes: dict[str, Any] = {
+        "7B": {"vocab_size": 72, "hidden_size": 32, "layers": 2, "tied": False, "seed": 0},
+        "0.5B": {"vocab_size": 68, "hidden_size": 16, "layers": 1, "tied": True, "seed": 1},
+    }
+    for name, size in sizes.items():
+        qwen(**size).save_pretrained(folder / name)
+        chatting().save_pretrained(folder / name)
+        (folder / name / "generation_config.json").write_text(json.dumps(PUBLISHED))
+    return folder
+
+
+@pytest.fixture
+def hub(repos: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folders as repos of the Hub, of which a file is in the local cache once it was fetched."""
+    fetched: set[str] = set()
+    load = AutoTokenizer.from_pretrained
+
+    def tokenizer(source: str, *, local_files_only: bool = False) -> Any:
+        if local_files_only and source not in fetched:
+            raise OSError("not in the cache")
+        fetched.add(source)
+        return load(source)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", tokenizer)
+    monkeypatch.chdir(repos.parent)
+    yield Path(repos.name)
+
+
+def answer(generate: Any, tokenizer: Any, text: str = "abc", **settings: Any) -> list[int]:
+    encoded = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
+    torch.manual_seed(3)
+    return generate(**encoded, **{"max_new_tokens": 12, **settings})[0].tolist()  # type: ignore[no-any-return]
+
+
+# --- models by their ids --------------------------------------------------------------------------------------------
+
+
+def test_a_pair_of_the_hub_is_served_by_its_names_alone(hub: Path) -> None:
+    assistant = OnlineAssistant(f"{hub}/7B", f"{hub}/0.5B")
+    assert assistant.draft.config.vocab_size == assistant.target.config.vocab_size == 72
+    assert assistant.target.generation_config.repetition_penalty == 1.05
+    for settings in ({"do_sample": False}, {"top_k": 1}):  # the published penalty, with and without sampling
+        alone = answer(assistant.target.generate, assistant.tokenizer, **settings)
+        assert answer(assistant.generate, assistant.tokenizer, **settings) == alone
+        assert len(set(alone)) > 3
+    assert len(answer(assistant.generate, assistant.tokenizer)) > 3  # sampled as published
+    assert assistant.stats.drafted
+
+
+def test_how_models_are_loaded_is_said_as_to_from_pretrained(repos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, dict[str, Any]] = {}
+    load = AutoModelForCausalLM.from_pretrained
+
+    def loading(source: str, **how: Any) -> Any:
+        given[Path(source).name] = how
+        return load(source, **{name: value for name, value in how.items() if name != "quantization_config"})
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loading)
+    quantization: Any = object()
+    assistant = OnlineAssistant(
+        repos / "7B", repos / "0.5B", config=MANUAL, dtype=torch.float64, device="cpu", attn_implementation="eager",
+        quantization_config=quantization,
+    )  # fmt: skip
+    both = {"dtype": torch.float64, "attn_implementation": "eager"}
+    assert given == {"7B": {**both, "device_map": "cpu", "quantization_config": quantization}, "0.5B": both}
+    assert assistant.draft.dtype == assistant.target.dtype == torch.float64
+    assert {model.config._attn_implementation for model in (assistant.draft, assistant.target)} == {"eager"}
+    OnlineAssistant(repos / "7B", repos / "0.5B", torch_dtype="float64", device="cpu")
+    assert [how["dtype"] for how in given.values()] == ["float64", "float64"]
+
+
+@pytest.mark.parametrize("device_map", ["cpu", "auto", {"model": "cpu", "lm_head": "disk"}])
+def test_a_target_with_a_device_map_is_served(repos: Path, tmp_path: Path, device_map: Any) -> None:
+    how = {"device_map": device_map, "offload_folder": str(tmp_path)}
+    assistant = OnlineAssistant(repos / "7B", repos / "0.5B", config=MANUAL, **how)
+    has_hooks = [any(hasattr(m, "_hf_hook") for m in model.modules()) for model in (assistant.target, assistant.draft)]
+    assert has_hooks == [isinstance(device_map, dict), False]
+    settings = {"do_sample": False}
+    alone = answer(assistant.target.generate, assistant.tokenizer, **settings)
+    assert answer(assistant.generate, assistant.tokenizer, **settings) == alone
+    assistant.update()
+    assert answer(assistant.generate, assistant.tokenizer, **settings) == alone
+
+
+def test_a_draft_by_its_name_comes_to_a_target_that_is_loaded(repos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    placed: list[str] = []
+    monkeypatch.setattr(pairs, "placed", lambda model, device: placed.append(device) or model)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    target = AutoModelForCausalLM.from_pretrained(repos / "7B")
+    assistant = OnlineAssistant(target, repos / "0.5B")
+    assert placed == ["cpu"]
+    assert assistant.target is target
+
+
+def test_prompts_are_brought_to_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = models.pair()
+    assistant = OnlineAssistant(target, draft, config=MANUAL)
+    given: dict[str, Any] = {}
+    monkeypatch.setattr("osd_hf.assistant.input_device", lambda model: torch.device("meta"))
+    monkeypatch.setattr(target, "generate", lambda inputs, **how: given.update(how, inputs=inputs))
+    ids = models.prompt()
+    assistant.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4)
+    assert given["inputs"].device.type == given["attention_mask"].device.type == "meta"
+    assert given["max_new_tokens"] == 4
+
+
+# --- what is wrong --------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_loaded_says_what_to_do(repos: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"'nobody/nothing' cannot be loaded.*as `owner/name`"):
+        OnlineAssistant("nobody/nothing", repos / "0.5B")
+    with pytest.raises(UnsupportedModelError, match=r"folder without a `config.json`.*`save_pretrained` wrote"):
+        OnlineAssistant(repos / "7B", tmp_path)
+    with pytest.raises(UnsupportedModelError, match="cannot be loaded.*tempo"):
+        OnlineAssistant(repos / "7B", repos / "0.5B", tempo="allegro")
+
+
+def test_models_that_are_exchanged_are_refused(repos: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"The draft has [\d,]+ weights.*pass the large model first"):
+        OnlineAssistant(repos / "0.5B", repos / "7B")
+
+
+def test_an_argument_for_loading_needs_a_model_to_load(repos: Path) -> None:
+    target, draft = models.pair()
+    with pytest.raises(ConfigError, match="`dtype` would be passed on to `from_pretrained`, where a model"):
+        OnlineAssistant(target, draft, dtype="bfloat16")
+    with pytest.raises(ConfigError, match="`device_map` would .*, where the target is given by its id"):
+        OnlineAssistant(target, repos / "0.5B", device_map="auto")
+    with pytest.raises(ConfigError, match="`on_updates`.*look at the spelling"):
+        OnlineAssistant(target, draft, on_updates=print)
+
+
+def test_other_tokenizers_are_refused(repos: Path, tmp_path: Path) -> None:
+    qwen(68, 16, 1, tied=True, seed=1).save_pretrained(tmp_path)
+    models.tokenizer(characters="zyxwvutsrqponm").save_pretrained(tmp_path)
+    with pytest.raises(VocabularyMismatchError, match="choose a draft of the target's family"):
+        OnlineAssistant(repos / "7B", tmp_path)
+
+
+# --- a chat, a pipeline ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def assistant(repos: Path) -> OnlineAssistant:
+    return OnlineAssistant(repos / "7B", repos / "0.5B", config=MANUAL)
+
+
+def test_a_chat_is_answered_in_text(assistant: OnlineAssistant, capsys: Any) -> None:
+    messages = [{"role": "user", "content": "abc"}]
+    tokenizer, settings = assistant.tokenizer, {"do_sample": False, "max_new_tokens": 9}
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    alone = assistant.target.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    expected = tokenizer.decode(alone[0, ids.shape[1] :], skip_special_tokens=True)
+    assert assistant.chat(messages, **settings) == assistant.chat("abc", **settings) == expected
+    assert assistant.chat("abc", return_dict_in_generate=True, **settings) == expected
+    assert assistant.chat("abc", streamer=TextStreamer(tokenizer, skip_prompt=True), **settings) == expected
+    assert expected in capsys.readouterr().out
+    seen: list[Any] = []
+    assistant.chat("abc", chat_template_kwargs={"shout": "xyz"}, on_trace=seen.append, **settings)
+    assert tokenizer.decode(seen[0].prompt_ids).endswith("assistantxyz")
+    assert assistant.stats.num_requests == 5
+
+
+def test_a_chat_has_room_for_an_answer(assistant: OnlineAssistant, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int | None] = []
+
+    def generate(input_ids: torch.Tensor, *, max_new_tokens: int | None = None, **_: Any) -> torch.Tensor:
+        asked.append(max_new_tokens)
+        return input_ids
+
+    monkeypatch.setattr(assistant, "generate", generate)
+    assistant.chat("abc")
+    assistant.chat("abc", max_new_tokens=7)
+    assistant.chat("abc", generation_config=GenerationConfig(max_new_tokens=3))
+    assistant.target.generation_config.max_new_tokens = 5
+    assistant.chat("abc")
+    assert asked == [256, 7, None, None]
+
+
+def test_without_a_template_there_is_no_chat() -> None:
+    target, draft = models.pair()
+    for tokenizer, words in ((models.tokenizer(), "has no chat template"), (None, "No tokenizer was found")):
+        with pytest.raises(ConfigError, match=f"{words}.*`tokenizer=`"):
+            OnlineAssistant(target, draft, tokenizer).chat("abc")
+
+
+def test_a_pipeline_is_assisted_and_learned_from(assistant: OnlineAssistant) -> None:
+    settings = {"do_sample": False, "max_new_tokens": 9}
+    alone = pipeline("text-generation", model=assistant.target, tokenizer=assistant.tokenizer)
+    pipe = pipeline(
+        "text-generation", model=assistant.target, tokenizer=assistant.tokenizer, assistant_model=assistant.draft
+    )
+    chat = [{"role": "user", "content": "abc"}]
+    with assistant.attached():
+        assert pipe(chat, **settings) == alone(chat, **settings)
+        assistant.update()
+        assert pipe(chat, **settings) == alone(chat, **settings)
+    assert (assistant.version, assistant.stats.num_requests) == (1, 2)
+
+
+# --- what came of it ------------------------------------------------------------------------------------------------
+
+
+def timed(config: OnlineConfig, requests: int = 6) -> tuple[OnlineAssistant, list[Trace]]:
+    """An assistant whose target takes a second a forward and whose draft a tenth, on its own clock, and what it has
+    served."""
+    target, draft = models.pair(num_hidden_layers=1)
+    assistant = OnlineAssistant(target, draft, config=config)
+    assert assistant.drafting is not None
+    assistant.drafting.clock = models.ForwardTime({target: 1.0, assistant.draft: 0.1})
+    assert assistant.stats.tokens_per_second is assistant.stats.speedup is None
+    traces: list[Trace] = []
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 40, "on_trace": traces.append}
+    for ids in models.prompts(requests):
+        assistant.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    return assistant, traces
+
+
+def test_the_speed_and_what_it_is_beside_the_target_alone() -> None:
+    stats = timed(replace(MANUAL, num_assistant_tokens="auto", candidates="draft"))[0].stats
+    assert stats.tokens_per_second is not None
+    assert stats.speedup is not None
+    # A token of the target alone takes a second; rounds until that was known tell nothing of the speed-up.
+    assert 1 < stats.speedup == pytest.approx(stats.tokens_per_second, rel=0.05)
+    assert f"{stats.tokens_per_second:.1f} tokens per second ({stats.speedup:.2f} times" in repr(stats)
+    assert stats.to_dict()["speedup"] == stats.speedup
+    assert (stats + stats).speedup == pytest.approx(stats.speedup)
+
+
+def test_the_speed_is_that_of_rounds_that_read_no_prompt() -> None:
+    assistant, traces = timed(replace(MANUAL, num_assistant_tokens=3))
+    stats = assistant.stats
+    rounds = [r for trace in traces for r in trace.rounds[1:]]  # the first one reads the prompt as well
+    emitted, seconds, *_ = stats.timed
+    assert emitted == sum(r.num_emitted for r in rounds)
+    assert seconds == pytest.approx(sum(1 + 0.1 * r.num_drafted for r in rounds))
+    assert stats.tokens_per_second == emitted / seconds
+    assistant.reset_stats()
+    assert assistant.stats.tokens_per_second is assistant.stats.speedup is None
+
+
+def test_an_assistant_tells_its_state(assistant: OnlineAssistant) -> None:
+    assert "7B" in repr(assistant) and "0.5B" in repr(assistant)
+    assert repr(assistant).endswith("version=0, learning)\n  0 requests served")
+    assert "<svg" not in assistant._repr_html_()
+    assistant.pause()
+    answer(assistant.generate, assistant.tokenizer, do_sample=False)
+    assert "version=0, paused)\n  1 request served, alpha 0." in repr(assistant)
+    page = assistant._repr_html_()
+    assert page.startswith("<pre>OnlineAssistant(") and page.endswith("</svg>\n")
+    assistant.close()
+    assert ", closed)" in repr(assistant)
+
+
+def test_an_assistant_tells_what_learning_has_brought() -> None:
+    target, draft = models.pair("gpt2", noise=0.3, n_layer=1)
+    config = replace(MANUAL, num_assistant_tokens=5, gate=True, steps_per_update=8, weight_average=0.0)
+    assistant = OnlineAssistant(target, draft, config=config)
+    for ids in models.prompts(20):
+        assistant.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8)
+    while assistant.version == 0:
+        assistant.update()
+    before, now = assistant._learner.compared()
+    assert now.alpha > before.alpha
+    told = f"on the last 5, {before.alpha:.3f} before learning and {now.alpha:.3f} now"
+    assert told in repr(assistant)
+
+
+def test_stats_are_drawn() -> None:
+    stats = sum((AcceptanceStats.from_counts(examined=4, accepted=i % 4) for i in range(12)), AcceptanceStats())
+    figure = stats.plot(window=4)
+    (axes,) = figure.axes
+    (curve,) = axes.lines
+    assert curve.get_xdata().tolist() == list(range(1, 13))
+    assert curve.get_ydata()[-1] == pytest.approx((0 + 1 + 2 + 3) / 16)
+    assert "last 4 requests" in axes.get_ylabel()
+
+
+def test_drafts_are_evaluated_on_texts() -> None:
+    target, draft = models.pair()
+    texts = ["abc", "xyz"]
+    found = evaluate(target, draft, target, models.tokenizer(), texts)
+    assert [prompt.text for prompt in found.dataset.prompts] == texts
+    assert found.stats("before").alpha < found.stats("after").alpha == 1
+
+
+# --- who wants to hear of updates -----------------------------------------------------------------------------------
+
+
+def requests(assistant: OnlineAssistant, number: int) -> list[list[int]]:
+    return [
+        assistant.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=6)[0].tolist()
+        for ids in models.prompts(number)
+    ]
+
+
+@pytest.mark.parametrize("strategy", ["interval", "spread", "idle", "manual"])
+def test_each_decision_is_told(strategy: Any, tmp_path: Path) -> None:
+    told: list[GateDecision] = []
+    heard = threading.Event()
+
+    def hear(decision: GateDecision) -> None:
+        assistant.save_state(tmp_path)  # which needs what learning holds
+        requests(assistant, 1)
+        told.append(decision)
+        heard.set()
+
+    config = replace(MANUAL, num_assistant_tokens=3, update_strategy=strategy, update_interval=4)
+    assistant = OnlineAssistant(*models.pair(num_hidden_layers=1), config=config, on_update=hear)
+    requests(assistant, 5)
+    if strategy == "manual":
+        assistant.update()
+    elif strategy != "idle":
+        requests(assistant, 4)
+    assert heard.wait(LONG)
+    assistant.close()
+    assert tuple(told) == assistant.decisions[: len(told)]
+    assert told[0].outcome == "promoted"
+
+
+def test_who_fails_on_an_update_costs_no_answer_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(decision: GateDecision) -> None:
+        raise RuntimeError("nobody listens")
+
+    config = replace(MANUAL, num_assistant_tokens=3, update_strategy="interval", update_interval=2)
+    pair = models.pair(num_hidden_layers=1)
+    with caplog.at_level(logging.WARNING):
+        assistant = OnlineAssistant(*pair, config=config, on_update=fail)
+        answers = requests(assistant, 6)
+    assert answers == requests(OnlineAssistant(*pair, config=config), 6)
+    assert assistant.version == 3
+    assert caplog.text.count("`on_update` failed") == 1
+    with pytest.raises(LearnerError, match="nobody listens"):
+        assistant.close()
+
+
+# --- a configuration in a file --------------------------------------------------------------------------------------
+
+
+def test_a_configuration_goes_into_a_file_and_comes_back(tmp_path: Path) -> None:
+    config = OnlineConfig(update_interval=4, mixed_precision="no", num_logprobs=None, learning_rate=1e-5)
+    config.to_json_file(tmp_path / "osd.json")
+    config.to_yaml_file(tmp_path / "osd.yaml")
+    assert OnlineConfig.from_json_file(tmp_path / "osd.json") == config
+    assert OnlineConfig.from_file(str(tmp_path / "osd.yaml")) == config
+    assert OnlineConfig.from_dict(config.to_dict()) == config
+    assert yaml.safe_load((tmp_path / "osd.yaml").read_text()) == json.loads((tmp_path / "osd.json").read_text())
+    (tmp_path / "own.yml").write_text("learning_rate: 1e-3\nmixed_precision: no\n")  # a text and a truth value in YAML
+    assert OnlineConfig.from_file(tmp_path / "own.yml") == OnlineConfig(learning_rate=1e-3, mixed_precision="no")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.json", '{"update_intervall": 4}', r"`update_intervall` is no setting.*Did you mean `update_interval`\?"),
+        ("a.yaml", "qwertz: 4", r"`qwertz` is no setting of OnlineConfig\.$"),
+        ("a.yaml", "3: 4", r"`3` is no setting of OnlineConfig\.$"),
+        ("a.yaml", "learning_rate: fast", "cannot be read: could not convert"),
+        ("a.yaml", "gate: perhaps", "`gate` must be True or False, got 'perhaps'"),
+        ("a.yaml", "learning_rate: null", "of another type: '<' not supported"),
+        ("a.json", "[1]", "must hold names with values"),
+        ("a.json", "{", "cannot be read"),
+        ("a.yaml", "a: [", "cannot be read"),
+        ("a.toml", "", r"must end in .json, .yaml or .yml"),
+        ("a.json", None, "cannot be read: .*No such file"),
+    ],
+)
+def test_a_file_that_makes_no_sense_is_refused(tmp_path: Path, name: str, text: str | None, words: str) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        OnlineConfig.from_file(tmp_path / name)
