@@ -155,7 +155,8 @@ class AcceptanceStats:
         Times as fast as the target alone: what it would have taken for the tokens of the timed rounds, over what they
         took. A token of the target alone is taken to cost what rounds without a draft cost lately, on this machine and
         at such contexts: `num_assistant_tokens="auto"` has some now and then, a fixed k at the end of answers that
-        fill their length. An estimate while serving; `benchmark` measures it. `None` before such a round.
+        fill their length. Of a round over three times as long as expected, as on a machine that is busy elsewhere,
+        that much counts. An estimate while serving; `benchmark` measures it. `None` before such a round.
         """
         *_, seconds, alone = self.timed
         return alone / seconds if seconds else None

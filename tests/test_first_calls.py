@@ -38,6 +38,8 @@ from osd_hf import (
     evaluate,
 )
 from osd_hf import pair as pairs
+from osd_hf.drafting.costs import RoundTime
+from osd_hf.drafting.pacing import Pacer
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}{{ message['content'] }}<|im_end|>{% endfor %}"
@@ -302,6 +304,18 @@ def test_the_speed_and_what_it_is_beside_the_target_alone() -> None:
     assert f"{stats.tokens_per_second:.1f} tokens per second ({stats.speedup:.2f} times" in repr(stats)
     assert stats.to_dict()["speedup"] == stats.speedup
     assert (stats + stats).speedup == pytest.approx(stats.speedup)
+
+
+def test_a_machine_that_is_busy_elsewhere_is_no_fault_of_the_draft() -> None:
+    pacer = Pacer()
+    for seconds in (1.0, 60.0):
+        for _ in range(40):
+            pacer.took(RoundTime(seconds=1.0), 1)
+            pacer.took(RoundTime(3, 3, 1, 0.1, 0.2, 1.3), 3)
+        pacer.took(RoundTime(3, 3, 1, 0.1, 0.2, seconds), 3)
+        _, _, took, alone = pacer.timed
+        assert alone / took == pytest.approx(4 / 2.3, rel=0.1)
+    assert pacer.timed[1] == pytest.approx(80 * 2.3 + 61)
 
 
 def test_the_speed_is_that_of_rounds_that_read_no_prompt() -> None:

@@ -167,13 +167,14 @@ class Costs:
         drafting = self.drafting(fed) + (forwards - 1) * self.draft if forwards else 0.0
         return base + slope * candidates + drafting
 
-    def add(self, time: RoundTime) -> None:
-        """Take in what rounds took."""
-        unit = self.level
+    def add(self, time: RoundTime) -> float:
+        """Take in what rounds took; returns the seconds of each that count: less of one that was far above
+        expectation, and none where they are not known."""
+        unit, excess = self.level, 1.0
         if time.forwards and time.fed > PROMPT and self.are_known:
             self.reading.add(time.first_seconds / time.fed / unit)
         if time.seconds is None:
-            return
+            return 0.0
         if self.are_known and (self.first.weight or not time.forwards):
             # A round far above expectation is a machine that was busy elsewhere, and counts as less.
             expected = self.level * self.round(time.candidates, time.forwards, time.fed)
@@ -190,6 +191,7 @@ class Costs:
             line.add(time.candidates, (time.seconds - time.draft_seconds) / unit)
         elif not time.forwards:
             self.plain.add(time.seconds / unit, time.rounds)
+        return time.seconds / excess
 
 
 class Acceptance:

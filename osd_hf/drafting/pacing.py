@@ -181,13 +181,13 @@ class Pacer:
     def took(self, time: RoundTime, emitted: int) -> None:
         """Take in what rounds took that have emitted so many tokens, the lock being held."""
         costs = self.costs
-        costs.add(time)
+        counted = time.rounds * costs.add(time)
         if time.seconds is None:
             return
-        seconds, plain = time.rounds * time.seconds, costs.level * costs.plain.mean * emitted
         is_plain = time.candidates == 0 and time.forwards == 0
-        compared = (seconds, seconds if is_plain else plain) if costs.plain.weight else (0.0, 0.0)
-        self.timed = tuple(map(sum, zip(self.timed, (emitted, seconds, *compared), strict=True)))
+        alone = counted if is_plain else costs.level * costs.plain.mean * emitted
+        compared = (counted, alone) if costs.plain.weight else (0.0, 0.0)
+        self.timed = tuple(map(sum, zip(self.timed, (emitted, time.rounds * time.seconds, *compared), strict=True)))
 
     def reset_timed(self) -> None:
         """Count tokens and seconds from zero again; what is known of costs stays."""
