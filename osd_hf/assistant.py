@@ -96,7 +96,7 @@ class OnlineAssistant:
             Trackers as the Hugging Face trainers take them: `"trackio"`, `"tensorboard"`, `"wandb"`, `"all"`, ...
         on_update (`Callable[[GateDecision], object]`, *optional*):
             Called with what became of each version that was learned, once that is done, by the thread that has learned
-            it; it may use the assistant, but inside of a request's thread not `update`. Where it fails, the log says
+            it, with `"spread"` that of the request that has waited for it, or of the next one; it may use the assistant, but inside of a request's thread not `update`. Where it fails, the log says
             so once, and [`~OnlineAssistant.learning_error`] keeps it.
         model_kwargs (`Any`):
             How to load models that are given by id or folder, as `from_pretrained` takes it: `dtype` (the checkpoint's

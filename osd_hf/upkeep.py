@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from osd_hf.routing import RoutedPrompt, Router
 from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace
 from osd_hf.utils.disk import in_child
-from osd_hf.utils.turns import clock, giving_way
+from osd_hf.utils.turns import clock, give_way, giving_way
 
 __all__ = ["Traffic", "Upkeep"]
 
@@ -34,8 +35,9 @@ logger = logging.getLogger(__name__)
 
 PAUSES_AFTER = 3  # failures in a row of learning for one draft; before that it is tried again when it is due
 MOST_DOUBLED = 3  # times that the pause doubles: it is two update intervals long, then 4, then 8
+LEAST_SHARE_SECONDS = 1.0  # that an answer may wait for a part of an update, if the answer itself took less
 LOGGING, SAVING, TRACKING = "Logging a request", "Saving the session", "Tracking"
-TELLING = "`on_update`"
+TELLING, STARTING = "`on_update`", "Starting to learn"
 AUTOSAVE_PATIENCE_SECONDS = 5.0  # with another process that saves to the folder: learning waits meanwhile
 
 
@@ -60,6 +62,12 @@ class Traffic:
         """Requests that this thread is in the middle of."""
         return getattr(self._own, "requests", 0)
 
+    @property
+    def own_seconds(self) -> float:
+        """Since the last request of this thread began, after its wait for a micro-step."""
+        now = time.perf_counter()
+        return now - float(getattr(self._own, "began", now))
+
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
         """Entered around a request, at its arrival: waits until the micro-step under way ends or gives way; no other
@@ -70,6 +78,7 @@ class Traffic:
         try:
             with self.changed:
                 self.changed.wait_for(lambda: self.gives_way or not self.is_stepping)
+            self._own.began = time.perf_counter()
             yield
         finally:
             with self.changed:
@@ -82,7 +91,9 @@ class Upkeep:
     """
     Serves the requests of an assistant, counts them, and lets its learner learn from them, one thread at a time: after
     answers or, with the strategy `"idle"`, in a thread that steps while no request is running, and lets those that
-    arrive in the middle of a step go first.
+    arrive in the middle of a step go first. With `"spread"` it is a thread, too, that learns after an answer, which
+    waits for it: for a part that takes longer than an answer may wait only so long, and so do the next ones, until it
+    is done.
 
     What goes wrong beside an answer is kept in `failures` until the same work succeeds, and costs no request anything.
     Where learning for a draft fails three times in a row it pauses, and is tried again after two update intervals,
@@ -113,6 +124,10 @@ class Upkeep:
         self._unsaved = 0  # updates
         self._hurrying = 0  # threads that wait for the learner
         self._idle: threading.Thread | None = None
+        # After an answer: who learns, until when the answer waits, and how long for one part.
+        self._sharing: threading.Thread | None = None
+        self._until = self._share_seconds = 0.0
+        self._is_timed = False  # a part has taken longer: answers wait so long for all parts together
         self._renew_locks()
         in_child(self, Upkeep._begin_in_child)
         self._wake()
@@ -127,7 +142,7 @@ class Upkeep:
         self._is_torn = self._is_torn or self._learning.locked()
         self._renew_locks()
         self._hurrying = 0
-        self.autosave = self.saving = None
+        self.autosave = self.saving = self._sharing = None
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -198,7 +213,10 @@ class Upkeep:
         if learn and self.config.update_strategy == "idle":
             self._wake()  # a request inside `attached` has ended before it is taken in
         elif learn:
-            self._learn(self.learner.after_answer)
+            if self.config.update_strategy == "spread":
+                self._share(max(self.config.max_duty_cycle * self.traffic.own_seconds, LEAST_SHARE_SECONDS))
+            else:
+                self._learn(self.learner.after_answer)
             self._tell()
 
     # --- learning ---------------------------------------------------------------------------------------------------
@@ -314,6 +332,56 @@ class Upkeep:
         self.learner.pause(is_paused)
         self._wake()
 
+    # --- learning after answers -------------------------------------------------------------------------------------
+
+    def _share(self, seconds: float) -> None:
+        """Let an answer wait while the learner takes its share of an update, or goes on with one that an earlier
+        answer has waited long enough for: so long for each part or, once one has taken longer, for all."""
+        traffic = self.traffic
+        with traffic.changed:
+            is_begun, now = self._sharing is not None, time.perf_counter()
+            if self._is_stopped or (is_begun and (self.learner.is_paused or now < self._until)):
+                return  # nobody is to learn, or another answer waits for it
+            self._is_timed = self._is_timed or is_begun
+            self._share_seconds, self._until, traffic.gives_way = seconds, now + seconds, False
+            if not is_begun:
+                with self.failures.kept(STARTING):
+                    thread = threading.Thread(target=self._take_share, name="osd_hf-learner", daemon=True)
+                    thread.start()
+                    self._sharing = thread
+            learning = self._sharing
+            traffic.changed.notify_all()
+            while self._sharing is learning is not None and not traffic.gives_way:
+                if (left := self._until - time.perf_counter()) <= 0:
+                    return  # it stops where it next can
+                traffic.changed.wait(left)
+
+    def _take_share(self) -> None:
+        try:
+            with giving_way(self._give_way):
+                self._learn(self._in_time)
+        finally:
+            with self.traffic.changed:
+                self._sharing, self.traffic.gives_way = None, False
+                self.traffic.changed.notify_all()
+
+    def _in_time(self) -> UpdateReport | None:
+        """The share of an answer, part by part, until somebody else needs the learner."""
+        work = self.learner.share()
+        while True:
+            try:
+                next(work)
+            except StopIteration as done:
+                report: UpdateReport | None = done.value
+                return report
+            now = time.perf_counter()
+            if not self._is_timed and now < self._until:
+                self._until = now + self._share_seconds
+            give_way()
+            if self._hurrying or self._is_stopped or self.learner.is_paused:
+                work.close()
+                return None
+
     # --- learning between requests ----------------------------------------------------------------------------------
 
     def wait_until_idle(self, timeout: float | None) -> bool:
@@ -325,12 +393,12 @@ class Upkeep:
             )
 
     def stop(self) -> None:
-        """End the idle thread after the micro-step under way, which gives way to no request any more, and wait for a
-        save under way."""
+        """End the thread that learns after the micro-step under way, which gives way to no request any more, and wait
+        for a save under way."""
         with self.traffic.changed:
             self._is_stopped = True
             self.traffic.changed.notify_all()
-        for thread in (self._idle, self.saving):
+        for thread in (self._idle, self._sharing, self.saving):
             if thread is not None and thread is not threading.current_thread():
                 thread.join()
 
@@ -339,7 +407,7 @@ class Upkeep:
         with self.traffic.changed:
             is_there = self._idle is not None and self._idle.is_alive()
             if self.config.update_strategy == "idle" and not (self._is_stopped or is_there):
-                with self.failures.kept("Starting to learn between requests"):
+                with self.failures.kept(STARTING):
                     idle = threading.Thread(target=self._learn_between, name="osd_hf-learner", daemon=True)
                     idle.start()
                     self._idle = idle
@@ -369,16 +437,22 @@ class Upkeep:
             return traffic.is_stepping
 
     def _give_way(self) -> None:
-        """Let requests that have arrived in the middle of a step go first, and go on when they have ended; beside them
-        where somebody waits for the step itself. Nothing is held that a request needs."""
+        """Let requests that have arrived in the middle of a step go first, and go on when they have ended, or when an
+        answer waits again; beside them where somebody waits for the step itself. Nothing is held that a request
+        needs."""
         traffic = self.traffic
-        if not traffic.requests:
+        if not self._must_wait():
             return
         with traffic.changed:
             traffic.gives_way = True
             traffic.changed.notify_all()
-            traffic.changed.wait_for(lambda: not traffic.requests or self._hurrying or self._is_stopped)
-            traffic.gives_way = traffic.requests > 0
+            traffic.changed.wait_for(lambda: not self._must_wait() or self._hurrying or self._is_stopped)
+            traffic.gives_way = self._must_wait()
+
+    def _must_wait(self) -> bool:
+        if self.config.update_strategy == "idle":
+            return self.traffic.requests > 0
+        return time.perf_counter() >= self._until
 
     def _may_step(self) -> bool:
         is_resting = self.learner.duty_cycle.rest_seconds() > 0

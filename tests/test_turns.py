@@ -1,11 +1,14 @@
-"""Learning between requests stops in the middle of a step for those that arrive, and goes on as if nobody had come."""
+"""Learning stops in the middle of a step for requests that arrive, or have waited long enough, and goes on as if
+nobody had come."""
 
+import gc
 import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import models
@@ -17,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from waiting import LONG
 
 from osd_hf import DomainDrafts, OnlineAssistant, OnlineConfig, fingerprint, record_traces
+from osd_hf import upkeep as upkeep_module
 from osd_hf.learning import drafts as drafts_module
 from osd_hf.learning import optimizer as optimizer_module
 from osd_hf.learning.learner import Learner
@@ -349,4 +353,176 @@ def test_a_target_that_changes_while_a_step_has_given_way_begins_a_new_lesson() 
         lesson = assistant.drafts.lessons[None]
         assert [trace.target for trace in (*lesson.pending, *lesson.buffer)] == [fingerprint(target)]
         assert lesson.older == 3
+        assert assistant.learning_error is None
+
+
+# --- parts that take longer than an answer may wait -----------------------------------------------------------------
+
+SPREAD = replace(IDLE, update_strategy="spread", steps_per_update=2)
+
+
+class Stops:
+    """A clock that counts the stopping places that a learner has come to, in place of the seconds of an upkeep."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.at: dict[float, Callable[[], object]] = {}  # what is done at a stop
+
+
+@pytest.fixture
+def stops(monkeypatch: pytest.MonkeyPatch) -> Stops:
+    counted, give = Stops(), Upkeep._give_way
+
+    def given(upkeep: Upkeep) -> None:
+        counted.now += 1
+        counted.at.get(counted.now, lambda: None)()
+        give(upkeep)
+
+    monkeypatch.setattr(Upkeep, "_give_way", given)
+    monkeypatch.setattr(upkeep_module, "time", SimpleNamespace(perf_counter=lambda: counted.now))
+    return counted
+
+
+def until_learned(assistant: OnlineAssistant, stops: Stops, version: int = 1) -> list[float]:
+    """Ask until this version serves, each time with the target's answer; the stops that each answer has waited for."""
+    waits: list[float] = []
+    while assistant.version < version:
+        before = stops.now
+        assert ask(assistant.generate, len(waits)) == ask(assistant.target.generate, len(waits))
+        waits.append(stops.now - before)
+        assert len(waits) < 200
+    return waits
+
+
+def test_a_part_goes_on_after_later_answers_where_one_would_wait_too_long_and_learns_the_same(
+    stops: Stops, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = models.pair(num_hidden_layers=1)
+    learned, waited = [], []
+    for most in (1000, 100, 7):
+        monkeypatch.setattr(upkeep_module, "LEAST_SHARE_SECONDS", most)
+        with OnlineAssistant(target, draft, config=SPREAD) as assistant:
+            waited.append(until_learned(assistant, stops))
+            learned.append([p.clone() for p in assistant.draft.parameters()])
+    whole, fitting, cut = waited
+    assert len(whole) < 9
+    # Each part is short enough: all is as if there were no bound, however long they take together.
+    assert fitting == whole
+    assert max(whole) > 100
+    assert max(cut) == 7
+    assert sum(cut) == sum(whole)
+    for others in learned[1:]:
+        assert all(map(torch.equal, others, learned[0]))
+
+
+def test_an_answer_waits_as_long_as_it_took_or_a_share_of_that(stops: Stops, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upkeep_module, "LEAST_SHARE_SECONDS", 4)
+    target, draft = models.pair(num_hidden_layers=1)
+
+    class Slow:
+        def put(self, value: torch.Tensor) -> None:
+            pass
+
+        def end(self) -> None:
+            stops.now += 10
+
+    def longest(duty: float) -> float:
+        config = replace(SPREAD, max_duty_cycle=duty)
+        with OnlineAssistant(target, draft, config=config) as assistant:
+            monkeypatch.setattr(assistant._learner.duty_cycle, "rest_seconds", lambda: 0.0)
+            for number in range(6):  # the last one goes on with what the one before has begun
+                before = stops.now
+                ask(assistant.generate, number, streamer=Slow())
+            return stops.now - before - 10
+
+    assert (longest(1.0), longest(0.6), longest(0.1)) == (10, 6, 4)
+
+
+@pytest.mark.parametrize("what", ["close", "save", "update", "pause", "fail", "target", "forget"])
+def test_who_needs_the_learner_has_a_part_that_was_stopped_finished(
+    what: str, stops: Stops, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upkeep_module, "LEAST_SHARE_SECONDS", 7)
+    target, draft = models.pair(num_hidden_layers=1)
+    assistant = OnlineAssistant(target, draft, config=SPREAD)
+    for number in range(5):
+        ask(assistant.generate, number)
+    upkeep, thread, before = assistant._upkeep, assistant._upkeep._sharing, stops.now
+    assert thread is not None
+    with upkeep.traffic.changed:  # it is in the middle of the first micro-batch
+        assert upkeep.traffic.changed.wait_for(lambda: upkeep.traffic.gives_way, LONG)
+    if what == "close":
+        assistant.close()
+    elif what == "save":
+        assistant.save_state(tmp_path / "session")
+    elif what == "update":
+        assert assistant.update().steps == 2  # after what is left of the one under way
+    elif what == "target":
+        assistant.target_changed()
+        assert not assistant.drafts.lessons[None].buffer
+    elif what == "fail":
+        monkeypatch.setattr(Updater, "_average", lambda *_: 1 / 0)
+        for number in range(60):
+            assert ask(assistant.generate, number) == ask(target.generate, number)
+    elif what == "pause":
+        assistant.pause()
+        ask(assistant.generate, 4)
+        assert upkeep._sharing is thread
+        assert stops.now == before
+        assistant.resume()
+    else:
+        del assistant
+        gc.collect()
+    assert not (thread.is_alive() and what in ("close", "forget"))
+    if what not in ("fail", "pause"):
+        thread.join(LONG)
+        assert not thread.is_alive()
+        assert stops.now > before
+    if what in ("close", "forget"):
+        return
+    assert isinstance(assistant.learning_error, ZeroDivisionError) == (what == "fail")
+    monkeypatch.undo()
+    assistant.resume()
+    assert assistant.version == (2 if what == "update" else 0)
+    for number in range(9):
+        ask(assistant.generate, number)
+    assert assistant.version > (2 if what == "update" else 0)
+    assert assistant.learning_error is None
+    assistant.close()
+
+
+def test_an_answer_does_not_wait_for_the_share_of_another(stops: Stops, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upkeep_module, "LEAST_SHARE_SECONDS", 1000)
+    target, draft = models.pair(num_hidden_layers=1)
+    answers: list[list[int]] = []
+    visitor = threading.Thread(target=lambda: answers.append(ask(assistant.generate, 5)))
+
+    def visit() -> None:
+        visitor.start()
+        visitor.join(LONG)
+        assert not visitor.is_alive()
+
+    stops.at[5] = visit
+    with OnlineAssistant(target, draft, config=SPREAD) as assistant:
+        until_learned(assistant, stops)
+        assert answers == [ask(target.generate, 5)]
+        assert assistant.learning_error is None
+
+
+def test_where_no_thread_can_begin_answers_come_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = models.pair(num_hidden_layers=1)
+
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with OnlineAssistant(target, draft, config=SPREAD) as assistant:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refused)
+            for number in range(4):
+                assert ask(assistant.generate, number) == ask(target.generate, number)
+        assert isinstance(assistant.learning_error, RuntimeError)
+        assert assistant.version == 0
+        for number in range(9):
+            ask(assistant.generate, number)
+        assert assistant.version > 0
         assert assistant.learning_error is None

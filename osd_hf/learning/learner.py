@@ -262,24 +262,29 @@ class Learner:
         """Take the work that falls to an answer: what both drafts make of it, and its share of an update or, unless
         updates are spread, the whole of one that is due; none where updates are asked for. Returns the report of an
         update that has ended."""
+        return finish(self.share())
+
+    def share(self) -> Work:
+        """[`~Learner.after_answer`] in parts; whoever stops in between leaves the rest to the next answer."""
         spent = 0.0
-        for lesson in list(self.lessons.values()) if self.config.gate and not self.is_paused else ():
-            if not lesson.may_learn:
-                continue
-            self.whose, started = lesson.domain, self._timer()
-            try:
-                finish(self._follow(lesson))
-            finally:
-                spent += self._took(lesson.domain, started)
         try:
+            for lesson in list(self.lessons.values()) if self.config.gate and not self.is_paused else ():
+                if not lesson.may_learn:
+                    continue
+                self.whose, started = lesson.domain, self._timer()
+                try:
+                    finish(self._follow(lesson))
+                finally:
+                    spent += self._took(lesson.domain, started)
+                yield
             if self.config.update_strategy == "spread":
-                return self._advance()
+                return (yield from self._advance())
             due = self.due()
             return None if due is None else self.update(due.domain)
         finally:  # not before, or learning would always have to rest from the comparing
             self.duty_cycle.worked(spent)
 
-    def _advance(self) -> UpdateReport | None:
+    def _advance(self) -> Work:
         """The micro-steps of an update are spread over as many requests as lie between two; there are about as many
         as the last one had. Returns the report where they were the last."""
         if self.is_paused or self.duty_cycle.rest_seconds() > 0 or (self._work is None and self._due() is None):
@@ -291,11 +296,14 @@ class Learner:
         missing = max(self._parts_before - self._parts + 1, 1)
         share = -(-missing // self._requests_left)
         is_last = self._requests_left == 1
-        while self._work is not None and (is_last or share > 1):
-            share -= 1
-            report = self.step()
-        self._requests_left -= 1
-        self.duty_cycle.worked(self._timer() - started)
+        try:
+            while self._work is not None and (is_last or share > 1):
+                yield
+                share -= 1
+                report = self.step()
+            self._requests_left -= 1
+        finally:
+            self.duty_cycle.worked(self._timer() - started)
         return report
 
     def update(self, domain: str | None = None, steps: int | None = None) -> UpdateReport:
