@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -13,11 +13,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from osd_hf.losses import outcome_logprobs
+from osd_hf.pair import unwrap, vocab_size_of
 from osd_hf.replay import CHUNK_LOGITS, completion_states, output_head
 from osd_hf.trace import Trace
 from osd_hf.utils.turns import give_way_at
 
 __all__ = ["Rows", "SampledTail", "divergence_sum", "stored_rows", "target_rows"]
+
+LARGE_VOCABULARY, DRAWN = 1 << 14, 2048  # from which on the loss draws so many tokens in place of all
 
 Rows = Callable[[slice], tuple[Tensor | None, Tensor]]
 """Returns, for the positions in a slice, the ids of the kept tokens (`None` for whole rows) and the target's
@@ -83,6 +86,14 @@ class SampledTail:
 
     size: int
     generator: torch.Generator
+
+    @classmethod
+    def where_large(cls, draft: Any, seed: int) -> Self | None:
+        """That of a draft with a large vocabulary; `None` where it is small, or the head is more than one matrix, such
+        as one with an adapter, of which some rows alone cannot be taken."""
+        is_plain = type(unwrap(draft).get_output_embeddings()) is torch.nn.Linear
+        is_large = is_plain and vocab_size_of(unwrap(draft)) >= LARGE_VOCABULARY
+        return cls(DRAWN, torch.Generator().manual_seed(seed)) if is_large else None
 
     def in_place_of(self, draft: Any, rows: Rows, vocab_size: int) -> tuple[Callable[[Tensor], Tensor], Rows, int]:
         """The head and the rows of a batch over kept and drawn tokens alone, and how many these are; whole rows stay

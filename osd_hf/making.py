@@ -47,7 +47,6 @@ LEAST_REQUESTS, HELD_OUT_EVERY, MOST_HELD_OUT = 8, 8, 32  # requests
 ANSWERING_SHARE, TRYING_SHARE = 0.4, 0.25  # of the time, and of what is left of it then
 LOOKS = 4  # at held-out acceptance, while the chosen piece is taught
 AT_ONCE = 16  # prompts that the target answers in a batch
-LARGE_VOCABULARY, DRAWN = 1 << 14, 2048  # from which on the loss draws so many tokens in place of all
 HOPED_FOR = 0.8  # alpha that a draft seldom goes beyond
 LEAST_TURNS, MOST_TURNS, TIMED_SECONDS = 4, 64, 0.5  # in which forwards are timed
 
@@ -349,8 +348,7 @@ class Piece:
     def begin(self, requests: Sequence[Trace], held_out: Sequence[Trace], config: OnlineConfig) -> None:
         """Have it learn from these requests from now on."""
         self.before = self.stats = sum(replay_each(self.draft, held_out, K), AcceptanceStats())
-        drawn = self.drawn or (DRAWN if vocab_size_of(self.draft) >= LARGE_VOCABULARY else None)
-        tail = None if drawn is None else SampledTail(drawn, torch.Generator().manual_seed(config.seed))
+        tail = None if self.drawn is None else SampledTail(self.drawn, torch.Generator().manual_seed(config.seed))
         ends = {id(self.draft.get_input_embeddings().weight), id(self.draft.get_output_embeddings().weight)}
         frozen = {name for name, p in self.draft.named_parameters() if self.is_frozen and id(p) in ends}
         lesson = Lesson(config=config)

@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+from osd_hf.chunked_loss import SampledTail
 from osd_hf.config import OnlineConfig
 from osd_hf.drafting.forward import compiles_draft, hindrance, static_sizes
 from osd_hf.errors import UnsupportedModelError, first_line
@@ -22,7 +23,7 @@ from osd_hf.learning.placement import HALF, is_half_only
 from osd_hf.learning.updater import trainable_parameters
 from osd_hf.learning.weights import adapted
 from osd_hf.metrics import MOST_REQUESTS, expected_block_efficiency
-from osd_hf.pair import vocab_size_of
+from osd_hf.pair import unwrap, vocab_size_of
 from osd_hf.replay import CHUNK_LOGITS, MAX_LOGITS
 
 __all__ = ["DEVICES", "Device", "MemoryPlan", "Part", "memory_plan"]
@@ -162,7 +163,7 @@ def memory_plan(
         Part("draft: cache", cache_bytes(draft, prompt_tokens, static, sizes[1])),
         *_of_weights(small, learner, config, is_whole=peft_config is None, is_compiled=is_compiled, drafts=drafts),
         Part("learner: activations", _kept_bytes(draft, activations, requests, length), "step"),
-        *_of_requests(draft, config, requests * answer, prompt_tokens, new_tokens, drafts),
+        *_of_requests(learner, config, requests * answer, prompt_tokens, new_tokens, drafts),
     ]
     place = _learners_place(config)
     parts = [replace(part, place=place) if part.name.startswith("learner:") else part for part in parts if part.bytes]
@@ -193,12 +194,16 @@ def _learning_shares(
     count, learned = _numel(small.parameters()), trainable_parameters(learner)
     learns, iterated = _numel(learned.values()), _iterations(hidden_matrices(learner, learned, config))
     draft_bytes = sum(p.nbytes for p in small.parameters())
-    tokens, is_bf16 = _batch(config, new_tokens) * (prompt_tokens + new_tokens), _learns_in_bf16(small, config)
+    requests, is_bf16 = _batch(config, new_tokens), _learns_in_bf16(small, config)
+    products = count * requests * (prompt_tokens + new_tokens)
+    if rows := _rows_of_head(learner, config, requests * new_tokens):
+        head = small.get_output_embeddings().weight
+        products += requests * (rows * head.shape[1] * new_tokens - head.numel() * (prompt_tokens + new_tokens))
     shares = {}
     for name, device in DEVICES.items():
         flops = device.half_flops if is_bf16 else device.fp32_flops
         # Frozen weights get no gradients: two passes in place of three.
-        step = (6 if learns == count else 4) * count * tokens / flops / EFFICIENCY
+        step = (6 if learns == count else 4) * products / flops / EFFICIENCY
         step += iterated / device.half_flops / EFFICIENCY
         step += 10 * learns * FP32 / device.bandwidth  # weights, averages, gradients and states, read and written
         learning = config.max_effort * config.steps_per_update * step / config.update_interval
@@ -250,17 +255,27 @@ def _of_weights(
     ]
 
 
+def _rows_of_head(learner: Any, config: OnlineConfig, positions: int) -> int:
+    """Rows of the head that the logits of so many positions are computed with, at most; 0 where all are, in place."""
+    vocab, kept = vocab_size_of(learner), config.num_logprobs
+    tail = SampledTail.where_large(learner, config.seed)
+    return 0 if tail is None or kept is None or kept >= vocab else min(positions * kept + tail.size, vocab)
+
+
 def _of_requests(
-    draft: Any, config: OnlineConfig, positions: int, prompt_tokens: int, new_tokens: int, drafts: int
+    learner: Any, config: OnlineConfig, positions: int, prompt_tokens: int, new_tokens: int, drafts: int
 ) -> list[Part]:
     """What the logits of learning and judging take, so many positions at once, and what keeping requests does."""
-    vocab, kept = vocab_size_of(draft), config.num_logprobs
+    vocab, kept = vocab_size_of(learner), config.num_logprobs
+    rows = _rows_of_head(learner, config, positions)
+    taken = rows * unwrap(learner).get_output_embeddings().weight.shape[1] * FP32 if rows else 0
     row = 2 * vocab if kept is None or kept >= vocab else kept * (2 + (2 if vocab <= 1 << 16 else 4))
-    chunk = min(positions * vocab, CHUNK_LOGITS)
+    chunk = min(positions * (rows or vocab), CHUNK_LOGITS)
     replayed = min(SCORED_AT_ONCE[config.update_strategy] * new_tokens * vocab, MAX_LOGITS)
     trace = new_tokens * (row + 8) + prompt_tokens * 4
     return [
         Part("learner: logits", chunk * FP32 * LOGITS_COPIES, "step"),
+        Part("learner: rows of the head", 2 * taken, "step"),  # and their gradients
         Part("gate: logits", replayed * FP32 * config.gate, "trial"),
         Part("replay buffer", drafts * config.buffer_size * trace, place="host"),
         Part("past text", config.text_bytes * config.reads_text, place="host"),

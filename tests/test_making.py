@@ -23,6 +23,7 @@ from osd_hf import (
     OnlineConfig,
     Trace,
     UnsupportedModelError,
+    chunked_loss,
     fingerprint,
     make_draft,
     making,
@@ -36,7 +37,7 @@ from osd_hf.cutting import cut, depth
 from osd_hf.drafting import vocabulary
 from osd_hf.learning.updater import Updater
 from osd_hf.losses import DIVERGENCES
-from osd_hf.making import MakingConfig, taught_draft
+from osd_hf.making import MakingConfig, Piece, taught_draft
 from osd_hf.metrics import Costs, expected_speedup
 from osd_hf.trace import bare_trace
 
@@ -511,6 +512,17 @@ def test_as_many_drawn_tokens_as_there_are_is_the_loss_over_all() -> None:
         gradients.append([p.grad.clone() for p in draft.parameters()])
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-6)
+
+
+def test_a_piece_of_a_large_vocabulary_draws_as_live_learning_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked_loss, "LARGE_VOCABULARY", models.VOCAB)
+    target, draft = models.pair(num_hidden_layers=1)
+    requests = recorded(target, 4)
+    sizes = []
+    for piece in (Piece(draft, (0,), None), Piece(draft, (0,), None, drawn=5)):
+        piece.begin(requests, requests, OnlineConfig(num_logprobs=4))
+        sizes.append(piece.updater.tail.size)
+    assert sizes == [Updater(draft, OnlineConfig()).tail.size, 5] == [chunked_loss.DRAWN, 5]
 
 
 def test_frozen_parameters_stay_as_they_are() -> None:

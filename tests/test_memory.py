@@ -3,6 +3,7 @@
 import copy
 import gc
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from peft import IA3Config, LoHaConfig, LoraConfig
 from transformers import Gemma3TextConfig, LlamaConfig, Qwen3Config
 
-from osd_hf import DomainDrafts, GateDecision, OnlineAssistant, OnlineConfig, UnsupportedModelError
+from osd_hf import DomainDrafts, GateDecision, OnlineAssistant, OnlineConfig, UnsupportedModelError, chunked_loss
 from osd_hf.cli.main import main
 from osd_hf.learning import learner as module
 from osd_hf.learning import optimizer
@@ -285,6 +286,29 @@ def test_a_plan_of_a_published_pair_adds_up(name: str) -> None:
         sum(p.bytes for p in plan.parts if p.when == when) for when in ("step", "trial")
     )
     assert all(0 < share < 1 for share in plan.learning_share.values())
+
+
+def test_a_plan_counts_the_tokens_that_stand_for_a_large_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = (model.config for model in models.pair())
+    plans, head = [], LoraConfig(r=2, target_modules=["lm_head"])
+    for least in (models.VOCAB + 1, models.VOCAB):
+        monkeypatch.setattr(chunked_loss, "LARGE_VOCABULARY", least)
+        monkeypatch.setattr(chunked_loss, "DRAWN", 4)
+        for kept, peft_config in ((8, None), (1, None), (1, head)):
+            config = replace(CONFIG, num_logprobs=kept)
+            plan = memory_plan(target, draft, config, peft_config=peft_config, prompt_tokens=8, new_tokens=6)
+            plans.append(({p.name: p.bytes for p in plan.parts}, plan.learning_share["L4"]))
+    positions = 4 * 6
+    shown = [(parts["learner: logits"] // 16, parts.get("learner: rows of the head", 0)) for parts, _ in plans]
+    all_tokens, some = positions * models.VOCAB, positions + 4
+    assert shown == [
+        *[(all_tokens, 0)] * 3,
+        (all_tokens, 2 * models.VOCAB * 32 * 4), (positions * some, 2 * some * 32 * 4), (all_tokens, 0),
+    ]  # fmt: skip
+    shares = [share for _, share in plans]
+    assert shares[3] < shares[0]  # the head reads answers alone
+    assert shares[4] < shares[3]
+    assert shares[5] == shares[2]
 
 
 def test_what_is_compiled_on_an_accelerator_has_weights_of_its_own_and_caches_of_powers_of_two() -> None:

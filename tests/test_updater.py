@@ -9,8 +9,9 @@ import models
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
-from osd_hf import ConfigError, DomainDrafts, OnlineConfig, StateError, Trace, capture_traces
+from osd_hf import ConfigError, DomainDrafts, OnlineConfig, StateError, Trace, capture_traces, chunked_loss
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.updater import Updater, _learned_mask
 
@@ -66,6 +67,22 @@ def served(updater: Updater, draft: Any) -> Any:
 def in_double(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts in double precision learn in it, so that equal sums are equal to the last digits on every machine."""
     monkeypatch.setattr(torch.nn.Module, "float", lambda module: module)
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The vocabulary of tiny models counts as large; the columns of logits that losses are computed on."""
+    seen: list[int] = []
+    monkeypatch.setattr(chunked_loss, "LARGE_VOCABULARY", models.VOCAB)
+    monkeypatch.setattr(chunked_loss, "DRAWN", 4)
+    compare = chunked_loss.outcome_logprobs
+
+    def watched(logits: torch.Tensor, top_ids: Any) -> torch.Tensor:
+        seen.append(logits.shape[-1])
+        return compare(logits, top_ids)
+
+    monkeypatch.setattr(chunked_loss, "outcome_logprobs", watched)
+    return seen
 
 
 # --- one step -------------------------------------------------------------------------------------------------------
@@ -279,10 +296,12 @@ def test_the_optimizer_goes_on_where_it_stood(in_double: None) -> None:
     assert halves.version == 2
 
 
-@pytest.mark.parametrize("config", [CONFIG, PLAIN, OnlineConfig.paper(batch_size=3)])
-def test_saved_and_resumed_equals_straight_through(config: OnlineConfig) -> None:
+@pytest.mark.parametrize("config", [CONFIG, PLAIN, OnlineConfig.paper(batch_size=3), replace(CONFIG, num_logprobs=2)])
+def test_saved_and_resumed_equals_straight_through(config: OnlineConfig, request: pytest.FixtureRequest) -> None:
+    if config.num_logprobs == 2:
+        request.getfixturevalue("large")  # tokens are drawn
     draft = models.pair()[1]
-    traces = traffic(number=8)
+    traces = traffic(number=8, num_logprobs=2 if config.num_logprobs == 2 else 16)
     straight = learned(draft, traces[:4], config)
     first = learned(draft, traces[:4], config)
     second = Updater(draft, config)
@@ -297,6 +316,33 @@ def test_saved_and_resumed_equals_straight_through(config: OnlineConfig) -> None
         assert torch.equal(weights(second)[name], parameter), name
     for a, b in zip(served(straight, draft).parameters(), served(second, draft).parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_over_a_large_vocabulary_some_tokens_stand_for_those_that_no_row_keeps(large: list[int]) -> None:
+    draft, traces = models.pair()[1], traffic(num_logprobs=2)
+    kept = len(np.unique(np.concatenate([trace.top_ids for trace in traces])))
+    assert kept < models.VOCAB - 4
+    assert learned(draft, traces, CONFIG).version == 1
+    assert set(large) == {kept + 4}  # all four are in each batch
+    large.clear()
+    learned(draft, traffic(num_logprobs=None), CONFIG)  # whole rows
+    assert set(large) == {models.VOCAB}
+
+
+@pytest.mark.parametrize("changes", [{"vocab_size": models.VOCAB + 1}, {"vocab_size": models.VOCAB - 1}])
+def test_only_a_large_vocabulary_is_drawn_from(changes: dict[str, int], large: list[int]) -> None:
+    drafts = DomainDrafts(models.pair(**changes)[1], CONFIG, per_domain=False)
+    assert (drafts.updater(None).tail is not None) == (changes["vocab_size"] > models.VOCAB)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
+@pytest.mark.parametrize("module", ["q_proj", "lm_head"])
+def test_a_head_with_an_adapter_is_taken_whole(module: str, large: list[int]) -> None:
+    draft, traces = models.pair()[1], traffic(num_logprobs=2)
+    updater = learned(get_peft_model(draft, LoraConfig(r=2, target_modules=[module])), traces, CONFIG)
+    assert (max(large) == models.VOCAB) == (module == "lm_head")
+    name = next(name for name in updater.parameters if "lora_B" in name)
+    assert updater.parameters[name].any()  # it has learned
 
 
 def test_the_state_of_another_draft_is_refused() -> None:

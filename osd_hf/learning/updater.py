@@ -103,7 +103,9 @@ class Updater:
         lesson (`Lesson`, *optional*): The requests of this draft; by default it begins with none.
         dtype (`torch.dtype`, *optional*): Of the draft that serves; by default that of the draft given.
         frozen (`Container[str]`, *optional*): Names of parameters that stay as they are.
-        tail (`SampledTail`, *optional*): What stands for the tokens that no row keeps; by default all of them do.
+        tail (`SampledTail`, *optional*):
+            What stands for the tokens that no row keeps; by default some that are drawn where the vocabulary is large,
+            all of them where it is not.
 
     Raises:
         UnsupportedModelError: the draft has no parameter that could learn.
@@ -114,7 +116,8 @@ class Updater:
         self, draft: Any, config: OnlineConfig, *, adapter: str | None = None, lesson: Lesson | None = None,
         dtype: torch.dtype | None = None, frozen: Container[str] = (), tail: SampledTail | None = None,
     ) -> None:  # fmt: skip
-        self.config, self.adapter, self.tail = config, adapter, tail
+        self.config, self.adapter = config, adapter
+        self.tail = tail or SampledTail.where_large(draft, config.seed)
         self.version = self.kept_steps = 0
         self.is_torn = False  # the weights are of a step that was not whole: to be restarted from others
         self.lesson = lesson or Lesson(config=config)
@@ -473,6 +476,7 @@ class Updater:
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "version": self.version,
             "rng": self.buffer.rng.bit_generator.state,
+            "tail": None if self.tail is None else self.tail.generator.get_state(),
         }
 
     def check_state(self, state: dict[str, Any]) -> None:
@@ -506,6 +510,9 @@ class Updater:
         self.kept_steps, self.is_torn = int(state["kept_steps"]), False
         self.version = int(state["version"])
         self.buffer.rng.bit_generator.state = state["rng"]
+        drawn = state.get("tail")  # sessions from before say nothing of it
+        if self.tail is not None and drawn is not None:
+            self.tail.generator.set_state(drawn)
 
 
 def trainable_parameters(model: Any, frozen: Container[str] = ()) -> dict[str, torch.nn.Parameter]:
