@@ -368,7 +368,7 @@ def case(folder, strategy, is_learning):
 
     if is_learning:  # another thread is in the middle of a step, with what locks that takes
         Updater._average = stopped
-        client = threading.Thread(target=lambda: test_faults.answers(assistant.generate, range(3)))
+        client = threading.Thread(target=lambda: test_faults.answers(assistant.generate, range(9)))
         client.start()
         assert reached.wait(LONG)
     else:
@@ -395,6 +395,7 @@ def case(folder, strategy, is_learning):
     print(json.dumps({"same": same, "learned": assistant.version > 0}), flush=True)
 
 case(Path(sys.argv[1]) / "idle", "idle", True)
+case(Path(sys.argv[1]) / "spread", "spread", True)
 case(Path(sys.argv[1]) / "interval", "interval", False)
 """
 
@@ -404,4 +405,4 @@ def test_a_forked_child_serves_and_learns_and_leaves_the_folder_to_its_parent(tm
     assert done.returncode == 0, done.stderr
     parent = {"same": True, "learned": True}
     child = parent | {"error": "None", "left_alone": True, "goes_on": True}
-    assert [json.loads(line) for line in done.stdout.splitlines()] == [child, parent, child, parent], done.stderr
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [child, parent] * 3, done.stderr
