@@ -96,8 +96,9 @@ class OnlineAssistant:
             Trackers as the Hugging Face trainers take them: `"trackio"`, `"tensorboard"`, `"wandb"`, `"all"`, ...
         on_update (`Callable[[GateDecision], object]`, *optional*):
             Called with what became of each version that was learned, once that is done, by the thread that has learned
-            it, with `"spread"` that of the request that has waited for it, or of the next one; it may use the assistant, but inside of a request's thread not `update`. Where it fails, the log says
-            so once, and [`~OnlineAssistant.learning_error`] keeps it.
+            it, or with `"spread"` by that of the request that has waited for it, or of the next one; it may use the
+            assistant, but inside of a request's thread not `update`. Where it fails, the log says so once, and
+            [`~OnlineAssistant.learning_error`] keeps it.
         model_kwargs (`Any`):
             How to load models that are given by id or folder, as `from_pretrained` takes it: `dtype` (the checkpoint's
             own by default), `attn_implementation`, `trust_remote_code`, ... for both; `device_map`, `max_memory`, and
