@@ -23,7 +23,7 @@ from osd_hf.learning.weights import FALLBACK_K, Snapshot, is_finite
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.replay import replay_each
 from osd_hf.trace import Trace
-from osd_hf.utils.turns import between, gives_way
+from osd_hf.utils.turns import PIECE, between, gives_way
 from osd_hf.utils.turns import clock as turn_clock
 
 __all__ = ["DutyCycle", "Learner"]
@@ -89,6 +89,8 @@ class Learner:
         self._parts_before, self._parts, self._requests_left = 2 * config.steps_per_update, 0, 0
         self._scored_at_once = SCORED_AT_ONCE[config.update_strategy]
         self._k = config.compared_k or FALLBACK_K
+        # Answers wait a second for a part: a replay by a smaller draft takes less, and a copy to stop in some of it.
+        self._is_large = sum(p.numel() for p in drafts.base.parameters()) > PIECE
         if not drafts.per_domain:
             self.updater(None)
 
@@ -513,8 +515,9 @@ class Learner:
 
     def _replayed(self, draft: Any, traces: Sequence[Trace]) -> list[AcceptanceStats]:
         # One that serves gets no hooks. Asked for each time: between two parts another version may have been tried.
-        model = self.drafts.tried(draft) if isinstance(draft, dict) or gives_way() else draft
-        with between(layers_of(model)):
+        stops = gives_way() and (self.config.update_strategy == "idle" or self._is_large)
+        model = self.drafts.tried(draft) if isinstance(draft, dict) or stops else draft
+        with between(layers_of(model) if stops else ()):
             return replay_each(model, traces, self._k)
 
     # --- keeping ----------------------------------------------------------------------------------------------------
