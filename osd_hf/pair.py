@@ -143,7 +143,11 @@ def _loaded(auto: Any, source: str, **kwargs: Any) -> Any:
 
 def load_config(source: str, **model_kwargs: Any) -> Any:
     """The configuration of a model; raises UnsupportedModelError where there is none."""
-    return _loaded(AutoConfig, source, **{name: model_kwargs[name] for name in OF_HUB if name in model_kwargs})
+    return _loaded(AutoConfig, source, **_of_hub(model_kwargs))
+
+
+def _of_hub(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: model_kwargs[name] for name in OF_HUB if name in model_kwargs}
 
 
 def quantization_config(name: Quantization, dtype: str = "auto") -> Any:
@@ -239,10 +243,13 @@ class Pair(NamedTuple):
 def load_pair(
     target: str | None = None, draft: str | None = None, *, dtype: str = "auto", device: str | None = None,
     device_map: str | None = None, quantization: Quantization | None = None, attn_implementation: str | None = None,
+    revision: str | None = None, draft_revision: str | None = None, trust_remote_code: bool = False,
 ) -> Pair:  # fmt: skip
     """
     The models of these names, as [`load_model`] loads them, or the bundled pair (fp32, on the CPU unless a device is
     named) where neither is given. `device_map` and `quantization` are the target's alone: a draft learns, whole.
+    `revision` is the target's on the Hub, `draft_revision` the draft's; both may run code that lies beside their
+    weights with `trust_remote_code`.
 
     Raises:
         ConfigError: one of the two is missing, how to load is told for the bundled pair, or what [`load_model`]
@@ -253,23 +260,32 @@ def load_pair(
     if (target is None) != (draft is None):
         raise ConfigError("A pair is two models: name a target and a draft, or neither for the bundled pair.")
     if target is None or draft is None:
-        told = {"device_map": device_map, "quantization": quantization, "attn_implementation": attn_implementation}
-        if given := [name for name, value in told.items() if value is not None]:
+        told = {
+            "device_map": device_map, "quantization": quantization, "attn_implementation": attn_implementation,
+            "revision": revision, "draft_revision": draft_revision, "trust_remote_code": trust_remote_code,
+            "dtype": None if dtype in ("auto", "float32") else dtype,
+        }  # fmt: skip
+        if given := [name for name, value in told.items() if value]:
             raise ConfigError(f"The bundled pair is loaded as it is; `{given[0]}` needs a target and a draft by name.")
         large, small, tokenizer = load_bundled()
         return Pair(placed(large, device or "cpu"), placed(small, device or "cpu"), tokenizer)
-    how: dict[str, Any] = {"dtype": dtype, "device": device, "attn_implementation": attn_implementation}
-    large, small = load_named(target, draft, device_map=device_map, quantization=quantization, **how)
-    tokenizer = load_tokenizer(target)
+    how: dict[str, Any] = {
+        "dtype": dtype, "device": device, "attn_implementation": attn_implementation,
+        "trust_remote_code": trust_remote_code,
+    }  # fmt: skip
+    versions = [{} if name is None else {"revision": name} for name in (revision, draft_revision)]
+    large, _ = load_named(target, None, device_map=device_map, quantization=quantization, **how, **versions[0])
+    _, small = load_named(large, draft, **how, **versions[1])
+    tokenizer = load_tokenizer(target, trust_remote_code=trust_remote_code, **versions[0])
     return Pair(large, of_one_size(small, large), tokenizer)
 
 
-def load_eos_ids(source: str) -> tuple[int, ...]:
+def load_eos_ids(source: str, **model_kwargs: Any) -> tuple[int, ...]:
     """Ids that end an answer, by a model's generation config, or by its configuration where it has none."""
     try:
-        return eos_ids(GenerationConfig.from_pretrained(source))
+        return eos_ids(GenerationConfig.from_pretrained(source, **_of_hub(model_kwargs)))
     except (OSError, ValueError):
-        return eos_ids(load_config(source))
+        return eos_ids(load_config(source, **model_kwargs))
 
 
 def input_device(model: Any) -> torch.device:
@@ -286,10 +302,10 @@ def placed(model: Any, device: str) -> Any:
         raise ConfigError(f"The device {device!r} cannot be used: {first_line(error)}.") from error
 
 
-def load_tokenizer(source: str) -> Any:
+def load_tokenizer(source: str, **model_kwargs: Any) -> Any:
     """The tokenizer that lies beside a model; raises UnsupportedModelError where there is none."""
     try:
-        return AutoTokenizer.from_pretrained(source)
+        return AutoTokenizer.from_pretrained(source, **_of_hub(model_kwargs))
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise UnsupportedModelError(f"{source!r} has no tokenizer that loads: {first_line(error)}.") from error
 

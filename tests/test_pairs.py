@@ -272,16 +272,26 @@ def test_flags_of_loading_reach_the_models(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loading)
     monkeypatch.setattr("osd_hf.pair.quantization_config", lambda *named: named)
     names = (str(tmp_path / "target"), str(tmp_path / "draft"))
-    pair = load_pair(*names, dtype="float32", device="cpu", quantization="8bit", attn_implementation="eager")
-    both = {"dtype": "float32", "attn_implementation": "eager"}
+    pair = load_pair(
+        *names, dtype="float32", device="cpu", quantization="8bit", attn_implementation="eager", revision="v1",
+        draft_revision="v2", trust_remote_code=True,
+    )  # fmt: skip
+    both = {"dtype": "float32", "attn_implementation": "eager", "trust_remote_code": True}
     assert given == {
-        "target": {**both, "device_map": "cpu", "quantization_config": ("8bit", "float32")}, "draft": both,
-    }  # fmt: skip
+        "target": {**both, "revision": "v1", "device_map": "cpu", "quantization_config": ("8bit", "float32")},
+        "draft": {**both, "revision": "v2"},
+    }
     assert {model.config._attn_implementation for model in pair[:2]} == {"eager"}
     assert greedy(load_model(names[0], device_map="auto").generate) == greedy(target.generate)
     assert given["target"] == {"dtype": "auto", "device_map": "auto"}
-    with pytest.raises(ConfigError, match="`quantization` needs a target and a draft by name"):
-        load_pair(quantization="int8")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("quantization", "int8"), ("draft_revision", "v1"), ("dtype", "float16"), ("revision", "v1")]
+)
+def test_the_bundled_pair_is_loaded_as_it_is(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"`{name}` needs a target and a draft by name"):
+        load_pair(**{name: value})
 
 
 @pytest.mark.parametrize(("name", "package"), [("4bit", "bitsandbytes"), ("int8", "torchao")])
