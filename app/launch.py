@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
 import secrets
@@ -102,8 +101,8 @@ def served_page(service: Service, host: str, port: int | None, *, output_dir: Pa
     return page
 
 
-def launch(args: argparse.Namespace) -> int:
-    """Serve the page until interrupted, by the arguments of `osd-hf app`. Raises OSDError where models cannot be
+def launch(args: Any) -> int:
+    """Serve the page until interrupted, by the settings of `osd-hf app`. Raises OSDError where models cannot be
     loaded or do not fit together, or a state cannot be read."""
     print("loading the models ...", flush=True)
     host = args.host or os.environ.get("GRADIO_SERVER_NAME") or "127.0.0.1"
@@ -115,14 +114,14 @@ def launch(args: argparse.Namespace) -> int:
     ignored = forget_variables(os.environ)
     if ignored:
         print(f"ignored: {', '.join(ignored)} (see osd-hf app --help for flags)", flush=True)
-    settings = {"dtype": args.dtype, "device": args.device}
     told = functools.partial(print, flush=True)
     if args.threads:  # a draft that is made now is measured with as many as serve it
         torch.set_num_threads(args.threads)
     smollm2 = smollm2_pair(device=args.device or "cpu", say=told) if args.pair else None
-    pair = ServedPair(args.target, args.draft, smollm2=smollm2, **settings)
-    state = None if args.state is None else Path(args.state)
-    service = Service(pair, state=state, threads=args.threads, is_public=is_public, **settings)
+    pair = ServedPair(args.target, args.draft, smollm2=smollm2, **args.loading)
+    service = Service(
+        pair, state=args.state_dir, threads=args.threads, is_public=is_public, dtype=args.dtype, device=args.device
+    )
     if is_public:
         bound_console()
         if not (args.share or os.environ.get("SPACE_ID")):

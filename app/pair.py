@@ -34,10 +34,9 @@ class ServedPair:
     `smollm2` it is that pair, loaded already, whose target is told not to repeat itself."""
 
     def __init__(
-        self, target: str | None = None, draft: str | None = None, *, smollm2: Pair | None = None, dtype: str = "auto",
-        device: str | None = None,
-    ) -> None:  # fmt: skip
-        loaded = smollm2 or load_pair(target or None, draft or None, dtype=dtype, device=device)
+        self, target: str | None = None, draft: str | None = None, *, smollm2: Pair | None = None, **loading: Any
+    ) -> None:
+        loaded = smollm2 or load_pair(target or None, draft or None, **loading)
         self.target, self.draft, self.tokenizer = loaded
         if smollm2:
             self.target.generation_config.repetition_penalty = PENALTY

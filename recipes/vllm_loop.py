@@ -256,7 +256,7 @@ def main() -> None:
     began = time.perf_counter()
     static, versions = folder / "static", folder / "versions"
     models = ("--draft", data_folder() / "lab/draft", "--target", target)
-    subprocess.run(osd_hf("export", static, *models, "--k", K), check=True)
+    subprocess.run(osd_hf("export", static, *models, "--num-assistant-tokens", K), check=True)
     seconds["export"] = time.perf_counter() - began
     counters, reports = dict[str, Any](), dict[str, Any]()
     with serving(args, static, folder / "vllm-static.log") as (engine, seconds["start"]):

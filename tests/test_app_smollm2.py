@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from waiting import LONG
 
 from osd_hf import ConfigError
 from osd_hf.cli.app import AppSettings, app_command
-from osd_hf.cli.flags import add_flags, settings_from
+from osd_hf.cli.arguments import read_arguments
 from osd_hf.smollm2 import NAME, everyday_prompts, smollm2_pair
 from osd_hf_app import launch, view
 from osd_hf_app.page import build
@@ -68,9 +67,7 @@ def components(service: Service) -> dict[str, Any]:
 
 
 def parsed(*flags: str) -> AppSettings:
-    parser = argparse.ArgumentParser()
-    add_flags(parser, AppSettings)
-    return settings_from(AppSettings, parser.parse_args(flags))
+    return read_arguments(AppSettings, flags, prog="osd-hf app")
 
 
 def test_the_flag_serves_what_the_cache_has(

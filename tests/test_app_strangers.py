@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import ctypes
 import importlib
@@ -27,7 +26,7 @@ from waiting import LONG
 
 from osd_hf import ConfigError
 from osd_hf.cli.app import AppSettings, app_command
-from osd_hf.cli.flags import add_flags, settings_from
+from osd_hf.cli.arguments import read_arguments
 from osd_hf_app import launch as launch_module
 from osd_hf_app.bounds import (
     FAILURES,
@@ -73,9 +72,7 @@ def test_whatever_lets_others_in_makes_the_page_public(
 
 
 def parsed(*flags: str) -> AppSettings:
-    parser = argparse.ArgumentParser()
-    add_flags(parser, AppSettings)
-    return settings_from(AppSettings, parser.parse_args(flags))
+    return read_arguments(AppSettings, flags, prog="osd-hf app")
 
 
 class Launched(Exception):

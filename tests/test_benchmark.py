@@ -321,13 +321,13 @@ def rows(tmp_path_factory):
 
 def served(saved, rows, folder, *more):
     models = ["--target", str(saved / "target"), "--draft", str(saved / "draft"), "--prompts", str(rows)]
-    sizes = ["--requests", "2", "--learn-requests", "9", "--max-new-tokens", "8", "--threads", "1"]
+    sizes = ["--num-requests", "2", "--learn-requests", "9", "--max-new-tokens", "8", "--threads", "1"]
     return ["bench", *models, *sizes, "--output-dir", str(folder), *more]
 
 
 USUAL = {"median": 1.23, "interval": [1.12, 1.34]}
 CONTROLLED = ["bench", "--controlled", "0,1", "--target-shape", "tiny-target", "--draft-shape", "tiny-draft",
-              "--requests", "1", "--max-new-tokens", "6", "--threads", "1"]  # fmt: skip
+              "--num-requests", "1", "--max-new-tokens", "6", "--threads", "1"]  # fmt: skip
 
 
 def with_usual_times(report):
@@ -375,7 +375,7 @@ def test_the_command_times_static_and_learned_drafts(saved, rows, tmp_path, caps
 
 def test_bundled_prompts_are_answered_by_any_pair(saved, tmp_path):
     models = ["--target", str(saved / "target"), "--draft", str(saved / "draft")]
-    sizes = ["--requests", "1", "--learn-requests", "0", "--max-new-tokens", "4", "--threads", "1"]
+    sizes = ["--num-requests", "1", "--learn-requests", "0", "--max-new-tokens", "4", "--threads", "1"]
     assert main(["bench", *models, *sizes, "--output-dir", str(tmp_path / "out")]) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert list(report["by_dataset"]) == ["sql", "math", "python", "finance", "all"]
@@ -384,7 +384,9 @@ def test_bundled_prompts_are_answered_by_any_pair(saved, tmp_path):
 
 
 def test_the_command_labels_controlled_acceptance(tmp_path, capsys):
-    assert main([*CONTROLLED, "--k", "2,3", "--output-dir", str(tmp_path / "out"), "--json", "-"]) == 0
+    assert (
+        main([*CONTROLLED, "--num-assistant-tokens", "2,3", "--output-dir", str(tmp_path / "out"), "--json", "-"]) == 0
+    )
     captured = capsys.readouterr()
     report = json.loads(captured.out)
     assert report["controlled"] == LABEL
@@ -405,11 +407,11 @@ def test_a_differing_output_exits_with_1(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--requests", "0"], "--requests must be at least 1, got 0"),
+        (["--num-requests", "0"], "--num-requests must be at least 1, got 0"),
         (["--learn-requests", "-1"], "--learn-requests must be at least 0"),
         (["--threads", "0"], "--threads must be at least 1"),
-        (["--k", "some"], "--k takes numbers, separated by commas, got 'some'"),
-        (["--k", "5,0"], "--k must be at least 1, got 0"),
+        (["--num-assistant-tokens", "some"], "--num-assistant-tokens takes numbers, separated by commas, got 'some'"),
+        (["--num-assistant-tokens", "5,0"], "--num-assistant-tokens must be at least 1, got 0"),
         (["--target", "somewhere"], "--target and --draft go together"),
         (["--controlled", "2"], "--controlled must be between 0 and 1"),
         (["--controlled", "0.5", "--prompts", "x.jsonl"], "--prompts cannot be given with --controlled"),
@@ -427,7 +429,7 @@ def test_bad_input_is_one_line_and_exits_with_2(tmp_path, capsys, arguments, mes
 
 
 def test_too_few_prompts_are_refused(saved, rows, tmp_path, capsys):
-    assert main(served(saved, rows, tmp_path / "out", "--requests", "4")) == 2
+    assert main(served(saved, rows, tmp_path / "out", "--num-requests", "4")) == 2
     assert "has 12 prompts that leave room for an answer" in capsys.readouterr().err
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from waiting import LONG
 
 from osd_hf import CorrectionStore, LearnerError, OnlineConfig, expected_speedup, record_traces, replay
-from osd_hf.cli.main import _parser, main
+from osd_hf.cli.main import _asked, main
 from osd_hf.prompts import encode_turn
 from osd_hf.utils.report import json_text
 
@@ -61,15 +61,6 @@ def test_help_says_the_exit_codes(command, capsys):
         main([*command, "--help"])
     assert ended.value.code == 0
     assert "exit codes: 0 done; 1" in capsys.readouterr().out
-
-
-def test_every_setting_is_a_flag_of_run_replay_and_plan(capsys):
-    for command in ("run", "replay", "plan"):
-        with pytest.raises(SystemExit):
-            main([command, "--help"])
-        shown = capsys.readouterr().out
-        for name in OnlineConfig().to_dict():
-            assert f"--{name.replace('_', '-')} " in shown
 
 
 def test_the_commands_bring_in_no_plotting_library():
@@ -122,7 +113,8 @@ def run_arguments(pair, rows, folder):
         ({"--max-grad-norm": "inf"}, "`max_grad_norm` must be a positive number"),
         ({"--learning-rate": "nan"}, "`learning_rate` must be a positive number"),
         ({"--num-assistant-tokens": "none"}, "--num-assistant-tokens must not be none"),
-        ({"--update-strategy": "manual"}, "say so with --no-learn"),
+        ({"--candidates": "text"}, "--candidates would change nothing: they are for --num-assistant-tokens auto"),
+        ({"--subset": "main"}, "rows.jsonl is a file, which has neither"),
         ({"--do-sample": "", "--temperature": "nan"}, "--temperature must be positive"),
         ({"--json": "no such folder/report.json"}, "name a file in a folder that exists"),
         ({"--num-requests": "0"}, "--num-requests must be at least 1"),
@@ -236,7 +228,7 @@ def test_replay_lets_a_draft_learn_in_time_order(pair, store, tmp_path, capsys):
 
 
 def test_replay_takes_the_newest_of_a_domain(pair, store, traces, capsys):
-    arguments = ["--store", str(store), "--draft", str(pair / "draft"), "--domain", "sql", "--limit", "3"]
+    arguments = ["--store", str(store), "--draft", str(pair / "draft"), "--domain", "sql", "--num-requests", "3"]
     assert main(["replay", *arguments, "--json", "-"]) == 0
     static = json.loads(capsys.readouterr().out)["drafts"][0]["static"]
     wanted = [trace for trace in traces if trace.domain == "sql"][-3:]
@@ -249,7 +241,7 @@ def test_replay_takes_the_newest_of_a_domain(pair, store, traces, capsys):
         (["--store", "nowhere"], "There is no store at nowhere"),
         (["--store", "{foreign}"], "is no store of this package"),
         (["--store", "{store}", "--domain", "poetry"], "no recordings to replay; its domains: math, sql"),
-        (["--store", "{store}", "--limit", "0"], "--limit must be at least 1"),
+        (["--store", "{store}", "--num-requests", "0"], "--num-requests must be at least 1"),
         (["--store", "{store}", "--cost", "-1"], "c must be finite and at least 0"),
         (["--store", "{store}", "--draft", "{padded}"], "A trace has a vocabulary of 300 tokens, the draft 320"),
         (["--store", "{store}", "--draft", "nobody/nothing"], "cannot be loaded"),
@@ -275,9 +267,7 @@ def test_bad_input_of_replay_is_one_line_and_exits_with_2(pair, store, tmp_path,
 
 @pytest.mark.parametrize(("flag", "value"), [("--compile-draft", True), ("--no-compile-draft", False)])
 def test_a_setting_that_is_true_or_false_is_a_flag(flag, value):
-    given = ["run", "--bundled", flag]
-    arguments = _parser(given).parse_args(given)
-    assert getattr(arguments, "config.compile_draft") is value
+    assert _asked(["run", "--bundled", flag])[1].config.compile_draft is value
 
 
 def test_the_app_starts_where_nothing_is_said_of_telemetry():

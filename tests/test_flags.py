@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +9,8 @@ from typing import Any, Literal
 import pytest
 
 from osd_hf import ConfigError
-from osd_hf.cli.flags import Reporting, Settings, add_flags, flag, in_groups, part, settings_from
+from osd_hf.cli.arguments import flag, in_groups, part, read_arguments
+from osd_hf.cli.flags import Reporting, Settings
 
 (_models,) = in_groups("models")
 
@@ -41,9 +41,7 @@ class Command(Base, Reporting):
 
 
 def parsed(*arguments: str) -> Command:
-    parser = argparse.ArgumentParser()
-    add_flags(parser, Command)
-    return settings_from(Command, parser.parse_args(arguments))
+    return read_arguments(Command, arguments, prog="osd-hf try")
 
 
 def test_what_is_not_given_has_its_default() -> None:

@@ -364,7 +364,7 @@ def folders(tmp_path: Path) -> list[str]:
 
 
 def test_the_command_reads_configurations_alone(folders: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--prompt-tokens", "8", "--new-tokens", "8", "--device-memory", "100MB"]
+    sizes = ["--prompt-tokens", "8", "--max-new-tokens", "8", "--device-memory", "100MB"]
     assert main(["plan", *folders, *sizes, "--optimizer", "adamw", "--json", "-"]) == 0
     printed = capsys.readouterr()
     report = json.loads(printed.out)

@@ -34,8 +34,30 @@ def test_push_writes_the_measured_repo_and_pushes_nothing_when_it_is_dry(
     learned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     repo = tmp_path / "repo"
-    arguments = ["push", "me/draft", "--draft", str(learned), "--local-dir", str(repo), "--dry-run", "--json", "-"]
-    sizes = ["--requests", "4", "--timed-requests", "1", "--max-new-tokens", "12", "--k", "3", "--domain", "finance"]
+    arguments = [
+        "push",
+        "me/draft",
+        "--bundled",
+        "--draft",
+        str(learned),
+        "--output-dir",
+        str(repo),
+        "--dry-run",
+        "--json",
+        "-",
+    ]
+    sizes = [
+        "--num-requests",
+        "4",
+        "--timed-requests",
+        "1",
+        "--max-new-tokens",
+        "12",
+        "--num-assistant-tokens",
+        "3",
+        "--domain",
+        "finance",
+    ]
     assert main([*arguments, *sizes]) == 0
     out = capsys.readouterr()
     report = json.loads(out.out)
@@ -57,7 +79,7 @@ def test_a_folder_that_is_not_empty_is_not_written_to(
     learned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "kept").write_text("mine")
-    arguments = ["push", "me/draft", "--draft", str(learned), "--local-dir", str(tmp_path), "--dry-run"]
+    arguments = ["push", "me/draft", "--bundled", "--draft", str(learned), "--output-dir", str(tmp_path), "--dry-run"]
     assert main(arguments) == 2
     assert "is not empty" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
@@ -66,9 +88,15 @@ def test_a_folder_that_is_not_empty_is_not_written_to(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["push", "me/draft", "--draft", "nowhere"], "nowhere"),
-        (["push", "me/draft", "--draft", "d", "--dry-run"], "--local-dir"),
-        (["push", "me/draft", "--draft", "d", "--target", "t"], "go together"),
+        (["push", "me/draft", "--bundled", "--draft", "nowhere"], "'nowhere' cannot be loaded"),
+        (["push", "me/draft", "--draft", "d", "--dry-run"], "--output-dir"),
+        (
+            ["push", "me/draft", "--draft", "d"],
+            "d has no card that names one. Name it with --target, or",
+        ),
+        (["push", "me/draft", "--draft", "d", "--target", "t"], "Name it with --before"),
+        (["push", "me/draft", "--draft", "d", "--bundled", "--before", "b"], "leave out --before"),
+        (["push", "me/draft", "--draft", "d", "--bundled", "--column", "c"], "nothing without --prompts"),
         (["export", "new", "--draft", "nowhere"], "nowhere"),
     ],
 )
@@ -89,7 +117,7 @@ def test_export_writes_the_folder_and_prints_the_command_that_serves_it(
     learned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "engine"
-    assert main(["export", str(folder), "--draft", str(learned), "--k", "4"]) == 0
+    assert main(["export", str(folder), "--draft", str(learned), "--num-assistant-tokens", "4"]) == 0
     command = shlex.split(capsys.readouterr().out)
     assert command[:2] == ["vllm", "serve"]
     config = json.loads(command[command.index("--speculative-config") + 1])
@@ -122,8 +150,8 @@ def test_the_push_is_private_unless_it_is_asked_to_be_public(
     monkeypatch.setenv("HF_TOKEN", "hf_fake")
     monkeypatch.setattr("osd_hf.cli.push.push_folder", push_folder)
     monkeypatch.setattr("osd_hf.cli.push.check_visibility", check_visibility)
-    sizes = ["--requests", "2", "--timed-requests", "0", "--max-new-tokens", "4", "--k", "2"]
-    assert main(["push", "me/draft", "--draft", str(learned), *sizes, *flags]) == 0
+    sizes = ["--num-requests", "2", "--timed-requests", "0", "--max-new-tokens", "4", "--num-assistant-tokens", "2"]
+    assert main(["push", "me/draft", "--bundled", "--draft", str(learned), *sizes, *flags]) == 0
     assert asked == [private, private]  # before the work, and at its end
     assert "pushed to https://hub/me/draft" in capsys.readouterr().out
 

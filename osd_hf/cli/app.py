@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from osd_hf.cli.flags import THREADS, Placement, in_groups
+from osd_hf.cli.arguments import in_groups
+from osd_hf.cli.flags import THREADS, DraftRevision, TargetLoading
 from osd_hf.errors import ConfigError
 
 _models, _server, _keeping = in_groups("models", "server", "keeping")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AppSettings(Placement):
+class AppSettings(DraftRevision, TargetLoading):
     """The flags of `osd-hf app`."""
 
     pair: Literal["smollm2"] | None = _models(
@@ -36,7 +37,7 @@ class AppSettings(Placement):
                           "password of OSD_HF_APP_PASSWORD or one that is printed; not for strangers",
                           False)  # fmt: skip
     output_dir: Path = _keeping("where the page saves", Path("osd_hf_app"))
-    state: str | None = _keeping("go on with a session that the page saved (its folder session)", metavar="DIR")
+    state_dir: Path | None = _keeping("go on with a session that the page saved (its folder session)", metavar="DIR")
 
 
 def app_command(settings: AppSettings) -> int:
@@ -45,7 +46,8 @@ def app_command(settings: AppSettings) -> int:
         raise ConfigError('The app is an extra. Install it: pip install "osd-hf[app]"')
     if settings.login and settings.public:
         raise ConfigError("--public lets everybody in, --login only those with the password. Give one of them.")
-    if settings.pair and (settings.target or settings.draft):
-        raise ConfigError(f"--pair {settings.pair} names both models. Leave out --target and --draft.")
+    others = settings.changed("target", "draft", *(name for name in settings.loading if name != "device"))
+    if settings.pair and others:
+        raise ConfigError(f"--pair {settings.pair} names both models, and how they are loaded. Leave out {others[0]}.")
     settings.check_counts("threads")
     return int(importlib.import_module("osd_hf_app.launch").launch(settings))

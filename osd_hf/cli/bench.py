@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,8 @@ from osd_hf.bench.display import figure, plot_speedups, ratio_text, text_table
 from osd_hf.bench.quickstart import QuickstartSizes, learned_and_later, quickstart, serve_stream
 from osd_hf.bundled import DOMAINS
 from osd_hf.cli import FAILED
-from osd_hf.cli.flags import THREADS, Reporting, Rows, TargetLoading, flag, in_groups, option, part
+from osd_hf.cli.arguments import flag, in_groups, part
+from osd_hf.cli.flags import CHAT_TEMPLATE, THREADS, DraftRevision, Reporting, Rows, TargetLoading, TargetRevision
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, DataError
 from osd_hf.pair import load_pair, prompt_room
@@ -46,49 +48,55 @@ _models, _prompts, _sizes, _shapes = in_groups("models", "prompts", "sizes", CON
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchSettings(Rows, TargetLoading, Reporting):
+class BenchSettings(Rows, DraftRevision, TargetLoading, Reporting):
     """The flags of `osd-hf bench`."""
 
     target: str | None = _models("instead of the bundled target", metavar="ID|PATH")
     draft: str | None = _models("instead of the bundled draft", metavar="ID|PATH")
-    k: str = _models("tokens drafted per round", "5", metavar="N[,N...]")
-    compile: bool = _models("also time lean drafting with the draft compiled", False)
-    prompts: list[str] | None = _prompts("instead of the bundled domains: Hub data set id, or a json, jsonl or "
-                                         "parquet file (repeat for several)", metavar="ID|FILE")  # fmt: skip
+    num_assistant_tokens: str = _models("tokens drafted per round (k)", "5", metavar="N[,N...]")
+    compile_draft: bool = _models("also time lean drafting with the draft compiled", False)
+    prompts: list[str] | None = _prompts("instead of the bundled domains: Hub id or folder of a data set, or a json, "
+                                         "jsonl or parquet file (repeat for several)", metavar="ID|FILE")  # fmt: skip
     column: str | None = _prompts("column of the prompt, a user's turn; prompt by default")
-    no_chat_template: bool = _prompts("plain text, also where the tokenizer has a chat template", False)
-    requests: int = _sizes("timed, per data set", 16, metavar="N")
-    watched_requests: int = _sizes("per data set, answered once more to time what a round consists of", 3, metavar="N")
-    learn_requests: int = _sizes("per data set, served before to make the learned draft; 0 leaves it out",
+    chat_template: bool = _prompts(CHAT_TEMPLATE, True)
+    num_requests: int = _sizes("requests that are timed, per data set", 16, metavar="N")
+    watched_requests: int = _sizes("of them, per data set, answered once more to time what a round consists of", 3,
+                                   metavar="N")  # fmt: skip
+    learn_requests: int = _sizes("requests per data set, served before to make the learned draft; 0 leaves it out",
                                  50, metavar="N")  # fmt: skip
     max_new_tokens: int = _sizes("bound of an answer", 96, metavar="N")
-    seed: int = flag("of prompts, learning and random weights", 0)
+    seed: int = flag("seed of prompts, learning and random weights", 0)
     threads: int | None = flag(THREADS, metavar="N")
     controlled: str | None = _shapes("a proposal is right with this probability", metavar="ALPHA[,ALPHA...]")
     target_shape: str | None = _shapes(f"one of {', '.join(SHAPES)}; 7b by default", metavar="NAME")
     draft_shape: str | None = _shapes("likewise; 160m by default", metavar="NAME")
     prompt_tokens: int | None = _shapes("64 by default", metavar="N")
-    output_dir: Path = flag("report and plot; overwritten", Path("osd_hf_bench"))
+    output_dir: Path = flag("report and plot; overwritten", Path("osd_hf_bench"), metavar="DIR")
 
     def check(self) -> None:
         """Raises ConfigError for what is too small, and for what does not go together."""
-        self.check_counts("requests", "max_new_tokens", "watched_requests", "threads")
+        self.check_counts("num_requests", "max_new_tokens", "watched_requests", "threads")
         self.check_counts("learn_requests", "seed", least=0)
         is_controlled = self.controlled is not None
         shapes = ("target_shape", "draft_shape", "prompt_tokens")
-        named = ("target", "draft", "prompts", "prompt_template", "attn_implementation", "device_map", "quantization")
-        foreign = named if is_controlled else shapes
-        if given := [option(name) for name in foreign if getattr(self, name) is not None]:
+        named = (
+            "target", "draft", "prompts", "split", "subset", "column", "prompt_template", "chat_template",
+            "learn_requests", "attn_implementation", "device_map", "quantization", "revision", "draft_revision",
+            "trust_remote_code",
+        )  # fmt: skip
+        if given := self.changed(*(named if is_controlled else shapes)):
             without = "cannot be given with" if is_controlled else "can only be given with"
             raise ConfigError(f"{', '.join(given)} {without} --controlled, which brings its own models and prompts.")
         self.check_together("target", "draft")
+        if self.prompts is None:
+            self.check_rows()
         if min(self.ks) < 1:
-            raise ConfigError(f"--k must be at least 1, got {min(self.ks)}.")
+            raise ConfigError(f"--num-assistant-tokens must be at least 1, got {min(self.ks)}.")
 
     @property
     def ks(self) -> list[int]:
         """The numbers of drafted tokens."""
-        return _numbers(self.k, int, "--k")
+        return _numbers(self.num_assistant_tokens, int, "--num-assistant-tokens")
 
 
 def bench_command(settings: BenchSettings) -> int:
@@ -121,21 +129,22 @@ def bench_command(settings: BenchSettings) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuickstartSettings(Reporting):
+class QuickstartSettings(TargetRevision, DraftRevision, Reporting):
     """The flags of `osd-hf quickstart`."""
 
     sizes: QuickstartSizes = part(metavar="N")
-    seed: int = flag("of the prompts and of learning", 0)
+    seed: int = flag("seed of the prompts and of learning", 0)
     threads: int | None = flag(THREADS, metavar="N")
     target: str | None = flag("another target for the same prompts", metavar="ID|PATH")
     draft: str | None = flag("another draft for the same prompts", metavar="ID|PATH")
-    output_dir: Path = flag("overwritten", Path("osd_hf_quickstart"))
+    output_dir: Path = flag("report and plots; overwritten", Path("osd_hf_quickstart"), metavar="DIR")
 
 
 def quickstart_command(settings: QuickstartSettings) -> int:
     """Serve, learn and measure; returns the exit code."""
     settings.check_together("target", "draft")
-    pair = load_pair(settings.target, settings.draft, dtype="float32", device="cpu")
+    versions = {**settings.fetching, "draft_revision": settings.draft_revision}
+    pair = load_pair(settings.target, settings.draft, dtype="float32", device="cpu", **versions)
     report = quickstart(
         pair, settings.sizes, seed=settings.seed, threads=settings.threads, output_dir=settings.output_dir,
         write=settings.say,
@@ -213,7 +222,7 @@ def _served(settings: BenchSettings) -> tuple[BenchmarkReport, int, dict[str, An
         with OnlineAssistant(target, draft, tokenizer, config, store=earlier) as assistant:
             serve_stream(assistant, stream, settings.max_new_tokens)
         drafts["learned"] = assistant.draft
-    systems = _systems(drafts, settings.ks, compiles=settings.compile, earlier=list(earlier))
+    systems = _systems(drafts, settings.ks, compiles=settings.compile_draft, earlier=list(earlier))
     report = benchmark(
         target, systems, prompts, tokenizer=tokenizer,
         max_new_tokens=settings.max_new_tokens, watched_requests=settings.watched_requests, show_progress=True,
@@ -222,12 +231,13 @@ def _served(settings: BenchSettings) -> tuple[BenchmarkReport, int, dict[str, An
 
 
 def _bundled_prompts(settings: BenchSettings, tokenizer: Any) -> tuple[Stream, Prompts]:
-    count = settings.requests
+    count = settings.num_requests
     sizes = QuickstartSizes(max(settings.learn_requests, 2), max(count, 2), timed_requests=1)
     learned, later = learned_and_later(sizes, settings.seed)
-    stream = [(e.domain, encode_turn(tokenizer, e.prompt)) for e in learned] if settings.learn_requests else []
+    encoded = functools.partial(encode_turn, tokenizer, chat_template=settings.chat_template)
+    stream = [(e.domain, encoded(e.prompt)) for e in learned] if settings.learn_requests else []
     asked = {domain: [e.prompt for e in later if e.domain == domain][:count] for domain in DOMAINS}
-    return stream, {domain: [encode_turn(tokenizer, text) for text in texts] for domain, texts in asked.items()}
+    return stream, {domain: [*map(encoded, texts)] for domain, texts in asked.items()}
 
 
 def _read_prompts(
@@ -236,7 +246,7 @@ def _read_prompts(
     """The first prompts of each source to learn from, shuffled over the sources; the next ones to answer."""
     stream: Stream = []
     prompts: Prompts = {}
-    wanted = settings.learn_requests + settings.requests
+    wanted = settings.learn_requests + settings.num_requests
     for location in locations:
         name = Path(location).stem if Path(location).is_file() else location
         if name in prompts:
@@ -244,13 +254,13 @@ def _read_prompts(
         source = settings.source(location, default_column="prompt")
         encoded = encode_prompts(
             read_prompts(source), tokenizer, limit=wanted, max_prompt_tokens=room,
-            chat_template=not settings.no_chat_template,
+            chat_template=settings.chat_template,
         )  # fmt: skip
         ids = [ids for _, ids in encoded.prompts]
         if len(ids) < wanted:
             raise DataError(
-                f"{location} has {len(ids)} prompts that leave room for an answer; --learn-requests and --requests "
-                f"ask for {wanted}."
+                f"{location} has {len(ids)} prompts that leave room for an answer; --learn-requests and "
+                f"--num-requests ask for {wanted}."
             )
         stream += [(name, one) for one in ids[: settings.learn_requests]]
         prompts[name] = ids[settings.learn_requests :]
@@ -272,14 +282,15 @@ def _controlled(settings: BenchSettings) -> tuple[BenchmarkReport, int, dict[str
         raise ConfigError(f"--prompt-tokens must be between 1 and {room}, got {length}.")
     tokens = target.config.vocab_size
     prompts = {
-        alpha: [[draw.randrange(tokens) for _ in range(length)] for _ in range(settings.requests)] for alpha in alphas
+        alpha: [[draw.randrange(tokens) for _ in range(length)] for _ in range(settings.num_requests)]
+        for alpha in alphas
     }
     threads, thread_seconds = choose_threads(
         target, lambda: answer_greedily(target, prompts[alphas[0]][0], 4), settings.threads
     )
     acceptance = controlled_acceptance(target, prompts, new_tokens, settings.seed)
     report = benchmark(
-        target, _systems({"": draft}, settings.ks, compiles=settings.compile, acceptance=acceptance),
+        target, _systems({"": draft}, settings.ks, compiles=settings.compile_draft, acceptance=acceptance),
         {f"alpha {alpha:g}": group for alpha, group in prompts.items()}, max_new_tokens=new_tokens,
         watched_requests=settings.watched_requests, show_progress=True,
     )  # fmt: skip

@@ -14,7 +14,8 @@ from tqdm import tqdm
 
 from osd_hf.bundled import load_bundled
 from osd_hf.cli import FAILED, INTERRUPTED
-from osd_hf.cli.flags import Prompts, Reporting, encode, flag, in_groups, option, stopping
+from osd_hf.cli.arguments import flag, in_groups, option
+from osd_hf.cli.flags import Prompts, Reporting, TargetRevision, encode, stopping
 from osd_hf.engine.collect import CollectionReport, LogReader, collect, collect_log
 from osd_hf.engine.completions import CompletionClient, ResponseReader, environment_key, parse_address
 from osd_hf.errors import ConfigError, DataError, ServerError, StoreError
@@ -29,7 +30,7 @@ _server, _answers, _log, _store = in_groups(SERVER, "answers", LOG, "store")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CollectSettings(Prompts, Reporting):
+class CollectSettings(Prompts, TargetRevision, Reporting):
     """The flags of `osd-hf collect`."""
 
     store: Path = flag("where the requests are kept", required=True, metavar="DIR")
@@ -53,7 +54,7 @@ class CollectSettings(Prompts, Reporting):
     top_p: float | None = _answers("with a temperature")
     top_k: int | None = _answers("with a temperature")
     seed: int | None = _answers("of sampling, sent with each request")
-    resume: bool = _answers("leave out prompts that the store has already", False)
+    resume: bool = _answers("go on where a collection ended: leave out prompts that the store has already", False)
     log: Path | None = _log("JSON lines, each a response, {request, response}, or of an OpenAI batch output; lines "
                             "read before into this store are left out", metavar="FILE")  # fmt: skip
     follow: bool = _log("wait for more lines, until interrupted", False)
@@ -81,6 +82,8 @@ class CollectSettings(Prompts, Reporting):
             raise ConfigError("--top-p and --top-k need a --temperature.")
         if self.url is not None:
             self.check_together("target", "prompts")
+        if self.target is None and (given := self.changed("revision", "trust_remote_code")):
+            raise ConfigError(f"{given[0]} is for --target; the bundled one is as it is.")
 
     def key(self) -> str | None:
         """What is sent to the server; raises ConfigError where it is not there."""
@@ -160,8 +163,9 @@ def _report(settings: CollectSettings, report: CollectionReport, written: int) -
 def _target(settings: CollectSettings) -> tuple[Any, Any, ResponseReader]:
     """Configuration and tokenizer of the target, and what reads its answers."""
     if settings.target:
-        config, ends = load_config(settings.target), load_eos_ids(settings.target)
-        tokenizer = load_tokenizer(settings.target)
+        how = settings.fetching
+        config, ends = load_config(settings.target, **how), load_eos_ids(settings.target, **how)
+        tokenizer = load_tokenizer(settings.target, **how)
     else:
         target, _, tokenizer = load_bundled()
         config, ends = target.config, eos_ids(target.generation_config)
@@ -174,7 +178,7 @@ def _encoded(settings: CollectSettings, config: Any, tokenizer: Any) -> EncodedP
     new_tokens = settings.max_new_tokens
     encoded = encode(
         prompts, tokenizer, prompt_room(config, config, new_tokens), new_tokens, limit=settings.num_requests,
-        chat_template=not settings.no_chat_template,
+        chat_template=settings.chat_template,
     )  # fmt: skip
     if not settings.resume or not settings.store.exists():
         return encoded

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import itertools
 import sys
 from collections.abc import Iterable, Sequence
@@ -12,22 +11,19 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 import osd_hf
 from osd_hf.bench.display import figure, text_table
+from osd_hf.cli.arguments import add_flags, did_you_mean, flag, in_groups, read_file, settings_from
 from osd_hf.cli.flags import (
+    CHAT_TEMPLATE,
+    DraftRevision,
     Dtype,
     Reporting,
     Rows,
     TargetLoading,
     adapters,
-    add_flags,
     encode,
-    flag,
-    in_groups,
     recorded,
-    settings_from,
 )
 from osd_hf.errors import ConfigError, DataError, first_line, shown_settings
 from osd_hf.pair import check_tokenizers, load_model, load_tokenizer, prompt_room
@@ -42,10 +38,11 @@ _models, _prompts = in_groups("models", "prompts")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillSettings(Rows, TargetLoading, Reporting):
+class DistillSettings(Rows, DraftRevision, TargetLoading, Reporting):
     """The flags of `osd-hf distill`."""
 
-    config: Path | None = flag("YAML with these settings, underscores for hyphens; flags go before", metavar="FILE")
+    config: Path | None = flag("YAML or JSON with defaults of these flags by their names; flags go before",
+                               metavar="FILE")  # fmt: skip
     target: str | None = _models("Hub id or folder of the model to learn from; not needed with --store",
                                  metavar="ID|PATH")  # fmt: skip
     draft: str | None = _models("Hub id or folder of the model that learns", metavar="ID|PATH")
@@ -55,13 +52,14 @@ class DistillSettings(Rows, TargetLoading, Reporting):
     prompts: str | None = _prompts("Hub data set id, or a json, jsonl or parquet file. Without --column and "
                                    "--prompt-template, its columns are prompt and perhaps completion, or messages",
                                    metavar="ID|FILE")  # fmt: skip
-    no_chat_template: bool = _prompts("plain text, also where the tokenizer has a chat template", False)
+    chat_template: bool = _prompts(CHAT_TEMPLATE, True)
     store: str | None = _prompts("instead of prompts: folder of captured requests", metavar="DIR")
     num_requests: int | None = _prompts("of the data, the first N; all by default", metavar="N")
     eval_prompts: str | None = _prompts("held-out prompts, read like --prompts", metavar="ID|FILE")
     eval_split: str = _prompts("of a Hub data set", "test")
     eval_store: str | None = _prompts("instead: folder of held-out captured requests", metavar="DIR")
     num_held_out: int = _prompts("instead: hold out the last N requests of the data", 0, metavar="N")
+    trust_remote_code: bool = False  # a flag of the training settings
     training: Any = None  # a DistillConfig, whose fields are flags as well; the class takes seconds to import
 
     def check(self) -> None:
@@ -98,7 +96,11 @@ def read_settings(arguments: Sequence[str], **how: Any) -> DistillSettings:
     try:
         first, unknown = parser.parse_known_args(arguments)
         if "config" in first:
-            read = _read_file(first.config)
+            # YAML takes a written `no` for false.
+            read = {
+                name: "no" if name.endswith("_strategy") and value is False else value
+                for name, value in read_file(first.config).items()
+            }
             unknown += [*parser.set_defaults_with_config(**read), *(OF_FLAGS & set(read))]
         _refuse(unknown, [*vars(first), *(f.name for f in fields(DistillSettings))])
         given = parser.parse_args(arguments)
@@ -109,28 +111,15 @@ def read_settings(arguments: Sequence[str], **how: Any) -> DistillSettings:
         raise
     except (ValueError, TypeError) as error:
         raise ConfigError(f"The training settings do not go together: {first_line(error)}.") from error
-    return replace(settings_from(DistillSettings, given), training=training)
-
-
-def _read_file(path: Path) -> dict[str, Any]:
-    """The settings of a YAML file; raises ConfigError."""
-    try:
-        read = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"The configuration {path} cannot be read: {first_line(error)}.") from error
-    if not isinstance(read, dict) or not all(isinstance(name, str) for name in read):
-        raise ConfigError(f"The configuration {path} must hold names with values, such as `learning_rate: 0.0001`.")
-    # YAML takes a written `no` for false.
-    return {name: "no" if name.endswith("_strategy") and v is False else v for name, v in read.items()}
+    return replace(settings_from(DistillSettings, vars(given)), training=training,
+                   trust_remote_code=training.trust_remote_code)  # fmt: skip
 
 
 def _refuse(unknown: list[str], known: Iterable[str]) -> None:
     """Raises ConfigError for the first of these flags, if there is one."""
     if unknown:
         name = unknown[0].split("=")[0].lstrip("-").replace("-", "_")
-        close = difflib.get_close_matches(name, known, 1)
-        meant = f" Did you mean `{close[0]}`?" if close else ""
-        raise ConfigError(f"`{name}` is no setting of distillation.{meant}")
+        raise ConfigError(f"`{name}` is no setting of distillation{did_you_mean(name, known)}.")
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
@@ -144,14 +133,12 @@ def distill_command(settings: DistillSettings) -> int:
         folder = Path(config.output_dir)
         make_folder(folder)
         # Not as a pair: a store needs no target, and the draft that is written has its own dtype and tokenizer.
-        draft = load_model(
-            str(settings.draft), device=settings.device, attn_implementation=settings.attn_implementation
-        )
-        tokenizer = own_tokenizer = load_tokenizer(str(settings.draft))
+        draft = load_model(str(settings.draft), **settings.draft_loading | {"dtype": "auto"})
+        tokenizer = own_tokenizer = load_tokenizer(str(settings.draft), **settings.draft_fetching)
         target = None
         if settings.target is not None:
-            target = load_model(settings.target, **settings.loading)
-            tokenizer = load_tokenizer(settings.target)
+            target = load_model(settings.target, **settings.target_loading)
+            tokenizer = load_tokenizer(settings.target, **settings.fetching)
             check_tokenizers(tokenizer, own_tokenizer)
         answering = draft if target is None else target
         configs = (answering.config, draft.config)
@@ -199,7 +186,7 @@ def _read(
             return list(itertools.islice(open_rows(source), limit))
         encoded = encode(
             read_prompts(source), tokenizer, prompt_room(*configs, new_tokens), new_tokens, limit=limit,
-            chat_template=not settings.no_chat_template,
+            chat_template=settings.chat_template,
         )  # fmt: skip
         return [{"prompt": ids} for _, ids in encoded.prompts]
 

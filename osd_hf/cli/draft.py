@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from osd_hf.bench.display import figure, stats_interval, text_table
-from osd_hf.cli.flags import Prompts, Reporting, TargetLoading, encode, flag, in_groups, part, recorded
+from osd_hf.cli.arguments import flag, in_groups, part
+from osd_hf.cli.flags import Prompts, Reporting, TargetLoading, encode, recorded
 from osd_hf.errors import ConfigError, DataError
 from osd_hf.fingerprint import target_version
 from osd_hf.hub.cards import facts_of
@@ -24,18 +25,22 @@ _prompts, _making = in_groups("prompts", "making")
 class DraftSettings(Prompts, TargetLoading, Reporting):
     """The flags of `osd-hf draft`."""
 
-    target: str = flag("Hub id or folder of the model to draft for", positional=True)
-    out: Path = flag("new or empty folder of the draft", positional=True)
+    target: str = flag("Hub id or folder of the model to draft for", positional=True, metavar="ID|PATH")
+    output_dir: Path = flag("new or empty folder of the draft", positional=True, metavar="DIR")
     store: str | None = _prompts("instead of prompts: folder of captured requests", metavar="DIR")
     layers: str | None = _making("instead of --num-layers: which ones, such as 0,1,29", metavar="I,J,...")
     config: MakingConfig = part(group="making", metavar="X")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
-            raise ConfigError(f"{self.out} is not an empty folder. Choose another one.")
+        folder = self.output_dir
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError(f"{folder} is not an empty folder. Choose another one.")
         if self.store is not None and self.prompts is not None:
             raise ConfigError("Give one of --prompts and --store.")
+        if self.store is not None:
+            self.check_rows()
+        self.check_one_place()
 
     def making(self) -> MakingConfig:
         """How the draft is made; raises ConfigError where `--layers` are no numbers."""
@@ -51,9 +56,9 @@ class DraftSettings(Prompts, TargetLoading, Reporting):
 def draft_command(settings: DraftSettings) -> int:
     """Make a draft, write it, and say what it is worth; returns the exit code."""
     config = settings.making()
-    target = load_model(settings.target, **settings.loading)
-    tokenizer = load_tokenizer(settings.target)
-    make_folder(settings.out)
+    target = load_model(settings.target, **settings.target_loading)
+    tokenizer = load_tokenizer(settings.target, **settings.fetching)
+    make_folder(settings.output_dir)
     what: dict[str, Any]
     if settings.store is not None:
         held = [t for t in recorded(settings.store) if settings.domain is None or t.domain in settings.domain]
@@ -65,7 +70,7 @@ def draft_command(settings: DraftSettings) -> int:
         encoded = encode(
             settings.read_prompts(config.seed), tokenizer,
             prompt_room(target.config, target.config, config.max_new_tokens), config.max_new_tokens,
-            limit=settings.num_requests, chat_template=not settings.no_chat_template,
+            limit=settings.num_requests, chat_template=settings.chat_template,
         )  # fmt: skip
         what = {"prompts": [ids for _, ids in encoded.prompts]}
         domains = sorted({domain for domain in encoded.domains if domain is not None})
@@ -73,7 +78,7 @@ def draft_command(settings: DraftSettings) -> int:
     made = taught_draft(target, tokenizer, config, **what)
     facts = facts_of(target, target, domains, _facts(made))
     facts = replace(facts, command=provenance()["command"], target_version=version)
-    save_draft(settings.out, made.draft, tokenizer, facts=facts)
+    save_draft(settings.output_dir, made.draft, tokenizer, facts=facts)
     rows = [
         [str(t["layers"]), figure(t["c"], 2), figure(t["alpha_before"]), figure(t["alpha"]), figure(t["speedup"], 2)]
         for t in made.trials
@@ -82,10 +87,11 @@ def draft_command(settings: DraftSettings) -> int:
         settings.say(text_table(["layers tried", "cost", "alpha before", "after the trial", "expected"], rows) + "\n")
     where = settings.store or settings.prompts or "the bundled pair's domains"
     settings.say(f"alpha (k = 5) on {made.held_out} held-out requests of {where}: {_alphas(made)}; {made.verdict}")
-    settings.say(f"Wrote {settings.out}.")
+    settings.say(f"Wrote {settings.output_dir}.")
     if made.speedup <= 1:
         print("osd-hf: warning: the draft does not pay yet", file=sys.stderr)
-    settings.write_json({"provenance": provenance(seed=config.seed), "directory": str(settings.out), **made.to_dict()})
+    origin = provenance(seed=config.seed)
+    settings.write_json({"provenance": origin, "directory": str(settings.output_dir), **made.to_dict()})
     return 0
 
 

@@ -1,23 +1,20 @@
-"""How commands are set: dataclasses whose fields are flags, those that several commands share, and reports."""
+"""Settings that several commands share, what is read and reported by them, and how a long command stops."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import functools
 import math
 import random
 import signal
 import sys
 import threading
-import types
-import typing
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from osd_hf.bundled import DOMAINS, bundled_prompts
+from osd_hf.cli.arguments import flag, in_groups, option, part
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, StoreError
 from osd_hf.pair import Quantization
@@ -28,123 +25,9 @@ from osd_hf.utils.report import json_text, write_report
 BUNDLED_REQUESTS = 200
 THREADS = "of torch, at least 1; by default OMP_NUM_THREADS, or one, unless all cores are clearly faster"
 
+CHAT_TEMPLATE = "put prompts into the tokenizer's chat template, where it has one; plain text otherwise"
+
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Kind = TypeVar("Kind")
-
-
-# --- flags from settings --------------------------------------------------------------------------------------------
-
-
-def flag(
-    help: str, default: Any = None, *, group: str = "", rivals: str = "", positional: bool = False, **how: Any
-) -> Any:
-    """
-    A field of a command's settings, from whose name and type [`add_flags`] makes the flag.
-
-    Args:
-        help (`str`), default (`Any`, *optional*), group (`str`, *optional*):
-            What the help says, the value where the flag is not given, and the title that it stands under.
-        rivals (`str`, *optional*): Flags with the same `rivals` exclude each other.
-        positional (`bool`, *optional*, defaults to `False`): Whether it is an argument without a name.
-        how (`Any`): More arguments of `ArgumentParser.add_argument`, such as `metavar` and `required`.
-    """
-    metadata = {"help": help, "group": group, "rivals": rivals, "positional": positional, "how": how}
-    return field(metadata=metadata) if positional or how.get("required") else field(default=default, metadata=metadata)
-
-
-def in_groups(*titles: str) -> list[Callable[..., Any]]:
-    """[`flag`] for each of these groups of the help."""
-    return [functools.partial(flag, group=title) for title in titles]
-
-
-def part(*, group: str = "", metavar: str, **defaults: Any) -> Any:
-    """A field that holds another dataclass of settings, whose fields become flags as well: those with a `help` in
-    their metadata. What is not given is one of `defaults` or left to that class, and `none` stands for `None`."""
-    return field(metadata={"group": group, "rivals": "", "metavar": metavar, "defaults": defaults})
-
-
-def option(name: str) -> str:
-    """The flag of a field."""
-    return "--" + name.replace("_", "-")
-
-
-def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
-    """Add the flags of a [`Settings`] class; inherited ones last. The parser knows no defaults: what is not given is
-    left to the class."""
-    titles = dict.fromkeys(outer.metadata["group"] for outer, _ in _fields(kind))
-    first = [title for title in ("models", "prompts") if title in titles]
-    groups = {
-        title: parser.add_argument_group(title) if title else parser for title in dict.fromkeys([*first, *titles])
-    }
-    rivals: dict[str, Any] = {"": None}
-    for outer, hint in _fields(kind):
-        group, metadata = groups[outer.metadata["group"]], outer.metadata
-        if metadata["rivals"] not in rivals:
-            rivals[metadata["rivals"]] = group.add_mutually_exclusive_group()
-        add = functools.partial((rivals[metadata["rivals"]] or group).add_argument, default=argparse.SUPPRESS)
-        if is_dataclass(hint):
-            for f, its_hint in _fields(hint):
-                shown = metadata["defaults"].get(f.name, f.default)
-                dest, help = f"{outer.name}.{f.name}", f.metadata["help"] + _default(shown)
-                add(option(f.name), dest=dest, help=help, **_of_type(its_hint, metadata["metavar"]))
-        else:
-            help = metadata["help"] + (
-                "" if outer.default is None or outer.default is False else _default(outer.default)
-            )
-            name = outer.name if metadata["positional"] else option(outer.name)
-            add(name, help=help, **_of_type(hint) | metadata["how"])
-
-
-def _fields(kind: Any) -> list[tuple[Field[Any], Any]]:
-    """The fields of a class that are flags and then those of its bases, each with its type."""
-    hints, known = typing.get_type_hints(kind), {f.name: f for f in fields(kind)}
-    names = dict.fromkeys(name for cls in kind.__mro__ for name in cls.__dict__.get("__annotations__", ()))
-    return [(known[name], hints[name]) for name in names if name in known and known[name].metadata]
-
-
-def _default(value: Any) -> str:
-    """What the help says of it."""
-    shown = {"None": "none", "True": "yes", "False": "no"}.get(str(value), value)
-    return "" if value is MISSING else f" (default: {shown})"
-
-
-def _of_type(hint: Any, metavar: str | None = None) -> dict[str, Any]:
-    """The arguments of `add_argument` for the type of a field made by [`flag`] or, with a `metavar`, of a setting that
-    users of the library set as well."""
-    args = typing.get_args(hint)
-    if hint is bool or bool in args:  # of both and a word, which no flag says, the word is the default
-        return {"action": "store_true" if metavar is None else argparse.BooleanOptionalAction}
-    if typing.get_origin(hint) is Literal:
-        return {"choices": args}
-    if metavar is not None:
-        return {"type": _optional_number if types.NoneType in args else hint, "metavar": metavar}
-    if types.NoneType in args:  # for a flag that is not given
-        return _of_type(args[0])
-    return {"action": "append", "type": args[0]} if typing.get_origin(hint) is list else {"type": hint}
-
-
-def _optional_number(text: str) -> float | str | None:
-    for number in (int, float):
-        with contextlib.suppress(ValueError):
-            return None if text.lower() == "none" else number(text)
-    return text  # for settings that are a number or a word; the configuration says what it takes
-
-
-def settings_from(kind: type[Kind], args: argparse.Namespace) -> Kind:
-    """The settings that [`add_flags`] has added the flags of; raises what the classes of the settings raise."""
-    given, values = vars(args), dict[str, Any]()
-    for outer, hint in _fields(kind):
-        if is_dataclass(hint):
-            prefix = f"{outer.name}."
-            own = {name.removeprefix(prefix): value for name, value in given.items() if name.startswith(prefix)}
-            make: Any = getattr(hint, "paper", hint) if given.get("paper") else hint
-            values[outer.name] = make(**outer.metadata["defaults"] | own)
-        elif outer.name in given:
-            values[outer.name] = given[outer.name]
-    return kind(**values)
-
-
-# --- settings that several commands share ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +46,11 @@ class Settings:
         for name in names:
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{option(name)} must not be negative, got {getattr(self, name)}.")
+
+    def changed(self, *names: str) -> list[str]:
+        """The flags, among these fields, that have not their defaults."""
+        known = {f.name: f.default for f in fields(self)}
+        return [option(name) for name in names if name in known and getattr(self, name) != known[name]]
 
     def check_together(self, one: str, other: str) -> None:
         """Raises ConfigError where one of two flags is given alone."""
@@ -201,30 +89,73 @@ _models, _learning, _prompts = in_groups("models", "learning", "prompts")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement(Settings):
-    """How and where models are loaded."""
+class RemoteCode(Settings):
+    """Whose code may run. What says which version of a model is meant is found where a command has it."""
+
+    trust_remote_code: bool = _models(
+        "run code that lies beside the weights, of models that transformers lacks", False
+    )
+
+    @property
+    def fetching(self) -> dict[str, Any]:
+        """Arguments of [`~osd_hf.pair.load_config`] and [`~osd_hf.pair.load_tokenizer`] for the target."""
+        return {"revision": getattr(self, "revision", None), "trust_remote_code": self.trust_remote_code}
+
+    @property
+    def draft_fetching(self) -> dict[str, Any]:
+        """The same for the draft."""
+        return {"revision": getattr(self, "draft_revision", None), "trust_remote_code": self.trust_remote_code}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetRevision(RemoteCode):
+    """Which target of the Hub is meant."""
+
+    revision: str | None = _models("of the target on the Hub: a branch, tag or commit", metavar="NAME")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftRevision(RemoteCode):
+    """Which draft of the Hub is meant."""
+
+    draft_revision: str | None = _models("of the draft on the Hub: a branch, tag or commit", metavar="NAME")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading(RemoteCode):
+    """How and where models that are named are loaded."""
 
     dtype: Dtype = _models("auto is each checkpoint's own; only float32 is exact to the token", "auto")
     device: str | None = _models("such as cpu or cuda:0; by default CUDA where there is one, and the CPU for the "
                                  "bundled pair")  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loading(Placement):
-    """How models that are named are loaded."""
-
     attn_implementation: str | None = _models("such as sdpa, eager or flash_attention_2; transformers' choice by "
                                               "default", metavar="NAME")  # fmt: skip
 
     @property
     def loading(self) -> dict[str, Any]:
-        """Arguments of [`~osd_hf.pair.load_model`] and, with a target, [`~osd_hf.pair.load_pair`]."""
-        names = ("dtype", "device", "attn_implementation", "device_map", "quantization")
-        return {name: getattr(self, name) for name in names if hasattr(self, name)}
+        """Arguments of [`~osd_hf.pair.load_pair`]."""
+        names = ("device_map", "quantization", "revision", "draft_revision")
+        return self.draft_loading | {name: getattr(self, name, None) for name in names}
+
+    @property
+    def target_loading(self) -> dict[str, Any]:
+        """Arguments of [`~osd_hf.pair.load_model`] for the target."""
+        return {name: value for name, value in self.loading.items() if name != "draft_revision"}
+
+    @property
+    def draft_loading(self) -> dict[str, Any]:
+        """The same for the draft."""
+        own = {name: getattr(self, name) for name in ("dtype", "device", "attn_implementation")}
+        return own | self.draft_fetching
+
+    def check_one_place(self) -> None:
+        """Raises ConfigError where a command that loads one kind of model is told two places for it."""
+        if getattr(self, "device_map", None) is not None and self.device is not None:
+            raise ConfigError("--device-map takes the place of --device: give one of them.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetLoading(Loading):
+class TargetLoading(Loading, TargetRevision):
     """How a target that is named is loaded, and its draft."""
 
     device_map: str | None = _models("of the target, such as auto, which spreads it over all devices; --device is the "
@@ -233,45 +164,84 @@ class TargetLoading(Loading):
                                                 "torchao")  # fmt: skip
 
 
+# Settings of [`OnlineConfig`] that change nothing in a command, and why.
+ONE_DRAFT = dict.fromkeys(("max_drafts", "max_draft_bytes"), "all domains share one draft here")
+NOBODY_WAITS = dict.fromkeys(("max_duty_cycle", "micro_step_seconds"), "no request waits for learning here")
+NOTHING_DRAFTED = dict.fromkeys(
+    ("candidates", "text_scope", "text_bytes", "draft_vocabulary", "drafting", "compile_draft", "compile_target"),
+    "requests that were answered before are scored here, and nothing is drafted",
+)
+OF_AUTO = ("candidates", "text_scope", "text_bytes", "draft_vocabulary")  # read where k is chosen by acceptance
+
+
+def learning(*, k: str | None = None, **without: str) -> Any:
+    """The field of a command for how a draft learns, but for the settings `without` a meaning there, each with the
+    reason; and with what the help says of k where it is fixed unless told otherwise, as it is for what is compared."""
+    fixed: dict[str, Any] = {} if k is None else {"num_assistant_tokens": 5}
+    return part(group="learning", metavar="X", without=without, helps={} if k is None else {"num_assistant_tokens": k},
+                **fixed)  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class Learning(Settings):
     """How a draft learns."""
 
     paper: bool = _learning("the rule of arXiv 2310.07177; other flags change it", False)
-    # These commands compare drafts, and figures that are compared need one k.
-    config: OnlineConfig = part(group="learning", metavar="X", num_assistant_tokens=5)
+    config: OnlineConfig = learning()
 
-    def fixed_k(self) -> int:
+    def fixed_k(self, *, takes_auto: bool = False) -> int:
         """Tokens drafted per round in what is compared; raises ConfigError where the configuration leaves it open."""
-        k = self.config.compared_k
-        if k is None:
-            raise ConfigError("--num-assistant-tokens must not be none: what is compared needs one k throughout.")
-        return k
+        k = self.config.num_assistant_tokens
+        if k is None or (k == "auto" and not takes_auto):
+            shown = "none" if k is None else k
+            raise ConfigError(f"--num-assistant-tokens must not be {shown}: what is compared needs one k throughout.")
+        return self.config.compared_k or 0
+
+    def check_changed(self, names: Iterable[str], why: str) -> None:
+        """Raises ConfigError where one of these settings of the configuration has not its default, and why it
+        cannot."""
+        plain = OnlineConfig()
+        changed = [option(name) for name in names if getattr(self.config, name) != getattr(plain, name)]
+        if changed:
+            raise ConfigError(f"{' and '.join(changed)} would change nothing: {why}.")
+
+    def check_auto(self) -> None:
+        """Raises ConfigError for flags that a fixed k leaves without a meaning."""
+        if self.config.num_assistant_tokens != "auto":
+            self.check_changed(OF_AUTO, "they are for --num-assistant-tokens auto")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rows(Settings):
     """How a row of a file or data set becomes a prompt."""
 
-    split: str = _prompts("of a Hub data set", "train")
-    subset: str | None = _prompts("configuration of a Hub data set")
+    split: str = _prompts("of a data set", "train")
+    subset: str | None = _prompts("configuration of a data set")
     column: str | None = _prompts("column of the prompt, a user's turn")
     prompt_template: str | None = _prompts("instead of a column: a format string, such as 'db: {db_id}\\n{question}'",
                                            metavar="FORMAT")  # fmt: skip
 
     def source(self, location: str, *, default_column: str | None = None, **more: Any) -> PromptSource:
         """Prompts of a file or data set; `more` goes before the flags. Raises ConfigError."""
+        if Path(location).is_file() and (given := self.changed("subset", *({"split"} - more.keys()))):
+            raise ConfigError(f"{' and '.join(given)}: {location} is a file, which has neither.")
         column = self.column or (None if self.prompt_template else default_column)
         kept = {"column": column, "template": self.prompt_template, "split": self.split, "subset": self.subset}
         return PromptSource(location, **{**kept, **more})
+
+    def check_rows(self) -> None:
+        """Raises ConfigError for flags that say how prompts are read, where none are named."""
+        if given := self.changed("split", "subset", "column", "prompt_template", "domain_column"):
+            raise ConfigError(f"{' and '.join(given)} would change nothing without --prompts.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts(Rows):
     """Prompts that are served: those of the bundled domains where no others are named."""
 
-    prompts: str | None = _prompts("Hub data set id, or a json, jsonl or parquet file", metavar="ID|FILE")
-    no_chat_template: bool = _prompts("plain text, also where the tokenizer has a chat template", False)
+    prompts: str | None = _prompts("Hub id or folder of a data set, or a json, jsonl or parquet file",
+                                   metavar="ID|FILE")  # fmt: skip
+    chat_template: bool = _prompts(CHAT_TEMPLATE, True)
     domain: list[str] | None = _prompts("label of all prompts; of bundled ones, domains to serve (repeat for several)",
                                         metavar="NAME")  # fmt: skip
     domain_column: str | None = _prompts("column of the label", metavar="COLUMN")
@@ -284,6 +254,7 @@ class Prompts(Rows):
                 raise ConfigError("--domain can be given several times only for bundled prompts; see --domain-column.")
             label = self.domain[0] if self.domain else None
             return read_prompts(self.source(self.prompts, domain=label, domain_column=self.domain_column))
+        self.check_rows()
         if unknown := set(self.domain or ()) - set(DOMAINS):
             raise ConfigError(f"--domain must be one of {', '.join(DOMAINS)}, got {', '.join(sorted(unknown))}.")
         count, domains = self.num_requests or BUNDLED_REQUESTS, self.domain or DOMAINS

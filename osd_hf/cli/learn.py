@@ -14,9 +14,21 @@ import torch
 
 from osd_hf.bench.display import alpha_bar, plot_alpha, stats_interval
 from osd_hf.cli import FAILED
-from osd_hf.cli.flags import Learning, Loading, Reporting, flag, in_groups, stopping
+from osd_hf.cli.arguments import flag, in_groups
+from osd_hf.cli.flags import (
+    NOBODY_WAITS,
+    NOTHING_DRAFTED,
+    ONE_DRAFT,
+    DraftRevision,
+    Learning,
+    Reporting,
+    TargetLoading,
+    learning,
+    stopping,
+)
+from osd_hf.config import OnlineConfig
 from osd_hf.engine.learn import StoreLearner, VersionFolder
-from osd_hf.errors import StateError, StoreError
+from osd_hf.errors import ConfigError, StateError, StoreError
 from osd_hf.hub.cards import facts_of
 from osd_hf.hub.push import check_push, check_visibility
 from osd_hf.learning.updater import make_accelerator
@@ -29,7 +41,7 @@ _models, _requests, _publishing = in_groups("models", "requests", "publishing")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnSettings(Loading, Learning, Reporting):
+class LearnSettings(DraftRevision, TargetLoading, Learning, Reporting):
     """The flags of `osd-hf learn`."""
 
     store: list[Path] = flag("folder that collectors fill (repeat for several)", required=True, metavar="DIR")
@@ -55,6 +67,10 @@ class LearnSettings(Loading, Learning, Reporting):
     token: str | None = _publishing("of the Hub; the login of this machine by default")
     license: str | None = _publishing("of the draft's base, as the Hub names it, for the card")
     report_to: list[str] | None = _publishing("trackio, tensorboard, wandb, ...", metavar="NAME")
+    config: OnlineConfig = learning(
+        k="tokens drafted per round (k), in what is compared", **ONE_DRAFT, **NOBODY_WAITS, **NOTHING_DRAFTED,
+        update_strategy="an update is done as soon as its requests are there",
+    )  # fmt: skip
 
 
 def learn_command(settings: LearnSettings) -> int:
@@ -62,6 +78,9 @@ def learn_command(settings: LearnSettings) -> int:
     settings.fixed_k()
     settings.check_together("draft", "target")
     settings.check_counts("num_requests", "threads")
+    of_weights = settings.changed("device_map", "quantization")
+    if of_weights and not settings.rescore:
+        raise ConfigError(f"{of_weights[0]} is of the target's weights, which --rescore alone loads.")
     settings.check_not_negative("poll_seconds", "publish_seconds")
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -92,13 +111,13 @@ def _learner(settings: LearnSettings) -> tuple[StoreLearner, Path]:
     folder = settings.output_dir.expanduser().absolute()
     state = settings.state_dir or folder.with_name(f"{folder.name}-state")
     if settings.draft and settings.target:
-        target: Any = SimpleNamespace(config=load_config(settings.target))
+        target: Any = SimpleNamespace(config=load_config(settings.target, **settings.fetching))
         if settings.rescore:
-            target = load_model(settings.target, **settings.loading)
-        draft = of_one_size(load_model(settings.draft, **settings.loading), target)
-        tokenizer = load_tokenizer(settings.target)
+            target = load_model(settings.target, **settings.target_loading)
+        draft = of_one_size(load_model(settings.draft, **settings.draft_loading), target)
+        tokenizer = load_tokenizer(settings.target, **settings.fetching)
     else:
-        target, draft, tokenizer = load_pair(device=settings.device)
+        target, draft, tokenizer = load_pair(**settings.loading)
     versions = VersionFolder(folder, keep=settings.keep)
     try:
         facts = replace(facts_of(target, draft), license=settings.license, command=provenance()["command"])

@@ -1,9 +1,8 @@
-"""The command line: `osd-hf quickstart | plan | run | replay | bench | distill | collect | ...`."""
+"""The command line: `osd-hf quickstart | app | env | plan | bench | replay | run | collect | ...`."""
 
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib
 import os
 import sys
@@ -12,24 +11,39 @@ from typing import Any
 
 import huggingface_hub.constants
 
+from osd_hf import __version__
 from osd_hf.cli import BAD_INPUT, FAILED, INTERRUPTED
+from osd_hf.cli.arguments import did_you_mean, read_arguments, spelled
 from osd_hf.errors import CaptureError, HubError, LearnerError, OSDError, ServerError, without_credentials
 
-# What each command does. A module in this folder has its settings, `NameSettings`, and `name_command`.
-COMMANDS = {
-    "quickstart": "serve and learn on the bundled pair, before and after",
-    "plan": "what a pair will take in memory, before anything is loaded",
-    "run": "serve a stream of prompts with a draft that learns",
-    "replay": "what drafts would have scored on recorded requests",
-    "bench": "time target alone, stock and lean drafting side by side",
-    "app": "chat in the browser, and watch the draft learn",
-    "draft": "make a draft of the target's own layers, taught on its answers",
-    "distill": "teach a draft on a fixed data set, before it serves",
-    "export": "write a draft for a serving engine",
-    "push": "measure a draft and push it to the Hub, with its card",
-    "collect": "keep what a serving engine answers, for a draft to learn from",
-    "learn": "teach a draft from what was collected, and publish its versions",
+# What each command does, by what it is for. A module in this folder has its settings, `NameSettings`, and
+# `name_command`.
+GROUPS = {
+    "try": {
+        "quickstart": "serve the bundled pair, let its draft learn, and compare before and after",
+        "app": "chat in the browser, and watch the draft learn",
+        "env": "say what is installed and what the machine has, for a bug report",
+    },
+    "measure": {
+        "plan": "say what a pair will take in memory, before anything is loaded",
+        "bench": "time the target alone, stock and lean drafting side by side",
+        "replay": "score drafts on recorded requests, as they are and learning",
+    },
+    "learn": {
+        "run": "serve a stream of prompts with a draft that learns",
+        "collect": "keep what a serving engine answers, for a draft to learn from",
+        "learn": "teach a draft from what was collected, and publish its versions",
+    },
+    "make": {
+        "draft": "make a draft of the target's own layers, taught on its answers",
+        "distill": "teach a draft on a fixed data set, before it serves",
+    },
+    "ship": {
+        "export": "write a draft for a serving engine, and the command of vLLM that serves it",
+        "push": "measure a draft and push it to the Hub, with its card",
+    },
 }
+COMMANDS = {name: help for group in GROUPS.values() for name, help in group.items()}
 MODULES = {"quickstart": "bench", "export": "push"}  # of commands whose module has another name
 EPILOG = "exit codes: 0 done; 1 the run failed, or an output differed; 2 bad usage or input; 130 interrupted"
 
@@ -68,37 +82,35 @@ def _tell_nobody() -> None:
 
 
 def _asked(argv: Sequence[str]) -> tuple[Callable[[Any], int], Any]:
-    """The command that these arguments name, and its settings."""
-    if argv and argv[0] == "distill":  # reads them by the parser of trl, which takes seconds to import
-        module: Any = importlib.import_module("osd_hf.cli.distill")
-        return module.distill_command, module.read_settings(argv[1:], **_texts("distill"))
-    args = _parser(argv).parse_args(argv)
-    return args.command, args.settings(args)
-
-
-def _texts(name: str) -> dict[str, Any]:
-    """Arguments of the parser of a command."""
+    """The command that these arguments name, and its settings. Only that command is imported, so that the list of
+    commands is shown at once."""
+    if not argv or argv[0] not in COMMANDS:
+        _refuse(argv)
+    name, arguments = argv[0], spelled(argv[0], argv[1:])
     help = COMMANDS[name]
-    return {
-        "prog": f"osd-hf {name}", "description": help[0].upper() + help[1:] + ".", "epilog": EPILOG,
-        "allow_abbrev": False,  # a token is known by the whole name of its flag, and never written down
-    }  # fmt: skip
+    texts = {"prog": f"osd-hf {name}", "description": help[0].upper() + help[1:] + ".", "epilog": EPILOG}
+    module: Any = importlib.import_module(f"osd_hf.cli.{MODULES.get(name, name)}")
+    if name == "distill":  # reads them by the parser of trl, which takes seconds to import
+        # A token is known by the whole name of its flag, and never written down.
+        return module.distill_command, module.read_settings(arguments, allow_abbrev=False, **texts)
+    kind = getattr(module, f"{name.capitalize()}Settings")
+    return getattr(module, f"{name}_command"), read_arguments(kind, arguments, **texts)
 
 
-def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser of these arguments. Only the command that they name is imported and gets its flags, so that the list
-    of commands is shown at once."""
+def _refuse(argv: Sequence[str]) -> None:
+    """Show the list of commands, or the version, where that is asked for, and otherwise say what is wrong; exits."""
     parser = argparse.ArgumentParser(
-        prog="osd-hf", description="Assistant models that learn while they serve.", epilog=EPILOG
-    )
-    subparsers = parser.add_subparsers(required=True, metavar="command")
-    for name, help in COMMANDS.items():
-        added = subparsers.add_parser(name, help=help, **_texts(name))
-        if argv and argv[0] == name:
-            flags: Any = importlib.import_module("osd_hf.cli.flags")
-            module: Any = importlib.import_module(f"osd_hf.cli.{MODULES.get(name, name)}")
-            kind = getattr(module, f"{name.capitalize()}Settings")
-            flags.add_flags(added, kind)
-            read = functools.partial(flags.settings_from, kind)
-            added.set_defaults(command=getattr(module, f"{name}_command"), settings=read)
-    return parser
+        prog="osd-hf", description="Assistant models that learn while they serve.", epilog=EPILOG,
+        usage="%(prog)s COMMAND [--NAME VALUE ...]; %(prog)s COMMAND --help names the flags",
+    )  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"osd-hf {__version__}")
+    for title, commands in GROUPS.items():
+        group = parser.add_argument_group(title)
+        for name, help in commands.items():
+            group.add_argument(name, nargs="?", help=help)
+    if not argv:
+        parser.error("name a command")
+    if not argv[0].startswith("-"):
+        parser.error(f"there is no command {argv[0]!r}{did_you_mean(argv[0], COMMANDS)}")
+    parser.parse_args(argv[:1])
+    parser.error("name a command first, and then its flags")

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from osd_hf.bench.display import text_table
-from osd_hf.cli.flags import Dtype, Learning, Reporting, adapters, flag, in_groups, part
+from osd_hf.cli.arguments import flag, in_groups
+from osd_hf.cli.flags import ONE_DRAFT, DraftRevision, Dtype, Learning, Reporting, TargetRevision, adapters, learning
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError
 from osd_hf.memory import MemoryPlan, memory_plan
@@ -20,11 +21,17 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
 PLACES = ("device", "learner", "host")
 RANK = 16  # of the adapters that are tried where the whole draft does not fit
 
+NO_BYTES = dict.fromkeys(
+    ("text_scope", "draft_vocabulary", "compile_target", "divergence", "learn_from", "min_effort", "replay_fraction",
+     "learning_rate", "max_grad_norm", "max_duty_cycle", "micro_step_seconds", "autosave_interval", "seed"),
+    "it changes neither the memory that is planned nor the time",
+)  # fmt: skip
+
 _models, _requests = in_groups("models", "requests")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanSettings(Learning, Reporting):
+class PlanSettings(TargetRevision, DraftRevision, Learning, Reporting):
     """The flags of `osd-hf plan`."""
 
     target: str = _models("Hub id or folder of the model that answers; its configuration alone is read",
@@ -34,9 +41,9 @@ class PlanSettings(Learning, Reporting):
     draft_dtype: Dtype = _models("auto is the configuration's own", "auto")
     lora_rank: int | None = _models("learn adapters of this rank on all linear layers", metavar="R")
     device_memory: str | None = flag("such as 24GB or 80GiB: what fits is said", metavar="SIZE")
-    prompt_tokens: int = _requests("of a prompt", 512, metavar="N")
-    new_tokens: int = _requests("of an answer", 256, metavar="N")
-    config: OnlineConfig = part(group="learning", metavar="X")
+    prompt_tokens: int = _requests("tokens of a prompt", 512, metavar="N")
+    max_new_tokens: int = _requests("bound of an answer", 256, metavar="N")
+    config: OnlineConfig = learning(**ONE_DRAFT, **NO_BYTES)
 
     @property
     def device_bytes(self) -> int | None:
@@ -54,9 +61,12 @@ class PlanSettings(Learning, Reporting):
 
 def plan_command(settings: PlanSettings) -> int:
     """Plan and report; returns the exit code."""
-    settings.check_counts("lora_rank", "prompt_tokens", "new_tokens")
+    settings.check_counts("lora_rank", "prompt_tokens", "max_new_tokens")
+    settings.check_auto()
     room = settings.device_bytes
-    configs = load_config(settings.target), load_config(settings.draft)
+    configs = (
+        load_config(settings.target, **settings.fetching), load_config(settings.draft, **settings.draft_fetching)
+    )  # fmt: skip
     plan = _planned(settings, configs, settings.lora_rank, settings.config)
     report: dict[str, Any] = {"provenance": provenance(), "settings": settings.config.to_dict(), **plan.to_dict()}
     rows = [
@@ -98,7 +108,7 @@ def _planned(settings: PlanSettings, configs: tuple[Any, Any], rank: int | None,
     return memory_plan(
         *configs, config, peft_config=adapters(rank),
         target_dtype=settings.target_dtype, draft_dtype=settings.draft_dtype, prompt_tokens=settings.prompt_tokens,
-        new_tokens=settings.new_tokens,
+        new_tokens=settings.max_new_tokens,
     )  # fmt: skip
 
 

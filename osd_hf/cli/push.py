@@ -8,18 +8,18 @@ import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Self
 
 from huggingface_hub import get_token
 
 from osd_hf.bench.display import plot_domains, stats_interval
-from osd_hf.bundled import load_bundled
-from osd_hf.cli.flags import Reporting, Rows, TargetLoading, flag, in_groups
+from osd_hf.cli.arguments import flag, in_groups
+from osd_hf.cli.flags import DraftRevision, Reporting, Rows, TargetLoading
 from osd_hf.errors import ConfigError
 from osd_hf.evaluate import evaluate
-from osd_hf.hub.cards import EVALUATION, PLOT, EvaluationSet, facts_of, hub_id
+from osd_hf.hub.cards import EVALUATION, PLOT, EvaluationSet, card_data, facts_of, hub_id
 from osd_hf.hub.push import check_push, check_visibility, export_to_vllm, push_folder, save_draft
-from osd_hf.pair import load_model, load_pair, load_tokenizer
+from osd_hf.pair import Pair, load_model, load_pair, load_tokenizer
 from osd_hf.prompts import read_prompts
 from osd_hf.utils.report import provenance
 
@@ -29,18 +29,23 @@ _models, _prompts, _evaluation, _card, _pushing = in_groups("models", "prompts",
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnedDraft(TargetLoading, Reporting):
+class LearnedDraft(DraftRevision, TargetLoading, Reporting):
     """A draft that has learned, and its target."""
 
     draft: str = _models("folder of the learned draft", required=True, metavar="PATH")
-    target: str | None = _models("the model that it drafts for; the bundled one by default", metavar="ID|PATH")
+    target: str | None = _models("the model that it drafts for; by default the one that the draft's card names",
+                                 metavar="ID|PATH")  # fmt: skip
 
-    def load_draft(self) -> Any:
+    def of_card(self) -> Self:
+        """With the target that the card of the draft names, if it does, where none is given."""
+        named = card_data(self.draft) if self.target is None else {}
+        revision = self.revision or named.get("target_revision")
+        return replace(self, target=named["target_model"], revision=revision) if "target_model" in named else self
+
+    def load_draft(self, *, on_cpu: bool) -> Any:
         """The draft, on the device of its target."""
-        return load_model(
-            self.draft, dtype=self.dtype, device=self.device or (None if self.target else "cpu"),
-            attn_implementation=self.attn_implementation,
-        )  # fmt: skip
+        how = self.draft_loading
+        return load_model(self.draft, **how | {"device": how["device"] or ("cpu" if on_cpu else None)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,33 +53,67 @@ class PushSettings(LearnedDraft, Rows):
     """The flags of `osd-hf push`."""
 
     repo_id: str = flag("where to", positional=True, metavar="USER/NAME")
-    before: str | None = _evaluation("the draft before it learned; the bundled one by default", metavar="ID|PATH")
+    bundled: bool = _models("the target is the bundled one", False)
+    before: str | None = _evaluation("the draft before it learned; by default the one that its card names",
+                                     metavar="ID|PATH")  # fmt: skip
+    before_revision: str | None = _evaluation("of that draft on the Hub: a branch, tag or commit", metavar="NAME")
     prompts: str | None = _prompts("Hub data set id, or a json, jsonl or parquet file of prompts that everybody may "
                                    "read; generated ones by default", metavar="ID|FILE")  # fmt: skip
-    split: str = _prompts("of a Hub data set", "test")
+    split: str = _prompts("of a data set", "test")
     column: str | None = _prompts("column of the prompt, a user's turn; prompt by default")
     domain_column: str | None = _prompts("column of the label", metavar="COLUMN")
-    requests: int = _evaluation("prompts", 64, metavar="N")
-    timed_requests: int = _evaluation("those that are also timed live", 12, metavar="N")
+    num_requests: int = _evaluation("prompts that both drafts are judged by", 64, metavar="N")
+    timed_requests: int = _evaluation("those of them that are also timed live", 12, metavar="N")
     max_new_tokens: int = _evaluation("bound of an answer", 96, metavar="N")
-    k: int | None = _evaluation("tokens drafted per round; tuned by default", metavar="N")
-    domain: list[str] | None = _card("that it learned on (repeat for several)", metavar="NAME")
-    license: str | None = _card("of the draft's base, as the Hub names it")
+    num_assistant_tokens: int | None = _evaluation("tokens drafted per round (k); tuned by default", metavar="N")
+    domain: list[str] | None = _card("domain that it learned on (repeat for several)", metavar="NAME")
+    license: str | None = _card("license of the draft's base, as the Hub names it", metavar="NAME")
     private: bool = _pushing("as by default: a new repo is private, and a public one is refused",
                              False, rivals="readers")  # fmt: skip
     public: bool = _pushing("everybody may read it; a draft may have learned answers by heart",
                             False, rivals="readers")  # fmt: skip
     token: str | None = _pushing("with the right to write; by default HF_TOKEN, or the login of this machine, which "
                                  "other users of it cannot see")  # fmt: skip
-    local_dir: Path | None = _pushing("keep what is pushed there", metavar="DIR")
-    dry_run: bool = _pushing("write --local-dir and push nothing", False)
+    output_dir: Path | None = _pushing("keep what is pushed there", metavar="DIR")
+    dry_run: bool = _pushing("write --output-dir and push nothing", False)
+
+    def check(self) -> None:
+        """Raises ConfigError for what is too small, and for what changes nothing."""
+        self.check_counts("num_requests", "max_new_tokens", "num_assistant_tokens")
+        self.check_counts("timed_requests", least=0)
+        if self.prompts is None:
+            self.check_rows()
+        folder = self.output_dir
+        if self.dry_run and folder is None:
+            raise ConfigError("--dry-run pushes nothing: name a folder to write with --output-dir.")
+        if folder is not None and folder.exists() and any(folder.iterdir()):
+            raise ConfigError(f"{folder} is not empty. Choose another --output-dir.")
+
+    def pair(self) -> Pair:
+        """The target, the draft before it learned, and their tokenizer; raises ConfigError where one is not known."""
+        if self.bundled:
+            if given := self.changed("target", "before", "before_revision"):
+                raise ConfigError(f"--bundled names the target and the draft before: leave out {given[0]}.")
+            return load_pair(**self.loading | {"draft_revision": None})
+        if self.target is None:
+            raise ConfigError(
+                f"The draft is measured on the answers of its target, and {self.draft} has no card that names one. "
+                "Name it with --target, or with --bundled where it is the bundled one."
+            )
+        before = self.before or card_data(self.draft).get("base_model")
+        if before is None or before == self.target:
+            raise ConfigError(
+                f"What the draft has learned is told beside the draft before, and {self.draft} has no card that names "
+                "one. Name it with --before."
+            )
+        return load_pair(self.target, before, **self.loading | {"draft_revision": self.before_revision})
 
     def evaluation_set(self) -> EvaluationSet:
         """What the draft is judged by; raises DataError where it cannot be read."""
         if self.prompts is None:
-            return EvaluationSet.bundled(self.requests, max_new_tokens=self.max_new_tokens)
+            return EvaluationSet.bundled(self.num_requests, max_new_tokens=self.max_new_tokens)
         source = self.source(self.prompts, default_column="prompt", domain_column=self.domain_column)
-        prompts = tuple(itertools.islice(read_prompts(source), self.requests))
+        prompts = tuple(itertools.islice(read_prompts(source), self.num_requests))
         name = hub_id(self.prompts) or Path(self.prompts).name
         subset = "" if self.subset is None else f", {self.subset}"
         split = f", {self.split}" if hub_id(self.prompts) else ""
@@ -83,20 +122,17 @@ class PushSettings(LearnedDraft, Rows):
 
 def push_command(settings: PushSettings) -> int:
     """Evaluate a draft, write its repo, and push it."""
-    repo_id, local_dir, token = settings.repo_id, settings.local_dir, settings.token
-    if settings.dry_run and local_dir is None:
-        raise ConfigError("--dry-run pushes nothing: name a folder to write with --local-dir.")
-    if local_dir is not None and local_dir.exists() and any(local_dir.iterdir()):
-        raise ConfigError(f"{local_dir} is not empty. Choose another --local-dir.")
+    settings.check()
+    settings = settings if settings.bundled else settings.of_card()
+    repo_id, token = settings.repo_id, settings.token
     private = False if settings.public else True if settings.private else None
     if not settings.dry_run and (token or get_token()):  # before the work, where it can be told
         check_visibility(repo_id, check_push(repo_id, token), private)
-    settings.check_together("target", "before")
-    target, before, tokenizer = load_pair(settings.target or None, settings.before or None, **settings.loading)
-    draft = settings.load_draft()
+    target, before, tokenizer = settings.pair()
+    draft = settings.load_draft(on_cpu=settings.bundled)
     evaluation = evaluate(
-        target, before, draft, tokenizer, settings.evaluation_set(), num_assistant_tokens=settings.k,
-        timed_requests=settings.timed_requests, show_progress=True,
+        target, before, draft, tokenizer, settings.evaluation_set(), timed_requests=settings.timed_requests,
+        num_assistant_tokens=settings.num_assistant_tokens, show_progress=True,
     )  # fmt: skip
     origin = provenance()
     versions = ", ".join(f"{name} {origin[name]}" for name in ("osd_hf", "transformers", "torch"))
@@ -104,7 +140,7 @@ def push_command(settings: PushSettings) -> int:
     facts = replace(facts, license=settings.license, command=origin["command"])
     report: dict[str, Any] = {"provenance": origin, "evaluation": evaluation.to_dict(), "url": None}
     with tempfile.TemporaryDirectory() as scratch:
-        folder = local_dir or Path(scratch)
+        folder = settings.output_dir or Path(scratch)
         save_draft(folder, draft, tokenizer, repo_id=repo_id, facts=facts, evaluation=evaluation)
         title = f"alpha on {evaluation.dataset.name}"
         plot_domains(folder / EVALUATION / PLOT, evaluation.bars(), title=title)
@@ -122,25 +158,26 @@ def push_command(settings: PushSettings) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportSettings(LearnedDraft):
-    """The flags of `osd-hf export`."""
+    """The flags of `osd-hf export`, which writes for vLLM; other engines take the same folder."""
 
-    directory: Path = flag("new or empty", positional=True, metavar="DIR")
-    to: Literal["vllm"] = flag("engine; others take the same folder", "vllm")
-    k: int = flag("tokens drafted per round", 5, metavar="N")
+    output_dir: Path = flag("new or empty folder", positional=True, metavar="DIR")
+    num_assistant_tokens: int = flag("tokens drafted per round (k)", 5, metavar="N")
 
 
 def export_command(settings: ExportSettings) -> int:
     """Write a draft for an engine, and the command that serves it."""
+    settings, folder = settings.of_card(), settings.output_dir
     if settings.target:
-        target = load_model(settings.target, **settings.loading)
-        tokenizer = load_tokenizer(settings.target)
-    else:
-        target, _, tokenizer = load_bundled()
+        target = load_model(settings.target, **settings.target_loading)
+        tokenizer = load_tokenizer(settings.target, **settings.fetching)
+    else:  # the dtype, the version and the code are the draft's
+        how = settings.loading
+        target, _, tokenizer = load_pair(**{name: how[name] for name in ("device_map", "quantization", "revision")})
     command = export_to_vllm(
-        settings.directory, settings.load_draft(), target, tokenizer, num_assistant_tokens=settings.k,
-        target_name=settings.target,
+        folder, settings.load_draft(on_cpu=not settings.target), target, tokenizer,
+        num_assistant_tokens=settings.num_assistant_tokens, target_name=settings.target,
     )  # fmt: skip
-    print(f"written to {settings.directory}; serve it with:", file=sys.stderr)
+    print(f"written to {folder}; serve it with:", file=sys.stderr)
     settings.say(shlex.join(command))
-    settings.write_json({"provenance": provenance(), "directory": str(settings.directory), "command": command})
+    settings.write_json({"provenance": provenance(), "directory": str(folder), "command": command})
     return 0

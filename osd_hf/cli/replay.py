@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from osd_hf.bench import display
 from osd_hf.bench.display import comparison_row, figure, text_table
-from osd_hf.cli.flags import Learning, Loading, Reporting, flag, recorded
-from osd_hf.errors import DataError
+from osd_hf.cli.arguments import flag
+from osd_hf.cli.flags import (
+    NOBODY_WAITS,
+    NOTHING_DRAFTED,
+    ONE_DRAFT,
+    DraftRevision,
+    Learning,
+    Loading,
+    Reporting,
+    learning,
+    recorded,
+)
+from osd_hf.config import OnlineConfig
+from osd_hf.errors import ConfigError, DataError
 from osd_hf.metrics import AcceptanceStats, Comparison, expected_speedup, figures_of
 from osd_hf.pair import load_model
 from osd_hf.replay import replay_each
@@ -23,20 +35,36 @@ BATCH = 64  # requests between two steps of the progress bar
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplaySettings(Loading, Learning, Reporting):
+class ReplaySettings(DraftRevision, Loading, Learning, Reporting):
     """The flags of `osd-hf replay`."""
 
     store: str = flag("folder of captured requests", required=True, metavar="DIR")
     draft: list[str] = flag("repeat for several", required=True, metavar="ID|PATH")
     domain: str | None = flag("requests of this domain only")
-    limit: int | None = flag("the newest N requests only", metavar="N")
+    num_requests: int | None = flag("the newest N requests only", metavar="N")
     cost: float | None = flag("time of a draft's forward over the target's, for the expected speed-up", metavar="C")
     learn: bool = flag("let each draft learn from the requests, in their order", False)
-    output_dir: Path = flag("plots, with --learn; overwritten", Path("osd_hf_replay"))
+    output_dir: Path = flag("plots, with --learn; overwritten", Path("osd_hf_replay"), metavar="DIR")
+    device_map: str | None = flag("of the drafts, in place of --device, such as auto", group="models", metavar="MAP")
+    config: OnlineConfig = learning(
+        k="tokens drafted per round (k)", **ONE_DRAFT, **NOBODY_WAITS, **NOTHING_DRAFTED,
+        num_logprobs="a store has the entries that were recorded", autosave_interval="no session is saved here",
+    )  # fmt: skip
+
+    def check(self) -> None:
+        """Raises ConfigError for what is too small, and for what changes nothing."""
+        self.check_counts("num_requests")
+        self.check_one_place()
+        if not self.learn:
+            if self.changed("paper", "output_dir"):
+                raise ConfigError(f"{self.changed('paper', 'output_dir')[0]} would change nothing without --learn.")
+            others = [f.name for f in fields(OnlineConfig) if f.name != "num_assistant_tokens"]
+            self.check_changed(others, "no draft learns without --learn")
 
 
 def replay_command(settings: ReplaySettings) -> int:
     """Score each draft; returns the exit code."""
+    settings.check()
     k, cost = settings.fixed_k(), settings.cost
     if cost is not None:
         expected_speedup(0.5, 1, cost)  # says what is wrong with it before any work
@@ -47,7 +75,7 @@ def replay_command(settings: ReplaySettings) -> int:
     rows: list[list[str]] = []
     learned_rows: list[list[str]] = []
     for number, source in enumerate(settings.draft):
-        draft = load_model(source, **settings.loading)
+        draft = load_model(source, device_map=settings.device_map, **settings.draft_loading)
         name = Path(source).name if Path(source).is_absolute() else source
         entry, compared = _scored(settings, draft, traces, settings.output_dir / f"alpha-{number}.png")
         report["drafts"].append({"draft": name, **entry})
@@ -68,8 +96,7 @@ def replay_command(settings: ReplaySettings) -> int:
 
 
 def _recorded(settings: ReplaySettings) -> list[Trace]:
-    settings.check_counts("limit")
-    newest: deque[Trace] = deque(maxlen=settings.limit)  # the others do not stay in memory
+    newest: deque[Trace] = deque(maxlen=settings.num_requests)  # the others do not stay in memory
     domains = set()
     for trace in recorded(settings.store):
         domains.add(str(trace.domain))

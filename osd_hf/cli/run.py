@@ -20,7 +20,19 @@ from osd_hf.assistant import OnlineAssistant
 from osd_hf.bench import display
 from osd_hf.bench.benchmark import pad_setting
 from osd_hf.bench.display import comparison_row, figure, rolling_window, text_table
-from osd_hf.cli.flags import Learning, Prompts, Reporting, TargetLoading, encode, flag, in_groups, option
+from osd_hf.cli.arguments import flag, in_groups, option
+from osd_hf.cli.flags import (
+    NOBODY_WAITS,
+    ONE_DRAFT,
+    DraftRevision,
+    Learning,
+    Prompts,
+    Reporting,
+    TargetLoading,
+    encode,
+    learning,
+)
+from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, LearnerError, StateError, first_line
 from osd_hf.learning.session import check_pointer, has_session
 from osd_hf.metrics import AcceptanceStats, Comparison
@@ -44,7 +56,7 @@ _models, _answers, _output = in_groups("models", "answers", "output")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings(Prompts, TargetLoading, Learning, Reporting):
+class RunSettings(Prompts, DraftRevision, TargetLoading, Learning, Reporting):
     """The flags of `osd-hf run`."""
 
     target: str | None = _models("Hub id or folder of the model that answers", metavar="ID|PATH")
@@ -55,14 +67,19 @@ class RunSettings(Prompts, TargetLoading, Learning, Reporting):
     temperature: float | None = _answers("with --do-sample")
     top_p: float | None = _answers("with --do-sample")
     top_k: int | None = _answers("with --do-sample")
-    no_learn: bool = flag("serve and count only", False)
-    output_dir: Path = _output("report, plot, journal, draft, state", Path("osd_hf_run"))
+    learn: bool = flag("let the draft learn; without it, serve and count only", True)
+    output_dir: Path = _output("report, plot, journal, draft, state", Path("osd_hf_run"), metavar="DIR")
     resume: bool = _output("go on with the run in the output folder", False)
     save_every: int | None = _output("updates between two saves; saved once a minute by default", metavar="N")
     keep_text: bool = _output("prompts and answers in the journal", False)
     store: str | None = _output("also log the captured requests there, for replay; a killed run serves those since "
                                 "its last save again, so they may stand there twice", metavar="DIR")  # fmt: skip
     report_to: list[str] | None = _output("trackio, tensorboard, wandb, ...", metavar="NAME")
+    config: OnlineConfig = learning(
+        k="tokens drafted per round (k); auto = as many as pay, by acceptance and costs", **ONE_DRAFT, **NOBODY_WAITS,
+        update_strategy="updates are done between two requests, so that a run can go on where it ended",
+        autosave_interval="--save-every says how often a run is saved",
+    )  # fmt: skip
 
     @property
     def generate_kwargs(self) -> dict[str, Any]:
@@ -83,15 +100,10 @@ class RunSettings(Prompts, TargetLoading, Learning, Reporting):
 
     def check(self) -> None:
         """Raises ConfigError for what is too small, missing, or too much."""
-        self.fixed_k()
-        if self.config.update_strategy == "manual" and not self.no_learn:
-            raise ConfigError("--update-strategy manual would never learn in a run; say so with --no-learn.")
+        self.fixed_k(takes_auto=True)
+        self.check_auto()
         self.check_counts("save_every", "max_new_tokens", "num_requests")
-        others = (
-            *self.sources.values(), self.column, self.prompt_template, self.domain_column, self.attn_implementation,
-            self.device_map, self.quantization,
-        )  # fmt: skip
-        if self.bundled and any(others):
+        if self.bundled and any(self.sources.values()):
             raise ConfigError("--bundled brings its own target, draft and prompts; leave out the flags for others.")
         if not self.bundled and (missing := [name for name, value in self.sources.items() if not value]):
             raise ConfigError(f"--{' and --'.join(missing)} must be given, or --bundled.")
@@ -106,7 +118,7 @@ class RunSettings(Prompts, TargetLoading, Learning, Reporting):
             "dtype": "float32" if self.bundled else self.dtype,
             **({} if self.quantization is None else {"quantization": self.quantization}),
             **self.generate_kwargs,
-            "learn": not self.no_learn,
+            "learn": self.learn,
             "keep_text": self.keep_text,
             **{f"config.{name}": value for name, value in self.config.to_dict().items()},
         }
@@ -117,15 +129,18 @@ def run_command(settings: RunSettings) -> int:
     settings.check()
     generate_kwargs, folder, new_tokens = settings.generate_kwargs, settings.output_dir, settings.max_new_tokens
     prompts = settings.read_prompts(settings.config.seed)
-    pair = load_pair(device=settings.device) if settings.bundled else None
+    pair = load_pair(**settings.loading) if settings.bundled else None
     if pair is not None:
         configs, tokenizer = (pair.target.config, pair.draft.config), pair.tokenizer
     else:
-        configs = (load_config(str(settings.target)), load_config(str(settings.draft)))
-        tokenizer = load_tokenizer(str(settings.target))
+        configs = (
+            load_config(str(settings.target), **settings.fetching),
+            load_config(str(settings.draft), **settings.draft_fetching),
+        )
+        tokenizer = load_tokenizer(str(settings.target), **settings.fetching)
     encoded = encode(
         prompts, tokenizer, prompt_room(*configs, new_tokens), new_tokens, limit=settings.num_requests,
-        chat_template=not settings.no_chat_template,
+        chat_template=settings.chat_template,
     )  # fmt: skip
     identity = settings.identity(encoded)
     _check_folder(folder, identity, resume=settings.resume)
@@ -138,7 +153,7 @@ def run_command(settings: RunSettings) -> int:
         with assistant, display.alpha_bar(len(encoded.prompts), "serving") as advance:
             served = serve(
                 assistant, pair.draft, encoded, folder, generate_kwargs=generate_kwargs | pad_setting(pair.target),
-                learn=not settings.no_learn, save_every=settings.save_every, keep_text=settings.keep_text,
+                learn=settings.learn, save_every=settings.save_every, keep_text=settings.keep_text,
                 on_request=lambda s: advance(s.learned, s.frozen, s.draft_version),
             )  # fmt: skip
     except KeyboardInterrupt as interrupt:
@@ -182,7 +197,7 @@ def _report(
         f"{report['learning_seconds']:.1f} s of learning, which saved "
         f"{report['saved_seconds']:.1f} s beside the frozen draft; draft version {report['draft_version']}. "
         f"Frozen: {frozen_is}.\nWrote report.json, alpha.png, journal.jsonl and draft/ to {folder}"
-        + ("." if settings.no_learn else "; state/ is for --resume and holds tokens of requests.")
+        + ("." if not settings.learn else "; state/ is for --resume and holds tokens of requests.")
     )
     settings.write_json(report)
 

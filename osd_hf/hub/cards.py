@@ -20,7 +20,7 @@ from osd_hf.utils.disk import write_whole
 from osd_hf.utils.report import write_report
 
 __all__ = [
-    "EVALUATION", "PLOT", "DraftFacts", "Evaluation", "EvaluationSet", "draft_card", "facts_of", "hub_id",
+    "EVALUATION", "PLOT", "DraftFacts", "Evaluation", "EvaluationSet", "card_data", "draft_card", "facts_of", "hub_id",
     "store_card",
 ]  # fmt: skip
 
@@ -188,6 +188,13 @@ def facts_of(
         target=hub_id(config.name_or_path), target_revision=getattr(config, "_commit_hash", None),
         base_model=hub_id(base.config.name_or_path), domains=tuple(domains), training=dict(training or {}),
     )  # fmt: skip
+
+
+def card_data(folder: str) -> dict[str, str]:
+    """What the card of a draft says in words at its head, such as `target_model`; nothing where there is no card."""
+    path = Path(folder) / "README.md"
+    data = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict() if path.is_file() else {}
+    return {name: value for name, value in data.items() if isinstance(value, str)}
 
 
 def draft_card(repo_id: str, facts: DraftFacts, evaluation: Evaluation | None = None) -> ModelCard:

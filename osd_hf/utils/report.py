@@ -19,7 +19,7 @@ from typing import Any
 
 from osd_hf.errors import ConfigError, without_credentials, without_secrets
 
-__all__ = ["json_text", "make_folder", "plain", "provenance", "write_report"]
+__all__ = ["installed", "json_text", "make_folder", "plain", "provenance", "write_report"]
 
 PACKAGES = ("torch", "transformers", "osd_hf")
 # Paths inside an argument, such as `a=/x/y,/z`; neither the path of a URL nor the slash of `owner/name`.
@@ -93,7 +93,7 @@ def provenance(**extra: Any) -> dict[str, Any]:
         "commit": _own_commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
-        **{name: _version(name) for name in PACKAGES},
+        **{name: installed(name) for name in PACKAGES},
         "processor": _processor(),
         "cpu_count": os.cpu_count(),
         **{name: plain(value, without_credentials) for name, value in extra.items()},
@@ -140,7 +140,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 @functools.cache
-def _version(name: str) -> str | None:
+def installed(name: str) -> str | None:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -1,0 +1,412 @@
+"""Every flag of every command: its one name, old names, files of settings, hints, and that it changes something."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import json
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from saved_pair import save_pair
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from osd_hf import CorrectionStore, OnlineConfig, record_traces
+from osd_hf.cli import arguments as read
+from osd_hf.cli import flags
+from osd_hf.cli.arguments import RENAMED, add_flags, read_arguments
+from osd_hf.cli.main import COMMANDS, MODULES, _asked, main
+from osd_hf.prompts import PromptSource, encode_turn, read_prompts
+
+ROOT = Path(__file__).parents[1]
+NEEDED = {  # by commands that name something in any case
+    "collect": ["--store", "s"],
+    "draft": ["t", "new"],
+    "export": ["new", "--draft", "d"],
+    "learn": ["--store", "s", "--output-dir", "o"],
+    "plan": ["--target", "t", "--draft", "d"],
+    "push": ["me/draft", "--draft", "d"],
+    "replay": ["--store", "s", "--draft", "d"],
+}
+VALUES = {  # where a number plus one or a word will not do
+    "divergence": "reverse_kl", "json": "-", "learner_device": "cpu", "max_effort": 2.0, "api_key": "k",
+    "num_assistant_tokens": 3, "num_layers": 2, "max_steps": 2,
+}  # fmt: skip
+# What one command makes of the settings of a whole class: all flags but those of trl, whose parser is `distill`'s.
+KINDS = {
+    name: getattr(importlib.import_module(f"osd_hf.cli.{MODULES.get(name, name)}"), f"{name.capitalize()}Settings")
+    for name in COMMANDS
+}
+
+
+def actions_of(command: str) -> dict[str, argparse.Action]:
+    return add_flags(argparse.ArgumentParser(), KINDS[command])
+
+
+def settings_of(command: str, *given: str) -> Any:
+    if command == "distill":  # whose parser is that of trl
+        parser = argparse.ArgumentParser()
+        add_flags(parser, KINDS[command])
+        return read.settings_from(KINDS[command], vars(parser.parse_args(given)))
+    return read_arguments(KINDS[command], given, prog=f"osd-hf {command}")
+
+
+def another(command: str, name: str, action: argparse.Action, base: Any) -> Any:
+    """A value that the flag has not by default."""
+    outer, _, inner = action.dest.rpartition(".")
+    before = getattr(getattr(base, outer) if outer else base, inner)
+    if isinstance(action, argparse.BooleanOptionalAction):
+        return before is not True
+    if action.choices is not None:
+        return next(value for value in reversed(list(action.choices)) if value != before)
+    if name in VALUES:
+        return VALUES[name]
+    if action.type is int or isinstance(before, int):
+        return (before or 1) + 1
+    return 0.5 if action.type is float or action.metavar == "X" else "named"
+
+
+def as_given(action: argparse.Action, value: Any) -> list[str]:
+    name = action.option_strings[0]
+    if isinstance(value, bool):
+        return [name if value else name.replace("--", "--no-", 1)]
+    return [f"{name}={value}"]
+
+
+def with_underscores(argument: str) -> str:
+    name, equals, value = argument.removeprefix("--").partition("=")
+    return "--" + name.replace("-", "_") + equals + value
+
+
+@pytest.mark.parametrize("command", sorted(KINDS))
+def test_every_flag_changes_the_settings_by_both_spellings_and_by_a_file(command: str, tmp_path: Path) -> None:
+    base, needed = settings_of(command, *NEEDED.get(command, ())), NEEDED.get(command, [])
+    of_positional = [f.name for f, _ in read._fields(KINDS[command]) if f.metadata["positional"]]
+    for name, action in actions_of(command).items():
+        value = another(command, name, action, base)
+        given = as_given(action, value)
+        rest = list(needed)
+        if name in of_positional:
+            del rest[of_positional.index(name)]
+        elif action.option_strings[0] in rest:
+            place = rest.index(action.option_strings[0])
+            del rest[place : place + 2]
+        settings = settings_of(command, *rest, *given)
+        assert settings != base, given
+        underscored = [with_underscores(argument) for argument in given]
+        assert settings_of(command, *rest, *read.spelled(command, underscored)) == settings, underscored
+        if command != "distill":  # which reads its file by itself
+            file = tmp_path / f"{name}.yaml"
+            file.write_text(yaml.safe_dump({name: value}))
+            assert settings_of(command, *rest, "--config", str(file)) == settings, name
+
+
+def names_read(*sources: Path) -> set[str]:
+    """Names that are read as attributes, or stand as texts to be read by."""
+    found: set[str] = set()
+    for source in sources:
+        for node in ast.walk(ast.parse(source.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                found.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+    return found
+
+
+@pytest.mark.parametrize("command", sorted(KINDS))
+def test_every_setting_of_a_command_is_read(command: str) -> None:
+    module = sys.modules[KINDS[command].__module__]
+    sources = [Path(str(module.__file__)), Path(str(flags.__file__))]
+    sources += [ROOT / "app" / "launch.py"] if command == "app" else []
+    own = {f.name for f, _ in read._fields(KINDS[command])} - {"paper"}  # which says what the configuration begins as
+    assert own <= names_read(*sources)
+
+
+# --- settings of the assistant --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: Any) -> Path:
+    return save_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def store(pair: Path, tmp_path_factory: Any) -> Path:
+    target = AutoModelForCausalLM.from_pretrained(pair / "target")
+    tokenizer = AutoTokenizer.from_pretrained(pair / "target")
+    path = tmp_path_factory.mktemp("store") / "store"
+    with CorrectionStore(path) as written:
+        for trace in record_traces(target, [encode_turn(tokenizer, f"{i}") for i in range(8)], max_new_tokens=6):
+            written.append(trace)
+    return path
+
+
+LEARNING = ["--update-interval", "3", "--steps-per-update", "1", "--batch-size", "2"]
+
+
+@pytest.mark.parametrize("command", ["run", "plan", "replay", "learn"])
+def test_a_command_reads_each_setting_that_it_offers(
+    command: str, pair: Path, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    known, found = {f.name for f in fields(OnlineConfig)}, set[str]()
+
+    def noted(self: OnlineConfig, name: str) -> Any:
+        if name in known:
+            code = sys._getframe(1).f_code
+            is_own = code.co_filename.endswith("config.py") and code.co_name not in ("reads_text", "compared_k")
+            # Copies, checks and reports of all fields are no use of one.
+            if not is_own and not code.co_filename.endswith(("dataclasses.py", "cli/flags.py")):
+                found.add(name)
+        return object.__getattribute__(self, name)
+
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{i}"}) + "\n" for i in range(6)))
+    models = ["--target", str(pair / "target"), "--draft", str(pair / "draft")]
+    given = {
+        "run": [*models, "--prompts", str(prompts), "--column", "prompt", "--max-new-tokens", "6", *LEARNING],
+        "plan": models,
+        "replay": ["--store", str(store), *models[2:], "--learn", *LEARNING],
+        "learn": ["--store", str(store), *models, "--once", *LEARNING],
+    }[command]
+    given += [] if command == "plan" else ["--output-dir", str(tmp_path / "out")]
+    monkeypatch.setattr("osd_hf.bench.display.plot_alpha", lambda *args, **kwargs: None)
+    monkeypatch.setattr("osd_hf.cli.learn.plot_alpha", lambda *args, **kwargs: None)
+    monkeypatch.setattr(OnlineConfig, "__getattribute__", noted, raising=False)
+    assert main([command, *given]) == 0
+    offered = {action.dest.removeprefix("config.") for action in actions_of(command).values() if "." in action.dest}
+    assert offered - found == set()
+
+
+@pytest.mark.parametrize("command", ["run", "plan", "replay", "learn"])
+def test_a_setting_without_a_meaning_is_refused_with_the_reason(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without = next(f.metadata["without"] for f, _ in read._fields(KINDS[command]) if "without" in f.metadata)
+    assert without
+    for name, reason in without.items():
+        assert name in {f.name for f in fields(OnlineConfig)}
+        with pytest.raises(SystemExit) as ended:
+            settings_of(command, *NEEDED.get(command, ()), read.option(name), "x")
+        assert ended.value.code == 2
+        assert f"{read.option(name)}: {reason}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["replay", "--store", "s", "--draft", "d", "--batch-size", "3"], "--batch-size would change nothing"),
+        (["replay", "--store", "s", "--draft", "d", "--paper"], "--paper would change nothing without --learn"),
+        (["replay", "--store", "s", "--draft", "d", "--num-assistant-tokens", "auto"], "must not be auto"),
+        (["replay", "--store", "s", "--draft", "d", "--device", "cpu", "--device-map", "auto"], "give one of them"),
+        (["plan", *NEEDED["plan"], "--num-assistant-tokens", "5", "--candidates", "text"], "tokens auto"),
+        (["run", "--bundled", "--output-dir", "o", "--dtype", "bfloat16"], "`dtype` needs a target and a draft"),
+        (["run", "--bundled", "--output-dir", "o", "--column", "c"], "--column would change nothing without"),
+        (["bench", "--output-dir", "o", "--subset", "c"], "--subset would change nothing without --prompts"),
+        (["bench", "--output-dir", "o", "--revision", "v"], "`revision` needs a target and a draft by name"),
+        (["bench", "--output-dir", "o", "--controlled", "1", "--split", "s"], "--split cannot be given with"),
+        (["quickstart", "--output-dir", "o", "--trust-remote-code"], "`trust_remote_code` needs a target and a draft"),
+        (["learn", *NEEDED["learn"], "--device-map", "auto"], "--device-map is of the target's weights"),
+        (["collect", "--store", "s", "--url", "http://x", "--revision", "v"], "--revision is for --target"),
+        (["app", "--pair", "smollm2", "--dtype", "float16"], "Leave out --dtype"),
+    ],
+)  # fmt: skip
+def test_what_would_be_ignored_is_refused(
+    given: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(given) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "read_first"),
+    [
+        (["run", "--target", "t", "--draft", "d", "--prompts", "ROWS", "--column", "prompt"], ("t", "v1")),
+        (["bench", "--target", "t", "--draft", "d", "--prompts", "ROWS"], ("t", "v1")),
+        (["quickstart", "--target", "t", "--draft", "d"], ("t", "v1")),
+        (["plan", "--target", "t", "--draft", "d"], ("t", "v1")),
+        (["draft", "t", "new"], ("t", "v1")),
+        (["export", "new", "--draft", "d", "--target", "t"], ("t", "v1")),
+        (["push", "me/draft", "--draft", "d", "--target", "t", "--before", "b"], ("t", "v1")),
+        (["collect", "--store", "s", "--log", "l", "--target", "t"], ("t", "v1")),
+        (["learn", "--store", "s", "--output-dir", "o", "--target", "t", "--draft", "d"], ("t", "v1")),
+        (["replay", "--store", "STORE", "--draft", "d"], ("d", "v2")),
+    ],
+)
+def test_a_version_on_the_hub_and_its_code_reach_what_loads(
+    given: list[str], read_first: Any, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def from_pretrained(source: str, *, revision: str, trust_remote_code: bool, **more: Any) -> None:
+        asked.append((source, revision, trust_remote_code))
+        raise OSError("nothing is there")
+
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"prompt": "one"}\n')
+    monkeypatch.setattr("osd_hf.pair.AutoConfig.from_pretrained", from_pretrained)
+    given = [{"ROWS": "rows.jsonl", "STORE": str(store)}.get(word, word) for word in given]
+    known = [action.option_strings[0] for action in actions_of(given[0]).values()]
+    versions = [
+        word for name, v in (("--revision", "v1"), ("--draft-revision", "v2")) if name in known for word in (name, v)
+    ]
+    assert main([*given, *versions, "--trust-remote-code"]) == 2
+    assert asked[0] == (*read_first, True)
+
+
+# --- names ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "old", "new"), [(command, *names) for command, table in RENAMED.items() for names in table.items()]
+)
+def test_an_old_name_is_the_new_one_with_one_notice(command: str, old: str, new: str, capsys: Any) -> None:
+    known = {text: action for action in actions_of(command).values() for text in action.option_strings}
+    assert old not in known
+    value = [] if known[new].nargs == 0 else ["3"]
+    needed = NEEDED.get(command, [])
+    asked = [_asked([command, *needed, name, *value])[1] for name in (new, with_underscores(old))]
+    assert asked[0] == asked[1] != settings_of(command, *needed)
+    said = capsys.readouterr().err
+    assert said == f"osd-hf: notice: {old} is now {new}; the next release knows the new name alone\n"
+
+
+def test_one_thing_has_one_name() -> None:
+    given = {name: set(actions_of(name)) for name in KINDS}
+    others = {"k", "requests", "limit", "compile", "state", "local_dir", "directory", "out", "new_tokens",
+              "no_chat_template", "no_learn"}  # fmt: skip
+    assert not any(names & others for names in given.values())
+    assert all("output_dir" in given[name] for name in set(KINDS) - {"collect", "distill", "env", "plan"})
+
+
+def test_a_positional_may_have_its_name_and_stand_anywhere() -> None:
+    plain = settings_of("draft", "t", "new", "--num-layers", "2")
+    assert settings_of("draft", "t", "--num-layers", "2", "new") == plain
+    assert settings_of("draft", "--num-layers", "2", "--output-dir", "new", "t") == plain
+    assert settings_of("draft", "--target", "t", "--num-layers=2", "--output-dir", "new") == plain
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["rnu"], "there is no command 'rnu' (did you mean run?)"),
+        (["xyzzy"], "there is no command 'xyzzy'\n"),
+        ([], "name a command"),
+        (["--json", "-"], "unrecognized arguments: --json"),
+        (["run", "--num-request", "3"], "unrecognized arguments: --num-request (did you mean --num-requests?)"),
+        (["run", "--no_lern"], "unrecognized arguments: --no-lern (did you mean --no-learn?)"),
+        (["run", "stray"], "unrecognized arguments: stray"),
+        (["draft", "t", "new", "more"], "unrecognized arguments: more"),
+        (["draft", "t"], "the following arguments are required: DIR"),
+        (["replay", "--draft", "d"], "the following arguments are required: --store"),
+        (["export", "new", "--output-dir", "new", "--draft", "d"], "unrecognized arguments: new"),
+    ],
+)
+def test_a_slip_is_answered_with_what_was_meant(given: list[str], said: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        _asked(given)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+# --- files of settings ----------------------------------------------------------------------------------------------
+
+
+def test_flags_go_before_a_file_and_lists_are_not_joined(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps({
+        "num-requests": 7, "domain": ["sql", "math"], "learning_rate": "1e-3", "num_logprobs": None, "gate": False,
+        "mixed_precision": False, "bundled": True, "device": None,
+    }))  # fmt: skip
+    settings = settings_of("run", "--domain", "finance", "--config", str(file), "--no-bundled")
+    assert (settings.num_requests, settings.domain, settings.bundled) == (7, ["finance"], False)
+    config = settings.config
+    assert (config.learning_rate, config.num_logprobs, config.gate, config.mixed_precision) == (
+        1e-3,
+        None,
+        False,
+        "no",
+    )
+    assert settings_of("run", "--config", str(file)).domain == ["sql", "math"]
+
+
+def test_a_file_sets_positionals_too(tmp_path: Path) -> None:
+    file = tmp_path / "draft.yaml"
+    file.write_text("target: t\nnum_layers: 2\n")
+    plain = settings_of("draft", "t", "new", "--num-layers", "2")
+    assert settings_of("draft", "new", "--config", str(file)) == plain
+    assert settings_of("draft", "--config", str(file), "u", "new").target == "u"
+
+
+def test_a_flag_beats_its_rival_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "push.yaml"
+    file.write_text("repo_id: me/draft\ndraft: d\nprivate: true\n")
+    assert settings_of("push", "--config", str(file)).private
+    public = settings_of("push", "--config", str(file), "--public")
+    assert (public.private, public.public, public.repo_id) == (False, True, "me/draft")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("num_request: 3", "sets `num_request`, which is no flag of osd-hf run (did you mean num_requests?)"),
+        ("num_requests: many", "argument --num-requests: invalid int value: 'many'"),
+        ("num_requests: true", "invalid int value: 'yes'"),
+        ("dtype: int8", "argument --dtype: invalid choice"),
+        ("prompts: {a: b}", "sets `prompts` to a mapping"),
+        ("[1]", "must hold names with values"),
+        ("a: b: c", "cannot be read"),
+        ("autosave_interval: 3", "is no flag of osd-hf run"),
+    ],
+)
+def test_a_file_that_makes_no_sense_is_refused(text: str, said: str, tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    assert main(["run", "--config", str(file)]) == 2
+    assert said in capsys.readouterr().err
+    assert main(["run", "--config", str(tmp_path / "missing.yaml")]) == 2
+
+
+# --- the rest -------------------------------------------------------------------------------------------------------
+
+
+def test_the_list_of_commands_is_grouped(capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    places = [shown.index(f"\n{title}:") for title in ("try", "measure", "learn", "make", "ship")]
+    assert places == sorted(places)
+    assert places[1] < shown.index("\n  bench ") < places[2]
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == "osd-hf 0.1.0\n"
+
+
+def test_a_report_of_a_bug_has_its_facts(capsys: Any) -> None:
+    assert main(["env", "--json", "-"]) == 0
+    out, err = capsys.readouterr()
+    facts = json.loads(out)
+    assert {f"{name} version" for name in ("osd_hf", "torch", "transformers", "peft", "trl", "accelerate")} <= set(
+        facts
+    )
+    assert "float32" in facts["dtypes on cpu"]
+    assert f"- platform: {facts['platform']}\n" in err
+
+
+def test_a_configuration_of_a_local_data_set_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for name in ("main", "socratic"):
+        (folder / f"{name}.jsonl").write_text(json.dumps({"prompt": f"of {name}"}) + "\n")
+    configs = [{"config_name": name, "data_files": f"{name}.jsonl"} for name in ("main", "socratic")]
+    (folder / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': configs})}---\n")
+    settings = settings_of("bench", "--prompts", str(folder), "--subset", "socratic")
+    source: PromptSource = settings.source(settings.prompts[0], default_column="prompt")
+    assert [prompt.text for prompt in read_prompts(source)] == ["of socratic"]
