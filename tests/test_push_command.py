@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from osd_hf.bundled import load_bundled
 from osd_hf.cli.main import main
+from osd_hf.errors import ConfigError
+from osd_hf.hub.cards import DraftFacts, draft_card
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +113,30 @@ def test_what_cannot_be_done_is_said(
     assert main(arguments) == 2
     assert said in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_draft_is_measured_beside_what_its_card_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[object] = []
+
+    def load_pair(*names: object, **how: object) -> None:
+        asked.append((*names, how["revision"], how["draft_revision"]))
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("osd_hf.cli.push.load_pair", load_pair)
+    card = draft_card("me/draft", DraftFacts(target="them/large", target_revision="c0ffee", base_model="them/small"))
+    card.save(tmp_path / "README.md")
+    arguments = ["push", "me/draft", "--draft", str(tmp_path), "--output-dir", str(tmp_path / "out"), "--dry-run"]
+    for more in ([], ["--revision", "v1", "--before-revision", "v0"], ["--target", "one", "--before", "two"]):
+        assert main([*arguments, *more]) == 2
+    assert asked == [
+        ("them/large", "them/small", "c0ffee", None), ("them/large", "them/small", "v1", "v0"),
+        ("one", "two", None, None),
+    ]  # fmt: skip
+    draft_card("me/draft", DraftFacts(target="them/large", base_model="them/large")).save(tmp_path / "README.md")
+    assert main(arguments) == 2
+    assert "Name it with --before" in capsys.readouterr().err
 
 
 def test_export_writes_the_folder_and_prints_the_command_that_serves_it(

@@ -48,6 +48,8 @@ def app_command(settings: AppSettings) -> int:
         raise ConfigError("--public lets everybody in, --login only those with the password. Give one of them.")
     others = settings.changed("target", "draft", *(name for name in settings.loading if name != "device"))
     if settings.pair and others:
-        raise ConfigError(f"--pair {settings.pair} names both models, and how they are loaded. Leave out {others[0]}.")
+        raise ConfigError(
+            f"--pair {settings.pair} names both models, and how they are loaded. Leave out {' and '.join(others)}."
+        )
     settings.check_counts("threads")
     return int(importlib.import_module("osd_hf_app.launch").launch(settings))

@@ -108,9 +108,12 @@ def add_flags(parser: argparse.ArgumentParser, kind: type) -> dict[str, argparse
     return actions
 
 
+_hints = functools.cache(typing.get_type_hints)
+
+
 def _fields(kind: Any) -> list[tuple[Field[Any], Any]]:
     """The fields of a class that are flags and then those of its bases, each with its type."""
-    hints, known = typing.get_type_hints(kind), {f.name: f for f in fields(kind)}
+    hints, known = _hints(kind), {f.name: f for f in fields(kind)}
     names = dict.fromkeys(name for cls in kind.__mro__ for name in cls.__dict__.get("__annotations__", ()))
     return [(known[name], hints[name]) for name in names if name in known and known[name].metadata]
 

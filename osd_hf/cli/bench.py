@@ -53,7 +53,7 @@ class BenchSettings(Rows, DraftRevision, TargetLoading, Reporting):
 
     target: str | None = _models("instead of the bundled target", metavar="ID|PATH")
     draft: str | None = _models("instead of the bundled draft", metavar="ID|PATH")
-    num_assistant_tokens: str = _models("tokens drafted per round (k)", "5", metavar="N[,N...]")
+    num_assistant_tokens: str = _models("tokens drafted per round (k), one or several", "5", metavar="N[,N...]")
     compile_draft: bool = _models("also time lean drafting with the draft compiled", False)
     prompts: list[str] | None = _prompts("instead of the bundled domains: Hub id or folder of a data set, or a json, "
                                          "jsonl or parquet file (repeat for several)", metavar="ID|FILE")  # fmt: skip
@@ -64,14 +64,14 @@ class BenchSettings(Rows, DraftRevision, TargetLoading, Reporting):
                                    metavar="N")  # fmt: skip
     learn_requests: int = _sizes("requests per data set, served before to make the learned draft; 0 leaves it out",
                                  50, metavar="N")  # fmt: skip
-    max_new_tokens: int = _sizes("bound of an answer", 96, metavar="N")
+    max_new_tokens: int = _sizes("most tokens of an answer", 96, metavar="N")
     seed: int = flag("seed of prompts, learning and random weights", 0)
     threads: int | None = flag(THREADS, metavar="N")
-    controlled: str | None = _shapes("a proposal is right with this probability", metavar="ALPHA[,ALPHA...]")
-    target_shape: str | None = _shapes(f"one of {', '.join(SHAPES)}; 7b by default", metavar="NAME")
-    draft_shape: str | None = _shapes("likewise; 160m by default", metavar="NAME")
-    prompt_tokens: int | None = _shapes("64 by default", metavar="N")
-    output_dir: Path = flag("report and plot; overwritten", Path("osd_hf_bench"), metavar="DIR")
+    controlled: str | None = _shapes("probability with which a proposal is right", metavar="ALPHA[,ALPHA...]")
+    target_shape: str | None = _shapes(f"shape of the target: {', '.join(SHAPES)}; 7b by default", metavar="NAME")
+    draft_shape: str | None = _shapes("likewise, of the draft; 160m by default", metavar="NAME")
+    prompt_tokens: int | None = _shapes("tokens of a prompt; 64 by default", metavar="N")
+    output_dir: Path = flag("folder of report and plot, which are overwritten", Path("osd_hf_bench"), metavar="DIR")
 
     def check(self) -> None:
         """Raises ConfigError for what is too small, and for what does not go together."""
@@ -137,7 +137,9 @@ class QuickstartSettings(TargetRevision, DraftRevision, Reporting):
     threads: int | None = flag(THREADS, metavar="N")
     target: str | None = flag("another target for the same prompts", metavar="ID|PATH")
     draft: str | None = flag("another draft for the same prompts", metavar="ID|PATH")
-    output_dir: Path = flag("report and plots; overwritten", Path("osd_hf_quickstart"), metavar="DIR")
+    output_dir: Path = flag(
+        "folder of report and plots, which are overwritten", Path("osd_hf_quickstart"), metavar="DIR"
+    )
 
 
 def quickstart_command(settings: QuickstartSettings) -> int:

@@ -38,30 +38,30 @@ class CollectSettings(Prompts, TargetRevision, Reporting):
                               "loaded); the bundled one by default", metavar="ID|PATH")  # fmt: skip
     target_version: str | None = flag("name of the weights that answer, where the model's name in the responses, the "
                                       "default, stays while they change", metavar="NAME")  # fmt: skip
-    num_logprobs: int = flag("kept per position", 64, metavar="K")
-    url: str | None = _server("of an OpenAI-compatible server, such as http://localhost:8000")
-    model: str | None = _server("name that it serves; its only one by default")
-    api_key: str | None = _server("other users of this machine can see it, so the next two are better; by default the "
-                                  "environment's OSD_HF_API_KEY, or its OPENAI_API_KEY where the URL is OpenAI's or "
-                                  "that of OPENAI_BASE_URL", rivals="key")  # fmt: skip
-    api_key_file: Path | None = _server("holds the key", rivals="key", metavar="FILE")
+    num_logprobs: int = flag("log-probs kept per position", 64, metavar="K")
+    url: str | None = _server("address of an OpenAI-compatible server, such as http://localhost:8000")
+    model: str | None = _server("name of the model that it serves; its only one by default", metavar="NAME")
+    api_key: str | None = _server("key of the server; other users of this machine can see it, so the next two are "
+                                  "better; by default the environment's OSD_HF_API_KEY, or its OPENAI_API_KEY where "
+                                  "the URL is OpenAI's or that of OPENAI_BASE_URL", rivals="key")  # fmt: skip
+    api_key_file: Path | None = _server("file that holds the key", rivals="key", metavar="FILE")
     api_key_env: str | None = _server("variable of the environment that holds the key", rivals="key", metavar="NAME")
     allow_plain_http: bool = _server("send a key to another machine over plain HTTP, too", False)
     concurrency: int = _server("requests at once", 4, metavar="N")
-    patience_seconds: float = _server("how long to try a server that is away or too busy", 30.0, metavar="S")
-    max_new_tokens: int = _answers("bound of an answer", 128, metavar="N")
-    temperature: float = _answers("0 is greedy", 0.0)
-    top_p: float | None = _answers("with a temperature")
-    top_k: int | None = _answers("with a temperature")
-    seed: int | None = _answers("of sampling, sent with each request")
+    patience_seconds: float = _server("how many seconds to try a server that is away or too busy", 30.0, metavar="S")
+    max_new_tokens: int = _answers("most tokens of an answer", 128, metavar="N")
+    temperature: float = _answers("of sampling; 0 is greedy", 0.0, metavar="X")
+    top_p: float | None = _answers("share of the probability that is sampled from, with a --temperature", metavar="X")
+    top_k: int | None = _answers("likeliest tokens that are sampled from, with a --temperature", metavar="N")
+    seed: int | None = _answers("seed of sampling, sent with each request", metavar="N")
     resume: bool = _answers("go on where a collection ended: leave out prompts that the store has already", False)
-    log: Path | None = _log("JSON lines, each a response, {request, response}, or of an OpenAI batch output; lines "
-                            "read before into this store are left out", metavar="FILE")  # fmt: skip
+    log: Path | None = _log("file of JSON lines, each a response, {request, response}, or of an OpenAI batch output; "
+                            "lines read before into this store are left out", metavar="FILE")  # fmt: skip
     follow: bool = _log("wait for more lines, until interrupted", False)
-    poll_seconds: float = _log("between two looks at it", 5.0, metavar="S")
-    flush_every: int = _store("requests in a file, at most", 16, metavar="N")
-    max_bytes: int | None = _store("most bytes kept; the oldest requests go", metavar="N")
-    max_age_days: float | None = _store("older requests go", metavar="DAYS")
+    poll_seconds: float = _log("seconds between two looks at it, with --follow", 5.0, metavar="S")
+    flush_every: int = _store("most requests of a file", 16, metavar="N")
+    max_bytes: int | None = _store("most bytes that are kept; the oldest requests go", metavar="N")
+    max_age_days: float | None = _store("days after which requests go", metavar="DAYS")
 
     def check(self) -> None:
         """Raises ConfigError for what is too small, and for what does not go together."""
@@ -76,6 +76,8 @@ class CollectSettings(Prompts, TargetRevision, Reporting):
                 raise ConfigError("A log has one label: give --domain once.")
         if self.follow and self.log is None:
             raise ConfigError("--follow is for --log.")
+        if self.changed("poll_seconds") and not self.follow:
+            raise ConfigError("--poll-seconds is for --follow.")
         self.check_counts("num_logprobs", "concurrency", "max_new_tokens", "flush_every", "num_requests", "max_bytes")
         self.check_not_negative("patience_seconds", "poll_seconds", "temperature")
         if self.temperature == 0 and (self.top_p is not None or self.top_k is not None):

@@ -39,7 +39,7 @@ class DraftSettings(Prompts, TargetLoading, Reporting):
         if self.store is not None and self.prompts is not None:
             raise ConfigError("Give one of --prompts and --store.")
         if self.store is not None:
-            self.check_rows()
+            self.check_rows("chat_template")
         self.check_one_place()
 
     def making(self) -> MakingConfig:

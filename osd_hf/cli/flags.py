@@ -23,7 +23,7 @@ from osd_hf.store.store import CorrectionStore
 from osd_hf.utils.report import json_text, write_report
 
 BUNDLED_REQUESTS = 200
-THREADS = "of torch, at least 1; by default OMP_NUM_THREADS, or one, unless all cores are clearly faster"
+THREADS = "threads of torch; by default OMP_NUM_THREADS, or one, unless all cores are clearly faster"
 
 CHAT_TEMPLATE = "put prompts into the tokenizer's chat template, where it has one; plain text otherwise"
 
@@ -63,7 +63,7 @@ class Reporting(Settings):
     """Settings of a command that can report to machines as well; raises ConfigError where the report could not be
     written at the end of a long command."""
 
-    json: str | None = flag("also write the report there; - is the standard output", metavar="PATH")
+    json: str | None = flag("also write the report there, for machines; - is the standard output", metavar="PATH")
 
     def __post_init__(self) -> None:
         path = self.json
@@ -111,25 +111,27 @@ class RemoteCode(Settings):
 class TargetRevision(RemoteCode):
     """Which target of the Hub is meant."""
 
-    revision: str | None = _models("of the target on the Hub: a branch, tag or commit", metavar="NAME")
+    revision: str | None = _models("branch, tag or commit of the target on the Hub", metavar="NAME")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftRevision(RemoteCode):
     """Which draft of the Hub is meant."""
 
-    draft_revision: str | None = _models("of the draft on the Hub: a branch, tag or commit", metavar="NAME")
+    draft_revision: str | None = _models("branch, tag or commit of the draft on the Hub", metavar="NAME")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loading(RemoteCode):
     """How and where models that are named are loaded."""
 
-    dtype: Dtype = _models("auto is each checkpoint's own; only float32 is exact to the token", "auto")
-    device: str | None = _models("such as cpu or cuda:0; by default CUDA where there is one, and the CPU for the "
-                                 "bundled pair")  # fmt: skip
-    attn_implementation: str | None = _models("such as sdpa, eager or flash_attention_2; transformers' choice by "
-                                              "default", metavar="NAME")  # fmt: skip
+    dtype: Dtype = _models(
+        "dtype of the weights: auto is each checkpoint's own; only float32 is exact to the token", "auto"
+    )
+    device: str | None = _models("where models run, such as cpu or cuda:0; by default CUDA where there is one, and "
+                                 "the CPU for the bundled pair")  # fmt: skip
+    attn_implementation: str | None = _models("attention kernels, such as sdpa, eager or flash_attention_2; "
+                                              "transformers' choice by default", metavar="NAME")  # fmt: skip
 
     @property
     def loading(self) -> dict[str, Any]:
@@ -158,10 +160,10 @@ class Loading(RemoteCode):
 class TargetLoading(Loading, TargetRevision):
     """How a target that is named is loaded, and its draft."""
 
-    device_map: str | None = _models("of the target, such as auto, which spreads it over all devices; --device is the "
-                                     "draft's then", metavar="MAP")  # fmt: skip
-    quantization: Quantization | None = _models("of the target's weights: 4bit and 8bit need bitsandbytes, int8 needs "
-                                                "torchao")  # fmt: skip
+    device_map: str | None = _models("where the parts of the target go, such as auto, which spreads it over all "
+                                     "devices; --device is the draft's then", metavar="MAP")  # fmt: skip
+    quantization: Quantization | None = _models("how the target's weights are quantized: 4bit and 8bit need "
+                                                "bitsandbytes, int8 needs torchao")  # fmt: skip
 
 
 # Settings of [`OnlineConfig`] that change nothing in a command, and why.
@@ -186,7 +188,7 @@ def learning(*, k: str | None = None, **without: str) -> Any:
 class Learning(Settings):
     """How a draft learns."""
 
-    paper: bool = _learning("the rule of arXiv 2310.07177; other flags change it", False)
+    paper: bool = _learning("learn by the rule of arXiv 2310.07177, which other flags change", False)
     config: OnlineConfig = learning()
 
     def fixed_k(self, *, takes_auto: bool = False) -> int:
@@ -215,8 +217,8 @@ class Learning(Settings):
 class Rows(Settings):
     """How a row of a file or data set becomes a prompt."""
 
-    split: str = _prompts("of a data set", "train")
-    subset: str | None = _prompts("configuration of a data set")
+    split: str = _prompts("part of a data set", "train")
+    subset: str | None = _prompts("configuration of a data set", metavar="NAME")
     column: str | None = _prompts("column of the prompt, a user's turn")
     prompt_template: str | None = _prompts("instead of a column: a format string, such as 'db: {db_id}\\n{question}'",
                                            metavar="FORMAT")  # fmt: skip
@@ -229,9 +231,9 @@ class Rows(Settings):
         kept = {"column": column, "template": self.prompt_template, "split": self.split, "subset": self.subset}
         return PromptSource(location, **{**kept, **more})
 
-    def check_rows(self) -> None:
+    def check_rows(self, *more: str) -> None:
         """Raises ConfigError for flags that say how prompts are read, where none are named."""
-        if given := self.changed("split", "subset", "column", "prompt_template", "domain_column"):
+        if given := self.changed("split", "subset", "column", "prompt_template", "domain_column", *more):
             raise ConfigError(f"{' and '.join(given)} would change nothing without --prompts.")
 
 
@@ -244,8 +246,10 @@ class Prompts(Rows):
     chat_template: bool = _prompts(CHAT_TEMPLATE, True)
     domain: list[str] | None = _prompts("label of all prompts; of bundled ones, domains to serve (repeat for several)",
                                         metavar="NAME")  # fmt: skip
-    domain_column: str | None = _prompts("column of the label", metavar="COLUMN")
-    num_requests: int | None = _prompts(f"all by default; {BUNDLED_REQUESTS} of the bundled ones", metavar="N")
+    domain_column: str | None = _prompts("column of each prompt's label", metavar="COLUMN")
+    num_requests: int | None = _prompts(
+        f"first N prompts; by default all, or {BUNDLED_REQUESTS} bundled ones", metavar="N"
+    )
 
     def read_prompts(self, seed: int) -> Iterator[Prompt]:
         """The prompts in their order, mixed by the seed where they are bundled; raises ConfigError and DataError."""

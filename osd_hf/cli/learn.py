@@ -49,24 +49,24 @@ class LearnSettings(DraftRevision, TargetLoading, Learning, Reporting):
     draft: str | None = _models("where learning starts; the bundled one by default", metavar="ID|PATH")
     target: str | None = _models("model whose answers the stores hold, for its tokenizer and vocabulary (no weights "
                                  "are loaded); the bundled one by default", metavar="ID|PATH")  # fmt: skip
-    threads: int | None = _models("of torch; its own choice by default", metavar="N")
+    threads: int | None = _models("threads of torch; its own choice by default", metavar="N")
     domain: str | None = _requests("learn from requests of this label only", metavar="NAME")
     target_version: str | None = _requests("learn from requests of this version of the target only; of the newest by "
                                            "default", metavar="NAME")  # fmt: skip
     rescore: bool = _requests("let the target, whose weights are loaded, score those of other versions anew", False)
     once: bool = _requests("end when all that is there is learned; wait otherwise", False)
-    num_requests: int | None = _requests("end after so many more", metavar="N")
-    poll_seconds: float = _requests("between two looks at the stores", 2.0, metavar="S")
+    num_requests: int | None = _requests("end after N more requests", metavar="N")
+    poll_seconds: float = _requests("seconds between two looks at the stores", 2.0, metavar="S")
     state_dir: Path | None = _publishing("session to go on with, which holds tokens of requests; OUTPUT_DIR-state by "
                                          "default", metavar="DIR")  # fmt: skip
-    keep: int = _publishing("newest versions kept", 5, metavar="N")
-    publish_seconds: float = _publishing("least between two versions", 30.0, metavar="S")
-    repo_id: str | None = _publishing("push each version there, too", metavar="USER/NAME")
+    keep: int = _publishing("newest versions that are kept", 5, metavar="N")
+    publish_seconds: float = _publishing("least seconds between two versions", 30.0, metavar="S")
+    repo_id: str | None = _publishing("push each version to this repo of the Hub, too", metavar="USER/NAME")
     public: bool = _publishing("with --repo-id: everybody may read it; otherwise a new repo is private, and a public "
                                "one is refused", False)  # fmt: skip
-    token: str | None = _publishing("of the Hub; the login of this machine by default")
-    license: str | None = _publishing("of the draft's base, as the Hub names it, for the card")
-    report_to: list[str] | None = _publishing("trackio, tensorboard, wandb, ...", metavar="NAME")
+    token: str | None = _publishing("token of the Hub; the login of this machine by default")
+    license: str | None = _publishing("license of the draft's base, as the Hub names it, for the card", metavar="NAME")
+    report_to: list[str] | None = _publishing("also log to trackio, tensorboard, wandb, ...", metavar="NAME")
     config: OnlineConfig = learning(
         k="tokens drafted per round (k), in what is compared", **ONE_DRAFT, **NOBODY_WAITS, **NOTHING_DRAFTED,
         update_strategy="an update is done as soon as its requests are there",
@@ -78,6 +78,8 @@ def learn_command(settings: LearnSettings) -> int:
     settings.fixed_k()
     settings.check_together("draft", "target")
     settings.check_counts("num_requests", "threads")
+    if (of_push := settings.changed("public", "token")) and settings.repo_id is None:
+        raise ConfigError(f"{of_push[0]} is for --repo-id, which says where versions are pushed.")
     of_weights = settings.changed("device_map", "quantization")
     if of_weights and not settings.rescore:
         raise ConfigError(f"{of_weights[0]} is of the target's weights, which --rescore alone loads.")

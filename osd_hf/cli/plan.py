@@ -36,13 +36,13 @@ class PlanSettings(TargetRevision, DraftRevision, Learning, Reporting):
 
     target: str = _models("Hub id or folder of the model that answers; its configuration alone is read",
                           required=True, metavar="ID|PATH")  # fmt: skip
-    draft: str = _models("of the model that drafts and learns", required=True, metavar="ID|PATH")
-    target_dtype: Dtype = _models("auto is the configuration's own", "auto")
-    draft_dtype: Dtype = _models("auto is the configuration's own", "auto")
+    draft: str = _models("likewise, of the model that drafts and learns", required=True, metavar="ID|PATH")
+    target_dtype: Dtype = _models("dtype of the target: auto is the configuration's own", "auto")
+    draft_dtype: Dtype = _models("dtype of the draft: auto is the configuration's own", "auto")
     lora_rank: int | None = _models("learn adapters of this rank on all linear layers", metavar="R")
-    device_memory: str | None = flag("such as 24GB or 80GiB: what fits is said", metavar="SIZE")
+    device_memory: str | None = flag("memory of the device, such as 24GB or 80GiB, to say what fits", metavar="SIZE")
     prompt_tokens: int = _requests("tokens of a prompt", 512, metavar="N")
-    max_new_tokens: int = _requests("bound of an answer", 256, metavar="N")
+    max_new_tokens: int = _requests("most tokens of an answer", 256, metavar="N")
     config: OnlineConfig = learning(**ONE_DRAFT, **NO_BYTES)
 
     @property

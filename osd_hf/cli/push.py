@@ -52,11 +52,11 @@ class LearnedDraft(DraftRevision, TargetLoading, Reporting):
 class PushSettings(LearnedDraft, Rows):
     """The flags of `osd-hf push`."""
 
-    repo_id: str = flag("where to", positional=True, metavar="USER/NAME")
+    repo_id: str = flag("repo of the Hub that the draft goes to", positional=True, metavar="USER/NAME")
     bundled: bool = _models("the target is the bundled one", False)
     before: str | None = _evaluation("the draft before it learned; by default the one that its card names",
                                      metavar="ID|PATH")  # fmt: skip
-    before_revision: str | None = _evaluation("of that draft on the Hub: a branch, tag or commit", metavar="NAME")
+    before_revision: str | None = _evaluation("branch, tag or commit of that draft on the Hub", metavar="NAME")
     prompts: str | None = _prompts("Hub data set id, or a json, jsonl or parquet file of prompts that everybody may "
                                    "read; generated ones by default", metavar="ID|FILE")  # fmt: skip
     split: str = _prompts("of a data set", "test")
@@ -64,7 +64,7 @@ class PushSettings(LearnedDraft, Rows):
     domain_column: str | None = _prompts("column of the label", metavar="COLUMN")
     num_requests: int = _evaluation("prompts that both drafts are judged by", 64, metavar="N")
     timed_requests: int = _evaluation("those of them that are also timed live", 12, metavar="N")
-    max_new_tokens: int = _evaluation("bound of an answer", 96, metavar="N")
+    max_new_tokens: int = _evaluation("most tokens of an answer", 96, metavar="N")
     num_assistant_tokens: int | None = _evaluation("tokens drafted per round (k); tuned by default", metavar="N")
     domain: list[str] | None = _card("domain that it learned on (repeat for several)", metavar="NAME")
     license: str | None = _card("license of the draft's base, as the Hub names it", metavar="NAME")
@@ -72,9 +72,9 @@ class PushSettings(LearnedDraft, Rows):
                              False, rivals="readers")  # fmt: skip
     public: bool = _pushing("everybody may read it; a draft may have learned answers by heart",
                             False, rivals="readers")  # fmt: skip
-    token: str | None = _pushing("with the right to write; by default HF_TOKEN, or the login of this machine, which "
-                                 "other users of it cannot see")  # fmt: skip
-    output_dir: Path | None = _pushing("keep what is pushed there", metavar="DIR")
+    token: str | None = _pushing("token with the right to write; by default HF_TOKEN, or the login of this "
+                                 "machine, which other users of it cannot see")  # fmt: skip
+    output_dir: Path | None = _pushing("folder that keeps what is pushed", metavar="DIR")
     dry_run: bool = _pushing("write --output-dir and push nothing", False)
 
     def check(self) -> None:

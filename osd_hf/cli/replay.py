@@ -39,13 +39,16 @@ class ReplaySettings(DraftRevision, Loading, Learning, Reporting):
     """The flags of `osd-hf replay`."""
 
     store: str = flag("folder of captured requests", required=True, metavar="DIR")
-    draft: list[str] = flag("repeat for several", required=True, metavar="ID|PATH")
-    domain: str | None = flag("requests of this domain only")
+    draft: list[str] = flag("draft to score (repeat for several)", required=True, metavar="ID|PATH")
+    domain: str | None = flag("requests of this domain only", metavar="NAME")
     num_requests: int | None = flag("the newest N requests only", metavar="N")
     cost: float | None = flag("time of a draft's forward over the target's, for the expected speed-up", metavar="C")
     learn: bool = flag("let each draft learn from the requests, in their order", False)
-    output_dir: Path = flag("plots, with --learn; overwritten", Path("osd_hf_replay"), metavar="DIR")
-    device_map: str | None = flag("of the drafts, in place of --device, such as auto", group="models", metavar="MAP")
+    output_dir: Path = flag(
+        "folder of plots, with --learn; they are overwritten", Path("osd_hf_replay"), metavar="DIR"
+    )
+    device_map: str | None = flag("where the parts of a draft go, in place of --device, such as auto", group="models",
+                                  metavar="MAP")  # fmt: skip
     config: OnlineConfig = learning(
         k="tokens drafted per round (k)", **ONE_DRAFT, **NOBODY_WAITS, **NOTHING_DRAFTED,
         num_logprobs="a store has the entries that were recorded", autosave_interval="no session is saved here",

@@ -61,20 +61,20 @@ class RunSettings(Prompts, DraftRevision, TargetLoading, Learning, Reporting):
 
     target: str | None = _models("Hub id or folder of the model that answers", metavar="ID|PATH")
     draft: str | None = _models("Hub id or folder of the model that drafts and learns", metavar="ID|PATH")
-    bundled: bool = _models("the bundled pair, on prompts of its domains", False)
-    max_new_tokens: int = _answers("bound of an answer", 128, metavar="N")
-    do_sample: bool = _answers("sample; greedy otherwise. --seed makes it repeatable", False)
-    temperature: float | None = _answers("with --do-sample")
-    top_p: float | None = _answers("with --do-sample")
-    top_k: int | None = _answers("with --do-sample")
+    bundled: bool = _models("serve the bundled pair, on prompts of its domains", False)
+    max_new_tokens: int = _answers("most tokens of an answer", 128, metavar="N")
+    do_sample: bool = _answers("sample answers, which --seed makes repeatable; they are greedy otherwise", False)
+    temperature: float | None = _answers("of sampling, with --do-sample", metavar="X")
+    top_p: float | None = _answers("share of the probability that is sampled from, with --do-sample", metavar="X")
+    top_k: int | None = _answers("likeliest tokens that are sampled from, with --do-sample", metavar="N")
     learn: bool = flag("let the draft learn; without it, serve and count only", True)
-    output_dir: Path = _output("report, plot, journal, draft, state", Path("osd_hf_run"), metavar="DIR")
+    output_dir: Path = _output("folder of report, plot, journal, draft and state", Path("osd_hf_run"), metavar="DIR")
     resume: bool = _output("go on with the run in the output folder", False)
-    save_every: int | None = _output("updates between two saves; saved once a minute by default", metavar="N")
-    keep_text: bool = _output("prompts and answers in the journal", False)
+    save_every: int | None = _output("updates between two saves; a save a minute by default", metavar="N")
+    keep_text: bool = _output("keep prompts and answers in the journal", False)
     store: str | None = _output("also log the captured requests there, for replay; a killed run serves those since "
                                 "its last save again, so they may stand there twice", metavar="DIR")  # fmt: skip
-    report_to: list[str] | None = _output("trackio, tensorboard, wandb, ...", metavar="NAME")
+    report_to: list[str] | None = _output("also log to trackio, tensorboard, wandb, ...", metavar="NAME")
     config: OnlineConfig = learning(
         k="tokens drafted per round (k); auto = as many as pay, by acceptance and costs", **ONE_DRAFT, **NOBODY_WAITS,
         update_strategy="updates are done between two requests, so that a run can go on where it ended",
@@ -116,7 +116,7 @@ class RunSettings(Prompts, DraftRevision, TargetLoading, Learning, Reporting):
             "requests": len(encoded.prompts),
             "prompts_fingerprint": fingerprint(encoded.prompts),
             "dtype": "float32" if self.bundled else self.dtype,
-            **({} if self.quantization is None else {"quantization": self.quantization}),
+            **{n: v for n in ("quantization", "revision", "draft_revision") if (v := getattr(self, n)) is not None},
             **self.generate_kwargs,
             "learn": self.learn,
             "keep_text": self.keep_text,
