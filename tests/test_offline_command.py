@@ -279,6 +279,10 @@ def test_flags_that_make_no_sense_are_refused(tmp_path: Path, pair: Path, rows: 
         command(tmp_path, *draft, "--store", store, "--prompts", rows)
     with pytest.raises(ConfigError, match="give no others besides"):
         command(tmp_path, *draft, "--store", store, "--num-held-out", 2, "--eval-store", store)
+    with pytest.raises(ConfigError, match="--column would change nothing without --prompts"):
+        command(tmp_path, *draft, "--store", store, "--column", "question")
+    with pytest.raises(ConfigError, match="--eval-split is for --eval-prompts"):
+        command(tmp_path, *draft, "--store", store, "--eval-split", "held")
     with pytest.raises(DataError, match="leaves nothing of 8 requests"):
         command(tmp_path, *draft, "--store", store, "--num-held-out", 8)
     with pytest.raises(StoreError, match="There is no store"):

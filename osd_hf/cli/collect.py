@@ -76,10 +76,10 @@ class CollectSettings(Prompts, TargetRevision, Reporting):
                 raise ConfigError("A log has one label: give --domain once.")
         if self.follow and self.log is None:
             raise ConfigError("--follow is for --log.")
-        if self.changed("poll_seconds") and not self.follow:
-            raise ConfigError("--poll-seconds is for --follow.")
         self.check_counts("num_logprobs", "concurrency", "max_new_tokens", "flush_every", "num_requests", "max_bytes")
         self.check_not_negative("patience_seconds", "poll_seconds", "temperature")
+        if self.changed("poll_seconds") and not self.follow:
+            raise ConfigError("--poll-seconds is for --follow.")
         if self.temperature == 0 and (self.top_p is not None or self.top_k is not None):
             raise ConfigError("--top-p and --top-k need a --temperature.")
         if self.url is not None:

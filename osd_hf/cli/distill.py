@@ -75,6 +75,10 @@ class DistillSettings(Rows, DraftRevision, TargetLoading, Reporting):
                 raise ConfigError(f"Give one of `{prefix}prompts` and `{prefix}store`.")
         if self.prompts is None and self.store is None:
             raise ConfigError("Say what is learned from: --prompts or --store.")
+        if self.prompts is None and self.eval_prompts is None:
+            self.check_rows("chat_template")
+        if self.changed("eval_split") and self.eval_prompts is None:
+            raise ConfigError("--eval-split is for --eval-prompts.")
         if self.num_held_out and (self.eval_prompts is not None or self.eval_store is not None):
             raise ConfigError("--num-held-out cuts held-out requests off the data; give no others besides.")
 
