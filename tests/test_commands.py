@@ -305,6 +305,7 @@ def test_a_positional_may_have_its_name_and_stand_anywhere() -> None:
         (["run", "--num-request", "3"], "unrecognized arguments: --num-request (did you mean --num-requests?)"),
         (["run", "--no_lern"], "unrecognized arguments: --no-lern (did you mean --no-learn?)"),
         (["run", "stray"], "unrecognized arguments: stray"),
+        (["learn", *NEEDED["learn"], "--tokn=hf_secret"], "unrecognized arguments: --tokn (did you mean --token?)"),
         (["draft", "t", "new", "more"], "unrecognized arguments: more"),
         (["draft", "t"], "the following arguments are required: DIR"),
         (["replay", "--draft", "d"], "the following arguments are required: --store"),

@@ -214,13 +214,14 @@ def _take_positionals(
     free = unset if len(rest) <= len(unset) else free
     for argument in rest:
         if argument.startswith("-") and argument != "-":
-            name = argument.split("=")[0].lstrip("-").replace("-", "_")
+            told = argument.split("=")[0]  # its value may be a secret
+            name = told.lstrip("-").replace("-", "_")
             for outer, _ in _fields(kind):
                 if name in outer.metadata.get("without", ()):
                     raise argparse.ArgumentError(None, f"{option(name)}: {outer.metadata['without'][name]}")
             known = [text for action in actions.values() for text in action.option_strings]
             meant = did_you_mean(option(name), ["--config", "--help", *known])
-            raise argparse.ArgumentError(None, f"unrecognized arguments: {argument}{meant}")
+            raise argparse.ArgumentError(None, f"unrecognized arguments: {told}{meant}")
         if not free:
             raise argparse.ArgumentError(None, f"unrecognized arguments: {argument}")
         f = free.pop(0)
