@@ -298,14 +298,14 @@ def test_a_positional_may_have_its_name_and_stand_anywhere() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["rnu"], "there is no command 'rnu' (did you mean run?)"),
-        (["xyzzy"], "there is no command 'xyzzy'\n"),
+        (["rnu"], "there is no command 'rnu'. Did you mean `run`?"),
+        (["xyzzy"], "there is no command 'xyzzy'.\n"),
         ([], "name a command"),
         (["--json", "-"], "unrecognized arguments: --json"),
-        (["run", "--num-request", "3"], "unrecognized arguments: --num-request (did you mean --num-requests?)"),
-        (["run", "--no_lern"], "unrecognized arguments: --no-lern (did you mean --no-learn?)"),
+        (["run", "--num-request", "3"], "unrecognized arguments: --num-request. Did you mean `--num-requests`?"),
+        (["run", "--no_lern"], "unrecognized arguments: --no-lern. Did you mean `--no-learn`?"),
         (["run", "stray"], "unrecognized arguments: stray"),
-        (["learn", *NEEDED["learn"], "--tokn=hf_secret"], "unrecognized arguments: --tokn (did you mean --token?)"),
+        (["learn", *NEEDED["learn"], "--tokn=hf_secret"], "unrecognized arguments: --tokn. Did you mean `--token`?"),
         (["draft", "t", "new", "more"], "unrecognized arguments: more"),
         (["draft", "t"], "the following arguments are required: DIR"),
         (["replay", "--draft", "d"], "the following arguments are required: --store"),
@@ -359,7 +359,7 @@ def test_a_flag_beats_its_rival_in_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("num_request: 3", "sets `num_request`, which is no flag of osd-hf run (did you mean num_requests?)"),
+        ("num_request: 3", "sets `num_request`, which is no flag of osd-hf run. Did you mean `num_requests`?"),
         ("num_requests: many", "argument --num-requests: invalid int value: 'many'"),
         ("num_requests: true", "invalid int value: 'yes'"),
         ("dtype: int8", "argument --dtype: invalid choice"),

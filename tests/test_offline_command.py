@@ -244,7 +244,7 @@ def test_adapters_are_trained_by_a_flag(tmp_path: Path, pair: Path, store: Path)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("learning_rat: 1", "`learning_rat` is no setting of distillation \\(did you mean learning_rate"),
+        ("learning_rat: 1", "`learning_rat` is no setting of distillation. Did you mean `learning_rate`"),
         ("qwertz: 1", "`qwertz` is no setting of distillation.$"),
         ("env: {HF_HOME: here}", "`env` is no setting of distillation"),
         ("json: here", "`json` is no setting of distillation"),
@@ -289,7 +289,7 @@ def test_flags_that_make_no_sense_are_refused(tmp_path: Path, pair: Path, rows: 
         command(tmp_path, *draft, "--store", tmp_path / "missing")
     with pytest.raises(DataError, match="no column 'missing'"):
         command(tmp_path, *draft, "--prompts", rows, "--column", "missing")
-    with pytest.raises(ConfigError, match="`learning_speed` is no setting of distillation \\(did you mean"):
+    with pytest.raises(ConfigError, match="`learning_speed` is no setting of distillation. Did you mean"):
         command(tmp_path, *draft, "--learning-speed", 1)
     with pytest.raises(ConfigError, match="`qwertz` is no setting of distillation.$"):
         command(tmp_path, *draft, "qwertz")

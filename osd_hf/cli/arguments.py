@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import functools
 import json
 import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import yaml
 
-from osd_hf.errors import ConfigError, first_line
+from osd_hf.errors import ConfigError, first_line, nearest
 
 Kind = TypeVar("Kind")
 
@@ -220,8 +219,8 @@ def _take_positionals(
                 if name in outer.metadata.get("without", ()):
                     raise argparse.ArgumentError(None, f"{option(name)}: {outer.metadata['without'][name]}")
             known = [text for action in actions.values() for text in action.option_strings]
-            meant = did_you_mean(option(name), ["--config", "--help", *known])
-            raise argparse.ArgumentError(None, f"unrecognized arguments: {told}{meant}")
+            meant = nearest(option(name), ["--config", "--help", *known])
+            raise argparse.ArgumentError(None, f"unrecognized arguments: {told}.{meant}")
         if not free:
             raise argparse.ArgumentError(None, f"unrecognized arguments: {argument}")
         f = free.pop(0)
@@ -261,12 +260,6 @@ def spelled(command: str, arguments: Sequence[str]) -> list[str]:
     return result
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The known word that is nearest to a mistyped one, as a question; nothing where none is near."""
-    close = difflib.get_close_matches(word, list(known), 1)
-    return f" (did you mean {close[0]}?)" if close else ""
-
-
 # --- a file of settings ---------------------------------------------------------------------------------------------
 
 
@@ -287,8 +280,8 @@ def _of_file(parser: argparse.ArgumentParser, path: Path, actions: Mapping[str, 
     arguments: list[str] = []
     for name, value in read_file(path).items():
         if (action := actions.get(name.replace("-", "_"))) is None:
-            meant = did_you_mean(name.replace("-", "_"), actions)
-            raise ConfigError(f"The configuration {path} sets `{name}`, which is no flag of {parser.prog}{meant}.")
+            meant = nearest(name.replace("-", "_"), actions)
+            raise ConfigError(f"The configuration {path} sets `{name}`, which is no flag of {parser.prog}.{meant}")
         if isinstance(value, dict):
             raise ConfigError(f"The configuration {path} sets `{name}` to a mapping; one value or a list is needed.")
         arguments += _as_given(action, value)

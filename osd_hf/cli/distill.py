@@ -13,7 +13,7 @@ from typing import Any
 
 import osd_hf
 from osd_hf.bench.display import figure, text_table
-from osd_hf.cli.arguments import add_flags, did_you_mean, flag, in_groups, read_file, settings_from
+from osd_hf.cli.arguments import add_flags, flag, in_groups, read_file, settings_from
 from osd_hf.cli.flags import (
     CHAT_TEMPLATE,
     DraftRevision,
@@ -25,7 +25,7 @@ from osd_hf.cli.flags import (
     encode,
     recorded,
 )
-from osd_hf.errors import ConfigError, DataError, first_line, shown_settings
+from osd_hf.errors import ConfigError, DataError, first_line, nearest, shown_settings
 from osd_hf.pair import check_tokenizers, load_model, load_tokenizer, prompt_room
 from osd_hf.prompts import open_rows, read_prompts
 from osd_hf.utils.report import make_folder, provenance, write_report
@@ -123,7 +123,7 @@ def _refuse(unknown: list[str], known: Iterable[str]) -> None:
     """Raises ConfigError for the first of these flags, if there is one."""
     if unknown:
         name = unknown[0].split("=")[0].lstrip("-").replace("-", "_")
-        raise ConfigError(f"`{name}` is no setting of distillation{did_you_mean(name, known)}.")
+        raise ConfigError(f"`{name}` is no setting of distillation.{nearest(name, known)}")
 
 
 # --- the command ----------------------------------------------------------------------------------------------------

@@ -99,12 +99,16 @@ class RemoteCode(Settings):
     @property
     def fetching(self) -> dict[str, Any]:
         """Arguments of [`~osd_hf.pair.load_config`] and [`~osd_hf.pair.load_tokenizer`] for the target."""
-        return {"revision": getattr(self, "revision", None), "trust_remote_code": self.trust_remote_code}
+        return self._fetching("revision")
 
     @property
     def draft_fetching(self) -> dict[str, Any]:
         """The same for the draft."""
-        return {"revision": getattr(self, "draft_revision", None), "trust_remote_code": self.trust_remote_code}
+        return self._fetching("draft_revision")
+
+    def _fetching(self, name: str) -> dict[str, Any]:
+        version = getattr(self, name, None)
+        return {"trust_remote_code": self.trust_remote_code} | ({} if version is None else {"revision": version})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,18 +141,23 @@ class Loading(RemoteCode):
     def loading(self) -> dict[str, Any]:
         """Arguments of [`~osd_hf.pair.load_pair`]."""
         names = ("device_map", "quantization", "revision", "draft_revision")
-        return self.draft_loading | {name: getattr(self, name, None) for name in names}
+        return self._placing | {name: getattr(self, name, None) for name in names}
 
     @property
     def target_loading(self) -> dict[str, Any]:
         """Arguments of [`~osd_hf.pair.load_model`] for the target."""
-        return {name: value for name, value in self.loading.items() if name != "draft_revision"}
+        names = ("device_map", "quantization")
+        return self._placing | self.fetching | {name: getattr(self, name, None) for name in names}
 
     @property
     def draft_loading(self) -> dict[str, Any]:
         """The same for the draft."""
-        own = {name: getattr(self, name) for name in ("dtype", "device", "attn_implementation")}
-        return own | self.draft_fetching
+        return self._placing | self.draft_fetching
+
+    @property
+    def _placing(self) -> dict[str, Any]:
+        names = ("dtype", "device", "attn_implementation", "trust_remote_code")
+        return {name: getattr(self, name) for name in names}
 
     def check_one_place(self) -> None:
         """Raises ConfigError where a command that loads one kind of model is told two places for it."""

@@ -13,8 +13,8 @@ import huggingface_hub.constants
 
 from osd_hf import __version__
 from osd_hf.cli import BAD_INPUT, FAILED, INTERRUPTED
-from osd_hf.cli.arguments import did_you_mean, read_arguments, spelled
-from osd_hf.errors import CaptureError, HubError, LearnerError, OSDError, ServerError, without_credentials
+from osd_hf.cli.arguments import read_arguments, spelled
+from osd_hf.errors import CaptureError, HubError, LearnerError, OSDError, ServerError, nearest, without_credentials
 
 # What each command does, by what it is for. A module in this folder has its settings, `NameSettings`, and
 # `name_command`.
@@ -111,6 +111,6 @@ def _refuse(argv: Sequence[str]) -> None:
     if not argv:
         parser.error("name a command")
     if not argv[0].startswith("-"):
-        parser.error(f"there is no command {argv[0]!r}{did_you_mean(argv[0], COMMANDS)}")
+        parser.error(f"there is no command {argv[0]!r}.{nearest(argv[0], COMMANDS)}")
     parser.parse_args(argv[:1])
     parser.error("name a command first, and then its flags")
