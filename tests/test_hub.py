@@ -146,7 +146,9 @@ def test_the_card_says_what_was_measured(published: Path) -> None:
     for side in ("before", "after"):
         low, high = results[side]["alpha_interval"]
         assert f"{results[side]['alpha']:.3f} [{low:.3f}, {high:.3f}]" in card.text
-    for words in ("2310.07177", "vllm serve somebody/target", "osd-hf run --bundled", "- requests: 40", "finance"):
+    said = ("2310.07177", "vllm serve somebody/target", "osd-hf run --bundled", "- requests: 40", "finance",
+            "pip install torch", "## Limitations", "What it may have memorized", ".to(device)")  # fmt: skip
+    for words in said:
         assert words in card.text
     assert results["after"]["alpha"] > results["before"]["alpha"]
 
@@ -173,6 +175,15 @@ def test_a_card_without_figures_claims_none() -> None:
     assert "Not measured." in card.text
     assert card.data.eval_results is None
     assert card.data.base_model is None
+
+
+def test_the_card_links_the_project_where_its_package_says_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    urls = ["Changelog, https://host.example/changes", "Homepage, https://host.example/osd_hf"]
+    named = SimpleNamespace(get_all=lambda name: urls if name == "Project-URL" else None)
+    monkeypatch.setattr("osd_hf.hub.cards.metadata.metadata", lambda _: named)
+    assert "[osd_hf](https://host.example/osd_hf)" in draft_card("me/draft", DraftFacts()).text
+    urls.clear()
+    assert "by osd_hf, [online" in draft_card("me/draft", DraftFacts()).text
 
 
 def test_folders_of_this_machine_are_no_ids(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,16 @@ def hub_id(name: str | None) -> str | None:
     return name
 
 
+def project_url() -> str | None:
+    """Where the project lives, as its package says; `None` where it does not, or is not installed."""
+    try:
+        named = metadata.metadata("osd-hf").get_all("Project-URL") or []
+    except metadata.PackageNotFoundError:
+        return None
+    urls = dict(url.split(", ", 1) for url in named)
+    return next((urls[name] for name in ("Homepage", "Repository", "Source") if name in urls), None)
+
+
 def facts_of(
     target: Any, base: Any, domains: Sequence[str] = (), training: Mapping[str, Any] | None = None
 ) -> DraftFacts:
@@ -229,7 +240,7 @@ def draft_card(repo_id: str, facts: DraftFacts, evaluation: Evaluation | None = 
         made += f"\n\n```sh\n{facts.command}\n```"
     card: ModelCard = ModelCard.from_template(
         data, str(HERE / "draft_card.jinja"), repo=repo_id, name=data.model_name, facts=facts, evaluation=evaluation,
-        made=without_credentials(made),  # facts are their writer's, and cards are for others
+        url=project_url(), made=without_credentials(made),  # facts are their writer's, and cards are for others
     )  # fmt: skip
     return card
 
