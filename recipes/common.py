@@ -249,10 +249,11 @@ def gain(before: AcceptanceStats, after: AcceptanceStats) -> dict[str, Any]:
 
 
 def write_report(name: str, report: dict[str, Any], **facts: Any) -> Path:
-    """Write `results/<name>.json`, provenance included."""
+    """Write `results/<name>.json`, with provenance and the defaults of today, by which a table is known to be old."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"provenance": provenance(**facts), **report}, indent=1) + "\n")
+    origin = {"provenance": provenance(**facts), "defaults": OnlineConfig().to_dict()}
+    path.write_text(json.dumps({**origin, **report}, indent=1) + "\n")
     return path
 
 

@@ -41,6 +41,7 @@ SMOKES = {
     "sampled": ["--requests", "3", "--datasets", "gsm8k", "--max-new-tokens", "6", "--threads", "1"],
     "long_run": ["--requests", "24", "--marks", "12", "24"],
     "idle_learning": ["--shape", "tiny", "--pause", "0.02"],
+    "rising": ["--requests", "2", "--max-new-tokens", "4", "--threads", "1", "--processor-time"],
     "capture_overhead": ["--requests", "2", "--repeats", "1", "--max-new-tokens", "4"],
 }
 
@@ -63,6 +64,7 @@ def run(name: str, flags: list[str], folder: Path, monkeypatch: pytest.MonkeyPat
         runpy.run_path(sys.argv[0], run_name="__main__")
     report = json.loads((folder / f"results/{name}.json").read_text())
     assert report["provenance"]["command"].startswith(f"{name}.py")
+    assert report.keys() >= {"defaults"}
     return report
 
 
