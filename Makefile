@@ -26,7 +26,7 @@ define install
 	@$(BIN)/python $(COMPILE)
 endef
 
-.PHONY: help quickstart bench app smollm2 test test-lowest newest check install-dev install-lowest
+.PHONY: help quickstart bench app smollm2 test test-lowest newest check docs install-dev install-lowest
 .DELETE_ON_ERROR:
 
 help:
@@ -38,6 +38,7 @@ help:
 	@echo "make test-lowest  their core, on the lowest versions that pyproject.toml allows"
 	@echo "make newest       whether the package index has newer versions than the tested ones"
 	@echo "make check        ruff, mypy and the contracts of imports"
+	@echo "make docs         the documentation as HTML, in build/docs; a warning is an error"
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/osd-hf quickstart
@@ -72,6 +73,10 @@ check: $(VENV)/.installed-dev
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
+docs: $(VENV)/.installed-docs
+	@$(BIN)/sphinx-build -q -W --keep-going --fresh-env --write-all -d build/doctrees docs build/docs
+	@echo "open build/docs/index.html"
+
 # torch goes first and pinned by itself, so that a local build of the version is taken before a resolver looks further.
 $(VENV)/.installed-torch: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("osd-hf needs Python 3.11 or newer: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
@@ -96,9 +101,14 @@ $(VENV)/.installed-test: $(VENV)/.installed-torch pyproject.toml
 	$(call install,[test])
 	@touch $(VENV)/.installed $(VENV)/.installed-app $(VENV)/.installed-smollm2 $@
 
+$(VENV)/.installed-docs: $(VENV)/.installed-torch pyproject.toml
+	$(call install,[docs])
+	@touch $(VENV)/.installed $@
+
 $(VENV)/.installed-dev: $(VENV)/.installed-torch pyproject.toml
 	$(call install,[dev])
-	@touch $(VENV)/.installed $(VENV)/.installed-app $(VENV)/.installed-smollm2 $(VENV)/.installed-test $@
+	@touch $(VENV)/.installed $(VENV)/.installed-app $(VENV)/.installed-smollm2 $(VENV)/.installed-test \
+		$(VENV)/.installed-docs $@
 
 # The lowest versions lie before the tested ones, which serve for the rest (torch above all): pip takes what is already
 # there where it fits, and installs the others beside it. No warning of conflicts: py3langid, an extra that is left out

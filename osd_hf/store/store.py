@@ -186,8 +186,8 @@ class CorrectionStore:
         Keep one trace.
 
         Raises:
-            [`DataError`]: the trace's arrays do not fit together, or it has no finite time.
-            [`StoreError`]: the store is closed, or could not be written. In the latter case the trace is kept, and
+            DataError: the trace's arrays do not fit together, or it has no finite time.
+            StoreError: the store is closed, or could not be written. In the latter case the trace is kept, and
                 written by a later flush.
         """
         # One bad trace in the tail would spoil every flush, so it is refused before it gets there.
