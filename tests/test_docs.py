@@ -1,0 +1,307 @@
+"""The README and the documentation: what they show runs, what they link is there, what they report is of this code."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from dataclasses import fields
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from peft import LoraConfig
+from saved_pair import save_pair
+from test_memory import PAIRS
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import osd_hf
+from osd_hf import OnlineAssistant, OnlineConfig
+from osd_hf.cli.main import COMMANDS, _asked
+from osd_hf.memory import memory_plan
+from osd_hf.pair import Pair
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+LINKING = [*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "app/README.md", "recipes/README.md"))]
+RESULTS = ROOT / "recipes/results"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+DRAFTS = ("0.5B", "0.6B", "160m", "135M")  # in the ids of small models; others are targets
+FOREIGN = {"cd", "curl", "git", "llama-server", "ln", "vllm", "pip", "bash"}  # programs that are not run here
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path, language: str) -> list[tuple[int, str]]:
+    """The fenced blocks of a language with the lines that they begin in."""
+    text = page.read_text()
+    found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [(text[: match.start(1)].count("\n") + 1, match[1]) for match in found]
+
+
+# --- Python runs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of the Hub which holds a tiny model under each id that the pages name."""
+    pair, cache = save_pair(tmp_path_factory.mktemp("pair")), tmp_path_factory.mktemp("hub")
+    for name in {name for page in PAGES for name in re.findall(r'["\s](\w[\w-]*/[\w.-]+)', page.read_text())}:
+        place = cache / f"models--{name.replace('/', '--')}"
+        (place / "refs").mkdir(parents=True)
+        (place / "refs/main").write_text("0" * 40)
+        (place / "snapshots").mkdir()
+        kind = "draft" if any(size in name for size in DRAFTS) else "target"
+        (place / "snapshots" / ("0" * 40)).symlink_to(pair / kind)
+    return cache
+
+
+@pytest.fixture
+def stand_ins(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to work in, where Hub ids and the pairs of this package are tiny models, and answers short."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
+    target, draft = sorted(hub.glob("models--Qwen--Qwen2.5-*B-Instruct"), key=lambda p: "0.5B" in p.name)
+
+    def tiny(*_: Any, **__: Any) -> Pair:
+        folders = [next((place / "snapshots").iterdir()) for place in (target, draft)]
+        return Pair(*map(AutoModelForCausalLM.from_pretrained, folders), AutoTokenizer.from_pretrained(folders[0]))
+
+    for name in ("osd_hf.bundled.load_bundled", "osd_hf.smollm2.smollm2_pair"):
+        monkeypatch.setattr(name, tiny)
+    monkeypatch.setattr("osd_hf.smollm2.smollm2", lambda: tiny()[::2])
+    generate, make, record, distill = (
+        OnlineAssistant.generate, osd_hf.make_draft, osd_hf.record_traces, osd_hf.distill,
+    )  # fmt: skip
+
+    def answer(*args: Any, **how: Any) -> Any:
+        return generate(*args, **{**how, "max_new_tokens": 8})
+
+    def teach(*, config: Any, dataset: Any, eval_dataset: Any, **how: Any) -> Any:
+        config.max_new_tokens, config.num_train_epochs = 4, 1
+        return distill(config=config, dataset=dataset[:4], eval_dataset=eval_dataset[:2], **how)
+
+    monkeypatch.setattr(OnlineAssistant, "generate", answer)
+    monkeypatch.setattr(osd_hf, "record_traces", lambda *args, **how: record(*args, **{**how, "max_new_tokens": 8}))
+    monkeypatch.setattr("osd_hf.assistant.CompiledTarget", lambda _: None)  # compiling takes seconds
+    # No draft pays for a target of two layers; that these arguments are taken is tested here.
+    monkeypatch.setattr(osd_hf, "make_draft", lambda *args, **how: signature(make).bind(*args, **how) and tiny().draft)
+    monkeypatch.setattr(osd_hf, "distill", teach)
+    return tmp_path
+
+
+def shape(text: str) -> str:
+    """A text with its numbers left out."""
+    return re.sub(r"[-+]?\d+(\.\d+)?", "#", text)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=relative)
+def test_python_of_a_page_runs(page: Path, stand_ins: Path) -> None:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for line, code in blocks(page, "python"):
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(compile("\n" * line + code, str(page), "exec"), names)
+    assert printed is not None
+    if page == README:  # what is shown below the snippet is of the form that it prints
+        (shown,) = (code for _, code in blocks(page, "text"))
+        said = shape(shown.splitlines()[-1]).replace(", past text #", "").split(", ")
+        assert {*said} - {"..."} <= set(shape(str(names["assistant"].stats)).split(", "))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "text")], ids=relative)
+def test_shown_output_of_the_cost_model_is_what_it_prints(page: Path) -> None:
+    for (_, code), (_, shown) in zip(blocks(page, "python"), blocks(page, "text"), strict=False):
+        if "expected_speedup" in code:
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                exec(code, {})
+            assert printed.getvalue() == shown
+
+
+# --- shell lines are understood -------------------------------------------------------------------------------------
+
+
+def shell_lines() -> Iterator[Any]:
+    for page in [*PAGES, ROOT / "app/README.md"]:
+        for line, code in blocks(page, "sh"):
+            for offset, command in enumerate(re.sub(r"\\\n", lambda _: "\x00", code).split("\n")):
+                words = shlex.split(command.replace("\x00", " "), comments=True)
+                if words:
+                    yield pytest.param(words, id=f"{relative(page)}:{line + offset + 1}")
+
+
+@pytest.mark.parametrize("words", [*shell_lines()])
+def test_a_shell_line_is_understood(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("distill.yaml").write_text(blocks(ROOT / "docs/tutorials/distillation.md", "yaml")[0][1])
+    words = list(itertools.dropwhile(lambda word: re.match(r"[A-Z_]+=", word), words))
+    match words:
+        case ["osd-hf", *rest]:
+            assert _asked(rest)
+            assert "notice" not in capsys.readouterr().err  # of an older name of a flag
+        case ["make", *targets]:
+            phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+            assert phony and set(targets) <= set(phony[1].split())
+        case ["pip", "install", *rest]:
+            extras = {extra for word in rest for found in re.findall(r"\[(.*)\]", word) for extra in found.split(",")}
+            assert extras <= set(PROJECT["optional-dependencies"])
+        case ["python", file, *_] if file.endswith(".py"):
+            assert (ROOT / file).is_file() or file == "convert_hf_to_gguf.py"
+        case ["python", "-m", module, *_]:
+            assert module.startswith(("sglang", "pytest"))
+        case [program, *_]:
+            assert program in FOREIGN
+
+
+# --- links lead somewhere -------------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub and the documentation make of its headings."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", LINKING, ids=relative)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for address in re.findall(r"\]\(([^)\s]+)\)", text):
+        if address.startswith(("http://", "https://")):
+            assert re.fullmatch(r"https://[\w.-]+\.[a-z]+(/[\w./%#?=&~+-]*)?", address), address
+            continue
+        place, _, anchor = address.partition("#")
+        there = (page.parent / place).resolve() if place else page
+        assert there.exists(), address
+        assert not anchor or anchor in anchors(there), address
+
+
+# --- figures are of this code ---------------------------------------------------------------------------------------
+
+
+def settings_of(report: Any) -> dict[str, Any] | None:
+    """The defaults that a report holds, or the configuration that it was measured with."""
+    if isinstance(report, dict):
+        if "defaults" in report:
+            return dict(report["defaults"])
+        if {"update_strategy", "learning_rate"} <= set(report):
+            return report
+        return next((found for value in report.values() if (found := settings_of(value)) is not None), None)
+    return None
+
+
+def mark(names: list[str], folder: Path = RESULTS) -> str:
+    """What a page must say of a table that comes from these reports."""
+    commits, changed, silent = dict[str, None](), dict[str, None](), list[str]()
+    now = json.loads(json.dumps(OnlineConfig().to_dict()))
+    for name in names:
+        report = json.loads((folder / name).read_text())
+        facts = report["provenance"]
+        commits |= dict.fromkeys(f["commit"] for f in (facts if isinstance(facts, list) else [facts]))
+        settings = settings_of(report)
+        if settings is None:
+            silent.append(name)
+        else:
+            changed |= {key: None for key in now if key != "seed" and settings.get(key, "none") != now[key]}
+    text = f"Measured at commit {', '.join(f'`{commit}`' for commit in commits)}"
+    if changed:
+        text += (
+            f", with settings that differ from today's defaults: {', '.join(f'`{key}`' for key in sorted(changed))}"
+        )
+    if silent:
+        text += f"; {', '.join(f'`{name}`' for name in silent)} holds no settings to compare"
+    return text + "."
+
+
+def measured_tables(text: str) -> list[tuple[str | None, str]]:
+    """Of each table with cells that begin with a fraction: the reports that the comment before it names, and what
+    follows up to the next table or heading."""
+    found = []
+    for table in re.finditer(r"(?:^<!-- (.*?) -->\n)?((?:^\|.*\n)+)", text, re.MULTILINE):
+        if re.search(r"\| [*+-]*\d+\.\d\d", table[2]):
+            after = re.split(r"^(?:#|\||<!-- report)", text[table.end() :], maxsplit=1, flags=re.MULTILINE)[0]
+            found.append((table[1], " ".join(after.split())))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_a_measured_table_names_its_report_and_what_has_changed_since(page: Path) -> None:
+    for comment, after in measured_tables(page.read_text()):
+        assert comment is not None and comment.startswith("report: "), f"a table without its report, before: {after}"
+        names = comment.removeprefix("report: ").split()
+        expected = "no report of it is kept." if names == ["none"] else mark(names)
+        assert expected in after, f"Write below the table of {names}: *{expected}*"
+
+
+def test_defaults_that_have_changed_are_to_be_told(tmp_path: Path) -> None:
+    now = OnlineConfig().to_dict()
+    for name, defaults in (("new", now), ("old", now | {"batch_size": 3})):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"provenance": {"commit": "abc"}, "defaults": defaults}))
+    assert mark(["new.json"], tmp_path) == "Measured at commit `abc`."
+    assert mark(["old.json"], tmp_path).endswith("differ from today's defaults: `batch_size`.")
+    table = "<!-- report: old.json -->\n| a |\n|---|\n| 1.25 |\n\ntext\n"
+    assert measured_tables(table + "# next\nmore") == [("report: old.json", "text")]
+    assert measured_tables("| a |\n|---|\n| 1.25 |\n")[0][0] is None
+
+
+def test_planned_memory_is_what_a_plan_says() -> None:
+    page = (ROOT / "docs/guides/which-draft.md").read_text()
+    for name, (target, draft, _) in PAIRS.items():
+        plans = [
+            memory_plan(target, draft, OnlineConfig(), peft_config=adapters, prompt_tokens=512, new_tokens=256)
+            for adapters in (None, LoraConfig(r=16, target_modules="all-linear"))
+        ]
+        weights = next(part.bytes for part in plans[0].parts if part.name == "target: weights")
+        cells = [weights, *(plan.peak_bytes for plan in plans)]
+        assert f"| {name} | {' | '.join(f'{cell / 1e9:.1f}' for cell in cells)} |" in page
+
+
+# --- the rest -------------------------------------------------------------------------------------------------------
+
+
+def test_the_readme_is_read_in_a_minute() -> None:
+    assert len(README.read_text().splitlines()) <= 150
+
+
+def test_the_reference_has_every_public_name_and_command() -> None:
+    page = (ROOT / "docs/reference/api.md").read_text()
+    assert set(osd_hf.__all__) == set(re.findall(r"auto\w+:: osd_hf\.(\w+)$", page, re.MULTILINE))
+    assert "```{commands}" in (ROOT / "docs/reference/cli.md").read_text()
+    assert COMMANDS
+
+
+def test_settings_that_the_pages_name_are_there() -> None:
+    known = {field.name for field in fields(OnlineConfig)}
+    for page in PAGES:
+        assert set(re.findall(r"OnlineConfig\((\w+)=", page.read_text())) <= known
+
+
+def test_the_citation_is_valid_and_of_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors", "type", "license", "version"} <= set(citation)
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["version"] == PROJECT["version"]
+    assert citation["license"] == PROJECT["license"]
+    (paper,) = citation["references"]
+    assert {"type", "title", "authors", "year"} <= set(paper)
+
+
+def test_badges_are_true() -> None:
+    shown = re.findall(r"!\[[^\]]*\]\((https://img\.shields\.io/[^)]*)\)", README.read_text())
+    lowest = PROJECT["requires-python"].removeprefix(">=")
+    assert shown == [
+        f"https://img.shields.io/badge/license-{PROJECT['license'].replace('-', '--')}-blue",
+        f"https://img.shields.io/badge/python-{lowest}%2B-blue",
+    ]
