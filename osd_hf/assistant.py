@@ -33,7 +33,6 @@ from osd_hf.memory import MemoryPlan, memory_plan
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.pair import (
     check_learner,
-    check_order,
     check_pair,
     common_tokenizer,
     input_device,
@@ -43,6 +42,7 @@ from osd_hf.pair import (
     uncompiled,
     unwrap,
     vocab_size_of,
+    warn_of_order,
 )
 from osd_hf.routing import Router, as_router
 from osd_hf.store.store import CorrectionStore
@@ -106,8 +106,7 @@ class OnlineAssistant:
             is one, otherwise the CPU; the draft comes to the target's.
 
     Raises:
-        UnsupportedModelError: a model that cannot be loaded or assisted, or cannot assist or learn; a draft that is
-            larger than the target.
+        UnsupportedModelError: a model that cannot be loaded or assisted, or cannot assist or learn.
         VocabularyMismatchError: tokenizers differ in more than added tokens, or vocabularies differ in size and
             no tokenizer shows that this is padding.
         ConfigError: a tracker that is not installed; a `learner_device` that does not exist; an argument that is none,
@@ -125,7 +124,7 @@ class OnlineAssistant:
         self.target, source = load_named(target, draft, **model_kwargs)
         source = uncompiled(source)
         check_pair(unwrap(self.target), unwrap(source))
-        check_order(unwrap(self.target), unwrap(source))
+        warn_of_order(unwrap(self.target), unwrap(source))
         check_learner(unwrap(source))
         self.tokenizer = common_tokenizer(tokenizer, unwrap(self.target), unwrap(source))
         source = of_one_size(source, unwrap(self.target), tokenizer)

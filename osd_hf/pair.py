@@ -397,16 +397,16 @@ def check_pair(target: Any, draft: Any) -> None:
         )
 
 
-def check_order(target: Any, draft: Any) -> None:
-    """Refuse a draft that is clearly larger than its target, as when the two are exchanged; raises
-    UnsupportedModelError. What is packed by a quantization, or sharded, has no number of weights to go by."""
+def warn_of_order(target: Any, draft: Any) -> None:
+    """Say so where the draft is clearly larger than its target, as when the two are exchanged. What is packed by a
+    quantization, or sharded, has no number of weights to go by."""
     sizes = [sum(w.numel() for w in model.parameters()) for model in (target, draft)]
     if getattr(target, "is_quantized", False) or not sizes[0] or sizes[1] <= TIMES_LARGER * sizes[0]:
         return
-    raise UnsupportedModelError(
-        f"The draft has {sizes[1]:,} weights, the target {sizes[0]:,}: a draft has to be much smaller to save time. "
-        "If they are exchanged, pass the large model first: `OnlineAssistant(target, draft)`."
-    )
+    logger.warning(
+        "The draft has %s weights, the target %s: a draft has to be much smaller to save time. If they are exchanged, "
+        "pass the large model first: `OnlineAssistant(target, draft)`.", f"{sizes[1]:,}", f"{sizes[0]:,}",
+    )  # fmt: skip
 
 
 def check_sizes(target: Any, draft: Any) -> None:

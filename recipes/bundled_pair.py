@@ -1,12 +1,13 @@
 """Make the bundled pair: tokenizer, target, draft, and the scores in its README.
 
     python recipes/bundled_pair.py                      # everything, in two hours on two cores
-    python recipes/bundled_pair.py --stage draft        # one stage: tokenizer, target, grow, draft or score
+    python recipes/bundled_pair.py --stage draft        # one stage: tokenizer, target, grow, prune, draft or score
     python recipes/bundled_pair.py --stage grow --minutes 30    # deepens the target that is there, or trains it on
     python recipes/bundled_pair.py --max-steps 2 --out /some/folder   # a smoke run
 
 All text comes from `osd_hf.bundled.prompts`. The target is trained with Muon (matrices) and AdamW (the rest), mostly
 on the answers: first with half of its layers, then with all of them, the new ones beginning as if they were not there.
+The new ones are left out again where it answers as well without them.
 The draft sees small talk and a little of the domains, and is stopped while it is weak.
 """
 
@@ -45,7 +46,7 @@ from osd_hf.bundled.prompts import stream_examples
 from osd_hf.bundled.small_talk import make as small_talk
 
 SEED = 0
-STAGES = ("tokenizer", "target", "grow", "draft", "score")
+STAGES = ("tokenizer", "target", "grow", "prune", "draft", "score")
 VOCAB_SIZE = 2048
 SPECIALS = ["<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>"]
 TEMPLATE = (
@@ -322,6 +323,23 @@ def train_target(rank: int, folder: str, meeting: str, stage: str, options: argp
         dist.destroy_process_group()
 
 
+def prune(folder: str, n: int, lost: float = 0.02) -> None:
+    """Leave out the new blocks of the target, unless some domain has more answers right with them."""
+    torch.set_num_threads(1)
+    target, tokenizer = load(f"{folder}/target"), PreTrainedTokenizerFast.from_pretrained(f"{folder}/target")
+    new, shallow, found = new_places(FIRST_LAYERS, LAYERS), copy.deepcopy(target), dict[str, list[float]]()
+    use_blocks(shallow, [block for place, block in enumerate(shallow.model.layers) if place not in new])
+    for domain in tqdm(DOMAINS, desc="prune"):
+        examples = bundled_prompts(domain, n, seed=SEED + 1)
+        texts = [answers_of(model, tokenizer, [e.prompt for e in examples]) for model in (target, shallow)]
+        found[domain] = [round(sum(map(check_answer, examples, these)) / n, 3) for these in texts]
+    is_pruned = all(without >= with_new - lost for with_new, without in found.values())
+    if is_pruned:  # with a tokenizer that has not padded anything
+        unused = PreTrainedTokenizerFast.from_pretrained(f"{folder}/target")
+        save_pair_member(shallow, unused, f"{folder}/target")
+    record(folder, "prune", {"with_and_without": found, "n": n, "is_pruned": is_pruned})
+
+
 def load(folder: str) -> LlamaForCausalLM:
     """A model of the pair, in float32 whatever it is stored in."""
     return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -361,6 +379,8 @@ def save_pair_member(model, tokenizer, folder: str) -> None:
 def record(folder: str, stage: str, entry: dict[str, Any]) -> None:
     """Add what a stage did to `made.json`; the last one, the score, renews the figures of the README from it."""
     made, card = recorded(folder), Path(folder) / "README.md"
+    if stage in ("target", "grow"):
+        made.pop("prune", None)
     if stage == "target":
         made.pop("grow", None)
     if stage == "grow" and stage in made:
@@ -395,16 +415,20 @@ def figures(made: dict[str, Any]) -> str:
         f"| minutes of training | {minutes} | {draft['minutes']} |",
         f"| one token, one thread | {ms['target']} ms | {ms['draft']} ms (c = {ms['draft'] / ms['target']:.2f}) |",
         "",
-        f"| domain | score on {score['n']} | 95% interval | without the new blocks | alpha | alpha after ten passes |",
-        "|---|---|---|---|---|---|",
+        f"| domain | score on {score['n']} | 95% interval | alpha | alpha after ten passes |",
+        "|---|---|---|---|---|",
     ]
     for name, row in score["domains"].items():
         low, high = row["interval"]
         alphas = f"{row['alpha']:.2f} | {row['alpha_tuned']:.2f}"
-        interval = f"{low:.3f} to {high:.3f} | {row['without_new_blocks']:.2f}"
-        lines.append(f"| {name} | {row['score']:.3f} | {interval} | {alphas} |")
-    ends = ", the old ones ".join(f"{min(row):.2f} to {max(row):.2f}" for row in score["shares_added"].values())
-    lines += ["", f"Of the residual stream after it, each new block adds {ends} (norms, on average)."]
+        lines.append(f"| {name} | {row['score']:.3f} | {low:.3f} to {high:.3f} | {alphas} |")
+    if (pruned := made.get("prune")) is not None:
+        told = ", ".join(f"{name} {a:.3f} and {b:.3f}" for name, (a, b) in pruned["with_and_without"].items())
+        left = "so these are left out" if pruned["is_pruned"] else "so these stay"
+        lines += [
+            "",
+            f"With the layers that `grow` added, and without them, on {pruned['n']} other prompts: {told}; {left}.",
+        ]
     versions = ", ".join(f"{name} {version}" for name, version in draft["versions"].items())
     return "\n".join([*lines, "", f"Seed {SEED}; {versions}; CPU, two cores."])
 
@@ -488,23 +512,6 @@ def wilson(right: int, n: int, z: float = 1.96) -> list[float]:
 
 
 @torch.inference_mode()
-def shares_added(target, rows: list[tuple[list[int], list[int]]]) -> list[float]:
-    """The norm of what each block adds to the residual stream over the norm of the stream after it, on average."""
-    sums = [0.0] * len(target.model.layers)
-
-    def note(place: int, module: Any, args: Any, output: torch.Tensor) -> None:
-        sums[place] += ((output - args[0]).norm(dim=-1) / output.norm(dim=-1)).mean().item()
-
-    layers = enumerate(target.model.layers)
-    handles = [layer.register_forward_hook(functools.partial(note, place)) for place, layer in layers]
-    for prompt, answer in rows:
-        target(input_ids=torch.tensor([prompt + answer]))
-    for handle in handles:
-        handle.remove()
-    return [round(total / len(rows), 3) for total in sums]
-
-
-@torch.inference_mode()
 def token_milliseconds(cases: dict[str, tuple[Any, int]], repeats: int = 300) -> dict[str, float]:
     """Processor time of a forward of (model, new tokens) after 64 others, in turn: the fastest twentieth."""
     times: dict[str, list[float]] = {name: [] for name in cases}
@@ -527,15 +534,10 @@ def score(folder: str, n: int, learn_from: int = 100, held_out: int = 40) -> Non
     target, draft = (load(f"{folder}/{name}") for name in ("target", "draft"))
     tokenizer = PreTrainedTokenizerFast.from_pretrained(f"{folder}/target")
     entry: dict[str, Any] = {"n": n, "learn_from": min(learn_from, n), "held_out": held_out, "domains": {}}
-    new, added = new_places(FIRST_LAYERS, LAYERS), []
-    shallow = copy.deepcopy(target)
-    use_blocks(shallow, [block for place, block in enumerate(shallow.model.layers) if place not in new])
     for domain in tqdm(DOMAINS, desc="score"):
         examples = bundled_prompts(domain, n + held_out, seed=SEED)
         texts = answers_of(target, tokenizer, [e.prompt for e in examples])
         right = sum(map(check_answer, examples[:n], texts))
-        few = examples[: max(n // 6, 1)]
-        without = answers_of(shallow, tokenizer, [e.prompt for e in few])
         rows = [
             (
                 tokenizer(f"<s><|user|>{e.prompt}<|assistant|>", add_special_tokens=False)["input_ids"],
@@ -543,22 +545,18 @@ def score(folder: str, n: int, learn_from: int = 100, held_out: int = 40) -> Non
             )
             for e, text in zip(examples, texts, strict=True)
         ]
-        added.append(shares_added(target, rows[n:]))
         before = alpha(draft, rows[n:])
         learner = copy.deepcopy(draft)
         tune(learner, target, rows[: min(learn_from, n)])
         entry["domains"][domain] = {
             "score": round(right / n, 3),
             "interval": wilson(right, n),
-            "without_new_blocks": round(sum(map(check_answer, few, without)) / len(few), 3),
             "alpha": round(before, 3),
             "alpha_tuned": round(alpha(learner, rows[n:]), 3),
         }
         tqdm.write(f"{domain} {entry['domains'][domain]}")
     cases = {"target": (target, 1), "target_6_tokens": (target, 6), "draft": (draft, 1)}
     entry["token_milliseconds"] = token_milliseconds(cases)
-    shares = [round(sum(shares) / len(shares), 3) for shares in zip(*added, strict=True)]
-    entry["shares_added"] = {"new": [shares[i] for i in new], "old": [s for i, s in enumerate(shares) if i not in new]}
     entry["layers"] = {"target": target.config.num_hidden_layers, "draft": draft.config.num_hidden_layers}
     entry["parameters"] = {"target": target.num_parameters(), "draft": draft.num_parameters()}
     record(folder, "score", entry)
@@ -582,6 +580,8 @@ def main() -> None:
     for stage in [stage for stage in ("target", "grow") if stage in stages]:
         with tempfile.TemporaryDirectory() as scratch:
             mp.spawn(train_target, (folder, f"{scratch}/meeting", stage, options), nprocs=options.processes)
+    if "prune" in stages:
+        prune(folder, options.prompts)
     if "draft" in stages:
         train_draft(folder, DRAFT_STEPS, options.max_steps)
     if "score" in stages:

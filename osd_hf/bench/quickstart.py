@@ -47,9 +47,9 @@ class QuickstartSizes:
         ConfigError: a number that is too small; more timed requests than later ones.
     """
 
-    learn_requests: int = _size(40, "requests per domain that are served and learned from", 2)
+    learn_requests: int = _size(100, "requests per domain that are served and learned from", 2)
     later_requests: int = _size(20, "later requests per domain, never learned from, that alpha is measured on", 2)
-    timed_requests: int = _size(8, "those of them that are also answered live, each way in turns")
+    timed_requests: int = _size(12, "those of them that are also answered live, each way in turns")
     max_new_tokens: int = _size(96, "bound of an answer", 2)
 
     def __post_init__(self) -> None:
