@@ -41,7 +41,7 @@ from osd_hf.bundled import DOMAINS
 from osd_hf.making import MakingConfig, taught_draft
 from osd_hf.pair import Pair, fixed_k, load_model, load_tokenizer, prompt_room
 from osd_hf.prompts import encode_turn
-from osd_hf.replay import replay_each
+from osd_hf.replay import redraft, replay_each
 from osd_hf.smollm2 import MAKE_SECONDS, NAME, SAMPLING, everyday_prompts, kept_draft, smollm2
 
 SETS = ("gsm8k", "finance_alpaca", "code_search_net_python", "mt_bench")
@@ -214,6 +214,7 @@ def alphas(before: Any, after: Any, traces: Sequence[Trace]) -> dict[str, Any]:
 def measured(name: str, args: argparse.Namespace, pair: Pair) -> dict[str, Any]:
     """Everything about one data set."""
     traces, later = traffic(name, args, pair)
+    served_before = redraft(pair.draft, traces)
     asked = [trace.prompt_ids.tolist() for trace in later[: args.timed]]
     draft, recorded = learned(name, args, pair, traces)
 
@@ -224,8 +225,8 @@ def measured(name: str, args: argparse.Namespace, pair: Pair) -> dict[str, Any]:
         "learned_from": len(traces), "later": len(later), "timed": len(asked),
         **alphas(pair.draft, draft, later),
         "learning": {"recorded": recorded, "live": part("live", served, args, pair, traces[: args.live])},
-        "greedy": part("greedy", greedily, name, args, pair, draft, traces, asked),
-        "sampled": part("sampled", sampled, args, pair, draft, traces, asked),
+        "greedy": part("greedy", greedily, name, args, pair, draft, served_before, asked),
+        "sampled": part("sampled", sampled, args, pair, draft, served_before, asked),
     }  # fmt: skip
 
 

@@ -20,13 +20,11 @@ from osd_hf.assistant import OnlineAssistant
 from osd_hf.bench.controlled import ControlledAcceptance, feeds_through
 from osd_hf.bench.display import progress
 from osd_hf.config import OnlineConfig
-from osd_hf.drafting import vocabulary
 from osd_hf.drafting.forward import CompiledTarget, DraftForward
 from osd_hf.drafting.generator import Clock
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.metrics import AcceptanceStats, expected_speedup, figures_of
 from osd_hf.pair import device_clock, eos_ids, set_fixed_k, unwrap
-from osd_hf.replay import redraft
 from osd_hf.trace import DraftRound, Trace, num_accepted
 from osd_hf.utils.report import process_peak_bytes
 
@@ -60,8 +58,8 @@ class System:
         candidates (`str`, *optional*, defaults to `"both"`):
             Of `"auto"`: from the `"draft"`, from past `"text"`, or from `"both"`.
         earlier (`Sequence[Trace]`, *optional*):
-            Of `"auto"`: greedy requests that count as served before: their text may be proposed, and of a large
-            vocabulary the draft drafts the tokens that they use.
+            Of `"auto"`: requests that count as served before, with the rounds of a draft that had not learned from
+            them: their text may be proposed, and of a large vocabulary the draft drafts the tokens that they use.
         acceptance (`ControlledAcceptance`, *optional*): What is put in place of the draft's own proposals.
 
     Raises:
@@ -481,13 +479,14 @@ class _Notes(BaseStreamer):
 
 
 def serve_before(assistant: OnlineAssistant, traces: Sequence[Trace]) -> None:
-    """Let an assistant that does not learn propose the text of these greedy requests and, of a large vocabulary, draft
-    the tokens that they use, as if it had served them."""
+    """Let an assistant that does not learn propose the text of these requests and, of a large vocabulary, draft the
+    tokens that they use, as if it had served them. Their rounds tell how many tokens that takes: where the target
+    answered alone, more than it has to."""
+    lesson = assistant.drafts.lessons[None]
     for trace in traces:
         assistant.remember(np.concatenate([trace.prompt_ids, trace.completion_ids]))
-    if traces[0].vocab_size >= vocabulary.LEAST_VOCABULARY:
-        for trace in redraft(assistant.draft, traces):
-            assistant.drafts.lessons[None].observe(trace)
+        with lesson.lock:
+            lesson.observe(trace)
 
 
 class _Way:
