@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from osd_hf import DomainDrafts, OnlineConfig, StateError, Trace, UnsupportedModelError, capture_traces
 from osd_hf.errors import ConfigError
 from osd_hf.learning.copies import Copies
-from osd_hf.learning.weights import Snapshot
+from osd_hf.learning.weights import Seeded, Snapshot
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
 
@@ -594,6 +594,42 @@ def test_adapters_touch_neither_random_numbers_nor_their_configuration() -> None
     assert torch.equal(torch.get_rng_state(), state)
     assert peft_config.to_dict() == before
     assert not hasattr(draft, "peft_config")
+
+
+def test_adapters_begin_at_random_from_generators_of_their_own_alone() -> None:
+    """Requests in other threads draw from torch's own meanwhile."""
+
+    def drawn() -> list[torch.Tensor]:
+        linear = torch.nn.Linear(3, 5)
+        return [linear.weight.detach(), torch.empty(9).normal_(), torch.rand(4), torch.randn(2, 3), torch.randperm(7),
+                torch.randint(2, 9, (5,))]  # fmt: skip
+
+    state = torch.get_rng_state()
+    with Seeded(3):
+        found = drawn()
+        inside = torch.get_rng_state()
+        torch.nn.functional.dropout(torch.ones(9), training=False)
+    assert torch.equal(inside, state)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        assert all(map(torch.equal, found, drawn()))
+
+
+@pytest.mark.parametrize("initial", [True, "gaussian", "orthogonal"])
+def test_while_an_adapter_is_made_others_draw_as_if_it_were_not(initial: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    add, states = PeftModel.add_adapter, [torch.get_rng_state()]
+
+    def added(*args: Any) -> None:
+        add(*args)
+        states.append(torch.get_rng_state())
+
+    monkeypatch.setattr(PeftModel, "add_adapter", added)
+    peft_config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=initial)
+    drafts = DomainDrafts(models.pair(num_hidden_layers=1)[1], CONFIG, peft_config=peft_config)
+    one, other = (drafts.updater(domain) for domain in "ab")
+    assert len(states) == 3  # the second of a model that tells whether there may be several, and that of the domain
+    assert all(torch.equal(state, states[0]) for state in states)
+    assert all(map(torch.equal, one.snapshot().values(), other.snapshot().values()))
 
 
 def test_no_adapter_trains_with_dropout() -> None:

@@ -24,6 +24,7 @@ from osd_hf.learning.lesson import Lesson
 from osd_hf.learning.placement import learner_device
 from osd_hf.learning.updater import Updater
 from osd_hf.learning.weights import (
+    Seeded,
     Snapshot,
     adapted,
     adapter_state,
@@ -34,7 +35,6 @@ from osd_hf.learning.weights import (
     load_adapter,
     make_template,
     ready_to_serve,
-    seeded,
     sharing,
     write_snapshot,
 )
@@ -363,7 +363,7 @@ class DomainDrafts:
                     source = source.to(self._learner_device)
                 self._master = adapted(source.float().eval(), peft_config, adapter, seed)
             else:
-                with seeded(seed):
+                with Seeded(seed):
                     self._master.add_adapter(adapter, copy.deepcopy(peft_config))
                 self._master.eval()  # what it added trains
         return Updater(self._master, self.config, adapter=adapter, lesson=lesson, dtype=dtype)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, UnsupportedModelError
@@ -17,6 +18,7 @@ from osd_hf.utils.turns import give_way, in_pieces
 
 __all__ = [
     "FALLBACK_K",
+    "Seeded",
     "Snapshot",
     "adapted",
     "adapter_state",
@@ -27,7 +29,6 @@ __all__ = [
     "load_adapter",
     "make_template",
     "ready_to_serve",
-    "seeded",
     "served_weights",
     "sharing",
     "write_snapshot",
@@ -44,13 +45,33 @@ def learning_context() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Adapters begin at random; the caller's generators, which sampled requests draw from, must not notice."""
-    devices: list[Any] = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices):
-        torch.manual_seed(seed)
-        yield
+class Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adapters begin at random. Inside, this thread draws from generators of this seed: torch's own, which sampled
+    requests draw from, also beside it in other threads, stay as they are."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seed, self._generators = seed, dict[torch.device, torch.Generator]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, seeded = dict(kwargs or {}), _with_generator(func)
+        if seeded is not None and kwargs.get("generator") is None:
+            func = seeded
+            found = (value.device for value in args if isinstance(value, torch.Tensor))
+            device = torch.device(next(found, kwargs.get("device") or "cpu"))
+            if device not in self._generators:
+                self._generators[device] = torch.Generator(device).manual_seed(self.seed)
+            kwargs["generator"] = self._generators[device]
+        return func(*args, **kwargs)
+
+
+def _with_generator(func: Any) -> Any:
+    """The overload of an operator that draws which takes a generator beside the same arguments, if there is one."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return None
+    names = {argument.name for argument in func._schema.arguments} | {"generator"}
+    overloads = (getattr(func.overloadpacket, name) for name in func.overloadpacket.overloads())
+    return next((o for o in (func, *overloads) if {argument.name for argument in o._schema.arguments} == names), None)
 
 
 def ready_to_serve(draft: Any, config: OnlineConfig) -> Any:
@@ -172,7 +193,7 @@ def adapted(model: Any, peft_config: Any, adapter: str, seed: int) -> Any:
     except ImportError as error:
         raise ConfigError('`peft_config` needs peft: pip install "osd-hf[distill]".') from error
     try:
-        with seeded(seed):
+        with Seeded(seed):
             # A copy: PEFT writes into the configuration which model it belongs to.
             return get_peft_model(model, copy.deepcopy(peft_config), adapter_name=adapter).eval()
     except (ValueError, TypeError, AttributeError) as error:  # the last: it is no configuration
@@ -204,7 +225,7 @@ def make_template(source: Any, peft_config: Any, seed: int, *, per_domain: bool)
             )
         if per_domain:
             try:
-                with seeded(seed):
+                with Seeded(seed):
                     sharing(template).add_adapter("second", copy.deepcopy(peft_config))
             except ValueError as error:
                 raise UnsupportedModelError(
