@@ -18,6 +18,7 @@ from osd_hf.drafting import vocabulary
 from osd_hf.drafting.generator import LeanCandidateGenerator, LeanDrafting
 from osd_hf.drafting.vocabulary import RestrictedDraft, TrafficVocabulary
 from osd_hf.errors import UnsupportedModelError
+from osd_hf.learning.lesson import Lesson
 from osd_hf.replay import completion_logits
 from osd_hf.trace import DraftRound, bare_trace
 
@@ -367,7 +368,7 @@ def test_a_draft_is_restricted_unless_it_is_not_to_be(settings: dict[str, Any]) 
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("which", ["auto", "full"])
-def test_what_counts_as_served_before_is_drafted_from(which: Any) -> None:
+def test_what_counts_as_served_before_is_drafted_from(which: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     target = models.build()
     draft, traces = models.draft_of(target, noise=0.05), list[Trace]()
     with capture_traces(target, traces.append):
@@ -375,7 +376,12 @@ def test_what_counts_as_served_before_is_drafted_from(which: Any) -> None:
             target.generate(ids, assistant_model=draft, max_new_tokens=12, do_sample=False)
     settings = {"candidates": "both", "update_strategy": "manual", "draft_vocabulary": which}
     assistant = assistant_of(target, draft, **settings)
+    serve_before(assistant, [])
+    lesson, observe = assistant.drafts.lessons[None], Lesson.observe
+    locked: list[bool] = []
+    monkeypatch.setattr(Lesson, "observe", lambda *args: locked.append(lesson.lock.locked()) or observe(*args))
     serve_before(assistant, traces)
+    assert locked == [True] * len(traces)
     output = assistant.generate(models.prompt(), max_new_tokens=12, do_sample=False, learn=False)
     assert output.tolist() == target.generate(models.prompt(), max_new_tokens=12, do_sample=False).tolist()
     drafting = assistant.drafting
