@@ -41,7 +41,7 @@ SMOKES = {
     "sampled": ["--requests", "3", "--datasets", "gsm8k", "--max-new-tokens", "6", "--threads", "1"],
     "long_run": ["--requests", "24", "--marks", "12", "24"],
     "idle_learning": ["--shape", "tiny", "--pause", "0.02"],
-    "rising": ["--requests", "2", "--max-new-tokens", "4", "--threads", "1", "--processor-time"],
+    "rising": ["--requests", "2", "--max-new-tokens", "4", "--threads", "1"],
     "capture_overhead": ["--requests", "2", "--repeats", "1", "--max-new-tokens", "4"],
 }
 
