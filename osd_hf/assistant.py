@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import html
 import logging
 import os
@@ -96,9 +97,10 @@ class OnlineAssistant:
             Trackers as the Hugging Face trainers take them: `"trackio"`, `"tensorboard"`, `"wandb"`, `"all"`, ...
         on_update (`Callable[[GateDecision], object]`, *optional*):
             Called with what became of each version that was learned, once that is done, by the thread that has learned
-            it, or with `"spread"` by that of the request that has waited for it, or of the next one; it may use the
-            assistant, but inside of a request's thread not `update`. Where it fails, the log says so once, and
-            [`~OnlineAssistant.learning_error`] keeps it.
+            it, or with `"spread"` by that of the request that has waited for it, of the next one, or of `close`; one
+            call at a time, in order: a thread that comes in the middle of one leaves its decision to the thread that
+            is there. It may use the assistant, but inside of a request's thread not `update`. Where it fails, the log
+            says so once, and [`~OnlineAssistant.learning_error`] keeps it.
         model_kwargs (`Any`):
             How to load models that are given by id or folder, as `from_pretrained` takes it: `dtype` (the checkpoint's
             own by default), `attn_implementation`, `trust_remote_code`, ... for both; `device_map`, `max_memory`, and
@@ -136,10 +138,12 @@ class OnlineAssistant:
         self.store = store if store is None or isinstance(store, CorrectionStore) else CorrectionStore(store)
         self._learner = Learner(self._drafts, self.config, make_accelerator(report_to, self.config))
         folder = None if autosave is None else Path(autosave)
-        # Threads hold no reference to the assistant: one that nobody uses any more takes them along.
+        # Threads hold no reference to the assistant: one that nobody uses any more takes them along. Nor may what
+        # listens, which refers to it, perhaps: it is held here alone.
+        self._on_update = None if on_update is None else functools.partial(on_update)
         compiled = CompiledTarget(unwrap(self.target)) if self.config.compile_target else None
         self._upkeep = Upkeep(
-            self._learner, self.router, self.tokenizer, folder, compiled, unwrap(self.target), on_update
+            self._learner, self.router, self.tokenizer, folder, compiled, unwrap(self.target), self._on_update
         )  # fmt: skip
         weakref.finalize(self, self._upkeep.stop)
         warn_of_target(source, self.target)
@@ -374,7 +378,7 @@ class OnlineAssistant:
 
     def wait_until_idle(self, timeout: float | None = None) -> bool:
         """Wait, with the strategy `"idle"`, until all that is due has been learned, at most `timeout` seconds; returns
-        whether it has."""
+        whether it has. `on_update` may be called with the last decision a moment later."""
         return self._upkeep.wait_until_idle(timeout)
 
     # --- what can be read -------------------------------------------------------------------------------------------
@@ -482,14 +486,16 @@ class OnlineAssistant:
     def __repr__(self) -> str:
         """What serves, and how well: two lines."""
         names = [m.config.name_or_path or type(m).__name__ for m in map(unwrap, (self.target, self._drafts.base))]
-        state = "closed" if self._upkeep.is_closed else "paused" if self._learner.is_paused else "learning"
+        learning = "manual updates" if self.config.update_strategy == "manual" else "learning"
+        state = "closed" if self._upkeep.is_closed else "paused" if self._learner.is_paused else learning
         if self.learning_error is not None:
             state += f", failing ({type(self.learning_error).__name__})"
         stats, (before, now) = self.stats, self._learner.compared()
         requests = f"{stats.num_requests} request{'' if stats.num_requests == 1 else 's'} served"
         alpha = f", alpha {stats.alpha:.3f}" if stats.examined else ""
         if before.examined and now.examined:
-            alpha += f"; on the last {now.num_requests}, {before.alpha:.3f} before learning and {now.alpha:.3f} now"
+            alpha += f"; on the last {now.num_requests}, {before.alpha:.3f} with the draft as it was and "
+            alpha += f"{now.alpha:.3f} with the learned ones"
         pair = f"target={names[0]}, draft={names[1]}"
         return f"OnlineAssistant({pair}, version={self.version}, {state})\n  {requests}{alpha}"
 
@@ -552,8 +558,10 @@ class OnlineAssistant:
         self._upkeep.load(Path(directory))
 
     def close(self) -> None:
-        """End the idle thread, save the session where it is saved by itself, flush the store, end tracking. Requests
-        are answered all the same, but neither counted nor learned from any more.
+        """End the thread that learns, call `on_update` with what it has decided, save the session where it is saved by
+        itself, flush the store, end tracking. A part of an update that is under way is finished first, with `"spread"`
+        also one that answers have stopped waiting for. Requests are answered all the same, but neither counted nor
+        learned from any more.
 
         Raises:
             LearnerError: once all that is done, where [`~OnlineAssistant.learning_error`] stands, or a part of it

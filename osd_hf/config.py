@@ -88,10 +88,11 @@ class OnlineConfig:
             2,048 that are drawn anew for each batch stand in the loss for those that none of its rows keeps.
         update_strategy (`str`, *optional*, defaults to `"spread"`):
             `"spread"`: an update for every `update_interval` requests, cut into parts that are done after the answers
-            to as many requests, so that none waits for a whole update. An answer waits for its parts while each takes
-            no longer than the answer itself did, times `max_duty_cycle`, or a second. A part that takes longer (an
-            optimizer step of a draft of hundreds of millions of weights takes seconds on a CPU) stops where it is, as
-            with `"idle"`, and goes on after the next answers, each of which waits only so long in all;
+            to as many requests, so that none waits for a whole update. An answer waits for its parts, however many,
+            while each takes no longer than the answer itself did, times `max_duty_cycle`, or a second. A part that
+            takes longer (an optimizer step of a draft of hundreds of millions of weights takes seconds on a CPU) stops
+            where it is, as with `"idle"`, and goes on after the next answers, each of which waits only so long in
+            all, until a whole update has had no such part;
             `"interval"`: the same updates, whole, after the answer that completes the interval;
             `"idle"`: the same by a thread of their own, which computes only while no request is running, and stops
             for one that arrives also in the middle of a step, between two layers (on an accelerator not in a
@@ -145,7 +146,8 @@ class OnlineConfig:
             is rolled back.
         max_duty_cycle (`float`, *optional*, defaults to 1.0):
             Share of the time that learning may take: after work of s seconds it rests for `s * (1 / share - 1)`, and
-            with `"spread"` an answer that took s seconds waits for `share * s`, or a second, for one part of it.
+            with `"spread"` an answer that took s seconds waits for `share * s`, but not less than a second, for each
+            part of it.
         micro_step_seconds (`float`, *optional*, defaults to 0.02):
             `"idle"` only: as many requests are learned from at once as take about so long. An arriving request waits
             for no more than a layer of such a forward or backward, some millions of weights of another step, or one

@@ -7,6 +7,7 @@ import functools
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,8 @@ class Upkeep:
     A router, with the tokenizer, says which domain a request without a label belongs to. The session is saved to the
     folder `autosave` after every `autosave_interval` updates, by a thread of its own. `compiled` verifies candidates,
     where the target's own forward does not. The weights of the `target` are looked at before each update: requests say
-    what torch has counted of their changes alone. `on_update` is told of each decision of the gate, outside of locks.
+    what torch has counted of their changes alone. `on_update`, which is kept by whoever has made it, is told of each
+    decision of the gate, in order and one at a time, with nothing held that it may need.
     """
 
     def __init__(
@@ -113,7 +115,9 @@ class Upkeep:
         compiled: CompiledTarget | None = None, target: Any = None,
         on_update: Callable[[GateDecision], object] | None = None,
     ) -> None:  # fmt: skip
-        self.target, self.on_update = target, on_update
+        self.target = target
+        self._listener: Callable[[], Callable[[GateDecision], object] | None]
+        self._listener = (lambda: None) if on_update is None else weakref.ref(on_update)
         self.learner, self.drafts, self.config = learner, learner.drafts, learner.config
         self.router, self.tokenizer, self.autosave, self.compiled = router, tokenizer, autosave, compiled
         self.traffic, self.tally = Traffic(), Tally()
@@ -127,7 +131,8 @@ class Upkeep:
         # After an answer: who learns, until when the answer waits, and how long for one part.
         self._sharing: threading.Thread | None = None
         self._until = self._share_seconds = 0.0
-        self._is_timed = False  # a part has taken longer: answers wait so long for all parts together
+        # A part of this update or of the one before has taken longer: answers wait so long for all parts together.
+        self._is_timed = self._had_long_part = False
         self._renew_locks()
         in_child(self, Upkeep._begin_in_child)
         self._wake()
@@ -136,6 +141,7 @@ class Upkeep:
         self._learning = threading.Lock()  # held by who learns or saves
         # Held while a request is counted and taken in, and while counts and lessons are read together or loaded.
         self._taking_in = threading.Lock()
+        self._telling = threading.Lock()  # held by who calls `on_update`
 
     def _begin_in_child(self) -> None:
         # A thread that is not here may have been in the middle of a step; what it left is not learned on from.
@@ -235,12 +241,17 @@ class Upkeep:
             self._failed(error, self.learner.whose)
 
     def _tell(self) -> None:
-        """Tell whoever listens of the decisions since the last call. Nothing is held that a listener may need."""
-        while self.on_update is not None and self.learner.untold:
-            with contextlib.suppress(IndexError):  # another thread was quicker
-                decision = self.learner.untold.popleft()
-                with self.failures.kept(TELLING):
-                    self.on_update(decision)
+        """Tell whoever listens of the decisions since the last call. Where somebody does already, another thread or,
+        further out, this one, it is left to them, and nobody waits for a listener."""
+        listener, telling = self._listener(), self._telling  # of this process
+        while listener is not None and self.learner.untold and telling.acquire(blocking=False):
+            try:
+                with contextlib.suppress(IndexError):  # another thread was quicker
+                    decision = self.learner.untold.popleft()
+                    with self.failures.kept(TELLING):
+                        listener(decision)
+            finally:
+                telling.release()
 
     def _failed(self, error: Exception, domain: str | None) -> None:
         """Learning for the draft of a domain has failed; it pauses where it does so again and again."""
@@ -336,13 +347,12 @@ class Upkeep:
 
     def _share(self, seconds: float) -> None:
         """Let an answer wait while the learner takes its share of an update, or goes on with one that an earlier
-        answer has waited long enough for: so long for each part or, once one has taken longer, for all."""
+        answer has waited long enough for: so long for each part or, after one that took longer, for all."""
         traffic = self.traffic
         with traffic.changed:
             is_begun, now = self._sharing is not None, time.perf_counter()
             if self._is_stopped or (is_begun and (self.learner.is_paused or now < self._until)):
                 return  # nobody is to learn, or another answer waits for it
-            self._is_timed = self._is_timed or is_begun
             self._share_seconds, self._until, traffic.gives_way = seconds, now + seconds, False
             if not is_begun:
                 with self.failures.kept(STARTING):
@@ -367,14 +377,21 @@ class Upkeep:
 
     def _in_time(self) -> UpdateReport | None:
         """The share of an answer, part by part, until somebody else needs the learner."""
-        work = self.learner.share()
+        work, began = self.learner.share(), clock()
+        report: UpdateReport | None = None
+        is_done = False
         while True:
             try:
                 next(work)
             except StopIteration as done:
-                report: UpdateReport | None = done.value
+                report, is_done = done.value, True
+            if (ended := clock()) - began >= self._share_seconds:
+                self._is_timed = self._had_long_part = True
+            if is_done:
+                if report is not None:  # of a whole update: for the next one, only what was long in this one counts
+                    self._is_timed, self._had_long_part = self._had_long_part, False
                 return report
-            now = time.perf_counter()
+            began, now = ended, time.perf_counter()
             if not self._is_timed and now < self._until:
                 self._until = now + self._share_seconds
             give_way()
@@ -529,11 +546,12 @@ class Upkeep:
             self.learner.renew(target_changed(self.target))
 
     def close(self, store: CorrectionStore | None) -> None:
-        """Take nothing in any more, end the idle thread, save the session where it is saved by itself, flush the store
-        and end tracking; then raise LearnerError from what has failed and not succeeded since, unless an earlier call
-        has."""
+        """Take nothing in any more, end the thread that learns, tell of what it has decided, save the session where it
+        is saved by itself, flush the store and end tracking; then raise LearnerError from what has failed and not
+        succeeded since, unless an earlier call has."""
         self.is_closed = True
         self.stop()
+        self._tell()
         if self.autosave is not None:
             with self.failures.kept(SAVING):
                 self.save(self.autosave)

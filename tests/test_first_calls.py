@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import re
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -335,7 +337,7 @@ def test_the_speed_is_that_of_rounds_that_read_no_prompt() -> None:
 
 def test_an_assistant_tells_its_state(assistant: OnlineAssistant) -> None:
     assert "7B" in repr(assistant) and "0.5B" in repr(assistant)
-    assert repr(assistant).endswith("version=0, learning)\n  0 requests served")
+    assert repr(assistant).endswith("version=0, manual updates)\n  0 requests served")
     assert "<svg" not in assistant._repr_html_()
     assistant.pause()
     answer(assistant.generate, assistant.tokenizer, do_sample=False)
@@ -356,8 +358,9 @@ def test_an_assistant_tells_what_learning_has_brought() -> None:
         assistant.update()
     before, now = assistant._learner.compared()
     assert now.alpha > before.alpha
-    told = f"on the last 5, {before.alpha:.3f} before learning and {now.alpha:.3f} now"
+    told = f"on the last 5, {before.alpha:.3f} with the draft as it was and {now.alpha:.3f} with the learned ones"
     assert told in repr(assistant)
+    assert ", manual updates)\n" in repr(assistant)
 
 
 def test_stats_are_drawn() -> None:
@@ -410,6 +413,67 @@ def test_each_decision_is_told(strategy: Any, tmp_path: Path) -> None:
     assistant.close()
     assert tuple(told) == assistant.decisions[: len(told)]
     assert told[0].outcome == "promoted"
+
+
+@pytest.mark.parametrize("inside", ["generate", "update", "thread"])
+def test_decisions_are_told_one_at_a_time_and_in_order(inside: str) -> None:
+    told: list[int] = []
+    depths, depth = list[int](), 0
+
+    def hear(decision: GateDecision) -> None:
+        nonlocal depth
+        depth += 1
+        depths.append(depth)
+        if len(depths) < 3:  # more is decided meanwhile, here or in another thread, for which this one waits
+            if inside == "thread":
+                thread = threading.Thread(target=requests, args=(assistant, 2))
+                thread.start()
+                thread.join(LONG)
+                assert not thread.is_alive()
+            elif inside == "generate":
+                requests(assistant, 2)
+            else:
+                requests(assistant, 1)
+                assistant.update()
+        told.append(decision.version)
+        depth -= 1
+
+    config = replace(MANUAL, num_assistant_tokens=3, update_interval=2)
+    config = replace(config, update_strategy="manual" if inside == "update" else "interval")
+    with OnlineAssistant(*models.pair(num_hidden_layers=1), config=config, on_update=hear) as assistant:
+        requests(assistant, 2)
+        if inside == "update":
+            assistant.update()
+        assert assistant.learning_error is None
+        assert told == [decision.version for decision in assistant.decisions] == [1, 2, 3]
+        assert depths == [1, 1, 1]
+
+
+def test_close_tells_what_nobody_has_been_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[GateDecision] = []
+    config = replace(MANUAL, num_assistant_tokens=3, update_strategy="spread", update_interval=2)
+    with OnlineAssistant(*models.pair(num_hidden_layers=1), config=config, on_update=told.append) as assistant:
+        with monkeypatch.context() as patch:  # as where an answer has stopped waiting for the last part of an update
+            patch.setattr(assistant._upkeep, "_tell", lambda: None)
+            requests(assistant, 5)
+        assert assistant.decisions
+        assert not told
+    assert tuple(told) == assistant.decisions
+
+
+def test_an_assistant_that_who_listens_refers_to_goes_once_nobody_uses_it() -> None:
+    def listening() -> weakref.ref[OnlineAssistant]:
+        pair = models.pair(num_hidden_layers=1)
+        assistant = OnlineAssistant(*pair, config=MANUAL, on_update=lambda _: told.append(assistant.version))
+        requests(assistant, 1)
+        assistant.update()
+        return weakref.ref(assistant)
+
+    told: list[int] = []
+    assistant = listening()
+    gc.collect()
+    assert assistant() is None
+    assert told == [1]
 
 
 def test_who_fails_on_an_update_costs_no_answer_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -22,6 +22,7 @@ from waiting import LONG
 from osd_hf import DomainDrafts, OnlineAssistant, OnlineConfig, fingerprint, record_traces
 from osd_hf import upkeep as upkeep_module
 from osd_hf.learning import drafts as drafts_module
+from osd_hf.learning import learner as learner_module
 from osd_hf.learning import optimizer as optimizer_module
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.optimizer import AdamW
@@ -186,6 +187,24 @@ def test_the_longest_stretch_without_a_stop_does_not_grow_with_the_draft(
     assert many.all > 2 * few.all
     assert many.most <= 1.1 * few.most
     assert many.most < many.all / 30
+
+
+def test_with_spread_replays_by_a_large_draft_alone_are_cut_between_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = models.pair(num_hidden_layers=3)
+    traces = list(record_traces(target, [[5, 6, 7], [8, 9]], max_new_tokens=3, num_logprobs=8))
+    size = sum(p.numel() for p in draft.parameters())
+
+    def cut(strategy: Any, piece: int) -> tuple[int, list[Any]]:
+        monkeypatch.setattr(learner_module, "PIECE", piece)
+        config = replace(IDLE, update_strategy=strategy)
+        learner, found = Learner(DomainDrafts(draft, config, per_domain=False), config), list[None]()
+        with giving_way(lambda: found.append(None)):
+            scores = learner._replayed(learner.drafts.base, traces)
+        return len(found), scores
+
+    (small, alone), (large, same), (idle, _) = cut("spread", size), cut("spread", size - 1), cut("idle", size)
+    assert large == idle >= small + 3
+    assert alone == same
 
 
 def test_others_are_let_in_around_the_copy_of_a_draft_that_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,6 +399,7 @@ def stops(monkeypatch: pytest.MonkeyPatch) -> Stops:
 
     monkeypatch.setattr(Upkeep, "_give_way", given)
     monkeypatch.setattr(upkeep_module, "time", SimpleNamespace(perf_counter=lambda: counted.now))
+    monkeypatch.setattr(upkeep_module, "clock", lambda: counted.now)
     return counted
 
 
@@ -413,6 +433,30 @@ def test_a_part_goes_on_after_later_answers_where_one_would_wait_too_long_and_le
     assert sum(cut) == sum(whole)
     for others in learned[1:]:
         assert all(map(torch.equal, others, learned[0]))
+
+
+def test_what_held_a_machine_up_once_is_forgotten_after_an_update_without_it(
+    stops: Stops, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = models.pair(num_hidden_layers=1)
+
+    def held_up() -> None:
+        stops.now += 1000
+
+    def waits(most: int, updates: int) -> list[list[float]]:
+        stops.now = 0.0
+        monkeypatch.setattr(upkeep_module, "LEAST_SHARE_SECONDS", most)
+        with OnlineAssistant(target, draft, config=SPREAD) as assistant:
+            return [until_learned(assistant, stops, version) for version in range(1, updates + 1)]
+
+    usual = waits(70, 5)
+    assert min(map(max, usual)) > 70  # many parts, none of which is long
+    assert [max(found) for found in waits(7, 2)] == [7, 7]  # there is a long one in each update
+    stops.at[5] = held_up
+    _, bounded, *others = waits(70, 5)
+    assert max(bounded) == 70
+    assert min(map(max, others)) > 70
+    assert others[-1] == usual[-1]  # after the same requests again
 
 
 def test_an_answer_waits_as_long_as_it_took_or_a_share_of_that(stops: Stops, monkeypatch: pytest.MonkeyPatch) -> None:
