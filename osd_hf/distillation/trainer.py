@@ -232,7 +232,7 @@ def distill(
         VocabularyMismatchError: models, tokenizers or recordings have different vocabularies.
     """
     target, draft = load_named(target, draft)
-    with learning_context(), nullcontext() if target is None else _as_it_was(uncompiled(target)):
+    with learning_context():
         trainer = DistillTrainer(
             draft, target, config, train_dataset=dataset, eval_dataset=eval_dataset, processing_class=tokenizer,
             callbacks=callbacks, peft_config=peft_config,
@@ -375,20 +375,18 @@ class DistillTrainer(Trainer):
             learner = learner_of(draft, peft_config)
             for head in (learner, data.target):
                 if head is not None:
-                    check_head(head)
+                    with evaluating(head):
+                        check_head(head)
             super().__init__(
                 model=_prepared(learner, config, peft_config), args=config, data_collator=_collate,
                 train_dataset=range(len(data.requests)), processing_class=tokenizer, callbacks=callbacks,
                 eval_dataset=data.held_out and range(len(data.held_out.requests)),
             )  # fmt: skip
-        if data.target is not None:
-            data.target.eval()
         self.model_accepts_loss_kwargs = True  # otherwise the trainer would not count the tokens
-        self.data, self.target = data, data.target
+        self.data, self.target, self._teacher = data, data.target, target
         if self.target is not None and self.is_deepspeed_enabled:
-            self.target = prepare_deepspeed(self.target, self.accelerator)
-        elif self.target is not None:
-            self.target = self.accelerator.prepare_model(self.target, evaluation_mode=True)
+            with evaluating(target):
+                self.target = prepare_deepspeed(self.target, self.accelerator)
         self.sampler = Sampler(
             config.sample_source, config.lmbda, config.temperature, config.max_new_tokens, config.seed
         )
@@ -410,8 +408,21 @@ class DistillTrainer(Trainer):
         config.eval_on_start |= self.data.held_out is not None and checkpoint is None
         if config.push_to_hub and config.hub_private_repo and self.is_world_process_zero():
             refuse_public(HfApi(token=config.hub_token), self.hub_model_id)
-        with learning_context():
+        with learning_context(), self._prepared_target():
             return super().train(resume_from_checkpoint=checkpoint, **kwargs)
+
+    @contextmanager
+    def _prepared_target(self) -> Iterator[None]:
+        """Inside the block the target is prepared for the processes and the precision of the run; then it is as it
+        was."""
+        before = self.target
+        with nullcontext() if self._teacher is None else _as_it_was(self._teacher):
+            if before is not None and not self.is_deepspeed_enabled:
+                self.target = self.accelerator.prepare_model(before, evaluation_mode=True)
+            try:
+                yield
+            finally:
+                self.target = before
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
         # Completions are sampled here, as the tokens of all micro-batches are counted before the first is learned.
@@ -474,7 +485,8 @@ class DistillTrainer(Trainer):
         if self.data.held_out is None:
             raise ConfigError("There are no held-out requests to measure acceptance on. Pass `eval_dataset=`.")
         # Every process measures all requests, so that nothing has to be gathered.
-        stats = self.data.held_out.stats(self.accelerator.unwrap_model(self.model))
+        with self._prepared_target():
+            stats = self.data.held_out.stats(self.accelerator.unwrap_model(self.model))
         metrics = {
             f"{metric_key_prefix}_alpha": stats.alpha,
             f"{metric_key_prefix}_block_efficiency": stats.block_efficiency,
