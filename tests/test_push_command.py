@@ -94,10 +94,15 @@ def test_a_folder_that_is_not_empty_is_not_written_to(
         (["push", "me/draft", "--draft", "d", "--dry-run"], "--output-dir"),
         (
             ["push", "me/draft", "--draft", "d"],
-            "d has no card that names one. Name it with --target, or",
+            "no folder d, and cards on the Hub are not read. Name it with --target",
         ),
+        (["export", "new", "--draft", "me/d", "--draft-revision", "v"], "no folder me/d, and cards on the Hub"),
+        (["export", "new", "--draft", "."], "is not known: . has no card that names one. Name it with --target, or"),
+        (["export", "new", "--draft", ".", "--draft-revision", "v"], "--draft-revision is of a draft on the Hub"),
         (["push", "me/draft", "--draft", "d", "--target", "t"], "Name it with --before"),
+        (["push", "me/draft", "--draft", "d", "--target", "t", "--before", "t"], "t, --before, is the target itself"),
         (["push", "me/draft", "--draft", "d", "--bundled", "--before", "b"], "leave out --before"),
+        (["export", "new", "--draft", "d", "--bundled", "--target", "t"], "leave out --target"),
         (["push", "me/draft", "--draft", "d", "--bundled", "--column", "c"], "nothing without --prompts"),
         (["export", "new", "--draft", "nowhere"], "nowhere"),
     ],
@@ -135,15 +140,17 @@ def test_a_draft_is_measured_beside_what_its_card_names(
         ("one", "two", None, None),
     ]  # fmt: skip
     draft_card("me/draft", DraftFacts(target="them/large", base_model="them/large")).save(tmp_path / "README.md")
-    assert main(arguments) == 2
-    assert "Name it with --before" in capsys.readouterr().err
+    for more in ([], ["--target", "a/copy"]):  # as `osd-hf draft` writes it
+        assert main([*arguments, *more]) == 2
+        said = "them/large, the base that its card names, is the target itself. Name it with --before"
+        assert said in capsys.readouterr().err
 
 
 def test_export_writes_the_folder_and_prints_the_command_that_serves_it(
     learned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "engine"
-    assert main(["export", str(folder), "--draft", str(learned), "--num-assistant-tokens", "4"]) == 0
+    assert main(["export", str(folder), "--bundled", "--draft", str(learned), "--num-assistant-tokens", "4"]) == 0
     command = shlex.split(capsys.readouterr().out)
     assert command[:2] == ["vllm", "serve"]
     config = json.loads(command[command.index("--speculative-config") + 1])

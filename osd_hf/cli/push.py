@@ -35,12 +35,33 @@ class LearnedDraft(DraftRevision, TargetLoading, Reporting):
     draft: str = _models("folder of the learned draft", required=True, metavar="PATH")
     target: str | None = _models("the model that it drafts for; by default the one that the draft's card names",
                                  metavar="ID|PATH")  # fmt: skip
+    bundled: bool = _models("the target is the bundled one", False)
 
-    def of_card(self) -> Self:
-        """With the target that the card of the draft names, if it does, where none is given."""
-        named = card_data(self.draft) if self.target is None else {}
-        revision = self.revision or named.get("target_revision")
-        return replace(self, target=named["target_model"], revision=revision) if "target_model" in named else self
+    def with_target(self) -> Self:
+        """With the target that the card of the draft names where none is given; raises ConfigError where none is
+        known, and for what has no meaning beside the others."""
+        if self.draft_revision is not None and Path(self.draft).exists():
+            raise ConfigError(f"--draft-revision is of a draft on the Hub, and {self.draft} lies here. Leave it out.")
+        if self.bundled:
+            if given := self.changed("target", "before", "before_revision"):
+                raise ConfigError(f"--bundled names the models beside the draft: leave out {given[0]}.")
+            return self
+        if self.target is not None:
+            return self
+        named = card_data(self.draft)
+        if "target_model" not in named:
+            raise ConfigError(
+                f"The target of the draft is not known: {self.silence}. Name it with --target, or with --bundled "
+                "where it is the bundled one."
+            )
+        return replace(self, target=named["target_model"], revision=self.revision or named.get("target_revision"))
+
+    @property
+    def silence(self) -> str:
+        """Why no card says what is asked for."""
+        if Path(self.draft).is_dir():
+            return f"{self.draft} has no card that names one"
+        return f"there is no folder {self.draft}, and cards on the Hub are not read"
 
     def load_draft(self, *, on_cpu: bool) -> Any:
         """The draft, on the device of its target."""
@@ -53,7 +74,6 @@ class PushSettings(LearnedDraft, Rows):
     """The flags of `osd-hf push`."""
 
     repo_id: str = flag("repo of the Hub that the draft goes to", positional=True, metavar="USER/NAME")
-    bundled: bool = _models("the target is the bundled one", False)
     before: str | None = _evaluation("the draft before it learned; by default the one that its card names",
                                      metavar="ID|PATH")  # fmt: skip
     before_revision: str | None = _evaluation("branch, tag or commit of that draft on the Hub", metavar="NAME")
@@ -92,19 +112,15 @@ class PushSettings(LearnedDraft, Rows):
     def pair(self) -> Pair:
         """The target, the draft before it learned, and their tokenizer; raises ConfigError where one is not known."""
         if self.bundled:
-            if given := self.changed("target", "before", "before_revision"):
-                raise ConfigError(f"--bundled names the target and the draft before: leave out {given[0]}.")
             return load_pair(**self.loading | {"draft_revision": None})
-        if self.target is None:
+        named = card_data(self.draft)
+        before = self.before or named.get("base_model")
+        if before is None or before in (self.target, named.get("target_model")):
+            told = "--before" if self.before else "the base that its card names"
+            why = self.silence if before is None else f"{before}, {told}, is the target itself"
             raise ConfigError(
-                f"The draft is measured on the answers of its target, and {self.draft} has no card that names one. "
-                "Name it with --target, or with --bundled where it is the bundled one."
-            )
-        before = self.before or card_data(self.draft).get("base_model")
-        if before is None or before == self.target:
-            raise ConfigError(
-                f"What the draft has learned is told beside the draft before, and {self.draft} has no card that names "
-                "one. Name it with --before."
+                f"What the draft has learned is told beside the draft before, which is not known: {why}. Name it with "
+                "--before."
             )
         return load_pair(self.target, before, **self.loading | {"draft_revision": self.before_revision})
 
@@ -123,7 +139,7 @@ class PushSettings(LearnedDraft, Rows):
 def push_command(settings: PushSettings) -> int:
     """Evaluate a draft, write its repo, and push it."""
     settings.check()
-    settings = settings if settings.bundled else settings.of_card()
+    settings = settings.with_target()
     repo_id, token = settings.repo_id, settings.token
     private = False if settings.public else True if settings.private else None
     if not settings.dry_run and (token or get_token()):  # before the work, where it can be told
@@ -166,15 +182,15 @@ class ExportSettings(LearnedDraft):
 
 def export_command(settings: ExportSettings) -> int:
     """Write a draft for an engine, and the command that serves it."""
-    settings, folder = settings.of_card(), settings.output_dir
-    if settings.target:
+    settings, folder = settings.with_target(), settings.output_dir
+    if settings.target is not None:
         target = load_model(settings.target, **settings.target_loading)
         tokenizer = load_tokenizer(settings.target, **settings.fetching)
     else:  # the dtype, the version and the code are the draft's
         how = settings.loading
         target, _, tokenizer = load_pair(**{name: how[name] for name in ("device_map", "quantization", "revision")})
     command = export_to_vllm(
-        folder, settings.load_draft(on_cpu=not settings.target), target, tokenizer,
+        folder, settings.load_draft(on_cpu=settings.bundled), target, tokenizer,
         num_assistant_tokens=settings.num_assistant_tokens, target_name=settings.target,
     )  # fmt: skip
     print(f"written to {folder}; serve it with:", file=sys.stderr)
