@@ -6,9 +6,11 @@ import argparse
 import ast
 import importlib
 import json
+import re
 import sys
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from osd_hf import CorrectionStore, OnlineConfig, record_traces
 from osd_hf.cli import arguments as read
 from osd_hf.cli import flags
-from osd_hf.cli.arguments import RENAMED, add_flags, read_arguments
+from osd_hf.cli.arguments import GONE, RENAMED, add_flags, read_arguments
 from osd_hf.cli.main import COMMANDS, MODULES, _asked, main
 from osd_hf.prompts import PromptSource, encode_turn, read_prompts
 
@@ -280,6 +282,15 @@ def test_an_old_name_is_the_new_one_with_one_notice(command: str, old: str, new:
     assert said == f"osd-hf: notice: {old} is now {new}; the next release knows the new name alone\n"
 
 
+@pytest.mark.parametrize(("command", "old"), [(command, name) for command, names in GONE.items() for name in names])
+def test_a_flag_that_is_gone_is_passed_over_with_a_notice(command: str, old: str, capsys: Any) -> None:
+    needed = NEEDED[command]
+    assert old not in {text for action in actions_of(command).values() for text in action.option_strings}
+    for given in ([old, "vllm", *needed], [*needed, f"{old}=vllm"]):
+        assert _asked([command, *given])[1] == settings_of(command, *needed)
+        assert re.fullmatch(rf"osd-hf: notice: {old} is gone: .*refuses it\n", capsys.readouterr().err)
+
+
 def test_one_thing_has_one_name() -> None:
     given = {name: set(actions_of(name)) for name in KINDS}
     others = {"k", "requests", "limit", "compile", "state", "local_dir", "directory", "out", "new_tokens",
@@ -338,6 +349,13 @@ def test_flags_go_before_a_file_and_lists_are_not_joined(tmp_path: Path) -> None
         "no",
     )
     assert settings_of("run", "--config", str(file)).domain == ["sql", "math"]
+
+
+def test_a_file_is_in_utf_8_wherever_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, read_text = tmp_path / "run.yaml", Path.read_text
+    file.write_text("domain: größe\n", encoding="utf-8")
+    monkeypatch.setattr(Path, "read_text", lambda path, encoding="ascii": read_text(path, encoding))
+    assert settings_of("run", "--bundled", "--config", str(file)).domain == ["größe"]
 
 
 def test_a_file_sets_positionals_too(tmp_path: Path) -> None:
@@ -402,6 +420,24 @@ def test_a_report_of_a_bug_has_its_facts(capsys: Any) -> None:
     )
     assert "float32" in facts["dtypes on cpu"]
     assert f"- platform: {facts['platform']}\n" in err
+
+
+@pytest.mark.parametrize(("kind", "module", "said"), [
+    ("mps", SimpleNamespace(), "mps:0"),
+    ("xpu", SimpleNamespace(get_device_properties=lambda _: SimpleNamespace(name="Max", total_memory=48 << 30)),
+     "Max (48 GiB)"),
+])  # fmt: skip
+def test_accelerators_of_all_kinds_are_told(
+    kind: str, module: Any, said: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: kind)
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 1)
+    monkeypatch.setattr("torch.get_device_module", lambda device: module)
+    monkeypatch.setattr("osd_hf.cli.env.DTYPES", ())  # nothing is computed there
+    assert main(["env", "--json", "-"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["accelerators"] == said
+    assert facts[f"dtypes on {kind}:0"] == ""  # there is none here
 
 
 def test_a_configuration_of_a_local_data_set_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

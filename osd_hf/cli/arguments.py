@@ -30,6 +30,8 @@ RENAMED = {
     "push": {"--k": "--num-assistant-tokens", "--requests": "--num-requests", "--local-dir": "--output-dir"},
     "replay": {"--limit": "--num-requests"},
 }
+# Flags that are gone, with why; they and their values are passed over for as long.
+GONE = {"export": {"--to": "the folder is the same for every engine"}}
 
 
 # --- flags from settings --------------------------------------------------------------------------------------------
@@ -243,13 +245,19 @@ def settings_from(kind: type[Kind], given: Mapping[str, Any]) -> Kind:
 
 
 def spelled(command: str, arguments: Sequence[str]) -> list[str]:
-    """The arguments of a command with hyphens in the names of flags and with new names for old ones, which a line on
-    the standard error tells of."""
-    renamed, found, result = RENAMED.get(command, {}), dict[str, str](), list[str]()
-    for argument in arguments:
+    """The arguments of a command with hyphens in the names of flags, with new names for old ones, and without flags
+    that are gone; lines on the standard error tell of both."""
+    gone, renamed, found, result = GONE.get(command, {}), RENAMED.get(command, {}), dict[str, str](), list[str]()
+    given = iter(arguments)
+    for argument in given:
         name, equals, value = argument.partition("=")
         if re.fullmatch(r"--[A-Za-z][\w-]*", name):
             name = name.replace("_", "-")
+            if name in gone:
+                print(f"osd-hf: notice: {name} is gone: {gone[name]}; the next release refuses it", file=sys.stderr)
+                if not equals:
+                    next(given, None)  # its value
+                continue
             if name in renamed:
                 found[name] = renamed[name]
                 name = renamed[name]
@@ -266,7 +274,7 @@ def spelled(command: str, arguments: Sequence[str]) -> list[str]:
 def read_file(path: Path) -> dict[str, Any]:
     """The settings of a YAML or JSON file, by name; raises ConfigError."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         read = json.loads(text) if path.suffix.lower() == ".json" else yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"The configuration {path} cannot be read: {first_line(error)}.") from error

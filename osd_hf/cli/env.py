@@ -24,8 +24,8 @@ class EnvSettings(Reporting):
 def env_command(settings: EnvSettings) -> int:
     """Say what is here; returns the exit code."""
     origin = provenance()
-    count, told = torch.cuda.device_count(), os.environ.get("OMP_NUM_THREADS", "not set")
-    devices = ["cpu", *(f"cuda:{number}" for number in range(count))]
+    told, kind = os.environ.get("OMP_NUM_THREADS", "not set"), torch.accelerator.current_accelerator()
+    accelerators = [f"{kind}:{number}" for number in range(torch.accelerator.device_count())]
     facts: dict[str, Any] = {
         **{f"{name} version": installed(name) or "not installed" for name in PACKAGES},
         "commit": origin["commit"] or "not of a checkout",
@@ -33,9 +33,9 @@ def env_command(settings: EnvSettings) -> int:
         "platform": platform.platform(),
         "processor": f"{origin['processor']}, {origin['cpu_count']} cores",
         "threads of torch": f"{torch.get_num_threads()} (OMP_NUM_THREADS: {told})",
-        "accelerators": ", ".join(map(_accelerator, range(count))) or "none",
+        "accelerators": ", ".join(map(_accelerator, accelerators)) or "none",
         "CUDA or ROCm of torch": torch.version.cuda or getattr(torch.version, "hip", None) or "none",
-        **{f"dtypes on {device}": ", ".join(_dtypes(device)) for device in devices},
+        **{f"dtypes on {device}": ", ".join(_dtypes(device)) for device in ("cpu", *accelerators)},
     }
     settings.say("Copy this into a report, and add the command, what came of it, and what you expected:\n")
     for name, value in facts.items():
@@ -44,8 +44,12 @@ def env_command(settings: EnvSettings) -> int:
     return 0
 
 
-def _accelerator(number: int) -> str:
-    properties = torch.cuda.get_device_properties(number)
+def _accelerator(device: str) -> str:
+    """Its name and memory, as far as torch knows them."""
+    properties_of = getattr(torch.get_device_module(device), "get_device_properties", None)
+    if properties_of is None:  # as of Apple's
+        return device
+    properties = properties_of(device)
     return f"{properties.name} ({properties.total_memory / (1 << 30):.0f} GiB)"
 
 
@@ -58,5 +62,5 @@ def _multiplies(device: str, dtype: torch.dtype) -> bool:
     try:
         ones = torch.ones(2, 2, device=device, dtype=dtype)
         return bool((ones @ ones).sum() == 8)
-    except RuntimeError:
+    except (RuntimeError, TypeError):  # the latter for a dtype that a device lacks
         return False
