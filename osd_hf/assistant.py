@@ -57,6 +57,7 @@ logger = logging.getLogger(__name__)
 
 CHAT_TOKENS = 256  # of an answer to a chat at most, where nobody has said more; as transformers' pipelines
 LENGTHS = {"max_new_tokens", "max_length", "generation_config"}
+OF_CHAT = {"add_generation_prompt", "return_dict", "return_tensors", "tokenize"}  # which the prompt of a chat has set
 
 
 class OnlineAssistant:
@@ -222,7 +223,8 @@ class OnlineAssistant:
                 Without a length here or in the target's generation config, an answer has at most 256 new tokens.
 
         Raises:
-            ConfigError: there is no tokenizer, or it has no chat template.
+            ConfigError: there is no tokenizer, or it has no chat template; `chat_template_kwargs` holds what is
+                set here.
             UnsupportedGenerationError: as [`~OnlineAssistant.generate`] does.
         """
         tokenizer = self.tokenizer
@@ -231,6 +233,11 @@ class OnlineAssistant:
             raise ConfigError(
                 f"{missing}, so messages cannot be put into a prompt. Pass `tokenizer=`, one of an instruction-tuned "
                 "model, set `tokenizer.chat_template`, or call `generate` with ids of the whole prompt."
+            )
+        if fixed := OF_CHAT.intersection(chat_template_kwargs or ()):
+            raise ConfigError(
+                f"`chat_template_kwargs` must not hold `{min(fixed)}`, which `chat` sets by itself. Leave it out; for "
+                "another form of the prompt call `tokenizer.apply_chat_template` and `generate`."
             )
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]

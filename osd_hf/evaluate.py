@@ -8,7 +8,7 @@ from typing import Any
 
 from osd_hf.bench.benchmark import System, benchmark
 from osd_hf.capture.hook import record_traces
-from osd_hf.errors import DataError
+from osd_hf.errors import ConfigError, DataError
 from osd_hf.hub.cards import Evaluation, EvaluationSet
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.pair import prompt_room
@@ -42,9 +42,11 @@ def evaluate(
             turns, with bars on the standard error where `show_progress` is set.
 
     Raises:
-        ConfigError: the answers leave no room for a prompt.
+        ConfigError: the answers leave no room for a prompt; `dataset` is one text.
         DataError: fewer than two prompts leave room for their answers.
     """
+    if isinstance(dataset, str):
+        raise ConfigError("`dataset` must be a list of texts or an `EvaluationSet`, got one text. Put it into a list.")
     if not isinstance(dataset, EvaluationSet):
         dataset = EvaluationSet("prompts", tuple(Prompt(i, text) for i, text in enumerate(dataset)))
     room = prompt_room(target.config, before.config, dataset.max_new_tokens)

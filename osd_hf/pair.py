@@ -7,12 +7,15 @@ import copy
 import importlib.util
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from huggingface_hub.errors import GatedRepoError
 from numpy.typing import NDArray
 from transformers import (
     AutoConfig,
@@ -35,8 +38,11 @@ Quantization = Literal["4bit", "8bit", "int8"]
 # What says where a model's files are, and how the target alone is loaded: a draft learns, whole and on one device.
 OF_HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
 OF_TARGET = ("device_map", "max_memory", "offload_buffers", "offload_folder", "quantization", "quantization_config")
+ADVICE = "Name a folder that `save_pretrained` wrote, or a model of the Hub as `owner/name`."
 TIMES_LARGER = 2  # than the target: a draft beyond saves no time, though it has experts of which few are asked
 MOST_WRAPPERS = 16  # one inside the other; what makes up every attribute that it is asked for has no end
+# Of models that were loaded by name: the tokenizers that the same arguments have found.
+_TOKENIZERS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def uncompiled(model: Any) -> Any:
@@ -132,10 +138,20 @@ def _loaded(auto: Any, source: str, **kwargs: Any) -> Any:
     try:
         return auto.from_pretrained(source, **kwargs)
     except (OSError, ValueError, ImportError, TypeError) as error:
-        advice = "Name a folder that `save_pretrained` wrote, or a model of the Hub as `owner/name`."
-        if os.path.isdir(source):
-            has_config = os.path.isfile(os.path.join(source, "config.json"))
-            advice = "" if has_config else f"It is a folder without a `config.json`. {advice}"
+        named = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if named and named[1] in kwargs:
+            raise ConfigError(
+                f"`{named[1]}` is no argument of `from_pretrained` for {source!r}. Leave it out, or look at the "
+                "spelling."
+            ) from error
+        advice = ""
+        is_folder = os.path.isdir(source)
+        if is_folder and not os.path.isfile(os.path.join(source, "config.json")):
+            advice = f"It is a folder without a `config.json`. {ADVICE}"
+        elif isinstance(error.__cause__ or error, GatedRepoError):
+            advice = "Ask for access on its page of the Hub, then log in with `hf auth login` or pass `token=`."
+        elif isinstance(error, OSError) and not is_folder:
+            advice = ADVICE
         raise UnsupportedModelError(
             f"The model {source!r} cannot be loaded: {first_line(error)}. {advice}".rstrip()
         ) from error
@@ -216,18 +232,18 @@ def load_named(target: Any, draft: Any, **model_kwargs: Any) -> tuple[Any, Any]:
                 "look at the spelling."
             )
     if named[0]:
-        target = _with_tokenizer(load_model(os.fspath(target), **model_kwargs))
+        target = _with_tokenizer(load_model(os.fspath(target), **model_kwargs), model_kwargs)
     if named[1]:
         shared = {name: value for name, value in model_kwargs.items() if name not in OF_TARGET}
         if shared.get("device") is None and hasattr(unwrap(target), "device"):
             shared["device"] = str(input_device(unwrap(target)))
-        draft = _with_tokenizer(load_model(os.fspath(draft), **shared))
+        draft = _with_tokenizer(load_model(os.fspath(draft), **shared), shared)
     return target, draft
 
 
-def _with_tokenizer(model: Any) -> Any:
-    """The model, its tokenizer in the local cache, where [`find_tokenizer`] looks for it."""
-    find_tokenizer(model, local_files_only=False)
+def _with_tokenizer(model: Any, model_kwargs: Mapping[str, Any]) -> Any:
+    """The model, its tokenizer fetched with the arguments that it was loaded with, and kept for [`find_tokenizer`]."""
+    _TOKENIZERS[model] = _tokenizer_at(model.config.name_or_path, **_of_hub(model_kwargs))
     return model
 
 
@@ -437,14 +453,18 @@ def check_tokenizers(target_tokenizer: Any, draft_tokenizer: Any) -> None:
     )
 
 
-def find_tokenizer(model: Any, *, local_files_only: bool = True) -> Any:
-    """The tokenizer that lies where a model came from, in a folder or the local cache, or on the Hub as well; `None`
-    if there is none."""
-    source = model.config.name_or_path
-    if not source:
-        return None
+def find_tokenizer(model: Any) -> Any:
+    """The tokenizer that a model was loaded with by name, or the one that lies where it came from: in a folder or the
+    local cache, and without code of its own. `None` if there is none."""
+    found = _TOKENIZERS.get(model) if isinstance(model, torch.nn.Module) else None
+    if found is not None or not model.config.name_or_path:
+        return found
+    return _tokenizer_at(model.config.name_or_path, local_files_only=True, trust_remote_code=False)
+
+
+def _tokenizer_at(source: str, **how: Any) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(source, local_files_only=local_files_only)
+        return AutoTokenizer.from_pretrained(source, **how)
     except (OSError, ValueError, KeyError):
         return None
 
@@ -496,6 +516,8 @@ def align_vocab(draft: Any, target: Any, tokenizer: Any = None) -> Any:
             "differ in more than padding and added tokens. Choose a draft of the target's family."
         )
     aligned = copy.deepcopy(draft)
+    if draft in _TOKENIZERS:
+        _TOKENIZERS[aligned] = _TOKENIZERS[draft]
     if size != old_size:
         ends = (aligned.get_input_embeddings(), aligned.get_output_embeddings())
         if not all(end is None or isinstance(end, torch.nn.Embedding | torch.nn.Linear) for end in ends):

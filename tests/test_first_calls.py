@@ -13,10 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import models
 import pytest
 import torch
 import yaml
+from huggingface_hub.errors import GatedRepoError
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -53,6 +55,8 @@ PUBLISHED = {
     "bos_token_id": 0, "pad_token_id": 0, "do_sample": True, "eos_token_id": [65, 2], "repetition_penalty": 1.05,
     "temperature": 0.7, "top_p": 0.8, "top_k": 20, "transformers_version": "4.37.0",
 }  # fmt: skip
+GATED = OSError("You are trying to access a gated repo.")
+GATED.__cause__ = GatedRepoError("403", response=httpx.Response(403, request=httpx.Request("GET", "https://hub")))
 MANUAL = OnlineConfig(update_strategy="manual", steps_per_update=1, gate=False, optimizer="adamw", learning_rate=3e-3)
 
 
@@ -95,7 +99,7 @@ def hub(repos: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     fetched: set[str] = set()
     load = AutoTokenizer.from_pretrained
 
-    def tokenizer(source: str, *, local_files_only: bool = False) -> Any:
+    def tokenizer(source: str, *, local_files_only: bool = False, **_: Any) -> Any:
         if local_files_only and source not in fetched:
             raise OSError("not in the cache")
         fetched.add(source)
@@ -184,6 +188,43 @@ def test_prompts_are_brought_to_the_target(monkeypatch: pytest.MonkeyPatch) -> N
     assert given["max_new_tokens"] == 4
 
 
+def test_a_pinned_version_brings_its_own_tokenizer(repos: Path, tmp_path: Path) -> None:
+    for name in ("7B", "0.5B"):
+        place = tmp_path / f"models--me--{name}"
+        (place / "refs").mkdir(parents=True)
+        for version, commit in (("main", "0" * 40), ("v1", "1" * 40)):
+            (place / "refs" / version).write_text(commit)
+        models.tokenizer(characters="zyxwvutsrqponm").save_pretrained(place / "snapshots" / ("0" * 40))
+        (place / "snapshots" / ("1" * 40)).symlink_to(repos / name)
+    where = {"revision": "v1", "cache_dir": str(tmp_path)}
+    assistant = OnlineAssistant("me/7B", "me/0.5B", config=MANUAL, **where)
+    assert chatting().get_vocab().items() <= assistant.tokenizer.get_vocab().items()
+    assert assistant.draft.config.vocab_size == 72  # that both are one was seen by the same version's tokenizers
+
+
+def test_a_tokenizer_is_fetched_as_its_model_is_and_nobody_is_asked_for_its_code(
+    repos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+    load = AutoTokenizer.from_pretrained
+
+    def tokenizer(source: str, **how: Any) -> Any:
+        asked.append(how)
+        return load(source)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", tokenizer)
+    how = {"token": "x", "trust_remote_code": True}
+    OnlineAssistant(repos / "7B", repos / "0.5B", config=MANUAL, device="cpu", **how)
+    assert asked == [how, how]  # once each, also for vocabularies that are padded otherwise
+    pair = pairs.load_pair(str(repos / "7B"), str(repos / "0.5B"), trust_remote_code=True)
+    assert {given["trust_remote_code"] for given in asked} == {True}
+    asked.clear()
+    OnlineAssistant(*pair, config=MANUAL)
+    assert asked == []
+    pairs.find_tokenizer(AutoModelForCausalLM.from_pretrained(repos / "7B"))  # of which nothing was said
+    assert asked == [{"local_files_only": True, "trust_remote_code": False}]
+
+
 # --- what is wrong --------------------------------------------------------------------------------------------------
 
 
@@ -192,8 +233,32 @@ def test_what_cannot_be_loaded_says_what_to_do(repos: Path, tmp_path: Path) -> N
         OnlineAssistant("nobody/nothing", repos / "0.5B")
     with pytest.raises(UnsupportedModelError, match=r"folder without a `config.json`.*`save_pretrained` wrote"):
         OnlineAssistant(repos / "7B", tmp_path)
-    with pytest.raises(UnsupportedModelError, match="cannot be loaded.*tempo"):
+    with pytest.raises(ConfigError, match="`tempo` is no argument of `from_pretrained`.*look at the spelling"):
         OnlineAssistant(repos / "7B", repos / "0.5B", tempo="allegro")
+
+
+@pytest.mark.parametrize(
+    ("cause", "words"),
+    [
+        (ImportError("flash_attn is not installed"), "flash_attn is not installed."),
+        (ValueError("an unknown architecture"), "an unknown architecture."),
+        (TypeError("f() got an unexpected keyword argument 'inner'"), "argument 'inner'."),
+        (OSError("no such model"), "no such model. Name a folder that `save_pretrained` wrote, or a model"),
+        (
+            GATED,
+            "a gated repo. Ask for access on its page of the Hub, then log in with `hf auth login` or pass `token=`.",
+        ),
+    ],
+)
+def test_advice_is_for_what_it_helps(cause: Exception, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(source: str, **_: Any) -> None:
+        raise cause
+
+    monkeypatch.setattr("osd_hf.pair.AutoConfig.from_pretrained", fail)
+    with pytest.raises(UnsupportedModelError) as caught:
+        OnlineAssistant("owner/target", "owner/draft")
+    assert words in str(caught.value)
+    assert ("Name a folder" in str(caught.value)) is ("Name a folder" in words)
 
 
 def test_models_that_seem_exchanged_are_warned_of(repos: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -259,6 +324,15 @@ def test_a_chat_has_room_for_an_answer(assistant: OnlineAssistant, monkeypatch: 
     assistant.target.generation_config.max_new_tokens = 5
     assistant.chat("abc")
     assert asked == [256, 7, None, None]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("tokenize", False), ("return_dict", True), ("return_tensors", "np"), ("add_generation_prompt", 0)],
+)
+def test_the_form_of_a_chat_s_prompt_is_not_open(assistant: OnlineAssistant, name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"must not hold `{name}`, which `chat` sets by itself"):
+        assistant.chat("abc", chat_template_kwargs={"shout": "x", name: value})
 
 
 def test_without_a_template_there_is_no_chat() -> None:
@@ -379,6 +453,8 @@ def test_drafts_are_evaluated_on_texts() -> None:
     found = evaluate(target, draft, target, models.tokenizer(), texts)
     assert [prompt.text for prompt in found.dataset.prompts] == texts
     assert found.stats("before").alpha < found.stats("after").alpha == 1
+    with pytest.raises(ConfigError, match="got one text. Put it into a list"):
+        evaluate(target, draft, target, models.tokenizer(), "abc")
 
 
 # --- who wants to hear of updates -----------------------------------------------------------------------------------
@@ -515,7 +591,8 @@ def test_a_configuration_goes_into_a_file_and_comes_back(tmp_path: Path) -> None
         ("a.yaml", "3: 4", r"`3` is no setting of OnlineConfig\.$"),
         ("a.yaml", "learning_rate: fast", "cannot be read: could not convert"),
         ("a.yaml", "gate: perhaps", "`gate` must be True or False, got 'perhaps'"),
-        ("a.yaml", "learning_rate: null", "of another type: '<' not supported"),
+        ("a.yaml", "learning_rate: null", "`learning_rate` must be a number, got None"),
+        ("a.yaml", "max_effort: true", "`max_effort` must be a number, got True"),
         ("a.json", "[1]", "must hold names with values"),
         ("a.json", "{", "cannot be read"),
         ("a.yaml", "a: [", "cannot be read"),
