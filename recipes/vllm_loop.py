@@ -6,8 +6,8 @@ the draft meanwhile, the new version is deployed, and vLLM's own counters on lat
     OSD_HF_DATA=... python recipes/vllm_loop.py --vllm .venv-vllm
     OSD_HF_DATA=... python recipes/vllm_loop.py --vllm .venv-vllm --requests 32 --later 8        # smoke
 
-Reported: time of each step; of the later prompts vLLM's counters with the static draft, the learnt one loaded into
-the running server, and the learnt one after a restart, beside what replay says of the same answers; whether each
+Reported: time of each step; of the later prompts vLLM's counters with the static draft, the learned one loaded into
+the running server, and the learned one after a restart, beside what replay says of the same answers; whether each
 completion is transformers' own greedy one in float32; bytes per token of the store.
 
 vLLM counts accepted over drafted tokens. Its first token comes with the prompt and is not drafted, so that its rounds
@@ -282,7 +282,7 @@ def main() -> None:
         seconds["load"] = time.perf_counter() - began
         counters["loaded"], reports["loaded"] = asked(args, engine, folder / "later.jsonl", folder / "later-loaded")
     began = time.perf_counter()
-    with serving(args, versions / LATEST, folder / "vllm-learnt.log") as (engine, _):
+    with serving(args, versions / LATEST, folder / "vllm-learned.log") as (engine, _):
         seconds["restart"] = time.perf_counter() - began
         name = "restarted"
         counters[name], reports[name] = asked(args, engine, folder / "later.jsonl", folder / f"later-{name}")
@@ -294,7 +294,7 @@ def main() -> None:
     assert latest is not None
     report = {
         "counters": counters,
-        "ours": {"static": ours(static, answers["static"]), "learnt": ours(latest, answers["restarted"])},
+        "ours": {"static": ours(static, answers["static"]), "learned": ours(latest, answers["restarted"])},
         "not_identical": {way: differing(traces) for way, traces in answers.items()},
         "seconds": {**seconds, "learning": learned["learning_seconds"]},
         "later_tokens_per_second": {way: reports[way]["tokens"] / reports[way]["seconds"] for way in counters},
