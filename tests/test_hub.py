@@ -312,7 +312,7 @@ def test_where_nobody_can_tell_who_reads_it_nothing_is_pushed(here: FakeHub, sma
 @pytest.mark.parametrize(
     "command",
     [
-        ["push", "me/draft", "--draft", "nowhere"],
+        ["push", "me/draft", "--draft", "nowhere", "--bundled"],
         ["learn", "--repo-id", "me/draft", "--store", "nowhere", "--output-dir", "versions"],
     ],
 )
