@@ -15,6 +15,7 @@ import yaml
 
 from osd_hf.errors import ConfigError, first_line, nearest
 from osd_hf.losses import DIVERGENCES
+from osd_hf.utils.report import read_config
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "drafting": ("lean", "stock"),
@@ -318,13 +319,7 @@ class OnlineConfig:
         path = Path(path)
         if path.suffix not in (".json", ".yaml", ".yml"):
             raise ConfigError(f"The configuration {str(path)!r} must end in .json, .yaml or .yml.")
-        try:
-            text = path.read_text(encoding="utf-8")
-            read = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            raise ConfigError(f"The configuration {str(path)!r} cannot be read: {first_line(error)}.") from error
-        if not isinstance(read, dict):
-            raise ConfigError(f"The configuration {str(path)!r} must hold names with values, such as `gate: true`.")
+        read = read_config(path)
         # YAML takes a written `no` for false, and 1e-3 for a text.
         if read.get("mixed_precision") is False:
             read["mixed_precision"] = "no"

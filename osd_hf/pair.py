@@ -41,7 +41,7 @@ OF_TARGET = ("device_map", "max_memory", "offload_buffers", "offload_folder", "q
 ADVICE = "Name a folder that `save_pretrained` wrote, or a model of the Hub as `owner/name`."
 TIMES_LARGER = 2  # than the target: a draft beyond saves no time, though it has experts of which few are asked
 MOST_WRAPPERS = 16  # one inside the other; what makes up every attribute that it is asked for has no end
-# Of models that were loaded by name: the tokenizers that the same arguments have found.
+# The tokenizers of models that were loaded by name, found with the arguments of their models.
 _TOKENIZERS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import json
 import re
 import sys
 import types
@@ -15,9 +14,8 @@ from dataclasses import MISSING, Field, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import yaml
-
-from osd_hf.errors import ConfigError, first_line, nearest
+from osd_hf.errors import ConfigError, nearest
+from osd_hf.utils.report import read_config
 
 Kind = TypeVar("Kind")
 
@@ -271,22 +269,10 @@ def spelled(command: str, arguments: Sequence[str]) -> list[str]:
 # --- a file of settings ---------------------------------------------------------------------------------------------
 
 
-def read_file(path: Path) -> dict[str, Any]:
-    """The settings of a YAML or JSON file, by name; raises ConfigError."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        read = json.loads(text) if path.suffix.lower() == ".json" else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"The configuration {path} cannot be read: {first_line(error)}.") from error
-    if not isinstance(read, dict) or not all(isinstance(name, str) for name in read):
-        raise ConfigError(f"The configuration {path} must hold names with values, such as `learning_rate: 0.0001`.")
-    return read
-
-
 def _of_file(parser: argparse.ArgumentParser, path: Path, actions: Mapping[str, argparse.Action]) -> dict[str, Any]:
     """What a file sets, read as the flags are; raises ConfigError."""
     arguments: list[str] = []
-    for name, value in read_file(path).items():
+    for name, value in read_config(path).items():
         if (action := actions.get(name.replace("-", "_"))) is None:
             meant = nearest(name.replace("-", "_"), actions)
             raise ConfigError(f"The configuration {path} sets `{name}`, which is no flag of {parser.prog}.{meant}")

@@ -13,7 +13,7 @@ from typing import Any
 
 import osd_hf
 from osd_hf.bench.display import figure, text_table
-from osd_hf.cli.arguments import add_flags, flag, in_groups, read_file, settings_from
+from osd_hf.cli.arguments import add_flags, flag, in_groups, settings_from
 from osd_hf.cli.flags import (
     CHAT_TEMPLATE,
     DraftRevision,
@@ -28,7 +28,7 @@ from osd_hf.cli.flags import (
 from osd_hf.errors import ConfigError, DataError, first_line, nearest, shown_settings
 from osd_hf.pair import check_tokenizers, load_model, load_tokenizer, prompt_room
 from osd_hf.prompts import open_rows, read_prompts
-from osd_hf.utils.report import make_folder, provenance, write_report
+from osd_hf.utils.report import make_folder, provenance, read_config, write_report
 
 __all__ = ["DistillSettings", "distill_command"]
 
@@ -103,7 +103,7 @@ def read_settings(arguments: Sequence[str], **how: Any) -> DistillSettings:
             # YAML takes a written `no` for false.
             read = {
                 name: "no" if name.endswith("_strategy") and value is False else value
-                for name, value in read_file(first.config).items()
+                for name, value in read_config(first.config).items()
             }
             unknown += [*parser.set_defaults_with_config(**read), *(OF_FLAGS & set(read))]
         _refuse(unknown, [*vars(first), *(f.name for f in fields(DistillSettings))])

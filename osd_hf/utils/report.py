@@ -17,9 +17,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from osd_hf.errors import ConfigError, without_credentials, without_secrets
+import yaml
 
-__all__ = ["installed", "json_text", "make_folder", "plain", "provenance", "write_report"]
+from osd_hf.errors import ConfigError, first_line, without_credentials, without_secrets
+
+__all__ = ["installed", "json_text", "make_folder", "plain", "provenance", "read_config", "write_report"]
 
 PACKAGES = ("torch", "transformers", "osd_hf")
 # Paths inside an argument, such as `a=/x/y,/z`; neither the path of a URL nor the slash of `owner/name`.
@@ -165,3 +167,15 @@ def process_peak_bytes() -> int | None:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The names and values in a JSON file or, by any other suffix, a YAML file; raises ConfigError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        read = json.loads(text) if path.suffix.lower() == ".json" else yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"The configuration {str(path)!r} cannot be read: {first_line(error)}.") from error
+    if not isinstance(read, dict):
+        raise ConfigError(f"The configuration {str(path)!r} must hold names with values, such as `gate: true`.")
+    return {str(name): value for name, value in read.items()}
