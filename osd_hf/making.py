@@ -32,6 +32,7 @@ from osd_hf.pair import check_pair, device_clock, prompt_room, set_fixed_k, unwr
 from osd_hf.prompts import encode_turn
 from osd_hf.replay import replay_each
 from osd_hf.trace import Trace, bare_trace
+from osd_hf.utils.kernels import fast_kernels
 
 __all__ = [
     "Costs", "Course", "MadeDraft", "MakingConfig", "Piece", "make_draft", "measured_costs", "outer_layers", "split",
@@ -64,11 +65,12 @@ def measured_costs(
     prompt = torch.as_tensor(np.asarray(prompt_ids, np.int64))[None].to(models[0].device)
     ends = [_Forward(model, prompt, clock) for model in models]
     turns, started = 0, clock()
-    while turns < LEAST_TURNS or (turns < MOST_TURNS and clock() - started < TIMED_SECONDS):
-        for end in ends:
-            end.feed(1)
-        ends[0].feed(1 + K)
-        turns += 1
+    with fast_kernels(*models):
+        while turns < LEAST_TURNS or (turns < MOST_TURNS and clock() - started < TIMED_SECONDS):
+            for end in ends:
+                end.feed(1)
+            ends[0].feed(1 + K)
+            turns += 1
     one, several = (ends[0].least[n] for n in (1, 1 + K))
     more = max(several - one, 0.0) / K
     return [Costs(one, more, end.least[1], ends[0].least[0], end.least[0]) for end in ends[1:]]

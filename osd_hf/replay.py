@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import threading
@@ -28,6 +29,7 @@ from osd_hf.metrics import AcceptanceStats
 from osd_hf.pair import eos_ids, evaluating, uncompiled, unwrap, vocab_size_of
 from osd_hf.processing import Processors
 from osd_hf.trace import DraftRound, Trace, bare_trace
+from osd_hf.utils.kernels import fast_kernels, linear_of
 from osd_hf.utils.turns import give_way
 
 logger = logging.getLogger(__name__)
@@ -366,7 +368,9 @@ def completion_logits(model: Any, traces: Sequence[Trace]) -> torch.Tensor:
             inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
         if "logits_to_keep" in accepted:
             inputs["logits_to_keep"] = width
-    logits: torch.Tensor = model(**inputs).logits
+    # Where gradients are kept, parts may be computed again, outside.
+    with contextlib.nullcontext() if torch.is_grad_enabled() else fast_kernels(model):
+        logits: torch.Tensor = model(**inputs).logits
     return logits[:, logits.shape[1] - width :]
 
 
@@ -432,7 +436,8 @@ def output_head(model: Any, ids: torch.Tensor | None = None) -> Callable[[torch.
         weights = head.weight[ids], None if head.bias is None else head.bias[ids]
 
     def logits_of(states: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = head(states) if ids is None else torch.nn.functional.linear(states, *weights)
+        with fast_kernels(head):
+            logits: torch.Tensor = head(states) if ids is None else linear_of(head)(states, *weights)
         if scale != 1:
             logits = logits * scale
         if cap is not None:

@@ -30,6 +30,7 @@ TOKENS = 16
 def systems_of(draft, acceptance=None):
     return [
         System("alone", "alone"),
+        System("kernels", "kernels"),
         System("lookup", "prompt_lookup", num_assistant_tokens=3),
         System("stock", "stock", draft, 4, acceptance=acceptance),
         System("lean", "lean", draft, 4, acceptance=acceptance),

@@ -26,9 +26,11 @@ from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.metrics import AcceptanceStats, expected_speedup, figures_of
 from osd_hf.pair import device_clock, eos_ids, set_fixed_k, unwrap
 from osd_hf.trace import DraftRound, Trace, num_accepted
+from osd_hf.utils.kernels import fast_kernels
 from osd_hf.utils.report import process_peak_bytes
 
-KINDS = ("alone", "prompt_lookup", "stock", "lean")
+KINDS = ("alone", "kernels", "prompt_lookup", "stock", "lean")
+WITHOUT_ASSISTANT = ("alone", "kernels")
 ALL = "all"
 
 # Two tokens this close may swap places in a forward over more tokens, in float32 too.
@@ -49,8 +51,9 @@ class System:
     Args:
         name (`str`): What tables call it; no two systems share a name.
         kind (`str`):
-            `"alone"`: the target's `generate`; `"prompt_lookup"` and `"stock"`: transformers' own assisted generation,
-            without a draft model and with one; `"lean"`: [`OnlineAssistant`], which does not learn meanwhile.
+            `"alone"`: the target's `generate`; `"kernels"`: the same by the products that an assistant computes by on
+            a CPU, which tells what its answers owe to these; `"prompt_lookup"` and `"stock"`: transformers' own
+            assisted generation, without a draft model and with one; `"lean"`: [`OnlineAssistant`], which does not learn meanwhile.
         draft (`PreTrainedModel`, *optional*): The draft of `"stock"` and `"lean"`; left as it is.
         num_assistant_tokens (`int` or `"auto"`, *optional*, defaults to 5):
             k, at threshold 0 and a constant schedule; only `"lean"` takes `"auto"`.
@@ -67,7 +70,7 @@ class System:
     """
 
     name: str
-    kind: Literal["alone", "prompt_lookup", "stock", "lean"]
+    kind: Literal["alone", "kernels", "prompt_lookup", "stock", "lean"]
     draft: Any = None
     num_assistant_tokens: int | Literal["auto"] = 5
     compile_draft: bool = False
@@ -95,7 +98,7 @@ class System:
         return {
             "name": self.name,
             "kind": self.kind,
-            "num_assistant_tokens": None if self.kind == "alone" else self.num_assistant_tokens,
+            "num_assistant_tokens": None if self.kind in WITHOUT_ASSISTANT else self.num_assistant_tokens,
             "compile_draft": self.compile_draft,
             "compile_target": self.compile_target,
             "candidates": self.candidates if self.num_assistant_tokens == "auto" else None,
@@ -528,7 +531,8 @@ class _Way:
             self.assistant.reset_stats()
             output = self.assistant.generate(ids, domain=request.dataset, learn=False, on_trace=on_trace, **kwargs)
         else:
-            with self.model.register_forward_pre_hook(notes.note_input, with_kwargs=True):
+            kernels = fast_kernels(self.model) if self.system.kind == "kernels" else contextlib.nullcontext()
+            with kernels, self.model.register_forward_pre_hook(notes.note_input, with_kwargs=True):
                 output = self.target.generate(ids, **kwargs)
         return list(output[0, len(request.ids) :].tolist())  # waits for the device
 

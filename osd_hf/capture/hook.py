@@ -29,6 +29,7 @@ from osd_hf.fingerprint import target_version
 from osd_hf.pair import input_device, until_end, unwrap, vocab_size_of
 from osd_hf.replay import padded, raw_rows
 from osd_hf.trace import Trace, ids_dtype
+from osd_hf.utils.kernels import fast_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -158,10 +159,11 @@ def record_traces(
         batch, version = prompts[first : first + batch_size], target_version(target)
         ids, mask = padded(batch, "right" if is_encoder_decoder else "left", input_device(target))
         recorder = _Recorder(num_logprobs)
-        output = target.generate(
-            input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=max_new_tokens,
-            logits_processor=LogitsProcessorList([recorder]),
-        )  # fmt: skip
+        with fast_kernels(unwrap(target)):
+            output = target.generate(
+                input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=max_new_tokens,
+                logits_processor=LogitsProcessorList([recorder]),
+            )  # fmt: skip
         sequences = output.cpu().numpy().astype(np.int32)
         start = sequences.shape[1] - len(recorder.steps)
         rows = recorder.rows(size)

@@ -34,6 +34,7 @@ from osd_hf.errors import UnsupportedModelError
 from osd_hf.fingerprint import target_version
 from osd_hf.pair import unwrap, vocab_size_of
 from osd_hf.trace import DraftRound, Trace, ids_dtype, num_accepted
+from osd_hf.utils.kernels import fast_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -280,6 +281,8 @@ class Request:
             for lease in self.leases:
                 if lease.model is not None:
                     self.kwargs["assistant_model"] = lease.model
+            if self.drafting is not None:
+                stack.enter_context(fast_kernels(self.model, self.drafting.draft))
             compiled = next((b.compiled for b in reversed(self.bindings) if b.compiled is not None), None)
             if compiled is not None:
                 self.verification = compiled.verification(

@@ -22,6 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import first_line
 from osd_hf.utils.disk import in_child, renewing
+from osd_hf.utils.kernels import fast_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -295,7 +296,9 @@ class CompiledForward:
         """Compile for sequences of at most so many tokens what is not compiled yet."""
         size = SMALLEST_STATIC_CACHE
         while size < 2 * tokens and size <= LARGEST_STATIC_CACHE:
-            if (leased := self.lease(model, size)) is not None:
+            with fast_kernels(model):  # as requests are served
+                leased = self.lease(model, size)
+            if leased is not None:
                 leased[0].free.append(leased[1])
             size *= 2
 

@@ -39,6 +39,7 @@ from osd_hf.metrics import AcceptanceStats
 from osd_hf.pair import is_peft
 from osd_hf.replay import batches, completion_logits, completion_mask, has_plain_head
 from osd_hf.trace import Trace
+from osd_hf.utils.kernels import with_fast_products
 from osd_hf.utils.turns import between, clock, give_way, in_pieces
 
 __all__ = ["UpdateReport", "Updater", "finish", "log_update", "make_accelerator", "trainable_parameters"]
@@ -130,6 +131,7 @@ class Updater:
         with learning_context():
             # Evaluation mode throughout: dropout would draw from the generator that sampled requests draw from.
             self.master = with_own_attention(in_fp32(draft, own=False, device=device) if adapter is None else draft)
+            with_fast_products(self.master)
             self._activate()
             self.parameters = trainable_parameters(self.master, frozen)
             self.optimizers = make_optimizers(self.master, self.parameters, config)

@@ -1,0 +1,236 @@
+"""Kernels on CPUs: products of linear layers, and attention over a few tokens, by the ones that are fastest here."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+__all__ = ["fast_kernels", "is_linear", "linear_of", "onednn_is_faster", "with_fast_products"]
+
+LEAST_WEIGHTS = 1 << 17  # of a layer; below, calling the other kernel takes longer than it saves
+FASTER = 1.2  # that oneDNN has to be
+WIDTH, TOKENS, LAYERS, REPEATS = 1024, 4, 8, 2  # of the products that are timed, 32 MiB: weights are never in a cache
+MOST_FOLDED = 64  # tokens whose attention reads keys and values where they are, once for all heads that share them
+
+_SDPA = ALL_ATTENTION_FUNCTIONS["sdpa"]
+_this = threading.local()  # how often this thread is inside `fast_kernels`
+_used: WeakKeyDictionary[Any, tuple[int, list[torch.nn.Linear]]] = WeakKeyDictionary()  # how often, and which layers
+_lock = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+
+
+# --- products -------------------------------------------------------------------------------------------------------
+#
+# torch multiplies fp32 matrices on CPUs by MKL, which on some processors, AMD's above all, takes two to four times as
+# long as oneDNN for a few rows. The compiler of torch calls oneDNN by the same function as this module. Both round as
+# fp32 does, in different orders.
+
+
+def _onednn(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(states, weight, bias, "none", [], "")
+    return product
+
+
+# The compiler has oneDNN's product for constant weights alone; it takes one by another name as it is.
+_library = torch.library.Library("osd_hf", "DEF")  # type: ignore[no-untyped-call]
+_library.define("linear(Tensor states, Tensor weight, Tensor? bias) -> Tensor")  # type: ignore[no-untyped-call]
+_library.impl("linear", _onednn, "CPU")  # type: ignore[no-untyped-call]
+_library.impl("linear", lambda x, weight, bias: x.new_empty(*x.shape[:-1], len(weight)), "Meta")  # type: ignore[no-untyped-call]
+
+
+def onednn_is_faster() -> bool:
+    """Whether this CPU multiplies a few rows with fp32 weights faster by oneDNN than by what torch takes: timed at
+    the first call, which takes some milliseconds. Not where `torch.backends.mkldnn` is disabled."""
+    has_it = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return bool(torch.backends.mkldnn.enabled and has_it) and _timed()
+
+
+@functools.cache
+def _timed(timer: Callable[[], float] = time.perf_counter) -> bool:
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    kernels = (torch.nn.functional.linear, _onednn)
+    with torch.inference_mode():
+        states, weights = torch.ones(TOKENS, WIDTH), torch.ones(LAYERS, WIDTH, WIDTH)
+        seconds: dict[Any, list[float]] = {kernel: [] for kernel in kernels}
+        for weight in (*weights[-2:], *[*weights] * REPEATS):
+            for kernel in kernels:
+                started = timer()
+                kernel(states, weight)
+                seconds[kernel].append(timer() - started)
+    theirs, ours = (min(taken[2:]) for taken in seconds.values())  # the first two warm up
+    return ours * FASTER < theirs
+
+
+def _fits(weight: Any) -> bool:
+    plain = type(weight) in (torch.Tensor, torch.nn.Parameter)
+    return plain and weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.numel() >= LEAST_WEIGHTS
+
+
+class _Product(torch.autograd.Function):
+    """A product that gradients go back through by the same kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(states, weight)
+        return _onednn(states, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        states, weight = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        of_states = of_weight = of_bias = None
+        if ctx.needs_input_grad[0]:
+            of_states = _onednn(rows, weight.t()).view_as(states)
+        if ctx.needs_input_grad[1]:
+            of_weight = _onednn(rows.t(), states.reshape(-1, states.shape[-1]).t())
+        if ctx.needs_input_grad[2]:
+            of_bias = rows.sum(0)
+        return of_states, of_weight, of_bias
+
+
+def _linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    if not _fits(weight) or states.dtype != torch.float32 or not states.numel() or torch.is_autocast_enabled("cpu"):
+        return torch.nn.functional.linear(states, weight, bias)
+    if torch.is_grad_enabled() and (states.requires_grad or weight.requires_grad):
+        product: torch.Tensor = _Product.apply(states, weight, bias)  # type: ignore[no-untyped-call]
+        return product
+    if torch.compiler.is_compiling():
+        compiled: torch.Tensor = torch.ops.osd_hf.linear.default(states, weight, bias)
+        return compiled
+    return _onednn(states, weight, bias)
+
+
+class _Linear(torch.nn.Linear):
+    """A layer of a model inside `fast_kernels`. Copies of it, also on disk, are ordinary ones."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return _linear(input, self.weight, self.bias)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return object.__new__, (torch.nn.Linear,), *super().__reduce_ex__(protocol)[2:]
+
+
+_Linear.__name__ = _Linear.__qualname__ = "Linear"  # what models print
+
+
+def is_linear(module: Any) -> bool:
+    """Whether a module is a linear layer and nothing more, such as one with an adapter."""
+    return type(module) in (torch.nn.Linear, _Linear)
+
+
+def linear_of(module: Any) -> Callable[..., torch.Tensor]:
+    """The function, of states, weight and bias, that a linear layer computes by."""
+    return _linear if type(module) is _Linear else torch.nn.functional.linear
+
+
+def with_fast_products(model: Any) -> Any:
+    """The model itself, of our own, whose linear layers compute by oneDNN from now on where that is faster."""
+    if onednn_is_faster():
+        _exchange(_layers(model), _Linear)
+    return model
+
+
+def _layers(model: Any) -> list[torch.nn.Linear]:
+    """Layers that may be exchanged; of a compiled model none, as it would be compiled anew."""
+    modules = list(model.modules())
+    if any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in modules):
+        return []
+    return [m for m in modules if type(m) is torch.nn.Linear and _fits(m.weight)]
+
+
+def _exchange(layers: list[torch.nn.Linear], kind: type[torch.nn.Linear]) -> None:
+    for layer in layers:
+        layer.__class__ = kind
+
+
+# --- attention ------------------------------------------------------------------------------------------------------
+
+
+def _folded(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
+) -> Any:
+    """transformers' own attention. Over several tokens with a mask it copies keys and values for all heads that share
+    them, at each layer; a few tokens are laid side by side with the heads instead, which changes nothing else."""
+    groups, (rows, heads, tokens, _) = getattr(module, "num_key_value_groups", 1), query.shape
+    if (
+        torch.compiler.is_compiling()
+        or not getattr(_this, "depth", 0)
+        or groups == 1
+        or not 1 < tokens <= MOST_FOLDED
+        or attention_mask is None
+        or query.device.type != "cpu"
+        or torch.is_grad_enabled()
+        or kwargs.get("position_bias") is not None
+        or kwargs.get("cache") is not None
+        or kwargs.get("softcap") is not None
+        or heads != groups * key.shape[1]
+    ):
+        return _SDPA(module, query, key, value, attention_mask, **kwargs)
+    shared = key.shape[1]
+    if attention_mask.shape[1] == 1:
+        attention_mask = attention_mask.repeat(1, 1, groups, 1)
+    else:
+        attention_mask = attention_mask.reshape(len(attention_mask), shared, groups * tokens, -1)
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query.reshape(rows, shared, groups * tokens, -1), key, value, attn_mask=attention_mask,
+        dropout_p=kwargs.get("dropout", 0.0), scale=kwargs.get("scaling"),
+    )  # fmt: skip
+    return output.reshape(rows, heads, tokens, -1).transpose(1, 2).contiguous(), None
+
+
+# --- both -----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def fast_kernels(*models: Any) -> Iterator[None]:
+    """Let forwards of models on CPUs, inside the block and in this thread, compute by the kernels that are fastest.
+    The models are as they were afterwards; other threads that use them meanwhile share the products."""
+    found = [model for model in models if _is_on_cpu(model)]
+    if not found:
+        yield
+        return
+    if ALL_ATTENTION_FUNCTIONS["sdpa"] is _SDPA:  # what others have put there stays
+        ALL_ATTENTION_FUNCTIONS.register("sdpa", _folded)
+    _this.depth = getattr(_this, "depth", 0) + 1
+    exchanged = found if onednn_is_faster() else []
+    for model in exchanged:
+        _enter(model)
+    try:
+        yield
+    finally:
+        _this.depth -= 1
+        for model in exchanged:
+            _leave(model)
+
+
+def _enter(model: Any) -> None:
+    with _lock:
+        count, layers = _used.get(model) or (0, _layers(model))
+        if count == 0:
+            _exchange(layers, _Linear)
+        _used[model] = count + 1, layers
+
+
+def _leave(model: Any) -> None:
+    with _lock:
+        count, layers = _used.pop(model)
+        if count > 1:
+            _used[model] = count - 1, layers
+        else:
+            _exchange(layers, torch.nn.Linear)
+
+
+def _is_on_cpu(model: Any) -> bool:
+    first = None if model is None else next(model.parameters(), None)
+    return first is not None and first.device.type == "cpu"

@@ -1,0 +1,211 @@
+"""Products by oneDNN and attention without copies: the same numbers, and models that are afterwards as they were."""
+
+import copy
+import itertools
+import pickle
+import threading
+
+import models
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import linear
+from transformers import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from osd_hf import OnlineAssistant, OnlineConfig
+from osd_hf.drafting import vocabulary
+from osd_hf.utils import kernels
+from osd_hf.utils.kernels import fast_kernels, is_linear, with_fast_products
+
+TIMED = kernels._timed
+pytestmark = pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="torch without oneDNN")
+
+
+@pytest.fixture(autouse=True)
+def faster_for_all_layers(monkeypatch):
+    monkeypatch.setattr(kernels, "_timed", lambda: True)
+    monkeypatch.setattr(kernels, "LEAST_WEIGHTS", 1)
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Shapes of the states of the products that oneDNN computes."""
+    seen, own = [], kernels._onednn
+
+    def noted(states, weight, bias=None):
+        seen.append(tuple(states.shape))
+        return own(states, weight, bias)
+
+    monkeypatch.setattr(kernels, "_onednn", noted)
+    return seen
+
+
+def is_exchanged(model):
+    return any(type(m) is kernels._Linear for m in model.modules())
+
+
+@pytest.mark.parametrize("shape", [(1, 24), (1, 3, 24), (2, 5, 24), (0, 24), (2, 0, 24)], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_products_are_those_of_torch(shape, bias, products):
+    layer, states = torch.nn.Linear(24, 16, bias), torch.randn(shape)
+    alone = layer(states)
+    with fast_kernels(layer):
+        ours = layer(states)
+    torch.testing.assert_close(ours, alone, rtol=1e-5, atol=1e-6)
+    assert len(products) == (1 if states.numel() else 0)
+
+
+def test_states_that_do_not_lie_in_one_piece(products):
+    layer, states = torch.nn.Linear(24, 16), torch.randn(2, 24, 7).mT[:, 1::2]
+    with fast_kernels(layer), torch.inference_mode():
+        torch.testing.assert_close(layer(states), linear(states, layer.weight, layer.bias), rtol=1e-5, atol=1e-6)
+    assert products
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_gradients_are_those_of_torch(bias):
+    layer, ours = torch.nn.Linear(24, 16, bias), None
+    states, weights = torch.randn(2, 5, 24, requires_grad=True), torch.randn(2, 5, 16)
+    grads = []
+    for model in (layer, with_fast_products(copy.deepcopy(layer))):
+        states.grad = None
+        (model(states) * weights).sum().backward()
+        grads.append([states.grad, *(p.grad for p in model.parameters())])
+        ours = model
+    assert is_exchanged(ours)
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("state", ["half", "cast", "small", "disabled", "another", "hooked", "compiled"])
+def test_what_is_left_to_torch(state, products, monkeypatch):
+    layer, states = torch.nn.Linear(24, 16), torch.randn(2, 24)
+    model = torch.nn.Sequential(layer)
+    if state == "half":
+        model, states = model.bfloat16(), states.bfloat16()
+    elif state == "small":
+        monkeypatch.setattr(kernels, "LEAST_WEIGHTS", 24 * 16 + 1)
+    elif state == "disabled":
+        monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    elif state == "another":
+        layer.__class__ = type("Linear", (torch.nn.Linear,), {})
+    elif state == "hooked":  # as accelerate does, where weights come when they are needed
+        layer.forward = lambda states: linear(states, layer.weight, layer.bias)
+    elif state == "compiled":
+        model.compile(backend="eager")
+    with fast_kernels(model), torch.autocast("cpu", enabled=state == "cast"):
+        model(states)
+    assert products == []
+
+
+def test_a_model_is_afterwards_as_it_was():
+    model = models.build("llama")
+    kinds = [type(m) for m in model.modules()]
+    with pytest.raises(ZeroDivisionError), fast_kernels(model), fast_kernels(model, None):
+        assert is_exchanged(model)
+        printed = repr(model)
+        copied = copy.deepcopy(model)
+        unpickled = pickle.loads(pickle.dumps(model.lm_head))
+        _ = 1 / 0
+    assert [type(m) for m in model.modules()] == kinds == [type(m) for m in copied.modules()]
+    assert type(unpickled) is torch.nn.Linear
+    assert printed == repr(model)
+
+
+def test_whoever_leaves_first_takes_nothing_from_the_other():
+    model, inside, leave = models.build("llama"), threading.Event(), threading.Event()
+    left = threading.Event()
+
+    def other():
+        with fast_kernels(model):
+            inside.set()
+            assert leave.wait(60)
+        left.set()
+
+    thread = threading.Thread(target=other)
+    with fast_kernels(model):
+        thread.start()
+        assert inside.wait(60)
+    assert is_exchanged(model)
+    leave.set()
+    thread.join(60)
+    assert left.is_set()
+    assert not is_exchanged(model)
+
+
+def test_a_layer_is_known_for_one_inside_too():
+    head = torch.nn.Linear(8, 8)
+    assert is_linear(head)
+    with fast_kernels(head):
+        assert is_linear(head)
+    assert not is_linear(torch.nn.Bilinear(8, 8, 8))
+
+
+def forwards(model, ids, mask, fast):
+    """The logits of a prompt, and of the tokens after it, three at a time."""
+    cache, found = DynamicCache(config=model.config), []
+    with torch.inference_mode():
+        for begin, end in itertools.pairwise([0, 6, 9, 12]):
+            with fast_kernels(model if fast else None):
+                output = model(ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+            found.append(output.logits)
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt2"])
+@pytest.mark.parametrize("padding", [0, 2])
+def test_attention_over_shared_keys_is_that_of_copies(family, padding, monkeypatch):
+    model = models.build(family).eval()
+    ids, mask = torch.randint(3, models.VOCAB, (2, 12)), torch.ones(2, 12, dtype=torch.long)
+    mask[1, :padding] = 0
+    copies, own = [], kernels._SDPA
+
+    def noted(module, query, key, value, attention_mask, **kwargs):
+        copies.append(query.shape[2])
+        return own(module, query, key, value, attention_mask, **kwargs)
+
+    monkeypatch.setattr(kernels, "_SDPA", noted)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", kernels._folded)
+    alone = forwards(model, ids, mask, fast=False)
+    assert 3 in copies
+    copies.clear()
+    ours = forwards(model, ids, mask, fast=True)
+    seen = mask[:, :, None].bool()
+    torch.testing.assert_close(ours * seen, alone * seen, rtol=1e-4, atol=1e-5)
+    assert (3 in copies) == (family == "gpt2")  # whose heads share nothing
+
+
+def test_an_answer_is_the_targets_own_and_the_target_as_it_was(products):
+    target, draft = models.build("llama"), models.build("llama", num_hidden_layers=1)
+    ids = torch.randint(3, models.VOCAB, (1, 9))
+    alone = target.generate(ids, max_new_tokens=24, do_sample=False)
+    assert products == []
+    config = OnlineConfig(num_assistant_tokens=3, update_strategy="manual")
+    with OnlineAssistant(target, draft, config=config) as assistant:
+        answer = assistant.generate(ids, max_new_tokens=24, do_sample=False)
+        assert products
+        assert torch.equal(answer, alone)
+        assert not is_exchanged(target)
+        assert not is_exchanged(draft)
+        products.clear()
+        assistant.update(1)
+        assert products
+        products.clear()
+        assert torch.equal(assistant.generate(ids, max_new_tokens=24, do_sample=False), alone)
+    products.clear()
+    target.generate(ids, max_new_tokens=4, do_sample=False, assistant_model=draft)
+    assert products == []
+
+
+def test_a_head_of_few_tokens_has_them_too(products):
+    draft = models.build("llama")
+    few = vocabulary.RestrictedDraft(draft, np.arange(32)).model
+    assert type(few.get_output_embeddings()) is kernels._Linear
+    assert not is_exchanged(draft)
+
+
+@pytest.mark.parametrize(("theirs", "ours", "is_faster"), [(1.3, 1.0, True), (1.1, 1.0, False), (1.0, 2.0, False)])
+def test_timing_tells_the_faster_one(theirs, ours, is_faster):
+    steps = itertools.accumulate(itertools.cycle([0.0, theirs, 0.0, ours]))
+    assert TIMED.__wrapped__(lambda: next(steps)) == is_faster
