@@ -295,7 +295,15 @@ def test_the_recipe_runs_its_smallest_form_and_goes_on_where_it_was_killed(
     assert made.items() <= {path: path.stat().st_mtime_ns for path in made}.items()
     assert list(first["datasets"]) == ["finance"]
     part = first["datasets"]["finance"]
-    assert list(part["greedy"]) == ["target alone", "prompt lookup", "stock as made", "ours as made", "ours learned"]
+    assert list(part["greedy"]) == [
+        "target alone",
+        "our kernels, no drafting",
+        "prompt lookup",
+        "stock as made",
+        "ours as made",
+        "ours, past text alone",
+        "ours learned",
+    ]
     assert all(found["outputs"] == {"identical": 2, "tied": 0, "differing": 0} for found in part["greedy"].values())
     assert part["greedy"]["stock as made"]["predicted"]["c"] > 0
     assert part["learning"]["live"]["requests"] == 4
