@@ -19,6 +19,7 @@ MODULES = sorted((ROOT / "osd_hf").rglob("*.py"))
 MAX_LINES = 600
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
 
 # Code, docs and reports; `.ci/run` alone may know where the lab pair lies beside a clone.
 TEXTS = sorted(
@@ -102,7 +103,7 @@ def test_the_rules_for_texts_bite(what, text):
 
 
 def test_what_is_imported_is_declared():
-    requirements = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["distill"]]
+    requirements = [*PROJECT["dependencies"], *EXTRAS["distill"], *EXTRAS["serve"]]
     names = {re.split(r"[^\w-]", requirement)[0].replace("-", "_") for requirement in requirements}
     names = {{"pyyaml": "yaml"}.get(name, name) for name in names}
     imported = set()

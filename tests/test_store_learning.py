@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import json
@@ -20,6 +21,7 @@ import pytest
 import torch
 from fake_engine import completion
 from processes import run_python
+from prometheus_client.parser import text_string_to_metric_families
 from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -47,6 +49,7 @@ from osd_hf.learning import session as session_module
 from osd_hf.learning.updater import Updater
 from osd_hf.prompts import encode_turn
 from osd_hf.replay import replay_each
+from osd_hf.serving.metrics import metrics_text
 from osd_hf.store.folder import StoreFollower
 
 # Without the gate each update is a version.
@@ -836,6 +839,29 @@ def test_folders_may_be_named_from_here_or_home(
         assert facts(folder)["draft_version"] == 2
         assert (folder / "alpha.png").is_file()
         assert folder.with_name(f"{folder.name}-state").is_dir()
+
+
+def test_the_command_answers_scrapes_while_it_learns(
+    flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    told: list[bytes] = []
+
+    @contextlib.contextmanager
+    def serve(port: int, *sources: Any, host: str) -> Iterator[int]:
+        assert (port, host) == (9100, "0.0.0.0")
+        yield port
+        told.append(metrics_text(*sources))
+
+    monkeypatch.setattr(learn_command, "serve_metrics", serve)
+    asked = ["--once", "--publish-seconds", "0", "--metrics-host", "0.0.0.0"]
+    assert main([*flags, *asked, "--metrics-port", "9100"]) == 0
+    families = {family.name: family.samples for family in text_string_to_metric_families(told[0].decode())}
+    assert families["osd_hf_learner_requests"][0].value == 8
+    assert families["osd_hf_published_version"][0].value == families["osd_hf_published_versions"][0].value == 1
+    assert {s.labels["draft"] for s in families["osd_hf_learner_acceptance_ratio"]} == {"learned", "frozen"}
+    assert all(family.startswith("osd_hf_") for family in families)
+    assert main([*flags, *asked]) == 2
+    assert "--metrics-host is for --metrics-port" in capsys.readouterr().err
 
 
 # Told to stop by a real signal, sent as soon as everything that is there is learned.

@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,7 @@ from osd_hf.hub.push import check_push, check_visibility
 from osd_hf.learning.updater import make_accelerator
 from osd_hf.metrics import AcceptanceStats, Comparison
 from osd_hf.pair import load_config, load_model, load_pair, load_tokenizer, of_one_size
+from osd_hf.serving.metrics import learner_metrics, serve_metrics
 from osd_hf.store.folder import StoreFollower
 from osd_hf.utils.report import provenance
 
@@ -66,6 +68,8 @@ class LearnSettings(DraftRevision, TargetLoading, Learning, Reporting):
                                "one is refused", False)  # fmt: skip
     token: str | None = _publishing("token of the Hub; the login of this machine by default")
     license: str | None = _publishing("license of the draft's base, as the Hub names it, for the card", metavar="NAME")
+    metrics_port: int | None = _publishing("also answer scrapes of Prometheus on this port", metavar="PORT")
+    metrics_host: str = _publishing("address that they come to; other machines are let in by 0.0.0.0", "127.0.0.1")
     report_to: list[str] | None = _publishing("also log to trackio, tensorboard, wandb, ...", metavar="NAME")
     config: OnlineConfig = learning(
         k="tokens drafted per round (k), in what is compared", **ONE_DRAFT, **NOBODY_WAITS, **NOTHING_DRAFTED,
@@ -78,6 +82,8 @@ def learn_command(settings: LearnSettings) -> int:
     settings.fixed_k()
     settings.check_together("draft", "target")
     settings.check_counts("num_requests", "threads")
+    if settings.changed("metrics_host") and settings.metrics_port is None:
+        raise ConfigError("--metrics-host is for --metrics-port, which says where scrapes are answered.")
     if (of_push := settings.changed("public", "token")) and settings.repo_id is None:
         raise ConfigError(f"{of_push[0]} is for --repo-id, which says where versions are pushed.")
     of_weights = settings.changed("device_map", "quantization")
@@ -87,7 +93,10 @@ def learn_command(settings: LearnSettings) -> int:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     learner, folder = _learner(settings)
-    is_done = _learn(settings, learner, folder)
+    host, told = settings.metrics_host, partial(learner_metrics, learner)
+    port = settings.metrics_port
+    with contextlib.nullcontext() if port is None else serve_metrics(port, told, host=host):
+        is_done = _learn(settings, learner, folder)
     report = _report(learner)
     frozen, learned = (stats_interval(_last_fifth(stats)) for stats in _compared(learner).sides.values())
     settings.say(

@@ -308,7 +308,7 @@ class StoreLearner:
     def set_aside(self) -> Counter[str]:
         """What cannot be read or learned from, since the session began, by reason; learning goes on without it, and
         it does not come back."""
-        return self.learner.set_aside + self.follower.left_out
+        return self.learner.set_aside + self.follower.left_out.copy()  # which another thread may be adding to
 
     @property
     def learning_seconds(self) -> float:

@@ -1,0 +1,230 @@
+"""What Prometheus scrapes: the figures of an assistant, of a proxy's counts, and of a learner (extra `serve`)."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from osd_hf.engine.learn import StoreLearner
+from osd_hf.errors import ConfigError
+from osd_hf.metrics import AcceptanceStats
+
+if TYPE_CHECKING:  # an extra
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.core import Metric
+
+__all__ = ["assistant_metrics", "learner_metrics", "metrics_route", "metrics_text", "proxy_metrics", "serve_metrics"]
+
+NO_DOMAIN = "(none)"  # of requests without a label
+RECENT = 128  # requests of a learner whose acceptance is shown
+OUTCOMES = ("promoted", "kept back", "dropped", "rolled back")
+
+Source = Callable[[], "Iterable[Metric]"]
+Samples = Iterable[tuple[tuple[str, ...], float | None]]
+
+# What a proxy counts, with the label of those that are counted apart.
+PROXY = {
+    "requests": ("Requests that clients have sent.", None),
+    "collected": ("Answers that were kept to learn from.", None),
+    "left_out": ("Answers that cannot be learned from, by reason.", "reason"),
+    "dropped": ("Answers that were not kept as the queue of the collector was full.", None),
+    "engine_errors": ("Requests that an engine has answered with an error, or not at all.", None),
+    "retries": ("Requests that were sent to another engine after one had failed.", None),
+}
+
+
+# --- giving ---------------------------------------------------------------------------------------------------------
+
+
+def metrics_text(*sources: Source) -> bytes:
+    """
+    The figures of now, in Prometheus' text format.
+
+    Args:
+        sources (`Callable[[], Iterable[Metric]]`):
+            Such as `partial(assistant_metrics, assistant)`; asked anew each time.
+
+    Raises:
+        ConfigError: the extra `serve` is not installed.
+    """
+    registry = _registry(sources)
+    from prometheus_client import generate_latest
+
+    return generate_latest(registry)
+
+
+def metrics_route(*sources: Source, path: str = "/metrics") -> Any:
+    """The `starlette.routing.Route` that answers a scrape; takes the arguments of [`metrics_text`]. Its endpoint runs
+    in a thread, so that no request waits for it."""
+    registry = _registry(sources)
+    from prometheus_client.exposition import choose_encoder
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.routing import Route
+
+    def metrics(request: Request) -> Response:
+        encode, kind = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(registry), headers={"content-type": kind})
+
+    return Route(path, metrics)
+
+
+@contextlib.contextmanager
+def serve_metrics(port: int, *sources: Source, host: str = "127.0.0.1") -> Iterator[int]:
+    """
+    Answer scrapes inside, by a thread of its own; yields the port, a free one where 0 is asked for.
+
+    Raises:
+        ConfigError: the extra `serve` is not installed, or the port cannot be had.
+    """
+    registry = _registry(sources)
+    from prometheus_client import start_http_server
+
+    try:
+        server, thread = start_http_server(port, host, registry)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"Metrics cannot be served at {host}:{port}: {error}. Take another --metrics-port."
+        ) from error
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Reading:
+    """A source as a registry takes it."""
+
+    def __init__(self, source: Source) -> None:
+        self.collect = source
+
+
+def _registry(sources: Iterable[Source]) -> CollectorRegistry:
+    try:
+        from prometheus_client import CollectorRegistry
+    except ImportError as error:
+        raise ConfigError('Metrics need prometheus-client: pip install "osd-hf[serve]".') from error
+    registry = CollectorRegistry()
+    for source in sources:
+        registry.register(_Reading(source))
+    return registry
+
+
+# --- what is told ---------------------------------------------------------------------------------------------------
+
+
+def assistant_metrics(assistant: Any) -> Iterator[Metric]:
+    """Acceptance, tokens, versions and learning of an [`OnlineAssistant`]."""
+    stats, by_domain = assistant.stats, assistant.stats_by_domain
+    by_key = {domain or NO_DOMAIN: of_it for domain, of_it in by_domain.items()}
+    for name, help, field in (
+        ("requests", "Requests that were answered.", "num_requests"),
+        ("emitted_tokens", "Tokens of answers.", "emitted"),
+        ("target_forwards", "Forward passes of the target, one a round of drafting.", "target_forwards"),
+    ):
+        yield _counter(f"osd_hf_{name}", help, [((key,), getattr(s, field)) for key, s in by_key.items()], "domain")
+    for name, help in (
+        ("drafted", "Tokens that were proposed, by the draft or as past text."),
+        ("examined", "Proposed tokens that the target decided on."),
+        ("accepted", "Proposed tokens that the target accepted."),
+    ):
+        sides = (("draft", name), ("text", f"text_{name}"))
+        rows = [((key, who), getattr(s, field)) for key, s in by_key.items() for who, field in sides]
+        yield _counter(f"osd_hf_{name}_tokens", help, rows, "domain", "source")
+    yield from _acceptance("osd_hf", "Accepted over examined tokens of the draft", by_key, "domain")
+    tokens, seconds, *_ = stats.timed
+    yield _counter("osd_hf_timed_tokens", "Tokens that timed rounds of decoding have emitted.", [((), tokens)])
+    yield _counter("osd_hf_timed_seconds", "Time that these rounds took, drafting included.", [((), seconds)])
+    help = "Times as fast as the target alone, by what its tokens cost."
+    yield _gauge("osd_hf_speedup_ratio", help, [((), stats.speedup)])
+    versions = {(d or NO_DOMAIN,): assistant.drafts.serving_version(d) for d in assistant.drafts.domains}
+    yield _gauge("osd_hf_draft_version", "Version of the draft that serves.", versions.items(), "domain")
+    decided = Counter(decision.outcome for decision in assistant.decisions)
+    help = "Decisions of the gate on versions, of the newest 4,096."
+    yield _gauge("osd_hf_decisions", help, [((name,), decided[name]) for name in OUTCOMES], "outcome")
+    yield _learning(assistant.learning_seconds)
+    help = "Time that requests would have taken longer with the draft as it came, by replay."
+    yield _gauge("osd_hf_saved_seconds", help, [((), assistant.saved_seconds)])
+    yield _gauge("osd_hf_effort_ratio", "Share of the configured updates that are done.", [((), assistant.effort)])
+    yield _gauge("osd_hf_learning_active", "Whether an update is under way or due.", [((), assistant.is_learning)])
+    error = assistant.learning_error
+    why = "" if error is None else type(error).__name__
+    help = "Whether something fails beside the answers, and with what."
+    yield _gauge("osd_hf_learning_failing", help, [((why,), error is not None)], "error")
+
+
+def proxy_metrics(counts: Mapping[str, float | Mapping[str, float]]) -> Iterator[Metric]:
+    """
+    The counts of a proxy.
+
+    Args:
+        counts (`Mapping[str, float | Mapping[str, float]]`):
+            Name -> count; or name -> reason -> count, as for `left_out`.
+    """
+    for name, count in counts.items():
+        help, label = PROXY.get(name, (f"What the proxy counts as {name}.", "kind"))
+        if isinstance(count, Mapping):
+            rows: Samples = [((str(kind),), number) for kind, number in dict(count).items()]
+            yield _counter(f"osd_hf_proxy_{name}", help, rows, label or "kind")
+        else:
+            yield _counter(f"osd_hf_proxy_{name}", help, [((), count)])
+
+
+def learner_metrics(learner: StoreLearner) -> Iterator[Metric]:
+    """Requests, versions and acceptance of what learns from stores."""
+    requests = "Requests that were learned from, or judged by, since the session began."
+    yield _counter("osd_hf_learner_requests", requests, [((), learner.requests)])
+    yield _counter("osd_hf_learner_tokens", "Tokens of their answers.", [((), learner.tokens)])
+    left_out = learner.set_aside + learner.skipped.copy()
+    help = "Requests that cannot be learned from, by reason."
+    yield _counter("osd_hf_learner_left_out", help, [((why,), n) for why, n in left_out.items()], "reason")
+    recent = {
+        name: sum(list(stats)[-RECENT:], AcceptanceStats())
+        for name, stats in (("learned", learner.learned), ("frozen", learner.frozen))
+    }
+    help = f"Accepted over examined tokens on the newest {RECENT} requests"
+    yield from _acceptance("osd_hf_learner", help, recent, "draft")
+    help = "Number of the newest published version."
+    yield _gauge("osd_hf_published_version", help, [((), learner.versions.number)])
+    help = "Versions that this run has published."
+    yield _counter("osd_hf_published_versions", help, [((), len(learner.published))])
+    help = "Whether the newest published version waits for the Hub."
+    yield _gauge("osd_hf_push_waiting", help, [((), not learner.is_pushed)])
+    yield _learning(learner.learning_seconds)
+
+
+def _learning(seconds: float) -> Any:
+    return _counter("osd_hf_learning_seconds", "Time that learning has taken.", [((), seconds)])
+
+
+def _acceptance(prefix: str, what: str, stats: Mapping[str, AcceptanceStats], label: str) -> Iterator[Metric]:
+    ends = {key: (s.alpha, *s.alpha_interval) for key, s in stats.items()}
+    parts = (("", "."), ("_low", ", lower end of its 95% interval."), ("_high", ", upper end of its 95% interval."))
+    for i, (name, end) in enumerate(parts):
+        rows = [((key,), values[i]) for key, values in ends.items()]
+        yield _gauge(f"{prefix}_acceptance{name}_ratio", what + end, rows, label)
+
+
+def _counter(name: str, help: str, samples: Samples, *labels: str) -> Any:
+    from prometheus_client.core import CounterMetricFamily
+
+    return _filled(CounterMetricFamily(name, help, labels=labels), samples)
+
+
+def _gauge(name: str, help: str, samples: Samples, *labels: str) -> Any:
+    from prometheus_client.core import GaugeMetricFamily
+
+    return _filled(GaugeMetricFamily(name, help, labels=labels), samples)
+
+
+def _filled(family: Any, samples: Samples) -> Any:
+    """With the samples that there are: what is not known yet is left out."""
+    for key, value in samples:
+        if value is not None and not math.isnan(value):
+            family.add_metric(key, float(value))
+    return family
