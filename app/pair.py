@@ -1,9 +1,9 @@
-"""The models that serve: how they are loaded, how prompts reach them, and the text of their tokens."""
+"""The models that serve: how they are loaded, and how prompts reach them."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from osd_hf.smollm2 import NAME, SAMPLING, everyday_prompts
 
 MAX_TURNS = 8  # of the chat that the model sees at most, where it sees any
 MAX_SAMPLES = 4096  # prompts of a domain that are made, in some seconds and megabytes; then they come again
-INCOMPLETE = "\ufffd"  # what an unfinished character decodes to
 NO_DOMAIN = ""  # of all prompts, where there are no drafts by domain
 PENALTY = 1.1  # of SmolLM2's repetitions, with the draft or alone: without it long answers run in circles
 ABOUT_BUNDLED = (
@@ -98,36 +97,3 @@ class ServedPair:
                 self._samples[domain] = made
             self._asked[domain] = end % most
             return [made[i % most] for i in range(begin, end)]
-
-
-class Pieces:
-    """Decodes an answer token by token, without special tokens; the pieces joined are the text of the whole. A token
-    that ends in the middle of a character shows nothing, and the one that completes it shows the whole character."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        # Decoding begins at a token that was shown already: what a token looks like depends on the one before it.
-        self._begin = self._shown = 0
-        self.texts: list[str] = []
-
-    def push(self, ids: Iterable[int]) -> None:
-        """The next tokens of the answer."""
-        for token in ids:
-            self._ids.append(token)
-            before = self._decode(self._ids[self._begin : self._shown])
-            now = self._decode(self._ids[self._begin :])
-            # Decoding does not begin at a token that shows nothing, such as a special one.
-            if now == before or now.endswith(INCOMPLETE):
-                self.texts.append("")
-                continue
-            self.texts.append(now[len(before) :])
-            self._begin, self._shown = self._shown, len(self._ids)
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-
-def text_of(tokenizer: Any, ids: Iterable[int]) -> str:
-    """The text of one token, or a few, by themselves; special tokens by their names."""
-    return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
-from transformers.generation.streamers import BaseStreamer
+from transformers import StoppingCriteriaList
 
 from osd_hf import (
     AcceptanceStats,
@@ -27,8 +26,9 @@ from osd_hf import (
 )
 from osd_hf.bundled import DOMAINS
 from osd_hf.replay import replay_each
+from osd_hf.utils.streaming import Pieces, Rounds, Stop, text_of
 from osd_hf.utils.threads import choose_threads
-from osd_hf_app.pair import NO_DOMAIN, Pieces, ServedPair, text_of
+from osd_hf_app.pair import NO_DOMAIN, ServedPair
 from osd_hf_app.rooms import OTHER, Room, domain_router
 from osd_hf_app.sharing import MAX_BEGUN, Turn, Turns
 from osd_hf_app.visitors import MAX_WAITING, PAIR_LEFT, Answer, Batch, Session, Settings, ShownToken, Visitors
@@ -42,35 +42,6 @@ PUBLIC_NEW_TOKENS = 192  # at most, where strangers share the models
 STOP_SECONDS = 0.2  # within which a batch that waits heeds its visitor
 LEARNING_SECONDS = 30.0  # that a batch waits at most between two prompts for what is due to be learned
 WARM_UP = "Who are you?"
-
-
-class _Rounds(BaseStreamer):
-    """Hands on the tokens of each round as the loop emits them."""
-
-    def __init__(self, take: Callable[[list[int]], None]) -> None:
-        self._take = take
-        self._is_prompt = True
-
-    def put(self, value: torch.Tensor) -> None:
-        if self._is_prompt:
-            self._is_prompt = False
-            return
-        self._take(value.reshape(-1).tolist())
-
-    def end(self) -> None:
-        pass
-
-
-class _Stop(StoppingCriteria):
-    """Ends an answer that its visitor has stopped."""
-
-    is_stateless = True  # a stop that comes while the criterion is checked would pass for its memory
-
-    def __init__(self, stop: threading.Event) -> None:
-        self._stop = stop
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.full((input_ids.shape[0],), self._stop.is_set(), device=input_ids.device)
 
 
 class Service:
@@ -303,8 +274,8 @@ class Service:
             num_assistant_tokens=answer.settings.k,
             owner=session.owner,  # what one visitor wrote is proposed to no other
             on_trace=on_trace,
-            streamer=_Rounds(take),
-            stopping_criteria=StoppingCriteriaList([_Stop(answer.stop)]),
+            streamer=Rounds(take),
+            stopping_criteria=StoppingCriteriaList([Stop(answer.stop)]),
             **answer.settings.generate_kwargs,
         )
         return output
@@ -359,8 +330,8 @@ def _timed_alone(pair: ServedPair, ids: torch.Tensor, settings: dict[str, Any], 
     output = pair.target.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        stopping_criteria=StoppingCriteriaList([] if stop is None else [_Stop(stop)]),
-        streamer=None if turn is None else _Rounds(lambda _: turn.give_way()),
+        stopping_criteria=StoppingCriteriaList([] if stop is None else [Stop(stop)]),
+        streamer=None if turn is None else Rounds(lambda _: turn.give_way()),
         **settings,
     )
     seconds = time.perf_counter() - started - (0.0 if turn is None else turn.waited_seconds - waited)

@@ -167,7 +167,8 @@ class OnlineAssistant:
             learn (`bool`, *optional*, defaults to `True`):
                 With `False` nothing of the request is kept or learned from; its acceptance is still counted.
             num_assistant_tokens (`int` or `"auto"`, *optional*):
-                Tokens drafted per round for this request, in place of the configuration's; needs lean drafting.
+                Tokens drafted per round for this request, in place of the configuration's; needs lean drafting. With
+                0 the target answers alone: what it samples is then what `target.generate` would from the same seed.
             owner (`str`, *optional*):
                 Whose request it is: past text of one owner is proposed to no other. Requests without one are taken
                 for one owner's; where several people are served, name them.

@@ -22,7 +22,7 @@ from waiting import LONG
 import osd_hf
 from osd_hf import AcceptanceStats, ConfigError
 from osd_hf.bundled import DOMAINS, bundled_prompts
-from osd_hf_app.pair import INCOMPLETE, Pieces, text_of
+from osd_hf.utils.streaming import INCOMPLETE, Pieces, text_of
 from osd_hf_app.rooms import OTHER, SAMPLES, Record, classifier
 from osd_hf_app.sharing import MAX_VISITORS, Rate, Shares, Turn, Turns, visitor_at
 from osd_hf_app.view import MOST_POINTS, WINDOW, curves, points
@@ -205,9 +205,11 @@ def test_pieces_joined_are_the_text_however_they_come(text: str, sizes: list[int
 
 @given(st.lists(st.integers(0, len(BUNDLED) - 1), max_size=60), CUTS)
 def test_of_any_tokens_only_an_unfinished_end_is_not_shown(ids: list[int], sizes: list[int]) -> None:
-    joined, text = "".join(pushed(ids, sizes)), whole(ids)
+    joined, text, pieces = "".join(pushed(ids, sizes)), whole(ids), Pieces(BUNDLED)
     assert text.startswith(joined)
     assert joined == text or text.endswith(INCOMPLETE)
+    pieces.push(ids)
+    assert joined + pieces.unfinished == text
 
 
 def test_a_character_of_several_tokens_is_shown_by_the_last_of_them() -> None:

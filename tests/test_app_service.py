@@ -27,12 +27,13 @@ from osd_hf import (
 from osd_hf.bundled import bundled_prompts
 from osd_hf.capture.guards import check_criteria
 from osd_hf.drafting.text import EarlierText
+from osd_hf.utils.streaming import Pieces, Stop
 from osd_hf_app import pair as pair_module
 from osd_hf_app import service as service_module
 from osd_hf_app import visitors as visitors_module
-from osd_hf_app.pair import Pieces, ServedPair
+from osd_hf_app.pair import ServedPair
 from osd_hf_app.rooms import SAVED, Room
-from osd_hf_app.service import MAX_CHARACTERS, Service, _Stop
+from osd_hf_app.service import MAX_CHARACTERS, Service
 from osd_hf_app.visitors import Answer, Batch, Session, Settings
 
 PATIENCE = LONG
@@ -285,7 +286,7 @@ def test_a_stop_at_any_moment_is_no_error() -> None:
                 self.set()  # by the visitor, while the criterion is being looked at
             return super().is_set()
 
-    check_criteria([_Stop(Pressed())], torch.ones(1, 3, dtype=torch.long), 8)
+    check_criteria([Stop(Pressed())], torch.ones(1, 3, dtype=torch.long), 8)
 
 
 def test_earlier_turns_are_remembered_where_asked(

@@ -819,10 +819,24 @@ def test_a_request_may_have_a_k_of_its_own() -> None:
     assert "num_assistant_tokens" not in trace.sampling
 
 
+def test_with_a_k_of_0_the_target_samples_alone_what_it_would_from_a_seed() -> None:
+    target, draft = models.pair()
+    assistant = assistant_of(target, draft, num_assistant_tokens="auto")
+    sampling = {"max_new_tokens": 12, "do_sample": True, "temperature": 2.0, "top_k": 0}
+    torch.manual_seed(3)
+    expected = target.generate(models.prompt(6), **sampling)
+    for _ in range(2):
+        torch.manual_seed(3)
+        output, trace = answered(assistant, models.prompt(6), num_assistant_tokens=0, **sampling)
+        assert torch.equal(output, expected)
+        assert trace.completion_ids.tolist() == expected[0, 6:].tolist()
+        assert not any(r.num_drafted for r in trace.rounds)
+
+
 @pytest.mark.parametrize(
     ("settings", "k", "message"),
     [
-        ({}, 0, "`num_assistant_tokens` must be an integer of at least 1"),
+        ({}, -1, "`num_assistant_tokens` must be an integer of at least 1"),
         ({}, "many", "`num_assistant_tokens` must be an integer of at least 1"),
         ({"drafting": "stock"}, 3, 'needs `drafting="lean"`'),
         ({"learn_from": "corrections"}, "auto", "needs a fixed `num_assistant_tokens`"),

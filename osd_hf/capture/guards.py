@@ -155,7 +155,8 @@ def check_request(
                 f'`num_assistant_tokens={num_assistant_tokens!r}` of one request needs `drafting="lean"`, got '
                 f'"{config.drafting}". Set it in the configuration.'
             )
-        replace(config, num_assistant_tokens=num_assistant_tokens)
+        if type(num_assistant_tokens) is not int or num_assistant_tokens != 0:
+            replace(config, num_assistant_tokens=num_assistant_tokens)
     for name, value in (("inputs", inputs), ("input_ids", kwargs.get("input_ids"))):
         shape = getattr(value, "shape", None)
         if value is not None and (shape is None or len(shape) != 2):
