@@ -31,6 +31,7 @@ GROUPS = {
     },
     "learn": {
         "run": "serve a stream of prompts with a draft that learns",
+        "serve": "answer over HTTP as OpenAI's API does, with a draft that learns",
         "collect": "keep what a serving engine answers, for a draft to learn from",
         "learn": "teach a draft from what was collected, and publish its versions",
     },

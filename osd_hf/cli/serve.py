@@ -1,0 +1,146 @@
+"""The command `osd-hf serve`: a server as OpenAI's API has it, whose draft learns while it serves."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from osd_hf.assistant import OnlineAssistant
+from osd_hf.bench.benchmark import pad_setting
+from osd_hf.cli.arguments import flag, in_groups
+from osd_hf.cli.flags import ONE_DRAFT, THREADS, DraftRevision, Learning, TargetLoading, learning
+from osd_hf.config import OnlineConfig
+from osd_hf.errors import ConfigError
+from osd_hf.learning.session import check_pointer, has_session
+from osd_hf.pair import input_device, load_pair
+from osd_hf.utils.threads import choose_threads
+
+WARM_UP = "Who are you?"
+WARM_UP_TOKENS = 8  # of its answer
+CUT_SECONDS = 2.0  # that requests which are cut off have to be told so
+
+_models, _server, _answers = in_groups("models", "server", "answers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings(DraftRevision, TargetLoading, Learning):
+    """The flags of `osd-hf serve`."""
+
+    target: str | None = _models("Hub id or folder of the model that answers", metavar="ID|PATH")
+    draft: str | None = _models("Hub id or folder of the model that drafts and learns", metavar="ID|PATH")
+    bundled: bool = _models("serve the bundled pair", False)
+    threads: int | None = _models(THREADS, metavar="N")
+    host: str = _server("where to listen; any other address lets other machines in", "127.0.0.1")
+    port: int = _server("where to listen; 0 is a free one", 8000)
+    served_model_name: str | None = _server("how clients name the model; as --target does by default", metavar="NAME")
+    api_key: str | None = _server("what clients must send as a bearer token; other users of this machine can see it, "
+                                  "so the next one is better", rivals="key")  # fmt: skip
+    api_key_file: Path | None = _server("file that holds it", rivals="key", metavar="FILE")
+    max_queue: int = _server("requests that may wait; further ones are answered 503", 64, metavar="N")
+    shutdown_seconds: float = _server("what requests that have come have to end, once the server is told to stop",
+                                      30.0, metavar="S")  # fmt: skip
+    max_new_tokens: int = _answers("most tokens of an answer to a chat that names no most", 1024, metavar="N")
+    learn: bool = flag("let the draft learn; without it, serve and count only", True)
+    session: Path | None = flag("go on with the session there, and save it every --autosave-interval updates and in "
+                                "the end; it holds tokens of requests", metavar="DIR")  # fmt: skip
+    config: OnlineConfig = learning(**ONE_DRAFT)
+
+    @property
+    def name(self) -> str:
+        """The model, as clients name it."""
+        return self.served_model_name or self.target or "bundled"
+
+    def check(self) -> None:
+        """Raises ConfigError for what is missing or too small, and for what does not go together."""
+        if self.bundled == bool(self.target or self.draft):
+            raise ConfigError("Name a --target and a --draft, or --bundled, which brings both.")
+        self.check_together("target", "draft")
+        self.check_counts("threads", "max_new_tokens")
+        self.check_not_negative("port", "max_queue", "shutdown_seconds")
+        self.check_auto()
+        if self.config.update_strategy == "manual":
+            raise ConfigError("--update-strategy manual would never learn here: choose another, or --no-learn.")
+        if self.config.update_strategy != "idle":
+            self.check_changed(["micro_step_seconds"], "it is for --update-strategy idle")
+        if self.session is None:
+            self.check_changed(["autosave_interval"], "nothing is saved without --session")
+
+    @property
+    def key(self) -> str | None:
+        """What clients must send; raises ConfigError where it cannot be read."""
+        if self.api_key_file is None:
+            return self.api_key
+        try:
+            key = self.api_key_file.expanduser().read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or "it is no text"
+            raise ConfigError(f"The key cannot be read from {self.api_key_file}: {why}.") from None
+        if not key:
+            raise ConfigError(f"The file {self.api_key_file} holds no key.")
+        return key
+
+
+def serve_command(settings: ServeSettings) -> int:
+    """Serve until told to stop; returns the exit code."""
+    settings.check()
+    if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn")):
+        raise ConfigError('The server is an extra. Install it: pip install "osd-hf[serve]"')
+    server: Any = importlib.import_module("osd_hf.serving.server")
+    running: Any = importlib.import_module("osd_hf.serving.running")
+    key = settings.key
+    service = server.Service(
+        settings.name, max_queue=settings.max_queue, max_new_tokens=settings.max_new_tokens, learn=settings.learn
+    )
+    address = running.Running(settings.host, settings.port)
+    failed: list[Exception] = []
+
+    def load() -> None:
+        try:
+            service.open(_assistant(settings))
+        except Exception as error:  # noqa: BLE001 - raised by the thread that serves
+            failed.append(error)
+            address.stop()
+        else:
+            print(f"{settings.name} is served at {address.address}/v1", flush=True)
+
+    def stop() -> None:
+        print("osd-hf: stopping", file=sys.stderr)
+        service.stop(settings.shutdown_seconds)
+
+    address.run(
+        server.make_app(service, api_key=key), shutdown_seconds=settings.shutdown_seconds + CUT_SECONDS,
+        # Whoever stops it meanwhile does not wait until all is loaded.
+        on_start=threading.Thread(target=load, name="osd_hf-loading", daemon=True).start, on_stop=stop,
+    )  # fmt: skip
+    if failed:
+        raise failed[0]
+    service.close()
+    return 0
+
+
+def _assistant(settings: ServeSettings) -> OnlineAssistant:
+    """The pair with its session, warmed up."""
+    pair = load_pair(settings.target, settings.draft, **settings.loading)
+    session = None if settings.session is None else settings.session.expanduser()
+    if session is not None:
+        check_pointer(session)
+    ids = torch.tensor([pair.tokenizer(WARM_UP)["input_ids"]], device=input_device(pair.target))
+    how: dict[str, Any] = {
+        "attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": WARM_UP_TOKENS,
+        **pad_setting(pair.target),
+    }  # fmt: skip
+    choose_threads(pair.target, lambda: pair.target.generate(ids, **how), settings.threads)
+    assistant = OnlineAssistant(*pair, settings.config, autosave=session if settings.learn else None)
+    assistant.warm_up()
+    assistant.generate(ids, learn=False, **how)
+    assistant.reset_stats()
+    if session is not None and has_session(session):
+        assistant.load_state(session)
+    return assistant

@@ -1,0 +1,271 @@
+"""What is asked for over HTTP: bodies as OpenAI's API has them, checked, and what cannot be given refused by name."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from osd_hf.errors import first_line
+from osd_hf.pair import prompt_room, vocab_size_of
+
+MOST_LOGPROBS = 20  # alternatives per token
+MOST_LOGIT_BYTES = 1 << 30  # that the rows of one answer with log-probs take, until it is sent
+MOST_STOPS = 16
+COMPLETION_TOKENS = 16  # of `/v1/completions` by default, as OpenAI's
+ROLES = ("system", "developer", "user", "assistant")
+# What would change the answer and is not there, by the values under which it changes nothing, besides null. Other
+# parameters that are unknown here are passed over, as other servers do.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "logit_bias": ({},), "frequency_penalty": (0,),
+    "presence_penalty": (0,), "repetition_penalty": (1,), "min_p": (0,), "min_tokens": (0,), "ignore_eos": (False,),
+    "stop_token_ids": ([],), "bad_words": ([],), "allowed_token_ids": ([],), "prompt_logprobs": (),
+    "include_stop_str_in_output": (False,), "skip_special_tokens": (True,), "use_beam_search": (False,),
+    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},), "structured_outputs": (), "guided_json": (), "guided_regex": (),
+    "guided_choice": (), "guided_grammar": (), "reasoning_effort": (), "verbosity": (), "modalities": (["text"],),
+    "audio": (), "web_search_options": (), "documents": ([],), "chat_template": (), "add_generation_prompt": (True,),
+    "continue_final_message": (False,), "generation_config": (),
+}  # fmt: skip
+
+
+class ApiError(Exception):
+    """What a client is answered instead of what it has asked for, as OpenAI's API writes it."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        kind = "authentication_error" if self.status == 401 else "invalid_request_error"
+        kind = "server_error" if self.status >= 500 else kind
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+def refuse(param: str, rule: str, value: Any, code: str | None = None) -> NoReturn:
+    """Raise the ApiError of a parameter that breaks a rule."""
+    shown = repr(value)
+    raise ApiError(400, f"`{param}` {rule}, got {shown[:100]}{'...' if shown[100:] else ''}.", param=param, code=code)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """
+    One request for an answer.
+
+    Args:
+        prompt_ids (`tuple[int, ...]`): Of the whole prompt, at least one.
+        max_new_tokens (`int`): Of the answer; there is room for them.
+        is_chat (`bool`): Whether it came to `/v1/chat/completions`.
+        sampling (`Mapping[str, Any]`): `do_sample` and what goes with it, for `generate`.
+        stop (`tuple[str, ...]`): The answer ends before the first of these texts.
+        seed (`int`, *optional*): Of sampling.
+        logprobs (`int`, *optional*): Alternatives of each token whose log-probs are told; `None`: no log-probs at all.
+        is_stream, with_usage (`bool`): Whether it is told while it grows, and then with its usage.
+        owner (`str`, *optional*): Whose request it is.
+    """
+
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int
+    is_chat: bool
+    sampling: Mapping[str, Any]
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    logprobs: int | None = None
+    is_stream: bool = False
+    with_usage: bool = False
+    owner: str | None = None
+
+
+class Reader:
+    """
+    Reads the bodies of requests for one target.
+
+    Args:
+        name (`str`): The model that is served.
+        target (`PreTrainedModel`): What answers: its positions, its vocabulary, and how it samples by default.
+        tokenizer (`PreTrainedTokenizerBase`): Its own, of which a copy is used: answers are decoded meanwhile.
+        max_new_tokens (`int`): Of an answer to a chat that says nothing of it.
+    """
+
+    def __init__(self, name: str, target: Any, tokenizer: Any, max_new_tokens: int) -> None:
+        self.name, self._config, self._tokenizer = name, target.config, copy.deepcopy(tokenizer)
+        self._usual, self._max_new_tokens = target.generation_config, max_new_tokens
+        self._vocab_size = vocab_size_of(target)
+
+    def chat(self, body: Mapping[str, Any]) -> Asked:
+        """What a body for `/v1/chat/completions` asks for; raises ApiError."""
+        self._check(body)
+        prompt = self._of_messages(body)
+        logprobs = None
+        if _flag(body, "logprobs"):
+            logprobs = _whole(body, "top_logprobs", 0, MOST_LOGPROBS) or 0
+        elif body.get("top_logprobs") is not None:
+            refuse("top_logprobs", "needs `logprobs: true`", body["top_logprobs"])
+        name = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
+        return self._asked(body, prompt, name, logprobs, is_chat=True)
+
+    def completion(self, body: Mapping[str, Any]) -> Asked:
+        """What a body for `/v1/completions` asks for; raises ApiError."""
+        self._check(body)
+        prompt = body.get("prompt")
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+            prompt = prompt[0]
+        if isinstance(prompt, str):
+            prompt = list(self._tokenizer(prompt)["input_ids"])
+        rule = "must be one text, or one list of token ids, and not empty; send a request for each"
+        if not isinstance(prompt, list) or not prompt or not all(type(token) is int for token in prompt):
+            refuse("prompt", rule, body.get("prompt"))
+        if odd := [token for token in prompt if not 0 <= token < self._vocab_size]:
+            refuse("prompt", f"must hold token ids from 0 to {self._vocab_size - 1}", odd[0])
+        return self._asked(body, prompt, "max_tokens", _whole(body, "logprobs", 0, MOST_LOGPROBS), is_chat=False)
+
+    def _check(self, body: Mapping[str, Any]) -> None:
+        """Raises ApiError for another model, and for what cannot be given."""
+        model = body.get("model")
+        if model is not None and model != self.name:
+            raise ApiError(
+                404, f"The model {model!r} is not served here; `{self.name}` is.", param="model",
+                code="model_not_found",
+            )  # fmt: skip
+        for name, harmless in REFUSED.items():
+            value = body.get(name)
+            if value is not None and value not in harmless:
+                rule = "is not supported here, and would change the answer (leave it out)"
+                refuse(name, rule, value, "unsupported_parameter")
+
+    def _of_messages(self, body: Mapping[str, Any]) -> list[int]:
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise ApiError(
+                400, f"The tokenizer of `{self.name}` has no chat template. Send the whole prompt to /v1/completions.",
+                param="messages", code="no_chat_template",
+            )  # fmt: skip
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages:
+            refuse("messages", "must be a list of at least one message", messages)
+        turns = [_turn(message, f"messages[{i}]") for i, message in enumerate(messages)]
+        kwargs = body.get("chat_template_kwargs") or {}
+        apply = self._tokenizer.apply_chat_template
+        if not isinstance(kwargs, dict) or kwargs.keys() & inspect.signature(apply).parameters.keys():
+            refuse("chat_template_kwargs", "must be an object with what the chat template itself reads", kwargs)
+        try:
+            text = apply(turns, add_generation_prompt=True, tokenize=False, **kwargs)
+        except Exception as error:  # whatever a template fails with
+            raise ApiError(
+                400, f"The chat template cannot take these messages: {first_line(error)}.", param="messages"
+            ) from error
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _asked(
+        self, body: Mapping[str, Any], prompt: list[int], length: str, logprobs: int | None, *, is_chat: bool
+    ) -> Asked:
+        stream = _flag(body, "stream")
+        options = body.get("stream_options")
+        if options is not None and (not stream or not isinstance(options, dict)):
+            refuse("stream_options", "must be an object, and needs `stream: true`", options)
+        if stream and logprobs is not None:
+            rule = "is not supported in streams (leave `stream` out)"
+            refuse("logprobs", rule, body["logprobs"], "unsupported_parameter")
+        most = self._most(prompt, _whole(body, length, 1), length, is_chat=is_chat)
+        if logprobs is not None and most * self._vocab_size * 4 > MOST_LOGIT_BYTES:
+            fit = MOST_LOGIT_BYTES // (4 * self._vocab_size)
+            refuse(length, f"may be {fit} at most with `logprobs`", most)
+        user = body.get("user")
+        if user is not None and not isinstance(user, str):
+            refuse("user", "must be a text", user)
+        return Asked(
+            prompt_ids=tuple(prompt), max_new_tokens=most, is_chat=is_chat, sampling=self._sampling(body),
+            stop=_stops(body.get("stop")), seed=_whole(body, "seed", -(1 << 63), (1 << 63) - 1), logprobs=logprobs,
+            is_stream=stream, with_usage=bool((options or {}).get("include_usage")), owner=user,
+        )  # fmt: skip
+
+    def _most(self, prompt: list[int], asked: int | None, name: str, *, is_chat: bool) -> int:
+        """Tokens that the answer may have; raises ApiError where prompt and answer do not fit."""
+        if not prompt:
+            raise ApiError(400, "The prompt is empty.", param="messages" if is_chat else "prompt")
+        most = asked or (self._max_new_tokens if is_chat else COMPLETION_TOKENS)
+        room = prompt_room(self._config, self._config, 0)  # of prompt and answer together
+        if room is None:
+            return most
+        own = 0 if self._config.is_encoder_decoder else len(prompt)
+        if asked is None:
+            most = max(min(most, room - own), 1)
+        if len(prompt) > room or own + most > room:
+            raise ApiError(
+                400, f"The model has {room} positions; the prompt has {len(prompt)} tokens, and the answer may have "
+                f"{most}. Shorten the prompt, or lower `{name}`.", param=name if asked else None,
+                code="context_length_exceeded",
+            )  # fmt: skip
+        return most
+
+    def _sampling(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        temperature = _number(body, "temperature", 0.0)
+        top_p = _number(body, "top_p", 0.0, 1.0)
+        top_k = _whole(body, "top_k", -1)
+        if top_p == 0:
+            refuse("top_p", "must be above 0", top_p)
+        usual = self._usual
+        if not (bool(usual.do_sample) if temperature is None else temperature > 0):
+            return {"do_sample": False}
+        # Where the target names no k, transformers would take 50 of the tokens: not what clients of this API expect.
+        k = usual.top_k if top_k is None else max(top_k, 0)
+        given = {"temperature": temperature, "top_p": top_p, "top_k": k or 0}
+        return {"do_sample": True, **{name: value for name, value in given.items() if value is not None}}
+
+
+# --- parts of a body ------------------------------------------------------------------------------------------------
+
+
+def _flag(body: Mapping[str, Any], name: str) -> bool:
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        refuse(name, "must be true or false", value)
+    return bool(value)
+
+
+def _number(body: Mapping[str, Any], name: str, least: float, most: float = math.inf) -> float | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        refuse(name, "must be a number", value)
+    if not least <= value <= most:
+        refuse(name, f"must be at least {least:g}" + ("" if most == math.inf else f" and at most {most:g}"), value)
+    return float(value)
+
+
+def _whole(body: Mapping[str, Any], name: str, least: int, most: int | None = None) -> int | None:
+    value = body.get(name)
+    if value is not None and (type(value) is not int or value < least or (most is not None and value > most)):
+        refuse(name, f"must be an integer of at least {least}" + ("" if most is None else f", at most {most}"), value)
+    return None if value is None else int(value)
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    stops = () if value is None else (value,) if isinstance(value, str) else value
+    is_fine = isinstance(stops, list | tuple) and len(stops) <= MOST_STOPS
+    if not is_fine or not all(isinstance(stop, str) and stop for stop in stops):
+        refuse("stop", f"must be a text, or a list of at most {MOST_STOPS}, none of them empty", value)
+    return tuple(stops)
+
+
+def _turn(message: Any, name: str) -> dict[str, str]:
+    """A message with its text in one piece, as chat templates take it."""
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        refuse(name, f"must be an object whose `role` is one of {', '.join(ROLES)}", message)
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        if not all(isinstance(text, str) for text in parts):
+            refuse(f"{name}.content", "may hold parts of the type `text` alone", content)
+        content = "".join(map(str, parts))
+    if not isinstance(content, str):
+        refuse(f"{name}.content", "must be a text, or a list of parts of the type `text`", content)
+    # Templates of open models know no other name for it.
+    role = "system" if message["role"] == "developer" else message["role"]
+    return {"role": role, "content": content}

@@ -1,0 +1,525 @@
+"""The server: answers are the target's own and told as OpenAI's API does, what cannot be given is refused by name."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx2
+import models
+import openai
+import pytest
+import torch
+from starlette.routing import Route
+from starlette.testclient import TestClient
+from waiting import LONG
+
+from osd_hf import OnlineAssistant, OnlineConfig
+from osd_hf.cli.main import main
+from osd_hf.serving.asked import MOST_LOGIT_BYTES, ApiError, Reader
+from osd_hf.serving.running import Running
+from osd_hf.serving.server import MOST_BODY_BYTES, MOST_DOMAINS, Job, Service, left, make_app
+from osd_hf.upkeep import Upkeep
+from osd_hf.utils.streaming import Rounds
+
+TOKENIZER = models.tokenizer()
+TOKENIZER.chat_template = "<s>{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }}{{ mark }}{% endfor %}"
+KEY = {"authorization": "Bearer k"}
+TOKENS = 24  # of an answer
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    """A tiny pair in double precision, of which each token is a character."""
+    config = OnlineConfig(update_strategy="interval", update_interval=10_000, num_assistant_tokens=3)
+    assistant = OnlineAssistant(*map(models.double, models.pair()), TOKENIZER, config)
+    service = Service("tiny", max_queue=1, max_new_tokens=TOKENS)
+    service.open(assistant)
+    yield service
+    service.close()
+
+
+@pytest.fixture(scope="module")
+def client(service: Service) -> Iterator[TestClient]:
+    with TestClient(make_app(service, api_key="k"), headers=KEY) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def sdk(service: Service) -> Iterator[openai.OpenAI]:
+    """OpenAI's own client, of a server that listens."""
+    running = Running("127.0.0.1", 0)
+    app, how = make_app(service, api_key="k"), {"shutdown_seconds": 5}
+    server = threading.Thread(target=running.run, args=(app,), kwargs=how)
+    server.start()
+    with openai.OpenAI(base_url=f"{running.address}/v1", api_key="k", max_retries=0) as sdk:
+        yield sdk
+    running.stop()
+    server.join()
+
+
+def target_of(service: Service) -> Any:
+    assert service.assistant is not None
+    return service.assistant.target
+
+
+def alone(service: Service, ids: list[int], **settings: Any) -> str:
+    """The text of the target's own answer."""
+    settings = {"do_sample": False, "max_new_tokens": TOKENS, **settings}
+    output = target_of(service).generate(torch.tensor([ids]), **settings)
+    return str(TOKENIZER.decode(output[0, len(ids) :], skip_special_tokens=True))
+
+
+def chat_ids(*contents: str) -> list[int]:
+    """The prompt of a chat whose turns alternate."""
+    roles = ["user", "assistant"] * len(contents)
+    messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
+    return list(TOKENIZER.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"])
+
+
+def user(text: str) -> Any:
+    return [{"role": "user", "content": text}]
+
+
+def events(response: httpx2.Response) -> list[Any]:
+    """The JSON of a stream, which has to end as it should."""
+    *parts, done = [part.removeprefix("data: ") for part in response.text.split("\n\n") if part]
+    assert done == "[DONE]"
+    return list(map(json.loads, parts))
+
+
+def held(monkeypatch: pytest.MonkeyPatch, wait: Callable[[], object]) -> None:
+    """From now on answers wait when the tokens of a round have been told."""
+    put = Rounds.put
+
+    def held_put(self: Rounds, value: torch.Tensor) -> None:
+        is_prompt = self._is_prompt
+        put(self, value)
+        if not is_prompt:
+            wait()
+
+    monkeypatch.setattr(Rounds, "put", held_put)
+
+
+def settled(service: Service) -> None:
+    """Wait until nobody is answered or learned from."""
+    for job in list(service.jobs):
+        with contextlib.suppress(asyncio.CancelledError):
+            job.future.result(LONG)  # type: ignore[union-attr]
+
+
+# --- by OpenAI's own client -----------------------------------------------------------------------------------------
+
+
+def test_a_chat_is_the_targets_own_whole_and_as_a_stream(service: Service, sdk: openai.OpenAI) -> None:
+    expected = alone(service, chat_ids("one", "two", "three"))
+    turns: Any = [{"role": r, "content": c} for r, c in (("user", "one"), ("assistant", "two"), ("user", "three"))]
+    whole = sdk.chat.completions.create(model="tiny", messages=turns, temperature=0)
+    assert whole.choices[0].message.content == expected
+    assert whole.choices[0].finish_reason == "length"
+    assert whole.usage is not None
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(chat_ids("one", "two", "three")), TOKENS)
+    options: Any = {"include_usage": True}
+    *parts, last = sdk.chat.completions.create(model="tiny", messages=turns, stream=True, stream_options=options)
+    assert parts[0].choices[0].delta.role == "assistant"
+    assert len(parts) > 4
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == expected
+    assert [part.choices[0].finish_reason for part in parts] == [None] * (len(parts) - 1) + ["length"]
+    assert (last.choices, last.usage) == ([], whole.usage)
+    assert {part.id for part in (*parts, last)} == {last.id}
+
+
+def test_a_completion_goes_on_with_a_text_or_with_ids(service: Service, sdk: openai.OpenAI) -> None:
+    ids = list(TOKENIZER("abc")["input_ids"])
+    expected = alone(service, ids, max_new_tokens=16)
+    prompts: list[Any] = ["abc", ids, ["abc"], [ids]]
+    for prompt in prompts:
+        assert sdk.completions.create(model="tiny", prompt=prompt).choices[0].text == expected
+    parts = list(sdk.completions.create(model="tiny", prompt="abc", stream=True))
+    assert "".join(part.choices[0].text for part in parts) == expected
+    assert sdk.models.list().data[0].id == "tiny"
+
+
+def test_an_answer_ends_before_a_text_of_which_no_stream_tells_anything(service: Service, sdk: openai.OpenAI) -> None:
+    text = alone(service, chat_ids("stop"))
+    stop = text[7:10]
+    assert len(TOKENIZER(stop)["input_ids"]) == 3
+    whole = sdk.chat.completions.create(model="tiny", messages=user("stop"), stop=["never", stop])
+    assert whole.choices[0].message.content == text[: text.index(stop)]
+    assert whole.choices[0].finish_reason == "stop"
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == text.index(stop) + 3
+    parts = list(sdk.chat.completions.create(model="tiny", messages=user("stop"), stop=stop, stream=True))
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == text[: text.index(stop)]
+    assert parts[-1].choices[0].finish_reason == "stop"
+
+
+def test_what_is_wrong_is_an_error_of_the_clients_library(sdk: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as unknown:
+        sdk.chat.completions.create(model="gpt", messages=user("a"))
+    assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.BadRequestError) as refused:
+        tool: Any = {"type": "function", "function": {"name": "f"}}
+        sdk.chat.completions.create(model="tiny", messages=user("a"), tools=[tool])
+    assert (refused.value.code, refused.value.param) == ("unsupported_parameter", "tools")
+    with pytest.raises(openai.AuthenticationError):
+        sdk.with_options(api_key="other").models.list()
+
+
+def test_a_client_that_leaves_ends_its_answer_within_a_round(
+    service: Service, sdk: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settled(service)
+    with monkeypatch.context() as patched:
+        held(patched, lambda: next(iter(service.jobs)).is_left.wait(LONG))
+        stream = sdk.chat.completions.create(model="tiny", messages=user("leave"), stream=True, max_tokens=200)
+        assert next(stream).choices[0].delta.role == "assistant"
+        (job,) = service.jobs
+        stream.close()
+        assert job.future is not None
+        job.future.result(LONG)
+    assert 1 <= len(job.answer.ids) < 20
+    expected = alone(service, chat_ids("next"))
+    assert sdk.chat.completions.create(model="tiny", messages=user("next")).choices[0].message.content == expected
+
+
+# --- answers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("begin, length", [(0, 1), (0, 4), (5, 1), (5, 7), (12, 3)])
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_stop_may_stand_anywhere(
+    begin: int, length: int, is_stream: bool, service: Service, client: TestClient
+) -> None:
+    text = alone(service, chat_ids("anywhere"))
+    stop = text[begin : begin + length]
+    # The beginning of the other one comes as well, and is told when something else follows it.
+    stops = [stop, text[3:5] + "\n"]
+    body = {"messages": user("anywhere"), "stop": stops, "stream": is_stream}
+    response = client.post("/v1/chat/completions", json=body)
+    if is_stream:
+        told = "".join(event["choices"][0]["delta"].get("content", "") for event in events(response))
+    else:
+        told = response.json()["choices"][0]["message"]["content"]
+    assert told == text[: text.index(stop)]
+
+
+def test_a_stop_that_never_comes_keeps_nothing_back(service: Service, client: TestClient) -> None:
+    text = alone(service, chat_ids("never"))
+    body = {"messages": user("never"), "stop": text[-3:] + "\n", "stream": True}
+    parts = events(client.post("/v1/chat/completions", json=body))
+    assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts) == text
+    # Nor does one that stands in the prompt, or begins there.
+    body = {"prompt": f"x{text[0]}", "stop": [f"x{text[0]}"], "max_tokens": 4}
+    choice = client.post("/v1/completions", json=body).json()["choices"][0]
+    assert choice["text"] == alone(service, TOKENIZER(f"x{text[0]}")["input_ids"], max_new_tokens=4)
+
+
+def test_an_answer_that_ends_by_itself_says_so(
+    service: Service, client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"prompt": "end", "max_tokens": 20, "logprobs": 0}
+    text = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    token = TOKENIZER(text[9])["input_ids"][0]
+    monkeypatch.setattr(target_of(service).generation_config, "eos_token_id", token)
+    response = client.post("/v1/completions", json=body).json()
+    assert response["choices"][0]["finish_reason"] == "stop"
+    assert response["choices"][0]["text"] == text[: text.index(text[9]) + 1]
+    assert response["usage"]["completion_tokens"] == text.index(text[9]) + 1
+
+
+def test_log_probs_are_the_targets(service: Service, client: TestClient) -> None:
+    ids = list(TOKENIZER("logs")["input_ids"])
+    body = {"prompt": "logs", "max_tokens": 6, "logprobs": 3, "temperature": 0}
+    choice = client.post("/v1/completions", json=body).json()["choices"][0]
+    told = choice["logprobs"]
+    answer = TOKENIZER(choice["text"], add_special_tokens=False)["input_ids"]
+    with torch.no_grad():
+        logits = target_of(service)(torch.tensor([ids + answer])).logits[0, len(ids) - 1 : -1]
+    values, tokens = logits.log_softmax(-1).topk(3)
+    near = 10 * models.rounding(1)  # they are kept in single precision
+    assert told["tokens"] == list(choice["text"])
+    assert told["token_logprobs"] == pytest.approx(values[:, 0].tolist(), rel=near, abs=near)
+    for row, its_tokens, its_values in zip(told["top_logprobs"], tokens.tolist(), values.tolist(), strict=True):
+        assert list(row) == [TOKENIZER.decode([token]) for token in its_tokens]
+        assert list(row.values()) == pytest.approx(its_values, rel=near, abs=near)
+    assert told["text_offset"] == list(range(6))
+    body = {"messages": user("logs"), "max_tokens": 6, "logprobs": True, "top_logprobs": 1, "stop": choice["text"][4]}
+    choice = client.post("/v1/chat/completions", json=body).json()["choices"][0]
+    told = choice["logprobs"]["content"]
+    assert "".join(one["token"] for one in told if not one["token"].startswith("<")) == choice["message"]["content"]
+    assert all(one["top_logprobs"][0] == {n: one[n] for n in ("token", "logprob", "bytes")} for one in told)
+
+
+def test_a_seed_gives_the_sampled_answer_that_the_target_gives_from_it(service: Service, client: TestClient) -> None:
+    body = {"prompt": "seed", "temperature": 1.5, "seed": 7, "max_tokens": TOKENS}
+    texts = [client.post("/v1/completions", json=body).json()["choices"][0]["text"] for _ in range(2)]
+    settled(service)  # which takes the seed back
+    torch.manual_seed(7)
+    sampling = {"do_sample": True, "temperature": 1.5, "top_k": 0}
+    assert texts == 2 * [alone(service, TOKENIZER("seed")["input_ids"], **sampling)]
+    other = client.post("/v1/completions", json=body | {"seed": 8}).json()["choices"][0]["text"]
+    assert other != texts[0]
+
+
+def test_settings_reach_the_target(service: Service, client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert service.assistant is not None
+    generate, seen = service.assistant.generate, list[dict[str, Any]]()
+
+    def spied(*args: Any, **kwargs: Any) -> Any:
+        seen.append(kwargs)
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(service.assistant, "generate", spied)
+    headers = {"x-osd-learn": "false", "x-osd-domain": "sql"}
+    body = {"messages": user("a"), "max_completion_tokens": 3, "max_tokens": 5, "user": "ann"}
+    sampled = {"temperature": 0.5, "top_p": 0.9, "top_k": 4}
+    client.post("/v1/chat/completions", json=body | sampled, headers=headers).raise_for_status()
+    client.post("/v1/chat/completions", json=body).raise_for_status()
+    settled(service)
+    first, second = seen
+    wanted = {"learn": False, "domain": "sql", "owner": "ann", "max_new_tokens": 3, "do_sample": True, **sampled}
+    assert {name: first[name] for name in wanted} == wanted
+    assert (second["learn"], second["domain"], second["do_sample"]) == (True, None, False)
+    assert "sql" in service.assistant.stats_by_domain
+
+
+def test_labels_that_clients_make_up_are_not_counted_without_end(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Service("tiny", max_queue=2 * MOST_DOMAINS, max_new_tokens=1)
+    other.assistant, other.reader = service.assistant, service.reader
+    monkeypatch.setattr(other, "_answer", lambda job: None)
+
+    async def domains() -> list[str | None]:
+        assert other.reader is not None
+        asked = other.reader.completion({"prompt": "a"})
+        return [other.begin(asked, learn=True, domain=f"{i}").domain for i in (*range(MOST_DOMAINS + 1), 0)]
+
+    assert asyncio.run(domains())[-3:] == [f"{MOST_DOMAINS - 1}", None, "0"]
+
+
+def test_an_answer_is_there_before_the_draft_learns_from_it(
+    service: Service, client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settled(service)
+    is_there, take_in = threading.Event(), Upkeep.take_in
+
+    def waiting(*args: Any, **kwargs: Any) -> None:
+        assert is_there.wait(LONG)
+        take_in(*args, **kwargs)
+
+    monkeypatch.setattr(Upkeep, "take_in", waiting)
+    response = client.post("/v1/completions", json={"prompt": "a"})
+    is_there.set()
+    assert response.status_code == 200
+    settled(service)
+
+
+# --- the line -------------------------------------------------------------------------------------------------------
+
+
+async def told(job: Job) -> tuple[str, ApiError | None]:
+    """All that a client is told."""
+    text = ""
+    while isinstance(news := await job.told.get(), str):
+        text += news
+    return text, news
+
+
+def test_requests_wait_in_a_line_that_who_leaves_makes_shorter(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settled(service)
+    gate = threading.Event()
+    held(monkeypatch, lambda: gate.wait(LONG))
+
+    async def line() -> None:
+        assert service.reader is not None
+        asked = service.reader.completion({"prompt": "line", "max_tokens": 4})
+        first, second = (service.begin(asked, learn=True, domain=None) for _ in range(2))
+        with pytest.raises(ApiError, match="1 requests are waiting") as full:
+            service.begin(asked, learn=True, domain=None)
+        assert (full.value.status, full.value.code) == (503, "queue_full")
+        second.leave(left())
+        third = service.begin(asked, learn=True, domain=None)
+        gate.set()
+        expected = alone(service, list(asked.prompt_ids), max_new_tokens=4)
+        assert await told(first) == await told(third) == (expected, None)
+        assert second.answer.ids == []
+
+    asyncio.run(line())
+
+
+def test_the_end_lets_requests_go_on_for_a_while_and_then_tells_them(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settled(service)
+    assert service.assistant is not None
+    other = Service("tiny", max_queue=1, max_new_tokens=TOKENS)
+    client = TestClient(make_app(other, routes=[Route("/more", lambda _: None)]))
+    assert client.get("/ready").json() == {"status": "loading"}
+    assert client.post("/v1/chat/completions", json={}).status_code == 503
+    other.open(service.assistant)
+    assert client.get("/ready").status_code == 200
+    assert any(getattr(route, "path", "") == "/more" for route in client.app.routes)  # type: ignore[attr-defined]
+    held(monkeypatch, lambda: next(iter(other.jobs)).is_left.wait(LONG))
+
+    async def end() -> None:
+        assert other.reader is not None
+        asked = other.reader.completion({"prompt": "end", "max_tokens": 200})
+        job = other.begin(asked, learn=True, domain=None)
+        other.stop(LONG)
+        with pytest.raises(ApiError) as late:
+            other.begin(asked, learn=True, domain=None)
+        assert (late.value.status, late.value.code) == (503, "stopping")
+        assert not job.is_left.is_set()
+        other.cut()
+        text, why = await told(job)
+        assert why is not None
+        assert why.status == 503
+        assert len(text) < 20
+
+    asyncio.run(end())
+    assert client.get("/ready").json() == {"status": "stopping"}
+    assert client.get("/health").status_code == 200
+    settled(other)
+    service.assistant.resume()
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+CHAT: dict[str, Any] = {"messages": user("a"), "max_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "said"),
+    [
+        ({"n": 2}, "n", "not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+        ({"presence_penalty": 0.5}, "presence_penalty", "not supported"),
+        ({"messages": []}, "messages", "at least one"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0]", "whose `role` is one of"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "`text` alone"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "must be a text"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "itself reads"),
+        ({"chat_template_kwargs": {"mark": 1, "messages": 2}}, "messages", "chat template cannot take"),
+        ({"temperature": -1}, "temperature", "at least 0"),
+        ({"temperature": "hot"}, "temperature", "must be a number"),
+        ({"temperature": 1e999}, "temperature", "must be a number"),
+        ({"top_p": 0}, "top_p", "above 0"),
+        ({"top_p": 1.5}, "top_p", "at most 1"),
+        ({"top_k": 1.5}, "top_k", "an integer"),
+        ({"seed": "a"}, "seed", "an integer"),
+        ({"stop": ""}, "stop", "none of them empty"),
+        ({"stop": 3}, "stop", "must be a text"),
+        ({"max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"max_completion_tokens": True}, "max_completion_tokens", "an integer"),
+        ({"stream": "yes"}, "stream", "true or false"),
+        ({"stream_options": {}}, "stream_options", "needs `stream: true`"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs `logprobs: true`"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "at most 20"),
+        ({"logprobs": True, "stream": True}, "logprobs", "not supported in streams"),
+        ({"user": 3}, "user", "must be a text"),
+        ({"max_tokens": 1000}, "max_tokens", "The model has 256 positions"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_given_is_named(
+    change: dict[str, Any], param: str, said: str, service: Service, client: TestClient
+) -> None:
+    content = json.dumps(CHAT | change).encode()
+    response = client.post("/v1/chat/completions", content=content)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error")
+    assert said in error["message"]
+
+
+@pytest.mark.parametrize("prompt", [None, "", [], ["a", "b"], [[]], [1, "a"], [1.5], [64], [-1], 5])
+def test_a_prompt_is_one_text_or_its_tokens(prompt: Any, client: TestClient) -> None:
+    response = client.post("/v1/completions", json={"prompt": prompt})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "prompt"
+
+
+def test_what_changes_nothing_is_passed_over(service: Service, client: TestClient) -> None:
+    body = CHAT | {
+        "n": 1, "tools": [], "tool_choice": "auto", "logit_bias": {}, "frequency_penalty": 0.0, "min_p": 0,
+        "echo": False, "response_format": {"type": "text"}, "stop": None, "seed": None, "made_up": 1, "model": None,
+    }  # fmt: skip
+    for temperature in (0, None):
+        response = client.post("/v1/chat/completions", json=body | {"temperature": temperature})
+        assert response.json()["choices"][0]["message"]["content"] == alone(service, chat_ids("a"), max_new_tokens=2)
+    parts = [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]
+    turns = [{"role": "developer", "content": parts}]
+    body = {"messages": turns, "max_tokens": 2, "chat_template_kwargs": {"mark": "M"}}
+    response = client.post("/v1/chat/completions", json=body)
+    expected = alone(service, TOKENIZER("<s>sbcM")["input_ids"], max_new_tokens=2)
+    assert response.json()["choices"][0]["message"]["content"] == expected
+
+
+def test_a_chat_without_a_length_has_what_fits(service: Service, client: TestClient) -> None:
+    response = client.post("/v1/chat/completions", json={"messages": user("a" * 240)})
+    assert response.json()["usage"]["total_tokens"] == 256
+    response = client.post("/v1/chat/completions", json={"messages": user("a" * 255)})
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_bodies_that_are_none_and_addresses_that_are_none(client: TestClient) -> None:
+    for content, status in ((b"{", 400), (b"[]", 400), (b"\xff", 400), (b" " * (MOST_BODY_BYTES + 1), 413)):
+        response = client.post("/v1/completions", content=content)
+        assert response.status_code == status
+        assert response.json()["error"].keys() == {"message", "type", "param", "code"}
+    for method, path, status in (("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405)):
+        response = client.request(method, path)
+        assert response.status_code == status
+        assert path in response.json()["error"]["message"]
+
+
+def test_headers_are_looked_at(client: TestClient) -> None:
+    for headers, param in (({"x-osd-learn": "no"}, "x-osd-learn"), ({"x-osd-domain": "d" * 65}, "x-osd-domain")):
+        response = client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+        assert response.json()["error"]["param"] == param
+    for headers in ({"authorization": "Bearer K"}, {"authorization": "k"}, {"authorization": "Bearer ké".encode()}):
+        assert client.get("/v1/models", headers=headers).status_code == 401
+        assert client.post("/v1/completions", json={"prompt": "a"}, headers=headers).status_code == 401
+        assert client.get("/health", headers=headers).status_code == 200
+
+
+def test_a_tokenizer_without_a_chat_template_and_rows_that_do_not_fit(service: Service) -> None:
+    reader = Reader("plain", target_of(service), models.tokenizer(), TOKENS)
+    with pytest.raises(ApiError, match="has no chat template"):
+        reader.chat(CHAT)
+    config = target_of(service).config.__class__(vocab_size=MOST_LOGIT_BYTES // 4)  # one row fits
+    wide = SimpleNamespace(config=config, generation_config=target_of(service).generation_config)
+    with pytest.raises(ApiError, match="may be 1 at most with `logprobs`"):
+        Reader("wide", wide, models.tokenizer(), TOKENS).completion({"prompt": "a", "logprobs": 1, "max_tokens": 2})
+
+
+def test_what_fails_is_told_and_logged(
+    service: Service, client: TestClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    settled(service)
+    monkeypatch.setattr(service.assistant, "generate", lambda *args, **kwargs: 1 / 0)
+    for stream in (False, True):
+        response = client.post("/v1/completions", json={"prompt": "a", "stream": stream})
+        assert response.status_code == 500
+        assert response.json()["error"]["type"] == "server_error"
+    assert "ZeroDivisionError" in caplog.text
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def serve(flags: list[str], log: str) -> None:
+    with open(log, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.exit(main(["serve", *flags]))
