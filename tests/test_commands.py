@@ -16,14 +16,17 @@ from typing import Any
 import pytest
 import yaml
 from saved_pair import save_pair
+from starlette.testclient import TestClient
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from waiting import LONG
 
-from osd_hf import CorrectionStore, OnlineConfig, record_traces
+from osd_hf import CorrectionStore, OnlineAssistant, OnlineConfig, record_traces
 from osd_hf.cli import arguments as read
 from osd_hf.cli import flags
 from osd_hf.cli.arguments import GONE, RENAMED, add_flags, read_arguments
 from osd_hf.cli.main import COMMANDS, MODULES, _asked, main
 from osd_hf.prompts import PromptSource, encode_turn, read_prompts
+from osd_hf.serving.running import Running
 
 ROOT = Path(__file__).parents[1]
 NEEDED = {  # by commands that name something in any case
@@ -34,6 +37,7 @@ NEEDED = {  # by commands that name something in any case
     "plan": ["--target", "t", "--draft", "d"],
     "push": ["me/draft", "--draft", "d"],
     "replay": ["--store", "s", "--draft", "d"],
+    "serve": ["--num-assistant-tokens", "5"],  # with which all others go together
 }
 VALUES = {  # where a number plus one or a word will not do
     "divergence": "reverse_kl", "json": "-", "learner_device": "cpu", "max_effort": 2.0, "api_key": "k",
@@ -150,10 +154,20 @@ def store(pair: Path, tmp_path_factory: Any) -> Path:
     return path
 
 
+def asked_a_few_times(running: Running, app: Any, *, on_start: Any, on_stop: Any, shutdown_seconds: float) -> None:
+    """What a server does between its start and its end, without one."""
+    running._socket.close()
+    on_start()
+    on_start.__self__.join()  # the thread that loads
+    with TestClient(app) as client:
+        for i in range(8):
+            client.post("/v1/completions", json={"prompt": f"{i}", "max_tokens": 6}).raise_for_status()
+
+
 LEARNING = ["--update-interval", "3", "--steps-per-update", "1", "--batch-size", "2"]
 
 
-@pytest.mark.parametrize("command", ["run", "plan", "replay", "learn"])
+@pytest.mark.parametrize("command", ["run", "serve", "plan", "replay", "learn"])
 def test_a_command_reads_each_setting_that_it_offers(
     command: str, pair: Path, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -173,11 +187,25 @@ def test_a_command_reads_each_setting_that_it_offers(
     models = ["--target", str(pair / "target"), "--draft", str(pair / "draft")]
     given = {
         "run": [*models, "--prompts", str(prompts), "--column", "prompt", "--max-new-tokens", "6", *LEARNING],
+        "serve": [
+            *models,
+            "--port",
+            "0",
+            "--session",
+            str(tmp_path / "session"),
+            *LEARNING,
+            "--update-strategy",
+            "idle",
+        ],
         "plan": models,
         "replay": ["--store", str(store), *models[2:], "--learn", *LEARNING],
         "learn": ["--store", str(store), *models, "--once", *LEARNING],
     }[command]
-    given += [] if command == "plan" else ["--output-dir", str(tmp_path / "out")]
+    given += [] if command in ("plan", "serve") else ["--output-dir", str(tmp_path / "out")]
+    if command == "serve":
+        close = OnlineAssistant.close
+        monkeypatch.setattr(OnlineAssistant, "close", lambda self: self.wait_until_idle(LONG) and close(self))
+        monkeypatch.setattr(Running, "run", asked_a_few_times)
     monkeypatch.setattr("osd_hf.bench.display.plot_alpha", lambda *args, **kwargs: None)
     monkeypatch.setattr("osd_hf.cli.learn.plot_alpha", lambda *args, **kwargs: None)
     monkeypatch.setattr(OnlineConfig, "__getattribute__", noted, raising=False)
@@ -186,7 +214,7 @@ def test_a_command_reads_each_setting_that_it_offers(
     assert offered - found == set()
 
 
-@pytest.mark.parametrize("command", ["run", "plan", "replay", "learn"])
+@pytest.mark.parametrize("command", ["run", "serve", "plan", "replay", "learn"])
 def test_a_setting_without_a_meaning_is_refused_with_the_reason(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -219,6 +247,15 @@ def test_a_setting_without_a_meaning_is_refused_with_the_reason(
         (["collect", "--store", "s", "--url", "http://x", "--poll-seconds", "1"], "--poll-seconds is for --follow"),
         (["collect", "--store", "s", "--url", "http://x", "--revision", "v"], "--revision is for --target"),
         (["app", "--pair", "smollm2", "--dtype", "float16"], "Leave out --dtype"),
+        (["serve", "--bundled", "--target", "t", "--draft", "d"], "or --bundled, which brings both"),
+        (["serve"], "or --bundled, which brings both"),
+        (["serve", "--bundled", "--update-strategy", "manual"], "would never learn here"),
+        (["serve", "--bundled", "--micro-step-seconds", "1"], "it is for --update-strategy idle"),
+        (["serve", "--bundled", "--autosave-interval", "3"], "nothing is saved without --session"),
+        (["serve", "--bundled", "--num-assistant-tokens", "5", "--candidates", "text"], "tokens auto"),
+        (["serve", "--bundled", "--api-key-file", "none"], "The key cannot be read from none"),
+        (["serve", "--bundled", "--host", "256.0.0.1"], "cannot be listened at"),
+        (["serve", "--bundled", "--port", "0", "--dtype", "bfloat16"], "`dtype` needs a target and a draft"),
     ],
 )  # fmt: skip
 def test_what_would_be_ignored_is_refused(
@@ -242,6 +279,7 @@ def test_what_would_be_ignored_is_refused(
         (["collect", "--store", "s", "--log", "l", "--target", "t"], ("t", "v1")),
         (["learn", "--store", "s", "--output-dir", "o", "--target", "t", "--draft", "d"], ("t", "v1")),
         (["replay", "--store", "STORE", "--draft", "d"], ("d", "v2")),
+        (["serve", "--target", "t", "--draft", "d", "--port", "0"], ("t", "v1")),
     ],
 )
 def test_a_version_on_the_hub_and_its_code_reach_what_loads(
@@ -296,7 +334,7 @@ def test_one_thing_has_one_name() -> None:
     others = {"k", "requests", "limit", "compile", "state", "local_dir", "directory", "out", "new_tokens",
               "no_chat_template", "no_learn"}  # fmt: skip
     assert not any(names & others for names in given.values())
-    assert all("output_dir" in given[name] for name in set(KINDS) - {"collect", "distill", "env", "plan"})
+    assert all("output_dir" in given[name] for name in set(KINDS) - {"collect", "distill", "env", "plan", "serve"})
 
 
 def test_a_positional_may_have_its_name_and_stand_anywhere() -> None:

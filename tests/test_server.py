@@ -6,9 +6,13 @@ import asyncio
 import contextlib
 import json
 import os
+import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,12 +21,15 @@ import models
 import openai
 import pytest
 import torch
+from processes import ModuleProcess
 from starlette.routing import Route
 from starlette.testclient import TestClient
 from waiting import LONG
 
 from osd_hf import OnlineAssistant, OnlineConfig
+from osd_hf.cli.arguments import read_arguments
 from osd_hf.cli.main import main
+from osd_hf.cli.serve import ServeSettings, opened
 from osd_hf.serving.asked import MOST_LOGIT_BYTES, ApiError, Reader
 from osd_hf.serving.running import Running
 from osd_hf.serving.server import MOST_BODY_BYTES, MOST_DOMAINS, Job, Service, left, make_app
@@ -518,8 +525,33 @@ def test_what_fails_is_told_and_logged(
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
-def serve(flags: list[str], log: str) -> None:
-    with open(log, "w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    sys.exit(main(["serve", *flags]))
+def test_a_server_that_is_told_to_stop_ends_what_runs_and_saves_its_session(tmp_path: Path) -> None:
+    flags = ["--bundled", "--port", "0", "--threads", "1", "--session", str(tmp_path / "session")]
+    with open(tmp_path / "log", "w") as log:
+        command = [sys.executable, "-m", "osd_hf.cli", "serve", *flags]
+        process = ModuleProcess(command, stdout=subprocess.PIPE, stderr=log, text=True, env=os.environ)
+    line = process.stdout.readline()
+    assert line.startswith("bundled is served at http://127.0.0.1:"), (tmp_path / "log").read_text()
+    body = {"messages": user("What is net income?"), "stream": True}
+    address = f"{line.split()[-1]}/chat/completions"
+    with httpx2.stream("POST", address, json=body, timeout=LONG) as response:
+        parts = response.iter_lines()
+        told = [next(parts)]
+        process.terminate()  # by SIGTERM
+        told += [part for part in parts if part]
+    process.communicate()
+    assert process.poll() == 0
+    assert told[-1] == "data: [DONE]"
+    assert json.loads(told[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "stop"
+    settings = read_arguments(ServeSettings, flags, prog="osd-hf serve")
+    with opened(settings) as assistant:  # as the next one begins
+        assert assistant.stats.num_requests == 1
+
+
+def test_a_pair_that_cannot_be_loaded_ends_the_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--target", str(tmp_path), "--draft", str(tmp_path), "--port", "0"]) == 2
+    assert "without a `config.json`" in capsys.readouterr().err
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve", "--bundled", "--port", port]) == 2
+    assert f"The address 127.0.0.1:{port} cannot be listened at" in capsys.readouterr().err

@@ -103,7 +103,7 @@ def serve_command(settings: ServeSettings) -> int:
 
     def load() -> None:
         try:
-            service.open(_assistant(settings))
+            service.open(opened(settings))
         except Exception as error:  # noqa: BLE001 - raised by the thread that serves
             failed.append(error)
             address.stop()
@@ -125,7 +125,7 @@ def serve_command(settings: ServeSettings) -> int:
     return 0
 
 
-def _assistant(settings: ServeSettings) -> OnlineAssistant:
+def opened(settings: ServeSettings) -> OnlineAssistant:
     """The pair with its session, warmed up."""
     pair = load_pair(settings.target, settings.draft, **settings.loading)
     session = None if settings.session is None else settings.session.expanduser()
