@@ -197,6 +197,25 @@ def test_a_client_that_leaves_ends_its_answer_within_a_round(
     assert sdk.chat.completions.create(model="tiny", messages=user("next")).choices[0].message.content == expected
 
 
+def test_so_does_one_that_waits_for_the_whole(
+    service: Service, sdk: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settled(service)
+    begun, body = threading.Event(), json.dumps({"prompt": "leave", "max_tokens": 200})
+    with monkeypatch.context() as patched:
+        held(patched, lambda: (begun.set(), next(iter(service.jobs)).is_left.wait(LONG)))
+        with socket.create_connection((sdk.base_url.host, sdk.base_url.port)) as connection:
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer k\r\ncontent-length: {len(body)}"
+            )
+            connection.sendall(f"{head}\r\n\r\n{body}".encode())
+            assert begun.wait(LONG)
+            (job,) = service.jobs
+        assert job.future is not None
+        job.future.result(LONG)
+    assert 1 <= len(job.answer.ids) < 20
+
+
 # --- answers --------------------------------------------------------------------------------------------------------
 
 
