@@ -15,10 +15,12 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import yaml
 from peft import LoraConfig
 from saved_pair import save_pair
+from starlette.testclient import TestClient
 from test_memory import PAIRS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -27,6 +29,7 @@ from osd_hf import OnlineAssistant, OnlineConfig
 from osd_hf.cli.main import COMMANDS, _asked
 from osd_hf.memory import memory_plan
 from osd_hf.pair import Pair
+from osd_hf.serving.server import Service, make_app
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
 
@@ -96,6 +99,15 @@ def stand_ins(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     monkeypatch.setattr(OnlineAssistant, "generate", answer)
     monkeypatch.setattr(osd_hf, "record_traces", lambda *args, **how: record(*args, **{**how, "max_new_tokens": 8}))
     monkeypatch.setattr("osd_hf.assistant.CompiledTarget", lambda _: None)  # compiling takes seconds
+
+    def client(**how: Any) -> openai.OpenAI:
+        """Of a server that is not there."""
+        service = Service("tiny", max_queue=1, max_new_tokens=8)
+        service.open(OnlineAssistant(*tiny()))
+        return OpenAI(**how, http_client=TestClient(make_app(service)))
+
+    OpenAI = openai.OpenAI
+    monkeypatch.setattr(openai, "OpenAI", client)
     # No draft pays for a target of two layers; that these arguments are taken is tested here.
     monkeypatch.setattr(osd_hf, "make_draft", lambda *args, **how: signature(make).bind(*args, **how) and tiny().draft)
     monkeypatch.setattr(osd_hf, "distill", teach)

@@ -5,12 +5,14 @@ import importlib
 import json
 import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from processes import run_python
+from processes import ModuleProcess, run_python
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 SMOKES = {
@@ -92,6 +94,18 @@ def test_what_accelerators_are_for_runs_in_tiny_shapes_on_the_cpu(
     assert "ZeroDivisionError" in parts["vocabulary"]["failed_with"]
     assert [part["holds"] for part in parts.values()] == [False, True]
     assert "did not hold: vocabulary" in capsys.readouterr().out
+
+
+def test_servers_under_load_answer_as_the_target_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(RECIPES))
+    recipe = importlib.import_module("serve_load")
+    monkeypatch.setattr(importlib.import_module("common"), "RESULTS", tmp_path)
+    monkeypatch.setattr(recipe, "subprocess", SimpleNamespace(PIPE=subprocess.PIPE, Popen=ModuleProcess))
+    monkeypatch.setattr(sys, "argv", ["serve_load.py", "--smoke"])
+    assert recipe.main() == 0
+    report = json.loads((tmp_path / "serve_load.json").read_text())
+    assert (report["holds"], report["failed"]) == (True, {})
+    assert report["heard"] == {"own": 34, "sampled": 4, "left": 2}
 
 
 def test_a_recipe_without_its_data_says_what_to_set() -> None:
