@@ -162,6 +162,7 @@ def asked_a_few_times(running: Running, app: Any, *, on_start: Any, on_stop: Any
     with TestClient(app) as client:
         for i in range(8):
             client.post("/v1/completions", json={"prompt": f"{i}", "max_tokens": 6}).raise_for_status()
+        assert 'osd_hf_requests_total{domain="(none)"}' in client.get("/metrics").text
 
 
 LEARNING = ["--update-interval", "3", "--steps-per-update", "1", "--batch-size", "2"]

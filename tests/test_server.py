@@ -91,7 +91,7 @@ def chat_ids(*contents: str) -> list[int]:
     return list(TOKENIZER.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"])
 
 
-def user(text: str) -> Any:
+def user(text: Any) -> Any:
     return [{"role": "user", "content": text}]
 
 
@@ -437,14 +437,20 @@ CHAT: dict[str, Any] = {"messages": user("a"), "max_tokens": 2}
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "must be a text"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "itself reads"),
         ({"chat_template_kwargs": {"mark": 1, "messages": 2}}, "messages", "chat template cannot take"),
-        ({"temperature": -1}, "temperature", "at least 0"),
+        ({"messages": user("\ud800")}, "messages[0].content", "must be a text"),
+        ({"messages": user([{"type": "text", "text": "\ud800"}])}, "messages[0].content", "`text` alone"),
+        ({"temperature": -1}, "temperature", "must be a number from 0"),
         ({"temperature": "hot"}, "temperature", "must be a number"),
-        ({"temperature": 1e999}, "temperature", "must be a number"),
+        ({"temperature": True}, "temperature", "must be a number"),
+        ({"temperature": float("nan")}, "temperature", "must be a number"),
+        ({"temperature": 10**400}, "temperature", "must be a number"),
         ({"top_p": 0}, "top_p", "above 0"),
-        ({"top_p": 1.5}, "top_p", "at most 1"),
+        ({"top_p": 1.5}, "top_p", "from 0 to 1"),
         ({"top_k": 1.5}, "top_k", "an integer"),
         ({"seed": "a"}, "seed", "an integer"),
-        ({"stop": ""}, "stop", "none of them empty"),
+        ({"stop": ""}, "stop", "each of 1 to 256 characters"),
+        ({"stop": "\ud800"}, "stop", "must be a text"),
+        ({"stop": ["a" * 257]}, "stop", "each of 1 to 256"),
         ({"stop": 3}, "stop", "must be a text"),
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"max_completion_tokens": True}, "max_completion_tokens", "an integer"),
@@ -467,9 +473,9 @@ def test_what_cannot_be_given_is_named(
     assert said in error["message"]
 
 
-@pytest.mark.parametrize("prompt", [None, "", [], ["a", "b"], [[]], [1, "a"], [1.5], [64], [-1], 5])
+@pytest.mark.parametrize("prompt", [None, "", "\ud800", [], ["a", "b"], [[]], [1, "a"], [1.5], [64], [-1], 5])
 def test_a_prompt_is_one_text_or_its_tokens(prompt: Any, client: TestClient) -> None:
-    response = client.post("/v1/completions", json={"prompt": prompt})
+    response = client.post("/v1/completions", content=json.dumps({"prompt": prompt}).encode())
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "prompt"
 
@@ -479,7 +485,7 @@ def test_what_changes_nothing_is_passed_over(service: Service, client: TestClien
         "n": 1, "tools": [], "tool_choice": "auto", "logit_bias": {}, "frequency_penalty": 0.0, "min_p": 0,
         "echo": False, "response_format": {"type": "text"}, "stop": None, "seed": None, "made_up": 1, "model": None,
     }  # fmt: skip
-    for temperature in (0, None):
+    for temperature in (0, 1e-60, None):
         response = client.post("/v1/chat/completions", json=body | {"temperature": temperature})
         assert response.json()["choices"][0]["message"]["content"] == alone(service, chat_ids("a"), max_new_tokens=2)
     parts = [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]

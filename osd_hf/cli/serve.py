@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import sys
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,16 +91,20 @@ class ServeSettings(DraftRevision, TargetLoading, Learning):
 def serve_command(settings: ServeSettings) -> int:
     """Serve until told to stop; returns the exit code."""
     settings.check()
-    if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn")):
+    if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn", "prometheus_client")):
         raise ConfigError('The server is an extra. Install it: pip install "osd-hf[serve]"')
     server: Any = importlib.import_module("osd_hf.serving.server")
     running: Any = importlib.import_module("osd_hf.serving.running")
+    metrics: Any = importlib.import_module("osd_hf.serving.metrics")
     key = settings.key
     service = server.Service(
         settings.name, max_queue=settings.max_queue, max_new_tokens=settings.max_new_tokens, learn=settings.learn
     )
     address = running.Running(settings.host, settings.port)
     failed: list[Exception] = []
+
+    def figures() -> Iterable[Any]:
+        return () if service.assistant is None else metrics.assistant_metrics(service.assistant)
 
     def load() -> None:
         try:
@@ -115,7 +120,8 @@ def serve_command(settings: ServeSettings) -> int:
         service.stop(settings.shutdown_seconds)
 
     address.run(
-        server.make_app(service, api_key=key), shutdown_seconds=settings.shutdown_seconds + CUT_SECONDS,
+        server.make_app(service, api_key=key, routes=[metrics.metrics_route(figures)]),
+        shutdown_seconds=settings.shutdown_seconds + CUT_SECONDS,
         # Whoever stops it meanwhile does not wait until all is loaded.
         on_start=threading.Thread(target=load, name="osd_hf-loading", daemon=True).start, on_stop=stop,
     )  # fmt: skip

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 from osd_hf.errors import first_line
 from osd_hf.pair import prompt_room, vocab_size_of
 
 MOST_LOGPROBS = 20  # alternatives per token
 MOST_LOGIT_BYTES = 1 << 30  # that the rows of one answer with log-probs take, until it is sent
-MOST_STOPS = 16
+MOST_STOPS, MOST_STOP_CHARACTERS = 16, 256
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-5, 1e5  # below, sampling is greedy but for rounding
 COMPLETION_TOKENS = 16  # of `/v1/completions` by default, as OpenAI's
 ROLES = ("system", "developer", "user", "assistant")
 # What would change the answer and is not there, by the values under which it changes nothing, besides null. Other
@@ -117,7 +117,7 @@ class Reader:
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]
         if isinstance(prompt, str):
-            prompt = list(self._tokenizer(prompt)["input_ids"])
+            prompt = list(self._tokenizer(prompt)["input_ids"]) if _is_text(prompt) else None
         rule = "must be one text, or one list of token ids, and not empty; send a request for each"
         if not isinstance(prompt, list) or not prompt or not all(type(token) is int for token in prompt):
             refuse("prompt", rule, body.get("prompt"))
@@ -204,13 +204,13 @@ class Reader:
         return most
 
     def _sampling(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        temperature = _number(body, "temperature", 0.0)
+        temperature = _number(body, "temperature", 0.0, MOST_TEMPERATURE)
         top_p = _number(body, "top_p", 0.0, 1.0)
         top_k = _whole(body, "top_k", -1)
         if top_p == 0:
             refuse("top_p", "must be above 0", top_p)
         usual = self._usual
-        if not (bool(usual.do_sample) if temperature is None else temperature > 0):
+        if not (bool(usual.do_sample) if temperature is None else temperature >= LEAST_TEMPERATURE):
             return {"do_sample": False}
         # Where the target names no k, transformers would take 50 of the tokens: not what clients of this API expect.
         k = usual.top_k if top_k is None else max(top_k, 0)
@@ -228,15 +228,21 @@ def _flag(body: Mapping[str, Any], name: str) -> bool:
     return bool(value)
 
 
-def _number(body: Mapping[str, Any], name: str, least: float, most: float = math.inf) -> float | None:
+def _number(body: Mapping[str, Any], name: str, least: float, most: float) -> float | None:
     value = body.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        refuse(name, "must be a number", value)
-    if not least <= value <= most:
-        refuse(name, f"must be at least {least:g}" + ("" if most == math.inf else f" and at most {most:g}"), value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        refuse(name, f"must be a number from {least:g} to {most:g}", value)
     return float(value)
+
+
+def _is_text(value: Any) -> TypeGuard[str]:
+    """Whether it is text that tokens can stand for: JSON has halves of characters, too."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
 
 
 def _whole(body: Mapping[str, Any], name: str, least: int, most: int | None = None) -> int | None:
@@ -249,8 +255,9 @@ def _whole(body: Mapping[str, Any], name: str, least: int, most: int | None = No
 def _stops(value: Any) -> tuple[str, ...]:
     stops = () if value is None else (value,) if isinstance(value, str) else value
     is_fine = isinstance(stops, list | tuple) and len(stops) <= MOST_STOPS
-    if not is_fine or not all(isinstance(stop, str) and stop for stop in stops):
-        refuse("stop", f"must be a text, or a list of at most {MOST_STOPS}, none of them empty", value)
+    if not is_fine or not all(_is_text(stop) and 0 < len(stop) <= MOST_STOP_CHARACTERS for stop in stops):
+        rule = f"must be a text, or a list of at most {MOST_STOPS}, each of 1 to {MOST_STOP_CHARACTERS} characters"
+        refuse("stop", rule, value)
     return tuple(stops)
 
 
@@ -261,10 +268,10 @@ def _turn(message: Any, name: str) -> dict[str, str]:
     content = message.get("content")
     if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        if not all(isinstance(text, str) for text in parts):
+        if not all(map(_is_text, parts)):
             refuse(f"{name}.content", "may hold parts of the type `text` alone", content)
         content = "".join(map(str, parts))
-    if not isinstance(content, str):
+    if not _is_text(content):
         refuse(f"{name}.content", "must be a text, or a list of parts of the type `text`", content)
     # Templates of open models know no other name for it.
     role = "system" if message["role"] == "developer" else message["role"]

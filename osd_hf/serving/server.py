@@ -239,7 +239,8 @@ class _Api:
         watching = asyncio.create_task(_watch(request, job))
         told = await job.told.get()
         if asked.is_stream and not isinstance(told, ApiError):  # what is wrong at once has its status
-            return StreamingResponse(_stream(job, told, watching), media_type="text/event-stream")
+            told_on, headers = _stream(job, told, watching), {"cache-control": "no-cache"}
+            return StreamingResponse(told_on, headers=headers, media_type="text/event-stream")
         while isinstance(told, str):
             told = await job.told.get()
         watching.cancel()
