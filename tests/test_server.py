@@ -572,6 +572,25 @@ def test_a_server_that_is_told_to_stop_ends_what_runs_and_saves_its_session(tmp_
         assert assistant.stats.num_requests == 1
 
 
+def test_who_stops_it_does_not_wait_until_all_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+
+    def stopped(running: Running, app: Any, *, on_start: Callable[[], object], **_: Any) -> None:
+        running._socket.close()
+        on_start()
+
+    def ended(code: int) -> None:
+        gate.set()
+        raise SystemExit(code)
+
+    monkeypatch.setattr("osd_hf.cli.serve.opened", lambda _: gate.wait(LONG))
+    monkeypatch.setattr(Running, "run", stopped)
+    monkeypatch.setattr(os, "_exit", ended)
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "--bundled", "--port", "0"])
+    assert end.value.code == 0
+
+
 def test_a_pair_that_cannot_be_loaded_ends_the_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--target", str(tmp_path), "--draft", str(tmp_path), "--port", "0"]) == 2
     assert "without a `config.json`" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 import threading
 from collections.abc import Iterable
@@ -119,12 +120,14 @@ def serve_command(settings: ServeSettings) -> int:
         print("osd-hf: stopping", file=sys.stderr)
         service.stop(settings.shutdown_seconds)
 
+    loading = threading.Thread(target=load, name="osd_hf-loading", daemon=True)
     address.run(
         server.make_app(service, api_key=key, routes=[metrics.metrics_route(figures)]),
         shutdown_seconds=settings.shutdown_seconds + CUT_SECONDS,
-        # Whoever stops it meanwhile does not wait until all is loaded.
-        on_start=threading.Thread(target=load, name="osd_hf-loading", daemon=True).start, on_stop=stop,
+        on_start=loading.start, on_stop=stop,
     )  # fmt: skip
+    if not failed and loading.is_alive():
+        os._exit(0)  # nothing is to be kept, and an interpreter that ends beside it would be aborted by torch
     if failed:
         raise failed[0]
     service.close()
