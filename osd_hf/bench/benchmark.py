@@ -53,7 +53,8 @@ class System:
         kind (`str`):
             `"alone"`: the target's `generate`; `"kernels"`: the same by the products that an assistant computes by on
             a CPU, which tells what its answers owe to these; `"prompt_lookup"` and `"stock"`: transformers' own
-            assisted generation, without a draft model and with one; `"lean"`: [`OnlineAssistant`], which does not learn meanwhile.
+            assisted generation, without a draft model and with one; `"lean"`: [`OnlineAssistant`], which does not
+            learn meanwhile.
         draft (`PreTrainedModel`, *optional*): The draft of `"stock"` and `"lean"`; left as it is.
         num_assistant_tokens (`int` or `"auto"`, *optional*, defaults to 5):
             k, at threshold 0 and a constant schedule; only `"lean"` takes `"auto"`.
