@@ -39,7 +39,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from osd_hf import CorrectionStore, Trace, replay
-from osd_hf.engine.learn import LATEST, latest_version
+from osd_hf.engine.versions import LATEST, latest_version
 
 NUM_LOGPROBS = 64
 COUNTER = "vllm:spec_decode_num_"

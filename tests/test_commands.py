@@ -41,7 +41,7 @@ NEEDED = {  # by commands that name something in any case
 }
 VALUES = {  # where a number plus one or a word will not do
     "divergence": "reverse_kl", "json": "-", "learner_device": "cpu", "max_effort": 2.0, "api_key": "k",
-    "num_assistant_tokens": 3, "num_layers": 2, "max_steps": 2,
+    "num_assistant_tokens": 3, "num_layers": 2, "max_steps": 2, "max_draft_bytes": 9,
 }  # fmt: skip
 # What one command makes of the settings of a whole class: all flags but those of trl, whose parser is `distill`'s.
 KINDS = {
@@ -149,7 +149,8 @@ def store(pair: Path, tmp_path_factory: Any) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(pair / "target")
     path = tmp_path_factory.mktemp("store") / "store"
     with CorrectionStore(path) as written:
-        for trace in record_traces(target, [encode_turn(tokenizer, f"{i}") for i in range(8)], max_new_tokens=6):
+        prompts = [encode_turn(tokenizer, f"{i}") for i in range(8)]
+        for trace in record_traces(target, prompts, max_new_tokens=6, domain="numbers"):
             written.append(trace)
     return path
 
@@ -200,7 +201,7 @@ def test_a_command_reads_each_setting_that_it_offers(
         ],
         "plan": models,
         "replay": ["--store", str(store), *models[2:], "--learn", *LEARNING],
-        "learn": ["--store", str(store), *models, "--once", *LEARNING],
+        "learn": ["--store", str(store), *models, "--once", "--by-domain", *LEARNING],
     }[command]
     given += [] if command in ("plan", "serve") else ["--output-dir", str(tmp_path / "out")]
     if command == "serve":

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from fake_engine import completion
+from fake_vllm import FakeVLLM, connecting
 from processes import run_python
 from prometheus_client.parser import text_string_to_metric_families
 from saved_pair import save_pair
@@ -28,7 +29,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from osd_hf import (
     ConfigError,
     CorrectionStore,
+    GateDecision,
     HubError,
+    LabelRouter,
     OnlineConfig,
     StateError,
     Trace,
@@ -40,10 +43,15 @@ from osd_hf import (
     simulate,
 )
 from osd_hf.cli import learn as learn_command
+from osd_hf.cli.flags import adapters
 from osd_hf.cli.main import main
+from osd_hf.engine import deploy
 from osd_hf.engine import learn as module
 from osd_hf.engine.completions import ResponseReader
-from osd_hf.engine.learn import StoreLearner, VersionFolder
+from osd_hf.engine.deploy import Deployer
+from osd_hf.engine.learn import StoreLearner
+from osd_hf.engine.versions import VersionFolder, folder_name
+from osd_hf.engine.vllm_reload import weights_digest
 from osd_hf.learning import learner as learner_module
 from osd_hf.learning import session as session_module
 from osd_hf.learning.updater import Updater
@@ -51,6 +59,8 @@ from osd_hf.prompts import encode_turn
 from osd_hf.replay import replay_each
 from osd_hf.serving.metrics import metrics_text
 from osd_hf.store.folder import StoreFollower
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
 
 # Without the gate each update is a version.
 CONFIG = OnlineConfig(update_strategy="interval",
@@ -556,6 +566,117 @@ def test_a_version_that_was_not_pushed_is_pushed_later(
     assert learner.is_pushed
 
 
+# --- taken back by engines ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [None, 2])
+def test_it_goes_on_from_the_version_that_engines_went_back_to(begin: Any, rank: int | None) -> None:
+    learner = begin(peft_config=adapters(rank))
+    learner.publish_start()
+    versions = learner.versions
+    start = AutoModelForCausalLM.from_pretrained(versions.latest)
+    versions.pin([0])
+    learner.step(limit=3)
+    versions.pin([0, 1])  # as engines do that serve the first version
+    first = [p.detach().clone() for p in learner.learner.drafts.model(None).parameters()]
+    learner.step(limit=3)
+    learner.step(limit=3)
+    assert versions.number == 3
+    versions.reject(GateDecision("rolled back", 3, 1, None, "worse"))
+    assert versions.latest is not None
+    assert versions.latest.name == "v000001"
+    learner.step(limit=1)  # too few for an update
+    serving = learner.learner.drafts.model(None)
+    assert equal([p.detach() for p in serving.parameters()], first)
+    assert (learner.learner.drafts.serving_version(), versions.number) == (1, 3)
+    master = learner.learner.updater(None)
+    if rank is None:
+        assert equal([p.detach() for p in master.master.parameters()], first)
+    assert not any(optimizer.state for optimizer in master.optimizers)
+    learn(learner)
+    assert versions.number > 3
+    versions.reject(GateDecision("rolled back", versions.number, 0, None, "worse"))
+    learner.step()
+    serving = learner.learner.drafts.model(None)
+    assert equal([p.detach() for p in serving.parameters()], [p.detach() for p in start.parameters()])
+
+
+def test_weights_that_are_not_at_hand_change_nothing(begin: Any, tmp_path: Path, caplog: Any) -> None:
+    learner = begin(state=tmp_path / "state")
+    learner.step(limit=6)
+    learner.save()
+    again = begin(state=tmp_path / "state", publish_seconds=SELDOM)
+    again.versions.reject(GateDecision("rolled back", 2, 1, None, "worse"))
+    before = weights(again)
+    with caplog.at_level(logging.INFO):
+        again.step(limit=1)
+    assert "The weights of version 1 are not at hand" in caplog.text
+    assert equal(weights(again), before)
+
+
+# --- a draft per domain ---------------------------------------------------------------------------------------------
+
+
+def labelled(traces: Sequence[Trace], labels: str) -> list[Trace]:
+    """These traces of domains that letters name; `-` is none."""
+    names = (None if name == "-" else f"{name}/." for name in labels)
+    return [replace(trace, domain=name) for trace, name in zip(traces, names, strict=False)]
+
+
+@pytest.mark.parametrize("rank", [None, 2])
+def test_each_domain_teaches_a_draft_of_its_own(
+    begin: Any, pair: Any, traces: list[Trace], tmp_path: Path, rank: int | None
+) -> None:
+    mixed = labelled(traces, "abababab-aabbbba")
+    path = written(tmp_path / "mixed", mixed)
+    learner = begin(path=path, by_domain=True, peft_config=adapters(rank), publish_seconds=SELDOM)
+    learn(learner)
+    learner.close()
+    assert learner.skipped == {"without a domain": 1}
+    config = replace(CONFIG, max_duty_cycle=1.0)
+    named = [trace for trace in mixed if trace.domain is not None]
+    report = simulate(pair[1], named, config, router=LabelRouter(), peft_config=adapters(rank))
+    assert list(learner.learned) == list(report.stats)
+    assert [trace.domain for trace in named] == list(learner.domains)
+    for name, folder in (("a/.", "a%2F."), ("b/.", "b%2F.")):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "drafts" / folder / "latest")
+        wanted = report.drafts.model(name)
+        assert equal([p.detach() for p in loaded.parameters()], [p.detach() for p in wanted.parameters()])
+        found = facts(tmp_path / "drafts" / folder)
+        own = [trace for trace in named if trace.domain == name]
+        assert (found["requests"], found["tokens"]) == (len(own), sum(map(len, own)))
+        assert found["decision"]["domain"] == name
+    assert not (tmp_path / "drafts" / "latest").exists()
+    assert learner.requests == len(named)
+
+
+def test_drafts_of_domains_are_gone_on_with_and_bounded(begin: Any, traces: list[Trace], tmp_path: Path) -> None:
+    config = replace(CONFIG, max_drafts=2)
+    store = written(tmp_path / "growing", labelled(traces, "abcabcabc"))
+    settings: Any = {"path": store, "by_domain": True, "state": tmp_path / "state"}
+    learner = begin(config, publish_seconds=SELDOM, clock=Clock(), **settings)
+    learn(learner)
+    assert learner.skipped == {"of more domains than get a draft": 3}
+    learner.save()  # what waits to be published waits behind a kill
+    again = begin(config, **settings)
+    assert (again.requests, again.tokens) == (learner.requests, learner.tokens)
+    assert equal(*([p.detach() for p in each.learner.drafts.model("b/.").parameters()] for each in (learner, again)))
+    again.close()
+    assert [facts(tmp_path / "drafts" / f"{name}%2F.")["draft_version"] for name in "ab"] == [1, 2]
+    with pytest.raises(StateError, match="drafts per domain"):
+        begin(config, path=store, state=tmp_path / "state")
+
+
+def test_labels_are_names_of_folders(tmp_path: Path) -> None:
+    versions = VersionFolder(tmp_path)
+    assert folder_name("x" * 201) is None
+    for label, name in (("..", "%2E."), ("a/b", "a%2Fb"), ("", "%"), ("Sägen v1.2", "S%C3%A4gen%20v1.2")):
+        assert folder_name(label) == name
+        assert versions.of(label).path == tmp_path / name
+    versions.close()
+    VersionFolder(tmp_path / "a%2Fb").close()
+
+
 # --- killed, and resumed --------------------------------------------------------------------------------------------
 
 
@@ -794,9 +915,48 @@ def test_the_command_fails_where_the_disk_stays_full(
     assert facts(tmp_path / "out")["draft_version"] == 2
 
 
+def test_the_command_deploys_and_goes_on_from_what_serves(
+    flags: list[str], recorded: list[Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    engine, report = FakeVLLM("http://engine:8000", seed=1), tmp_path / "report.json"
+    engine.serve(1000)
+    monkeypatch.setattr(deploy.httpx2, "Client", connecting(engine))
+    flags += ["--deploy", f"sums:reload={engine.url}", "--by-domain", "--lora-rank", "2", "--publish-seconds", "0"]
+    flags += ["--once", "--json", str(report)]
+    assert main([*flags, "--num-requests", "4"]) == 0
+    found = json.loads(report.read_text())["deployed"]
+    assert [(each["domain"], each["serving"], each["watched"]) for each in found] == [("sums", 0, 1)]
+    assert "http://engine:8000: version 0 of 'sums' serves, version 1 is watched" in capsys.readouterr().out
+    folder = tmp_path / "out" / "sums"
+    assert engine.digest == weights_digest(folder / "latest") != weights_digest(folder / "v000000")
+    engine.alphas[engine.digest] = 0.2
+    look = Deployer.look
+
+    def busy(deployer: Deployer) -> None:
+        for _ in range(20):
+            engine.serve(10)
+            look(deployer)
+
+    monkeypatch.setattr(Deployer, "look", busy)
+    written(tmp_path / "collected", recorded[8:])
+    assert main(flags) == 0  # another process, which goes on with the watch
+    bad = json.loads((folder / "v000001" / "REJECTED.json").read_text())
+    assert (bad["serving"], bad["domain"], bad["outcome"]) == (0, "sums", "rolled back")
+    assert engine.loads[:2] == ["v000001", "v000000"]
+    assert json.loads(report.read_text())["deployed"][0]["decisions"][0]["version"] == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (["--deploy", "http://engine"], "--deploy takes reload=URL"),
+        (["--deploy", "sums:reload=http://engine"], "--deploy sums: is for --by-domain"),
+        (["--by-domain", "--deploy", "reload=http://e"], "LABEL: goes before the way with --by-domain"),
+        (["--deploy", "reload=http://e", "--deploy", "restart=http://e true"], "names one engine twice"),
+        (["--watch-requests", "9"], "--watch-requests is for --deploy"),
+        (["--watch-requests", "0"], "--watch-requests must be at least 1"),
+        (["--max-drafts", "3"], "--max-drafts would change nothing: they are for --by-domain"),
+        (["--by-domain", "--repo-id", "me/draft"], "--repo-id takes one draft"),
         (["--num-assistant-tokens", "none"], "--num-assistant-tokens must not be none"),
         (["--num-requests", "0"], "--num-requests must be at least 1, got 0"),
         (["--threads", "0"], "--threads must be at least 1, got 0"),

@@ -6,200 +6,46 @@ import contextlib
 import json
 import logging
 import math
-import os
-import re
-import secrets
-import shutil
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from accelerate import Accelerator
 
 from osd_hf.capture.hook import rescore
 from osd_hf.config import OnlineConfig
+from osd_hf.engine.versions import FACTS, VersionFolder, folder_name
 from osd_hf.errors import ConfigError, OSDError, StateError, VocabularyMismatchError
 from osd_hf.fingerprint import is_fingerprint
 from osd_hf.fingerprint import target_version as version_of
 from osd_hf.hub.cards import DraftFacts
 from osd_hf.hub.push import check_written, push_folder, save_draft
 from osd_hf.learning.drafts import DomainDrafts
+from osd_hf.learning.faults import Readable
 from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.session import check_pointer, has_session, load_session, save_session
-from osd_hf.learning.updater import UpdateReport, finish, log_update
+from osd_hf.learning.updater import Updater, UpdateReport, finish, log_update
+from osd_hf.learning.weights import Snapshot
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.pair import vocab_size_of
 from osd_hf.replay import replay_each
 from osd_hf.simulate import serve_recorded
 from osd_hf.store.folder import StoreFollower
 from osd_hf.trace import Trace
-from osd_hf.utils.disk import hold_lock, sync_folder, sync_tree
-from osd_hf.utils.report import make_folder, provenance, write_report
+from osd_hf.utils.report import provenance
 
-__all__ = ["FACTS", "LATEST", "StoreLearner", "VersionFolder", "latest_version"]
+__all__ = ["StoreLearner"]
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
-LATEST = "latest"
-FACTS = "version.json"
-LEAST_KEPT = 2  # the newest, and the one that an engine may be loading just now
-LOCK = ".publisher.lock"
-VERSION = re.compile(r"v(\d{6,})")
-UNFINISHED = re.compile(rf"\.(v\d{{6,}}|{LATEST})-[0-9a-f]+\.tmp")  # names that nobody else gives
 TAKEN_AT_ONCE = 16  # requests between two looks at the clock, and at who wants to stop
 RETRY_SECONDS = 30.0  # between two attempts to write what could not be written
 RECENT = 4096  # requests whose acceptance is kept
-
-
-# --- versions -------------------------------------------------------------------------------------------------------
-
-
-def latest_version(path: Path) -> Path | None:
-    """Folder of the version that the pointer in a folder of versions names; `None` where there is none."""
-    link = path / LATEST
-    return link.resolve() if link.exists() else None
-
-
-class VersionFolder:
-    """
-    Published versions `v000001`, `v000002`, ... and a symbolic link `latest` to the newest. A reader finds whole
-    versions only: each is written under a hidden name, synced and renamed, and the link is replaced after that. Other
-    files in the folder stay as they are: a version of ours is known by its `version.json`.
-
-    Args:
-        path (`Path`): Folder of the versions, made where it is missing.
-        keep (`int`, *optional*, defaults to 5): Newest versions kept, at least 2.
-
-    Raises:
-        ConfigError: it cannot be written, another process publishes there, or `latest` is something else there.
-    """
-
-    def __init__(self, path: Path, *, keep: int = 5) -> None:
-        if keep < LEAST_KEPT:
-            raise ConfigError(f"At least {LEAST_KEPT} versions are kept, as one may just be read, got {keep}.")
-        self.path, self.keep = path.expanduser().absolute(), keep
-        make_folder(self.path)
-        try:
-            self._lock = hold_lock(
-                self.path / LOCK,
-                f"Another process publishes to {path}, or its file system has no locks. Choose another folder, or "
-                "stop that process.",
-            )
-        except OSError as error:
-            raise ConfigError(f"The folder {path} cannot be written to: {error.strerror}.") from error
-        pointer = self.path / LATEST
-        if os.path.lexists(pointer) and not pointer.is_symlink():
-            self.close()
-            raise ConfigError(f"{pointer} is no pointer to a version. Choose another folder, or move it away.")
-        for entry in list(self.path.iterdir()):
-            if UNFINISHED.fullmatch(entry.name):  # of a publisher that was killed
-                _remove(entry)
-        # A publisher may have been killed before the pointer followed; one that somebody set back stays.
-        *_, before, newest = (0, 0, *self._numbers())
-        if newest and self._pointed in (0, before):
-            with contextlib.suppress(OSError):
-                self._point(newest)
-
-    def publish(self, write: Callable[[Path], object], facts: dict[str, Any]) -> Path:
-        """
-        Publish the next version, which `write` writes into a folder that does not exist yet, and return its folder.
-        The facts are kept beside it in `version.json`, with its number.
-
-        Raises:
-            StateError: it cannot be written; the versions before it, and the pointer, stay as they are.
-        """
-        number = self.number + 1
-        while os.path.lexists(self._folder(number)):  # somebody else's
-            number += 1
-        unfinished = self._hidden(f"v{number:06d}")
-        try:
-            write(unfinished)
-            unfinished.mkdir(exist_ok=True)
-            write_report(unfinished / FACTS, {"version": number, **facts})
-            sync_tree(unfinished)
-            os.replace(unfinished, self._folder(number))
-            with contextlib.suppress(OSError):  # before the pointer names it; what is amiss is told below
-                sync_folder(self.path)
-            try:
-                self._point(number)
-            except BaseException:
-                if self._pointed != number:  # nobody is ever told of it
-                    _remove(self._folder(number))
-                raise
-        except Exception as error:  # safetensors and tokenizers report a full disk as errors of many kinds
-            raise StateError(f"Version {number} cannot be written to {self.path}: {error}.") from error
-        finally:
-            _remove(unfinished)
-        for old in filter(self._is_ours, self._numbers()[: -self.keep]):
-            with contextlib.suppress(OSError):  # by its name nobody finds half of it
-                os.replace(self._folder(old), gone := self._hidden(f"v{old:06d}"))
-                _remove(gone)
-        return self._folder(number)
-
-    def _hidden(self, name: str) -> Path:
-        return self.path / f".{name}-{secrets.token_hex(4)}.tmp"
-
-    def _point(self, number: int) -> None:
-        link = self._hidden(LATEST)
-        try:
-            os.symlink(self._folder(number).name, link, target_is_directory=True)
-            os.replace(link, self.path / LATEST)
-            sync_folder(self.path)
-        finally:
-            _remove(link)
-
-    def _folder(self, number: int) -> Path:
-        return self.path / f"v{number:06d}"
-
-    @property
-    def number(self) -> int:
-        """Number of the newest version; 0 where there is none."""
-        return max(self._numbers(), default=0)
-
-    @property
-    def latest(self) -> Path | None:
-        """Folder of the version that the pointer names; `None` where there is none."""
-        return latest_version(self.path)
-
-    @property
-    def _pointed(self) -> int:
-        """Number of the version that the pointer names; 0 where it names none."""
-        with contextlib.suppress(OSError):
-            name = VERSION.fullmatch(os.readlink(self.path / LATEST))
-            if name is not None and int(name[1]) in self._numbers():
-                return int(name[1])
-        return 0
-
-    def _numbers(self) -> list[int]:
-        names = (VERSION.fullmatch(entry.name) for entry in self.path.iterdir())
-        return sorted(int(name[1]) for name in names if name is not None and (self.path / name[0] / FACTS).is_file())
-
-    def _is_ours(self, number: int) -> bool:
-        """Whether a version was published here, and is no folder of somebody else's by such a name."""
-        try:
-            return bool(json.loads((self._folder(number) / FACTS).read_text())["version"] == number)
-        except (OSError, ValueError, KeyError, TypeError):
-            return False
-
-    def close(self) -> None:
-        """Let another process publish here."""
-        if self._lock is not None:
-            self._lock.close()
-
-
-def _remove(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-
-
-# --- learning -------------------------------------------------------------------------------------------------------
 
 
 class StoreLearner:
@@ -215,6 +61,9 @@ class StoreLearner:
         config (`OnlineConfig`): The rule of learning; `num_assistant_tokens` must not be `None`.
         state (`Path`, *optional*): Folder of the session; one that lies there is gone on with.
         domain (`str`, *optional*): Learn from requests of this label only.
+        by_domain (`bool`, *optional*, defaults to `False`):
+            Teach each domain a draft of its own, whose versions are in a folder of its own below that of `versions`.
+        peft_config (`peft.PeftConfig`, *optional*): Teach adapters; versions have them merged.
         target_version (`str`, *optional*):
             Learn from requests of this version of the target only; by default from those of the one whose requests are
             the newest in the stores, and of others as they take its place, an earlier one again among them. Requests
@@ -236,11 +85,11 @@ class StoreLearner:
         StateError: a session of another draft.
 
     Attributes:
-        requests (`int`), tokens (`int`): Learned from, or judged by, since the session began.
         skipped (`Counter[str]`): What this run left out as it does not fit this learner, by reason.
         learned (`deque[AcceptanceStats]`), frozen (`deque[AcceptanceStats]`):
             What the version that served at the time, and the draft of the beginning, made of the newest requests of
             this run.
+        domains (`deque[str]`): Their labels.
         published (`list[dict]`): Facts of the versions published by this run.
     """
 
@@ -254,6 +103,8 @@ class StoreLearner:
         *,
         state: Path | None = None,
         domain: str | None = None,
+        by_domain: bool = False,
+        peft_config: Any = None,
         target_version: str | None = None,
         target: Any = None,
         facts: DraftFacts | None = None,
@@ -273,17 +124,21 @@ class StoreLearner:
         self.domain, self.facts, self.repo_id = domain, facts or DraftFacts(), repo_id
         self._draft, self._token, self._private, self._state = draft, token, private, state
         self._publish_seconds, self._clock, self._published_at = publish_seconds, clock, -float("inf")
-        drafts = DomainDrafts(draft, config, per_domain=False)
+        drafts = DomainDrafts(draft, config, peft_config=peft_config, per_domain=by_domain)
         self.learner = Learner(drafts, config, accelerator, chooses=False)
-        self.requests = self.tokens = 0
+        self._readable = Readable.by(drafts.base)
+        self._counts: dict[str | None, list[int]] = {}  # requests and tokens, by draft
         self.skipped: Counter[str] = Counter()
         self.learned: deque[AcceptanceStats] = deque(maxlen=RECENT)
         self.frozen: deque[AcceptanceStats] = deque(maxlen=RECENT)
+        self.domains: deque[str | None] = deque(maxlen=RECENT)
         self.published: list[dict[str, Any]] = []
         self._target, self._asked_version = target, target_version
         self._version = target_version  # that is learned from
         self._seen: dict[str, float] = {}  # versions, and when the newest request of each ended
-        self._unpublished: GateDecision | None = None
+        self._unpublished: dict[str | None, GateDecision] = {}
+        # Of versions that engines may be taken back to: the learner's number and weights, by domain and number.
+        self._served: dict[tuple[str | None, int], tuple[int, Snapshot]] = {}
         self._unpushed: Path | None = None
         self._unsaved_updates = 0
         self._retry_at = -float("inf")
@@ -293,11 +148,21 @@ class StoreLearner:
             if has_session(state):
                 self._resume(state)
         if not target_version:  # those that have come already
-            found = follower.targets(domain, self.learner.updater(None).readable.vocab_size)
+            found = follower.targets(domain, self._readable.vocab_size)
             self._choose_version(found.items())
         self._at_hand = self._version  # what the model at hand scores for
         if target is not None:
             self._check_target()
+
+    @property
+    def requests(self) -> int:
+        """Learned from, or judged by, since the session began."""
+        return sum(requests for requests, _ in self._counts.values())
+
+    @property
+    def tokens(self) -> int:
+        """Of their answers."""
+        return sum(tokens for _, tokens in self._counts.values())
 
     @property
     def is_pushed(self) -> bool:
@@ -330,19 +195,18 @@ class StoreLearner:
             StateError: a version or the session cannot be written. Learning goes on by further calls, and writing is
                 tried again after half a minute.
         """
+        self._follow_engines()
         taken = self.follower.take(min(limit or TAKEN_AT_ONCE, TAKEN_AT_ONCE))
-        updater, before = self.learner.updater(None), self.set_aside
-        fitting = [trace for trace in taken if self._fits(trace) and updater.accepts(trace)]
+        before = self.set_aside
+        fitting = [trace for trace in taken if self._fits(trace) and self._updater(trace).accepts(trace)]
         if not self._asked_version:
             self._choose_version((trace.target, trace.created_at_seconds) for trace in fitting)
         if aside := [trace for trace in fitting if trace.is_rescored or self._is_another(trace)]:
             self._learn_anew(aside)
             fitting = [trace for trace in fitting if trace not in aside]
         # Each request has one place in the order of learning, so that counting on is safe where writing fails below.
-        replays = updater.set_aside.isolate(
-            lambda those: replay_each(self._draft, those, self.k), fitting, updater.readable
-        )
-        found = [(t, stats) for t, stats in zip(fitting, finish(replays), strict=True) if stats is not None]
+        replays = self._isolated(lambda those: replay_each(self._draft, those, self.k), fitting)
+        found = [(t, stats) for t, stats in zip(fitting, replays, strict=True) if stats is not None]
         frozen = iter([stats for _, stats in found])
         if self.set_aside != before:  # a restart is not to begin with what cannot be learned from
             self._unsaved_updates = max(self._unsaved_updates, self.config.autosave_interval)
@@ -351,8 +215,8 @@ class StoreLearner:
                 self._updated(moment)
                 continue
             trace, stats = moment
-            self.requests += 1
-            self.tokens += len(trace)
+            self._count(trace)
+            self.domains.append(trace.domain)
             self.learned.append(stats)
             self.frozen.append(next(frozen))
             self._since_update += stats
@@ -367,6 +231,26 @@ class StoreLearner:
                 self._retry_at = self._clock() + RETRY_SECONDS
                 raise
         return len(taken)
+
+    def _updater(self, trace: Trace) -> Updater:
+        return self.learner.updater(self.learner.drafts.key(trace.domain))
+
+    def _isolated(self, work: Callable[[Sequence[Trace]], Sequence[T]], traces: Sequence[Trace]) -> list[T | None]:
+        """What work makes of each request; `None` for one that it fails on, which is set aside, for its draft."""
+        groups: dict[str | None, list[int]] = {}
+        for place, trace in enumerate(traces):
+            groups.setdefault(self.learner.drafts.key(trace.domain), []).append(place)
+        outcomes: list[T | None] = [None] * len(traces)
+        for domain, places in groups.items():
+            set_aside = self.learner.updater(domain).set_aside
+            found = finish(set_aside.isolate(work, [traces[place] for place in places], self._readable))
+            for place, outcome in zip(places, found, strict=True):
+                outcomes[place] = outcome
+        return outcomes
+
+    def _count(self, trace: Trace) -> None:
+        counts = self._counts.setdefault(self.learner.drafts.key(trace.domain), [0, 0])
+        counts[0], counts[1] = counts[0] + 1, counts[1] + len(trace)
 
     def _choose_version(self, ended: Iterable[tuple[str | None, float]]) -> None:
         """Learn from the version of the newest request, by the versions of requests and when they ended: at once where
@@ -387,7 +271,7 @@ class StoreLearner:
 
     def _check_target(self) -> None:
         """Refuse a model that cannot score requests for the version that is learned from."""
-        size, wanted = vocab_size_of(self._target), self.learner.updater(None).readable.vocab_size
+        size, wanted = vocab_size_of(self._target), self._readable.vocab_size
         if size != wanted:
             raise VocabularyMismatchError(
                 f"The target has {size} tokens, the draft {wanted}. Use a draft of its size (see `align_vocab`)."
@@ -411,26 +295,27 @@ class StoreLearner:
         model that is at hand scores now, where it is this one."""
         others, anew = [trace for trace in traces if self._is_another(trace)], list[Trace]()
         if self._target is not None and self._is_at_hand():
-            updater = self.learner.updater(None)
-            found = updater.set_aside.isolate(lambda those: rescore(self._target, those), others, updater.readable)
-            anew = [replace(trace, target=self._version) for trace in finish(found) if trace is not None]
+            found = self._isolated(lambda those: rescore(self._target, those), others)
+            anew = [replace(trace, target=self._version) for trace in found if trace is not None]
         else:
             hint = "" if self._target is None else " So is the target at hand: begin again with the newest."
             for _ in others:
                 self._leave_out("of another version of the target", hint)
         for trace in (*anew, *(trace for trace in traces if trace not in others)):
-            self.learner.observe(None, trace)
-            self.requests += 1
-            self.tokens += len(trace)
+            self.learner.observe(trace.domain, trace)
+            self._count(trace)
         while (report := self.learner.after_answer()) is not None:
             self._updated(report)
 
     def _fits(self, trace: Trace) -> bool:
-        kept, readable, size = self.config.num_logprobs, self.learner.updater(None).readable, trace.vocab_size
+        kept, readable, size = self.config.num_logprobs, self._readable, trace.vocab_size
+        drafts, name = self.learner.drafts, trace.domain
         found, wanted = trace.top_ids.shape[1], 0 if kept is None or kept >= size else kept
         most = math.inf if readable.positions is None else readable.positions
         misfits = {
-            "of another domain": self.domain not in (None, trace.domain),
+            "of another domain": self.domain not in (None, name),
+            "without a domain": drafts.per_domain and name is None,
+            "whose domain is too long for the name of a folder": drafts.per_domain and folder_name(name or "") is None,
             "without target rows": not len(trace) or not trace.num_kept,
             f"of a vocabulary of {size}, not {readable.vocab_size}": size != readable.vocab_size,
             f"with {found or 'all'} entries per position, not {wanted or 'all'}": found != wanted,
@@ -439,6 +324,8 @@ class StoreLearner:
             "sampled, whose corrections cannot be known": trace.is_sampled and self.config.learn_from == "corrections",
         }
         reason = next((reason for reason, is_so in misfits.items() if is_so), None)
+        if reason is None and not drafts.admit(name):
+            reason = "of more domains than get a draft"
         if reason is not None:
             self._leave_out(reason, " Set `num_logprobs` to what they were collected with." * ("entries" in reason))
         return reason is None
@@ -454,7 +341,7 @@ class StoreLearner:
         self._since_update = AcceptanceStats()
         for decision in self.learner.take_decisions():
             if decision.outcome in ("promoted", "rolled back"):
-                self._unpublished = decision
+                self._unpublished[decision.domain] = decision
 
     # --- publishing -------------------------------------------------------------------------------------------------
 
@@ -462,47 +349,86 @@ class StoreLearner:
         """Publish the version that serves now, or push the one published last, where that waits; whether something
         did. The session is saved apart. Raises StateError where a version cannot be written, or does not say what the
         draft says; the one before it stays."""
-        if self._unpublished is not None:
-            self._publish(self._unpublished)
-        elif self._unpushed is not None:
-            self._push(self._unpushed)
-        else:
+        self._follow_engines()
+        if not self._unpublished and self._unpushed is None:
             return False
+        for decision in list(self._unpublished.values()):
+            self._publish(decision)
+        if self._unpushed is not None:
+            self._push(self._unpushed)
         return True
+
+    def publish_start(self, domain: str | None = None) -> None:
+        """Publish the draft as it was, or the base draft of a domain, as `v000000`, which engines can be taken back
+        to; raises StateError where it cannot be written."""
+        versions, facts = self.versions.of(domain), self._facts(domain, None)
+        if versions.version(0) is None:
+            draft = self.learner.drafts.base
+            versions.publish(lambda path: self._write(path, draft, facts, domain), facts, is_start=True)
 
     def _publish(self, decision: GateDecision) -> None:
         self._published_at = self._clock()
-        facts: dict[str, Any] = {
-            "draft_version": self.learner.drafts.serving_version(),
-            "requests": self.requests,
-            "tokens": self.tokens,
-            "num_assistant_tokens": self.k,
-            "decision": decision.to_dict(),
-            "created_at_seconds": time.time(),
-            "provenance": provenance(),
-        }
-        with self.learner.drafts.lease() as serving:
-            folder = self.versions.publish(lambda path: self._write(path, serving.model, facts), facts)
-        self._unpublished = None
-        self.published.append({"version": self.versions.number, **facts})
-        logger.info("Published version %d after %d requests.", self.versions.number, self.requests)
+        domain = decision.domain
+        versions, facts = self.versions.of(domain), self._facts(domain, decision)
+        with self.learner.drafts.lease(domain) as serving:
+            folder = versions.publish(lambda path: self._write(path, serving.model, facts, domain), facts)
+        del self._unpublished[domain]
+        self.published.append(json.loads((folder / FACTS).read_text()))
+        number, whose = versions.number, "" if domain is None else f" of {domain!r}"
+        logger.info("Published version %d%s after %d requests.", number, whose, facts["requests"])
+        if versions.pinned:  # by engines
+            drafts = self.learner.drafts
+            self._served[domain, number] = drafts.serving_version(domain), drafts.serving_snapshot(domain)
+            gone = [key for key in self._served if key[0] == domain and key[1] not in {number, *versions.pinned}]
+            for key in gone:
+                del self._served[key]
         if self.repo_id is not None:
-            self._push(folder)
+            self._unpushed = folder
 
-    def _write(self, folder: Path, draft: Any, facts: dict[str, Any]) -> None:
-        decision = facts["decision"]
+    def _facts(self, domain: str | None, decision: GateDecision | None) -> dict[str, Any]:
+        requests, tokens = self._counts.get(domain, (0, 0)) if decision is not None else (0, 0)
+        return {
+            "draft_version": 0 if decision is None else self.learner.drafts.serving_version(domain),
+            "requests": requests, "tokens": tokens, "num_assistant_tokens": self.k,
+            "decision": None if decision is None else decision.to_dict(),
+            "created_at_seconds": time.time(), "provenance": provenance(),
+        }  # fmt: skip
+
+    def _write(self, folder: Path, draft: Any, facts: dict[str, Any], domain: str | None) -> None:
+        decision = facts["decision"] or {}
         held_back = {
             f"Acceptance on {decision['requests']} held-back requests, {name}": f"{decision[side]:.3f}"
             for name, side in (("before", "alpha_before"), ("this version", "alpha_after"))
-            if decision[side] is not None
+            if decision.get(side) is not None
         }
         training = {**self.facts.training, "Requests learned from": facts["requests"], **held_back}
-        version = self.learner.drafts.taught_for(None)
+        version = self.learner.drafts.taught_for(domain) if decision else None
         version = version if is_fingerprint(version) else None  # names of engines may be folders of theirs
-        name = self.repo_id or f"{self.versions.path.name}/{folder.name.lstrip('.').split('-')[0]}"
-        card = replace(self.facts, training=training, target_version=version)
+        name = self.repo_id or f"{self.versions.of(domain).path.name}/{folder.name.lstrip('.').split('-')[0]}"
+        domains = self.facts.domains if domain is None else (domain,)
+        card = replace(self.facts, training=training, target_version=version, domains=domains)
         save_draft(folder, draft, self.tokenizer, num_assistant_tokens=self.k, repo_id=name, facts=card)
         check_written(folder, draft, draft)
+
+    def _follow_engines(self) -> None:
+        """Go on from what engines serve where a version was taken back there: by its weights, as long as this process
+        has published them; otherwise from what has been learned."""
+        drafts = self.learner.drafts
+        for decision in self.versions.take_rejections():
+            domain, (number, weights) = decision.domain, (0, None)
+            if domain not in drafts.learning:
+                continue
+            if decision.serving != 0:
+                if (domain, decision.serving) not in self._served:
+                    logger.info("The weights of version %d are not at hand; learning goes on.", decision.serving)
+                    continue
+                number, weights = self._served[domain, decision.serving]
+            self._unpublished.pop(domain, None)
+            rejected = drafts.serving_version(domain)
+            self.learner.go_back(replace(decision, version=rejected, serving=number), weights)
+            self.learner.take_decisions()  # it is published already
+            if self.repo_id is not None:
+                self._unpushed = self.versions.latest
 
     def _push(self, folder: Path) -> None:
         """Push what was published last; a failure is tried again after the time between two versions."""
@@ -523,9 +449,9 @@ class StoreLearner:
         """Save the session, where there is a folder for it; raises StateError where it cannot be written."""
         if self._state is None:
             return
-        waiting = None if self._unpublished is None else self._unpublished.to_dict()
+        waiting = [decision.to_dict() for decision in self._unpublished.values()]
         facts = {
-            "config": self.config.to_dict(), "requests": self.requests, "tokens": self.tokens,
+            "config": self.config.to_dict(), "counts": list(self._counts.items()),
             "taken": self.follower.state_dict(), "unpublished": waiting, "unpushed": self._unpushed is not None,
             "left_out": dict(self.follower.left_out), "target_versions": self._seen, "target_version": self._version,
         }  # fmt: skip
@@ -536,11 +462,14 @@ class StoreLearner:
         facts = load_session(state, self.learner)
         try:
             self.follower.load_state_dict(facts["taken"], facts["left_out"])
-            self.requests, self.tokens = int(facts["requests"]), int(facts["tokens"])
+            counts = facts["counts"] if "counts" in facts else [(None, [facts["requests"], facts["tokens"]])]
+            self._counts = {domain: [int(requests), int(tokens)] for domain, (requests, tokens) in counts}
             seen = facts.get("target_versions")
             self._seen = {str(name): float(at) for name, at in seen.items()} if isinstance(seen, dict) else {}
             self._version = self._asked_version or facts.get("target_version")
-            self._unpublished = None if facts["unpublished"] is None else GateDecision(**facts["unpublished"])
+            waiting = facts["unpublished"] or []
+            for decision in [waiting] if isinstance(waiting, dict) else waiting:  # one, in sessions from before
+                self._unpublished[decision["domain"]] = GateDecision(**decision)
             self._unpushed = self.versions.latest if facts["unpushed"] and self.repo_id is not None else None
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"The session in {state} is of another command. Choose another folder.") from error

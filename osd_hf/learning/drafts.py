@@ -308,12 +308,12 @@ class DomainDrafts:
         self._release(serving)
         self.model_changed(domain)
 
-    def roll_back(self, domain: str | None, version: int) -> Snapshot:
-        """Let the version before, or 0, serve again; returns its weights."""
+    def roll_back(self, domain: str | None, version: int, weights: Snapshot | None = None) -> Snapshot:
+        """Let the version before, or 0, serve again, or one of the weights that are given; returns its weights."""
         with self._lock:
             draft = self._drafts[domain]
-            earlier = Version(version, draft.original)
-            if draft.previous is not None and version == draft.previous.number:
+            earlier = Version(version, weights or draft.original)
+            if weights is None and draft.previous is not None and version == draft.previous.number:
                 earlier = draft.previous._replace()
             # Written anew: what serves may have gone wrong by itself.
             draft.serving, draft.previous = earlier, None

@@ -482,15 +482,21 @@ class Learner:
         ]
         decision = max(filter(None, falls), key=lambda fall: fall.alpha_before or 0.0, default=None)
         if decision is not None:
-            under_way = self._work is not None and self._work[0] == domain and self._work[1]
-            if under_way and getgeneratorstate(under_way) != GEN_RUNNING:
-                self.abandon()  # it would go on from what is given up
-            self.updater(domain).restart(self.drafts.roll_back(domain, decision.serving))
-            lesson.begin_watching(decision.serving, {})
-            with lesson.lock:
-                lesson.choice.clear()
-                lesson.effort.renew()
-            self._decided(decision)
+            self.go_back(decision)
+
+    def go_back(self, decision: GateDecision, weights: Snapshot | None = None) -> None:
+        """Let the version that a rollback names serve, the one before it, 0, or one of the weights that are given, and
+        learn on from it."""
+        domain, lesson = decision.domain, self.lessons[decision.domain]
+        under_way = self._work is not None and self._work[0] == domain and self._work[1]
+        if under_way and getgeneratorstate(under_way) != GEN_RUNNING:
+            self.abandon()  # it would go on from what is given up
+        self.updater(domain).restart(self.drafts.roll_back(domain, decision.serving, weights))
+        lesson.begin_watching(decision.serving, {})
+        with lesson.lock:
+            lesson.choice.clear()
+            lesson.effort.renew()
+        self._decided(decision)
 
     def _scored(
         self, lesson: Lesson, draft: Any, traces: Sequence[Trace]
