@@ -61,11 +61,11 @@ class Engine:
             *("--dtype", "float32", "--max-model-len", "768", "--max-num-seqs", str(args.concurrency)),
             *("--max-logprobs", str(NUM_LOGPROBS), "--generation-config", "vllm", "--enforce-eager"),
             *("--gpu-memory-utilization", "0.3"),  # which means the memory of the machine here
-            *("--worker-extension-cls", "vllm_draft_reload.DraftReload"),
+            *("--worker-extension-cls", "osd_hf.engine.vllm_reload.DraftReload"),
             *("--speculative-config", json.dumps(config)),
         ]  # fmt: skip
         environment = {
-            **os.environ, "PYTHONPATH": str(Path(__file__).parent.absolute()), "VLLM_SERVER_DEV_MODE": "1",
+            **os.environ, "PYTHONPATH": str(Path(__file__).parents[1].absolute()), "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
         }  # fmt: skip
@@ -108,6 +108,8 @@ class Engine:
         if not reset.json()["success"]:
             sys.exit("vLLM has not emptied its cache of prompts.")
         found: dict[str, Any] = answer.json()["results"][0]
+        if "error" in found:
+            sys.exit(f"vLLM has not loaded {draft}: {found['error']}")
         return found
 
     def stop(self) -> None:

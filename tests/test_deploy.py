@@ -123,7 +123,7 @@ def weights(value: float) -> Callable[[Path], None]:
 
 @pytest.fixture
 def versions(tmp_path: Path) -> Iterator[VersionFolder]:
-    folder = VersionFolder(tmp_path / "versions", keep=2)
+    folder = VersionFolder(tmp_path / "our  versions", keep=2)
     folder.publish(weights(0.0), {}, is_start=True)
     yield folder
     folder.close()
@@ -190,6 +190,8 @@ def test_a_version_that_is_accepted_less_is_taken_back_everywhere_and_not_deploy
         drive(deployer, *engines, requests=WATCH // 2)
     start = weights_digest(versions.path / "v000000")
     assert [engine.digest for engine in engines] == [start, start]
+    # What they did before it is what the next version is compared with.
+    assert all(sum(window.requests for window in engine.windows) >= 200 for engine in deployer.engines)
     assert versions.latest == versions.path / "v000000"
     told = json.loads((poisoned / REJECTED).read_text())
     assert (told["version"], told["serving"], told["outcome"]) == (1, 0, "rolled back")
@@ -206,7 +208,6 @@ def test_a_version_that_is_accepted_less_is_taken_back_everywhere_and_not_deploy
     for engine in engines:
         engine.alphas[weights_digest(good)] = 0.8
     drive(deployer, *engines, requests=100)
-    # What the engines did before the bad version is what the next one is compared with; a rise is found early.
     assert deployer.serving is not None
     assert deployer.serving.number == 3
     assert deployer.decisions[-1].alpha_before == pytest.approx(0.6, abs=0.04)
@@ -302,6 +303,13 @@ def test_an_engine_that_starts_anew_gets_the_version_again(make: Any, versions: 
     engine.is_down = False  # it was away for a moment, and has it still
     drive(deployer, engine, requests=20)
     assert engine.loads == ["v000001"] * 2
+    engine.is_down = True
+    deployer.look()
+    engine.start_anew()
+    engine.serve(500)  # before anybody looks: no counter is lower than it was
+    engine.is_down = False
+    drive(deployer, engine, requests=20)
+    assert engine.loads == ["v000001"] * 3
     windows = deployer.engines[0].windows
     assert all(window.requests >= 10 and min(window) >= 0 for window in windows)
     drive(deployer, engine, requests=WATCH)
@@ -326,8 +334,13 @@ def test_the_first_version_is_compared_with_what_the_engine_had_counted(make: An
     deployer, _ = make(engine)
     poisoned = versions.publish(weights(1.0), {})
     engine.alphas[weights_digest(poisoned)] = 0.4
-    drive(deployer, engine, requests=WATCH)
+    while not deployer.decisions:
+        drive(deployer, engine, requests=5)
+        assert engine.requests <= 100_000 + WATCH
     assert [decision.outcome for decision in deployer.decisions] == ["rolled back"]
+    assert engine.loads == ["v000001", "v000000"]  # at once
+    history = deployer.engines[0].windows[0]  # which does not outweigh all that comes
+    assert (round(history.requests), history.accepted / history.examined) == (WATCH, pytest.approx(0.6, abs=0.01))
 
 
 def test_another_process_goes_on_with_the_watch(make: Any, versions: VersionFolder) -> None:
@@ -372,6 +385,16 @@ def test_a_rejected_version_is_not_taken_for_one_that_was_never_pointed_to(versi
     assert again.latest == versions.path / "v000000"
     assert again.publish(weights(2.0), {}).name == "v000002"
     again.close()
+
+
+def test_a_start_that_comes_later_is_there_to_go_back_to_and_not_pointed_at(tmp_path: Path) -> None:
+    versions = VersionFolder(tmp_path, keep=2)
+    for value in range(3):
+        versions.publish(weights(float(value)), {})
+    versions.publish(weights(9.0), {}, is_start=True)
+    assert (versions.latest, versions.number) == (tmp_path / "v000003", 3)
+    assert sorted(path.name for path in tmp_path.glob("v*")) == ["v000000", "v000002", "v000003"]
+    versions.close()
 
 
 def test_whatever_fails_is_told_and_tried_again(

@@ -571,7 +571,8 @@ def test_a_version_that_was_not_pushed_is_pushed_later(
 
 @pytest.mark.parametrize("rank", [None, 2])
 def test_it_goes_on_from_the_version_that_engines_went_back_to(begin: Any, rank: int | None) -> None:
-    learner = begin(peft_config=adapters(rank))
+    clock = Clock()
+    learner = begin(peft_config=adapters(rank), publish_seconds=10.0, clock=clock)
     learner.publish_start()
     versions = learner.versions
     start = AutoModelForCausalLM.from_pretrained(versions.latest)
@@ -579,9 +580,10 @@ def test_it_goes_on_from_the_version_that_engines_went_back_to(begin: Any, rank:
     learner.step(limit=3)
     versions.pin([0, 1])  # as engines do that serve the first version
     first = [p.detach().clone() for p in learner.learner.drafts.model(None).parameters()]
-    learner.step(limit=3)
-    learner.step(limit=3)
-    assert versions.number == 3
+    for clock.now in (10.0, 20.0, 21.0):
+        learner.step(limit=3)
+    assert versions.number == 3  # and another one waits
+    clock.now = 99.0
     versions.reject(GateDecision("rolled back", 3, 1, None, "worse"))
     assert versions.latest is not None
     assert versions.latest.name == "v000001"
@@ -589,6 +591,7 @@ def test_it_goes_on_from_the_version_that_engines_went_back_to(begin: Any, rank:
     serving = learner.learner.drafts.model(None)
     assert equal([p.detach() for p in serving.parameters()], first)
     assert (learner.learner.drafts.serving_version(), versions.number) == (1, 3)
+    assert learner.learner.take_decisions() == []
     master = learner.learner.updater(None)
     if rank is None:
         assert equal([p.detach() for p in master.master.parameters()], first)

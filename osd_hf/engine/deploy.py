@@ -315,7 +315,8 @@ class Engine:
     def _send(self, method: str, url: str, path: str, **how: Any) -> httpx2.Response:
         address, user, password = parse_address(url)  # beside each other: neither is told to the other's host
         auth = httpx2.BasicAuth(user, password) if user or password else None
-        return self._http.request(method, str(address).rstrip("/").removesuffix("/v1") + path, auth=auth, **how)
+        whole = str(address).rstrip("/").removesuffix("/v1") + path if path else str(address)
+        return self._http.request(method, whole, auth=auth, **how)
 
     def close(self) -> None:
         """Close the connections."""
@@ -399,8 +400,8 @@ class Deployer:
                     engine.look()
                 self._choose()
                 self._roll_out()
-                if self._decide():
-                    self._roll_out()
+                self._decide()
+                self._roll_out()
             except Exception:  # whatever it is, learning must go on
                 logger.exception("Looking after the versions in engines failed; it is tried again.")
 
@@ -469,10 +470,10 @@ class Deployer:
             logger.info("Loaded version %d into %s%s.", wanted.number, engine.name, " again" if is_again else "")
             self._note("loaded", wanted, engine=engine.name, before=[list(window) for window in engine.before])
 
-    def _decide(self) -> bool:
-        """Whether the version that is watched was taken back just now."""
+    def _decide(self) -> None:
+        """Take the version that is watched back, or let it stay, where that is clear."""
         if self.candidate is None:
-            return False
+            return
         on = [engine for engine in self.engines if engine.digest == self.candidate.digest]
         both = [engine for engine in on if engine.before and engine.windows]
         requests = round(sum(window.requests for engine in on for window in engine.windows))
@@ -486,13 +487,11 @@ class Deployer:
         )  # fmt: skip
         if outcome == "fell" and self.serving is not None:
             self._decided("rolled back", told, requests, change)
-            return True
-        if len(on) == len(self.engines) and all(engine.counts_drafts is False for engine in on):
+        elif len(on) == len(self.engines) and all(engine.counts_drafts is False for engine in on):
             self._decided("promoted", "no engine counts what it drafts, so that nothing is watched", 0, None)
         elif outcome != "unclear" or requests >= self.watch_requests:
             told = told or f"{requests} requests, and none before to compare with"
             self._decided("promoted", told, requests, change)
-        return False
 
     def _decided(
         self, outcome: Literal["promoted", "rolled back"], reason: str, requests: int, change: Change | None

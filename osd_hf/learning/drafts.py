@@ -313,7 +313,7 @@ class DomainDrafts:
         with self._lock:
             draft = self._drafts[domain]
             earlier = Version(version, weights or draft.original)
-            if weights is None and draft.previous is not None and version == draft.previous.number:
+            if draft.previous is not None and version == draft.previous.number:
                 earlier = draft.previous._replace()
             # Written anew: what serves may have gone wrong by itself.
             draft.serving, draft.previous = earlier, None
