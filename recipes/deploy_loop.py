@@ -82,7 +82,7 @@ def spoil(versions: Path, seed: int) -> int:
     # The learner that pinned what serves is gone; the next one may go back to it.
     folder, generator = VersionFolder(versions, keep=1000), torch.Generator().manual_seed(seed)
     weights = load_file(versions / LATEST / "model.safetensors")
-    spoilt = {name: w + 0.5 * w.std() * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
+    spoilt = {name: w + 2 * w.std() * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
 
     def write(path: Path) -> None:
         path.mkdir()

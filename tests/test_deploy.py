@@ -285,6 +285,7 @@ def test_a_cache_of_prompts_is_emptied_as_soon_as_it_can_be(make: Any, versions:
         deployer.look()
         deployer.look()
     assert "has not emptied its cache of prompts" in caplog.text
+    assert caplog.text.count("http://one:8000 counts no drafts at /metrics") == 1
     assert engine.loads == ["v000001", "v000002"]
     assert [decision.reason for decision in deployer.decisions][0].startswith("no engine counts what it drafts")
 

@@ -23,6 +23,7 @@ from fake_engine import completion
 from fake_vllm import FakeVLLM, connecting
 from processes import run_python
 from prometheus_client.parser import text_string_to_metric_families
+from safetensors.torch import load_file
 from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -926,12 +927,19 @@ def test_the_command_deploys_and_goes_on_from_what_serves(
     monkeypatch.setattr(deploy.httpx2, "Client", connecting(engine))
     flags += ["--deploy", f"sums:reload={engine.url}", "--by-domain", "--lora-rank", "2", "--publish-seconds", "0"]
     flags += ["--once", "--json", str(report)]
-    assert main([*flags, "--num-requests", "4"]) == 0
+    ran: list[float] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Deployer, "run", lambda deployer, seconds: ran.append(seconds))
+        assert main([*flags, "--num-requests", "4"]) == 0  # the version of the end is loaded at the end
+    assert ran == [0.0]
     found = json.loads(report.read_text())["deployed"]
     assert [(each["domain"], each["serving"], each["watched"]) for each in found] == [("sums", 0, 1)]
     assert "http://engine:8000: version 0 of 'sums' serves, version 1 is watched" in capsys.readouterr().out
     folder = tmp_path / "out" / "sums"
-    assert engine.digest == weights_digest(folder / "latest") != weights_digest(folder / "v000000")
+    assert engine.digest == weights_digest(folder / "latest")
+    before, after = (load_file(folder / name / "model.safetensors") for name in ("v000000", "latest"))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert {name for name in before if "_proj" in name} == changed  # by an adapter
     engine.alphas[engine.digest] = 0.2
     look = Deployer.look
 

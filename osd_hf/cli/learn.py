@@ -192,9 +192,13 @@ def _deployers(
     """What looks after the engines, each in a thread of its own inside the block."""
     deployers = []
     for domain, those in ways.items():
-        versions = learner.versions.of(domain)
-        if not (versions.path / JOURNAL).exists():
-            learner.publish_start(domain)
+        try:
+            versions = learner.versions.of(domain)
+            if not (versions.path / JOURNAL).exists():
+                learner.publish_start(domain)
+        except BaseException:
+            learner.versions.close()
+            raise
         deployers.append(
             Deployer(versions, those, domain=domain, watch_requests=settings.watch_requests,
                      load_seconds=settings.deploy_seconds)

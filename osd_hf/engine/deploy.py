@@ -221,6 +221,8 @@ class Engine:
             self._is_sure = False
             return
         now = read_counts(response.text) if response.status_code == 200 else None
+        if now is None and self.counts_drafts is not False:
+            logger.warning("%s counts no drafts at /metrics: versions are not watched there.", self.name)
         self.counts_drafts = now is not None
         if now is None:
             return
