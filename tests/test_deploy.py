@@ -236,9 +236,18 @@ def test_a_load_that_fails_stops_the_roll_out_and_is_tried_again(
     deployer.look()
     assert [engine.loads[-1:] for engine in engines] == [["v000001"]] * 3
     assert journal(versions) == [("loaded", 1), ("failed", 1), ("loaded", 1), ("loaded", 1)]
+    drive(deployer, *engines, requests=100)
+    engines[0].spoils = True
+    versions.publish(weights(4.0), {})
+    deployer.look()  # it has neither now
+    (versions.path / "latest").unlink()
+    os.symlink("v000001", versions.path / "latest")
+    engines[0].spoils, now.now = False, now.now + 30
+    deployer.look()
+    assert engines[0].loads[-2:] == ["v000002", "v000001"]
     engines[0].is_down = True
     versions.publish(weights(2.0), {})
-    drive(deployer, *engines[1:], requests=100)
+    drive(deployer, *engines[1:], requests=50)
     engines[0].is_down = False  # it has what was loaded before; version 1 stays meanwhile
     drive(deployer, *engines[1:], requests=5)
     assert deployer.serving is not None

@@ -40,6 +40,10 @@ LEAST_WINDOWS = 3  # with a version before anything is said of it
 BEYOND_CHANCE = 2.6  # standard errors, of many windows, at the end of a watch; more before, see `compared`
 REACH = 2  # times the requests of a watch that it is compared with
 CONNECT_SECONDS, LOOK_SECONDS, RESET_SECONDS, RETRY_SECONDS = 10.0, 10.0, 30.0, 30.0
+EXTENSION = (
+    " Serve with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls osd_hf.engine.vllm_reload.DraftReload; its log has "
+    "more."
+)
 PAUSE_SECONDS, LEAST_PAUSE = 1.0, 0.1  # between two attempts at an engine that is not ready; between two looks
 WAY = re.compile(r"(?:([^=]+?):)?(reload|restart|webhook)=(\S+)(?:\s+(\S.*))?", re.DOTALL)
 SAMPLE = re.compile(r"^vllm:(\w+?)(?:_total)?(?:\{(.*)\})?\s+(\S+)$", re.MULTILINE)
@@ -195,8 +199,7 @@ class Engine:
     ) -> None:
         self.way, self._watch_requests, self._load_seconds = way, watch_requests, load_seconds
         self._stop, self._clock = stop, clock
-        address, self._user, self._password = parse_address(way.url)
-        self.name = str(address).rstrip("/").removesuffix("/v1")
+        self.name = str(parse_address(way.url)[0]).rstrip("/").removesuffix("/v1")
         self._http = httpx2.Client(timeout=httpx2.Timeout(load_seconds, connect=CONNECT_SECONDS), trust_env=False)
         self.digest: str | None = None
         self.windows: deque[Counts] = deque()
@@ -241,6 +244,7 @@ class Engine:
     def load(self, version: Published, previous: Published | None, *, is_new: bool) -> None:
         """Let it serve a version: a new one, whose windows are to be compared with those so far, or the one that
         served before; raises ServerError where it does not."""
+        self._is_sure = False  # what is loaded half-way is neither
         {"reload": self._reload, "restart": self._restart, "webhook": self._tell}[self.way.kind](version, previous)
         if self.digest != version.digest:
             if is_new:
@@ -259,7 +263,7 @@ class Engine:
         try:
             results = [dict(each) for each in self._post(self.way.url, "/collective_rpc", body)["results"]]
         except (KeyError, TypeError, ValueError) as error:
-            raise ServerError(f"{self.name} has no worker extension DraftReload; see docs/vllm.md.") from error
+            raise ServerError(f"{self.name} has not said what it has loaded.{EXTENSION}") from error
         if failed := next((each["error"] for each in results if "error" in each), None):
             raise ServerError(f"{self.name} has not loaded version {version.number}: {failed}.")
         if {each.get("digest") for each in results} != {version.digest}:
@@ -308,8 +312,7 @@ class Engine:
             raise ServerError(f"{shown_address(url)} cannot be reached: {first_line(error)}.") from error
         if not response.is_success:
             said = f"{shown_address(url)} answered {path} with status {response.status_code}"
-            hint = " vLLM has this in its development mode alone (VLLM_SERVER_DEV_MODE=1)."
-            raise ServerError(f"{said}.{hint if path and response.status_code == 404 else ''}")
+            raise ServerError(f"{said}.{EXTENSION if path else ''}")
         with contextlib.suppress(ValueError):
             return response.json()
         return None
