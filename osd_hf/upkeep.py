@@ -198,32 +198,36 @@ class Upkeep:
         return None
 
     def take_in(
-        self, trace: Trace, *, learn: bool, store: CorrectionStore | None, owner: str | None, seen: list[Trace] | None
-    ) -> None:
-        """Count a request that has ended and, with `learn`, log it and learn where that is due. What fails costs no
-        answer, and keeps nothing else from being done."""
+        self, traces: Sequence[Trace], *, learn: bool, store: CorrectionStore | None, owner: str | None,
+        seen: list[Trace] | None,
+    ) -> None:  # fmt: skip
+        """Count a request that has ended, or those of a batch, and, with `learn`, log them and learn where that is
+        due. What fails costs no answer, and keeps nothing else from being done."""
         if seen is not None:
-            seen.append(trace)
+            seen += traces
         if self.is_closed:  # a request that outlives it is answered, and that is all
             return
-        if learn and store is not None and (trace.num_kept or not len(trace)):  # rows of two targets are not kept
-            with self.failures.kept(LOGGING):
-                store.append(trace)
-        with self.failures.kept("Taking in a request"):
-            with self._taking_in:
-                self.tally.add(trace.domain, AcceptanceStats.from_trace(trace))
-                if learn:
-                    self.learner.observe(trace.domain, trace)
-            if learn and self.config.reads_text:
-                self.earlier.add(owner, trace.domain, trace.prompt_ids.tolist(), trace.completion_ids.tolist())
-        if learn and self.config.update_strategy == "idle":
-            self._wake()  # a request inside `attached` has ended before it is taken in
-        elif learn:
-            if self.config.update_strategy == "spread":
-                self._share(max(self.config.max_duty_cycle * self.traffic.own_seconds, LEAST_SHARE_SECONDS))
-            else:
-                self._learn(self.learner.after_answer)
-            self._tell()
+        # The answers of a batch wait together: for a share of an update each, and as long in all as one answer may.
+        seconds = max(self.config.max_duty_cycle * self.traffic.own_seconds, LEAST_SHARE_SECONDS) / len(traces)
+        for trace in traces:
+            if learn and store is not None and (trace.num_kept or not len(trace)):  # rows of two targets are not kept
+                with self.failures.kept(LOGGING):
+                    store.append(trace)
+            with self.failures.kept("Taking in a request"):
+                with self._taking_in:
+                    self.tally.add(trace.domain, AcceptanceStats.from_trace(trace))
+                    if learn:
+                        self.learner.observe(trace.domain, trace)
+                if learn and self.config.reads_text:
+                    self.earlier.add(owner, trace.domain, trace.prompt_ids.tolist(), trace.completion_ids.tolist())
+            if learn and self.config.update_strategy == "idle":
+                self._wake()  # a request inside `attached` has ended before it is taken in
+            elif learn:
+                if self.config.update_strategy == "spread":
+                    self._share(seconds)
+                else:
+                    self._learn(self.learner.after_answer)
+                self._tell()
 
     # --- learning ---------------------------------------------------------------------------------------------------
 

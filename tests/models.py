@@ -14,23 +14,32 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
+    AutoModelForCausalLM,
     BartConfig,
     BartForConditionalGeneration,
+    BloomConfig,
     DynamicCache,
+    FalconConfig,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GemmaConfig,
     GenerationMixin,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoConfig,
+    GPTNeoXConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
     OPTConfig,
     OPTForCausalLM,
+    PhiConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen2Config,
     Qwen3Config,
     Qwen3ForCausalLM,
     T5Config,
@@ -116,6 +125,20 @@ _BUILDERS: dict[str, Callable[..., Any]] = {
     "bart": _bart,
 }  # fmt: skip
 ARCHITECTURES = tuple(_BUILDERS)
+# Further ones, for tests of what depends on how a model counts positions.
+_MORE: dict[str, tuple[Any, dict[str, Any]]] = {
+    "qwen2": (Qwen2Config, {}),
+    "gpt_neox": (GPTNeoXConfig, {}),
+    "phi": (PhiConfig, {}),
+    "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gemma": (GemmaConfig, {"head_dim": 8}),
+    "falcon": (FalconConfig, {"alibi": False, "num_kv_heads": 2, "new_decoder_architecture": True}),
+    "bloom": (BloomConfig, {"n_head": 4, "n_layer": 1}),
+    "gpt_neo": (
+        GPTNeoConfig,
+        {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
+    ),
+}
 # What makes a model of one layer, which takes half the time, for tests that are not about layers. "gemma3" keeps one
 # layer of each kind, and "t5" both, as with one it says the same token at each step.
 SHALLOW: dict[str, dict[str, int]] = {
@@ -129,7 +152,13 @@ def build(architecture: str = "llama", seed: int = 0, *, vocab_size: int = VOCAB
     """A target. Weights are much larger than a fresh model's: its argmax is clear, and changes from token to token."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = _BUILDERS[architecture](vocab_size=vocab_size, **changes)
+        if architecture in _MORE:
+            make, own = _MORE[architecture]
+            model = AutoModelForCausalLM.from_config(
+                make(**{**_LLAMA, **_IDS, **own, "vocab_size": vocab_size, **changes})
+            )
+        else:
+            model = _BUILDERS[architecture](vocab_size=vocab_size, **changes)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.ndim > 1:

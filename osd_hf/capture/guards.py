@@ -159,16 +159,11 @@ def check_request(
             replace(config, num_assistant_tokens=num_assistant_tokens)
     for name, value in (("inputs", inputs), ("input_ids", kwargs.get("input_ids"))):
         shape = getattr(value, "shape", None)
-        if value is not None and (shape is None or len(shape) != 2):
+        if value is not None and (shape is None or len(shape) != 2 or shape[0] == 0):
             raise UnsupportedGenerationError(
-                f"`{name}` must be a tensor of shape (1, prompt tokens), got "
+                f"`{name}` must be a tensor of shape (prompts, prompt tokens), got "
                 f"{type(value).__name__ if shape is None else tuple(shape)}. For text, call the tokenizer with "
                 "`return_tensors='pt'` first."
-            )
-        if shape is not None and shape[0] != 1:
-            raise UnsupportedGenerationError(
-                f"`{name}` holds {shape[0]} prompts: assisted generation serves one at a time. Call `generate` once "
-                "per prompt."
             )
     sources = (kwargs, kwargs.get("generation_config"), target.generation_config)
     check_generation(*sources)

@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList
 
+from osd_hf.capture.batch import BatchRequest
 from osd_hf.capture.guards import ReplayedProcessor, check_generation, check_processors, forgets
 from osd_hf.capture.request import NO_WARPING, Binding, Lease, Request, Rows, Sink, compress_rows, sampling_settings
 from osd_hf.errors import CaptureError, ConfigError, OSDError, UnsupportedModelError, VocabularyMismatchError
@@ -91,13 +92,16 @@ def capture_traces(
         raise ConfigError(f"`num_logprobs` must be at least 1, or None for whole rows, got {num_logprobs}.")
     failures: list[Exception] = []
 
-    def deliver(trace: Trace) -> None:
-        # An answer must not be lost to a broken sink.
-        try:
-            sink(trace)
-        except Exception as error:
-            logger.exception("A trace sink failed; the answer is delivered, the error is raised when capture ends.")
-            failures.append(error)
+    def deliver(traces: Sequence[Trace]) -> None:
+        for trace in traces:
+            # An answer must not be lost to a broken sink.
+            try:
+                sink(trace)
+            except Exception as error:
+                logger.exception(
+                    "A trace sink failed; the answer is delivered, the error is raised when capture ends."
+                )
+                failures.append(error)
 
     lease = contextlib.nullcontext(Lease(domain=domain))
     with bind(target, Binding(deliver, lambda *_: lease, owner=object(), num_logprobs=num_logprobs)):
@@ -296,7 +300,7 @@ def _listened_to(decode: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(decode)  # `generate` inspects the signature of what it calls
     def _assisted_decoding(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
         bindings = _listening(self)
-        if not bindings or input_ids.shape[0] != 1:  # batches are refused there
+        if not bindings:
             return decode(self, input_ids, **kwargs)
         check_generation(kwargs, kwargs["generation_config"])
         given = kwargs["logits_processor"]
@@ -304,11 +308,13 @@ def _listened_to(decode: Callable[..., Any]) -> Callable[..., Any]:
         kwargs["logits_processor"] = _begun(given, input_ids)
         # The length at which the loop ends is moved round by round; the config is the caller's to see.
         kwargs["generation_config"] = copy.copy(kwargs["generation_config"])
-        request = Request(self, input_ids, kwargs, bindings)
+        request = (Request if input_ids.shape[0] == 1 else BatchRequest)(self, input_ids, kwargs, bindings)
         with request.served():
             refusal: Exception | None = None
             try:
-                if request.pace is not None and request.verification is None and request.pace.is_plain():
+                if isinstance(request, BatchRequest):
+                    output = request.decode()
+                elif request.pace is not None and request.verification is None and request.pace.is_plain():
                     output = request.decode_plainly()
                 else:
                     output = request.returned(decode(_WatchedModel(self, request), input_ids, **kwargs))

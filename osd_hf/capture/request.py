@@ -39,6 +39,7 @@ from osd_hf.utils.kernels import fast_kernels
 logger = logging.getLogger(__name__)
 
 Sink = Callable[[Trace], object]
+Sinks = Callable[[Sequence[Trace]], object]
 
 PENDING_LOGITS = 1 << 19  # elements that wait to be cut down: 2 MiB in float32, to leave caches to the weights
 # Arguments of the assisted loop that the plain one does not know.
@@ -73,7 +74,7 @@ class Lease:
 class Binding:
     """One listener of a target's assisted requests."""
 
-    sink: Sink  # gets the trace when a request has ended well; what it raises would cost the answer
+    sink: Sinks  # gets the trace when a request has ended well, or those of a batch; what it raises costs the answer
     # Called with the request's assistant model and its prompt (token ids, int32, `(prompt,)`; `None` where it is not
     # made of these alone), and entered around it; yields the draft that serves it.
     serving: Callable[[Any, Any], AbstractContextManager[Lease]]
@@ -91,7 +92,7 @@ class Binding:
     def end(self) -> None:
         """Listen no more: requests under way go on, their traces go nowhere. Contexts that outlive the block still
         hold this; what it held is let go."""
-        self.target, self.sink = None, lambda trace: None
+        self.target, self.sink = None, lambda traces: None
         self.serving = lambda *_: contextlib.nullcontext(Lease())
 
 
@@ -197,7 +198,7 @@ class Rows:
         return top_logits, top_ids.astype(dtype), tail
 
 
-class _WatchedProcessors(LogitsProcessorList):
+class WatchedProcessors(LogitsProcessorList):
     """The target's processors, which are told of each row before they overwrite it in place. A recorder inside the
     list would have its signature inspected at every token."""
 
@@ -215,7 +216,9 @@ class _WatchedProcessors(LogitsProcessorList):
 
 
 @dataclass(eq=False)
-class _Round:
+class Round:
+    """What one round proposed, on any device, and how many tokens came of it."""
+
     drafted: torch.Tensor
     num_emitted: int
     from_text: Sequence[bool] = ()
@@ -223,20 +226,48 @@ class _Round:
     q: torch.Tensor | None = None
 
 
-class Request:
+class Decoding:
+    """A request that transformers' own loop can answer by the target alone: what `generate` hands to the assisted
+    one."""
+
+    def __init__(
+        self, model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], bindings: Sequence[Binding]
+    ) -> None:
+        self.model, self.input_ids, self.kwargs, self.bindings = model, input_ids, kwargs, bindings
+        self.config = kwargs["generation_config"]
+        self.max_length = self.config.max_length
+        cache = kwargs.get("past_key_values")
+        self.cached_tokens = 0 if cache is None else int(cache.get_seq_length())  # of an earlier turn
+
+    def answer_alone(self, processors: LogitsProcessorList, refusal: Exception) -> Any:
+        """The answer of the target alone, where what a processor or a criterion was asked about drafted tokens may
+        have changed the answer, or ended it; raises the refusal where that cannot be had."""
+        cache = self.kwargs.get("past_key_values")
+        is_sliding = any(getattr(cache, "is_sliding", ()))
+        # What has been shown cannot be taken back. Sampled answers that were drawn anew only where they met with this
+        # would have another distribution. A sliding window has forgotten what came before it.
+        if self.kwargs.get("streamer") is not None or self.config.do_sample or (self.cached_tokens and is_sliding):
+            raise refusal
+        if cache is not None:
+            cache.crop(self.cached_tokens - cache.get_seq_length())
+        logger.warning("%s The target answers alone, and nothing is learned from that.", refusal)
+        return self._sample(processors)
+
+    def _sample(self, processors: LogitsProcessorList, **changes: Any) -> Any:
+        kwargs = {name: value for name, value in self.kwargs.items() if name not in ASSISTED_ONLY}
+        return self.model._sample(self.input_ids, **{**kwargs, **changes, "logits_processor": processors})
+
+
+class Request(Decoding):
     """What is gathered between the beginning and the end of one assisted request. Tensors stay where they are until
     the end: no round waits for a transfer."""
 
     def __init__(
         self, model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], bindings: Sequence[Binding]
     ) -> None:
-        self.model, self.input_ids, self.kwargs, self.bindings = model, input_ids, kwargs, bindings
-        cache = kwargs.get("past_key_values")
-        self.cached_tokens = 0 if cache is None else int(cache.get_seq_length())  # of an earlier turn
+        super().__init__(model, input_ids, kwargs, bindings)
         self.num_cached = _num_cached(model, input_ids, kwargs, self.cached_tokens)
         self.prompts = _prompt_ids(model, input_ids, kwargs, prefix_unseen=self.num_cached is None)
-        self.config = kwargs["generation_config"]
-        self.max_length = self.config.max_length
         self.settings = {
             **sampling_settings(self.config),
             "max_new_tokens": int(self.max_length) - input_ids.shape[1],
@@ -245,43 +276,49 @@ class Request:
         self.leases: list[Lease] = []
         self.drafting: LeanDrafting | None = None
         self.pace: Pace | None = None
+        self.domain: str | None = None
         self.earlier: Sequence[TextIndex] = ()
         self.verification: Verification | None = None
         self.generator: Any = None
         self.stop_at = StoppingCriteriaList()
         self.sequence = input_ids  # as far as it has come
-        self.rounds: list[_Round] = []
+        self.rounds: list[Round] = []
         self.rows = Rows({b.num_logprobs for b in bindings})
         self.version = target_version(model) if self.rows.parts else None
         self.raw: list[torch.Tensor] = []  # rows of the round, where processors overwrite them
         if self.rows.parts:
             raw = self.raw
-            processors = _WatchedProcessors(kwargs["logits_processor"], lambda scores: raw.append(scores[0].clone()))
+            processors = WatchedProcessors(kwargs["logits_processor"], lambda scores: raw.append(scores[0].clone()))
             kwargs["logits_processor"] = processors
         self.drafted = input_ids[0, :0]
         self.draft_logits: torch.Tensor | None = None
 
+    def lease(self, stack: contextlib.ExitStack) -> None:
+        """Lease every listener's draft until the stack is left; the innermost one that serves takes the assistant's
+        place."""
+        prompt = None if self.prompts is None else self.prompts[0]
+        for binding in self.bindings:
+            lease = stack.enter_context(binding.serving(self.kwargs.get("assistant_model"), prompt))
+            self.leases.append(lease)
+            if lease.drafting is not None:
+                k = binding.num_assistant_tokens
+                self.drafting = lease.drafting if k is None else lease.drafting.at(k)
+                self.domain, self.earlier = lease.domain, lease.earlier
+                self.settings |= {} if k is None else {"num_assistant_tokens": k}
+        for lease in self.leases:
+            if lease.model is not None:
+                self.kwargs["assistant_model"] = lease.model
+
     @contextlib.contextmanager
     def served(self) -> Iterator[None]:
-        """Every listener's draft is leased inside; the innermost one that serves takes the assistant's place."""
-        prompt = None if self.prompts is None else self.prompts[0]
+        """Entered around the request: every listener's draft is leased inside."""
         with contextlib.ExitStack() as stack:
-            for binding in self.bindings:
-                lease = stack.enter_context(binding.serving(self.kwargs.get("assistant_model"), prompt))
-                self.leases.append(lease)
-                if lease.drafting is not None:
-                    k = binding.num_assistant_tokens
-                    self.drafting = lease.drafting if k is None else lease.drafting.at(k)
-                    # A draft's token is one that the processors allow, and they may not bear another one.
-                    may_repeat = all(map(_bears_any_token, self.kwargs["logits_processor"]))
-                    do_sample = bool(self.config.do_sample)
-                    self.pace = self.drafting.pace(lease.domain, do_sample=do_sample, may_repeat=may_repeat)
-                    self.earlier = lease.earlier
-                    self.settings |= {} if k is None else {"num_assistant_tokens": k}
-            for lease in self.leases:
-                if lease.model is not None:
-                    self.kwargs["assistant_model"] = lease.model
+            self.lease(stack)
             if self.drafting is not None:
+                # A draft's token is one that the processors allow, and they may not bear another one.
+                may_repeat = all(map(_bears_any_token, self.kwargs["logits_processor"]))
+                do_sample = bool(self.config.do_sample)
+                self.pace = self.drafting.pace(self.domain, do_sample=do_sample, may_repeat=may_repeat)
                 stack.enter_context(fast_kernels(self.model, self.drafting.draft))
             compiled = next((b.compiled for b in reversed(self.bindings) if b.compiled is not None), None)
             if compiled is not None:
@@ -302,32 +339,14 @@ class Request:
             if rows.parts:
                 rows.add(scores.clone())
 
-        output = self._sample(_WatchedProcessors(self.kwargs["logits_processor"], seen))
+        output = self._sample(WatchedProcessors(self.kwargs["logits_processor"], seen))
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         self.sequence = sequences[:1]
-        self.rounds = [_Round(self.drafted, 1)] * (sequences.shape[1] - self.input_ids.shape[1])
+        self.rounds = [Round(self.drafted, 1)] * (sequences.shape[1] - self.input_ids.shape[1])
         if len(times) > 1:
             rounds = len(times) - 1
             self.pace.timed(RoundTime(seconds=(times[-1] - times[0]) / rounds, rounds=rounds))
         return output
-
-    def answer_alone(self, processors: LogitsProcessorList, refusal: Exception) -> Any:
-        """The answer of the target alone, where what a processor or a criterion was asked about drafted tokens may
-        have changed the answer, or ended it; raises the refusal where that cannot be had."""
-        cache = self.kwargs.get("past_key_values")
-        is_sliding = any(getattr(cache, "is_sliding", ()))
-        # What has been shown cannot be taken back. Sampled answers that were drawn anew only where they met with this
-        # would have another distribution. A sliding window has forgotten what came before it.
-        if self.kwargs.get("streamer") is not None or self.config.do_sample or (self.cached_tokens and is_sliding):
-            raise refusal
-        if cache is not None:
-            cache.crop(self.cached_tokens - cache.get_seq_length())
-        logger.warning("%s The target answers alone, and nothing is learned from that.", refusal)
-        return self._sample(processors)
-
-    def _sample(self, processors: LogitsProcessorList) -> Any:
-        kwargs = {name: value for name, value in self.kwargs.items() if name not in ASSISTED_ONLY}
-        return self.model._sample(self.input_ids, **{**kwargs, "logits_processor": processors})
 
     def make_generator(self, **kwargs: Any) -> Any:
         """The generator of the candidates: a listener's lean one, or the stock one."""
@@ -396,7 +415,7 @@ class Request:
                 for rows in (scores, self.draft_logits)
             )
         from_text = self.generator.from_text if type(self.generator) is LeanCandidateGenerator else ()
-        self.rounds.append(_Round(self.drafted, count, from_text[: len(self.drafted)], p, q))
+        self.rounds.append(Round(self.drafted, count, from_text[: len(self.drafted)], p, q))
         if (
             self.verification is not None
             and self.verification.has_moved
@@ -424,11 +443,15 @@ class Request:
 
     def finish(self) -> None:
         """The request has ended well: each listener gets its trace."""
+        hand_over([self])
+
+    def traces(self) -> list[Trace | None]:
+        """What each listener gets; `None` where nothing can be captured."""
         if self.prompts is None:
-            return
+            return [None] * len(self.bindings)
         completion, rounds = _as_draft_rounds(self.sequence[0, self.input_ids.shape[1] :], self.rounds)
         prompt, decoder_prompt = self.prompts
-        size = vocab_size_of(self.model)
+        size, found = vocab_size_of(self.model), list[Trace | None]()
         has_changed = self.rows.parts and target_version(self.model) != self.version
         if has_changed:
             logger.info("The target has changed while it answered a request, whose rows are not kept.")
@@ -438,14 +461,23 @@ class Request:
                 top_logits, top_ids, tail = self.rows.stored(width, len(completion), size)
             except Exception:  # memory, for one: the answer is there
                 logger.exception("A request is not captured; its answer is delivered.")
+                found.append(None)
                 continue
-            trace = Trace(
+            found.append(Trace(
                 prompt_ids=prompt, decoder_prompt_ids=decoder_prompt, completion_ids=completion, rounds=rounds,
                 top_logits=top_logits, top_ids=top_ids, tail_logprob=tail, vocab_size=size, domain=lease.domain,
                 draft_version=lease.version, sampling=self.settings, created_at_seconds=time.time(),
                 target=None if has_changed else self.version,
-            )  # fmt: skip
-            binding.sink(trace)
+            ))  # fmt: skip
+        return found
+
+
+def hand_over(requests: Sequence[Request]) -> None:
+    """Requests that were answered together have ended well: each listener gets the trace of each."""
+    traces = [request.traces() for request in requests]
+    for i, binding in enumerate(requests[0].bindings):
+        if kept := [trace for each in traces if (trace := each[i]) is not None]:
+            binding.sink(kept)
 
 
 def _bears_any_token(processor: Any) -> bool:
@@ -490,7 +522,7 @@ def _end_of(input_ids: torch.Tensor, candidate_ids: torch.Tensor, criteria: Stop
     return None
 
 
-def _as_draft_rounds(completion: torch.Tensor, rounds: list[_Round]) -> tuple[Any, tuple[DraftRound, ...]]:
+def _as_draft_rounds(completion: torch.Tensor, rounds: list[Round]) -> tuple[Any, tuple[DraftRound, ...]]:
     """The completion's token ids, and the rounds. What lies on the device comes over at once."""
     emitted = completion.to(torch.int32).cpu().numpy()
     drafted = torch.cat([r.drafted for r in rounds]).to(torch.int32).cpu().numpy()

@@ -20,7 +20,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from osd_hf.drafting.costs import PROMPT, RoundTime
 from osd_hf.drafting.forward import CompiledDraft, DraftForward
-from osd_hf.drafting.pacing import DRAFT, FixedPace, Pace, Pacer
+from osd_hf.drafting.pacing import DRAFT, BatchPace, FixedPace, Pace, Pacer
 from osd_hf.drafting.text import Guess, RequestText, TextIndex
 from osd_hf.drafting.vocabulary import RestrictedDraft
 from osd_hf.errors import first_line
@@ -385,18 +385,36 @@ class LeanDrafting:
         )
         return FixedPace(int(k), float(threshold or 0.0), self.pacer)
 
+    def batch_pace(self, domain: str | None, *, do_sample: bool) -> BatchPace:
+        """How one batch of a domain drafts."""
+        fixed = None if self.num_assistant_tokens == "auto" else self.pace(domain, do_sample=do_sample)
+        assert fixed is None or isinstance(fixed, FixedPace)
+        return self.pacer.batch_pace((domain, do_sample), fixed)
+
+    def hindrance(self) -> str | None:
+        """Why it cannot draft itself; `None` where it can."""
+        if is_peft(self.draft):
+            return "the draft's adapter cannot be merged into its weights"
+        schedule = getattr(self.draft.generation_config, "num_assistant_tokens_schedule", None)
+        if self.num_assistant_tokens is None and schedule not in (None, "constant"):
+            return f"the draft's own generation config asks for the schedule {schedule!r}"
+        return None
+
+    def chosen(self) -> tuple[Any, torch.Tensor | None]:
+        """The model that drafts, and the tokens, int64, that its logits are of; `None`: all."""
+        if self.token_ids is None:
+            return self.draft, None
+        restricted = self._restricted[len(self.token_ids)]
+        return restricted.model, restricted.token_ids
+
     def generator(
         self, pace: Pace, vocab_size: int, earlier: Sequence[TextIndex] = (), **given: Any
     ) -> LeanCandidateGenerator | None:
         """One request's generator, from what the loop passes to `_get_candidate_generator`, and the earlier text that
         it may look up; `None` where the stock one is to serve."""
         draft, generation_config, inputs_tensor = self.draft, given["generation_config"], given["inputs_tensor"]
-        if is_peft(draft):
-            self.left("the draft's adapter cannot be merged into its weights")
-            return None
-        schedule = getattr(draft.generation_config, "num_assistant_tokens_schedule", None)
-        if self.num_assistant_tokens is None and schedule not in (None, "constant"):
-            self.left(f"the draft's own generation config asks for the schedule {schedule!r}")
+        if why := self.hindrance():
+            self.left(why)
             return None
         limit = getattr(draft.config.get_text_config(decoder=True), "max_position_embeddings", None)
         source = None
@@ -408,8 +426,7 @@ class LeanDrafting:
         max_length, kwargs = int(generation_config.max_length), given["model_kwargs"]
         mask = kwargs.get("decoder_attention_mask" if draft.config.is_encoder_decoder else "attention_mask")
         context = without_padding(given["input_ids"], mask).tolist()
-        restricted = None if self.token_ids is None else self._restricted[len(self.token_ids)]
-        model = draft if restricted is None else restricted.model
+        model, token_ids = self.chosen()
         if source is None and self._compiled is not None:
             most = max_length if limit is None else min(max_length, limit)
             forward = self._compiled.forward(model, given["input_ids"].shape[1], most)
@@ -429,7 +446,7 @@ class LeanDrafting:
             logits_processor=given["logits_processor"], do_sample=bool(generation_config.do_sample),
             max_length=max_length, max_positions=limit,
             eos_token_ids=frozenset() if eos is None else frozenset(eos.tolist()), vocab_size=vocab_size,
-            token_ids=None if restricted is None else restricted.token_ids, text=text, clock=self.clock,
+            token_ids=token_ids, text=text, clock=self.clock,
         )  # fmt: skip
 
     @torch.inference_mode()

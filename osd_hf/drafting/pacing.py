@@ -176,16 +176,18 @@ class Pacer:
         in_child(self, renewing(lock=threading.Lock))
         self.costs = Costs()
         self.timed: tuple[float, ...] = UNTIMED  # as in `AcceptanceStats`
+        self._of_batches: dict[int, Costs] = {}  # by the power of two that their rows come to
         self._domains: dict[Any, Acceptance] = {}
 
-    def took(self, time: RoundTime, emitted: int) -> None:
-        """Take in what rounds took that have emitted so many tokens, the lock being held."""
-        costs = self.costs
+    def took(self, time: RoundTime, emitted: int, costs: Costs | None = None, rows: int = 1) -> None:
+        """Take in what rounds of so many rows took, which have these `costs`, and have emitted so many tokens, the
+        lock being held."""
+        costs = costs or self.costs
         counted = time.rounds * costs.add(time)
         if time.seconds is None:
             return
         is_plain = time.candidates == 0 and time.forwards == 0
-        alone = counted if is_plain else costs.level * costs.plain.mean * emitted
+        alone = counted if is_plain else costs.level * costs.plain.mean * emitted / rows
         compared = (counted, alone) if costs.plain.weight else (0.0, 0.0)
         self.timed = tuple(map(sum, zip(self.timed, (emitted, time.rounds * time.seconds, *compared), strict=True)))
 
@@ -197,9 +199,21 @@ class Pacer:
     def pace(self, domain: Any = None, sources: str = "both", *, may_repeat: bool = True) -> AutoPace:
         """For one request of this domain, with candidates from `sources`, and without `may_repeat` not from text."""
         with self.lock:
-            if domain not in self._domains and len(self._domains) >= MOST_DOMAINS:
-                del self._domains[next(iter(self._domains))]
-            return AutoPace(self, self._domains.setdefault(domain, Acceptance()), sources, may_repeat)
+            return AutoPace(self, self._known(domain), sources, may_repeat)
+
+    def batch_pace(self, domain: Any, fixed: FixedPace | None = None) -> BatchPace:
+        """For one batch of this domain; with `fixed`, as many tokens as that drafts."""
+        with self.lock:
+            return BatchPace(self, self._known(domain), fixed)
+
+    def _known(self, domain: Any) -> Acceptance:
+        if domain not in self._domains and len(self._domains) >= MOST_DOMAINS:
+            del self._domains[next(iter(self._domains))]
+        return self._domains.setdefault(domain, Acceptance())
+
+    def of_batches(self, rows: int) -> Costs:
+        """What rounds of so many rows take, the lock being held."""
+        return self._of_batches.setdefault(1 << (rows - 1).bit_length(), Costs())
 
     def plan(self, domain: Any = None) -> DraftingPlan:
         """What a request of this domain would be served by now."""
@@ -228,9 +242,9 @@ class Pacer:
                 if domain is ... or key[0] == domain:
                     known.fade(0.5)
 
-    def plan_for(self, domain: Acceptance, own: Average | None = None) -> DraftingPlan:
-        """For a domain, or for a request of it that has an acceptance of its own."""
-        costs = self.costs
+    def plan_for(self, domain: Acceptance, own: Average | None = None, costs: Costs | None = None) -> DraftingPlan:
+        """For a domain, or for a request of it that has an acceptance of its own; `costs` are those of its batch."""
+        of_batch, costs = costs is not None, costs or self.costs
         alpha, examined = domain.alpha.mean, domain.alpha.weight
         if own is not None:
             alpha = (alpha * OWN_COUNTS_HALF + own.mean * own.weight) / (OWN_COUNTS_HALF + own.weight)
@@ -240,7 +254,7 @@ class Pacer:
         draft, plain = costs.draft, costs.plain.mean
         base, per_token = costs.line()
         best, k = _best_rate(costs, alpha)
-        if domain.drafted.weight > MEMORY / 4:
+        if domain.drafted.weight > MEMORY / 4 and not of_batch:
             # What rounds that ended by confidence reached: more than k tokens each time could.
             reached = domain.emitted.mean / (base + domain.drafted.mean * per_token)
             best *= max(reached / _best_rate(costs, domain.alpha.mean)[0], 1.0)
@@ -490,3 +504,70 @@ class AutoPace(Pace):
             self._domain.ended(self._accepted, self._examined)
             if self._rounds:
                 self._domain.length.add(self._rounds)
+
+
+# --- batches --------------------------------------------------------------------------------------------------------
+
+
+class BatchPace:
+    """
+    How many tokens the rounds of one batch draft for each row: as many as `fixed` does, or as pay best, by what is
+    known of the domain's acceptance and by what rounds of so many rows take. A round of a batch is worth it for fewer
+    rows and not for many, where the target computes instead of reading its weights; as rows end, it may be again.
+    """
+
+    def __init__(self, pacer: Pacer, domain: Acceptance, fixed: FixedPace | None = None) -> None:
+        self._pacer, self._domain, self._fixed = pacer, domain, fixed
+        self.threshold = 0.0 if fixed is None else fixed.threshold
+        self._own = Average(memory=OWN_MEMORY)
+        self._rows, self._costs = 1, pacer.costs
+        self._plan = pacer.plan_for(domain)
+        domain.requests += 1
+
+    def is_plain(self, rows: int) -> bool:
+        """Whether a batch of so many rows is left to the target's own loop; asked once, as it begins."""
+        with self._pacer.lock:
+            self._rows, self._costs = rows, self._pacer.of_batches(rows)
+            plan = self._plan = self._pacer.plan_for(self._domain, None, self._costs)
+            to_lose = PROBE_BURST * (plan.plain_seconds or 0.0)
+            drafts = plan.speculates or self._domain.drafts_to_learn(plan.examined, to_lose)
+            return self._fixed is None and self._costs.are_known and not drafts
+
+    def begin(self, rows: int) -> int:
+        """A round of so many rows begins: how many tokens it drafts for each."""
+        pacer, domain = self._pacer, self._domain
+        with pacer.lock:
+            costs = self._costs = pacer.of_batches(rows)
+            self._rows = rows
+            plan = self._plan = pacer.plan_for(domain, self._own, costs)
+            if self._fixed is not None:
+                return self._fixed.k
+            if not costs.are_known:
+                return WARM_UP[round(costs.verified) % len(WARM_UP)] if costs.verified <= costs.plain.weight else 0
+            number = domain.begin_round()
+            if plan.speculates:
+                return 0 if number % REFRESH == 0 else plan.k
+            return _best_rate(costs, plan.alpha)[1] if domain.drafts_to_learn(plan.examined) else 0
+
+    def judged(self, accepted: int, examined: int) -> None:
+        """So many candidates of a row were accepted and examined in a round."""
+        if examined:
+            with self._pacer.lock:
+                self._own.add(accepted / examined, examined)
+
+    def timed(self, time: RoundTime, emitted: int) -> None:
+        """Rounds have ended, which have emitted so many tokens."""
+        domain = self._domain
+        with self._pacer.lock:
+            self._pacer.took(time, emitted, self._costs, self._rows)
+            if time.forwards == 0:
+                domain.spend(plain_seconds=(time.seconds or 0.0) * time.rounds)
+            elif not self._plan.speculates:
+                plain = self._costs.level * self._costs.plain.mean
+                lost = time.draft_seconds if time.seconds is None else time.seconds - emitted / self._rows * plain
+                domain.spend(probe_seconds=lost)
+
+    def ended(self, accepted: int, examined: int) -> None:
+        """A row has ended, of whose drafted tokens so many were accepted and examined."""
+        with self._pacer.lock:
+            self._domain.ended(accepted, examined)

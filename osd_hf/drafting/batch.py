@@ -1,0 +1,497 @@
+"""Batches whose rows each go on by as many tokens as were accepted: forwards, candidates, and what becomes of them."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LogitsProcessorList
+from transformers.cache_utils import DynamicLayer
+from transformers.generation import logits_process as known
+
+from osd_hf.drafting.forward import AHEAD, MASKED_ATTENTION
+from osd_hf.drafting.generator import Clock, LeanDrafting
+from osd_hf.errors import first_line
+from osd_hf.processing import CONTEXTUAL, ROW_WISE
+
+logger = logging.getLogger(__name__)
+
+GROWTH = 1.5  # of a cache that is full: copying it costs as much as a forward's reading of it
+PROBE = (9, 4, 3)  # tokens of the two rows that a model is tried out on, and those behind them
+# What the logits of a row in a batch may differ by from those of the row alone, over their spread, by rounding.
+TOLERANCE = {torch.float32: 0.02, torch.float64: 0.02}
+ROUGH_TOLERANCE = 0.15
+
+
+# --- forwards -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Place:
+    """Where the tokens of a forward go: of each row (`(rows, 1)`) the columns (`(rows, tokens)`), of which the first
+    `width` are read."""
+
+    rows: Tensor
+    columns: Tensor
+    width: int
+
+
+class _RaggedLayer(DynamicLayer):
+    """The keys and values of one layer, each token's at the column of its position in its row."""
+
+    keys: Tensor
+    values: Tensor
+    place: _Place
+
+    def take_over(self, layer: DynamicLayer, columns: Tensor) -> None:
+        """Hold these columns of a layer, `(rows, columns)`, which is empty then."""
+        self.lazy_initialization(layer.keys, layer.values)
+        at = columns.to(layer.keys.device)[:, None, :, None]
+        for name in ("keys", "values"):
+            given = getattr(layer, name)
+            kept = given.gather(2, at.expand(-1, given.shape[1], -1, given.shape[3]))
+            setattr(self, name, _with_room(kept, kept.shape[2] + AHEAD))
+            setattr(layer, name, given[:, :, :0].clone())
+
+    def make_room(self, columns: int, rows: int) -> None:
+        if columns > self.keys.shape[2]:
+            size = max(columns + AHEAD, int(GROWTH * self.keys.shape[2]))
+            self.keys, self.values = (_with_room(part[:rows], size) for part in (self.keys, self.values))
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        place, device = self.place, self.keys.device
+        rows, columns = place.rows.to(device), place.columns.to(device)
+        self.keys[rows, :, columns] = key_states.transpose(1, 2)
+        self.values[rows, :, columns] = value_states.transpose(1, 2)
+        held = len(rows)
+        return self.keys[:held, :, : place.width], self.values[:held, :, : place.width]
+
+    def get_seq_length(self) -> int:
+        return self.place.width - self.place.columns.shape[1]
+
+
+def _with_room(states: Tensor, size: int) -> Tensor:
+    """The same with room for so many columns. What no row has written yet is read, and masked: it must be finite."""
+    larger = states.new_zeros(*states.shape[:2], size, states.shape[3])
+    larger[:, :, : states.shape[2]] = states
+    return larger
+
+
+class Ragged:
+    """
+    The forwards of a model over rows of different lengths. The tokens of a row lie from the left of its cache without
+    gaps, and each is written at the column of its position: a round writes behind what is known of each row, over what
+    was rejected there, so rows go on independently, and nothing is ever moved or left out between tokens.
+
+    Args:
+        model (`PreTrainedModel`): One that [`hindrance`] finds nothing in the way of.
+        cache (`DynamicCache`): What a forward of the rows, padded on their left, has filled; it is taken over.
+        padding (`Sequence[int]`): Tokens of padding with which each row begins.
+    """
+
+    def __init__(self, model: Any, cache: DynamicCache, padding: Sequence[int]) -> None:
+        self.model, self.rows = model, len(padding)
+        size, least = cache.get_seq_length(), min(padding)
+        columns = torch.arange(size - least) + torch.tensor(padding)[:, None]
+        layers = [_RaggedLayer() for _ in cache.layers]
+        for ours, theirs in zip(layers, cache.layers, strict=True):
+            ours.take_over(theirs, columns.clamp(max=size - 1))
+        self.cache = DynamicCache()
+        self.cache.layers = layers
+        self._is_additive = model.config.get_text_config(decoder=True)._attn_implementation == "eager"
+
+    def feed(self, ids: Tensor, starts: Sequence[int], last: Tensor | None = None, **settings: Any) -> Tensor:
+        """
+        The logits behind tokens, `(rows, tokens, vocab)`.
+
+        Args:
+            ids (`torch.Tensor` of shape `(rows, tokens)`, int64): What is fed.
+            starts (`Sequence[int]`): Position of the first of them in each row; what lies there or behind is written
+                over.
+            last (`torch.Tensor` of shape `(rows, 1)`, int64, *optional*): The largest position of each row; what is
+                fed behind it is filling, whose logits mean nothing.
+            settings (`Any`): Of the model's forward.
+        """
+        device, count, width = ids.device, ids.shape[1], max(starts) + ids.shape[1]
+        columns = torch.tensor(starts, device=device)[:, None] + torch.arange(count, device=device)
+        # A token sees those of its row up to itself: columns are positions.
+        mask = torch.arange(width, device=device) <= columns[:, None, :, None]
+        if self._is_additive:
+            dtype = self.model.dtype
+            mask = torch.zeros((), dtype=dtype, device=device).where(mask, torch.finfo(dtype).min)
+        place = _Place(torch.arange(self.rows, device=device)[:, None], columns, width)
+        for layer in self.cache.layers:
+            layer.make_room(width, self.rows)
+            layer.place = place
+        logits: Tensor = self.model(
+            input_ids=ids, attention_mask=mask, position_ids=columns if last is None else columns.minimum(last),
+            past_key_values=self.cache, use_cache=True, return_dict=True, **settings,
+        ).logits  # fmt: skip
+        return logits
+
+    def leave(self, row: int) -> None:
+        """A row has ended: the last one takes its place."""
+        self.rows -= 1
+        for layer in self.cache.layers if row < self.rows else ():
+            for states in (layer.keys, layer.values):
+                states[row] = states[self.rows]
+
+
+_hindrances: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
+
+
+def hindrance(model: Any) -> str | None:
+    """Why rows of a batch cannot go on independently in this model; `None` where they can. Asked first, a model is
+    tried out on two rows of a few tokens, which must get the logits that they get alone."""
+    if model not in _hindrances:
+        try:
+            why = _unfit(model) or (None if _is_right(model) else "its logits depend on where the tokens of a row lie")
+        except Exception as error:  # noqa: BLE001 - of models of any kind
+            why = f"its forward fails: {first_line(error)}"
+        _hindrances[model] = why
+    return _hindrances[model]
+
+
+def _unfit(model: Any) -> str | None:
+    """What a configuration says."""
+    config = model.config.get_text_config(decoder=True)
+    if model.config.is_encoder_decoder:
+        return "an encoder-decoder's positions are those of the batch, not of the row"
+    if model.training:
+        return "it is in training mode"
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return "it takes no positions"
+    attention = getattr(config, "_attn_implementation", None)
+    if attention not in MASKED_ATTENTION:
+        return f"its attention, {attention}, takes no mask of each row's own"
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {str(kind.get("rope_type")) for kind in (rope, *rope.values()) if isinstance(kind, dict)}
+    if kinds & {"dynamic", "longrope"}:
+        return "its rotary embeddings change with the longest row"
+    is_local = "local" in (getattr(config, "attention_layers", None) or ())
+    if is_local or any(type(layer) is not DynamicLayer for layer in DynamicCache(config=config).layers):
+        return "it has sliding windows or recurrent layers"
+    return None
+
+
+@torch.inference_mode()
+def _is_right(model: Any) -> bool:
+    """Whether two rows of different lengths get the logits that they get alone."""
+    long, short, count = PROBE
+    device = model.device if model.device.type != "meta" else torch.device("cpu")
+    size = model.get_input_embeddings().weight.shape[0]
+    ids = torch.arange(1, long + count + 1, device=device) ** 2 * 7 % size
+    rows = [ids, ids.flip(0)[: short + count]]
+    prompts = torch.stack([rows[0][:long], torch.cat([ids[: long - short], rows[1][:short]])])
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    read_padded(model, prompts, [0, long - short], cache)
+    behind = torch.stack([rows[0][long:], rows[1][short:]])
+    ours = Ragged(model, cache, [0, long - short]).feed(behind, [long, short]).float()
+    alone = torch.cat([model(input_ids=row[None]).logits[:, -count:] for row in rows]).float()
+    tolerance = TOLERANCE.get(model.dtype, ROUGH_TOLERANCE)
+    return bool((ours - alone).abs().max() <= tolerance * alone.std())
+
+
+def read_padded(
+    model: Any, ids: Tensor, padding: Sequence[int], cache: DynamicCache, limit: int | None = None, **settings: Any
+) -> Tensor:
+    """The logits of rows, `(rows, tokens)`, that begin with so much padding each; `cache` holds them then. Those of
+    rows with more than `limit` positions mean nothing."""
+    positions = torch.arange(ids.shape[1], device=ids.device) - torch.tensor(padding, device=ids.device)[:, None]
+    last = None if limit is None else limit - 1
+    logits: Tensor = model(
+        input_ids=ids, attention_mask=(positions >= 0).long(), position_ids=positions.clamp(min=0, max=last),
+        past_key_values=cache, use_cache=True, return_dict=True, **settings,
+    ).logits  # fmt: skip
+    return logits
+
+
+# --- logits processors ----------------------------------------------------------------------------------------------
+
+# They go by the row's tokens alone, whichever row it is; those of an encoder go by the row.
+_OF_ANY_ROW = tuple(
+    cls for cls in (*ROW_WISE, *CONTEXTUAL, known.RepetitionPenaltyLogitsProcessor) if "Encoder" not in cls.__name__
+)
+
+
+class RowProcessors:
+    """
+    The processors of a batch, at positions that differ from row to row. Each is called as the target's own loop calls
+    it, about all rows of the batch at one length; of rows that are not as long yet, or have ended before, as if they
+    had ended. Those that treat rows alike are called for all positions at once.
+
+    Args:
+        processors (`LogitsProcessorList`): The target's.
+        input_ids (`torch.Tensor` of shape `(rows, prompt)`, int64): The prompts, padding included.
+        pad_id (`int`): What rows that have ended go on with.
+    """
+
+    def __init__(self, processors: LogitsProcessorList, input_ids: Tensor, pad_id: int) -> None:
+        self.processors, self.pad_id = list(processors), pad_id
+        self.tokens = input_ids
+        self.lengths = [input_ids.shape[1]] * input_ids.shape[0]
+
+    def __bool__(self) -> bool:
+        return bool(self.processors)
+
+    def write(self, rows: Sequence[int], starts: Sequence[int], tokens: Tensor) -> None:
+        """Put tokens, `(rows, tokens)`, into these rows, from these lengths on."""
+        if not self.processors or not tokens.shape[1]:
+            return
+        missing = max(starts) + tokens.shape[1] - self.tokens.shape[1]
+        if missing > 0:
+            room = self.tokens.new_full((len(self.tokens), missing + AHEAD), self.pad_id)
+            self.tokens = torch.cat([self.tokens, room], dim=1)
+        device = self.tokens.device
+        columns = torch.tensor(starts, device=device)[:, None] + torch.arange(tokens.shape[1], device=device)
+        self.tokens[torch.tensor(rows, device=device)[:, None], columns] = tokens.to(device)
+
+    def __call__(self, logits: Tensor, rows: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        """Logits of the next token of rows at these lengths, float32, `(positions, vocab)`, which may be written into,
+        after the processors."""
+        if not self.processors:
+            return logits
+        tokens = self.tokens.to(logits.device)
+        at = torch.tensor(rows, device=logits.device)
+        width = max(lengths)
+        places = torch.arange(width, device=logits.device) - width + at.new_tensor(lengths)[:, None]
+        for processor in self.processors:
+            if type(processor) in _OF_ANY_ROW and _is_of_all_ids(processor):
+                # Shorter rows are filled up on their left by their first token once more, or by one that is none.
+                ids = tokens[at[:, None], places.clamp(min=0)]
+                if type(processor) in CONTEXTUAL:
+                    ids = ids.masked_fill(places < 0, logits.shape[-1])
+                logits = processor(ids, logits)
+                continue
+            for length in sorted(set(lengths)):
+                here = [i for i, each in enumerate(lengths) if each == length]
+                logits[here] = self._at(processor, logits[here], [rows[i] for i in here], length, tokens)
+        return logits
+
+    def _at(self, processor: Any, logits: Tensor, rows: list[int], length: int, tokens: Tensor) -> Tensor:
+        """The same for one processor and rows of one length."""
+        held = torch.tensor([length if i in rows else n for i, n in enumerate(self.lengths)], device=tokens.device)
+        columns = torch.arange(length, device=tokens.device)
+        ids = tokens[:, :length].where(columns < held[:, None], self.pad_id)
+        scores = logits.new_zeros(len(ids), logits.shape[-1])
+        scores[rows] = logits
+        processed: Tensor = processor(ids, scores)
+        return processed[rows]
+
+
+def _is_of_all_ids(processor: Any) -> bool:
+    """Whether more of the first token change nothing, where it goes by which tokens there are."""
+    return getattr(processor, "prompt_ignore_length", None) is None
+
+
+# --- candidates -----------------------------------------------------------------------------------------------------
+
+
+class Candidates(NamedTuple):
+    """What a round proposes for each row: the tokens, int64, `(rows, k)`; which of them, bool, as some rows propose
+    fewer; and the logits that they were drawn from, processed as the target's, float32, `(rows, k, vocab)`, if they
+    were."""
+
+    tokens: Tensor
+    live: Tensor
+    logits: Tensor | None = None
+
+
+class BatchDraft:
+    """
+    Proposes for those rows of a batch that have one draft.
+
+    Args:
+        drafting (`LeanDrafting`): The draft, and the tokens that it chooses among.
+        rows (`Sequence[int]`): Their numbers in the batch.
+        processors (`RowProcessors`): The target's.
+        vocab_size (`int`): Width of the target's logits.
+        do_sample (`bool`): Whether tokens are drawn.
+        eos (`torch.Tensor`, *optional*): Tokens that end a row.
+        threshold (`float`): What a draft ends with is less probable than this.
+    """
+
+    def __init__(
+        self, drafting: LeanDrafting, rows: Sequence[int], processors: RowProcessors, *, vocab_size: int,
+        do_sample: bool, eos: Tensor | None, threshold: float = 0.0,
+    ) -> None:  # fmt: skip
+        self.rows, self.processors, self.vocab_size = list(rows), processors, vocab_size
+        self.do_sample, self.eos, self.threshold = do_sample, eos, threshold
+        self.model, self.token_ids = drafting.chosen()
+        config = self.model.config.get_text_config(decoder=True)
+        self._limit = getattr(config, "max_position_embeddings", None)
+        self._keep_one = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
+        self._ragged: Ragged | None = None
+        self._read = dict.fromkeys(self.rows, 0)  # tokens of each row in the cache
+        self.times: list[float] = []  # of each forward of the round, in seconds
+        self.fed = 0  # tokens of each row to the first of them
+
+    def propose(
+        self, k: int, texts: Mapping[int, Sequence[int]], lengths: Mapping[int, int], rooms: Mapping[int, int],
+        clock: Clock,
+    ) -> Candidates:  # fmt: skip
+        """
+        At most k candidates for each row.
+
+        Args:
+            k (`int`): 0 proposes none.
+            texts (`Mapping[int, Sequence[int]]`): The tokens of each row so far, without padding.
+            lengths (`Mapping[int, int]`): Their number with padding.
+            rooms (`Mapping[int, int]`): How many candidates each row has room for.
+            clock (`Callable[[], float]`): Tells the time in seconds.
+        """
+        rows, processors = self.rows, self.processors
+        known = [len(texts[row]) for row in rows]
+        room = [rooms[row] for row in rows]
+        if self._limit is not None:  # nothing is fed to the draft behind its last position
+            room = [min(most, self._limit - n + 1) for most, n in zip(room, known, strict=True)]
+        k, self.times = min(k, max(room)), []
+        device = self.model.device
+        if k <= 0:
+            none = torch.zeros(len(rows), 0, dtype=torch.long, device=device)
+            return Candidates(none, none.bool())
+        places = torch.tensor(room, device=device)
+        live, tokens, lives, logits = places > 0, list[Tensor](), list[Tensor](), list[Tensor]()
+        for j in range(k):
+            began = clock()
+            with torch.inference_mode():
+                raw = self._first(texts) if j == 0 else self._feed(tokens[-1][:, None], [n + j - 1 for n in known])
+            chosen, row, is_possible, confidence = self._choose(raw, [lengths[r] + j for r in rows])
+            self.times.append(clock() - began)
+            live = live & (places > j) & is_possible
+            tokens.append(chosen)
+            lives.append(live)
+            logits += [] if row is None else [row]
+            processors.write(rows, [lengths[r] + j for r in rows], chosen[:, None])
+            if self.eos is not None:
+                live = live & ~torch.isin(chosen, self.eos.to(device))
+            if confidence is not None:
+                live = live & (confidence >= self.threshold)
+                if not bool(live.any()):
+                    break
+        self._read = {row: n + len(tokens) - 1 for row, n in zip(rows, known, strict=True)}
+        return Candidates(torch.stack(tokens, 1), torch.stack(lives, 1), torch.stack(logits, 1) if logits else None)
+
+    def _first(self, texts: Mapping[int, Sequence[int]]) -> Tensor:
+        """Feed what the draft has not seen yet; the logits behind it, `(rows, vocab)`."""
+        known = [len(texts[row]) for row in self.rows]
+        self.fed = max(n - self._read[row] for n, row in zip(known, self.rows, strict=True))
+        if self._ragged is None:
+            logits = self._read_all(texts, known)
+        else:
+            # Rows that have seen more are fed the last of it once more, which is written where it was.
+            ids = torch.tensor([texts[row][-self.fed :] for row in self.rows], device=self.model.device)
+            logits = self._feed(ids, [n - self.fed for n in known])
+        return logits
+
+    def _read_all(self, texts: Mapping[int, Sequence[int]], known: Sequence[int]) -> Tensor:
+        width = max(known)
+        padding = [width - n for n in known]
+        ids = [[0] * pad + list(texts[row]) for pad, row in zip(padding, self.rows, strict=True)]
+        cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))
+        fed = torch.tensor(ids, device=self.model.device)
+        logits = read_padded(self.model, fed, padding, cache, self._limit, **self._keep_one)
+        self._ragged = Ragged(self.model, cache, padding)
+        return logits[:, -1]
+
+    def _feed(self, ids: Tensor, starts: Sequence[int]) -> Tensor:
+        assert self._ragged is not None
+        last = None
+        if self._limit is not None and max(starts) + ids.shape[1] > self._limit:
+            last = torch.full_like(ids[:, :1], self._limit - 1)
+        return self._ragged.feed(ids, starts, last, **self._keep_one)[:, -1]
+
+    def _choose(self, raw: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        """Tokens, `(rows,)`; the logits that they were drawn from, if they were; whether any can be chosen; and how
+        probable they are, where that is asked for."""
+        if not (self.do_sample or self.processors):
+            highest, column = raw.max(-1)
+            tokens, probable = column if self.token_ids is None else self.token_ids[column], None
+            if self.threshold:
+                probable = raw.softmax(-1, dtype=torch.float32).gather(-1, column[:, None])[:, 0]
+            return tokens, None, highest.isfinite(), probable
+        logits = self.processors(self._whole(raw), self.rows, lengths)
+        highest, tokens = logits.max(-1)
+        is_possible = highest.isfinite()
+        if not (self.do_sample or self.threshold):
+            return tokens, None, is_possible, None
+        probs = logits.softmax(-1)
+        if self.do_sample:
+            # Nothing can be drawn from NaN, nor where no token is allowed.
+            tokens = torch.multinomial(probs.where(is_possible[:, None], 1.0), 1)[:, 0]
+        probable = probs.gather(-1, tokens[:, None])[:, 0] if self.threshold else None
+        return tokens, logits if self.do_sample else None, is_possible, probable
+
+    def _whole(self, raw: Tensor) -> Tensor:
+        """Logits of all of the target's tokens, float32, a copy that processors may write into."""
+        logits = raw.to(torch.float32, copy=True)
+        if self.token_ids is not None:
+            whole = logits.new_full((len(logits), self.vocab_size), -torch.inf)
+            return whole.index_copy_(1, self.token_ids, logits)
+        missing = self.vocab_size - logits.shape[-1]  # embeddings padded otherwise than the target's
+        return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+
+    def settle(self, row: int, length: int, accepted: int) -> None:
+        """Of the candidates behind so many tokens of a row, so many were accepted."""
+        self._read[row] = min(self._read[row], length + accepted)
+
+    def leave(self, row: int) -> None:
+        """A row has ended."""
+        place, last = self.rows.index(row), self.rows.pop()
+        if last != row:
+            self.rows[place] = last
+        if self._ragged is not None:
+            with torch.inference_mode():
+                self._ragged.leave(place)
+
+
+# --- what the target makes of them ----------------------------------------------------------------------------------
+
+
+class Verdict(NamedTuple):
+    """What a round brings each row: how many candidates were accepted, and the token behind them, int64, `(rows,)`;
+    the target's and the draft's probability of each candidate, float32, `(rows, k)`, where they were drawn."""
+
+    accepted: Tensor
+    token: Tensor
+    p: Tensor | None = None
+    q: Tensor | None = None
+
+
+def judged(candidates: Candidates, scores: Tensor, *, do_sample: bool) -> Verdict:
+    """
+    What becomes of candidates. Greedy: those that are the target's choice, up to the first that is not. Sampled: the
+    rejection sampling of arXiv 2211.17192 (algorithm 1), row by row.
+
+    Args:
+        candidates (`Candidates`): On the device of the scores.
+        scores (`torch.Tensor` of shape `(rows, k + 1, vocab)`, float32): The target's processed logits at each
+            candidate, and behind the last one.
+        do_sample (`bool`): Whether tokens are drawn.
+    """
+    tokens, live, rows = candidates.tokens, candidates.live, torch.arange(len(scores), device=scores.device)
+    k = tokens.shape[1]
+    if not do_sample:
+        chosen = scores.argmax(-1)
+        accepted = ((tokens == chosen[:, :k]) & live).long().cumprod(1).sum(1)
+        return Verdict(accepted, chosen[rows, accepted])
+    target = scores.softmax(-1)
+    if candidates.logits is None or not k:
+        return Verdict(torch.zeros_like(rows), torch.multinomial(target[:, 0], 1)[:, 0])
+    draft = candidates.logits.softmax(-1)
+    p, q = (probs[:, :k].gather(-1, tokens[..., None])[..., 0] for probs in (target, draft))
+    is_accepted = live & (torch.rand_like(p) < p / q)
+    accepted = is_accepted.long().cumprod(1).sum(1)
+    own = target[rows, accepted]
+    is_rejected = (accepted < live.sum(1))[:, None]
+    rest = (own - draft[rows, accepted.clamp(max=k - 1)].where(is_rejected, 0.0)).clamp(min=0)
+    # Where both are the same but for rounding nothing is left, or noise: what is rejected then never is.
+    rest = rest.where(rest.sum(-1, keepdim=True) > 0, own)
+    token = torch.multinomial(rest / rest.sum(-1, keepdim=True), 1)[:, 0]
+    return Verdict(accepted, token, p, q)
