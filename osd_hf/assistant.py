@@ -160,9 +160,9 @@ class OnlineAssistant:
         What `target.generate` returns for these arguments, sooner.
 
         Args:
-            inputs (`torch.Tensor` of shape `(1, prompt)`, int64, *optional*):
-                Prompt ids; or pass `input_ids` and `attention_mask` as the tokenizer returns them. They are brought to
-                the target's device.
+            inputs (`torch.Tensor` of shape `(prompts, tokens)`, int64, *optional*):
+                Prompt ids; or pass `input_ids` and `attention_mask` as the tokenizer returns them: of a decoder-only
+                target several prompts are padded on their left. They are brought to the target's device.
             domain (`str`, *optional*): Label under which the request is counted and logged.
             learn (`bool`, *optional*, defaults to `True`):
                 With `False` nothing of the request is kept or learned from; its acceptance is still counted.
@@ -173,8 +173,9 @@ class OnlineAssistant:
                 Whose request it is: past text of one owner is proposed to no other. Requests without one are taken
                 for one owner's; where several people are served, name them.
             on_trace (`Callable[[Trace], object]`, *optional*):
-                Called with the request's trace once the answer is there, also with `learn=False`; not called where
-                nothing could be captured, such as a prompt of embeddings. Where it fails, the log says so.
+                Called with the request's trace, or with that of each prompt, once the answer is there, also with
+                `learn=False`; not called where nothing could be captured, such as a prompt of embeddings. Where it
+                fails, the log says so.
             generate_kwargs (`Any`):
                 Passed on to `target.generate`. With `past_key_values` of an earlier turn of a chat, neither model
                 reads again what it has read; a compiled draft does.

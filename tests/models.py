@@ -269,10 +269,14 @@ class TableModel(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         attention_mask: torch.Tensor | None = None,
         past_key_values: Any = None,
         use_cache: bool = True,
+        position_ids: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         batch, length = input_ids.shape
-        if attention_mask is None:
+        if attention_mask is not None and attention_mask.ndim == 4:  # of rows that go on independently
+            assert position_ids is not None
+            positions = position_ids
+        elif attention_mask is None:
             seen = 0 if past_key_values is None else past_key_values.get_seq_length()
             positions = torch.arange(seen, seen + length).expand(batch, -1)
         else:

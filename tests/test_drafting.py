@@ -742,15 +742,6 @@ def test_a_plain_request_goes_on_from_an_earlier_turns_cache(
     assert answers[0] == answers[1]
 
 
-def test_a_batch_is_refused_where_requests_are_plain_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AutoPace, "is_plain", lambda self: True)
-    target, draft = models.pair()
-    assistant = OnlineAssistant(target, draft, config=OnlineConfig(num_assistant_tokens="auto"))
-    with assistant.attached(), pytest.raises(ValueError, match="batch_size = 1"):
-        target.generate(models.prompt(4).expand(2, -1), assistant_model=assistant.draft, max_new_tokens=3)
-    assert assistant.stats.emitted == 0
-
-
 class Scratch(LogitsProcessor):  # type: ignore[misc]
     """Writes into a buffer that it makes at the first call."""
 

@@ -151,7 +151,7 @@ def test_trying_a_processor_out_leaves_the_callers_as_it_was(pair: tuple[Any, An
 @pytest.mark.parametrize(
     ("inputs", "words"),
     [
-        (torch.ones(2, 5, dtype=torch.long), "2 prompts"),
+        (torch.ones(0, 5, dtype=torch.long), "shape"),
         (torch.ones(5, dtype=torch.long), "shape"),
         ("What is it?", "return_tensors"),
         ([1, 2, 3], "return_tensors"),

@@ -18,6 +18,7 @@ from transformers.generation import logits_process as known
 from osd_hf.drafting.forward import AHEAD, MASKED_ATTENTION
 from osd_hf.drafting.generator import Clock, LeanDrafting
 from osd_hf.errors import first_line
+from osd_hf.pair import vocab_size_of
 from osd_hf.processing import CONTEXTUAL, ROW_WISE
 
 logger = logging.getLogger(__name__)
@@ -185,8 +186,7 @@ def _is_right(model: Any) -> bool:
     """Whether two rows of different lengths get the logits that they get alone."""
     long, short, count = PROBE
     device = model.device if model.device.type != "meta" else torch.device("cpu")
-    size = model.get_input_embeddings().weight.shape[0]
-    ids = torch.arange(1, long + count + 1, device=device) ** 2 * 7 % size
+    ids = torch.arange(1, long + count + 1, device=device) ** 2 * 7 % vocab_size_of(model)
     rows = [ids, ids.flip(0)[: short + count]]
     prompts = torch.stack([rows[0][:long], torch.cat([ids[: long - short], rows[1][:short]])])
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))

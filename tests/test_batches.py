@@ -1,0 +1,540 @@
+"""Batches: each row is answered as alone, and as the target answers the batch, and learned from as such."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import held
+import models
+import numpy as np
+import pytest
+import torch
+from test_lossless import TIE, fits, stopped_distribution, stopping_pair, transitions_fit
+from transformers import LogitsProcessor, StoppingCriteria, pipeline
+
+from osd_hf import OnlineAssistant, OnlineConfig, Trace, capture_traces, replay
+from osd_hf.capture import batch as capture_batch
+from osd_hf.drafting import batch as drafting_batch
+from osd_hf.routing import CallableRouter
+
+FIXED = OnlineConfig(num_assistant_tokens=4, update_strategy="manual")
+INDEPENDENT = ("llama", "qwen2", "qwen3", "gemma", "gpt2", "opt", "gpt_neox", "phi", "mixtral", "falcon")
+TOGETHER = ("mistral", "gemma3", "gpt_neo", "bloom", "t5", "bart")
+SMALL: dict[str, dict[str, Any]] = {**models.SHALLOW, "falcon": {"num_hidden_layers": 1}, "bloom": {}, "gpt_neo": {}}
+LENGTHS = (3, 11, 6, 8, 4, 9, 5, 7)
+NEW = 16
+
+
+def padded(lengths: tuple[int, ...], side: str = "left", vocab_size: int = models.VOCAB) -> dict[str, torch.Tensor]:
+    """Prompts of these lengths, as a tokenizer pads them."""
+    rows = [models.prompt(n, seed=40 + i, vocab_size=vocab_size)[0] for i, n in enumerate(lengths)]
+    widest = max(lengths)
+    ids, mask = torch.zeros(2, len(rows), widest, dtype=torch.long)
+    for i, row in enumerate(rows):
+        where = slice(widest - len(row), None) if side == "left" else slice(len(row))
+        ids[i, where], mask[i, where] = row, 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def each(batch: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    """The rows without padding."""
+    for ids, mask in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
+        yield {"input_ids": ids[mask][None], "attention_mask": torch.ones_like(ids[mask][None])}
+
+
+@functools.cache
+def pair(architecture: str = "llama", noise: float = 0.08) -> tuple[Any, Any]:
+    """A target and a draft that is right now and then, which nobody changes."""
+    small = SMALL.get(architecture, {"num_hidden_layers": 1})
+    return models.pair(architecture, noise=noise, **small)
+
+
+def assistant_of(architecture: str = "llama", config: OnlineConfig = FIXED, noise: float = 0.08) -> OnlineAssistant:
+    return OnlineAssistant(*pair(architecture, noise), config=config)
+
+
+def divergences(
+    target: Any, ours: torch.Tensor, batch: dict[str, torch.Tensor], settings: dict[str, Any]
+) -> list[str]:
+    """Rows of greedy answers that are not those of the target alone, but for ties."""
+    theirs = target.generate(**batch, **settings, output_logits=True, return_dict_in_generate=True)
+    wrong, begins = list[str](), theirs.sequences.shape[1] - len(theirs.logits)
+    for row, (a, b) in enumerate(zip(ours, theirs.sequences, strict=True)):
+        both = min(len(a), len(b))
+        differs = (a[:both] != b[:both]).nonzero()[:, 0].tolist() or ([] if len(a) == len(b) else [both])
+        if differs:
+            top = theirs.logits[min(differs[0] - begins, len(theirs.logits) - 1)][row].topk(2).values
+            if differs[0] == both or float(top[0] - top[1]) > TIE:
+                wrong.append(f"row {row}: {a[begins:].tolist()} instead of {b[begins:].tolist()}")
+    return wrong
+
+
+def facts(trace: Trace) -> list[Any]:
+    """What two traces of one request have in common, but for the rounding of rows."""
+    rounds = [(r.drafted_ids.tolist(), r.num_accepted, r.num_emitted) for r in trace.rounds]
+    return [trace.prompt_ids.tolist(), trace.completion_ids.tolist(), rounds, trace.domain, trace.draft_version]
+
+
+# --- greedy ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("architecture", "rows"), [*((name, 4) for name in INDEPENDENT), ("llama", 1), ("llama", 2), ("gpt2", 8)]
+)
+def test_each_row_is_answered_as_alone_and_leaves_the_trace_that_it_leaves_alone(architecture: str, rows: int) -> None:
+    assistant, batch = assistant_of(architecture), padded(LENGTHS[:rows])
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW}
+    traces, alone = list[Trace](), list[Trace]()
+    answers = assistant.generate(**batch, **settings, on_trace=traces.append)
+    assert divergences(assistant.target, answers, batch, settings) == []
+    assert 0.1 < assistant.stats.alpha < 1 or rows == 1
+    counts = replay(assistant.draft, traces, 4)
+    assert counts == assistant.stats
+    for row, answer in zip(each(batch), answers, strict=True):
+        if architecture in ("llama", "opt"):  # as the target answers it alone; other tests hold that of an assistant's
+            assert divergences(assistant.target, answer[None, -NEW - row["input_ids"].shape[1] :], row, settings) == []
+        assistant.generate(**row, **settings, on_trace=alone.append)
+    assert list(map(facts, traces)) == list(map(facts, alone))
+    for ours, theirs in zip(traces, alone, strict=True):
+        assert ours.sampling == theirs.sampling
+        assert np.abs(ours.kept_logprobs() - theirs.kept_logprobs()).max() < 0.02  # half precision
+
+
+@pytest.mark.parametrize("architecture", TOGETHER)
+def test_a_target_whose_rows_cannot_go_on_independently_answers_by_itself(
+    architecture: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assistant = assistant_of(architecture)
+    batch = padded(LENGTHS[:3], "right" if assistant.target.config.is_encoder_decoder else "left")
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
+    traces = list[Trace]()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            answers = assistant.generate(**batch, **settings, on_trace=traces.append)
+    assert torch.equal(answers, assistant.target.generate(**batch, **settings))
+    assert sum("Batches are decoded without a draft" in line for line in caplog.messages) <= 1
+    assert (assistant.stats.drafted, assistant.stats.emitted, assistant.stats.num_requests) == (0, 72, 6)
+    for trace, row in zip(traces[:2], each(batch), strict=False):
+        one = list[Trace]()
+        assistant.generate(**row, **settings, on_trace=one.append)
+        assert trace.prompt_ids.tolist() == one[0].prompt_ids.tolist()
+        assert np.abs(trace.kept_logprobs() - one[0].kept_logprobs()).max() < 0.02
+
+
+def break_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows see what was rejected behind the first of their new tokens."""
+    feed = drafting_batch.Ragged.feed
+
+    def leaky(self: Any, ids: Any, starts: Any, last: Any = None, **settings: Any) -> Any:
+        model = self.model
+
+        class Leaks:
+            def __call__(self, attention_mask: torch.Tensor, **kwargs: Any) -> Any:
+                return model(attention_mask=attention_mask | True, **kwargs)
+
+        self.model = Leaks()
+        try:
+            return feed(self, ids, starts, last, **settings)
+        finally:
+            self.model = model
+
+    monkeypatch.setattr(drafting_batch.Ragged, "feed", leaky)
+
+
+def shift_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    feed = drafting_batch.Ragged.feed
+    monkeypatch.setattr(
+        drafting_batch.Ragged,
+        "feed",
+        lambda self, ids, starts, last=None, **s: feed(self, ids, [max(starts)] * len(starts), last, **s),
+    )
+
+
+def swap_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The place of a row that has left is taken by another one than the loop takes it to be."""
+    leave = drafting_batch.Ragged.leave
+    monkeypatch.setattr(drafting_batch.Ragged, "leave", lambda self, row: leave(self, self.rows - 1))
+
+
+@pytest.mark.parametrize("spoil", [break_the_mask, shift_positions, swap_rows])
+def test_a_wrong_mask_position_or_row_fails_the_check(
+    spoil: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assistant, batch = assistant_of("qwen3"), padded(LENGTHS[:4])
+    settings = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": ends_of(assistant.target, batch)}
+    assert divergences(assistant.target, assistant.generate(**batch, **settings), batch, settings) == []
+    spoil(monkeypatch)
+    assert divergences(assistant.target, assistant.generate(**batch, **settings), batch, settings) != []
+
+
+# --- ends -----------------------------------------------------------------------------------------------------------
+
+
+def ends_of(target: Any, batch: dict[str, torch.Tensor]) -> list[int]:
+    """Tokens at which rows end at different lengths, one of them never."""
+    answers = target.generate(**batch, do_sample=False, max_new_tokens=NEW)[:, batch["input_ids"].shape[1] :]
+    return [int(answers[0, 4]), int(answers[1, 9])]
+
+
+class EndsWith(StoppingCriteria):  # type: ignore[misc]
+    """Ends each row at one of these tokens; or, as a careless one does, all rows with the first one."""
+
+    def __init__(self, tokens: list[int], is_careless: bool = False) -> None:
+        self.tokens, self.is_careless, self.calls = torch.tensor(tokens), is_careless, list[int]()
+        self.is_stateless = True  # but for what the test asks
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.calls.append(input_ids.shape[1])
+        met = torch.isin(input_ids[:, -1], self.tokens)
+        return met[:1] if self.is_careless else met
+
+
+class PerRow(LogitsProcessor):  # type: ignore[misc]
+    """Forbids each row other tokens, by what the row has said and by its number."""
+
+    is_stateless = True  # pytest rewrites the assertion, which reaches far
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        assert len(input_ids) == len(scores) == 4
+        scores = scores.clone()
+        for row, ids in enumerate(input_ids):
+            scores[row, (int(ids[-1]) * 7 + row + torch.arange(30)) % scores.shape[1]] = -torch.inf
+        return scores
+
+
+def allowed(row: int, ids: torch.Tensor) -> list[int]:
+    return [(int(ids[-1]) * 5 + row * 11 + i) % models.VOCAB for i in range(24)]
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "eos": {"eos_token_id": "ends"},
+    "eos and another pad": {"eos_token_id": "ends", "pad_token_id": 5},
+    "stop strings": {"stop_strings": "words"},
+    "stop strings and eos": {"stop_strings": "words", "eos_token_id": "one end"},
+    "a criterion of each row": {"stopping_criteria": EndsWith},
+    "a criterion and eos": {"stopping_criteria": EndsWith, "eos_token_id": "one end"},
+    "a careless criterion": {"stopping_criteria": functools.partial(EndsWith, is_careless=True)},
+    "max_length": {"max_length": 17, "max_new_tokens": None},
+    "one token": {"max_new_tokens": 1},
+    "penalty": {"repetition_penalty": 1.5},
+    "ngrams": {"no_repeat_ngram_size": 2, "bad_words_ids": [[3], [4, 5]]},
+    "least": {"eos_token_id": "ends", "min_new_tokens": 7},
+    "forced": {"eos_token_id": "ends", "forced_eos_token_id": 2, "exponential_decay_length_penalty": (3, 1.2)},
+    "encoder penalty": {"encoder_repetition_penalty": 1.4},
+    "a processor of each row": {"logits_processor": [PerRow()], "eos_token_id": "ends"},
+    "allowed tokens": {"prefix_allowed_tokens_fn": allowed, "eos_token_id": "ends"},
+}
+
+
+# Whatever goes by padding, or by the number of the row, makes something else of a row alone.
+ALIKE_ALONE = ("eos", "eos and another pad", "stop strings", "stop strings and eos", "one token", "least", "forced")
+
+
+def settings_of(name: str, target: Any, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+    settings = {"do_sample": False, "max_new_tokens": NEW, **SETTINGS[name]}
+    ends, tokenizer = ends_of(target, batch), models.tokenizer()
+    if "eos_token_id" in settings:
+        settings["eos_token_id"] = ends if settings["eos_token_id"] == "ends" else ends[1]
+    if "stop_strings" in settings:
+        settings |= {"stop_strings": tokenizer.convert_ids_to_tokens(ends), "tokenizer": tokenizer}
+    if "stopping_criteria" in settings:
+        settings["stopping_criteria"] = [settings["stopping_criteria"](ends)]
+    return settings
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_rows_end_and_are_processed_as_in_the_targets_own_loop(name: str) -> None:
+    assistant, batch = assistant_of("qwen3"), padded(LENGTHS[:4])
+    settings = settings_of(name, assistant.target, batch)
+    traces = list[Trace]()
+    answers = assistant.generate(**batch, **settings, on_trace=traces.append)
+    asked = [list(c.calls) for c in settings.get("stopping_criteria", ())]
+    assert divergences(assistant.target, answers, batch, settings) == []
+    assert assistant.stats.drafted > 0 or name == "one token"
+    for criterion, ours in zip(settings.get("stopping_criteria", ()), asked, strict=True):
+        theirs = criterion.calls[len(ours) :]
+        assert ours[-len(theirs) :] == theirs  # behind those that try it out
+    for trace, row in zip(traces, each(batch) if name in ALIKE_ALONE else (), strict=False):
+        alone = list[Trace]()
+        assistant.generate(**row, **settings, on_trace=alone.append)
+        assert facts(trace)[:3] == facts(alone[0])[:3]
+
+
+def test_rows_that_have_ended_leave_the_batch() -> None:
+    assistant, batch = assistant_of("qwen3"), padded(LENGTHS[:4])
+    seen: list[int] = []
+    models_seen = [assistant.target, assistant.draft]
+    handles = [
+        m.register_forward_pre_hook(lambda m, args, kwargs: seen.append(len(kwargs["input_ids"])), with_kwargs=True)
+        for m in models_seen
+    ]
+    assistant.generate(**batch, do_sample=False, max_new_tokens=NEW, eos_token_id=ends_of(pair("qwen3")[0], batch))
+    for handle in handles:
+        handle.remove()
+    rounds = seen[seen.index(4) :]
+    assert rounds == sorted(rounds, reverse=True)
+    assert rounds[0] == 4
+    assert rounds[-1] < 4
+
+
+class Raises(LogitsProcessor):  # type: ignore[misc]
+    is_stateless = True
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] > 15:
+            raise LookupError("no such length")
+        return scores
+
+
+def test_what_a_processor_raises_is_raised_as_by_the_target() -> None:
+    assistant, batch = assistant_of("qwen3"), padded(LENGTHS[:4])
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "logits_processor": [Raises()]}
+    for generate in (assistant.target.generate, assistant.generate):
+        with pytest.raises(LookupError, match="no such length"):
+            generate(**batch, **settings)
+    settings["max_new_tokens"] = 5  # drafted tokens that would have been too long are no reason to fail
+    assert torch.equal(assistant.generate(**batch, **settings), assistant.target.generate(**batch, **settings))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"return_dict_in_generate": True, "output_scores": True},
+        {"num_assistant_tokens": 2},
+    ],
+)
+def test_what_only_the_targets_own_loop_returns_comes_from_it(more: dict[str, Any]) -> None:
+    assistant, batch = assistant_of("qwen3"), padded(LENGTHS[:2])
+    answers = assistant.generate(**batch, do_sample=False, max_new_tokens=6, **more)
+    more = {name: value for name, value in more.items() if name != "num_assistant_tokens"}
+    theirs = assistant.target.generate(**batch, do_sample=False, max_new_tokens=6, **more)
+    if more:
+        assert torch.equal(torch.stack(answers.scores), torch.stack(theirs.scores))
+        answers, theirs = answers.sequences, theirs.sequences
+    assert torch.equal(answers, theirs)
+
+
+# --- sampled --------------------------------------------------------------------------------------------------------
+
+
+def test_sampled_rows_have_the_targets_distribution() -> None:
+    target, draft = models.bigram(0), models.bigram(1)
+    assistant = OnlineAssistant(target, draft, config=FIXED)
+    ids = torch.tensor([[0, 1], [2, 3], [4, 4], [3, 1]])
+    mask = torch.tensor([[1, 1], [0, 1], [1, 1], [0, 1]])
+    table, answers = target.by_token.detach().double().softmax(-1).numpy(), list[list[int]]()
+    for _ in range(4):
+        output = assistant.generate(ids, attention_mask=mask, do_sample=True, top_k=0, max_new_tokens=50)
+        answers += output[:, 1:].tolist()
+    assert transitions_fit(answers, table) > 1e-3
+    assert 0.2 < assistant.stats.alpha < 0.95
+
+
+def accept_too_readily(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = torch.rand_like
+    monkeypatch.setattr(torch, "rand_like", lambda like: 0.2 * draw(like))
+
+
+def forget_what_was_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = drafting_batch.judged
+
+    def judged(candidates: Any, scores: torch.Tensor, *, do_sample: bool) -> Any:
+        verdict = judge(candidates, scores, do_sample=do_sample)
+        own = scores[torch.arange(len(scores)), verdict.accepted].softmax(-1)
+        return verdict._replace(token=torch.multinomial(own, 1)[:, 0])
+
+    monkeypatch.setattr(capture_batch, "judged", judged)
+
+
+def swap_the_rows_of_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = drafting_batch.judged
+
+    def judged(candidates: Any, scores: torch.Tensor, *, do_sample: bool) -> Any:
+        swapped = None if candidates.logits is None else candidates.logits.flip(0)
+        return judge(candidates._replace(logits=swapped), scores, do_sample=do_sample)
+
+    monkeypatch.setattr(capture_batch, "judged", judged)
+
+
+@pytest.mark.parametrize("spoil", [accept_too_readily, forget_what_was_rejected, swap_the_rows_of_the_draft])
+def test_a_loop_that_is_not_lossless_fails_the_sampled_check(
+    spoil: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch)
+    target = models.bigram(0)
+    assistant = OnlineAssistant(target, models.bigram(1), config=FIXED)
+    ids = torch.arange(20)[:, None] % 5
+    output = assistant.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, max_new_tokens=90)
+    assert transitions_fit(output.tolist(), target.by_token.detach().double().softmax(-1).numpy()) < 1e-6
+
+
+def test_sampled_rows_that_end_early_have_the_targets_distribution() -> None:
+    target, draft = stopping_pair()
+    assistant = OnlineAssistant(target, draft, config=FIXED)
+    ids, counts = torch.full((50, 1), 2), Counter[tuple[int, ...]]()
+    for _ in range(6):
+        output = assistant.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, max_new_tokens=3,
+            eos_token_id=[0, 1], pad_token_id=4,
+        )  # fmt: skip
+        for answer in output[:, 1:].tolist():
+            end = next((i for i, token in enumerate(answer) if token in (0, 1)), 2)
+            counts[tuple(answer[: end + 1])] += 1
+    assert fits(counts, stopped_distribution(target, 2), [lambda answer: (len(answer), answer[-1] in (0, 1))]) > 1e-3
+
+
+def test_a_draft_that_is_the_target_is_accepted_whole_when_sampled() -> None:
+    target, _ = pair()
+    assistant, traces = OnlineAssistant(target, models.draft_of(target, 0.0), config=FIXED), list[Trace]()
+    settings = {"do_sample": True, "temperature": 1.3, "top_k": 20, "max_new_tokens": NEW}
+    for _ in range(3):
+        assistant.generate(**padded((4, 7, 5)), **settings, on_trace=traces.append)
+    assert assistant.stats.alpha > 0.99
+    for r in (r for trace in traces for r in trace.rounds if r.num_drafted):
+        assert r.p is not None
+        assert r.q is not None
+        assert len(r.p) == len(r.q) == r.num_examined
+        assert np.abs(r.p - r.q).max() < 1e-4
+
+
+def test_rows_whose_draft_is_unsure_propose_less() -> None:
+    target, draft = models.pair("qwen3", noise=0.08, num_hidden_layers=1)
+    draft.generation_config.assistant_confidence_threshold = 0.15
+    assistant, batch = (
+        OnlineAssistant(target, draft, config=OnlineConfig(num_assistant_tokens=None)),
+        padded(LENGTHS[:4]),
+    )
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "learn": False}
+    traces, alone = list[Trace](), list[Trace]()
+    answers = assistant.generate(**batch, **settings, on_trace=traces.append)
+    assert divergences(target, answers, batch, {"do_sample": False, "max_new_tokens": NEW}) == []
+    for row in each(batch):
+        assistant.generate(**row, **settings, on_trace=alone.append)
+    assert list(map(facts, traces)) == list(map(facts, alone))
+    assert len({r.num_drafted for trace in traces for r in trace.rounds}) > 2
+
+
+# --- traces and learning --------------------------------------------------------------------------------------------
+
+LEARNS = OnlineConfig(
+    num_assistant_tokens=4, update_strategy="interval", update_interval=4, gate=False, learning_rate=3e-3
+)
+
+
+def test_a_batch_is_learned_from_as_its_rows_are_one_by_one() -> None:
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8}
+    assistants = [OnlineAssistant(*models.pair(num_hidden_layers=1, noise=0.2), config=LEARNS) for _ in range(2)]
+    for _ in range(2):
+        assistants[0].generate(**padded(LENGTHS[:4]), **settings)
+        for row in each(padded(LENGTHS[:4])):
+            assistants[1].generate(**row, **settings)
+    ours, theirs = assistants
+    assert ours.version == theirs.version == 2
+    assert ours.stats.num_requests == theirs.stats.num_requests == 8
+    for a, b, given in zip(*(list(m.parameters()) for m in (ours.draft, theirs.draft, pair()[1])), strict=True):
+        assert (a - b).abs().max() < 0.05 * (a - given).abs().max() or a.ndim == 1
+
+
+def test_rows_of_several_domains_are_drafted_by_the_drafts_of_these() -> None:
+    router = CallableRouter(lambda text: "even" if len(text) % 2 == 0 else "odd")
+    target, draft = models.pair("qwen3", num_hidden_layers=1, noise=0.2)
+    assistant = OnlineAssistant(target, draft, models.tokenizer(), LEARNS, router=router)
+    batch, settings, traces = padded(LENGTHS[:4]), {"do_sample": False, "max_new_tokens": 8}, list[Trace]()
+    for _ in range(3):
+        answers = assistant.generate(**batch, **settings, on_trace=traces.append)
+        assert divergences(target, answers, batch, settings) == []
+    assert [trace.domain for trace in traces[:4]] == ["odd", "odd", "even", "even"]
+    assert {domain: s.num_requests for domain, s in assistant.stats_by_domain.items()} == {"odd": 6, "even": 6}
+    assert {trace.draft_version for trace in traces} != {0}
+    alone = list[Trace]()
+    for row in each(batch):
+        assistant.generate(**row, **settings, learn=False, on_trace=alone.append)
+    assistant.generate(**batch, **settings, learn=False, on_trace=alone.append)
+    assert list(map(facts, alone[:4])) == list(map(facts, alone[4:]))
+
+
+def test_batches_of_the_callers_own_are_captured_and_drafted() -> None:
+    (target, draft), batch, traces = pair("qwen3"), padded(LENGTHS[:3]), list[Trace]()
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW}
+    assistant = OnlineAssistant(target, draft, config=FIXED)
+    with assistant.attached(domain="mine"), capture_traces(target, traces.append):
+        answers = target.generate(**batch, **settings, assistant_model=assistant.draft)
+    with capture_traces(target, traces.append):
+        assert torch.equal(target.generate(**batch, **settings, assistant_model=draft), answers)
+    assert torch.equal(target.generate(**batch, **settings), answers)
+    assert assistant.stats_by_domain["mine"].num_requests == 3
+    assert [len(trace) for trace in traces] == [NEW] * 6
+    assert all(trace.rounds[0].num_drafted for trace in traces)
+
+
+def test_a_pipeline_drafts_for_its_batches() -> None:
+    assistant, tokenizer = assistant_of("qwen3"), models.tokenizer()
+    tokenizer.padding_side = "left"
+    alone, pipe = (
+        pipeline("text-generation", model=assistant.target, tokenizer=tokenizer, device="cpu", **more)
+        for more in ({}, {"assistant_model": assistant.draft})
+    )
+    texts, settings = ["abc", "defghij", "kl", "mnopq"], {"do_sample": False, "max_new_tokens": 9, "batch_size": 2}
+    with assistant.attached():
+        assert pipe(texts, **settings) == alone(texts, **settings)
+    assert assistant.stats.num_requests == 4
+    assert assistant.stats.drafted > 0
+
+
+def test_batches_leave_nothing_behind() -> None:
+    assistant, batch = assistant_of("qwen3", noise=0.08), padded((3, 4))
+    for number in range(50):
+        assistant.generate(**batch, do_sample=False, max_new_tokens=3, learn=False)
+        if number == 4:
+            gc.collect()
+            before = held.held_bytes()
+    gc.collect()
+    assert held.held_bytes() == before
+
+
+# --- how many tokens are drafted ------------------------------------------------------------------------------------
+
+
+class BatchTime:
+    """A clock on which forwards alone take time: each so many seconds, and so many for each token of each row."""
+
+    def __init__(self, seconds: dict[Any, tuple[float, float]]) -> None:
+        self.now = 0.0
+        for model, (base, slope) in seconds.items():
+            model.register_forward_pre_hook(functools.partial(self._pass, base, slope), with_kwargs=True)
+
+    def _pass(self, base: float, slope: float, module: Any, args: Any, kwargs: Any) -> None:
+        self.now += base + slope * kwargs["input_ids"].numel()
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(("rows", "slope", "most", "drafts"), [(2, 0.1, 0.7, True), (16, 1.0, 1.01, False)])
+def test_batches_draft_where_that_pays_and_lose_next_to_nothing_where_it_does_not(
+    rows: int, slope: float, most: float, drafts: bool
+) -> None:
+    target, draft = models.pair("qwen3", num_hidden_layers=1, noise=0.04)
+    assistant = OnlineAssistant(target, draft, config=OnlineConfig(candidates="draft", update_strategy="manual"))
+    assert assistant.drafting is not None
+    clock = assistant.drafting.clock = BatchTime({target: (1.0, slope), assistant.draft: (0.1, 0.0)})
+    batch = padded(tuple(itertools.islice(itertools.cycle(LENGTHS), rows)))
+    settings = {"do_sample": False, "max_new_tokens": 40, "learn": False}
+    for _ in range(2):
+        assistant.generate(**batch, **settings)
+    assistant.reset_stats()
+    began = clock()
+    for _ in range(3):
+        answers = assistant.generate(**batch, **settings)
+    ours, began = clock() - began, clock()
+    assert divergences(target, answers, batch, {"do_sample": False, "max_new_tokens": 40}) == []
+    alone = clock() - began
+    print(f"{rows} rows: {ours / 3 / alone:.2f} of the time of the target alone, {assistant.stats}")
+    assert (assistant.stats.drafted > 0) == drafts
+    assert ours < most * 3 * alone
