@@ -40,6 +40,10 @@ SMOKES = {
     "making": [
         *("--requests", "10", "--steps", "1", "--sizes", "1", "--threads", "1", "--traces", "{traces}"),
     ],
+    "batches": [
+        *("--requests", "2", "--sizes", "2", "--learn", "4", "--datasets", "gsm8k", "--max-new-tokens", "8"),
+        *("--traces", "{traces}"),
+    ],
     "sampled": ["--requests", "3", "--datasets", "gsm8k", "--max-new-tokens", "6", "--threads", "1"],
     "long_run": ["--requests", "24", "--marks", "12", "24"],
     "idle_learning": ["--shape", "tiny", "--pause", "0.02"],

@@ -1,0 +1,232 @@
+"""
+Batches: drafting for all rows together against the target's own batches, and against rows one after the other.
+
+    OSD_HF_DATA=... python recipes/batches.py                                             # gsm8k and finance, B to 16
+    OSD_HF_DATA=... python recipes/batches.py --learn 0                                   # the draft as it came
+    OSD_HF_DATA=... python recipes/batches.py --requests 4 --sizes 1 2 --learn 4 --datasets gsm8k \\
+        --max-new-tokens 8                                                                # smoke
+
+The same prompts, which no draft has learned from, are answered greedily in batches of B by `target.generate`, by an
+assistant that decides how much to draft, by one that drafts k tokens, and row by row by an assistant, in turns that
+change from batch to batch; ratios of seconds have a 95% bootstrap interval over batches. The draft has learned from
+other requests of the data set before. Nothing is compiled. Counted are the tokens fed to the target that no row
+proposed (its draft had ended, or the answer had no room), the columns read beyond a row's own tokens (rows end at
+different columns, while caches have no holes), and the bytes of caches that were copied, as rows ended or a cache was
+full, over those that forwards read.
+
+What an H100 would do with an 8B target and a 0.6B draft at B = 1 to 64 is a **model**, not a measurement: bf16 weights
+are read once a forward, and keys and values of `--context` tokens a row once, at 3.35 TB/s; 400 TFLOP/s are reached
+where that takes longer; launching kernels, sampling and the processor's work take no time. Acceptance is the lab's.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import (
+    MAX_NEW_TOKENS,
+    TEMPLATES,
+    K,
+    drawing,
+    load_pair,
+    make_parser,
+    prompts,
+    recorded,
+    run_facts,
+    simulated,
+    write_report,
+)
+from tqdm import tqdm
+
+from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig
+from osd_hf.drafting import batch as drafting
+from osd_hf.metrics import expected_block_efficiency
+
+BANDWIDTH, FLOPS = 3.35e12, 4e14  # bytes/s and FLOP/s of the model
+# Parameters, and bytes of keys and values a token: Qwen3-8B and Qwen3-0.6B.
+TARGET, DRAFT = (8.2e9, 36 * 8 * 128 * 4), (0.6e9, 28 * 8 * 128 * 4)
+WAYS = ("alone", "auto", "fixed", "one by one")
+
+
+class Counted:
+    """What the forwards over rows of different lengths fed, read and copied, while this is entered."""
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+        self.reset()
+
+    def reset(self) -> None:
+        self.fed = self.filling = self.read = self.beyond = self.copied = self.bytes_read = 0
+
+    def __enter__(self) -> Counted:
+        counted, self._before = self, (drafting.Ragged.feed, drafting.Ragged.leave, drafting._with_room)
+        feed, leave, room = self._before
+
+        def feeds(ragged: Any, ids: Any, starts: Any, last: Any = None, **settings: Any) -> Any:
+            if ragged.model is counted.target:
+                rows, count = ids.shape
+                width, ends = max(starts) + count, [start + count for start in starts]
+                own = [start + 1 for start in starts] if last is None else (last[:, 0] + 1).tolist()
+                counted.fed += rows * count
+                counted.filling += sum(ends) - sum(own)
+                counted.read += rows * width
+                counted.beyond += rows * width - sum(own)
+            layer = ragged.cache.layers[0]
+            per_column = 2 * layer.keys[0, :, 0].nbytes * len(ragged.cache.layers)
+            counted.bytes_read += per_column * len(starts) * (max(starts) + ids.shape[1])
+            return feed(ragged, ids, starts, last, **settings)
+
+        def leaves(ragged: Any, row: int) -> None:
+            if row < ragged.rows - 1:
+                layer = ragged.cache.layers[0]
+                counted.copied += 2 * layer.keys[0].nbytes * len(ragged.cache.layers)
+            leave(ragged, row)
+
+        def with_room(states: Any, size: int) -> Any:
+            counted.copied += states.nbytes
+            return room(states, size)
+
+        drafting.Ragged.feed, drafting.Ragged.leave = feeds, leaves  # type: ignore[method-assign]
+        drafting._with_room = with_room
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        drafting.Ragged.feed, drafting.Ragged.leave, drafting._with_room = self._before
+
+    def shares(self) -> dict[str, float]:
+        return {
+            "filling_of_fed": self.filling / max(self.fed, 1),
+            "beyond_of_read": self.beyond / max(self.read, 1),
+            "copied_over_read": self.copied / max(self.bytes_read, 1),
+        }
+
+
+def padded(rows: list[list[int]]) -> dict[str, torch.Tensor]:
+    """Prompts with padding on their left."""
+    ids, mask = torch.zeros(2, len(rows), max(map(len, rows)), dtype=torch.long)
+    for i, row in enumerate(rows):
+        ids[i, -len(row) :], mask[i, -len(row) :] = torch.tensor(row), 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def ratio(ours: list[float], theirs: list[float], seed: int) -> list[float]:
+    """Times as fast, and its 95% interval by resampling batches."""
+    both = np.array([ours, theirs])
+    drawn = both[:, np.random.default_rng(seed).integers(len(ours), size=(2000, len(ours)))].sum(-1)
+    low, high = np.percentile(drawn[1] / drawn[0], [2.5, 97.5])
+    return [float(both[1].sum() / both[0].sum()), float(low), float(high)]
+
+
+def served(pair: Any, draft: Any, asked: list[list[int]], size: int, args: Any) -> dict[str, Any]:
+    """All prompts in batches of this size, in every way."""
+    config = OnlineConfig(update_strategy="manual", candidates="draft", seed=args.seed)
+    configs = {"auto": config, "fixed": replace(config, num_assistant_tokens=args.k), "one by one": config}
+    assistants = {way: OnlineAssistant(pair.target, draft, pair.tokenizer, each) for way, each in configs.items()}
+    settings = {"do_sample": False, "max_new_tokens": args.max_new_tokens}
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    batches = [asked[i : i + size] for i in range(0, len(asked) - size + 1, size)]
+    identical, tokens, counted = 0, 0, Counted(pair.target)
+
+    def answer(way: str, rows: list[list[int]]) -> list[torch.Tensor]:
+        if way == "one by one":
+            return [assistants[way].generate(**padded([row]), learn=False, **settings)[0] for row in rows]
+        if way == "alone":
+            return list(pair.target.generate(**padded(rows), **settings))
+        if way == "fixed":
+            with counted:
+                return list(assistants[way].generate(**padded(rows), learn=False, **settings))
+        return list(assistants[way].generate(**padded(rows), learn=False, **settings))
+
+    for way in WAYS:  # what only a first batch pays, costs among it
+        for _ in range(2):
+            answer(way, batches[0])
+    counted.reset()
+    for assistant in assistants.values():
+        assistant.reset_stats()
+    for i, rows in enumerate(tqdm(batches, desc=f"B = {size}", leave=False)):
+        answers = {}
+        for way in np.roll(WAYS, i).tolist():
+            began = time.perf_counter()
+            answers[way] = answer(way, rows)
+            seconds[way].append(time.perf_counter() - began)
+        identical += sum(map(torch.equal, answers["fixed"], answers["alone"]))
+        tokens += sum(len(a) - len(padded(rows)["input_ids"][0]) for a in answers["alone"])
+    stats: dict[str, AcceptanceStats] = {way: assistant.stats for way, assistant in assistants.items()}
+    row = {
+        "rows": size, "batches": len(batches), "identical": identical, "answers": len(batches) * size,
+        "tokens_per_second": {way: tokens / sum(each) for way, each in seconds.items()},
+        "times_alone": {way: ratio(seconds[way], seconds["alone"], args.seed) for way in WAYS[1:]},
+        "times_one_by_one": ratio(seconds["auto"], seconds["one by one"], args.seed),
+        "alpha": stats["fixed"].alpha, "tokens_per_round": {way: s.block_efficiency for way, s in stats.items()},
+        "drafted_per_round": {way: s.drafted / max(s.target_forwards, 1) for way, s in stats.items()},
+        "shares": counted.shares(),
+    }  # fmt: skip
+    told = ", ".join(f"{way} {row['times_alone'][way][0]:.2f}" for way in WAYS[1:])
+    print(f"B = {size}: times batches of the target alone: {told}; alpha {row['alpha']:.3f}, {identical} of "
+          f"{row['answers']} identical, {row['shares']}", flush=True)  # fmt: skip
+    for assistant in assistants.values():
+        assistant.close()
+    return row
+
+
+def model(alpha: float, context: int) -> list[dict[str, Any]]:
+    """What the roofline of one H100 says, for the best k and for k = 4."""
+
+    def forward(part: tuple[float, int], rows: int, fed: int) -> float:
+        weights, kept = part
+        return max((2 * weights + rows * context * kept) / BANDWIDTH, 2 * weights * rows * fed / FLOPS)
+
+    found = []
+    for rows in (1, 2, 4, 8, 16, 32, 64):
+        alone, drafted = forward(TARGET, rows, 1), forward(DRAFT, rows, 1)
+        times = {
+            k: alone * expected_block_efficiency(alpha, k) / (forward(TARGET, rows, k + 1) + k * drafted)
+            for k in range(1, 17)
+        }
+        best = max(times, key=lambda k: times[k])
+        found.append({"rows": rows, "k": best, "times_alone": times[best], "times_alone_at_4": times[4]})
+    return found
+
+
+def main() -> None:
+    parser = make_parser(__doc__, "batches")
+    parser.add_argument("--datasets", nargs="+", default=["gsm8k", "finance_alpaca"], choices=list(TEMPLATES))
+    parser.add_argument("--sizes", nargs="+", type=int, default=[1, 2, 4, 8, 16])
+    parser.add_argument("--requests", type=int, default=96)
+    parser.add_argument("--learn", type=int, default=480, help="requests that the draft has learned from before")
+    parser.add_argument("--k", type=int, default=K)
+    parser.add_argument("--max-new-tokens", type=int, default=MAX_NEW_TOKENS)
+    parser.add_argument("--context", type=int, default=1024, help="tokens of a row, in the model of an H100")
+    args = parser.parse_args()
+    pair, started, report = load_pair(), time.time(), dict[str, Any]()
+    for name in args.datasets:
+        draft, total = pair.draft, args.learn + args.requests
+        if args.learn:
+            traces = recorded(name, args.seed, total, Path(args.traces), tuple(pair))[: args.learn]
+            draft = simulated(draft, traces, OnlineConfig(seed=args.seed), bar=f"the draft learns {name}").draft
+        asked = prompts(name, pair.tokenizer, total, args.seed)[args.learn :]
+        print(f"\n{name}", flush=True)
+        rows = [served(pair, draft, asked, size, args) for size in args.sizes]
+        report[name] = {"measured": rows, "model": model(rows[-1]["alpha"], args.context)}
+        write_report(args.name, report, seed=args.seed, requests=args.requests, **run_facts(started))
+    with drawing(args.name, 1, len(report), figsize=(5 * len(report), 4)) as (_, axes):
+        for axis, (name, part) in zip(axes[0], report.items(), strict=True):
+            for way in WAYS[1:]:
+                points = [(row["rows"], row["times_alone"][way][0]) for row in part["measured"]]
+                axis.plot(*zip(*points, strict=True), marker="o", label=way)
+            points = [(row["rows"], row["times_alone"]) for row in part["model"]]
+            axis.plot(*zip(*points, strict=True), color="0.5", linestyle="--", label="model of an H100, 8B and 0.6B")
+            axis.axhline(1, color="0.5", linewidth=0.8)
+            axis.set_xscale("log", base=2)
+            axis.set(title=name, xlabel="rows", ylabel="times batches of the target alone")
+            axis.legend(fontsize=8)
+            axis.grid(alpha=0.3)
+
+
+if __name__ == "__main__":
+    main()
