@@ -41,8 +41,7 @@ SMOKES = {
         *("--requests", "10", "--steps", "1", "--sizes", "1", "--threads", "1", "--traces", "{traces}"),
     ],
     "batches": [
-        *("--requests", "2", "--sizes", "2", "--learn", "4", "--datasets", "gsm8k", "--max-new-tokens", "8"),
-        *("--traces", "{traces}"),
+        *("--requests", "2", "--sizes", "2", "--learn", "0", "--datasets", "gsm8k", "--max-new-tokens", "4"),
     ],
     "sampled": ["--requests", "3", "--datasets", "gsm8k", "--max-new-tokens", "6", "--threads", "1"],
     "long_run": ["--requests", "24", "--marks", "12", "24"],

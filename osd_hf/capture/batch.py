@@ -323,6 +323,7 @@ class _Rounds:
         if positions is not None:
             behind = positions[:, -1:] + 1 + torch.arange(k, device=positions.device)
             kwargs["position_ids"] = torch.cat([positions, behind], 1)
+        kwargs["past_key_values"].activate_past_recording()
         inputs = self.model.prepare_inputs_for_generation(
             torch.cat([self.input_ids, tokens], 1), next_sequence_length=None, is_first_iteration=True, **kwargs
         )

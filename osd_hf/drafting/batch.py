@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessorList
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import logits_process as known
 
 from osd_hf.drafting.forward import AHEAD, MASKED_ATTENTION
@@ -23,8 +23,9 @@ from osd_hf.processing import CONTEXTUAL, ROW_WISE
 
 logger = logging.getLogger(__name__)
 
+FULL, SLIDING = "full_attention", "sliding_attention"  # the kinds of layers, as configurations name them
 GROWTH = 1.5  # of a cache that is full: copying it costs as much as a forward's reading of it
-PROBE = (9, 4, 3)  # tokens of the two rows that a model is tried out on, and those behind them
+PROBE = (12, 3, 3)  # tokens of the two rows that a model is tried out on, and those behind them
 # What the logits of a row in a batch may differ by from those of the row alone, over their spread, by rounding.
 TOLERANCE = {torch.float32: 0.02, torch.float64: 0.02}
 ROUGH_TOLERANCE = 0.15
@@ -58,7 +59,7 @@ class _RaggedLayer(DynamicLayer):
             given = getattr(layer, name)
             kept = given.gather(2, at.expand(-1, given.shape[1], -1, given.shape[3]))
             setattr(self, name, _with_room(kept, kept.shape[2] + AHEAD))
-            setattr(layer, name, given[:, :, :0].clone())
+        layer.reset()
 
     def make_room(self, columns: int, rows: int) -> None:
         if columns > self.keys.shape[2]:
@@ -92,7 +93,8 @@ class Ragged:
 
     Args:
         model (`PreTrainedModel`): One that [`hindrance`] finds nothing in the way of.
-        cache (`DynamicCache`): What a forward of the rows, padded on their left, has filled; it is taken over.
+        cache (`DynamicCache`):
+            What one forward of the rows, padded on their left, has filled, past the windows of layers; it is emptied.
         padding (`Sequence[int]`): Tokens of padding with which each row begins.
     """
 
@@ -105,7 +107,11 @@ class Ragged:
             ours.take_over(theirs, columns.clamp(max=size - 1))
         self.cache = DynamicCache()
         self.cache.layers = layers
-        self._is_additive = model.config.get_text_config(decoder=True)._attn_implementation == "eager"
+        config = model.config.get_text_config(decoder=True)
+        self._is_additive = config._attn_implementation == "eager"
+        self._window = getattr(config, "sliding_window", None)
+        self._has_kinds = getattr(config, "layer_types", None) is not None
+        self._kinds = set(config.layer_types if self._has_kinds else [SLIDING] if self._window else ())
 
     def feed(self, ids: Tensor, starts: Sequence[int], last: Tensor | None = None, **settings: Any) -> Tensor:
         """
@@ -121,20 +127,31 @@ class Ragged:
         """
         device, count, width = ids.device, ids.shape[1], max(starts) + ids.shape[1]
         columns = torch.tensor(starts, device=device)[:, None] + torch.arange(count, device=device)
-        # A token sees those of its row up to itself: columns are positions.
-        mask = torch.arange(width, device=device) <= columns[:, None, :, None]
-        if self._is_additive:
-            dtype = self.model.dtype
-            mask = torch.zeros((), dtype=dtype, device=device).where(mask, torch.finfo(dtype).min)
         place = _Place(torch.arange(self.rows, device=device)[:, None], columns, width)
         for layer in self.cache.layers:
             layer.make_room(width, self.rows)
             layer.place = place
         logits: Tensor = self.model(
-            input_ids=ids, attention_mask=mask, position_ids=columns if last is None else columns.minimum(last),
+            input_ids=ids, attention_mask=self._mask(columns, width),
+            position_ids=columns if last is None else columns.minimum(last),
             past_key_values=self.cache, use_cache=True, return_dict=True, **settings,
         ).logits  # fmt: skip
         return logits
+
+    def _mask(self, columns: Tensor, width: int) -> Any:
+        """What tokens at these columns see of so many, in the form that the model takes: a token sees those of its row
+        up to itself, as columns are positions; in a sliding window, so many of them."""
+        at, columns = torch.arange(width, device=columns.device), columns[:, None, :, None]
+        masks = {FULL: at <= columns}
+        if SLIDING in self._kinds:
+            masks[SLIDING] = masks[FULL] & (at > columns - self._window)
+        if self._is_additive:
+            dtype = self.model.dtype
+            lowest, nothing = torch.finfo(dtype).min, torch.zeros((), dtype=dtype, device=columns.device)
+            masks = {kind: nothing.where(mask, lowest) for kind, mask in masks.items()}
+        if SLIDING not in self._kinds:
+            return masks[FULL]
+        return {kind: masks[kind] for kind in self._kinds} if self._has_kinds else masks[SLIDING]
 
     def leave(self, row: int) -> None:
         """A row has ended: the last one takes its place."""
@@ -172,12 +189,14 @@ def _unfit(model: Any) -> str | None:
     if attention not in MASKED_ATTENTION:
         return f"its attention, {attention}, takes no mask of each row's own"
     rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {str(kind.get("rope_type")) for kind in (rope, *rope.values()) if isinstance(kind, dict)}
-    if kinds & {"dynamic", "longrope"}:
+    ropes = {str(kind.get("rope_type")) for kind in (rope, *rope.values()) if isinstance(kind, dict)}
+    if ropes & {"dynamic", "longrope"}:
         return "its rotary embeddings change with the longest row"
-    is_local = "local" in (getattr(config, "attention_layers", None) or ())
-    if is_local or any(type(layer) is not DynamicLayer for layer in DynamicCache(config=config).layers):
-        return "it has sliding windows or recurrent layers"
+    layers = {type(layer) for layer in DynamicCache(config=config).layers}
+    kinds = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "attention_layers", None) or ())}
+    is_known = kinds <= {FULL, SLIDING, "global"} and getattr(config, "attention_chunk_size", None) is None
+    if not is_known or not layers <= {DynamicLayer, DynamicSlidingWindowLayer}:
+        return "it has layers other than full attention and sliding windows"
     return None
 
 
@@ -201,8 +220,9 @@ def _is_right(model: Any) -> bool:
 def read_padded(
     model: Any, ids: Tensor, padding: Sequence[int], cache: DynamicCache, limit: int | None = None, **settings: Any
 ) -> Tensor:
-    """The logits of rows, `(rows, tokens)`, that begin with so much padding each; `cache` holds them then. Those of
+    """The logits of rows, `(rows, tokens)`, that begin with so much padding each, which `cache` holds then. Those of
     rows with more than `limit` positions mean nothing."""
+    cache.activate_past_recording()
     positions = torch.arange(ids.shape[1], device=ids.device) - torch.tensor(padding, device=ids.device)[:, None]
     last = None if limit is None else limit - 1
     logits: Tensor = model(
