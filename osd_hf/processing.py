@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import logits_process as known
 
 from osd_hf.losses import overlap
@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 GROUP = 1 << 20  # elements worked on at once: larger temporaries take longer to be mapped into memory than to compute
 WIDTHS = (64, 2048)  # likeliest tokens among which a cut is looked for, before a whole row is sorted
+ROOM = 256  # tokens that memory is taken for at once
 MARGIN = 1e-6  # of probability: what is cut so close to the bound is decided by transformers' own rounding
 
 IMPARTIAL = (
@@ -401,3 +402,83 @@ def _seen(sequence: NDArray[Any], ids: NDArray[Any], start: int) -> tuple[Tensor
 
 def _penalized(values: Tensor, penalty: float) -> Tensor:
     return torch.where(values < 0, values * penalty, values / penalty)
+
+
+# --- of a batch -----------------------------------------------------------------------------------------------------
+
+# They go by the row's tokens alone, whichever row it is; those of an encoder go by the row.
+_OF_ANY_ROW = tuple(
+    cls for cls in (*ROW_WISE, *CONTEXTUAL, known.RepetitionPenaltyLogitsProcessor) if "Encoder" not in cls.__name__
+)
+
+
+class RowProcessors:
+    """
+    The processors of a batch, at positions that differ from row to row. Each is called as the target's own loop calls
+    it, about all rows of the batch at one length; of rows that are not as long yet, or have ended before, as if they
+    had ended. Those that treat rows alike are called for all positions at once.
+
+    Args:
+        processors (`LogitsProcessorList`): The target's.
+        input_ids (`torch.Tensor` of shape `(rows, prompt)`, int64): The prompts, padding included.
+        pad_id (`int`): What rows that have ended go on with.
+    """
+
+    def __init__(self, processors: LogitsProcessorList, input_ids: Tensor, pad_id: int) -> None:
+        self.processors, self.pad_id = list(processors), pad_id
+        self.tokens = input_ids
+        self.lengths = [input_ids.shape[1]] * input_ids.shape[0]
+
+    def __bool__(self) -> bool:
+        return bool(self.processors)
+
+    def _make_room(self, width: int) -> None:
+        if width > self.tokens.shape[1]:
+            room = self.tokens.new_full((len(self.tokens), width - self.tokens.shape[1] + ROOM), self.pad_id)
+            self.tokens = torch.cat([self.tokens, room], dim=1)
+
+    def write(self, rows: Sequence[int], starts: Sequence[int], tokens: Tensor) -> None:
+        """Put tokens, `(rows, tokens)`, into these rows, from these lengths on."""
+        if not self.processors or not tokens.shape[1]:
+            return
+        self._make_room(max(starts) + tokens.shape[1])
+        device = self.tokens.device
+        columns = torch.tensor(starts, device=device)[:, None] + torch.arange(tokens.shape[1], device=device)
+        self.tokens[torch.tensor(rows, device=device)[:, None], columns] = tokens.to(device)
+
+    def __call__(self, logits: Tensor, rows: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        """Logits of the next token of rows at these lengths, float32, `(positions, vocab)`, which may be written into,
+        after the processors."""
+        if not self.processors:
+            return logits
+        width = max(lengths)
+        self._make_room(width)
+        tokens, at = self.tokens.to(logits.device), torch.tensor(rows, device=logits.device)
+        places = torch.arange(width, device=logits.device) - width + at.new_tensor(lengths)[:, None]
+        for processor in self.processors:
+            if type(processor) in _OF_ANY_ROW and _is_of_all_ids(processor):
+                # Shorter rows are filled up on their left by their first token once more, or by one that is none.
+                ids = tokens[at[:, None], places.clamp(min=0)]
+                if type(processor) in CONTEXTUAL:
+                    ids = ids.masked_fill(places < 0, logits.shape[-1])
+                logits = processor(ids, logits)
+                continue
+            for length in sorted(set(lengths)):
+                here = [i for i, each in enumerate(lengths) if each == length]
+                logits[here] = self._at(processor, logits[here], [rows[i] for i in here], length, tokens)
+        return logits
+
+    def _at(self, processor: Any, logits: Tensor, rows: list[int], length: int, tokens: Tensor) -> Tensor:
+        """The same for one processor and rows of one length."""
+        held = torch.tensor([length if i in rows else n for i, n in enumerate(self.lengths)], device=tokens.device)
+        columns = torch.arange(length, device=tokens.device)
+        ids = tokens[:, :length].where(columns < held[:, None], self.pad_id)
+        scores = logits.new_zeros(len(ids), logits.shape[-1])
+        scores[rows] = logits
+        processed: Tensor = processor(ids, scores)
+        return processed[rows]
+
+
+def _is_of_all_ids(processor: Any) -> bool:
+    """Whether more of the first token change nothing, where it goes by which tokens there are."""
+    return getattr(processor, "prompt_ignore_length", None) is None

@@ -541,3 +541,37 @@ def test_batches_draft_where_that_pays_and_lose_next_to_nothing_where_it_does_no
     print(f"{rows} rows: {ours / 3 / alone:.2f} of the time of the target alone, {assistant.stats}")
     assert (assistant.stats.drafted > 0) == drafts
     assert ours < most * 3 * alone
+
+
+@pytest.mark.parametrize("source", ["text", "both"])
+def test_past_text_is_proposed_row_by_row(source: str) -> None:
+    target, draft = models.pair("qwen3", num_hidden_layers=1, noise=0.04)
+    assistant = OnlineAssistant(target, draft, config=OnlineConfig(candidates=source, update_strategy="manual"))
+    assert assistant.drafting is not None
+    assistant.drafting.clock = BatchTime({target: (1.0, 0.01), assistant.draft: (0.4, 0.0)})
+    batch, settings, traces = padded(LENGTHS[:4]), {"do_sample": False, "max_new_tokens": 24}, list[Trace]()
+    settings["eos_token_id"] = ends_of(target, batch)
+    for more in (*[{}] * 4, {"repetition_penalty": 1.3}):  # the last time, other answers than the past ones
+        traces.clear()
+        answers = assistant.generate(**batch, **settings, **more, on_trace=traces.append)
+        assert divergences(target, answers, batch, settings | more) == []
+        if not more:
+            said = [r for trace in traces for r in trace.rounds]
+    assert sum(r.text_counts[2] for r in said) > 0.5 * sum(r.num_emitted for r in said)
+    for r in said:
+        assert (r.drafted_ids[r.num_accepted :] == -1).all() or r.from_text is None
+
+
+def test_sampled_rows_have_the_targets_distribution_where_past_text_is_proposed() -> None:
+    target = models.bigram(0)
+    config = OnlineConfig(candidates="text", update_strategy="manual")
+    assistant = OnlineAssistant(target, models.bigram(1), config=config)
+    assert assistant.drafting is not None
+    assistant.drafting.clock = BatchTime({target: (1.0, 0.01), assistant.draft: (0.4, 0.0)})
+    ids, answers = torch.arange(10)[:, None] % 5, list[list[int]]()
+    for _ in range(2):
+        answers += assistant.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, max_new_tokens=60
+        ).tolist()
+    assert transitions_fit(answers, target.by_token.detach().double().softmax(-1).numpy()) > 1e-3
+    assert assistant.stats.text_accepted > 50

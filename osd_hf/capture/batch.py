@@ -15,17 +15,28 @@ from transformers import DynamicCache, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
 from osd_hf.capture.guards import ReplayedProcessor
-from osd_hf.capture.request import Binding, Decoding, Request, Round, WatchedProcessors, hand_over
-from osd_hf.drafting.batch import BatchDraft, Candidates, Ragged, RowProcessors, Verdict, hindrance, judged
+from osd_hf.capture.request import Binding, Decoding, Request, Round, WatchedProcessors, bears_any_token, hand_over
+from osd_hf.drafting.batch import (
+    BatchDraft,
+    BatchPace,
+    BatchRound,
+    Candidates,
+    Ragged,
+    Verdict,
+    hindrance,
+    judged,
+)
 from osd_hf.drafting.costs import PROMPT, RoundTime
 from osd_hf.drafting.forward import KNOWN_ARGUMENTS
 from osd_hf.drafting.generator import LeanDrafting
-from osd_hf.drafting.pacing import BatchPace
+from osd_hf.drafting.text import Guess, RequestText
 from osd_hf.pair import vocab_size_of
+from osd_hf.processing import RowProcessors
 from osd_hf.trace import num_accepted
 
 logger = logging.getLogger(__name__)
 
+MOST_GUESSED, LEAST_CHANCE = 16, 0.1  # tokens of past text in a round, and how likely the last one is right
 NO_TOKEN = 1 << 40  # stands for no token of any vocabulary
 
 _told: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
@@ -39,6 +50,8 @@ class _Row:
     padding: int
     text: list[int]  # without padding
     begins: int  # tokens of it that are the prompt
+    past: RequestText | None = None  # what it may be continued by
+    guesses: list[Guess] = field(default_factory=list)  # how that would go on now
     end: int | None = None  # tokens of the answer, once it has ended
     counts: list[int] = field(default_factory=lambda: [0, 0])  # accepted and examined candidates
 
@@ -77,7 +90,9 @@ class BatchRequest(Decoding):
                 model = request.kwargs.get("assistant_model")
                 self.draftings.append(request.drafting or LeanDrafting(model, None))
             first = self.requests[0]
-            self.pace = self.draftings[0].batch_pace(first.domain, do_sample=bool(self.config.do_sample))
+            may_repeat = all(map(bears_any_token, self.kwargs["logits_processor"]))
+            do_sample = bool(self.config.do_sample)
+            self.pace = BatchPace(self.draftings[0], first.domain, do_sample=do_sample, may_repeat=may_repeat)
             yield
 
     def decode(self) -> Any:
@@ -102,6 +117,12 @@ class BatchRequest(Decoding):
             return "they are streamed, or computed on several machines in step"
         if config.return_dict_in_generate:
             return "more than tokens is asked for (`return_dict_in_generate`)"
+        for drafting in drafts:
+            if why := drafting.hindrance():
+                return why
+        for whose, model in (("the target", self.model), *(("the draft", drafting.draft) for drafting in drafts)):
+            if why := hindrance(model):
+                return f"{whose} cannot hold rows that go on independently: {why}"
         if others:
             return f"`{others[0]}` was given"
         if any(type(p) is ReplayedProcessor for p in self.kwargs["logits_processor"]):
@@ -110,14 +131,6 @@ class BatchRequest(Decoding):
             return "the cache is not one of the request's own"
         if not (all(request.prompts for request in self.requests) and _is_padded_left(self.kwargs, self.input_ids)):
             return "prompts are not token ids behind padding"
-        if any(drafting.sources == "text" for drafting in drafts):
-            return "past text is not proposed to batches"
-        for drafting in drafts:
-            if why := drafting.hindrance():
-                return why
-        for whose, model in (("the target", self.model), *(("the draft", drafting.draft) for drafting in drafts)):
-            if why := hindrance(model):
-                return f"{whose} cannot hold rows that go on independently: {why}"
         return None
 
     def decode_plainly(self) -> Any:
@@ -202,6 +215,9 @@ class _Rounds:
             _Row(request, pad, ids[pad:], len(ids) - pad)
             for request, pad, ids in zip(batch.requests, padding, prompts, strict=True)
         ]
+        for row in self.rows if self.pace.reads_text else ():
+            row.past = RequestText((), row.text, int(config.max_length), row.request.earlier)
+        self.plan = BatchRound(0)
         self.do_sample, self.begins = bool(config.do_sample), self.input_ids.shape[1]
         lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
         self.most = min(int(config.max_length), *lengths) - self.begins  # tokens of an answer
@@ -241,8 +257,9 @@ class _Rounds:
         while self.live:
             began, count = self.clock(), len(self.live)
             emitted = sum(row.emitted for row in self.rows)
-            k = self.pace.begin(count)
-            candidates = self._propose(k)
+            texts = {number: chances for number in self.live if (chances := self._look_up(self.rows[number]))}
+            self.plan = self.pace.begin(count, texts)
+            candidates = self._propose()
             raw = self._verify(candidates)
             scores = raw
             if self.processors:
@@ -260,7 +277,7 @@ class _Rounds:
     def _round_time(self, candidates: Candidates, seconds: float | None) -> RoundTime:
         drafted = [draft for draft in self.drafts if draft.times]
         if not drafted:
-            return RoundTime(seconds=seconds)
+            return RoundTime(candidates.tokens.shape[1], seconds=seconds)
         first, others = (sum(part) for part in zip(*((d.times[0], sum(d.times[1:])) for d in drafted), strict=True))
         fed, forwards = max(d.fed for d in drafted), max(len(d.times) for d in drafted)
         if fed > PROMPT:
@@ -274,18 +291,37 @@ class _Rounds:
 
     # --- candidates and the target --------------------------------------------------------------------------------
 
-    def _propose(self, k: int) -> Candidates:
-        """What the drafts propose, in the order of the target's cache."""
+    def _look_up(self, row: _Row) -> list[float]:
+        """Fill in how past text would go on with a row; how likely each of these tokens and all before it are
+        right."""
+        row.guesses, chances, size = [], list[float](), vocab_size_of(self.model)
+        while row.past is not None and len(row.guesses) < min(MOST_GUESSED, self.most - row.emitted - 1):
+            found = [guess for guess in row.past.guesses() if guess.token < size]
+            if not found:
+                break
+            guess, chance = self.pace.likeliest(found)
+            row.guesses.append(guess)
+            chances.append(chance * (chances[-1] if chances else 1.0))
+            if guess.token in self.ends_with or chances[-1] < LEAST_CHANCE:
+                break
+            row.past.proposed(guess.token)
+        return chances
+
+    def _propose(self) -> Candidates:
+        """What past text and the drafts propose, in the order of the target's cache."""
         rows = {row: self.rows[row] for row in self.live}
         room = {number: self.most - row.emitted - 1 for number, row in rows.items()}
         texts = {number: row.text for number, row in rows.items()}
         lengths = {number: row.length for number, row in rows.items()}
         device = self.input_ids.device
-        parts = [(draft, draft.propose(k, texts, lengths, room, self.clock)) for draft in self.drafts if draft.rows]
-        if len(parts) == 1 and parts[0][0].rows == self.live:
+        most, guessed = self.plan.k if self.plan.drafts else 0, self.plan.texts
+        parts = [(draft, draft.propose(most, texts, lengths, room, self.clock)) for draft in self.drafts if draft.rows]
+        if len(parts) == 1 and parts[0][0].rows == self.live and not guessed:
             tokens, live, logits = parts[0][1]
             return Candidates(tokens.to(device), live.to(device), None if logits is None else logits.to(device))
         k = max(part.tokens.shape[1] for _, part in parts)
+        proposed = {number: [g.token for g in rows[number].guesses[: self.plan.k]] for number in guessed}
+        k = max([k, *map(len, proposed.values())])
         tokens = torch.zeros(len(rows), k, dtype=torch.long, device=device)
         live, logits = tokens.bool(), None
         if self.do_sample and k:
@@ -296,6 +332,15 @@ class _Rounds:
             tokens[at, :width], live[at, :width] = part.tokens.to(device), part.live.to(device)
             if logits is not None and part.logits is not None:
                 logits[at, :width] = part.logits.to(device)
+        for number, ids in proposed.items():
+            here, ours = place[number], torch.tensor(ids, device=device)
+            tokens[here, : len(ids)] = ours
+            live[here] = torch.arange(k, device=device) < len(ids)
+            if logits is not None:  # certainty
+                logits[here] = -torch.inf
+                logits[here, : len(ids)].scatter_(1, ours[:, None], 0.0)
+                logits[here, len(ids) :] = 0.0
+            self.processors.write([number], [lengths[number]], ours[None])
         return Candidates(tokens, live, logits)
 
     def _verify(self, candidates: Candidates) -> Tensor:
@@ -345,10 +390,13 @@ class _Rounds:
         ):
             row, (count, accepted, token) = self.rows[number], fact[k:]
             drafted, known = fact[:count], len(row.text)
-            drafts[number].settle(number, known, accepted)
+            is_text = number in self.plan.texts
+            drafts[number].settle(number, known, 0 if is_text else accepted)
             emitted, drafted, is_over = self._ended(row, drafted, [*drafted[:accepted], token])
             if row.end is None:
-                self._note(row, drafted, emitted, raw[i], verdict, i)
+                self._note(row, drafted, emitted, raw[i], verdict, i, is_text)
+            if row.past is not None:
+                self._look_back(row, emitted, len(drafted) if is_text else 1)
             self.processors.write([number], [row.length], torch.tensor([emitted]))
             row.text += emitted
             self.processors.lengths[number] = row.length
@@ -372,15 +420,27 @@ class _Rounds:
         self.ragged.leave(place)
         draft.leave(number)
 
-    def _note(self, row: _Row, drafted: list[int], emitted: list[int], raw: Tensor, verdict: Verdict, i: int) -> None:
+    def _look_back(self, row: _Row, emitted: list[int], count: int) -> None:
+        """Tell how so many guesses did, up to the first that was wrong, and go on from what was emitted."""
+        assert row.past is not None
+        for guess, token in zip(row.guesses[:count], emitted, strict=False):
+            self.pace.guessed(guess, guess.token == token)
+            if guess.token != token:
+                break
+        row.past.settled(emitted)
+
+    def _note(
+        self, row: _Row, drafted: list[int], emitted: list[int], raw: Tensor, verdict: Verdict, i: int, is_text: bool
+    ) -> None:
         """Keep what a trace tells of a row's round."""
         accepted = num_accepted(drafted, emitted)
         examined = min(accepted + 1, len(drafted), len(emitted))
-        row.counts = [row.counts[0] + accepted, row.counts[1] + examined]
-        self.pace.judged(accepted, examined)
+        if not is_text:
+            row.counts = [row.counts[0] + accepted, row.counts[1] + examined]
+            self.pace.judged(accepted, examined)
         p, q = (None if part is None or not drafted else part[i, : len(drafted)] for part in (verdict.p, verdict.q))
-        request = row.request
-        request.rounds.append(Round(torch.tensor(drafted, dtype=torch.long), len(emitted), (), p, q))
+        request, from_text = row.request, [True] * len(drafted) if is_text else []
+        request.rounds.append(Round(torch.tensor(drafted, dtype=torch.long), len(emitted), from_text, p, q))
         if request.rows.parts:
             request.rows.add(raw[: len(emitted)].clone())
 
@@ -453,6 +513,6 @@ def _trim(request: Request, count: int) -> None:
         if left >= r.num_emitted:
             rounds.append(r)
         elif left > 0:  # it ends at a candidate that was accepted
-            rounds.append(replace(r, num_emitted=left, drafted=r.drafted[:left]))
+            rounds.append(replace(r, num_emitted=left, drafted=r.drafted[:left], from_text=r.from_text[:left]))
         left -= min(left, r.num_emitted)
     request.rounds = rounds

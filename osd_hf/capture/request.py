@@ -316,7 +316,7 @@ class Request(Decoding):
             self.lease(stack)
             if self.drafting is not None:
                 # A draft's token is one that the processors allow, and they may not bear another one.
-                may_repeat = all(map(_bears_any_token, self.kwargs["logits_processor"]))
+                may_repeat = all(map(bears_any_token, self.kwargs["logits_processor"]))
                 do_sample = bool(self.config.do_sample)
                 self.pace = self.drafting.pace(self.domain, do_sample=do_sample, may_repeat=may_repeat)
                 stack.enter_context(fast_kernels(self.model, self.drafting.draft))
@@ -480,7 +480,7 @@ def hand_over(requests: Sequence[Request]) -> None:
             binding.sink(kept)
 
 
-def _bears_any_token(processor: Any) -> bool:
+def bears_any_token(processor: Any) -> bool:
     """Whether it may be called behind tokens that it forbids: one of transformers' own, but for those that ask a
     function of the user's."""
     own = type(processor) is not PrefixConstrainedLogitsProcessor

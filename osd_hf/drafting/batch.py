@@ -11,15 +11,27 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, LogitsProcessorList
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-from transformers.generation import logits_process as known
 
+from osd_hf.drafting.costs import Average, RoundTime
 from osd_hf.drafting.forward import AHEAD, MASKED_ATTENTION
 from osd_hf.drafting.generator import Clock, LeanDrafting
+from osd_hf.drafting.pacing import (
+    OWN_MEMORY,
+    PROBE_BURST,
+    REFRESH,
+    TEXT_PROBE,
+    WARM_UP,
+    WORTH,
+    FixedPace,
+    best_rate,
+)
+from osd_hf.drafting.text import Guess
 from osd_hf.errors import first_line
+from osd_hf.metrics import expected_block_efficiency
 from osd_hf.pair import vocab_size_of
-from osd_hf.processing import CONTEXTUAL, ROW_WISE
+from osd_hf.processing import RowProcessors
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +112,7 @@ class Ragged:
 
     def __init__(self, model: Any, cache: DynamicCache, padding: Sequence[int]) -> None:
         self.model, self.rows = model, len(padding)
+        self._device = None if model.device.type == "meta" else model.device  # offloaded weights lie nowhere
         size, least = cache.get_seq_length(), min(padding)
         columns = torch.arange(size - least) + torch.tensor(padding)[:, None]
         layers = [_RaggedLayer() for _ in cache.layers]
@@ -125,7 +138,8 @@ class Ragged:
                 fed behind it is filling, whose logits mean nothing.
             settings (`Any`): Of the model's forward.
         """
-        device, count, width = ids.device, ids.shape[1], max(starts) + ids.shape[1]
+        device, count, width = self._device or ids.device, ids.shape[1], max(starts) + ids.shape[1]
+        ids, last = ids.to(device), None if last is None else last.to(device)
         columns = torch.tensor(starts, device=device)[:, None] + torch.arange(count, device=device)
         place = _Place(torch.arange(self.rows, device=device)[:, None], columns, width)
         for layer in self.cache.layers:
@@ -144,7 +158,7 @@ class Ragged:
         at, columns = torch.arange(width, device=columns.device), columns[:, None, :, None]
         masks = {FULL: at <= columns}
         if SLIDING in self._kinds:
-            masks[SLIDING] = masks[FULL] & (at > columns - self._window)
+            masks[SLIDING] = masks[FULL] & (at > columns - int(self._window or 0))
         if self._is_additive:
             dtype = self.model.dtype
             lowest, nothing = torch.finfo(dtype).min, torch.zeros((), dtype=dtype, device=columns.device)
@@ -161,19 +175,22 @@ class Ragged:
                 states[row] = states[self.rows]
 
 
-_hindrances: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
+_hindrances: WeakKeyDictionary[Any, tuple[object, str | None]] = WeakKeyDictionary()  # found of a model as it was
 
 
 def hindrance(model: Any) -> str | None:
     """Why rows of a batch cannot go on independently in this model; `None` where they can. Asked first, a model is
     tried out on two rows of a few tokens, which must get the logits that they get alone."""
-    if model not in _hindrances:
+    attention = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
+    as_it_is = model.training, model.dtype, attention
+    known, why = _hindrances.get(model, (None, None))
+    if known != as_it_is:
         try:
             why = _unfit(model) or (None if _is_right(model) else "its logits depend on where the tokens of a row lie")
         except Exception as error:  # noqa: BLE001 - of models of any kind
             why = f"its forward fails: {first_line(error)}"
-        _hindrances[model] = why
-    return _hindrances[model]
+        _hindrances[model] = as_it_is, why
+    return why
 
 
 def _unfit(model: Any) -> str | None:
@@ -230,84 +247,6 @@ def read_padded(
         past_key_values=cache, use_cache=True, return_dict=True, **settings,
     ).logits  # fmt: skip
     return logits
-
-
-# --- logits processors ----------------------------------------------------------------------------------------------
-
-# They go by the row's tokens alone, whichever row it is; those of an encoder go by the row.
-_OF_ANY_ROW = tuple(
-    cls for cls in (*ROW_WISE, *CONTEXTUAL, known.RepetitionPenaltyLogitsProcessor) if "Encoder" not in cls.__name__
-)
-
-
-class RowProcessors:
-    """
-    The processors of a batch, at positions that differ from row to row. Each is called as the target's own loop calls
-    it, about all rows of the batch at one length; of rows that are not as long yet, or have ended before, as if they
-    had ended. Those that treat rows alike are called for all positions at once.
-
-    Args:
-        processors (`LogitsProcessorList`): The target's.
-        input_ids (`torch.Tensor` of shape `(rows, prompt)`, int64): The prompts, padding included.
-        pad_id (`int`): What rows that have ended go on with.
-    """
-
-    def __init__(self, processors: LogitsProcessorList, input_ids: Tensor, pad_id: int) -> None:
-        self.processors, self.pad_id = list(processors), pad_id
-        self.tokens = input_ids
-        self.lengths = [input_ids.shape[1]] * input_ids.shape[0]
-
-    def __bool__(self) -> bool:
-        return bool(self.processors)
-
-    def write(self, rows: Sequence[int], starts: Sequence[int], tokens: Tensor) -> None:
-        """Put tokens, `(rows, tokens)`, into these rows, from these lengths on."""
-        if not self.processors or not tokens.shape[1]:
-            return
-        missing = max(starts) + tokens.shape[1] - self.tokens.shape[1]
-        if missing > 0:
-            room = self.tokens.new_full((len(self.tokens), missing + AHEAD), self.pad_id)
-            self.tokens = torch.cat([self.tokens, room], dim=1)
-        device = self.tokens.device
-        columns = torch.tensor(starts, device=device)[:, None] + torch.arange(tokens.shape[1], device=device)
-        self.tokens[torch.tensor(rows, device=device)[:, None], columns] = tokens.to(device)
-
-    def __call__(self, logits: Tensor, rows: Sequence[int], lengths: Sequence[int]) -> Tensor:
-        """Logits of the next token of rows at these lengths, float32, `(positions, vocab)`, which may be written into,
-        after the processors."""
-        if not self.processors:
-            return logits
-        tokens = self.tokens.to(logits.device)
-        at = torch.tensor(rows, device=logits.device)
-        width = max(lengths)
-        places = torch.arange(width, device=logits.device) - width + at.new_tensor(lengths)[:, None]
-        for processor in self.processors:
-            if type(processor) in _OF_ANY_ROW and _is_of_all_ids(processor):
-                # Shorter rows are filled up on their left by their first token once more, or by one that is none.
-                ids = tokens[at[:, None], places.clamp(min=0)]
-                if type(processor) in CONTEXTUAL:
-                    ids = ids.masked_fill(places < 0, logits.shape[-1])
-                logits = processor(ids, logits)
-                continue
-            for length in sorted(set(lengths)):
-                here = [i for i, each in enumerate(lengths) if each == length]
-                logits[here] = self._at(processor, logits[here], [rows[i] for i in here], length, tokens)
-        return logits
-
-    def _at(self, processor: Any, logits: Tensor, rows: list[int], length: int, tokens: Tensor) -> Tensor:
-        """The same for one processor and rows of one length."""
-        held = torch.tensor([length if i in rows else n for i, n in enumerate(self.lengths)], device=tokens.device)
-        columns = torch.arange(length, device=tokens.device)
-        ids = tokens[:, :length].where(columns < held[:, None], self.pad_id)
-        scores = logits.new_zeros(len(ids), logits.shape[-1])
-        scores[rows] = logits
-        processed: Tensor = processor(ids, scores)
-        return processed[rows]
-
-
-def _is_of_all_ids(processor: Any) -> bool:
-    """Whether more of the first token change nothing, where it goes by which tokens there are."""
-    return getattr(processor, "prompt_ignore_length", None) is None
 
 
 # --- candidates -----------------------------------------------------------------------------------------------------
@@ -402,7 +341,8 @@ class BatchDraft:
         """Feed what the draft has not seen yet; the logits behind it, `(rows, vocab)`."""
         known = [len(texts[row]) for row in self.rows]
         self.fed = max(n - self._read[row] for n, row in zip(known, self.rows, strict=True))
-        if self._ragged is None:
+        if self._ragged is None or self.fed > min(known):
+            self.fed = max(known)
             logits = self._read_all(texts, known)
         else:
             # Rows that have seen more are fed the last of it once more, which is written where it was.
@@ -436,24 +376,25 @@ class BatchDraft:
             if self.threshold:
                 probable = raw.softmax(-1, dtype=torch.float32).gather(-1, column[:, None])[:, 0]
             return tokens, None, highest.isfinite(), probable
+        device = raw.device
         logits = self.processors(self._whole(raw), self.rows, lengths)
         highest, tokens = logits.max(-1)
         is_possible = highest.isfinite()
         if not (self.do_sample or self.threshold):
-            return tokens, None, is_possible, None
+            return tokens.to(device), None, is_possible.to(device), None
         probs = logits.softmax(-1)
         if self.do_sample:
             # Nothing can be drawn from NaN, nor where no token is allowed.
             tokens = torch.multinomial(probs.where(is_possible[:, None], 1.0), 1)[:, 0]
-        probable = probs.gather(-1, tokens[:, None])[:, 0] if self.threshold else None
-        return tokens, logits if self.do_sample else None, is_possible, probable
+        probable = probs.gather(-1, tokens[:, None])[:, 0].to(device) if self.threshold else None
+        return tokens.to(device), logits if self.do_sample else None, is_possible.to(device), probable
 
     def _whole(self, raw: Tensor) -> Tensor:
-        """Logits of all of the target's tokens, float32, a copy that processors may write into."""
-        logits = raw.to(torch.float32, copy=True)
+        """Logits of all of the target's tokens, float32, where its own are: a copy that processors may write into."""
+        logits = raw.to(self.processors.tokens.device, torch.float32, copy=True)
         if self.token_ids is not None:
             whole = logits.new_full((len(logits), self.vocab_size), -torch.inf)
-            return whole.index_copy_(1, self.token_ids, logits)
+            return whole.index_copy_(1, self.token_ids.to(logits.device), logits)
         missing = self.vocab_size - logits.shape[-1]  # embeddings padded otherwise than the target's
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
@@ -469,6 +410,127 @@ class BatchDraft:
         if self._ragged is not None:
             with torch.inference_mode():
                 self._ragged.leave(place)
+
+
+# --- how many candidates --------------------------------------------------------------------------------------------
+
+
+class BatchRound(NamedTuple):
+    """What a round of a batch proposes: at most k tokens for each row, those of past text for these rows and, if it
+    `drafts`, the draft's for the others."""
+
+    k: int
+    texts: frozenset[int] = frozenset()
+    drafts: bool = True
+
+
+class BatchPace:
+    """
+    How many tokens the rounds of one batch propose for each row: as many as `fixed` does, or as pay best, by what is
+    known of the domain's acceptance and by what rounds of so many rows take. A round of a batch is worth it for fewer
+    rows and not for many, where the target computes instead of reading its weights; as rows end, it may be again. From
+    `sources` as [`AutoPace`].
+    """
+
+    def __init__(
+        self, drafting: LeanDrafting, domain: str | None, *, do_sample: bool, may_repeat: bool = True
+    ) -> None:
+        pacer, is_auto = drafting.pacer, drafting.num_assistant_tokens == "auto"
+        self._pacer = pacer
+        pace = None if is_auto else drafting.pace(domain, do_sample=do_sample)
+        self._fixed = pace if isinstance(pace, FixedPace) else None
+        self.threshold = 0.0 if self._fixed is None else self._fixed.threshold
+        with pacer.lock:
+            known = self._domain = pacer.acceptance((domain, do_sample))
+            known.requests += 1
+            looks_up = known.text_gain.mean > WORTH or known.requests % TEXT_PROBE == 0
+            self._plan = pacer.plan_for(known)
+        self.reads_text = is_auto and drafting.sources != "draft" and may_repeat and looks_up
+        self._drafts = drafting.sources != "text"
+        self._own = Average(memory=OWN_MEMORY)
+        self._rows, self._costs = 1, pacer.costs
+
+    def is_plain(self, rows: int) -> bool:
+        """Whether a batch of so many rows is left to the target's own loop; asked once, as it begins."""
+        with self._pacer.lock:
+            self._rows, self._costs = rows, self._pacer.of_batches(rows)
+            plan = self._plan = self._pacer.plan_for(self._domain, None, self._costs)
+            to_lose = PROBE_BURST * (plan.plain_seconds or 0.0)
+            drafts = self._drafts and (plan.speculates or self._domain.drafts_to_learn(plan.examined, to_lose))
+            return self._fixed is None and self._costs.are_known and not (drafts or self.reads_text)
+
+    def begin(self, rows: int, texts: Mapping[int, Sequence[float]]) -> BatchRound:
+        """A round of so many rows begins. For some, past text proposes tokens: how likely it is that each of these and
+        all before it are right."""
+        pacer, domain = self._pacer, self._domain
+        with pacer.lock:
+            costs = self._costs = pacer.of_batches(rows)
+            self._rows = rows
+            plan = self._plan = pacer.plan_for(domain, self._own, costs)
+            if self._fixed is not None:
+                return BatchRound(self._fixed.k)
+            if not costs.are_known:
+                needed = WARM_UP[round(costs.verified) % len(WARM_UP)]
+                is_next = costs.verified <= costs.plain.weight
+                return BatchRound(needed if is_next else 0, frozenset(() if self._drafts else texts), self._drafts)
+            if domain.begin_round() % REFRESH == 0:
+                return BatchRound(0)
+            k = 0
+            if self._drafts and plan.speculates:
+                k = plan.k
+            elif self._drafts and domain.drafts_to_learn(plan.examined):
+                k = best_rate(costs, plan.alpha)[1]
+            return self._with_text(k, plan.alpha, texts) if self.reads_text else BatchRound(k)
+
+    def _with_text(self, k: int, alpha: float, texts: Mapping[int, Sequence[float]]) -> BatchRound:
+        """The better of k tokens of the draft, or of past text where it has as likely ones, and of past text alone."""
+        costs, rows, domain = self._costs, self._rows, self._domain
+        drafted = expected_block_efficiency(alpha, k) - 1 if k else 0.0
+        alone, columns = 0.0, 0
+        for n in range(1, max(map(len, texts.values()), default=0) + 1):
+            rate = (rows + sum(sum(chances[:n]) for chances in texts.values())) / costs.round(n, 0)
+            alone, columns = max((alone, columns), (rate, n))
+        domain.text_gain.add(max(alone * costs.plain.mean / rows - 1, 0.0))
+        better = frozenset(row for row, chances in texts.items() if sum(chances[:k]) > drafted)
+        gained = (rows - len(better)) * drafted + sum(sum(texts[row][:k]) for row in better)
+        if alone > ((rows + gained) / costs.round(k) if k else rows / costs.plain.mean):
+            return BatchRound(columns, frozenset(texts), False)
+        return BatchRound(k, better if k else frozenset())
+
+    def likeliest(self, guesses: Sequence[Guess]) -> tuple[Guess, float]:
+        """The guess that is right most often, and how often."""
+        with self._pacer.lock:
+            means = [self._domain.guessed(guess).mean for guess in guesses]
+        best = max(range(len(guesses)), key=lambda i: means[i])
+        return guesses[best], means[best]
+
+    def guessed(self, guess: Guess, is_right: bool) -> None:
+        """Past text was right, or not."""
+        with self._pacer.lock:
+            self._domain.guessed(guess).add(is_right)
+
+    def judged(self, accepted: int, examined: int) -> None:
+        """So many of the draft's candidates for a row were accepted and examined in a round."""
+        if examined:
+            with self._pacer.lock:
+                self._own.add(accepted / examined, examined)
+
+    def timed(self, time: RoundTime, emitted: int) -> None:
+        """Rounds have ended, which have emitted so many tokens."""
+        domain = self._domain
+        with self._pacer.lock:
+            self._pacer.took(time, emitted, self._costs, self._rows)
+            if time.forwards == 0:
+                domain.spend(plain_seconds=(time.seconds or 0.0) * time.rounds)
+            elif not self._plan.speculates:
+                plain = self._costs.level * self._costs.plain.mean
+                lost = time.draft_seconds if time.seconds is None else time.seconds - emitted / self._rows * plain
+                domain.spend(probe_seconds=lost)
+
+    def ended(self, accepted: int, examined: int) -> None:
+        """A row has ended, of whose drafted tokens so many were accepted and examined."""
+        with self._pacer.lock:
+            self._domain.ended(accepted, examined)
 
 
 # --- what the target makes of them ----------------------------------------------------------------------------------

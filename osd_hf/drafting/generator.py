@@ -20,7 +20,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from osd_hf.drafting.costs import PROMPT, RoundTime
 from osd_hf.drafting.forward import CompiledDraft, DraftForward
-from osd_hf.drafting.pacing import DRAFT, BatchPace, FixedPace, Pace, Pacer
+from osd_hf.drafting.pacing import DRAFT, FixedPace, Pace, Pacer
 from osd_hf.drafting.text import Guess, RequestText, TextIndex
 from osd_hf.drafting.vocabulary import RestrictedDraft
 from osd_hf.errors import first_line
@@ -384,12 +384,6 @@ class LeanDrafting:
             for name in ("num_assistant_tokens", "assistant_confidence_threshold")
         )
         return FixedPace(int(k), float(threshold or 0.0), self.pacer)
-
-    def batch_pace(self, domain: str | None, *, do_sample: bool) -> BatchPace:
-        """How one batch of a domain drafts."""
-        fixed = None if self.num_assistant_tokens == "auto" else self.pace(domain, do_sample=do_sample)
-        assert fixed is None or isinstance(fixed, FixedPace)
-        return self.pacer.batch_pace((domain, do_sample), fixed)
 
     def hindrance(self) -> str | None:
         """Why it cannot draft itself; `None` where it can."""

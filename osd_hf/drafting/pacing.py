@@ -145,7 +145,7 @@ class DraftingPlan:
         return asdict(self)
 
 
-def _best_rate(costs: Costs, alpha: float) -> tuple[float, int]:
+def best_rate(costs: Costs, alpha: float) -> tuple[float, int]:
     """The most tokens in the time of the level that rounds bring which draft, and the number that they draft then."""
     base, per_token = costs.line()
     found, best = 0.0, 0
@@ -199,14 +199,10 @@ class Pacer:
     def pace(self, domain: Any = None, sources: str = "both", *, may_repeat: bool = True) -> AutoPace:
         """For one request of this domain, with candidates from `sources`, and without `may_repeat` not from text."""
         with self.lock:
-            return AutoPace(self, self._known(domain), sources, may_repeat)
+            return AutoPace(self, self.acceptance(domain), sources, may_repeat)
 
-    def batch_pace(self, domain: Any, fixed: FixedPace | None = None) -> BatchPace:
-        """For one batch of this domain; with `fixed`, as many tokens as that drafts."""
-        with self.lock:
-            return BatchPace(self, self._known(domain), fixed)
-
-    def _known(self, domain: Any) -> Acceptance:
+    def acceptance(self, domain: Any) -> Acceptance:
+        """What is known of a domain, the lock being held."""
         if domain not in self._domains and len(self._domains) >= MOST_DOMAINS:
             del self._domains[next(iter(self._domains))]
         return self._domains.setdefault(domain, Acceptance())
@@ -232,7 +228,7 @@ class Pacer:
             costs = self.costs
             if not costs.are_known:
                 return None
-            return costs.level / max(1 / costs.plain.mean, _best_rate(costs, alpha)[0])
+            return costs.level / max(1 / costs.plain.mean, best_rate(costs, alpha)[0])
 
     def draft_changed(self, domain: Any = ...) -> None:
         """A new version serves all domains, or one (sampled requests of a domain are one apart, see
@@ -253,11 +249,11 @@ class Pacer:
             return DraftingPlan(True, WARM_UP[0], alpha, 1.0, None, None, None, None, examined)
         draft, plain = costs.draft, costs.plain.mean
         base, per_token = costs.line()
-        best, k = _best_rate(costs, alpha)
+        best, k = best_rate(costs, alpha)
         if domain.drafted.weight > MEMORY / 4 and not of_batch:
             # What rounds that ended by confidence reached: more than k tokens each time could.
             reached = domain.emitted.mean / (base + domain.drafted.mean * per_token)
-            best *= max(reached / _best_rate(costs, domain.alpha.mean)[0], 1.0)
+            best *= max(reached / best_rate(costs, domain.alpha.mean)[0], 1.0)
         speculates = best * plain > LEAST_SPEEDUP
         return DraftingPlan(
             speculates=speculates,
@@ -504,70 +500,3 @@ class AutoPace(Pace):
             self._domain.ended(self._accepted, self._examined)
             if self._rounds:
                 self._domain.length.add(self._rounds)
-
-
-# --- batches --------------------------------------------------------------------------------------------------------
-
-
-class BatchPace:
-    """
-    How many tokens the rounds of one batch draft for each row: as many as `fixed` does, or as pay best, by what is
-    known of the domain's acceptance and by what rounds of so many rows take. A round of a batch is worth it for fewer
-    rows and not for many, where the target computes instead of reading its weights; as rows end, it may be again.
-    """
-
-    def __init__(self, pacer: Pacer, domain: Acceptance, fixed: FixedPace | None = None) -> None:
-        self._pacer, self._domain, self._fixed = pacer, domain, fixed
-        self.threshold = 0.0 if fixed is None else fixed.threshold
-        self._own = Average(memory=OWN_MEMORY)
-        self._rows, self._costs = 1, pacer.costs
-        self._plan = pacer.plan_for(domain)
-        domain.requests += 1
-
-    def is_plain(self, rows: int) -> bool:
-        """Whether a batch of so many rows is left to the target's own loop; asked once, as it begins."""
-        with self._pacer.lock:
-            self._rows, self._costs = rows, self._pacer.of_batches(rows)
-            plan = self._plan = self._pacer.plan_for(self._domain, None, self._costs)
-            to_lose = PROBE_BURST * (plan.plain_seconds or 0.0)
-            drafts = plan.speculates or self._domain.drafts_to_learn(plan.examined, to_lose)
-            return self._fixed is None and self._costs.are_known and not drafts
-
-    def begin(self, rows: int) -> int:
-        """A round of so many rows begins: how many tokens it drafts for each."""
-        pacer, domain = self._pacer, self._domain
-        with pacer.lock:
-            costs = self._costs = pacer.of_batches(rows)
-            self._rows = rows
-            plan = self._plan = pacer.plan_for(domain, self._own, costs)
-            if self._fixed is not None:
-                return self._fixed.k
-            if not costs.are_known:
-                return WARM_UP[round(costs.verified) % len(WARM_UP)] if costs.verified <= costs.plain.weight else 0
-            number = domain.begin_round()
-            if plan.speculates:
-                return 0 if number % REFRESH == 0 else plan.k
-            return _best_rate(costs, plan.alpha)[1] if domain.drafts_to_learn(plan.examined) else 0
-
-    def judged(self, accepted: int, examined: int) -> None:
-        """So many candidates of a row were accepted and examined in a round."""
-        if examined:
-            with self._pacer.lock:
-                self._own.add(accepted / examined, examined)
-
-    def timed(self, time: RoundTime, emitted: int) -> None:
-        """Rounds have ended, which have emitted so many tokens."""
-        domain = self._domain
-        with self._pacer.lock:
-            self._pacer.took(time, emitted, self._costs, self._rows)
-            if time.forwards == 0:
-                domain.spend(plain_seconds=(time.seconds or 0.0) * time.rounds)
-            elif not self._plan.speculates:
-                plain = self._costs.level * self._costs.plain.mean
-                lost = time.draft_seconds if time.seconds is None else time.seconds - emitted / self._rows * plain
-                domain.spend(probe_seconds=lost)
-
-    def ended(self, accepted: int, examined: int) -> None:
-        """A row has ended, of whose drafted tokens so many were accepted and examined."""
-        with self._pacer.lock:
-            self._domain.ended(accepted, examined)
