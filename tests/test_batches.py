@@ -318,7 +318,7 @@ def test_what_only_the_targets_own_loop_returns_comes_from_it(more: dict[str, An
     more = {name: value for name, value in more.items() if name != "num_assistant_tokens"}
     theirs = assistant.target.generate(**batch, do_sample=False, max_new_tokens=6, **more)
     if more:
-        assert torch.equal(torch.stack(answers.scores), torch.stack(theirs.scores))
+        assert torch.allclose(torch.stack(answers.scores), torch.stack(theirs.scores), atol=1e-3)
         answers, theirs = answers.sequences, theirs.sequences
     assert torch.equal(answers, theirs)
 

@@ -33,6 +33,7 @@ from osd_hf.drafting.text import Guess, RequestText
 from osd_hf.pair import vocab_size_of
 from osd_hf.processing import RowProcessors
 from osd_hf.trace import num_accepted
+from osd_hf.utils.kernels import fast_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +94,9 @@ class BatchRequest(Decoding):
             may_repeat = all(map(bears_any_token, self.kwargs["logits_processor"]))
             do_sample = bool(self.config.do_sample)
             self.pace = BatchPace(self.draftings[0], first.domain, do_sample=do_sample, may_repeat=may_repeat)
+            drafts = {id(request.drafting): request.drafting.draft for request in self.requests if request.drafting}
+            if drafts:
+                stack.enter_context(fast_kernels(self.model, *drafts.values()))
             yield
 
     def decode(self) -> Any:
