@@ -14,6 +14,7 @@ import held
 import models
 import pytest
 import torch
+from test_batches import divergences, padded
 from test_lossless import transitions_fit
 
 from osd_hf import GateDecision, LearnerError, OnlineAssistant, OnlineConfig
@@ -71,6 +72,18 @@ def test_greedy_answers_are_the_targets_while_the_draft_learns() -> None:
         assert assistant.version == 4
         assert len(gated.decisions) > 0
         assert 0 < assistant.stats.alpha < 1
+
+
+def test_rows_of_a_batch_go_on_independently() -> None:
+    target, draft = pair(noise=0.08)
+    batch = {name: part.to(DEVICE) for name, part in padded((3, 11, 6, 8)).items()}
+    with assistant_of(target, draft) as assistant:
+        for settings in ({}, {"repetition_penalty": 1.3}, {"eos_token_id": [5, 9, 17]}):
+            settings = {"do_sample": False, "max_new_tokens": 24, **settings}
+            assert divergences(target, assistant.generate(**batch, **settings), batch, settings) == []
+        answers = assistant.generate(**batch, do_sample=True, max_new_tokens=24)
+        assert answers.shape == (4, 11 + 24)
+        assert assistant.stats.drafted > 0
 
 
 def test_sampled_answers_have_the_targets_distribution_while_the_draft_learns() -> None:

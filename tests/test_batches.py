@@ -182,7 +182,7 @@ def test_a_wrong_mask_position_or_row_fails_the_check(
 def ends_of(target: Any, batch: dict[str, torch.Tensor]) -> list[int]:
     """Tokens at which rows end at different lengths, one of them never."""
     answers = target.generate(**batch, do_sample=False, max_new_tokens=NEW)[:, batch["input_ids"].shape[1] :]
-    return [int(answers[0, 4]), int(answers[1, 9])]
+    return [int(answers[0, 2]), int(answers[1, 7])]  # where a draft that is always right has drafted them
 
 
 class EndsWith(StoppingCriteria):  # type: ignore[misc]
@@ -251,9 +251,13 @@ def settings_of(name: str, target: Any, batch: dict[str, torch.Tensor]) -> dict[
     return settings
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_rows_end_and_are_processed_as_in_the_targets_own_loop(name: str) -> None:
-    assistant, batch = assistant_of("qwen3"), padded(LENGTHS[:4])
+# A draft that is right now and then, and one that always is: then rows end at tokens that were drafted.
+@pytest.mark.parametrize(
+    ("name", "noise"),
+    [*((name, 0.08) for name in SETTINGS), *((name, 0.0) for name in ("eos", "stop strings", "a criterion and eos"))],
+)
+def test_rows_end_and_are_processed_as_in_the_targets_own_loop(name: str, noise: float) -> None:
+    assistant, batch = assistant_of("qwen3", noise=noise), padded(LENGTHS[:4])
     settings = settings_of(name, assistant.target, batch)
     traces = list[Trace]()
     answers = assistant.generate(**batch, **settings, on_trace=traces.append)
@@ -263,6 +267,7 @@ def test_rows_end_and_are_processed_as_in_the_targets_own_loop(name: str) -> Non
     for criterion, ours in zip(settings.get("stopping_criteria", ()), asked, strict=True):
         theirs = criterion.calls[len(ours) :]
         assert ours[-len(theirs) :] == theirs  # behind those that try it out
+    assert all(sum(r.num_emitted for r in trace.rounds) == len(trace) for trace in traces)
     for trace, row in zip(traces, each(batch) if name in ALIKE_ALONE else (), strict=False):
         alone = list[Trace]()
         assistant.generate(**row, **settings, on_trace=alone.append)
