@@ -328,6 +328,14 @@ def test_what_only_the_targets_own_loop_returns_comes_from_it(more: dict[str, An
     assert torch.equal(answers, theirs)
 
 
+def test_without_drafted_tokens_the_target_draws_what_it_draws_alone() -> None:
+    assistant, batch, answers = assistant_of("qwen3"), padded(LENGTHS[:3]), list[torch.Tensor]()
+    for generate in (functools.partial(assistant.generate, num_assistant_tokens=0), assistant.target.generate):
+        torch.manual_seed(3)
+        answers.append(generate(**batch, do_sample=True, max_new_tokens=9, eos_token_id=[5, 9, 17, 30]))
+    assert torch.equal(*answers)
+
+
 # --- sampled --------------------------------------------------------------------------------------------------------
 
 

@@ -457,7 +457,9 @@ class BatchPace:
             plan = self._plan = self._pacer.plan_for(self._domain, None, self._costs)
             to_lose = PROBE_BURST * (plan.plain_seconds or 0.0)
             drafts = self._drafts and (plan.speculates or self._domain.drafts_to_learn(plan.examined, to_lose))
-            return self._fixed is None and self._costs.are_known and not (drafts or self.reads_text)
+            if self._fixed is not None:
+                return self._fixed.k == 0
+            return self._costs.are_known and not (drafts or self.reads_text)
 
     def begin(self, rows: int, texts: Mapping[int, Sequence[float]]) -> BatchRound:
         """A round of so many rows begins. For some, past text proposes tokens: how likely it is that each of these and
