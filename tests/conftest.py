@@ -60,6 +60,14 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(trylast=True)  # after the fixtures have ended
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Likewise what each file leaves: modules imported meanwhile, what was traced for a compiler."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 # Imported where they are used: the process that hands the tests to others needs neither, and they wait for it.
 
 
