@@ -31,6 +31,7 @@ from transformers import (
 
 from osd_hf.bundled import load_bundled
 from osd_hf.errors import ConfigError, UnsupportedModelError, VocabularyMismatchError, first_line
+from osd_hf.utils.threads import Seeded
 
 logger = logging.getLogger(__name__)
 
@@ -525,9 +526,7 @@ def align_vocab(draft: Any, target: Any, tokenizer: Any = None) -> Any:
                 f"The draft has {old_size} tokens instead of {size}, and its adapter changes the embeddings or the "
                 "head. Merge the adapter into the draft first."
             )
-        # New rows are drawn: alike each time, as sessions go on with the same draft, and unnoticed by the caller.
-        with torch.random.fork_rng([draft.device] if draft.device.type == "cuda" else []):
-            torch.manual_seed(0)
+        with Seeded(0):  # new rows are drawn: alike each time, as sessions go on with the same draft
             aligned.resize_token_embeddings(size, mean_resizing=size > old_size)
     return aligned.eval()
 

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 from osd_hf import DomainDrafts, OnlineConfig, StateError, Trace, UnsupportedModelError, capture_traces
 from osd_hf.errors import ConfigError
 from osd_hf.learning.copies import Copies
-from osd_hf.learning.weights import Seeded, Snapshot
+from osd_hf.learning.weights import Snapshot
+from osd_hf.utils.threads import Seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
 

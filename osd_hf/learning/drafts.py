@@ -24,7 +24,6 @@ from osd_hf.learning.lesson import Lesson
 from osd_hf.learning.placement import learner_device
 from osd_hf.learning.updater import Updater
 from osd_hf.learning.weights import (
-    Seeded,
     Snapshot,
     adapted,
     adapter_state,
@@ -41,6 +40,7 @@ from osd_hf.learning.weights import (
 from osd_hf.pair import is_peft
 from osd_hf.utils.disk import in_child, write_whole
 from osd_hf.utils.report import make_folder
+from osd_hf.utils.threads import Seeded
 from osd_hf.utils.turns import give_way, giving_way
 
 __all__ = ["DomainDrafts", "ServingDraft"]

@@ -9,16 +9,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.pair import is_peft, merged, set_fixed_k
+from osd_hf.utils.threads import Seeded
 from osd_hf.utils.turns import give_way, in_pieces
 
 __all__ = [
     "FALLBACK_K",
-    "Seeded",
     "Snapshot",
     "adapted",
     "adapter_state",
@@ -43,35 +42,6 @@ def learning_context() -> Iterator[None]:
     """Gradients on, whatever mode the caller is in: answers are often made under `no_grad` or `inference_mode`."""
     with torch.inference_mode(False), torch.enable_grad():
         yield
-
-
-class Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adapters begin at random. Inside, this thread draws from generators of this seed: torch's own, which sampled
-    requests draw from, also beside it in other threads, stay as they are."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seed, self._generators = seed, dict[torch.device, torch.Generator]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, seeded = dict(kwargs or {}), _with_generator(func)
-        if seeded is not None and kwargs.get("generator") is None:
-            func = seeded
-            found = (value.device for value in args if isinstance(value, torch.Tensor))
-            device = torch.device(next(found, kwargs.get("device") or "cpu"))
-            if device not in self._generators:
-                self._generators[device] = torch.Generator(device).manual_seed(self.seed)
-            kwargs["generator"] = self._generators[device]
-        return func(*args, **kwargs)
-
-
-def _with_generator(func: Any) -> Any:
-    """The overload of an operator that draws which takes a generator beside the same arguments, if there is one."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return None
-    names = {argument.name for argument in func._schema.arguments} | {"generator"}
-    overloads = (getattr(func.overloadpacket, name) for name in func.overloadpacket.overloads())
-    return next((o for o in (func, *overloads) if {argument.name for argument in o._schema.arguments} == names), None)
 
 
 def ready_to_serve(draft: Any, config: OnlineConfig) -> Any:

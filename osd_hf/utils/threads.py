@@ -1,4 +1,4 @@
-"""How many threads torch takes."""
+"""Threads of torch: how many it takes, and random numbers that are one thread's own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 CLEARLY = 0.7  # of one thread's time: what all cores must answer in to be taken
 HOPELESS = 4.0  # likewise: what needs no second look, as others keep the cores busy
@@ -58,3 +59,32 @@ def choose_threads(
         times = {"1": round(one, 4), str(most): round(all_cores, 4)}
     torch.set_num_threads(threads or 1)
     return threads or 1, times
+
+
+class Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, this thread draws from generators of this seed: torch's own, which requests in other threads sample by,
+    stay as they are."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seed, self._generators = seed, dict[torch.device, torch.Generator]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, seeded = dict(kwargs or {}), _with_generator(func)
+        if seeded is not None and kwargs.get("generator") is None:
+            func = seeded
+            found = (value.device for value in args if isinstance(value, torch.Tensor))
+            device = torch.device(next(found, kwargs.get("device") or "cpu"))
+            if device not in self._generators:
+                self._generators[device] = torch.Generator(device).manual_seed(self.seed)
+            kwargs["generator"] = self._generators[device]
+        return func(*args, **kwargs)
+
+
+def _with_generator(func: Any) -> Any:
+    """The overload of an operator that draws which takes a generator beside the same arguments, if there is one."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return None
+    names = {argument.name for argument in func._schema.arguments} | {"generator"}
+    overloads = (getattr(func.overloadpacket, name) for name in func.overloadpacket.overloads())
+    return next((o for o in (func, *overloads) if {argument.name for argument in o._schema.arguments} == names), None)
