@@ -10,11 +10,13 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError
 from numpy.typing import NDArray
 from transformers import (
@@ -159,8 +161,18 @@ def _loaded(auto: Any, source: str, **kwargs: Any) -> Any:
 
 
 def load_config(source: str, **model_kwargs: Any) -> Any:
-    """The configuration of a model; raises UnsupportedModelError where there is none."""
-    return _loaded(AutoConfig, source, **_of_hub(model_kwargs))
+    """The configuration of a model, with the commit of the Hub that it is of in `_commit_hash` (`None` for a folder);
+    raises UnsupportedModelError where there is none."""
+    config = _loaded(AutoConfig, source, **_of_hub(model_kwargs))
+    if getattr(config, "_commit_hash", None) is None:  # which transformers before 5.23 notes
+        config._commit_hash = None if os.path.exists(source) else _commit(source, **_of_hub(model_kwargs))
+    return config
+
+
+def _commit(name: str, *, revision: str | None = None, subfolder: str = "", cache_dir: Any = None, **_: Any) -> Any:
+    file = os.path.join(subfolder, "config.json")
+    path = try_to_load_from_cache(name, file, cache_dir, revision)
+    return Path(path.removesuffix(file)).name if isinstance(path, str) else None
 
 
 def _of_hub(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,8 +224,11 @@ def load_model(
     if how.get("quantization_config") is not None:
         device_map = device_map or device  # what is quantized is not moved afterwards
     if device_map is not None:
-        return _loaded(auto, source, dtype=dtype, device_map=device_map, **how).eval()
-    return placed(_loaded(auto, source, dtype=dtype, **how), device).eval()
+        model = _loaded(auto, source, dtype=dtype, device_map=device_map, **how)
+    else:
+        model = placed(_loaded(auto, source, dtype=dtype, **how), device)
+    model.config._commit_hash = config._commit_hash
+    return model.eval()
 
 
 def load_named(target: Any, draft: Any, **model_kwargs: Any) -> tuple[Any, Any]:

@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from huggingface_hub.errors import HFValidationError, HTTPError
+from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils._validators import validate_repo_id
 from peft import PEFT_TYPE_TO_TUNER_MAPPING, LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -406,6 +407,7 @@ def test_names_of_repos_are_checked_without_a_request() -> None:
     validate_repo_id("me/draft")
     with pytest.raises(HFValidationError):
         validate_repo_id("me/dr aft")
+    assert repo_folder_name(repo_id="me/draft", repo_type="model") == "models--me--draft"
     assert issubclass(HTTPError, Exception)
     assert not issubclass(HTTPError, OSError)  # so it is caught by name
 

@@ -16,7 +16,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from fake_hub import TOKEN, FakeHub, fake_hub
+from fake_hub import COMMIT, TOKEN, FakeHub, fake_hub
 from huggingface_hub import DatasetCard, ModelCard
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -25,8 +25,9 @@ from osd_hf import ConfigError, CorrectionStore, HubError, OnlineAssistant, Onli
 from osd_hf.bundled import bundled_prompts, load_bundled
 from osd_hf.cli.main import main
 from osd_hf.evaluate import evaluate
-from osd_hf.hub.cards import DraftFacts, EvaluationSet, draft_card, hub_id
+from osd_hf.hub.cards import DraftFacts, EvaluationSet, draft_card, facts_of, hub_id
 from osd_hf.hub.push import export_to_vllm, push_folder, push_store, save_draft
+from osd_hf.pair import load_model
 from osd_hf.prompts import Prompt, encode_turn
 
 # Of huggingface_hub, which hands the bytes of a file to httpx2.
@@ -73,7 +74,8 @@ def hub() -> Iterator[FakeHub]:
 def here(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     """The Hub of this process."""
     constants = {"ENDPOINT": hub.address, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True,
-                 "HF_TOKEN_PATH": str(tmp_path / "no token")}  # fmt: skip
+                 "HF_TOKEN_PATH": str(tmp_path / "no token"),
+                 "HUGGINGFACE_CO_URL_TEMPLATE": hub.address + "/{repo_id}/resolve/{revision}/{filename}"}  # fmt: skip
     for name, value in constants.items():
         monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
     monkeypatch.setattr("transformers.utils.hub._hf_api", None)  # it keeps the first address that it was asked for
@@ -190,6 +192,26 @@ def test_folders_of_this_machine_are_no_ids(tmp_path: Path) -> None:
     assert hub_id("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
     for name in (None, "", str(tmp_path), "gpt2/with/more", "spa ce/name"):
         assert hub_id(name) is None
+
+
+def test_the_card_names_the_commit_of_the_target(
+    here: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    target, draft = models.pair(num_hidden_layers=1)
+    target.save_pretrained(tmp_path / "target")
+    here.repos["model", "them/large"] = {path.name: path.read_bytes() for path in (tmp_path / "target").iterdir()}
+    by_name, by_others = load_model("them/large"), AutoModelForCausalLM.from_pretrained("them/large")
+    assert (
+        f"[them/large](https://huggingface.co/them/large) at revision `{COMMIT}`"
+        in draft_card("me/draft", facts_of(by_name, draft)).text
+    )
+    assert facts_of(by_others, draft).target_revision == COMMIT
+    (cache / "models--them--large/snapshots" / ("1" * 40)).mkdir()
+    assert facts_of(by_name, draft).target_revision == COMMIT
+    assert facts_of(by_others, draft).target_revision is None  # of which of the two nobody knows
+    assert facts_of(load_model(str(tmp_path / "target")), draft).target_revision is None
 
 
 def test_a_set_of_one_prompt_has_no_interval() -> None:

@@ -9,8 +9,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import DatasetCard, DatasetCardData, EvalResult, ModelCard, ModelCardData
+from huggingface_hub import DatasetCard, DatasetCardData, EvalResult, ModelCard, ModelCardData, constants
 from huggingface_hub.errors import HFValidationError
+from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils._validators import validate_repo_id
 
 from osd_hf.bundled import DOMAINS, bundled_prompts
@@ -194,11 +195,20 @@ def facts_of(
     target: Any, base: Any, domains: Sequence[str] = (), training: Mapping[str, Any] | None = None
 ) -> DraftFacts:
     """What the models themselves say of a draft: ids and revision, where they came from the Hub."""
-    config = target.config
+    name = hub_id(target.config.name_or_path)
+    commit = getattr(target.config, "_commit_hash", None)  # as `load_config` notes it
     return DraftFacts(
-        target=hub_id(config.name_or_path), target_revision=getattr(config, "_commit_hash", None),
+        target=name, target_revision=_only_commit(name) if name and commit is None else commit,
         base_model=hub_id(base.config.name_or_path), domains=tuple(domains), training=dict(training or {}),
     )  # fmt: skip
+
+
+def _only_commit(name: str) -> str | None:
+    """The commit of the Hub whose files of a model lie in the cache; `None` where there are several, as nobody knows
+    which of them a model is of that others have loaded."""
+    folder = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"), "snapshots")
+    commits = [path.name for path in folder.glob("*")]
+    return commits[0] if len(commits) == 1 else None
 
 
 def card_data(folder: str) -> dict[str, str]:
