@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 TEMPLATE = "<s>{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}[answer]"
 
 
-def save_pair(folder: Path, *, chat_template: bool = True, vocab_size: int = 300) -> Path:
+def save_pair(folder: Path, *, chat_template: bool = True, vocab_size: int = 300, layers: int = 2) -> Path:
     """Write `target/` and `draft/`; the draft is the target with noise, so that it is often but not always right."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
@@ -27,7 +27,7 @@ def save_pair(folder: Path, *, chat_template: bool = True, vocab_size: int = 300
         vocab_size=vocab_size,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=2,
         max_position_embeddings=256,

@@ -1,4 +1,4 @@
-"""Each recipe of the lab pair runs its smallest form, and that for accelerators."""
+"""Recipes of the lab pair run their smallest form on a tiny one, and that for accelerators; one on the lab pair."""
 
 import contextlib
 import importlib
@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 from processes import ModuleProcess, run_python
+from saved_pair import save_pair
+from test_experiments import ROWS
 
 RECIPES = Path(__file__).parent.parent / "recipes"
+ON_LAB = ["--requests", "10", "--seeds", "0", "--datasets", "gsm8k", "--rates", "1e-3", "--epochs", "1", "--live", "2"]
 SMOKES = {
-    "lab_online": [
-        *("--requests", "10", "--seeds", "0", "--datasets", "gsm8k", "--rates", "1e-3", "--epochs", "1"),
-        *("--live", "2", "--traces", "{traces}"),
-    ],
     "frontier": [
         *("--requests", "10", "--rules", "default", "steps / 2", "--datasets", "gsm8k", "--traces", "{traces}"),
     ],
@@ -52,9 +51,17 @@ SMOKES = {
 
 
 @pytest.fixture(scope="module")
-def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the recipes keep what they record of the target: two of them serve the same requests."""
-    return tmp_path_factory.mktemp("traces")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny pair and questions where the recipes look for the lab pair and its data sets; beside it, the recipes keep
+    what they record of the target: some of them serve the same requests."""
+    folder = tmp_path_factory.mktemp("folder")
+    lab = save_pair(folder / "lab", vocab_size=4096, layers=8)
+    (lab / "draft-1layer").symlink_to(lab / "draft")
+    (folder / "data").mkdir()
+    for name in ("gsm8k", "spider", "finance_alpaca", "code_search_net_python"):
+        rows = [json.dumps(ROWS[name](f"what is {i} and {i + 1}?")) for i in range(40)]
+        (folder / f"data/{name}.jsonl").write_text("\n".join(rows))
+    return folder
 
 
 def run(name: str, flags: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -75,12 +82,16 @@ def run(name: str, flags: list[str], folder: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("name", SMOKES)
 def test_a_recipe_runs_its_smallest_form(
-    name: str, lab: Path, traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report = run(name, [flag.format(traces=traces) for flag in SMOKES[name]], tmp_path, monkeypatch)
-    if name == "lab_online":
-        live = report["rows"][0]["live"]
-        assert live["token_identical"] == live["equal_counts_by_replay_of_captured"] == live["requests"] == 2
+    monkeypatch.setenv("OSD_HF_DATA", str(folder))
+    run(name, [flag.format(traces=folder / "traces") for flag in SMOKES[name]], tmp_path, monkeypatch)
+
+
+def test_a_recipe_serves_the_lab_pair_exactly(lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = run("lab_online", ON_LAB, tmp_path, monkeypatch)
+    live = report["rows"][0]["live"]
+    assert live["token_identical"] == live["equal_counts_by_replay_of_captured"] == live["requests"] == 2
 
 
 def test_what_accelerators_are_for_runs_in_tiny_shapes_on_the_cpu(
