@@ -32,6 +32,7 @@ FP32 = 4  # bytes
 LOGITS_COPIES = 4  # of a chunk: logits, log-probs, and the gradients of both
 MUON_COPIES = 5  # of the matrices that are iterated together
 PROBED = 16  # tokens of the sequence that activations are counted on
+_ACTIVATIONS: dict[tuple[str, str | None], int] = {}  # bytes a token, by configuration
 ALPHA, K = 0.6, 5  # acceptance and tokens a round that times are estimated for
 EFFICIENCY = 0.5  # of a device's peak that matrix products reach
 
@@ -396,10 +397,18 @@ def cache_bytes(config: Any, prompt_tokens: int, new_tokens: int, size: int) -> 
 
 def activation_bytes(config: Any) -> int:
     """Bytes a token that a forward in fp32 keeps for its backward, the output head's left out: of a forward that
-    computes nothing, which takes some seconds for a large model."""
+    computes nothing, which takes some seconds for a large model, and is asked for once."""
+    plain = _plain(config)
+    key = (repr(plain), plain._attn_implementation)
+    if key not in _ACTIVATIONS:
+        _ACTIVATIONS[key] = _kept_by_a_forward(plain)
+    return _ACTIVATIONS[key]
+
+
+def _kept_by_a_forward(config: Any) -> int:
     with FakeTensorMode():
         auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        model = auto.from_config(_plain(config), dtype=torch.float32).eval()
+        model = auto.from_config(config, dtype=torch.float32).eval()
         others = {p.untyped_storage()._cdata for p in model.parameters()}
         kept: dict[int, Any] = {}
 

@@ -12,9 +12,18 @@ import models
 import pytest
 import torch
 from peft import IA3Config, LoHaConfig, LoraConfig
-from transformers import Gemma3TextConfig, LlamaConfig, Qwen3Config
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig, Qwen3Config
 
-from osd_hf import DomainDrafts, GateDecision, OnlineAssistant, OnlineConfig, UnsupportedModelError, chunked_loss
+from osd_hf import (
+    DomainDrafts,
+    GateDecision,
+    OnlineAssistant,
+    OnlineConfig,
+    UnsupportedModelError,
+    chunked_loss,
+    memory,
+)
 from osd_hf.cli.main import main
 from osd_hf.learning import learner as module
 from osd_hf.learning import optimizer
@@ -376,6 +385,20 @@ def test_the_command_reads_configurations_alone(folders: list[str], capsys: pyte
     assert "draft: version before" in printed.err and "in 100MB" in printed.err
     assert main(["plan", *folders, *sizes, "--lora-rank", "2", "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["learned_parameters"] < report["draft_parameters"] / 4
+
+
+def test_activations_are_counted_once(folders: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    looks: list[int] = []
+    monkeypatch.setattr(memory, "FakeTensorMode", lambda: looks.append(1) or FakeTensorMode())
+    monkeypatch.setattr(memory, "_ACTIVATIONS", {})
+    assert main(["plan", *folders, "--device-memory", "100MB", "--json", "-"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["choices"]) == 6
+    assert len(looks) == 1
+    config = AutoConfig.from_pretrained(folders[3])
+    assert activation_bytes(config) < activation_bytes(
+        AutoConfig.from_pretrained(folders[3], attn_implementation="eager")
+    )
+    assert len(looks) == 2
 
 
 def test_a_size_that_is_none_is_refused(folders: list[str], capsys: pytest.CaptureFixture[str]) -> None:
