@@ -6,6 +6,7 @@ import copy
 import functools
 import string
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -234,6 +235,19 @@ def prompt(length: int = 6, seed: int = 0, vocab_size: int = VOCAB) -> torch.Ten
 
 def prompts(number: int, vocab_size: int = VOCAB) -> list[torch.Tensor]:
     return [prompt(3 + i % 5, seed=100 + i, vocab_size=vocab_size) for i in range(number)]
+
+
+def noted_loading(patch: Any) -> dict[str, dict[str, Any]]:
+    """What causal models are loaded with from now on, by the names of their folders; none is quantized."""
+    given: dict[str, dict[str, Any]] = {}
+    load = AutoModelForCausalLM.from_pretrained
+
+    def loading(source: str, **how: Any) -> Any:
+        given[Path(source).name] = how
+        return load(source, **{name: value for name, value in how.items() if name != "quantization_config"})
+
+    patch.setattr(AutoModelForCausalLM, "from_pretrained", loading)
+    return given
 
 
 # --- stubs ----------------------------------------------------------------------------------------------------------

@@ -132,14 +132,7 @@ def test_a_pair_of_the_hub_is_served_by_its_names_alone(hub: Path) -> None:
 
 
 def test_how_models_are_loaded_is_said_as_to_from_pretrained(repos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, dict[str, Any]] = {}
-    load = AutoModelForCausalLM.from_pretrained
-
-    def loading(source: str, **how: Any) -> Any:
-        given[Path(source).name] = how
-        return load(source, **{name: value for name, value in how.items() if name != "quantization_config"})
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loading)
+    given = models.noted_loading(monkeypatch)
     quantization: Any = object()
     assistant = OnlineAssistant(
         repos / "7B", repos / "0.5B", config=MANUAL, dtype=torch.float64, device="cpu", attn_implementation="eager",

@@ -262,14 +262,7 @@ def test_flags_of_loading_reach_the_models(tmp_path: Path, monkeypatch: pytest.M
     for name in ("target", "draft"):
         target.save_pretrained(tmp_path / name)
     models.tokenizer().save_pretrained(tmp_path / "target")
-    given: dict[str, dict[str, Any]] = {}
-    load = AutoModelForCausalLM.from_pretrained
-
-    def loading(source: str, **how: Any) -> Any:
-        given[Path(source).name] = how
-        return load(source, **{name: value for name, value in how.items() if name != "quantization_config"})
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loading)
+    given = models.noted_loading(monkeypatch)
     monkeypatch.setattr("osd_hf.pair.quantization_config", lambda *named: named)
     names = (str(tmp_path / "target"), str(tmp_path / "draft"))
     pair = load_pair(
