@@ -127,7 +127,8 @@ def test_the_call_of_a_gkd_trainer_trains(tmp_path: Any, pair: Any) -> None:
     assert args.eval_on_start is False
 
 
-def test_a_trainer_leaves_the_teacher_as_it_was(tmp_path: Any, pair: Any) -> None:
+@pytest.mark.parametrize("works", [("train", "evaluate"), ("evaluate",)])
+def test_a_trainer_leaves_the_teacher_as_it_was(tmp_path: Any, pair: Any, works: tuple[str, ...]) -> None:
     target, draft = copy.deepcopy(pair)
     target.train()
     names, modes = set(vars(target)), list[bool]()
@@ -136,10 +137,10 @@ def test_a_trainer_leaves_the_teacher_as_it_was(tmp_path: Any, pair: Any) -> Non
         draft, target, args, train_dataset=ANSWERED, eval_dataset=HELD_OUT, processing_class=models.tokenizer()
     )
     with target.register_forward_pre_hook(lambda *_: modes.append(target.training)):
-        for work in (trainer.train, trainer.evaluate):
+        for work in works:
             assert target.training
             assert set(vars(target)) == names
-            work()
+            getattr(trainer, work)()
     assert set(vars(target)) == names
     assert target.training
     assert modes and not any(modes)
