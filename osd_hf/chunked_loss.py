@@ -21,7 +21,9 @@ from osd_hf.utils.turns import give_way_at
 
 __all__ = ["Rows", "SampledTail", "divergence_sum", "stored_rows", "target_rows"]
 
-LARGE_VOCABULARY, DRAWN = 1 << 14, 2048  # from which on the loss draws so many tokens in place of all
+# From which on the loss draws so many tokens in place of all; `LEAST_VOCABULARY` of drafts, from which on a head is
+# worth restricting, happens to be as large.
+LARGE_VOCABULARY, DRAWN = 1 << 14, 2048
 
 Rows = Callable[[slice], tuple[Tensor | None, Tensor]]
 """Returns, for the positions in a slice, the ids of the kept tokens (`None` for whole rows) and the target's

@@ -404,7 +404,8 @@ def _takes_back(draft: Any) -> bool:
             draft(input_ids=torch.zeros(1, 2, dtype=torch.long, device=draft.device), past_key_values=cache)
         cache.crop(-1)
         return int(cache.get_seq_length()) == 1
-    except Exception:  # noqa: BLE001 - whatever it fails with, a request would as well
+    except Exception as error:  # noqa: BLE001 - whatever it fails with, a request would as well
+        logger.info("No tokens can be taken back from the cache of the draft: %s", first_line(error))
         return False
 
 
