@@ -27,7 +27,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from osd_hf import CorrectionStore, Trace, replay
+from osd_hf.engine.doctor import as_engine
 from osd_hf.engine.versions import LATEST, latest_version
 
 NUM_LOGPROBS = 64
@@ -46,12 +46,13 @@ COUNTER = "vllm:spec_decode_num_"
 READY_SECONDS = 300
 LEARN_SECONDS = 3600
 WARM_UP = 8  # prompts
+RELOAD = "osd_hf.engine.vllm_reload.DraftReload"
 
 
 class Engine:
     """vLLM with a draft, on a port of this machine."""
 
-    def __init__(self, args: argparse.Namespace, draft: Path, log: Path) -> None:
+    def __init__(self, args: argparse.Namespace, draft: Path, log: Path, extension: str = RELOAD) -> None:
         self.url = f"http://127.0.0.1:{args.port}"
         config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": K}
         # The CPU package lacks the metadata that the command `vllm` looks for; this is what it starts.
@@ -61,7 +62,7 @@ class Engine:
             *("--dtype", "float32", "--max-model-len", "768", "--max-num-seqs", str(args.concurrency)),
             *("--max-logprobs", str(NUM_LOGPROBS), "--generation-config", "vllm", "--enforce-eager"),
             *("--gpu-memory-utilization", "0.3"),  # which means the memory of the machine here
-            *("--worker-extension-cls", "osd_hf.engine.vllm_reload.DraftReload"),
+            *("--worker-extension-cls", extension),
             *("--speculative-config", json.dumps(config)),
         ]  # fmt: skip
         environment = {
@@ -124,9 +125,11 @@ class Engine:
 
 
 @contextmanager
-def serving(args: argparse.Namespace, draft: Path, log: Path) -> Iterator[tuple[Engine, float]]:
+def serving(
+    args: argparse.Namespace, draft: Path, log: Path, extension: str = RELOAD
+) -> Iterator[tuple[Engine, float]]:
     """A server that answers, and the seconds until it did."""
-    began, engine = time.perf_counter(), Engine(args, draft, log)
+    began, engine = time.perf_counter(), Engine(args, draft, log, extension)
     try:
         engine.wait()
         yield engine, time.perf_counter() - began
@@ -176,22 +179,13 @@ def asked(
     return counted(before, engine.counts()), report
 
 
-def as_vllm(trace: Trace) -> Trace:
-    """The trace without its first token, which vLLM takes with the prompt."""
-    ids = np.concatenate([trace.prompt_ids, trace.completion_ids[:1]])
-    rows = {name: getattr(trace, name)[1:] for name in ("completion_ids", "top_logits", "top_ids", "tail_logprob")}
-    # It drafts on to its k tokens at the end, too.
-    sampling = {key: value for key, value in trace.sampling.items() if key != "max_new_tokens"}
-    return replace(trace, prompt_ids=ids, sampling=sampling, **rows)
-
-
 def ours(draft: Path, traces: Sequence[Trace]) -> dict[str, Any]:
     """What replay says of a draft on the answers, in the rounds of transformers, and in those of vLLM."""
     model = AutoModelForCausalLM.from_pretrained(draft, dtype=torch.float32).eval()
     found = {}
     for name, those in (
         ("replay", list(traces)),
-        ("replay_in_vllm_rounds", [as_vllm(t) for t in traces if len(t) > 1]),
+        ("replay_in_vllm_rounds", [as_engine(t) for t in traces if len(t) > 1]),
     ):
         stats = replay(model, those, K)
         found[name] = {

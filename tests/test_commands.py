@@ -31,6 +31,7 @@ from osd_hf.serving.running import Running
 ROOT = Path(__file__).parents[1]
 NEEDED = {  # by commands that name something in any case
     "collect": ["--store", "s"],
+    "doctor": ["--url", "http://localhost:8000", "--target", "t", "--draft", "d"],
     "draft": ["t", "new"],
     "export": ["new", "--draft", "d"],
     "learn": ["--store", "s", "--output-dir", "o"],
@@ -336,7 +337,8 @@ def test_one_thing_has_one_name() -> None:
     others = {"k", "requests", "limit", "compile", "state", "local_dir", "directory", "out", "new_tokens",
               "no_chat_template", "no_learn"}  # fmt: skip
     assert not any(names & others for names in given.values())
-    assert all("output_dir" in given[name] for name in set(KINDS) - {"collect", "distill", "env", "plan", "serve"})
+    saved = set(KINDS) - {"collect", "distill", "doctor", "env", "plan", "serve"}
+    assert all("output_dir" in given[name] for name in saved)
 
 
 def test_a_positional_may_have_its_name_and_stand_anywhere() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -15,22 +14,22 @@ from tqdm import tqdm
 from osd_hf.bundled import load_bundled
 from osd_hf.cli import FAILED, INTERRUPTED
 from osd_hf.cli.arguments import flag, in_groups, option
-from osd_hf.cli.flags import Prompts, Reporting, TargetRevision, encode, stopping
+from osd_hf.cli.flags import SERVER, Prompts, Reporting, Server, TargetRevision, encode, stopping
 from osd_hf.engine.collect import CollectionReport, LogReader, collect, collect_log
-from osd_hf.engine.completions import CompletionClient, ResponseReader, environment_key, parse_address
+from osd_hf.engine.completions import ResponseReader
 from osd_hf.errors import ConfigError, DataError, ServerError, StoreError
 from osd_hf.pair import eos_ids, load_config, load_eos_ids, load_tokenizer, prompt_room
 from osd_hf.prompts import EncodedPrompts
 from osd_hf.store.store import CorrectionStore
 from osd_hf.utils.report import provenance
 
-SERVER, LOG = "from a server", "from a request log"
+LOG = "from a request log"
 
-_server, _answers, _log, _store = in_groups(SERVER, "answers", LOG, "store")
+_answers, _log, _store = in_groups("answers", LOG, "store")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CollectSettings(Prompts, TargetRevision, Reporting):
+class CollectSettings(Server, Prompts, TargetRevision, Reporting):
     """The flags of `osd-hf collect`."""
 
     store: Path = flag("where the requests are kept", required=True, metavar="DIR")
@@ -39,16 +38,6 @@ class CollectSettings(Prompts, TargetRevision, Reporting):
     target_version: str | None = flag("name of the weights that answer, where the model's name in the responses, the "
                                       "default, stays while they change", metavar="NAME")  # fmt: skip
     num_logprobs: int = flag("log-probs kept per position", 64, metavar="K")
-    url: str | None = _server("address of an OpenAI-compatible server, such as http://localhost:8000")
-    model: str | None = _server("name of the model that it serves; its only one by default", metavar="NAME")
-    api_key: str | None = _server("key of the server; other users of this machine can see it, so the next two are "
-                                  "better; by default the environment's OSD_HF_API_KEY, or its OPENAI_API_KEY where "
-                                  "the URL is OpenAI's or that of OPENAI_BASE_URL", rivals="key")  # fmt: skip
-    api_key_file: Path | None = _server("file that holds the key", rivals="key", metavar="FILE")
-    api_key_env: str | None = _server("variable of the environment that holds the key", rivals="key", metavar="NAME")
-    allow_plain_http: bool = _server("send a key to another machine over plain HTTP, too", False)
-    concurrency: int = _server("requests at once", 4, metavar="N")
-    patience_seconds: float = _server("how many seconds to try a server that is away or too busy", 30.0, metavar="S")
     max_new_tokens: int = _answers("most tokens of an answer", 128, metavar="N")
     temperature: float = _answers("of sampling; 0 is greedy", 0.0, metavar="X")
     top_p: float | None = _answers("share of the probability that is sampled from, with a --temperature", metavar="X")
@@ -86,33 +75,6 @@ class CollectSettings(Prompts, TargetRevision, Reporting):
             self.check_together("target", "prompts")
         if self.target is None and (given := self.changed("revision", "trust_remote_code")):
             raise ConfigError(f"{given[0]} is for --target; the bundled one is as it is.")
-
-    def key(self) -> str | None:
-        """What is sent to the server; raises ConfigError where it is not there."""
-        if self.api_key_file is not None:
-            try:
-                key = self.api_key_file.expanduser().read_text().strip()
-            except (OSError, UnicodeDecodeError) as error:
-                why = getattr(error, "strerror", None) or "it is no text"
-                raise ConfigError(f"The key cannot be read from {self.api_key_file}: {why}.") from None
-            if not key:
-                raise ConfigError(f"The file {self.api_key_file} holds no key.")
-            return key
-        if self.api_key_env is not None:
-            if not os.environ.get(self.api_key_env):
-                raise ConfigError(f"--api-key-env names {self.api_key_env}, which is not set in the environment.")
-            return os.environ[self.api_key_env]
-        address, user, password = parse_address(str(self.url))
-        if self.api_key or user or password:
-            return self.api_key or None
-        found = os.environ.get("OSD_HF_API_KEY") or environment_key(str(self.url))
-        if found is None and os.environ.get("OPENAI_API_KEY"):
-            print(
-                f"osd-hf: OPENAI_API_KEY is not sent to {address.host}, which it may not belong to; if it does: "
-                "--api-key-env OPENAI_API_KEY",
-                file=sys.stderr,
-            )
-        return found
 
 
 def collect_command(settings: CollectSettings) -> int:
@@ -193,14 +155,10 @@ def _from_server(
     settings: CollectSettings, key: str | None, encoded: EncodedPrompts, reader: ResponseReader,
     store: CorrectionStore, report: CollectionReport,
 ) -> None:  # fmt: skip
-    client = CompletionClient(
-        str(settings.url), settings.model, api_key=key, allow_plain_http=settings.allow_plain_http,
-        patience_seconds=settings.patience_seconds,
-    )  # fmt: skip
     given = {name: getattr(settings, name) for name in ("temperature", "top_p", "top_k", "seed")}
     sampling = {name: value for name, value in given.items() if value is not None}
     bar = tqdm(total=len(encoded.prompts), desc="collecting", unit="request", dynamic_ncols=True)
-    with client, stopping() as stop, bar:
+    with settings.client(key) as client, stopping() as stop, bar:
         collect(
             encoded.prompts, client, reader, store, max_new_tokens=settings.max_new_tokens, report=report, stop=stop,
             concurrency=settings.concurrency, on_request=lambda _: bar.update(), **sampling,

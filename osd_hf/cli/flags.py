@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import random
 import signal
 import sys
@@ -16,6 +17,7 @@ from typing import Any, Literal
 from osd_hf.bundled import DOMAINS, bundled_prompts
 from osd_hf.cli.arguments import flag, in_groups, option, part
 from osd_hf.config import OnlineConfig
+from osd_hf.engine.completions import CompletionClient, environment_key, parse_address
 from osd_hf.errors import ConfigError, StoreError
 from osd_hf.pair import Quantization
 from osd_hf.prompts import EncodedPrompts, Prompt, PromptSource, encode_prompts, read_prompts
@@ -173,6 +175,60 @@ class TargetLoading(Loading, TargetRevision):
                                      "devices; --device is the draft's then", metavar="MAP")  # fmt: skip
     quantization: Quantization | None = _models("how the target's weights are quantized: 4bit and 8bit need "
                                                 "bitsandbytes, int8 needs torchao")  # fmt: skip
+
+
+SERVER = "from a server"
+(_server,) = in_groups(SERVER)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server(Settings):
+    """How a serving engine is asked."""
+
+    url: str | None = _server("address of an OpenAI-compatible server, such as http://localhost:8000")
+    model: str | None = _server("name of the model that it serves; its only one by default", metavar="NAME")
+    api_key: str | None = _server("key of the server; other users of this machine can see it, so the next two are "
+                                  "better; by default the environment's OSD_HF_API_KEY, or its OPENAI_API_KEY where "
+                                  "the URL is OpenAI's or that of OPENAI_BASE_URL", rivals="key")  # fmt: skip
+    api_key_file: Path | None = _server("file that holds the key", rivals="key", metavar="FILE")
+    api_key_env: str | None = _server("variable of the environment that holds the key", rivals="key", metavar="NAME")
+    allow_plain_http: bool = _server("send a key to another machine over plain HTTP, too", False)
+    concurrency: int = _server("requests at once", 4, metavar="N")
+    patience_seconds: float = _server("how many seconds to try a server that is away or too busy", 30.0, metavar="S")
+
+    def key(self) -> str | None:
+        """What is sent to the server; raises ConfigError where it is not there."""
+        if self.api_key_file is not None:
+            try:
+                key = self.api_key_file.expanduser().read_text().strip()
+            except (OSError, UnicodeDecodeError) as error:
+                why = getattr(error, "strerror", None) or "it is no text"
+                raise ConfigError(f"The key cannot be read from {self.api_key_file}: {why}.") from None
+            if not key:
+                raise ConfigError(f"The file {self.api_key_file} holds no key.")
+            return key
+        if self.api_key_env is not None:
+            if not os.environ.get(self.api_key_env):
+                raise ConfigError(f"--api-key-env names {self.api_key_env}, which is not set in the environment.")
+            return os.environ[self.api_key_env]
+        address, user, password = parse_address(str(self.url))
+        if self.api_key or user or password:
+            return self.api_key or None
+        found = os.environ.get("OSD_HF_API_KEY") or environment_key(str(self.url))
+        if found is None and os.environ.get("OPENAI_API_KEY"):
+            print(
+                f"osd-hf: OPENAI_API_KEY is not sent to {address.host}, which it may not belong to; if it does: "
+                "--api-key-env OPENAI_API_KEY",
+                file=sys.stderr,
+            )
+        return found
+
+    def client(self, key: str | None) -> CompletionClient:
+        """What asks the server with this key; raises as [`CompletionClient`] does."""
+        return CompletionClient(
+            str(self.url), self.model, api_key=key, allow_plain_http=self.allow_plain_http,
+            patience_seconds=self.patience_seconds,
+        )  # fmt: skip
 
 
 # Settings of [`OnlineConfig`] that change nothing in a command, and why.

@@ -28,6 +28,7 @@ GROUPS = {
         "plan": "say what a pair will take in memory, before anything is loaded",
         "bench": "time the target alone, stock and lean drafting side by side",
         "replay": "score drafts on recorded requests, as they are and learning",
+        "doctor": "say whether a serving engine drafts with the draft that it should, and whether that pays",
     },
     "learn": {
         "run": "serve a stream of prompts with a draft that learns",
@@ -46,7 +47,10 @@ GROUPS = {
 }
 COMMANDS = {name: help for group in GROUPS.values() for name, help in group.items()}
 MODULES = {"quickstart": "bench", "export": "push"}  # of commands whose module has another name
-EPILOG = "exit codes: 0 done; 1 the run failed, or an output differed; 2 bad usage or input; 130 interrupted"
+EPILOG = (
+    "exit codes: 0 done; 1 the run failed, or an output differed (doctor: something is wrong); 2 bad usage or input "
+    "(doctor: it could not tell); 130 interrupted"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -124,12 +124,24 @@ class CompletionClient:
             self.close()
             raise
 
-    def _only_model(self) -> str:
+    def _models(self) -> dict[str, dict[str, Any]]:
         body = self._call("GET", "/models")
-        names = [str(entry["id"]) for entry in body.get("data", []) if isinstance(entry, dict) and "id" in entry]
+        return {str(entry["id"]): entry for entry in body.get("data", []) if isinstance(entry, dict) and "id" in entry}
+
+    def _only_model(self) -> str:
+        names = list(self._models())
         if len(names) != 1:
             raise ServerError(f"{self._shown} serves {', '.join(names) or 'none'}. Name the model to ask.")
         return names[0]
+
+    def most_tokens(self) -> int | None:
+        """Of a prompt and its answer together, where the server says so, as vLLM does."""
+        found = self._models().get(self.model, {}).get("max_model_len")
+        return found if type(found) is int else None
+
+    def metrics(self) -> str:
+        """What its `/metrics` say; raises ServerError as [`~CompletionClient.complete`] does."""
+        return self._answer("GET", "/metrics", base=self.url.removesuffix("/v1")).text
 
     def complete(
         self, prompt_ids: Sequence[int], *, max_new_tokens: int, num_logprobs: int, **settings: Any
@@ -150,17 +162,22 @@ class CompletionClient:
         return request, self._call("POST", "/completions", request)
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        return self._json(self._answer(method, path, body))
+
+    def _answer(
+        self, method: str, path: str, body: dict[str, Any] | None = None, *, base: str | None = None
+    ) -> httpx2.Response:
         until, pause = None, FIRST_PAUSE
         while True:
             try:
-                response = self._http.request(method, self.url + path, json=body)
+                response = self._http.request(method, (base or self.url) + path, json=body)
             except httpx2.LocalProtocolError:  # whose text may hold the key
                 raise ServerError("The request cannot be sent: the key has characters that no header takes.") from None
             except httpx2.HTTPError as error:
                 failed = f"{self._shown} cannot be reached: {first_line(error)}"
             else:
                 if response.status_code == 200:
-                    return self._json(response)
+                    return response
                 said = self._clean(_message(response))[:300]
                 failed = f"{self._shown} answered {path} with status {response.status_code}: {said}"
                 if response.status_code not in BUSY:
