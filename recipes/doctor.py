@@ -28,7 +28,7 @@ from common import TEMPLATES, K, data_folder, rows, run_facts, write_report
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm_loop import READY_SECONDS, Engine, collected, osd_hf, serving
 
-WRONG = "vllm_wrong_reload.WrongReload"  # a class of this folder
+WRONG = "recipes.vllm_wrong_reload.WrongReload"
 
 
 def examined(args: argparse.Namespace, engine: Engine, texts: list[str], name: str) -> dict[str, Any]:

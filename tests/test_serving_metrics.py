@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
+from collections import Counter
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +20,20 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from osd_hf import ConfigError, OnlineAssistant, OnlineConfig
-from osd_hf.serving.metrics import assistant_metrics, metrics_route, metrics_text, proxy_metrics, serve_metrics
+from osd_hf.serving.metrics import (
+    assistant_metrics,
+    learner_metrics,
+    metrics_route,
+    metrics_text,
+    proxy_metrics,
+    serve_metrics,
+)
+
+DOCS = Path(__file__).parents[1] / "docs"
 
 COUNTS = {
     "requests": 12, "collected": 9, "left_out": {"it was sampled": 2, 'of "another" model': 1}, "dropped": 0,
-    "engine_errors": 1, "retries": 3,
+    "engine_errors": 1, "retries": 3, "bytes": 4096, "tokens": 300, "seconds_added": 0.5,
 }  # fmt: skip
 
 
@@ -132,3 +146,39 @@ def test_a_port_answers_scrapes_and_a_taken_one_is_said() -> None:
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"), serve_metrics(port):
             pass
     assert read(text)["osd_hf_proxy_retries_total"] == {(): 3}
+
+
+# --- the dashboard --------------------------------------------------------------------------------------------------
+
+
+def test_the_dashboard_shows_figures_that_there_are(assistant: Any) -> None:
+    dashboard = json.loads((DOCS / "grafana.json").read_text())
+    stats = assistant.stats
+    published = {"version": 3, "decision": {"domain": "sql"}}
+    learner = SimpleNamespace(
+        requests=3, tokens=9, set_aside=Counter(), skipped=Counter({"too long": 1}), learned=[stats], frozen=[stats],
+        versions=SimpleNamespace(number=2), published=[published], is_pushed=True, learning_seconds=1.0,
+    )  # fmt: skip
+    names = ("stats_by_domain", "drafts", "decisions", "learning_error", "learning_seconds", "effort", "is_learning")
+    state = {name: getattr(assistant, name) for name in names}
+    known = SimpleNamespace(**state, stats=replace(stats, timed=(9.0, 1.0, 1.0, 2.0)), saved_seconds=1.0)
+    text = metrics_text(
+        partial(assistant_metrics, known), partial(proxy_metrics, COUNTS), partial(learner_metrics, learner)
+    )
+    versions = read(metrics_text(partial(learner_metrics, learner)))["osd_hf_published_version"]
+    assert versions == {("(none)",): 2, ("sql",): 3}
+    samples: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(text.decode()):
+        for sample in family.samples:
+            samples.setdefault(sample.name, set()).update(sample.labels)
+    shown = set()
+    for panel in dashboard["panels"]:
+        for target in panel["targets"]:
+            names = re.findall(r"osd_hf_\w+", target["expr"])
+            assert names and set(names) <= samples.keys(), target["expr"]
+            shown |= set(names)
+            labels = re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]) + re.findall(r"by \((\w+)\)", target["expr"])
+            assert all(set(labels) - {"instance"} <= samples[name] for name in names), target
+    assert len(shown) > 25
+    places = [tuple(panel["gridPos"][side] for side in "xy") for panel in dashboard["panels"]]
+    assert len(set(places)) == len(places)

@@ -32,7 +32,10 @@ PROXY = {
     "left_out": ("Answers that cannot be learned from, by reason.", "reason"),
     "dropped": ("Answers that were not kept as the queue of the collector was full.", None),
     "engine_errors": ("Requests that an engine has answered with an error, or not at all.", None),
-    "retries": ("Requests that were sent to another engine after one had failed.", None),
+    "retries": ("Requests that were sent again, to another engine or without what was added.", None),
+    "bytes": ("Bytes of the answers that were passed on.", None),
+    "tokens": ("Tokens of the answers that were kept.", None),
+    "seconds_added": ("Time to read requests, and to take out of answers what was asked for.", None),
 }
 
 
@@ -189,8 +192,10 @@ def learner_metrics(learner: StoreLearner) -> Iterator[Metric]:
     }
     help = f"Accepted over examined tokens on the newest {RECENT} requests"
     yield from _acceptance("osd_hf_learner", help, recent, "draft")
-    help = "Number of the newest published version."
-    yield _gauge("osd_hf_published_version", help, [((), learner.versions.number)])
+    numbers = {NO_DOMAIN: learner.versions.number}
+    numbers |= {facts["decision"]["domain"] or NO_DOMAIN: facts["version"] for facts in list(learner.published)}
+    help = "Number of the newest published version; of a domain, of those that this run has published."
+    yield _gauge("osd_hf_published_version", help, [((name,), n) for name, n in numbers.items()], "domain")
     help = "Versions that this run has published."
     yield _counter("osd_hf_published_versions", help, [((), len(learner.published))])
     help = "Whether the newest published version waits for the Hub."
