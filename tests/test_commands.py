@@ -36,6 +36,7 @@ NEEDED = {  # by commands that name something in any case
     "export": ["new", "--draft", "d"],
     "learn": ["--store", "s", "--output-dir", "o"],
     "plan": ["--target", "t", "--draft", "d"],
+    "proxy": ["--url", "u", "--store", "s"],
     "push": ["me/draft", "--draft", "d"],
     "replay": ["--store", "s", "--draft", "d"],
     "serve": ["--num-assistant-tokens", "5"],  # with which all others go together

@@ -7,6 +7,7 @@ import os
 import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from processes import ModuleProcess, run_python
 from saved_pair import save_pair
 from test_experiments import ROWS
+from table_engine import FakeVLLM, served
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 ON_LAB = ["--requests", "10", "--seeds", "0", "--datasets", "gsm8k", "--rates", "1e-3", "--epochs", "1", "--live", "2"]
@@ -46,6 +48,8 @@ SMOKES = {
     "long_run": ["--requests", "24", "--marks", "12", "24"],
     "idle_learning": ["--shape", "tiny", "--pause", "0.02"],
     "rising": ["--requests", "2", "--max-new-tokens", "4", "--threads", "1"],
+    "proxy_exchanges": ["--url", "{engine}", "--exchanges", "16"],
+    "proxy_cost": ["--url", "{engine}", "--smoke"],
     "capture_overhead": ["--requests", "2", "--repeats", "1", "--max-new-tokens", "4"],
 }
 
@@ -62,6 +66,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows = [json.dumps(ROWS[name](f"what is {i} and {i + 1}?")) for i in range(40)]
         (folder / f"data/{name}.jsonl").write_text("\n".join(rows))
     return folder
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[str]:
+    """The address of an engine as vLLM is one."""
+    with served(FakeVLLM()) as address:
+        yield address
 
 
 def run(name: str, flags: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -82,10 +93,14 @@ def run(name: str, flags: list[str], folder: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("name", SMOKES)
 def test_a_recipe_runs_its_smallest_form(
-    name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, folder: Path, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OSD_HF_DATA", str(folder))
-    run(name, [flag.format(traces=folder / "traces") for flag in SMOKES[name]], tmp_path, monkeypatch)
+    flags = [flag.format(traces=folder / "traces", engine=engine) for flag in SMOKES[name]]
+    report = run(name, flags, tmp_path, monkeypatch)
+    if name == "proxy_exchanges":
+        assert report["summed"] == {"through the proxy": {"identical": 16}, "direct twice": {"identical": 16}}
+        assert report["proxy"]["collected"] == 16 - 4
 
 
 def test_a_recipe_serves_the_lab_pair_exactly(lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,31 +13,25 @@ from tqdm import tqdm
 
 from osd_hf.bundled import load_bundled
 from osd_hf.cli import FAILED, INTERRUPTED
-from osd_hf.cli.arguments import flag, in_groups, option
-from osd_hf.cli.flags import SERVER, Prompts, Reporting, Server, TargetRevision, encode, stopping
+from osd_hf.cli.arguments import in_groups, option
+from osd_hf.cli.flags import SERVER, Collecting, Prompts, Server, encode, stopping
 from osd_hf.engine.collect import CollectionReport, LogReader, collect, collect_log
 from osd_hf.engine.completions import ResponseReader
 from osd_hf.errors import ConfigError, DataError, ServerError, StoreError
-from osd_hf.pair import eos_ids, load_config, load_eos_ids, load_tokenizer, prompt_room
+from osd_hf.pair import load_tokenizer, prompt_room
 from osd_hf.prompts import EncodedPrompts
 from osd_hf.store.store import CorrectionStore
 from osd_hf.utils.report import provenance
 
 LOG = "from a request log"
 
-_answers, _log, _store = in_groups("answers", LOG, "store")
+_answers, _log = in_groups("answers", LOG)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CollectSettings(Server, Prompts, TargetRevision, Reporting):
+class CollectSettings(Server, Prompts, Collecting):
     """The flags of `osd-hf collect`."""
 
-    store: Path = flag("where the requests are kept", required=True, metavar="DIR")
-    target: str | None = flag("model that the server serves, for its tokenizer and vocabulary (no weights are "
-                              "loaded); the bundled one by default", metavar="ID|PATH")  # fmt: skip
-    target_version: str | None = flag("name of the weights that answer, where the model's name in the responses, the "
-                                      "default, stays while they change", metavar="NAME")  # fmt: skip
-    num_logprobs: int = flag("log-probs kept per position", 64, metavar="K")
     max_new_tokens: int = _answers("most tokens of an answer", 128, metavar="N")
     temperature: float = _answers("of sampling; 0 is greedy", 0.0, metavar="X")
     top_p: float | None = _answers("share of the probability that is sampled from, with a --temperature", metavar="X")
@@ -48,9 +42,6 @@ class CollectSettings(Server, Prompts, TargetRevision, Reporting):
                             "lines read before into this store are left out", metavar="FILE")  # fmt: skip
     follow: bool = _log("wait for more lines, until interrupted", False)
     poll_seconds: float = _log("seconds between two looks at it, with --follow", 5.0, metavar="S")
-    flush_every: int = _store("most requests of a file", 16, metavar="N")
-    max_bytes: int | None = _store("most bytes that are kept; the oldest requests go", metavar="N")
-    max_age_days: float | None = _store("days after which requests go", metavar="DAYS")
 
     def check(self) -> None:
         """Raises ConfigError for what is too small, and for what does not go together."""
@@ -65,7 +56,8 @@ class CollectSettings(Server, Prompts, TargetRevision, Reporting):
                 raise ConfigError("A log has one label: give --domain once.")
         if self.follow and self.log is None:
             raise ConfigError("--follow is for --log.")
-        self.check_counts("num_logprobs", "concurrency", "max_new_tokens", "flush_every", "num_requests", "max_bytes")
+        self.check_collecting()
+        self.check_counts("concurrency", "max_new_tokens", "num_requests")
         self.check_not_negative("patience_seconds", "poll_seconds", "temperature")
         if self.changed("poll_seconds") and not self.follow:
             raise ConfigError("--poll-seconds is for --follow.")
@@ -73,8 +65,6 @@ class CollectSettings(Server, Prompts, TargetRevision, Reporting):
             raise ConfigError("--top-p and --top-k need a --temperature.")
         if self.url is not None:
             self.check_together("target", "prompts")
-        if self.target is None and (given := self.changed("revision", "trust_remote_code")):
-            raise ConfigError(f"{given[0]} is for --target; the bundled one is as it is.")
 
 
 def collect_command(settings: CollectSettings) -> int:
@@ -82,12 +72,9 @@ def collect_command(settings: CollectSettings) -> int:
     settings.check()
     key = None if settings.url is None else settings.key()
     settings = replace(settings, store=settings.store.expanduser())
-    config, tokenizer, reader = _target(settings)
-    encoded = None if settings.url is None else _encoded(settings, config, tokenizer)
-    store = CorrectionStore(
-        settings.store, max_bytes=settings.max_bytes, flush_every=settings.flush_every,
-        max_age_seconds=None if settings.max_age_days is None else settings.max_age_days * 86400,
-    )  # fmt: skip
+    config, reader = settings.read_target()
+    encoded = None if settings.url is None else _encoded(settings, config)
+    store = settings.open_store()
     log = None
     if settings.log is not None:
         log = LogReader(settings.log, LogReader.place_in(settings.store, settings.log))
@@ -124,20 +111,8 @@ def _report(settings: CollectSettings, report: CollectionReport, written: int) -
     })  # fmt: skip
 
 
-def _target(settings: CollectSettings) -> tuple[Any, Any, ResponseReader]:
-    """Configuration and tokenizer of the target, and what reads its answers."""
-    if settings.target:
-        how = settings.fetching
-        config, ends = load_config(settings.target, **how), load_eos_ids(settings.target, **how)
-        tokenizer = load_tokenizer(settings.target, **how)
-    else:
-        target, _, tokenizer = load_bundled()
-        config, ends = target.config, eos_ids(target.generation_config)
-    size = int(config.get_text_config().vocab_size)
-    return config, tokenizer, ResponseReader(size, min(settings.num_logprobs, size), ends, settings.target_version)
-
-
-def _encoded(settings: CollectSettings, config: Any, tokenizer: Any) -> EncodedPrompts:
+def _encoded(settings: CollectSettings, config: Any) -> EncodedPrompts:
+    tokenizer = load_tokenizer(settings.target, **settings.fetching) if settings.target else load_bundled()[2]
     prompts = settings.read_prompts(settings.seed or 0)
     new_tokens = settings.max_new_tokens
     encoded = encode(

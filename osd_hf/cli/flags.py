@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import random
@@ -14,12 +15,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from osd_hf.bundled import DOMAINS, bundled_prompts
+from osd_hf.bundled import DOMAINS, bundled_prompts, load_bundled
 from osd_hf.cli.arguments import flag, in_groups, option, part
 from osd_hf.config import OnlineConfig
-from osd_hf.engine.completions import CompletionClient, environment_key, parse_address
+from osd_hf.engine.completions import CompletionClient, ResponseReader, environment_key, parse_address
 from osd_hf.errors import ConfigError, StoreError
-from osd_hf.pair import Quantization
+from osd_hf.pair import Quantization, eos_ids, load_config, load_eos_ids
 from osd_hf.prompts import EncodedPrompts, Prompt, PromptSource, encode_prompts, read_prompts
 from osd_hf.store.store import CorrectionStore
 from osd_hf.utils.report import json_text, write_report
@@ -361,6 +362,47 @@ def encode(
             file=sys.stderr,
         )
     return encoded
+
+
+_store = functools.partial(flag, group="store")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collecting(TargetRevision, Reporting):
+    """Settings of a command that keeps what an engine answers."""
+
+    store: Path = flag("where the requests are kept", required=True, metavar="DIR")
+    target: str | None = flag("model that the server serves, for its tokenizer and vocabulary (no weights are "
+                              "loaded); the bundled one by default", metavar="ID|PATH")  # fmt: skip
+    target_version: str | None = flag("name of the weights that answer, where the model's name in the responses, the "
+                                      "default, stays while they change", metavar="NAME")  # fmt: skip
+    num_logprobs: int = flag("log-probs kept per position", 64, metavar="K")
+    flush_every: int = _store("most requests of a file", 16, metavar="N")
+    max_bytes: int | None = _store("most bytes that are kept; the oldest requests go", metavar="N")
+    max_age_days: float | None = _store("days after which requests go", metavar="DAYS")
+
+    def check_collecting(self) -> None:
+        """Raises ConfigError for what is too small, and for what does not go together."""
+        self.check_counts("num_logprobs", "flush_every", "max_bytes")
+        if self.target is None and (given := self.changed("revision", "trust_remote_code")):
+            raise ConfigError(f"{given[0]} is for --target; the bundled one is as it is.")
+
+    def read_target(self) -> tuple[Any, ResponseReader]:
+        """Configuration of the target, and what reads its answers."""
+        if self.target:
+            config, ends = load_config(self.target, **self.fetching), load_eos_ids(self.target, **self.fetching)
+        else:
+            target = load_bundled()[0]
+            config, ends = target.config, eos_ids(target.generation_config)
+        size = int(config.get_text_config().vocab_size)
+        return config, ResponseReader(size, min(self.num_logprobs, size), ends, self.target_version)
+
+    def open_store(self) -> CorrectionStore:
+        """The store; raises StoreError."""
+        return CorrectionStore(
+            self.store.expanduser(), max_bytes=self.max_bytes, flush_every=self.flush_every,
+            max_age_seconds=None if self.max_age_days is None else self.max_age_days * 86400,
+        )  # fmt: skip
 
 
 # --- long runs ------------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ GROUPS = {
         "run": "serve a stream of prompts with a draft that learns",
         "serve": "answer over HTTP as OpenAI's API does, with a draft that learns",
         "collect": "keep what a serving engine answers, for a draft to learn from",
+        "proxy": "stand before serving engines, and keep what they answer as it passes",
         "learn": "teach a draft from what was collected, and publish its versions",
     },
     "make": {

@@ -18,7 +18,8 @@ from osd_hf.errors import ConfigError, DataError, ServerError, first_line, shown
 from osd_hf.trace import Trace, ids_dtype
 
 __all__ = [
-    "CompletionClient", "RequestRefusedError", "ResponseReader", "environment_key", "parse_address", "unwrapped",
+    "CompletionClient", "RequestRefusedError", "ResponseReader", "environment_key", "message_of", "parse_address",
+    "shaped_by", "unwrapped",
 ]  # fmt: skip
 
 CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 600.0
@@ -178,7 +179,7 @@ class CompletionClient:
             else:
                 if response.status_code == 200:
                     return response
-                said = self._clean(_message(response))[:300]
+                said = self._clean(message_of(response))[:300]
                 failed = f"{self._shown} answered {path} with status {response.status_code}: {said}"
                 if response.status_code not in BUSY:
                     kind = RequestRefusedError if response.status_code in REFUSED else ServerError
@@ -265,7 +266,8 @@ def _cleaner(*secrets: str) -> Callable[[str], str]:
     return clean
 
 
-def _message(response: httpx2.Response) -> str:
+def message_of(response: httpx2.Response) -> str:
+    """What a server says of an error, in one line."""
     try:
         body = response.json()
         error = body.get("error", body)
@@ -307,6 +309,13 @@ def unwrapped(line: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, Mappin
     return request if isinstance(request, Mapping) else None, response
 
 
+def shaped_by(request: Mapping[str, Any]) -> list[str]:
+    """The settings of a request by which its tokens are others than the target's own choice."""
+    return [
+        name for name, nothing in SHAPING.items() if request.get(name) is not None and request[name] not in nothing
+    ]
+
+
 @dataclass(frozen=True)
 class ResponseReader:
     """
@@ -340,8 +349,7 @@ class ResponseReader:
         Raises:
             DataError: something needed is missing or makes no sense; says what, and how to ask for it.
         """
-        asked = {name: value for name, value in (request or {}).items() if value is not None}
-        if shaped := [name for name, nothing in SHAPING.items() if name in asked and asked[name] not in nothing]:
+        if shaped := shaped_by(request or {}):
             raise DataError(f"its tokens were shaped by {', '.join(shaped)}, not by the target alone")
         try:
             if not response["choices"]:

@@ -1,0 +1,274 @@
+"""What a proxy keeps of the answers that pass it: read and stored by a thread of its own, dropped, or left out."""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from osd_hf.engine.collect import CollectionReport
+from osd_hf.engine.completions import ResponseReader
+from osd_hf.errors import DataError, StoreError, first_line
+from osd_hf.serving.events import assembled
+from osd_hf.store.store import CorrectionStore
+
+__all__ = ["Asking", "Keeper", "ProxyCounts", "Recording"]
+
+FLUSH_SECONDS = 5.0  # without an answer, after which what was kept is written
+RETRY_SECONDS = 30.0  # between two attempts at a store that cannot be written
+FIRST_PAUSE, LONGEST_PAUSE = 60.0, 3600.0  # seconds in which an engine is not asked
+MOST_UNREADABLE = 8  # answers in a row that may be for a reason of all
+MOST_WAITING = 256  # answers
+MOST_BYTES = 256 << 20  # of answers under way, and of those that wait
+
+logger = logging.getLogger(__name__)
+
+
+class ProxyCounts:
+    """
+    What a proxy has done.
+
+    Attributes:
+        requests (`int`), bytes (`int`): Requests of clients, and bytes of the answers given to them.
+        collected (`int`), tokens (`int`): Answers that were kept to learn from, and their tokens.
+        dropped (`int`): Answers that were not kept as too many waited, or as the store cannot be written.
+        engine_errors (`int`): Requests that an engine has answered with a status from 500 on, or not at all.
+        retries (`int`): Requests that were sent again, to another engine or without what was added.
+        seconds_added (`float`): Time to read requests, and to take out of answers what was asked for.
+    """
+
+    def __init__(self) -> None:
+        self.requests = self.bytes = self.collected = self.tokens = self.dropped = 0
+        self.engine_errors = self.retries = 0
+        self.seconds_added = 0.0
+        self._report, self._lock = CollectionReport(), threading.Lock()
+
+    def leave_out(self, reason: str) -> None:
+        """Count an answer that cannot be learned from; from any thread."""
+        with self._lock:
+            self._report.skip(reason)
+
+    def drop(self) -> None:
+        """Count an answer that could have been kept; from any thread."""
+        with self._lock:
+            self.dropped += 1
+
+    def to_dict(self) -> dict[str, float | Mapping[str, float]]:
+        """The counts by their names; `left_out` by reason."""
+        names = ("requests", "bytes", "collected", "tokens", "dropped", "engine_errors", "retries", "seconds_added")
+        with self._lock:
+            return {name: getattr(self, name) for name in names} | {"left_out": dict(self._report.skipped)}
+
+
+class Asking:
+    """
+    Whether an engine is asked for more than its clients ask for: not for a while, twice as long each time, where it
+    refuses that or gives what cannot be read.
+
+    Args:
+        name (`str`): Of the engine, for the log.
+        clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`): Seconds.
+    """
+
+    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._name, self._clock = name, clock
+        self._until, self._pause, self._unreadable, self._has_told = -float("inf"), FIRST_PAUSE, 0, False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it is asked now."""
+        return self._clock() >= self._until
+
+    def refused(self, why: str) -> None:
+        """Ask no more for a while; the first time, the log says why."""
+        self._until, self._pause = self._clock() + self._pause, min(2 * self._pause, LONGEST_PAUSE)
+        if not self._has_told:
+            logger.warning("Nothing is collected from %s for a while, then it is asked again: %s.", self._name, why)
+        self._has_told = True
+
+    def was_read(self, failed: str | None = None) -> None:
+        """Say that an answer could be read, or why it could not."""
+        self._unreadable = 0 if failed is None else self._unreadable + 1
+        if failed is None:
+            self._pause = FIRST_PAUSE
+        elif self._unreadable >= MOST_UNREADABLE:
+            self._unreadable = 0
+            self.refused(failed)
+
+
+class Recording:
+    """
+    An answer while it passes: its body, or the data of its events.
+
+    Args:
+        keeper (`Keeper`): What it is for.
+        request (`Mapping[str, Any]`), domain (`str`, *optional*): The client's request, and its label.
+        asking (`Asking`): Told whether it can be read.
+
+    Attributes:
+        has_ended (`bool`): Whether it is whole, and the keeper's.
+    """
+
+    def __init__(self, keeper: Keeper, request: Mapping[str, Any], domain: str | None, asking: Asking) -> None:
+        self.request, self.domain, self.asking = request, domain, asking
+        self._keeper, self._pieces, self._nbytes = keeper, list[bytes](), 0
+        self._is_stream, self._is_open, self.has_ended = False, True, False
+
+    def add(self, piece: bytes, *, is_event: bool = False) -> None:
+        """Take a piece of the answer; where all answers together are too large, this one is dropped."""
+        if self._is_open and not self._keeper.hold(len(piece)):
+            self.drop()
+        if self._is_open:
+            self._pieces.append(piece)
+            self._nbytes += len(piece)
+            self._is_stream = self._is_stream or is_event
+
+    def end(self) -> None:
+        """Hand over the whole answer."""
+        self.has_ended = True
+        if self._is_open:
+            self._keeper.put(self)
+
+    def drop(self) -> None:
+        """Forget the answer, and count it, unless it was forgotten before."""
+        if self._is_open:
+            self._keeper.counts.drop()
+        self.forget()
+
+    def forget(self) -> None:
+        """Give back what it holds; doing so twice does nothing."""
+        if self._is_open:
+            self._keeper.hold(-self._nbytes)
+        self._is_open, self._pieces = False, []
+
+    def response(self) -> Mapping[str, Any]:
+        """The answer as [`ResponseReader`] takes it; raises DataError."""
+        if self._is_stream:
+            return assembled(self._pieces)
+        try:
+            found = json.loads(b"".join(self._pieces))
+        except (ValueError, RecursionError) as error:
+            raise DataError("an answer is no JSON") from error
+        if not isinstance(found, dict) or not isinstance(found.get("choices"), list):
+            raise DataError("there is no response with `choices`")
+        return found
+
+
+class Keeper:
+    """
+    Reads answers and appends them to a store, in a thread of its own. It raises nothing: what fails is counted, and
+    said once in the log.
+
+    Args:
+        reader (`ResponseReader`), store (`CorrectionStore`): How answers are read, and where they go.
+        counts (`ProxyCounts`): Counts what becomes of them.
+        clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`): Seconds.
+    """
+
+    def __init__(
+        self,
+        reader: ResponseReader,
+        store: CorrectionStore,
+        counts: ProxyCounts,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.num_logprobs, self.counts = reader.num_logprobs, counts
+        self._reader, self._store, self._clock = reader, store, clock
+        self._queue: queue.Queue[Recording | None] = queue.Queue(MOST_WAITING)
+        self._held, self._lock = 0, threading.Lock()
+        self._failed_until = -float("inf")
+        self._is_failing = self._has_told = self._is_dirty = False
+        self._thread = threading.Thread(target=self._run, name="osd_hf-proxy-keeper", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_taking(self) -> bool:
+        """Whether an answer would be kept now."""
+        is_resting = self._is_failing and self._clock() < self._failed_until
+        return not (is_resting or self._queue.full() or self._held >= MOST_BYTES)
+
+    def hold(self, nbytes: int) -> bool:
+        """Take or, where negative, give back memory for answers; whether there is as much."""
+        with self._lock:
+            has_room = nbytes <= 0 or self._held + nbytes <= MOST_BYTES
+            self._held += nbytes if has_room else 0
+        return has_room
+
+    def put(self, recording: Recording) -> None:
+        """Read and store a whole answer soon; where too many wait, it is dropped."""
+        try:
+            self._queue.put_nowait(recording)
+        except queue.Full:
+            recording.drop()
+
+    def close(self) -> None:
+        """Store what waits, and write it."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                recording = self._queue.get(timeout=FLUSH_SECONDS)
+            except queue.Empty:
+                self._flush()
+                continue
+            if recording is None:
+                self._failed_until = -float("inf")  # once more
+                self._flush()
+                return
+            try:
+                self._keep(recording)
+            except Exception as error:  # noqa: BLE001  # a failure of ours costs nobody an answer
+                self.counts.leave_out("it cannot be read, for a reason of ours")
+                self._tell("An answer cannot be collected", error)
+            finally:
+                recording.forget()
+                self._queue.task_done()
+
+    def _keep(self, recording: Recording) -> None:
+        try:
+            traces = self._reader.traces(recording.response(), recording.request, domain=recording.domain)
+        except DataError as error:
+            self.counts.leave_out(str(error))
+            recording.asking.was_read(failed=str(error))
+            return
+        recording.asking.was_read()
+        if self._is_failing and not self._flush():
+            recording.drop()
+            return
+        for trace in traces:
+            self._is_dirty = True
+            self.counts.collected += 1
+            self.counts.tokens += len(trace)
+            try:
+                self._store.append(trace)
+            except StoreError as error:  # it has the trace, and writes it later
+                self._fail(error)
+
+    def _flush(self) -> bool:
+        """Write what was kept, unless that has just failed; whether nothing is left to write."""
+        if self._is_failing and self._clock() < self._failed_until:
+            return False
+        try:
+            if self._is_dirty:
+                self._store.flush()
+        except StoreError as error:
+            self._fail(error)
+            return False
+        self._is_dirty = self._is_failing = False
+        return True
+
+    def _fail(self, error: StoreError) -> None:
+        self._is_failing, self._failed_until = True, self._clock() + RETRY_SECONDS
+        self._tell("Answers cannot be stored now, and are dropped", error)
+
+    def _tell(self, what: str, error: Exception) -> None:
+        if not self._has_told:
+            logger.warning("%s: %s. Clients are served all the same.", what, first_line(error))
+        self._has_told = True

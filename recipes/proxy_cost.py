@@ -1,0 +1,156 @@
+"""
+What `osd-hf proxy` costs: time to the first token and of whole answers, and tokens a second, against direct calls.
+
+    bash recipes/vllm_env.sh .venv-vllm
+    OSD_HF_DATA=... python recipes/proxy_cost.py --vllm .venv-vllm
+    OSD_HF_DATA=... python recipes/proxy_cost.py --url http://localhost:8000 --smoke
+
+Streamed greedy completions by 1, 4 and 16 clients at once: direct, through the proxy without collecting, and with; in
+turns, `--rounds` times after one that warms up, with `--requests` for each client. Then tokens a second of 16 clients
+by the share that is collected. The proxy is a process of its own; clients run in this one, on the same machine. With
+`--smoke` little is asked for, and the proxy is a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import torch
+from common import MAX_NEW_TOKENS, TEMPLATES, data_folder, make_parser, rows, run_facts, write_report
+from proxy_exchanges import COMPLETIONS, NUM_LOGPROBS, engine_of, proxied
+from tqdm import tqdm
+from vllm_loop import osd_hf
+
+from osd_hf import CorrectionStore
+from osd_hf.serving.keeping import ProxyCounts
+from osd_hf.serving.proxy import METRICS_PATH
+
+DIRECT, THROUGH, COLLECTED = "direct", "through", "collected"
+
+
+@contextlib.contextmanager
+def proxy_of(url: str, folder: str, is_thread: bool) -> Iterator[str]:
+    """The address of a proxy that collects all but what opts out."""
+    if is_thread:
+        with CorrectionStore(Path(folder) / "store") as store, proxied(url, store, ProxyCounts()) as front:
+            yield front
+        return
+    command = osd_hf(
+        "proxy", "--url", url, "--store", Path(folder) / "store", "--target", data_folder() / "lab/target",
+        "--port", 0, "--share", 1, "--num-logprobs", NUM_LOGPROBS,
+    )  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().split()[0]
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+async def timed(client: httpx2.AsyncClient, url: str, body: dict[str, Any], collect: bool) -> tuple[float, float, int]:
+    """Seconds to the first token and to the end, and how many tokens came."""
+    began, first, tokens = time.perf_counter(), 0.0, 0
+    headers = {} if collect else {"x-osd-collect": "false"}
+    async with client.stream("POST", url + COMPLETIONS, json=body, headers=headers) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        async for line in answer.aiter_lines():
+            first = first or time.perf_counter() - began
+            if '"usage":{' in line:
+                tokens = json.loads(line[6:])["usage"]["completion_tokens"]
+    return first, time.perf_counter() - began, tokens
+
+
+async def served(url: str, texts: list[str], model: str, clients: int, share: float) -> dict[str, Any]:
+    """What came of all texts, asked for by so many clients, each with one request at a time."""
+    waiting, found = list(enumerate(texts)), list[tuple[float, float, int]]()
+
+    async def ask(client: httpx2.AsyncClient) -> None:
+        while waiting:
+            number, text = waiting.pop(0)
+            body = {"model": model, "prompt": text, "max_tokens": MAX_NEW_TOKENS, "temperature": 0, "stream": True,
+                    "stream_options": {"include_usage": True}}  # fmt: skip
+            is_collected = int((number + 1) * share) > int(number * share)
+            found.append(await timed(client, url, body, is_collected))
+
+    began = time.perf_counter()
+    async with httpx2.AsyncClient(timeout=600, limits=httpx2.Limits(max_connections=None)) as client:
+        await asyncio.gather(*(ask(client) for _ in range(clients)))
+    seconds, tokens = time.perf_counter() - began, sum(n for _, _, n in found)
+    return {
+        "first": [f for f, _, _ in found],
+        "whole": [w for _, w, _ in found],
+        "tokens_per_second": tokens / seconds,
+    }
+
+
+def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Percentiles over all rounds, in milliseconds, with the least and the most of the rounds by themselves."""
+    result: dict[str, Any] = {}
+    for name in ("first", "whole"):
+        for share in (50, 95):
+            each = [float(np.percentile(run[name], share)) * 1000 for run in runs]
+            pooled = float(np.percentile(np.concatenate([run[name] for run in runs]), share)) * 1000
+            result[f"{name}_ms_p{share}"] = {"all": pooled, "rounds": [min(each), max(each)]}
+    rates = [run["tokens_per_second"] for run in runs]
+    return result | {"tokens_per_second": {"all": float(np.mean(rates)), "rounds": [min(rates), max(rates)]}}
+
+
+def main() -> None:
+    parser = make_parser(__doc__, "proxy_cost", traces=False)
+    parser.add_argument("--vllm", help="folder of vLLM's environment")
+    parser.add_argument("--url", help="of an engine that runs already")
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.0, 0.1, 0.2, 0.5, 1.0])
+    parser.add_argument("--requests", type=int, default=8, help="of each client in a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--port", type=int, default=8379, help="of vLLM")
+    parser.add_argument("--log", default="proxy_cost_vllm.log", help="of vLLM")
+    parser.add_argument("--smoke", action="store_true", help="its smallest form")
+    args = parser.parse_args()
+    if args.smoke:
+        args.clients, args.shares, args.requests, args.rounds = [1, 2], [0.5], 2, 1
+    if not (args.vllm or args.url):
+        parser.error("one of --vllm and --url says which engine")
+    torch.set_num_threads(1)
+    args.concurrency, started = max(args.clients), time.time()
+    texts = [TEMPLATES["finance_alpaca"].format(**row) for row in rows("finance_alpaca")]
+    draw = random.Random(args.seed)
+    report: dict[str, Any] = {"clients": {}, "shares": {}}
+    with tempfile.TemporaryDirectory() as folder, engine_of(args) as url, proxy_of(url, folder, args.smoke) as front:
+        model = httpx2.get(f"{url}/v1/models").json()["data"][0]["id"]
+
+        def run(ways: dict[str, tuple[str, float]], clients: int, bar: str) -> dict[str, Any]:
+            runs: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
+            for number in tqdm(range(args.rounds + 1), desc=bar):
+                for way in draw.sample(list(ways), len(ways)):
+                    asked = draw.sample(texts, args.requests * clients)
+                    found = asyncio.run(served(ways[way][0], asked, model, clients, ways[way][1]))
+                    if number:  # the first round warms up
+                        runs[way].append(found)
+            return {way: summary(those) for way, those in runs.items()}
+
+        for clients in args.clients:
+            ways = {DIRECT: (url, 0.0), THROUGH: (front, 0.0), COLLECTED: (front, 1.0)}
+            report["clients"][clients] = run(ways, clients, f"{clients} clients")
+        by_share = {str(share): (front, share) for share in args.shares}
+        report["shares"] = run(by_share, max(args.clients), "shares")
+        if not args.smoke:
+            report["proxy"] = httpx2.get(front + METRICS_PATH).text.splitlines()
+    print(json.dumps(report, indent=1))
+    write_report(args.name, report, seed=args.seed, requests=args.requests, rounds=args.rounds, **run_facts(started))
+
+
+if __name__ == "__main__":
+    main()

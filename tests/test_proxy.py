@@ -1,0 +1,731 @@
+"""A proxy in front of engines: clients notice nothing of it, and what they were answered is there to learn from."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import logging
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import openai
+import pytest
+from table_engine import GROUP, VOCAB, FakeVLLM, Wire, served
+from hypothesis import given
+from hypothesis import strategies as st
+from processes import ModuleProcess
+from saved_pair import save_pair
+
+from osd_hf import CorrectionStore, StoreError, Trace
+from osd_hf.cli.main import main
+from osd_hf.engine.collect import LogReader, collect_log
+from osd_hf.engine.completions import ResponseReader
+from osd_hf.serving import keeping
+from osd_hf.serving.adding import Shape, edited
+from osd_hf.serving.beside import FIRST_PAUSE, Beside
+from osd_hf.serving.events import EventSplitter
+from osd_hf.serving.keeping import Keeper, ProxyCounts
+from osd_hf.serving.proxy import METRICS_PATH, Engine, Proxy
+
+KEPT = 8
+READER = ResponseReader(VOCAB, KEPT)
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+COMMON = {"model": "table", "max_tokens": 12, "temperature": 0}
+ASKS = {
+    CHAT: COMMON | {"messages": [{"role": "user", "content": "Was ist größer?\u2028"}]},
+    COMPLETIONS: COMMON | {"prompt": "One, two"},
+}
+Answered = tuple[int, list[tuple[str, str]], bytes]
+
+
+class Clock:
+    """Seconds that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclasses.dataclass
+class Front:
+    """A proxy with what is behind it."""
+
+    proxy: Proxy
+    app: Any
+    counts: ProxyCounts
+    keeper: Keeper
+    store: CorrectionStore
+    clock: Clock
+    left_out: Callable[[], dict[str, int]]
+
+    def settle(self) -> None:
+        """Wait until all answers that have passed are dealt with."""
+        self.keeper._queue.join()
+
+    def kept(self) -> list[Trace]:
+        """What has been collected, in the order of the answers, after which nothing is."""
+        self.keeper.close()
+        self.keeper.close = lambda: None  # type: ignore[method-assign]
+        self.store.flush()
+        return list(CorrectionStore(self.store.path))
+
+
+@contextlib.contextmanager
+def before(*engines: Any, path: Path, routes: Any = None, **settings: Any) -> Iterator[Front]:
+    """A proxy before engines in this process; another name stands for one that cannot be reached."""
+    clock, counts = Clock(), ProxyCounts()
+    made = {
+        id(e): Engine(f"http://engine{i}", Wire(e) if callable(e) else Dead(), clock) for i, e in enumerate(engines)
+    }
+    by_label = {name: Engine(f"http://{name}", Wire(engine), clock) for name, engine in (routes or {}).items()}
+    with CorrectionStore(path / "store") as store:
+        keeper = Keeper(READER, store, counts, clock=clock)
+        proxy = Proxy([made[id(e)] for e in engines], counts, keeper, routes=by_label, **settings)
+        front = Front(proxy, proxy.app(), counts, keeper, store, clock, lambda: counts.to_dict()["left_out"])
+        try:
+            yield front
+        finally:
+            front.keeper.close()
+
+
+class Dead(httpx2.AsyncBaseTransport):
+    """Nobody is there."""
+
+    asked = 0
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        self.asked += 1
+        raise httpx2.ConnectError("connection refused")
+
+
+async def ask(app: Any, path: str, body: Any = None, *, method: str = "POST", headers: Any = None) -> Answered:
+    """Status, headers and bytes of an answer."""
+    content = body if isinstance(body, bytes) or body is None else json.dumps(body, ensure_ascii=False).encode()
+    async with httpx2.AsyncClient(transport=Wire(app), base_url="http://front") as client:
+        answer = await client.request(
+            method, path, content=content, headers={"content-type": "application/json", **(headers or {})}
+        )
+        return answer.status_code, answer.headers.multi_items(), await answer.aread()
+
+
+def asks(app: Any, requests: Sequence[tuple[Any, ...]], **how: Any) -> list[Answered]:
+    async def all_of_them() -> list[Answered]:
+        return [await ask(app, *request, **how) for request in requests]
+
+    return asyncio.run(all_of_them())
+
+
+# --- bytes ----------------------------------------------------------------------------------------------------------
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sampled": {"temperature": 1.5, "seed": 3, "top_p": 1.0, "logprobs": None},
+    "stop": {"stop": ["e", "n"]},
+    "two choices": {"n": 2, "temperature": 1},
+    "usage": {"stream_options": {"include_usage": True}},
+    "tools": {"tools": []},
+}
+OWN: dict[str, dict[str, dict[str, Any]]] = {
+    "own logprobs": {CHAT: {"logprobs": True, "top_logprobs": 2}, COMPLETIONS: {"logprobs": 2}},
+    "own ids": {CHAT: {"return_token_ids": True}, COMPLETIONS: {"return_token_ids": True}},
+    "penalty": {CHAT: {"presence_penalty": 1}, COMPLETIONS: {"presence_penalty": 1}},
+    "own of all": {
+        CHAT: {"logprobs": True, "top_logprobs": 9, "return_token_ids": True, "return_tokens_as_token_ids": True},
+        COMPLETIONS: {"logprobs": 9, "return_token_ids": True, "return_tokens_as_token_ids": True},
+    },
+}
+WRONG: dict[str, Any] = {"temperature": {"temperature": -1}, "no prompt": {"messages": None, "prompt": None},
+                         "model": {"model": "another"}}  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_clients_get_the_bytes_of_a_direct_call(path: str, stream: bool, tmp_path: Path) -> None:
+    engine = FakeVLLM()
+    engine.most_logprobs = 9
+
+    async def compare() -> None:
+        for style in ({}, {"writes_nulls": False}, {"is_parsing": True}):
+            for name, value in style.items():
+                setattr(engine, name, value)
+            front.proxy.engines[0].shapes.clear()
+            for turn, (name, body) in itertools.product(range(2), _bodies(path, stream)):
+                direct = await ask(engine, path, body)
+                assert await ask(front.app, path, body) == direct, (style, turn, name)
+                is_learned_from = (turn > 0 or name != "plain") and name in {*VARIANTS, "model"}
+                assert (engine.asked[-1] != body) == is_learned_from, (style, turn, name)
+
+    with before(engine, path=tmp_path) as front:
+        asyncio.run(compare())
+        kept = front.kept()
+    # Of each style: the variants twice but for the first, two traces of two choices, and what asks by itself.
+    assert len(kept) == 3 * (2 * (len(VARIANTS) + 1) - 1 + 2) and front.counts.collected == len(kept)
+    assert front.counts.retries == 3 * 2 * 2 and front.counts.dropped == 0
+
+
+def _bodies(path: str, stream: bool) -> Iterator[tuple[str, bytes]]:
+    base = ASKS[path] | ({"stream": True} if stream else {})
+    given = VARIANTS | {name: by_path[path] for name, by_path in OWN.items()} | WRONG
+    for name, more in given.items():
+        body = {k: v for k, v in (base | more).items() if v is not None or k == "logprobs"}
+        yield name, json.dumps(body, ensure_ascii=name == "stop").encode()
+    yield "malformed", b'{"model": "table", "prompt": '
+    yield "no object", b'["model", "prompt"]'
+
+
+def test_the_openai_client_notices_nothing(tmp_path: Path) -> None:
+    engine = FakeVLLM()
+
+    async def said(app: Any) -> list[Any]:
+        found: list[Any] = []
+        http = httpx2.AsyncClient(transport=Wire(app))
+        async with openai.AsyncOpenAI(
+            base_url="http://front/v1", api_key="k", http_client=http, max_retries=0
+        ) as client:
+            for _ in range(2):
+                chat: dict[str, Any] = ASKS[CHAT]
+                found.append((await client.chat.completions.create(**chat)).model_dump())
+                found.append([c.model_dump() async for c in await client.chat.completions.create(**chat, stream=True)])
+                found.append(
+                    (await client.chat.completions.create(**chat, logprobs=True, top_logprobs=3)).model_dump()
+                )
+                found.append((await client.completions.create(**ASKS[COMPLETIONS], n=2)).model_dump())
+                stream = await client.completions.create(**ASKS[COMPLETIONS], stream=True, stop=["e"])
+                found.append([chunk.model_dump() async for chunk in stream])
+                with pytest.raises(openai.NotFoundError) as refused:
+                    await client.completions.create(**ASKS[COMPLETIONS] | {"model": "another"})
+                found.append(refused.value.body)
+        return found
+
+    with before(engine, path=tmp_path) as front:
+        direct = asyncio.run(said(engine))
+        assert asyncio.run(said(front.app)) == direct
+        front.kept()
+    assert front.counts.collected == 1 + 1 + 2 + 1  # all of the second turn that could be
+    assert front.left_out() == {"its client asks for log-probs or token ids of its own": 2}
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.floats(allow_nan=False) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
+TAKEN = ("prompt_token_ids", "logprobs", "token_ids")
+OTHERS = st.dictionaries(st.sampled_from(["id", "usage", "é", "a\\b", '"']), JSON, max_size=3)
+MORE = st.dictionaries(st.sampled_from(TAKEN[1:]), JSON.filter(lambda value: value is not None))
+
+
+def written(names: Sequence[str], values: dict[str, Any], nulls: set[str], dumps: Any, space: str) -> tuple[str, str]:
+    """A JSON object as it is asked for more, and as it is not."""
+    asked, plain = list[str](), list[str]()
+    for name in names:
+        both = dumps(values[name]), dumps(values[name]) if name not in TAKEN else "null"
+        if name == "choices":
+            inner = [written(list(choice), choice, nulls, dumps, space) for choice in values[name]]
+            both = tuple("[" + f",{space}".join(pair[side] for pair in inner) + "]" for side in (0, 1))
+        asked.append(f"{dumps(name)}{space}:{both[0]}")
+        plain += [f"{dumps(name)}{space}:{both[1]}"] * (name not in TAKEN or name in nulls)
+    return tuple("{" + space + f"{space},{space}".join(m) + (space if m else "") + "}" for m in (asked, plain))
+
+
+@given(
+    OTHERS, st.lists(st.tuples(OTHERS, MORE), max_size=3), st.booleans(), st.sets(st.sampled_from(TAKEN)),
+    st.booleans(), st.sampled_from(["", " ", "\n\t"]), st.randoms(use_true_random=False),
+)  # fmt: skip
+def test_what_was_asked_for_is_taken_out_of_any_json(
+    others: Any, choices: Any, with_ids: bool, nulls: set[str], is_ascii: bool, space: str, order: Any
+) -> None:
+    mixed = [dict(order.sample(list((one | more).items()), len(one | more))) for one, more in choices]
+    values = others | {"choices": mixed} | ({"prompt_token_ids": [1, 2]} if with_ids else {})
+    dumps = functools.partial(json.dumps, ensure_ascii=is_ascii)
+    texts = written(order.sample(list(values), len(values)), values, nulls, dumps, space)
+    asked, plain = (text.encode(errors="surrogatepass") for text in texts)
+    shape = Shape()
+    for name in nulls:
+        shape.note(name if name == "prompt_token_ids" else f"choices.{name}", None)
+    text, found = edited(asked, shape.restored)
+    assert text == plain and len(found) == len(values)
+    with pytest.raises(ValueError, match="."):  # and so it is passed on as it is
+        edited(asked[: order.randrange(len(asked))], shape.restored)
+
+
+@given(st.lists(st.sampled_from([b"data: {}", b"\n", b"\r\n", b"\r", b": note", b"\n\n", b"x"])), st.data())
+def test_a_stream_of_events_is_cut_behind_blank_lines_and_nowhere_else(
+    parts: list[bytes], data: st.DataObject
+) -> None:
+    stream = b"".join(parts)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=4)))
+    splitter, events = EventSplitter(), list[bytes]()
+    for begin, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+        events += splitter.feed(stream[begin:end])
+    assert b"".join(events) + splitter.rest == stream
+    assert all(event[-1:] in b"\r\n" and event.strip(b"\r\n").count(b"\n\n") == 0 for event in events)
+    assert splitter.rest.count(b"\n\n") == 0
+    assert EventSplitter().feed(b"a\r\nb\r\n\r\nc\n\nd\r\re\r\n") == [b"a\r\nb\r\n\r\n", b"c\n\n", b"d\r\r"]
+
+
+# --- what is collected ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_the_store_holds_what_collecting_from_a_log_keeps(path: str, tmp_path: Path) -> None:
+    engine = FakeVLLM()
+    bodies = [ASKS[path] | {"seed": seed, "temperature": seed % 2, "max_tokens": 5 + seed} for seed in range(6)]
+    with before(engine, path=tmp_path, domain="talk") as front:
+        asks(front.app, [(path, bodies[0]), (path, bodies[0] | {"stream": True})])
+        asks(front.app, [(path, body | ({"stream": True} if i % 2 else {})) for i, body in enumerate(bodies)])
+        kept = front.kept()
+    more = json.loads(engine.asked[-1])
+    asked = {name: more[name] for name in more if name.startswith(("return", "logprobs", "top_logprobs"))}
+    answers = asks(engine, [(path, body | asked) for body in bodies])
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(json.dumps({"request": body, "response": json.loads(answer)}) + "\n"
+                           for body, (_, _, answer) in zip(bodies, answers, strict=True)))  # fmt: skip
+    with CorrectionStore() as store, contextlib.closing(LogReader(log)) as reader:
+        collect_log(reader, READER, store, domain="talk")
+        logged = list(store)
+    assert len(kept) == len(logged) == len(bodies)
+    for one, other in zip(kept, logged, strict=True):
+        for name in (f.name for f in dataclasses.fields(Trace)):
+            np.testing.assert_equal(getattr(one, name), getattr(other, name), err_msg=name)
+
+
+def test_a_share_is_collected_and_who_opts_out_is_not(tmp_path: Path) -> None:
+    engine = FakeVLLM()
+    request = (CHAT, ASKS[CHAT])
+    with before(engine, path=tmp_path, share=0.25) as front:
+        asks(front.app, [request] * 8)
+        assert [len(json.loads(body)) > len(ASKS[CHAT]) for body in engine.asked] == [False] * 7 + [True]
+        asks(front.app, [request] * 8, headers={"x-osd-collect": "False"})
+        assert not any(len(json.loads(body)) > len(ASKS[CHAT]) for body in engine.asked[8:])
+        assert len(front.kept()) == 1 and front.left_out() == {"its client does not want it collected": 8}
+    assert not any(name.startswith(b"x-osd") for headers in engine.headers for name in headers)
+
+
+def test_a_label_chooses_the_engine_and_goes_into_the_trace(tmp_path: Path) -> None:
+    general, sums = FakeVLLM(), FakeVLLM()
+    with before(general, path=tmp_path, routes={"sums": sums}) as front:
+        for label in ("sums", "letters", "x" * 65):
+            asks(front.app, [(COMPLETIONS, ASKS[COMPLETIONS])] * 2, headers={"x-osd-domain": label})
+        domains = [trace.domain for trace in front.kept()]
+    assert (len(sums.asked), len(general.asked)) == (2, 4)
+    assert Counter(domains) == {"sums": 1, "letters": 1, None: 2}
+
+
+@pytest.mark.parametrize("request_", [
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
+    {"messages": [], "response_format": {"type": "json_object"}}, {"prompt_embeds": "AA=="},
+])  # fmt: skip
+def test_an_engine_is_not_asked_for_what_cannot_be_learned_from(request_: dict[str, Any], tmp_path: Path) -> None:
+    engine = FakeVLLM()
+    with before(engine, path=tmp_path) as front:
+        asks(front.app, [(CHAT, ASKS[CHAT])] * 2)
+        asks(front.app, [(CHAT, ASKS[CHAT] | request_)])
+        assert json.loads(engine.asked[-1]) == ASKS[CHAT] | request_
+        assert len(front.kept()) == 1 and sum(front.left_out().values()) == 1
+
+
+def test_keys_reach_the_engine_and_neither_the_store_nor_the_log(tmp_path: Path, caplog: Any) -> None:
+    caplog.set_level(logging.DEBUG)
+    engine, key = FakeVLLM(), "sk-abcdefghijklmnopqrstuvwxyz"
+    with before(engine, object(), path=tmp_path) as front:
+        for path in (CHAT, COMPLETIONS, f"{COMPLETIONS}?api_key={key}"):
+            asks(front.app, [(path, ASKS[path.partition("?")[0]])] * 3, headers={"Authorization": f"Bearer {key}"})
+        assert front.kept()
+    assert all(headers[b"authorization"] == f"Bearer {key}".encode() for headers in engine.headers)
+    written = b"".join(file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
+    assert written and key.encode() not in written
+    told = [record.getMessage() for record in caplog.records if record.name != "httpx2"]  # that is the client's own
+    assert told and not any(key in text for text in told)
+
+
+# --- what passes through --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "DELETE", "PUT", "PATCH", "POST"])
+def test_everything_else_passes_through(method: str, tmp_path: Path) -> None:
+    engine = FakeVLLM()
+    body = None if method in ("GET", "HEAD", "OPTIONS") else b"\x00\xffany" * 9
+    headers = {"x-mine": "a b", "accept-encoding": "br", "x-osd-domain": "d", "keep-alive": "5", "connection": "x-hop",
+               "x-hop": "1"}  # fmt: skip
+    with before(engine, path=tmp_path) as front:
+        path = "/echo/a%2Fb%20c;d?q=1&q=%C3%A9"
+        status, answered, told = asks(front.app, [(path, body)], method=method, headers=headers)[0]
+        direct = asks(engine, [("/echo", body)], method=method)[0]
+        assert (status, answered) == (
+            203,
+            [(n, v) if n != "content-length" else (n, str(len(told))) for n, v in direct[1]],
+        )
+        found = json.loads(told)
+        assert (found["method"], found["path"], found["query"]) == (method, "/echo/a%2Fb%20c;d", "q=1&q=%C3%A9")
+        assert found["bytes"] == len(body or b"")
+        names = [name for name, _ in found["headers"]]
+        assert ["x-mine", "a b"] in found["headers"] and ["accept-encoding", "br"] in found["headers"]
+        assert ["host", "engine0"] in found["headers"] and names.count("host") == 1
+        assert not {"x-osd-domain", "keep-alive", "x-hop", "connection"} & {*names}
+        assert asks(front.app, [("/v1/models",), ("/health",), ("/none",)], method="GET") == asks(
+            engine, [("/v1/models",), ("/health",), ("/none",)], method="GET"
+        )
+
+
+def test_large_bodies_pass_and_too_large_ones_are_refused(tmp_path: Path) -> None:
+    engine = FakeVLLM()
+    text = ASKS[COMPLETIONS] | {"user": "a" * (10 << 20)}
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(12):
+            yield b"x" * (1 << 20)
+
+    async def streamed(path: str) -> httpx2.Response:
+        async with httpx2.AsyncClient(transport=Wire(front.app), base_url="http://front") as client:
+            return await client.post(path, content=pieces())
+
+    with before(engine, path=tmp_path, max_body_bytes=11 << 20) as front:
+        assert asks(front.app, [(COMPLETIONS, text)] * 2) == asks(engine, [(COMPLETIONS, text)] * 2)
+        asked = len(engine.asked)
+        for path in ("/echo", COMPLETIONS):
+            told = asyncio.run(streamed(path))
+            assert told.status_code == 413 and told.json()["error"]["message"].endswith(f"{11 << 20} bytes.")
+            assert asks(front.app, [(path, b"x" * (12 << 20))])[0][0] == 413
+        assert len(engine.asked) == asked
+        front.proxy.max_body_bytes = 12 << 20
+        assert asyncio.run(streamed("/echo")).json()["bytes"] == 12 << 20
+        assert len(front.kept()) == 1
+
+
+def test_metrics_are_beside_those_of_the_engine(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    from osd_hf.serving.metrics import metrics_route, proxy_metrics
+
+    with before(FakeVLLM(), path=tmp_path) as front:
+        app = front.proxy.app([metrics_route(lambda: proxy_metrics(front.counts.to_dict()), path=METRICS_PATH)])
+        asks(app, [(CHAT, ASKS[CHAT])] * 3)
+        (status, _, text), (engines_own, *_) = asks(app, [(METRICS_PATH,), ("/metrics",)], method="GET")
+        assert (status, engines_own) == (200, 404) and b"osd_hf_proxy_requests_total 3.0" in text
+
+
+# --- what fails -----------------------------------------------------------------------------------------------------
+
+
+def _as_direct(front: Front, engine: FakeVLLM, times: int = 3) -> None:
+    for path, body in ASKS.items():
+        for more in ({}, {"stream": True}):
+            assert asks(front.app, [(path, body | more)] * times) == asks(engine, [(path, body | more)] * times)
+
+
+def test_a_reader_that_fails_costs_no_answer(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(ResponseReader, "traces", fails)
+    engine = FakeVLLM()
+    with before(engine, path=tmp_path) as front:
+        _as_direct(front, engine)
+        assert front.kept() == []
+    assert front.left_out() == {"it cannot be read, for a reason of ours": 8}
+    assert [r.getMessage() for r in caplog.records] == [
+        "An answer cannot be collected: a bug. Clients are served all the same."
+    ]
+
+
+def test_a_full_disk_costs_no_answer_and_what_was_kept_is_written_later(
+    tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    engine, is_full, request = FakeVLLM(), [True], (COMPLETIONS, ASKS[COMPLETIONS])
+    write = CorrectionStore.flush
+
+    def flush(store: CorrectionStore) -> None:
+        if is_full[0]:
+            raise StoreError("cannot write: no space left on the device")
+        write(store)
+
+    monkeypatch.setattr(CorrectionStore, "flush", flush)
+    with before(engine, path=tmp_path) as front:
+        front.store.flush_every = 1
+        asks(front.app, [request] * 2)
+        front.settle()
+        _as_direct(front, engine)  # in the pause, nobody is asked for more
+        assert not any(b"return_token_ids" in body for body in engine.asked[2:])
+        front.clock.now = keeping.RETRY_SECONDS
+        asks(front.app, [request])
+        front.settle()
+        assert (front.counts.collected, front.counts.dropped) == (1, 1)
+        is_full[0], front.clock.now = False, 2 * keeping.RETRY_SECONDS
+        asks(front.app, [request] * 2)
+        assert len(front.kept()) == 3
+    assert len(caplog.records) == 1 and "no space left" in caplog.text
+
+
+def test_answers_are_dropped_where_too_many_wait(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(keeping, "MOST_WAITING", 2)
+    engine, begun, go_on = FakeVLLM(), threading.Event(), threading.Event()
+    read = ResponseReader.traces
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        begun.set()
+        go_on.wait()
+        return read(*args, **kwargs)
+
+    monkeypatch.setattr(ResponseReader, "traces", slow)
+    with before(engine, path=tmp_path) as front:
+        asks(front.app, [(CHAT, ASKS[CHAT])] * 2)
+        begun.wait()
+        asks(front.app, [(CHAT, ASKS[CHAT])] * 2)  # wait
+        assert not front.keeper.is_taking
+        _as_direct(front, engine)
+        assert all(len(json.loads(body)) <= 5 for body in engine.asked[4:])  # nor is more asked for
+        go_on.set()
+        assert len(front.kept()) == 3
+
+
+def test_answers_that_are_too_large_together_are_dropped(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(keeping, "MOST_BYTES", 2000)
+    engine = FakeVLLM()
+    with before(engine, path=tmp_path) as front:
+        _as_direct(front, engine, times=2)
+        assert front.kept() == [] and front.counts.dropped == 4
+        assert front.keeper._held == 0
+
+
+def test_an_engine_that_refuses_what_is_added_is_asked_without_and_left_alone_for_a_while(
+    tmp_path: Path, caplog: Any
+) -> None:
+    engine = FakeVLLM()
+    engine.most_logprobs = KEPT - 1
+    with before(engine, path=tmp_path) as front:
+        for now, refusals in ((0.0, 1), (keeping.FIRST_PAUSE, 1), (2 * keeping.FIRST_PAUSE, 0), (1e6, 1)):
+            front.clock.now, earlier = now, len(engine.asked)
+            _as_direct(front, engine)
+            assert len(engine.asked) - earlier == 24 + refusals
+        engine.most_logprobs, front.clock.now = KEPT, 2e6
+        _as_direct(front, engine)
+        assert len(front.kept()) == 12
+    assert front.counts.retries == 3 and len(caplog.records) == 1
+    assert f"Requested sample logprobs of {KEPT}" in caplog.text and "--max-logprobs" in caplog.text
+
+
+def test_an_engine_whose_answers_cannot_be_read_is_left_alone_for_a_while(tmp_path: Path) -> None:
+    engine = FakeVLLM()
+    engine.gives_ids = False
+    with before(engine, path=tmp_path) as front:
+        for _ in range(keeping.MOST_UNREADABLE + 2):
+            asks(front.app, [(CHAT, ASKS[CHAT])])
+            front.settle()
+        assert json.loads(engine.asked[-1]) == ASKS[CHAT]
+        assert sum(front.left_out().values()) == keeping.MOST_UNREADABLE
+
+
+def test_a_client_that_leaves_is_left_by_the_engine_at_once(tmp_path: Path) -> None:
+    engine = FakeVLLM()
+
+    async def leave(path: str) -> None:
+        client = httpx2.AsyncClient(transport=Wire(front.app), base_url="http://front")
+        body = ASKS[path] | {"stream": True, "max_tokens": 100 * GROUP}
+        async with client, client.stream("POST", path, json=body) as answer:
+            await anext(answer.aiter_raw())
+        await engine.left.wait()
+
+    with before(engine, path=tmp_path) as front:
+        for path, body in ASKS.items():
+            asks(front.app, [(path, body | {"stream": True})])
+            engine.left, engine.sent = asyncio.Event(), 0
+            asyncio.run(leave(path))
+            assert engine.sent < 20 and b"return_token_ids" in engine.asked[-1]
+        assert front.proxy.engines[0].busy == 0 and front.kept() == []
+
+
+def test_a_slow_client_slows_the_engine_down(tmp_path: Path) -> None:
+    engine = FakeVLLM()
+
+    async def read_slowly() -> bytes:
+        async with httpx2.AsyncClient(transport=Wire(front.app), base_url="http://front") as client:
+            body = ASKS[CHAT] | {"stream": True, "max_tokens": 40 * GROUP}
+            async with client.stream("POST", CHAT, json=body) as answer:
+                pieces = answer.aiter_raw()
+                first = await anext(pieces)
+                for _ in range(200):  # all has come that comes
+                    await asyncio.sleep(0)
+                assert engine.sent < 10
+                return first + b"".join([piece async for piece in pieces])
+
+    with before(engine, path=tmp_path) as front:
+        for _ in range(2):
+            engine.sent = 0
+            assert asyncio.run(read_slowly()).endswith(b"data: [DONE]\n\n") and engine.sent > 20
+        assert len(front.kept()) == 1
+
+
+def test_another_engine_answers_where_one_is_dead(tmp_path: Path, caplog: Any) -> None:
+    alive, dead = FakeVLLM(), object()
+    with before(dead, alive, path=tmp_path) as front:
+        gone: Any = front.proxy.engines[0]._transport
+        _as_direct(front, alive)
+        assert gone.asked == 1 and front.counts.retries == front.counts.engine_errors == 1  # then it is tried last
+        front.clock.now = 1.5
+        _as_direct(front, alive)
+        assert gone.asked == 2 and len(caplog.records) == 1
+        assert asks(front.app, [("/echo", b"x" * 9)])[0][0] == 203
+        front.proxy.engines.pop()
+        for path, body in ASKS.items():
+            status, _, told = asks(front.app, [(path, body)])[0]
+            assert status == 502 and json.loads(told)["error"].keys() == {"message", "type", "param", "code"}
+
+
+def test_the_least_busy_engine_answers(tmp_path: Path) -> None:
+    engines = [FakeVLLM() for _ in range(3)]
+
+    async def several() -> None:
+        go_on = asyncio.Event()
+        engines[1].before_piece = lambda number: go_on.wait()  # the first one that is asked
+        held = asyncio.ensure_future(ask(front.app, CHAT, ASKS[CHAT] | {"stream": True}))
+        while not engines[1].asked:
+            await asyncio.sleep(0)
+        for _ in range(6):
+            await ask(front.app, CHAT, ASKS[CHAT])
+        assert [len(engine.asked) for engine in engines] == [3, 1, 3]
+        go_on.set()
+        await held
+
+    with before(*engines, path=tmp_path) as front:
+        asyncio.run(several())
+        assert [engine.busy for engine in front.proxy.engines] == [0, 0, 0]
+
+
+def test_an_answer_that_breaks_off_breaks_off_for_the_client(tmp_path: Path) -> None:
+    class Breaks(FakeVLLM):
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            with contextlib.suppress(ZeroDivisionError):
+                await super().__call__(scope, receive, send)
+
+    async def break_at(number: int) -> None:
+        if number == 2:
+            raise ZeroDivisionError
+
+    engine = Breaks()
+    with before(engine, path=tmp_path) as front:
+        asks(front.app, [(CHAT, ASKS[CHAT] | {"stream": True})])
+        engine.before_piece = break_at
+        with pytest.raises(httpx2.RemoteProtocolError):
+            asks(front.app, [(CHAT, ASKS[CHAT] | {"stream": True})])
+        assert front.kept() == [] and front.counts.engine_errors == 1
+
+
+def test_a_connection_that_has_gone_stale_is_made_anew_once(tmp_path: Path) -> None:
+    engine = FakeVLLM()
+
+    class Stale(Wire):
+        breaks = 1
+
+        async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+            self.breaks -= 1
+            if self.breaks >= 0:
+                raise httpx2.RemoteProtocolError("Server disconnected without sending a response.")
+            return await super().handle_async_request(request)
+
+    with before(engine, path=tmp_path) as front:
+        wire: Any = Stale(engine)
+        front.proxy.engines[0]._transport = wire
+        assert asks(front.app, [(CHAT, ASKS[CHAT])])[0][0] == 200
+        wire.breaks = 2
+        assert asks(front.app, [(CHAT, ASKS[CHAT])])[0][0] == 502
+        assert (front.counts.retries, front.counts.engine_errors) == (2, 3)
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_a_learner_is_started_again_and_ends_with_the_proxy(caplog: Any) -> None:
+    started: queue.Queue[Any] = queue.Queue()
+
+    class Process:
+        def __init__(self, command: Sequence[str]) -> None:
+            self.command, self.ended, self.code = command, threading.Event(), 1
+            started.put(self)
+
+        def wait(self, timeout: float | None = None) -> int:
+            if not self.ended.wait(timeout):
+                raise subprocess.TimeoutExpired("", timeout or 0)
+            return self.code
+
+        def terminate(self) -> None:
+            self.code = 0
+            self.ended.set()
+
+    learner = Beside("learn", ["learn", "x"], start=Process)
+    learner._stopping.wait = lambda pause: waited.append(pause) or learner._stopping.is_set()  # type: ignore[assignment,func-returns-value]
+    waited = list[float]()
+    for _ in range(3):
+        process = started.get()
+        assert process.command == ["learn", "x"]
+        process.ended.set()
+    last = started.get()
+    learner.stop()
+    assert last.ended.is_set() and started.empty() and not learner._thread.is_alive()
+    assert waited == [FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE] and len(caplog.records) == 3
+
+
+@pytest.mark.parametrize(("flags", "said"), [
+    (["--share", "0"], "--share must be above 0"),
+    (["--learn"], "--output-dir"),
+    (["--draft", "d"], "--draft is for --learn"),
+    (["--learn", "--output-dir", "o", "--draft", "d"], "--draft and --target go together"),
+    (["--route", "sums"], "--route must be DOMAIN=URL, got sums"),
+    (["--url", "http://me:secret@host"], "is given with a user"),
+    (["--url", "host:1"], "is no address"),
+    (["--max-body-bytes", "0"], "--max-body-bytes must be at least 1"),
+])  # fmt: skip
+def test_what_cannot_be_is_refused(flags: list[str], said: str, tmp_path: Path, capsys: Any) -> None:
+    assert main(["proxy", "--url", "http://localhost:1", "--store", str(tmp_path / "s"), "--port", "0", *flags]) != 0
+    told = capsys.readouterr().err
+    assert said in told and "secret" not in told and not (tmp_path / "s").exists()
+
+
+def test_a_signal_lets_answers_end_and_writes_what_was_collected(tmp_path: Path) -> None:
+    engine, go_on = FakeVLLM(), threading.Event()
+    pair = save_pair(tmp_path / "pair")
+    with served(engine) as address, (tmp_path / "log").open("w") as log:
+        flags = ["--url", address, "--store", str(tmp_path / "store"), "--target", str(pair / "target"), "--port", "0",
+                 "--share", "1", "--num-logprobs", str(KEPT)]  # fmt: skip
+        process = ModuleProcess(
+            [sys.executable, "-m", "osd_hf.cli", "proxy", *flags], stdout=subprocess.PIPE, stderr=log, text=True,
+            env=dict(os.environ),
+        )  # fmt: skip
+        try:
+            front = process.stdout.readline().split()[0]
+            body = ASKS[CHAT] | {"stream": True}
+            assert httpx2.post(front + CHAT, json=body).content == httpx2.post(address + CHAT, json=body).content
+
+            async def hold(number: int) -> None:
+                await asyncio.to_thread(go_on.wait)
+
+            engine.before_piece = hold
+            with httpx2.stream("POST", front + CHAT, json=body) as answer:
+                process.terminate()
+                assert "stopping" in process.stdout.readline()
+                with pytest.raises(httpx2.ConnectError):
+                    httpx2.get(front + "/health")
+                go_on.set()
+                text = answer.read()
+            process.communicate()
+        finally:
+            go_on.set()
+            process.terminate()
+        assert text == httpx2.post(address + CHAT, json=body).content
+        assert process.poll() == 0, (tmp_path / "log").read_text()
+    assert len(CorrectionStore(tmp_path / "store")) == 1
+    assert (tmp_path / "log").read_text() == ""
