@@ -80,7 +80,8 @@ def proxy_command(settings: ProxySettings) -> int:
         raise ConfigError('osd-hf proxy needs the extra serve: pip install "osd-hf[serve]".')
     counts = ProxyCounts()
     by_url = {url: Engine(url) for url in dict.fromkeys([*settings.url, *settings.routes().values()])}
-    running: Any = importlib.import_module("osd_hf.serving.running").Running(settings.host, settings.port)
+    module: Any = importlib.import_module("osd_hf.serving.running")
+    running = module.Running(settings.host, settings.port)
     reader = settings.read_target()[1]
     store = settings.open_store()
     keeper = Keeper(reader, store, counts)
