@@ -124,7 +124,7 @@ def main() -> None:
     if not (args.vllm or args.url):
         parser.error("one of --vllm and --url says which engine")
     torch.set_num_threads(1)
-    args.concurrency, started = max(args.clients), time.time()
+    args.concurrency, args.drafting, started = max(args.clients), True, time.time()
     texts = [TEMPLATES["finance_alpaca"].format(**row) for row in rows("finance_alpaca")]
     draw = random.Random(args.seed)
     report: dict[str, Any] = {"clients": {}, "shares": {}}

@@ -3,12 +3,14 @@ Exchanges with an engine, direct and through `osd-hf proxy` that collects each: 
 
     bash recipes/vllm_env.sh .venv-vllm
     OSD_HF_DATA=... python recipes/proxy_exchanges.py --vllm .venv-vllm
+    OSD_HF_DATA=... python recipes/proxy_exchanges.py --vllm .venv-vllm --no-drafting --name proxy_exchanges_plain
     OSD_HF_DATA=... python recipes/proxy_exchanges.py --url http://localhost:8000 --exchanges 8        # smoke
 
 Chats and completions, streams and not, greedy and sampled with a seed, one after the other; each is asked for
 directly twice and through the proxy once, in turns. Ids and times are masked, and the header `date` is left out. Where
 an engine makes its events as tokens come, two answers may be cut otherwise: those are told apart from other ones, with
-the same for two direct ones.
+the same for two direct ones. vLLM for CPUs that drafts samples something else each time, whatever the seed:
+`--no-drafting` compares what is sampled.
 """
 
 from __future__ import annotations
@@ -57,8 +59,9 @@ def engine_of(args: argparse.Namespace) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         static, lab = Path(folder) / "static", data_folder() / "lab"
         models = ("--draft", lab / "draft", "--target", lab / "target")
-        subprocess.run(osd_hf("export", static, *models, "--num-assistant-tokens", K), check=True)
-        with serving(args, static, Path(args.log).absolute()) as (engine, _):
+        if args.drafting:
+            subprocess.run(osd_hf("export", static, *models, "--num-assistant-tokens", K), check=True)
+        with serving(args, static if args.drafting else None, Path(args.log).absolute()) as (engine, _):
             yield engine.url
 
 
@@ -126,6 +129,7 @@ def main() -> None:
     parser.add_argument("--exchanges", type=int, default=200)
     parser.add_argument("--port", type=int, default=8378, help="of vLLM")
     parser.add_argument("--concurrency", type=int, default=1, help="requests that vLLM takes at once")
+    parser.add_argument("--drafting", action=argparse.BooleanOptionalAction, default=True, help="vLLM with a draft")
     parser.add_argument("--log", default="proxy_exchanges_vllm.log", help="of vLLM")
     args = parser.parse_args()
     if not (args.vllm or args.url):

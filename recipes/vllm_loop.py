@@ -50,9 +50,9 @@ RELOAD = "osd_hf.engine.vllm_reload.DraftReload"
 
 
 class Engine:
-    """vLLM with a draft, on a port of this machine."""
+    """vLLM with a draft, where there is one, on a port of this machine."""
 
-    def __init__(self, args: argparse.Namespace, draft: Path, log: Path, extension: str = RELOAD) -> None:
+    def __init__(self, args: argparse.Namespace, draft: Path | None, log: Path, extension: str = RELOAD) -> None:
         self.url = f"http://127.0.0.1:{args.port}"
         config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": K}
         # The CPU package lacks the metadata that the command `vllm` looks for; this is what it starts.
@@ -63,7 +63,7 @@ class Engine:
             *("--max-logprobs", str(NUM_LOGPROBS), "--generation-config", "vllm", "--enforce-eager"),
             *("--gpu-memory-utilization", "0.3"),  # which means the memory of the machine here
             *("--worker-extension-cls", extension),
-            *("--speculative-config", json.dumps(config)),
+            *(() if draft is None else ("--speculative-config", json.dumps(config))),
         ]  # fmt: skip
         environment = {
             **os.environ, "PYTHONPATH": str(Path(__file__).parents[1].absolute()), "VLLM_SERVER_DEV_MODE": "1",
@@ -126,7 +126,7 @@ class Engine:
 
 @contextmanager
 def serving(
-    args: argparse.Namespace, draft: Path, log: Path, extension: str = RELOAD
+    args: argparse.Namespace, draft: Path | None, log: Path, extension: str = RELOAD
 ) -> Iterator[tuple[Engine, float]]:
     """A server that answers, and the seconds until it did."""
     began, engine = time.perf_counter(), Engine(args, draft, log, extension)
