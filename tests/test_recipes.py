@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from processes import ModuleProcess, run_python
 from saved_pair import save_pair
-from test_experiments import ROWS
 from table_engine import FakeVLLM, served
+from test_experiments import ROWS
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 ON_LAB = ["--requests", "10", "--seeds", "0", "--datasets", "gsm8k", "--rates", "1e-3", "--epochs", "1", "--live", "2"]
