@@ -40,7 +40,17 @@ LINKING = [*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", 
 RESULTS = ROOT / "recipes/results"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DRAFTS = ("0.5B", "0.6B", "160m", "135M")  # in the ids of small models; others are targets
-FOREIGN = {"cd", "curl", "git", "llama-server", "ln", "vllm", "pip", "bash"}  # programs that are not run here
+FOREIGN = {
+    "cd",
+    "curl",
+    "git",
+    "llama-server",
+    "ln",
+    "vllm",
+    "pip",
+    "bash",
+    "docker",
+}  # programs that are not run here
 
 
 def relative(path: Path) -> str:
@@ -326,3 +336,34 @@ def test_badges_are_true() -> None:
         f"https://img.shields.io/badge/license-{PROJECT['license'].replace('-', '--')}-blue",
         f"https://img.shields.io/badge/python-{lowest}%2B-blue",
     ]
+
+
+# --- containers -----------------------------------------------------------------------------------------------------
+
+
+def test_the_containers_are_started_by_commands_that_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = re.sub(r"\$\{(\w+)[^}]*\}", r"\1", (ROOT / "docs/compose.yaml").read_text())
+    compose = yaml.safe_load(text)
+    services, run = compose["services"], set()
+    for service in services.values():
+        for volume in service.get("volumes", []):
+            name = volume.partition(":")[0]
+            assert name in compose["volumes"] or (ROOT / "docs" / name).is_file()
+        assert {entry["source"] for entry in service.get("configs", [])} <= set(compose["configs"])
+        assert set(service.get("depends_on", {})) <= set(services)
+        match service.get("command"):
+            case ["osd-hf", *words]:
+                asked, settings = _asked(words)
+                run.add(asked.__name__.removesuffix("_command"))
+                getattr(settings, "check", lambda: None)()
+            case [*words]:
+                assert json.loads(words[-1])["model"] in services["export"]["command"]
+    assert run == {"export", "proxy", "learn", "doctor"}
+    configs = {name: yaml.safe_load(entry["content"]) for name, entry in compose["configs"].items()}
+    scraped = {job["job_name"]: job["static_configs"][0]["targets"] for job in configs["prometheus"]["scrape_configs"]}
+    assert set(scraped) <= set(services)
+    assert f"learner:{_asked(services['learner']['command'][1:])[1].metrics_port}" in scraped["learner"]
+    assert set(re.findall(r"http://(\w+):\d+", text)) - {"localhost"} <= set(services)
