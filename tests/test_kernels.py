@@ -2,8 +2,10 @@
 
 import copy
 import itertools
+import os
 import pickle
 import threading
+import warnings
 
 import models
 import numpy as np
@@ -63,22 +65,33 @@ def test_states_that_do_not_lie_in_one_piece(products):
     assert products
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_gradients_are_those_of_torch(bias):
-    layer, ours = torch.nn.Linear(24, 16, bias), None
-    states, weights = torch.randn(2, 5, 24, requires_grad=True), torch.randn(2, 5, 16)
+@pytest.mark.parametrize("learns", ["states weight bias", "states weight", "bias", "weight", "states"])
+def test_gradients_are_those_of_torch(learns):
+    layer = torch.nn.Linear(24, 16, "bias" in learns)
+    states, weights = torch.randn(2, 5, 24, requires_grad="states" in learns), torch.randn(2, 5, 16)
+    layer.weight.requires_grad_("weight" in learns)
+    ours = with_fast_products(copy.deepcopy(layer))
+    assert is_exchanged(ours)
     grads = []
-    for model in (layer, with_fast_products(copy.deepcopy(layer))):
+    for model in (layer, ours):
         states.grad = None
         (model(states) * weights).sum().backward()
         grads.append([states.grad, *(p.grad for p in model.parameters())])
-        ours = model
-    assert is_exchanged(ours)
+    assert sum(grad is not None for grad in grads[0]) == len(learns.split())
     for one, other in zip(*grads, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("state", ["half", "cast", "small", "disabled", "another", "hooked", "compiled"])
+def test_a_second_derivative_is_no_wrong_one():
+    layer, states = with_fast_products(torch.nn.Linear(24, 16)), torch.randn(2, 24, requires_grad=True)
+    (grad,) = torch.autograd.grad(layer(states).square().sum(), states, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("state", ["half", "cast", "small", "disabled", "another", "sparse", "compiled"])
 def test_what_is_left_to_torch(state, products, monkeypatch):
     layer, states = torch.nn.Linear(24, 16), torch.randn(2, 24)
     model = torch.nn.Sequential(layer)
@@ -90,8 +103,9 @@ def test_what_is_left_to_torch(state, products, monkeypatch):
         monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     elif state == "another":
         layer.__class__ = type("Linear", (torch.nn.Linear,), {})
-    elif state == "hooked":  # as accelerate does, where weights come when they are needed
-        layer.forward = lambda states: linear(states, layer.weight, layer.bias)
+    elif state == "sparse":
+        layer.weight = torch.nn.Parameter(layer.weight.detach().to_sparse(), requires_grad=False)
+        monkeypatch.setattr(torch.nn.functional, "linear", lambda states, weight, bias: states)
     elif state == "compiled":
         model.compile(backend="eager")
     with fast_kernels(model), torch.autocast("cpu", enabled=state == "cast"):
@@ -132,6 +146,40 @@ def test_whoever_leaves_first_takes_nothing_from_the_other():
     thread.join(60)
     assert left.is_set()
     assert not is_exchanged(model)
+
+
+def test_blocks_meet():
+    model = models.build("llama")
+    with fast_kernels(model):
+        with fast_kernels(model.lm_head):
+            pass
+        assert type(model.lm_head) is kernels._Linear
+        torch.nn.utils.parametrizations.weight_norm(model.model.layers[0].mlp.up_proj)
+    assert not is_exchanged(model)
+    model(torch.ones(1, 2, dtype=torch.long))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_child_has_the_blocks_of_the_thread_that_forks_alone():
+    ours, others, inside, leave = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), threading.Event(), threading.Event()
+
+    def other():
+        with fast_kernels(others):
+            inside.set()
+            assert leave.wait(60)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert inside.wait(60)
+    with fast_kernels(ours), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+        if (child := os.fork()) == 0:
+            os._exit(0 if is_exchanged(ours) and not is_exchanged(others) else 1)
+    leave.set()
+    thread.join(60)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not is_exchanged(ours)
+    assert not is_exchanged(others)
 
 
 def test_a_layer_is_known_for_one_inside_too():
@@ -209,3 +257,12 @@ def test_a_head_of_few_tokens_has_them_too(products):
 def test_timing_tells_the_faster_one(theirs, ours, is_faster):
     steps = itertools.accumulate(itertools.cycle([0.0, theirs, 0.0, ours]))
     assert TIMED.__wrapped__(lambda: next(steps)) == is_faster
+
+
+def test_a_mask_for_all_tokens_at_once_is_transformers_own():
+    query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 5, 8)
+    module, mask = torch.nn.Module(), torch.tensor([0, 1, 1, 1, 1]).bool()[None, None, None]
+    module.num_key_value_groups = 2
+    with fast_kernels(torch.nn.Linear(2, 2)), torch.inference_mode():
+        ours, _ = kernels._folded(module, query, key, key, mask)
+        assert torch.equal(ours, kernels._SDPA(module, query, key, key, mask)[0])

@@ -7,11 +7,13 @@ import functools
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.autograd.function import once_differentiable
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 __all__ = ["fast_kernels", "is_linear", "linear_of", "onednn_is_faster", "with_fast_products"]
@@ -22,11 +24,25 @@ WIDTH, TOKENS, LAYERS, REPEATS = 1024, 4, 8, 2  # of the products that are timed
 MOST_FOLDED = 64  # tokens whose attention reads keys and values where they are, once for all heads that share them
 
 _SDPA = ALL_ATTENTION_FUNCTIONS["sdpa"]
-_this = threading.local()  # how often this thread is inside `fast_kernels`
-_used: WeakKeyDictionary[Any, tuple[int, list[torch.nn.Linear]]] = WeakKeyDictionary()  # how often, and which layers
+_this = threading.local()  # `blocks`: the layers of each `fast_kernels` that this thread is inside
+_used: WeakKeyDictionary[torch.nn.Linear, int] = WeakKeyDictionary()  # in how many blocks a layer is exchanged
 _lock = threading.RLock()
+
+
+def _leave_others() -> None:
+    """A forked child has the blocks of the thread that forked alone."""
+    ours = Counter(layer for layers in getattr(_this, "blocks", ()) for layer in layers)
+    for layer in list(_used):
+        if layer in ours:
+            _used[layer] = ours[layer]
+        else:
+            del _used[layer]
+            _exchange([layer], torch.nn.Linear)
+    _lock.release()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_leave_others)
 
 
 # --- products -------------------------------------------------------------------------------------------------------
@@ -73,7 +89,7 @@ def _timed(timer: Callable[[], float] = time.perf_counter) -> bool:
 
 
 def _fits(weight: Any) -> bool:
-    plain = type(weight) in (torch.Tensor, torch.nn.Parameter)
+    plain = type(weight) in (torch.Tensor, torch.nn.Parameter) and weight.layout == torch.strided
     return plain and weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.numel() >= LEAST_WEIGHTS
 
 
@@ -86,6 +102,7 @@ class _Product(torch.autograd.Function):
         return _onednn(states, weight, bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         states, weight = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
@@ -102,7 +119,7 @@ class _Product(torch.autograd.Function):
 def _linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     if not _fits(weight) or states.dtype != torch.float32 or not states.numel() or torch.is_autocast_enabled("cpu"):
         return torch.nn.functional.linear(states, weight, bias)
-    if torch.is_grad_enabled() and (states.requires_grad or weight.requires_grad):
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (states, weight, bias)):
         product: torch.Tensor = _Product.apply(states, weight, bias)  # type: ignore[no-untyped-call]
         return product
     if torch.compiler.is_compiling():
@@ -142,11 +159,11 @@ def with_fast_products(model: Any) -> Any:
 
 
 def _layers(model: Any) -> list[torch.nn.Linear]:
-    """Layers that may be exchanged; of a compiled model none, as it would be compiled anew."""
+    """Layers that may be exchanged, or are, for a while; of a compiled model none, as it would be compiled anew."""
     modules = list(model.modules())
     if any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in modules):
         return []
-    return [m for m in modules if type(m) is torch.nn.Linear and _fits(m.weight)]
+    return [m for m in modules if m in _used or (type(m) is torch.nn.Linear and _fits(m.weight))]
 
 
 def _exchange(layers: list[torch.nn.Linear], kind: type[torch.nn.Linear]) -> None:
@@ -165,10 +182,13 @@ def _folded(
     groups, (rows, heads, tokens, _) = getattr(module, "num_key_value_groups", 1), query.shape
     if (
         torch.compiler.is_compiling()
-        or not getattr(_this, "depth", 0)
+        or not getattr(_this, "blocks", ())
         or groups == 1
         or not 1 < tokens <= MOST_FOLDED
         or attention_mask is None
+        or attention_mask.ndim != 4
+        or attention_mask.shape[1] not in (1, heads)
+        or attention_mask.shape[2] != tokens
         or query.device.type != "cpu"
         or torch.is_grad_enabled()
         or kwargs.get("position_bias") is not None
@@ -202,33 +222,25 @@ def fast_kernels(*models: Any) -> Iterator[None]:
         return
     if ALL_ATTENTION_FUNCTIONS["sdpa"] is _SDPA:  # what others have put there stays
         ALL_ATTENTION_FUNCTIONS.register("sdpa", _folded)
-    _this.depth = getattr(_this, "depth", 0) + 1
-    exchanged = found if onednn_is_faster() else []
-    for model in exchanged:
-        _enter(model)
+    layers: list[torch.nn.Linear] = []
+    _this.blocks = [*getattr(_this, "blocks", ()), layers]
     try:
+        if onednn_is_faster():
+            with _lock:
+                layers += {layer: None for model in found for layer in _layers(model)}
+                for layer in layers:
+                    _used[layer] = _used.get(layer, 0) + 1
+                _exchange(layers, _Linear)
         yield
     finally:
-        _this.depth -= 1
-        for model in exchanged:
-            _leave(model)
-
-
-def _enter(model: Any) -> None:
-    with _lock:
-        count, layers = _used.get(model) or (0, _layers(model))
-        if count == 0:
-            _exchange(layers, _Linear)
-        _used[model] = count + 1, layers
-
-
-def _leave(model: Any) -> None:
-    with _lock:
-        count, layers = _used.pop(model)
-        if count > 1:
-            _used[model] = count - 1, layers
-        else:
-            _exchange(layers, torch.nn.Linear)
+        _this.blocks = [block for block in getattr(_this, "blocks", ()) if block is not layers]
+        with _lock:
+            for layer in layers:
+                count = _used.pop(layer, 1) - 1
+                if count:
+                    _used[layer] = count
+                elif type(layer) is _Linear:  # others may have made it something else meanwhile
+                    _exchange([layer], torch.nn.Linear)
 
 
 def _is_on_cpu(model: Any) -> bool:
