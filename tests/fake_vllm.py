@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import numpy as np
 
-from osd_hf.engine.deploy import Counts
+from osd_hf.engine.loading import Counts
 from osd_hf.engine.vllm_reload import weights_digest
 
 K = 5
@@ -36,7 +36,7 @@ def windows(rng: np.random.Generator, alpha: float, number: int, each: int = 10,
 
 class FakeVLLM:
     """
-    One at an address.
+    One at an address, which has answered some requests before anybody looks.
 
     Attributes:
         alphas: acceptance of each draft, by the digest of its weights; of others, and of `None`, what it began with.
@@ -48,7 +48,7 @@ class FakeVLLM:
         busy: times that its cache of prompts cannot be emptied yet.
     """
 
-    def __init__(self, url: str, alpha: float = 0.6, seed: int = 0) -> None:
+    def __init__(self, url: str, alpha: float = 0.6, seed: int = 0, served: int = 40) -> None:
         self.url, self.alphas = url, {None: alpha}
         self.rng = np.random.default_rng(seed)
         self.digest: str | None = None
@@ -59,6 +59,7 @@ class FakeVLLM:
         self.busy = self.resets = 0
         self.requests = 0
         self.counts = np.zeros(2, np.int64)
+        self.serve(served)
 
     def serve(self, requests: int) -> None:
         """Answer so many requests with the draft that it has."""

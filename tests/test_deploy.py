@@ -21,7 +21,9 @@ from safetensors.torch import save_file
 
 from osd_hf import ConfigError, ServerError
 from osd_hf.engine import deploy as module
-from osd_hf.engine.deploy import Counts, Deployer, Way, compared, read_counts
+from osd_hf.engine import loading
+from osd_hf.engine.deploy import Deployer, compared
+from osd_hf.engine.loading import Counts, Way, read_counts
 from osd_hf.engine.versions import REJECTED, VersionFolder
 from osd_hf.engine.vllm_reload import Weights, weights_digest
 
@@ -134,7 +136,7 @@ def make(versions: VersionFolder, monkeypatch: pytest.MonkeyPatch) -> Callable[.
     """Makes deployers for these engines, by default by reloading."""
 
     def make(*engines: FakeVLLM, ways: Any = (), **settings: Any) -> tuple[Deployer, Now]:
-        monkeypatch.setattr(module.httpx2, "Client", connecting(*engines))
+        monkeypatch.setattr(loading.httpx2, "Client", connecting(*engines))
         now = Now()
         ways = [Way.parse(text) for text in ways or [f"reload={engine.url}" for engine in engines]]
         return Deployer(versions, ways, watch_requests=WATCH, load_seconds=50, stop=now, clock=now, **settings), now
@@ -164,13 +166,17 @@ def test_versions_are_loaded_into_one_engine_after_the_other_and_stay_where_they
     assert [engine.loads for engine in engines] == [[], []]  # what they began with stays
     versions.publish(weights(1.0), {})
     deployer.look()
+    assert [engine.loads for engine in engines] == [["v000001"], []]
+    drive(deployer, *engines, requests=25)
+    assert [engine.loads for engine in engines] == [["v000001"], []]  # a fall would be found first
+    drive(deployer, *engines, requests=5)
     assert [engine.loads for engine in engines] == [["v000001"], ["v000001"]]
     assert [engine.digest for engine in engines] == [weights_digest(versions.latest)] * 2
     assert [engine.resets for engine in engines] == [1, 1]
     versions.publish(weights(2.0), {})
     drive(deployer, *engines, requests=80)
     assert engines[0].loads == ["v000001"]  # the next one waits until this one has been watched
-    drive(deployer, *engines, requests=40)
+    drive(deployer, *engines, requests=80)
     assert [engine.loads for engine in engines] == [["v000001", "v000002"]] * 2
     assert deployer.report()["serving"] == 1
     assert journal(versions) == [("loaded", 1), ("loaded", 1), ("kept", 1), ("loaded", 2), ("loaded", 2)]
@@ -224,6 +230,7 @@ def test_a_load_that_fails_stops_the_roll_out_and_is_tried_again(
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             deployer.look()
+        drive(deployer, *engines, requests=40)
     assert [engine.loads for engine in engines] == [["v000001"], ["v000001"], []]
     assert caplog.text.count("other weights than those of version 1") == 1
     now.now += 30
@@ -233,6 +240,7 @@ def test_a_load_that_fails_stops_the_roll_out_and_is_tried_again(
     assert caplog.text.count("other weights") == 1  # told once
     engines[1].spoils = False
     now.now += 30
+    deployer.look()
     deployer.look()
     assert [engine.loads[-1:] for engine in engines] == [["v000001"]] * 3
     assert journal(versions) == [("loaded", 1), ("failed", 1), ("loaded", 1), ("loaded", 1)]
@@ -283,15 +291,14 @@ def test_a_folder_that_the_engine_does_not_see_is_told_of(make: Any, versions: V
 def test_a_cache_of_prompts_is_emptied_as_soon_as_it_can_be(make: Any, versions: VersionFolder, caplog: Any) -> None:
     engine = FakeVLLM("http://one:8000")
     deployer, now = make(engine)
-    engine.busy = 3
+    engine.busy, engine.counts_drafts = 3, False  # nothing is watched then
     versions.publish(weights(1.0), {})
-    deployer.look()
-    assert (engine.resets, now.now) == (4, 3.0)
-    engine.busy = 10**6
-    versions.publish(weights(2.0), {})
-    engine.counts_drafts = False  # nothing is watched then
     with caplog.at_level(logging.WARNING):
         deployer.look()
+        assert (engine.resets, now.now) == (4, 3.0)
+        engine.busy = 10**6
+        versions.publish(weights(2.0), {})
+        deployer.look()  # the one that serves stays first
         deployer.look()
     assert "has not emptied its cache of prompts" in caplog.text
     assert caplog.text.count("http://one:8000 counts no drafts at /metrics") == 1
@@ -335,7 +342,74 @@ def test_with_too_little_traffic_it_goes_on_watching(make: Any, versions: Versio
     drive(deployer, engine, requests=WATCH - 10)
     assert (deployer.decisions, engine.loads) == ([], ["v000001"])
     drive(deployer, engine, requests=20)
-    assert "none before to compare with" in deployer.decisions[0].reason
+    assert [decision.outcome for decision in deployer.decisions] == ["promoted"]
+
+
+def test_nothing_new_begins_before_there_is_something_to_compare_with(make: Any, versions: VersionFolder) -> None:
+    engine = FakeVLLM("http://one:8000", served=0)
+    deployer, now = make(engine)
+    versions.publish(weights(1.0), {})
+    deployer.look()
+    now.now += 10**6
+    drive(deployer, engine, requests=25)
+    assert engine.loads == []
+    drive(deployer, engine, requests=5)
+    assert engine.loads == ["v000001"]
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_another_process_compares_with_what_was_counted_before_it(
+    make: Any, versions: VersionFolder, is_killed: bool
+) -> None:
+    engine = FakeVLLM("http://one:8000")
+    deployer, _ = make(engine)
+    versions.publish(weights(1.0), {})
+    drive(deployer, engine, requests=WATCH + 10)
+    assert deployer.decisions[0].outcome == "promoted"
+    if not is_killed:
+        drive(deployer, engine, requests=50)
+        deployer.close()
+    counted = list(deployer.engines[0].windows)
+    poisoned = versions.publish(weights(2.0), {})
+    engine.alphas[weights_digest(poisoned)] = 0.2
+    again, _ = make(engine)
+    assert list(again.engines[0].windows) == counted
+    drive(again, engine, requests=WATCH)
+    assert [(each.outcome, each.serving) for each in again.decisions] == [("rolled back", 1)]
+
+
+def test_one_look_is_no_watch_however_many_requests_it_saw(make: Any, versions: VersionFolder) -> None:
+    engine = FakeVLLM("http://one:8000", served=1000)
+    deployer, _ = make(engine)
+    poisoned = versions.publish(weights(1.0), {})
+    engine.alphas[weights_digest(poisoned)] = 0.4
+    deployer.look()
+    for _ in range(2):
+        engine.serve(10 * WATCH)
+        deployer.look()
+        assert deployer.decisions == []
+    engine.serve(10 * WATCH)
+    deployer.look()
+    assert [decision.outcome for decision in deployer.decisions] == ["rolled back"]
+
+
+def test_what_cannot_be_compared_does_not_stay(make: Any, versions: VersionFolder) -> None:
+    engine = FakeVLLM("http://one:8000")
+    deployer, _ = make(engine)
+    poisoned = versions.publish(weights(1.0), {})
+    engine.alphas[weights_digest(poisoned)] = 0.2
+    deployer.look()
+    deployer.engines[0].before = []  # as of a journal that has lost it
+    drive(deployer, engine, requests=WATCH)
+    assert (engine.loads, deployer.decisions) == (["v000001", "v000000"], [])
+    drive(deployer, engine, requests=WATCH)  # counted, and then tried again
+    assert engine.loads == ["v000001", "v000000"] * 2
+    assert [decision.outcome for decision in deployer.decisions] == ["rolled back"]
+
+
+def test_a_watch_of_too_few_requests_is_refused(versions: VersionFolder) -> None:
+    with pytest.raises(ConfigError, match="30 requests or more, got 29"):
+        Deployer(versions, [], watch_requests=29)
 
 
 def test_the_first_version_is_compared_with_what_the_engine_had_counted(make: Any, versions: VersionFolder) -> None:
@@ -414,12 +488,244 @@ def test_whatever_fails_is_told_and_tried_again(
     deployer, _ = make(engine)
     versions.publish(weights(1.0), {})
     with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
-        patch.setattr(module, "read_counts", lambda text: 1 / 0)
+        patch.setattr(loading, "read_counts", lambda text: 1 / 0)
         deployer.look()
     assert "it is tried again" in caplog.text
     monkeypatch.setattr(module, "JOURNAL", "no/such/folder")
     deployer.look()
     assert engine.loads == ["v000001"]
+
+
+# --- what goes wrong ------------------------------------------------------------------------------------------------
+
+
+def test_a_dead_engine_does_not_keep_others_from_going_back(make: Any, versions: VersionFolder) -> None:
+    engines = [FakeVLLM(f"http://{name}:8000", seed=i) for i, name in enumerate(("one", "two", "three"))]
+    deployer, _ = make(*engines)
+    poisoned = versions.publish(weights(1.0), {})
+    while not all(engine.loads for engine in engines):
+        drive(deployer, *engines, requests=5)
+    engines[0].is_down = True
+    for engine in engines[1:]:
+        engine.alphas[weights_digest(poisoned)] = 0.1
+    drive(deployer, *engines[1:], requests=WATCH // 2)
+    assert [engine.loads[-1] for engine in engines] == ["v000001", "v000000", "v000000"]
+    engines[2].start_anew()
+    drive(deployer, *engines[1:], requests=10)
+    assert engines[2].loads[-2:] == ["v000000"] * 2  # nor from getting again what serves
+    engines[0].is_down = False
+    deployer.look()
+    assert engines[0].loads == ["v000001", "v000000"]
+
+
+def test_the_draft_as_it_was_may_come_later_and_nothing_stays_that_fell(
+    tmp_path: Path, make: Any, caplog: Any
+) -> None:
+    engine, later = FakeVLLM("http://one:8000", served=1000), VersionFolder(tmp_path / "later")
+    make(engine)
+    deployer = Deployer(later, [Way.parse(f"reload={engine.url}")])
+    poisoned = later.publish(weights(1.0), {})
+    engine.alphas[weights_digest(poisoned)] = 0.2
+    with caplog.at_level(logging.WARNING):
+        drive(deployer, engine, requests=2 * WATCH)
+    assert deployer.decisions == []
+    assert caplog.text.count("there is no version to go back to") == 1
+    later.publish(weights(0.0), {}, is_start=True)
+    deployer.look()
+    assert (engine.loads, deployer.decisions[0].outcome) == (["v000001", "v000000"], "rolled back")
+    later.close()
+
+
+def test_nothing_is_counted_while_it_is_not_known_what_it_drafts_with(make: Any, versions: VersionFolder) -> None:
+    engine = FakeVLLM("http://one:8000")
+    deployer, now = make(engine)
+    versions.publish(weights(1.0), {})
+    drive(deployer, engine, requests=50)
+    counted = list(deployer.engines[0].windows)
+    engine.start_anew()
+    engine.spoils, engine.alphas[None] = True, 0.1
+    drive(deployer, engine, requests=WATCH)
+    assert list(deployer.engines[0].windows) == counted
+    engine.spoils, engine.alphas[None], now.now = False, 0.6, now.now + 30
+    engine.alphas["0" * 64] = 0.1
+    drive(deployer, engine, requests=WATCH)
+    assert min(window.accepted / window.examined for window in deployer.engines[0].windows) > 0.4
+    assert [decision.outcome for decision in deployer.decisions] == ["promoted"]
+
+
+@pytest.mark.parametrize("status", [200, 401, 404, 429])
+def test_an_odd_answer_of_the_counters_is_no_sign_that_there_are_none(
+    make: Any, versions: VersionFolder, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    engine = FakeVLLM("http://one:8000")
+    deployer, _ = make(engine)
+    versions.publish(weights(1.0), {})
+    drive(deployer, engine, requests=20)
+    answer = engine.answer
+    monkeypatch.setattr(engine, "answer", lambda request: httpx2.Response(status, html="<p>Later</p>"))
+    deployer.look()
+    assert deployer.decisions == []
+    monkeypatch.setattr(engine, "answer", answer)
+    drive(deployer, engine, requests=WATCH)
+    assert deployer.decisions[0].requests >= WATCH
+
+
+def test_a_version_that_an_engine_cannot_load_is_taken_back(make: Any, versions: VersionFolder) -> None:
+    engine = FakeVLLM("http://one:8000")
+    deployer, now = make(engine, ways=[f"restart={engine.url} case {{version}} in *2) exit 3;; esac"])
+    for value in (1.0, 2.0):
+        versions.publish(weights(value), {})
+        drive(deployer, engine, requests=WATCH + 10)
+    for _ in range(2):
+        now.now += 30
+        assert deployer.decisions[1:] == []
+        deployer.look()
+    assert [(each.outcome, each.serving) for each in deployer.decisions[1:]] == [("rolled back", 1)]
+    assert "has not loaded it 3 times: The command" in deployer.decisions[1].reason
+    assert deployer.engines[0].holds(versions.version(1))
+    assert journal(versions)[-3:] == [("failed", 2), ("rolled back", 2), ("loaded", 1)]
+
+
+def test_a_hook_that_cannot_be_reached_takes_no_version_back(make: Any, versions: VersionFolder) -> None:
+    engine, hook = FakeVLLM("http://one:8000"), FakeVLLM("https://hooks")
+    deployer, now = make(engine, hook, ways=["webhook=http://one:8000 https://hooks/draft"])
+    versions.publish(weights(1.0), {})
+    drive(deployer, engine, requests=WATCH + 10)
+    versions.publish(weights(2.0), {})
+    hook.is_down = True
+    for _ in range(9):
+        now.now += 30
+        deployer.look()
+    hook.is_down, now.now = False, now.now + 30
+    deployer.look()
+    assert [each["version"] for each in hook.told] == [1, 2]
+
+
+def test_a_full_disk_or_a_kill_loses_no_rollback(
+    make: Any, versions: VersionFolder, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    engine = FakeVLLM("http://one:8000", served=1000)
+    deployer, _ = make(engine)
+    poisoned = versions.publish(weights(1.0), {})
+    engine.alphas[weights_digest(poisoned)] = 0.2
+    deployer.look()
+    with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
+        patch.setattr(os, "symlink", full)
+        patch.setattr(module, "JOURNAL", "no/such/folder")
+        drive(deployer, engine, requests=100)
+    assert engine.loads == ["v000001", "v000000"]  # all the same
+    assert versions.latest == poisoned
+    assert caplog.text.count("it is tried again") == 1
+    with (versions.path / "deploy.jsonl").open("a") as file:
+        file.write('{"event": "ke')
+    deployer.look()
+    assert versions.latest == versions.path / "v000000"
+    assert (poisoned / REJECTED).exists()
+    assert len(versions.take_rejections()) == 1
+    lines = (versions.path / "deploy.jsonl").read_text().splitlines()
+    assert [line[:8] for line in lines].count('{"event"') == 1
+    assert [json.loads(line)["event"] for line in lines if line[:8] != '{"event"'] == [
+        "loaded",
+        "rolled back",
+        "loaded",
+    ]
+    # Killed before the disk had all: the version is known by either of its traces.
+    (versions.path / "latest").unlink()
+    os.symlink("v000001", versions.path / "latest")
+    (versions.path / "deploy.jsonl").unlink()
+    again, _ = make(engine)
+    drive(again, engine, requests=50)
+    assert versions.latest == versions.path / "v000000"
+    assert engine.loads == ["v000001", "v000000"]
+
+
+def full(*args: Any, **how: Any) -> Any:
+    raise OSError(28, "No space left on device")
+
+
+def test_counters_that_cannot_be_read_now_and_then_do_not_hold_up_the_watch(
+    make: Any, versions: VersionFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, looks = FakeVLLM("http://one:8000"), iter(range(10**6))
+    deployer, _ = make(engine)
+    versions.publish(weights(1.0), {})
+    deployer.look()
+    answer, busy = engine.answer, httpx2.Response(503)
+    monkeypatch.setattr(
+        engine,
+        "answer",
+        lambda request: busy if request.url.path == "/metrics" and next(looks) % 2 else answer(request),
+    )
+    drive(deployer, engine, requests=2 * WATCH)
+    assert [decision.outcome for decision in deployer.decisions] == ["promoted"]
+    assert journal(versions) == [("loaded", 1), ("kept", 1)]
+
+
+def test_counting_begins_with_the_load(make: Any, versions: VersionFolder) -> None:
+    engine = FakeVLLM("http://one:8000")
+    deployer, _ = make(engine)
+    versions.publish(weights(1.0), {})
+    deployer.look()
+    engine.serve(25)
+    deployer.look()
+    assert [window.requests for window in deployer.engines[0].windows] == [25]
+
+
+def test_a_journal_does_not_grow_without_end(
+    make: Any, versions: VersionFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = [FakeVLLM("http://one:8000"), FakeVLLM("http://two:8000")]
+    deployer, _ = make(*engines)
+    for value in (1.0, 2.0, 3.0):
+        versions.publish(weights(value), {})
+        drive(deployer, *engines, requests=WATCH // 2 + 50)
+    monkeypatch.setattr(module, "MOST_LINES", 2)
+    before = journal(versions)
+    again, _ = make(*engines)
+    after = journal(versions)
+    assert len(after) < len(before)
+    assert [line for line in after if line[0] == "kept"] == [line for line in before if line[0] == "kept"]
+    third, _ = make(*engines)
+    for other in (again, third):
+        assert (other.serving, other.candidate) == (deployer.serving, deployer.candidate)
+        assert [e.digest for e in other.engines] == [e.digest for e in deployer.engines]
+
+
+def test_an_engine_without_requests_is_not_waited_for(make: Any, versions: VersionFolder) -> None:
+    engines = [FakeVLLM("http://idle:8000"), FakeVLLM("http://busy:8000")]
+    deployer, now = make(*engines)
+    versions.publish(weights(1.0), {})
+    drive(deployer, engines[1], requests=50)
+    assert [engine.loads for engine in engines] == [["v000001"], []]
+    now.now += loading.IDLE_SECONDS
+    deployer.look()
+    assert [engine.loads for engine in engines] == [["v000001"], ["v000001"]]
+
+
+def test_a_journal_that_cannot_be_read_is_waited_for(
+    make: Any, versions: VersionFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = FakeVLLM("http://one:8000")
+    deployer, _ = make(engine)
+    versions.publish(weights(1.0), {})
+    deployer.look()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", full)
+        again, _ = make(engine)
+        again.look()
+        assert again.candidate is None
+    again.look()
+    assert again.candidate == deployer.candidate
+    assert engine.loads == ["v000001"]
+
+
+def test_what_is_watched_is_not_by_a_process_that_ends(make: Any, versions: VersionFolder) -> None:
+    deployer, _ = make(FakeVLLM("http://one:8000"))
+    versions.publish(weights(1.0), {})
+    deployer.look()
+    assert "version 1 is watched" in deployer.summary()
+    deployer.close()
+    assert "version 1 waits for another command to watch it" in deployer.summary()
 
 
 # --- ways -----------------------------------------------------------------------------------------------------------
@@ -460,7 +766,7 @@ def test_a_restart_that_fails_is_told_of(
 @posix
 def test_a_command_that_takes_too_long_is_ended() -> None:
     with pytest.raises(ServerError, match=r"did not end within 0\.01 s"):
-        module._run("sleep 100", 0.01)
+        loading._run("sleep 100", 0.01)
 
 
 def test_a_hook_is_told(make: Any, versions: VersionFolder) -> None:
@@ -536,6 +842,6 @@ def test_the_extension_is_imported_where_only_vllms_packages_are() -> None:
 
 def test_the_client_of_an_engine_follows_no_proxy(monkeypatch: pytest.MonkeyPatch, versions: VersionFolder) -> None:
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(module.httpx2, "Client", lambda **how: asked.append(how) or httpx2.MockTransport)
+    monkeypatch.setattr(loading.httpx2, "Client", lambda **how: asked.append(how) or httpx2.MockTransport)
     Deployer(versions, [Way.parse("reload=http://one")])
     assert asked[0]["trust_env"] is False

@@ -483,7 +483,7 @@ def test_a_version_that_was_killed_before_the_pointer_followed_is_pointed_at(
 ) -> None:
     versions.publish(writing("one"), {"text": "one"})
     with monkeypatch.context() as patch:
-        patch.setattr(os, "symlink", at_call(1, os.symlink, Killed, after=False))
+        patch.setattr(os, "replace", at_call(1, os.replace, Killed, after=True))
         patch.setattr(module, "_remove", lambda path: None)  # who is killed removes nothing
         with pytest.raises(Killed):
             versions.publish(writing("two"), {"text": "two"})

@@ -46,8 +46,8 @@ from osd_hf import (
 from osd_hf.cli import learn as learn_command
 from osd_hf.cli.flags import adapters
 from osd_hf.cli.main import main
-from osd_hf.engine import deploy
 from osd_hf.engine import learn as module
+from osd_hf.engine import loading
 from osd_hf.engine.completions import ResponseReader
 from osd_hf.engine.deploy import Deployer
 from osd_hf.engine.learn import StoreLearner
@@ -924,7 +924,7 @@ def test_the_command_deploys_and_goes_on_from_what_serves(
 ) -> None:
     engine, report = FakeVLLM("http://engine:8000", seed=1), tmp_path / "report.json"
     engine.serve(1000)
-    monkeypatch.setattr(deploy.httpx2, "Client", connecting(engine))
+    monkeypatch.setattr(loading.httpx2, "Client", connecting(engine))
     flags += ["--deploy", f"sums:reload={engine.url}", "--by-domain", "--lora-rank", "2", "--publish-seconds", "0"]
     flags += ["--once", "--json", str(report)]
     ran: list[float] = []
@@ -934,7 +934,7 @@ def test_the_command_deploys_and_goes_on_from_what_serves(
     assert ran == [0.0]
     found = json.loads(report.read_text())["deployed"]
     assert [(each["domain"], each["serving"], each["watched"]) for each in found] == [("sums", 0, 1)]
-    assert "http://engine:8000: version 0 of 'sums' serves, version 1 is watched" in capsys.readouterr().out
+    assert "http://engine:8000: version 0 of 'sums' serves, version 1 waits" in capsys.readouterr().out
     folder = tmp_path / "out" / "sums"
     assert engine.digest == weights_digest(folder / "latest")
     before, after = (load_file(folder / name / "model.safetensors") for name in ("v000000", "latest"))
@@ -964,8 +964,10 @@ def test_the_command_deploys_and_goes_on_from_what_serves(
         (["--deploy", "sums:reload=http://engine"], "--deploy sums: is for --by-domain"),
         (["--by-domain", "--deploy", "reload=http://e"], "LABEL: goes before the way with --by-domain"),
         (["--deploy", "reload=http://e", "--deploy", "restart=http://e true"], "names one engine twice"),
-        (["--watch-requests", "9"], "--watch-requests is for --deploy"),
-        (["--watch-requests", "0"], "--watch-requests must be at least 1"),
+        (["--watch-requests", "99"], "--watch-requests is for --deploy"),
+        (["--watch-requests", "0"], "--watch-requests must be at least 30"),
+        (["--deploy", "reload=http://e", "--deploy", "reload=http://me@e/v1/"], "names one engine twice"),
+        (["--deploy", "reload=http://e", "--deploy-seconds", "0"], "--deploy-seconds must be more than 0"),
         (["--max-drafts", "3"], "--max-drafts would change nothing: they are for --by-domain"),
         (["--by-domain", "--repo-id", "me/draft"], "--repo-id takes one draft"),
         (["--num-assistant-tokens", "none"], "--num-assistant-tokens must not be none"),

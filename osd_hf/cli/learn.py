@@ -29,9 +29,10 @@ from osd_hf.cli.flags import (
     stopping,
 )
 from osd_hf.config import OnlineConfig
-from osd_hf.engine.deploy import JOURNAL, Deployer, Way
+from osd_hf.engine.deploy import Deployer
 from osd_hf.engine.learn import StoreLearner
-from osd_hf.engine.versions import VersionFolder, folder_name
+from osd_hf.engine.loading import LEAST_REQUESTS, Way
+from osd_hf.engine.versions import PICTURE, VersionFolder, folder_name
 from osd_hf.errors import ConfigError, StateError, StoreError
 from osd_hf.hub.cards import facts_of
 from osd_hf.hub.push import check_push, check_visibility
@@ -102,7 +103,7 @@ class LearnSettings(DraftRevision, TargetLoading, Learning, Reporting):
                 raise ConfigError(f"--deploy {way.domain or way.kind}: {told}.")
             if way.domain is not None and folder_name(way.domain) is None:
                 raise ConfigError(f"--deploy {way.domain[:40]}...: the label is too long for the name of a folder.")
-            if any(way.url == other.url for those in found.values() for other in those):
+            if any(way.name == other.name for those in found.values() for other in those):
                 raise ConfigError("--deploy names one engine twice: it can serve one draft, loaded in one way.")
             found.setdefault(way.domain, []).append(way)
         return found
@@ -112,7 +113,8 @@ def learn_command(settings: LearnSettings) -> int:
     """Learn until told to stop; returns the exit code."""
     settings.fixed_k()
     settings.check_together("draft", "target")
-    settings.check_counts("num_requests", "threads", "lora_rank", "watch_requests")
+    settings.check_counts("num_requests", "threads", "lora_rank")
+    settings.check_counts("watch_requests", least=LEAST_REQUESTS)
     if settings.changed("metrics_host") and settings.metrics_port is None:
         raise ConfigError("--metrics-host is for --metrics-port, which says where scrapes are answered.")
     if not settings.by_domain:
@@ -125,6 +127,8 @@ def learn_command(settings: LearnSettings) -> int:
     if of_weights and not settings.rescore:
         raise ConfigError(f"{of_weights[0]} is of the target's weights, which --rescore alone loads.")
     settings.check_not_negative("poll_seconds", "publish_seconds", "deploy_seconds")
+    if not settings.deploy_seconds:
+        raise ConfigError("--deploy-seconds must be more than 0: no engine loads in no time.")
     ways = settings.ways()
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -134,6 +138,7 @@ def learn_command(settings: LearnSettings) -> int:
     metrics = contextlib.nullcontext() if port is None else serve_metrics(port, told, host=host)
     with metrics, _deployers(settings, ways, learner) as deployers:
         is_done = _learn(settings, learner, folder, deployers)
+    is_done &= _closed(learner, folder)  # the next process may come in when no engine is looked after any more
     report = _report(learner, deployers)
     frozen, learned = (stats_interval(_last_fifth(stats)) for stats in _compared(learner).sides.values())
     settings.say(
@@ -193,16 +198,19 @@ def _deployers(
     deployers = []
     for domain, those in ways.items():
         try:
-            versions = learner.versions.of(domain)
-            if not (versions.path / JOURNAL).exists():
-                learner.publish_start(domain)
+            deployer = Deployer(
+                learner.versions.of(domain), those, domain=domain, watch_requests=settings.watch_requests,
+                load_seconds=settings.deploy_seconds,
+            )  # fmt: skip
+            deployers.append(deployer)
+            if deployer.serving is None:
+                try:
+                    learner.publish_start(domain)
+                except StateError as error:  # of the disk: it is tried again
+                    print(f"osd-hf: warning: {error}", file=sys.stderr)
         except BaseException:
             learner.versions.close()
             raise
-        deployers.append(
-            Deployer(versions, those, domain=domain, watch_requests=settings.watch_requests,
-                     load_seconds=settings.deploy_seconds)
-        )  # fmt: skip
     threads = [
         threading.Thread(target=deployer.run, args=(settings.poll_seconds,), daemon=True) for deployer in deployers
     ]
@@ -242,16 +250,23 @@ def _learn(settings: LearnSettings, learner: StoreLearner, folder: Path, deploye
                 if settings.once and not learner.follower.is_waiting:
                     break
                 stop.wait(settings.poll_seconds)
+    with contextlib.suppress(StateError):  # it is tried again, and told, when the learner is closed
+        learner.publish()
+    for deployer in () if stop.is_set() else deployers:  # what came last
+        deployer.look()
+    return not failed
+
+
+def _closed(learner: StoreLearner, folder: Path) -> bool:
+    """Close the learner; whether all could be written."""
     try:
         learner.close()
     except StateError as error:
         print(f"osd-hf: error: {error}", file=sys.stderr)
-        failed = True
+        return False
     finally:
         _plot(learner, folder)
-    for deployer in () if stop.is_set() else deployers:  # what came last
-        deployer.look()
-    return not failed
+    return True
 
 
 def _compared(learner: StoreLearner) -> Comparison:
@@ -267,7 +282,7 @@ def _plot(learner: StoreLearner, folder: Path) -> None:
     if learner.learned:
         with contextlib.suppress(OSError):  # a picture is not worth ending for
             title = "Acceptance on the target's answers: the draft that learns, and the same draft frozen"
-            plot_alpha(folder / "alpha.png", _compared(learner), title=title)
+            plot_alpha(folder / PICTURE, _compared(learner), title=title)
 
 
 def _report(learner: StoreLearner, deployers: Sequence[Deployer]) -> dict[str, Any]:

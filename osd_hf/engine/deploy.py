@@ -7,92 +7,33 @@ import json
 import logging
 import math
 import os
-import re
-import shlex
-import signal
-import subprocess
-import sys
-import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-import httpx2
 import numpy as np
 
-from osd_hf.engine.completions import parse_address
-from osd_hf.engine.versions import Published, VersionFolder
-from osd_hf.errors import ConfigError, ServerError, first_line, shown_address
+from osd_hf.engine.loading import LEAST_REQUESTS, LEAST_WINDOWS, Counts, Engine, Way
+from osd_hf.engine.versions import JOURNAL, Published, VersionFolder
+from osd_hf.errors import ConfigError, ServerError, first_line
 from osd_hf.learning.gate import GateDecision
 from osd_hf.metrics import student
+from osd_hf.utils.disk import write_whole
 from osd_hf.utils.report import json_text
 
-__all__ = ["JOURNAL", "Counts", "Deployer", "Engine", "Way", "compared", "read_counts"]
+__all__ = ["Deployer", "compared"]
 
 logger = logging.getLogger(__name__)
 
-JOURNAL = "deploy.jsonl"
-WINDOW = 10  # requests of one engine that are counted together: the tokens of an answer are not independent
-LEAST_WINDOWS = 3  # with a version before anything is said of it
 BEYOND_CHANCE = 2.6  # standard errors, of many windows, at the end of a watch; more before, see `compared`
-REACH = 2  # times the requests of a watch that it is compared with
-CONNECT_SECONDS, LOOK_SECONDS, RESET_SECONDS, RETRY_SECONDS = 10.0, 10.0, 30.0, 30.0
-EXTENSION = (
-    " Serve with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls osd_hf.engine.vllm_reload.DraftReload; its log has "
-    "more."
-)
-PAUSE_SECONDS, LEAST_PAUSE = 1.0, 0.1  # between two attempts at an engine that is not ready; between two looks
-WAY = re.compile(r"(?:([^=]+?):)?(reload|restart|webhook)=(\S+)(?:\s+(\S.*))?", re.DOTALL)
-SAMPLE = re.compile(r"^vllm:(\w+?)(?:_total)?(?:\{(.*)\})?\s+(\S+)$", re.MULTILINE)
-DRAFTS, ACCEPTED = "spec_decode_num_drafts", "spec_decode_num_accepted_tokens"
-BY_POSITION, REQUESTS = f"{ACCEPTED}_per_pos", "request_success"
+MOST_LINES = 1000  # of the journal, when a process begins, beside decisions and what came last to each engine
+DECISIONS = ("kept", "rolled back")
+LEAST_PAUSE = 0.1  # seconds between two looks
+MOST_FAILURES = 3  # loads of a new version into an engine that had another one, after which it is taken back
 
 
-# --- what an engine counts ------------------------------------------------------------------------------------------
-
-
-class Counts(NamedTuple):
-    """Requests that an engine has answered, and tokens of its draft that were examined and accepted: since its start,
-    or of a window between two looks."""
-
-    requests: float
-    examined: float
-    accepted: float
-
-    def since(self, before: Counts) -> Counts:
-        """What has come after an earlier look."""
-        return Counts(*(now - then for now, then in zip(self, before, strict=True)))
-
-    def at_most(self, requests: float) -> Counts:
-        """The same rates, with the weight of so many requests where there are more."""
-        share = min(requests / self.requests, 1.0) if self.requests else 1.0
-        return Counts(*(count * share for count in self))
-
-
-def read_counts(metrics: str) -> Counts | None:
-    """
-    The counters of vLLM's `/metrics`, over all of its engines and models; `None` where it does not draft.
-
-    A draft examines its first token, and each one after an accepted one: as many as there were drafts, and tokens
-    accepted at all positions but the last.
-    """
-    totals: dict[str, float] = {}
-    positions: dict[int, float] = {}
-    for name, labels, value in SAMPLE.findall(metrics):
-        if name == BY_POSITION:
-            at = re.search(r'position="(\d+)"', labels)
-            position = int(at[1]) if at is not None else 0
-            positions[position] = positions.get(position, 0.0) + float(value)
-        elif name in (DRAFTS, ACCEPTED, REQUESTS):
-            totals[name] = totals.get(name, 0.0) + float(value)
-    if DRAFTS not in totals or not positions:
-        return None
-    last = max(positions)
-    examined = totals[DRAFTS] + sum(count for position, count in positions.items() if position != last)
-    return Counts(totals.get(REQUESTS, 0.0), examined, totals.get(ACCEPTED, 0.0))
+# --- the rule -------------------------------------------------------------------------------------------------------
 
 
 class Change(NamedTuple):
@@ -137,217 +78,6 @@ def compared(before: Sequence[Counts], after: Sequence[Counts], watch_requests: 
     return Change(alphas[0], alphas[1], math.sqrt(dispersion * sum(variances)), limit)
 
 
-# --- an engine ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Way:
-    """How versions are loaded into one engine.
-
-    Args:
-        kind (`str`): `"reload"`, `"restart"` or `"webhook"`.
-        url (`str`): The engine, whose `/metrics` are watched.
-        rest (`str`): The command of a restart, the address of a webhook.
-        domain (`str`, *optional*): Whose versions.
-    """
-
-    kind: str
-    url: str
-    rest: str = ""
-    domain: str | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> Way:
-        """One as it is given: `[DOMAIN:]reload=URL`, `[DOMAIN:]restart=URL COMMAND` or `[DOMAIN:]webhook=URL HOOK`;
-        raises ConfigError."""
-        found = WAY.fullmatch(text.strip())
-        if found is None:
-            raise ConfigError(
-                f"--deploy takes reload=URL, 'restart=URL COMMAND' or 'webhook=URL HOOK', got {text.strip()!r}."
-            )
-        domain, kind, url, rest = found.groups()
-        needed = {"reload": "", "restart": "a command that starts it with {version}", "webhook": "the hook's address"}
-        if bool(rest) != bool(needed[kind]):
-            told = f"needs {needed[kind]} after the engine's address" if needed[kind] else f"takes no {rest!r}"
-            raise ConfigError(f"--deploy {kind}={shown_address(url)} {told}.")
-        try:
-            for address in (url, rest) if kind == "webhook" else (url,):
-                parse_address(address)
-        except ServerError as error:
-            raise ConfigError(f"--deploy: {error}") from None
-        return cls(kind, url, rest or "", domain)
-
-
-class Engine:
-    """
-    An engine that versions are loaded into, what it holds, and what it counts.
-
-    Args:
-        way (`Way`): How to load.
-        watch_requests (`int`): Requests that a version is watched for; windows reach back twice as far.
-        load_seconds (`float`): The longest that a load may take.
-        stop (`threading.Event`), clock (`Callable[[], float]`): End waiting; seconds.
-
-    Attributes:
-        digest (`str`, *optional*): Of the version that was loaded here last; `None` where none was.
-        windows (`deque[Counts]`), before (`list[Counts]`): With that version, and with the one before it.
-        counts_drafts (`bool`, *optional*): Whether it counts what it drafts; `None` where it could not be asked yet.
-    """
-
-    def __init__(
-        self, way: Way, watch_requests: int, load_seconds: float, stop: threading.Event, clock: Callable[[], float]
-    ) -> None:
-        self.way, self._watch_requests, self._load_seconds = way, watch_requests, load_seconds
-        self._stop, self._clock = stop, clock
-        self.name = str(parse_address(way.url)[0]).rstrip("/").removesuffix("/v1")
-        self._http = httpx2.Client(timeout=httpx2.Timeout(load_seconds, connect=CONNECT_SECONDS), trust_env=False)
-        self.digest: str | None = None
-        self.windows: deque[Counts] = deque()
-        self.before: list[Counts] = []
-        self.counts_drafts: bool | None = None
-        self._is_sure = True  # that it still holds what was loaded: where it was away, it may have started anew
-        self._last: Counts | None = None
-        self._has_history = True  # its counts so far are of what it holds
-
-    def holds(self, version: Published) -> bool:
-        """Whether it serves a version, as far as is known."""
-        return self.digest == version.digest and (self._is_sure or self.way.kind != "reload")
-
-    def look(self) -> None:
-        """Read the counters, and end a window where enough requests have come."""
-        try:
-            response = self._send("GET", self.way.url, "/metrics", timeout=LOOK_SECONDS)
-        except httpx2.HTTPError:
-            self._is_sure = False
-            return
-        if response.status_code >= 500:
-            self._is_sure = False
-            return
-        now = read_counts(response.text) if response.status_code == 200 else None
-        if now is None and self.counts_drafts is not False:
-            logger.warning("%s counts no drafts at /metrics: versions are not watched there.", self.name)
-        self.counts_drafts = now is not None
-        if now is None:
-            return
-        if self._last is None:
-            if self._has_history and now.requests:
-                self.windows.append(now.at_most(self._watch_requests))
-            self._last, self._has_history = now, False
-        elif min(new := now.since(self._last)) < 0:  # it has started anew
-            self._last, self._is_sure = now, False
-        elif new.requests >= WINDOW:
-            self._last = now
-            self.windows.append(new)
-            while sum(w.requests for w in self.windows) - self.windows[0].requests >= REACH * self._watch_requests:
-                self.windows.popleft()
-
-    def load(self, version: Published, previous: Published | None, *, is_new: bool) -> None:
-        """Let it serve a version: a new one, whose windows are to be compared with those so far, or the one that
-        served before; raises ServerError where it does not."""
-        self._is_sure = False  # what is loaded half-way is neither
-        {"reload": self._reload, "restart": self._restart, "webhook": self._tell}[self.way.kind](version, previous)
-        if self.digest != version.digest:
-            if is_new:
-                self.before, self.windows = list(self.windows), deque()
-            else:
-                self.before, self.windows = [], deque(self.before)
-        self.held(version.digest)
-
-    def held(self, digest: str, *, is_sure: bool = True) -> None:
-        """It holds this version; what it has counted so far may be of another one."""
-        self.digest, self._is_sure = digest, is_sure
-        self._last, self._has_history = None, False
-
-    def _reload(self, version: Published, previous: Published | None) -> None:
-        body = {"method": "load_draft", "args": [str(version.path), version.digest]}
-        try:
-            results = [dict(each) for each in self._post(self.way.url, "/collective_rpc", body)["results"]]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ServerError(f"{self.name} has not said what it has loaded.{EXTENSION}") from error
-        if failed := next((each["error"] for each in results if "error" in each), None):
-            raise ServerError(f"{self.name} has not loaded version {version.number}: {failed}.")
-        if {each.get("digest") for each in results} != {version.digest}:
-            raise ServerError(
-                f"{self.name} has loaded other weights than those of version {version.number}: their digest is "
-                f"{results[0].get('digest') if results else None}, not {version.digest}."
-            )
-        if any(each.get("is_new", True) for each in results):
-            self._forget_prompts()
-
-    def _forget_prompts(self) -> None:
-        """Empty what the draft has cached of prompts with its old weights: leaving it costs acceptance on prompts that
-        come again, never an answer."""
-        until, done = self._clock() + RESET_SECONDS, False
-        while not done:
-            with contextlib.suppress(ServerError, AttributeError):
-                answer = self._post(self.way.url, "/reset_prefix_cache", params={"reset_running_requests": "true"})
-                done = bool(answer.get("success"))
-            if not done and (self._clock() >= until or self._stop.wait(PAUSE_SECONDS)):
-                logger.warning("%s has not emptied its cache of prompts, which is of the draft before.", self.name)
-                return
-
-    def _restart(self, version: Published, previous: Published | None) -> None:
-        given = {"{version}": str(version.path), "{url}": self.name}
-        command = re.sub("|".join(map(re.escape, given)), lambda found: shlex.quote(given[found[0]]), self.way.rest)
-        until = self._clock() + self._load_seconds
-        _run(command, self._load_seconds)
-        while True:
-            with contextlib.suppress(httpx2.HTTPError):
-                if self._send("GET", self.way.url, "/health", timeout=LOOK_SECONDS).status_code == 200:
-                    return
-            if self._clock() >= until or self._stop.wait(PAUSE_SECONDS):
-                raise ServerError(f"{self.name} is not healthy after its restart with version {version.number}.")
-
-    def _tell(self, version: Published, previous: Published | None) -> None:
-        self._post(self.way.rest, "", {
-            "version": version.number, "path": str(version.path), "digest": version.digest,
-            "previous": None if previous is None else previous.number, "engine": self.name,
-        })  # fmt: skip
-
-    def _post(self, url: str, path: str, body: Any = None, **how: Any) -> Any:
-        """The JSON of an answer, `None` where it has none; raises ServerError."""
-        try:
-            response = self._send("POST", url, path, json=body, **how)
-        except httpx2.HTTPError as error:
-            raise ServerError(f"{shown_address(url)} cannot be reached: {first_line(error)}.") from error
-        if not response.is_success:
-            said = f"{shown_address(url)} answered {path} with status {response.status_code}"
-            raise ServerError(f"{said}.{EXTENSION if path else ''}")
-        with contextlib.suppress(ValueError):
-            return response.json()
-        return None
-
-    def _send(self, method: str, url: str, path: str, **how: Any) -> httpx2.Response:
-        address, user, password = parse_address(url)  # beside each other: neither is told to the other's host
-        auth = httpx2.BasicAuth(user, password) if user or password else None
-        whole = str(address).rstrip("/").removesuffix("/v1") + path if path else str(address)
-        return self._http.request(method, whole, auth=auth, **how)
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._http.close()
-
-
-def _run(command: str, seconds: float) -> None:
-    """Run a user's command to its end; raises ServerError where it fails, or takes longer."""
-    with tempfile.TemporaryFile() as output:  # no pipe: what it starts may live on, and hold it
-        process = subprocess.Popen(
-            command, shell=True, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(OSError):
-                process.kill() if sys.platform == "win32" else os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            raise ServerError(f"The command {command!r} did not end within {seconds:g} s.") from None
-        if code:
-            output.seek(max(output.seek(0, os.SEEK_END) - 2000, 0))
-            said = output.read().decode(errors="replace").strip().splitlines()
-            raise ServerError(f"The command {command!r} ended with code {code}: {said[-1] if said else 'no word'}.")
-
-
 # --- the roll-out ---------------------------------------------------------------------------------------------------
 
 
@@ -356,18 +86,21 @@ class Deployer:
     Brings the version that `latest` points to into engines, one after the other, and watches it there over the next
     requests: where fewer of its tokens are accepted than of the version before, by more than chance, that one is
     loaded again, `latest` set back to it, and weights of that digest are never deployed again. A load that fails is
-    tried again later, and holds up the engines after it. All is told in the log and in `deploy.jsonl` beside the
-    versions, from which another process goes on.
+    tried again later; of a new version, it holds up the engines after it, and the third failure takes it back. All is
+    told in the log and in `deploy.jsonl` beside the versions, from which another process goes on.
 
     Args:
         versions (`VersionFolder`): What is published.
         ways (`Sequence[Way]`): The engines, in the order of loading.
         domain (`str`, *optional*): Whose versions, for decisions.
         watch_requests (`int`, *optional*, defaults to 200):
-            Requests after which a version stays, unless it was found better or worse before.
+            Requests after which a version stays, unless it was found better or worse before; at least 30.
         load_seconds (`float`, *optional*, defaults to 600.0): The longest that a load into one engine may take.
         stop (`threading.Event`, *optional*), clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`):
             Ends waiting and [`~Deployer.run`]; seconds.
+
+    Raises:
+        ConfigError: a watch of too few requests.
 
     Attributes:
         serving (`Published`, *optional*): What engines are to serve, watched to the end.
@@ -379,17 +112,21 @@ class Deployer:
         self, versions: VersionFolder, ways: Sequence[Way], *, domain: str | None = None, watch_requests: int = 200,
         load_seconds: float = 600.0, stop: threading.Event | None = None, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        self.versions, self.domain, self.watch_requests, self._clock = versions, domain, watch_requests, clock
+        if watch_requests < LEAST_REQUESTS:
+            raise ConfigError(f"A version is watched for {LEAST_REQUESTS} requests or more, got {watch_requests}.")
+        self.versions, self.domain, self.watch_requests = versions, domain, watch_requests
         self.stop = stop or threading.Event()
         self.engines = [Engine(way, watch_requests, load_seconds, self.stop, clock) for way in ways]
-        self.serving: Published | None = versions.version(0)
+        self.serving: Published | None = None
         self.candidate: Published | None = None
         self.decisions: list[GateDecision] = []
         self._rejected: set[str] = set()  # digests
-        self._retry_at, self._failure = -math.inf, ""
+        self._unwritten: list[str] = []  # lines of the journal
+        self._unmarked: list[GateDecision] = []  # rejections that are not on the disk yet
+        self._has_begun, self._is_stuck, self._failure = False, False, ""
         self._looking = threading.Lock()
-        self._go_on()
-        self._pin()
+        with contextlib.suppress(OSError):  # told at the first look
+            self._go_on()
 
     def run(self, poll_seconds: float) -> None:
         """Look at versions and engines until told to stop."""
@@ -397,18 +134,24 @@ class Deployer:
             self.look()
 
     def look(self) -> None:
-        """Read the engines' counters, load what is to be loaded, and decide about what is watched. What fails is told
-        in the log, and tried again at the next look. May be called from several threads."""
+        """Read the engines' counters, decide about what is watched, and load what is to be loaded: a new version into
+        one more engine at most. What fails is told in the log once, and tried again at the next look. May be called
+        from several threads."""
         with self._looking:
             try:
+                if not self._has_begun:
+                    self._go_on()
                 for engine in self.engines:
                     engine.look()
                 self._choose()
-                self._roll_out()
                 self._decide()
                 self._roll_out()
-            except Exception:  # whatever it is, learning must go on
-                logger.exception("Looking after the versions in engines failed; it is tried again.")
+                self._write()
+                self._failure = ""
+            except Exception as error:  # whatever it is, learning must go on
+                if self._failure != (failure := f"{type(error).__name__}: {error}"):
+                    logger.exception("Looking after the versions in engines failed; it is tried again.")
+                self._failure = failure
 
     def report(self) -> dict[str, Any]:
         """What engines serve, what is watched, and what was decided; ready for JSON."""
@@ -422,18 +165,29 @@ class Deployer:
         """The same in a line."""
         found = self.report()
         whose = "" if self.domain is None else f" of {self.domain!r}"
-        watched = "" if found["watched"] is None else f", version {found['watched']} is watched"
+        how = "waits for another command to watch it" if self.stop.is_set() else "is watched"
+        watched = "" if found["watched"] is None else f", version {found['watched']} {how}"
         back = sum(decision.outcome == "rolled back" for decision in self.decisions)
         engines = ", ".join(found["engines"])
         return f"{engines}: version {found['serving'] or 0}{whose} serves{watched}; {back} taken back"
 
     def close(self) -> None:
-        """Close the connections."""
+        """Write down what was counted, and close the connections."""
+        self.stop.set()
+        if self._looking.acquire(blocking=False):  # otherwise a load is under way, and nobody waits for it
+            with contextlib.suppress(OSError):
+                if self._has_begun and (version := self.candidate or self.serving) is not None:
+                    self._note("closed", version, windows=self._windows())
+                self._write()
+            self._looking.release()
         for engine in self.engines:
             engine.close()
 
     def _choose(self) -> None:
         """Take the version that is pointed to for the next one, unless another one is in an engine already."""
+        if self.serving is None:
+            self.serving = self.versions.version(0)
+            self._pin()
         if self.candidate is not None and any(engine.digest == self.candidate.digest for engine in self.engines):
             return
         folder, known = self.versions.latest, self.candidate or self.serving
@@ -452,28 +206,50 @@ class Deployer:
     def _pin(self) -> None:
         self.versions.pin(version.number for version in (self.serving, self.candidate) if version is not None)
 
+    # --- loading ----------------------------------------------------------------------------------------------------
+
     def _roll_out(self) -> None:
-        wanted = self.candidate or self.serving
-        if wanted is None or self._clock() < self._retry_at:
-            return
+        """Load what serves wherever it is not, whatever fails elsewhere, and a new version into one more engine."""
+        new, spreads = self.candidate, self._may_spread()
         for engine in self.engines:
-            # Nothing is loaded in place of what an engine began with, before there is a version.
-            if engine.holds(wanted) or (wanted.number == 0 and engine.digest is None):
+            has_new = new is not None and new.digest in (engine.digest, engine.failed)
+            begins = spreads and not has_new and engine.is_measured and not engine.is_away
+            wanted = new if has_new or begins else self.serving
+            if wanted is None or engine.holds(wanted) or engine.must_wait(wanted):
                 continue
-            previous, is_again = self.serving if self.candidate else None, engine.digest == wanted.digest
-            try:
-                engine.load(wanted, previous, is_new=wanted is self.candidate)
-            except ServerError as error:
-                self._retry_at = self._clock() + RETRY_SECONDS
-                failure = f"{wanted.number} {engine.name} {error}"
-                if failure != self._failure:  # told once
-                    logger.warning("Version %d was not loaded, and is tried again: %s", wanted.number, error)
-                    self._note("failed", wanted, engine=engine.name, error=str(error))
-                self._failure = failure
+            spreads = spreads and not begins
+            self._load(engine, wanted)
+            if self.candidate is not new:  # it was taken back
+                self._roll_out()
                 return
-            self._failure = ""
-            logger.info("Loaded version %d into %s%s.", wanted.number, engine.name, " again" if is_again else "")
-            self._note("loaded", wanted, engine=engine.name, before=[list(window) for window in engine.before])
+
+    def _may_spread(self) -> bool:
+        """Whether one more engine may get the version that is watched: nowhere has its load failed, and enough was
+        seen of it for a fall to be found. Nobody waits for engines without requests."""
+        if self.candidate is None or any(engine.failed == self.candidate.digest for engine in self.engines):
+            return False
+        on = [e for e in self.engines if e.digest == self.candidate.digest and e.counts_drafts is not False]
+        return sum(len(e.windows) for e in on) >= LEAST_WINDOWS or all(e.is_idle for e in on)
+
+    def _load(self, engine: Engine, wanted: Published) -> None:
+        is_told, is_new, earlier = engine.failed == wanted.digest, wanted is self.candidate, engine.digest
+        try:
+            has_changed = engine.load(wanted, self.serving if is_new else None, is_new=is_new)
+        except ServerError as error:
+            if not is_told:
+                logger.warning("Version %d was not loaded, and is tried again: %s", wanted.number, error)
+                self._note("failed", wanted, engine=engine.name, error=str(error))
+            is_hopeless = engine.failures >= MOST_FAILURES and earlier not in (None, wanted.digest)
+            if is_new and is_hopeless and self.serving is not None:
+                told = f"{engine.name} has not loaded it {engine.failures} times"
+                self._decided("rolled back", f"{told}: {first_line(error)}", 0, None)
+            return
+        if has_changed:
+            again = " again" if earlier == wanted.digest else ""
+            logger.info("Loaded version %d into %s%s.", wanted.number, engine.name, again)
+            self._note("loaded", wanted, engine=engine.name, before=engine.before, windows=self._windows(engine))
+
+    # --- deciding ---------------------------------------------------------------------------------------------------
 
     def _decide(self) -> None:
         """Take the version that is watched back, or let it stay, where that is clear."""
@@ -485,18 +261,26 @@ class Deployer:
         change = compared(
             [w for e in both for w in e.before], [w for e in both for w in e.windows], self.watch_requests
         )
-        outcome = "unclear" if change is None else change.outcome
-        told = "" if change is None else (
-            f"acceptance went from {change.before:.3f} to {change.after:.3f}, standard error "
-            f"{change.standard_error:.3f}, over {requests} requests"
-        )  # fmt: skip
-        if outcome == "fell" and self.serving is not None:
-            self._decided("rolled back", told, requests, change)
-        elif len(on) == len(self.engines) and all(engine.counts_drafts is False for engine in on):
+        if len(on) == len(self.engines) and all(engine.counts_drafts is False for engine in on):
             self._decided("promoted", "no engine counts what it drafts, so that nothing is watched", 0, None)
-        elif outcome != "unclear" or requests >= self.watch_requests:
-            told = told or f"{requests} requests, and none before to compare with"
-            self._decided("promoted", told, requests, change)
+        elif change is None:
+            if requests >= self.watch_requests and self.serving is not None and not any(e.before for e in on):
+                logger.info("Version %d has nothing to be compared with: version %d is loaded again, and counted.",
+                            self.candidate.number, self.serving.number)  # fmt: skip
+                self.candidate = None
+            return
+        elif change.outcome != "unclear" or requests >= self.watch_requests:
+            told = (
+                f"acceptance went from {change.before:.3f} to {change.after:.3f}, standard error "
+                f"{change.standard_error:.3f}, over {requests} requests"
+            )
+            if change.outcome != "fell":
+                self._decided("promoted", told, requests, change)
+            elif self.serving is not None:
+                self._decided("rolled back", told, requests, change)
+            elif not self._is_stuck:
+                self._is_stuck = True
+                logger.warning("Version %d: %s, and there is no version to go back to.", self.candidate.number, told)
 
     def _decided(
         self, outcome: Literal["promoted", "rolled back"], reason: str, requests: int, change: Change | None
@@ -509,52 +293,101 @@ class Deployer:
         figures = (None, None, None) if change is None else change[:3]
         decision = GateDecision(outcome, version.number, serving.number, self.domain, reason, requests, *figures)
         self.decisions.append(decision)
-        self._note("kept" if outcome == "promoted" else outcome, version, **decision.to_dict())
         if outcome == "rolled back":
             logger.warning("Version %d is taken back, version %d serves: %s.", version.number, serving.number, reason)
             self._rejected.add(version.digest)
-            try:
-                self.versions.reject(decision)
-            except OSError as error:
-                logger.warning("Version %d cannot be marked as taken back: %s.", version.number, first_line(error))
+            self._unmarked.append(decision)
+            self._note(outcome, version, **decision.to_dict())
         else:
             logger.info("Version %d stays: %s.", version.number, reason)
             for engine in self.engines:
                 engine.before = []
-        self.serving, self.candidate, self._retry_at = serving, None, -math.inf
+            self._note("kept", version, **decision.to_dict(), windows=self._windows())
+        self.serving, self.candidate = serving, None
+        with contextlib.suppress(OSError):  # it is tried again, and told, at the end of each look
+            self._write()
         self._pin()
 
     # --- the journal ------------------------------------------------------------------------------------------------
 
+    def _windows(self, *engines: Engine) -> dict[str, Any]:
+        """What engines have counted with what they hold, by their names."""
+        return {e.name: {"digest": e.digest, "windows": list(e.windows)} for e in engines or self.engines}
+
     def _note(self, event: str, version: Published, /, **facts: Any) -> None:
         line = {"at_seconds": time.time(), "event": event, **facts, "version": version.number,
                 "digest": version.digest}  # fmt: skip
+        self._unwritten.append(json_text(line) + "\n")
+
+    def _write(self) -> None:
+        """Bring to the disk what is not there yet; raises OSError where it does not take all, which is kept."""
+        failed = None
         try:
-            with (self.versions.path / JOURNAL).open("a") as file:
-                file.write(json_text(line) + "\n")
+            while self._unmarked:
+                self.versions.reject(self._unmarked[0])
+                del self._unmarked[0]
         except OSError as error:
-            logger.warning("The journal of deployments cannot be written: %s.", first_line(error))
+            failed = error
+        if self._unwritten:
+            with (self.versions.path / JOURNAL).open("ab+") as file:
+                if file.seek(0, os.SEEK_END):
+                    file.seek(-1, os.SEEK_END)
+                    if file.read(1) != b"\n":  # half a line, of a full disk or of a process that was killed
+                        file.write(b"\n")
+                file.write("".join(self._unwritten).encode())
+            self._unwritten.clear()
+        if failed is not None:
+            raise failed
 
     def _go_on(self) -> None:
-        """Begin where the journal ends."""
-        journal = self.versions.path / JOURNAL
-        for line in journal.read_text(errors="replace").splitlines() if journal.is_file() else ():
+        """Begin where the journal ends, which is made shorter; raises OSError where it cannot be read."""
+        journal, lines = self.versions.path / JOURNAL, list[dict[str, Any]]()
+        for text in journal.read_text(errors="replace").splitlines() if journal.is_file() else ():
             with contextlib.suppress(ValueError, KeyError, TypeError):  # half a line, of a process that was killed
-                self._noted(json.loads(line))
+                line = json.loads(text)
+                if "event" in line and "digest" in line:
+                    lines.append(line)
+        self._rejected |= self.versions.rejected()
+        self.serving = self.versions.version(0)
+        for line in lines:
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                self._noted(line)
+        newest = self.versions.newest()
+        if newest is not None and self.serving is not None and newest.digest in self._rejected - {self.serving.digest}:
+            told = "it was taken back before"  # and the process ended before the disk said so
+            self._unmarked.append(GateDecision("rolled back", newest.number, self.serving.number, self.domain, told))
+        if len(lines) > MOST_LINES:
+            last = {id(line) for line in {(line["event"], line.get("engine")): line for line in lines}.values()}
+            kept = [line for line in lines[:-MOST_LINES] if id(line) in last or line["event"] in DECISIONS]
+            kept = [line if id(line) in last else {**line, "windows": {}} for line in kept] + lines[-MOST_LINES:]
+            with contextlib.suppress(OSError):
+                write_whole(journal, "".join(json_text(line) + "\n" for line in kept).encode(), private=False)
+        self._has_begun = True
+        self._pin()
 
     def _noted(self, line: Mapping[str, Any]) -> None:
         event, version = line["event"], self.versions.version(int(line["version"]))
         if event == "rolled back":
             self._rejected.add(line["digest"])
             self.candidate = None
-        elif event == "kept" and version is not None:
-            self.serving, self.candidate = version, None
-        elif event == "loaded":
-            if version is not None and (self.serving is None or line["digest"] != self.serving.digest):
-                self.candidate = version
-            for engine in self.engines:
-                if engine.name == line["engine"]:
-                    engine.held(line["digest"], is_sure=False)  # it may have started anew since
-                    engine.before = [Counts(*window) for window in line["before"]]
-        for engine in self.engines if event == "kept" else ():
-            engine.before = []
+        elif event == "kept":
+            self.candidate = None
+            self.serving = version or self.serving
+        elif (
+            event == "loaded"
+            and version is not None
+            and (self.serving is None or line["digest"] != self.serving.digest)
+        ):
+            self.candidate = version
+        counted = line.get("windows", {})
+        for engine in self.engines:
+            if event == "kept":
+                engine.before = []
+            if event == "loaded" and engine.name == line["engine"]:
+                # It may have started anew since; other ways than reloading start what was loaded last.
+                engine.held(line["digest"], is_sure=engine.way.kind != "reload")
+                engine.before = [Counts(*window) for window in line["before"]]
+            if event == "failed" and engine.name == line["engine"]:
+                engine.doubted()
+            if (own := counted.get(engine.name)) is not None and own["digest"] == engine.digest:
+                engine.remember(Counts(*window) for window in own["windows"])

@@ -10,6 +10,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from accelerate import Accelerator
 from osd_hf.capture.hook import rescore
 from osd_hf.config import OnlineConfig
 from osd_hf.engine.versions import FACTS, VersionFolder, folder_name
-from osd_hf.errors import ConfigError, OSDError, StateError, VocabularyMismatchError
+from osd_hf.errors import ConfigError, OSDError, StateError, VocabularyMismatchError, first_line
 from osd_hf.fingerprint import is_fingerprint
 from osd_hf.fingerprint import target_version as version_of
 from osd_hf.hub.cards import DraftFacts
@@ -139,6 +140,7 @@ class StoreLearner:
         self._unpublished: dict[str | None, GateDecision] = {}
         # Of versions that engines may be taken back to: the learner's number and weights, by domain and number.
         self._served: dict[tuple[str | None, int], tuple[int, Snapshot]] = {}
+        self._unstarted: list[str | None] = []  # whose draft as it was is to be published
         self._unpushed: Path | None = None
         self._unsaved_updates = 0
         self._retry_at = -float("inf")
@@ -225,7 +227,7 @@ class StoreLearner:
         if self._clock() >= self._retry_at:
             is_due = self._clock() - self._published_at >= self._publish_seconds
             try:
-                if (is_due and self._publish_what_waits()) or self._unsaved_updates >= self.config.autosave_interval:
+                if (is_due and self.publish()) or self._unsaved_updates >= self.config.autosave_interval:
                     self.save()
             except StateError:
                 self._retry_at = self._clock() + RETRY_SECONDS
@@ -345,26 +347,46 @@ class StoreLearner:
 
     # --- publishing -------------------------------------------------------------------------------------------------
 
-    def _publish_what_waits(self) -> bool:
-        """Publish the version that serves now, or push the one published last, where that waits; whether something
-        did. The session is saved apart. Raises StateError where a version cannot be written, or does not say what the
-        draft says; the one before it stays."""
+    def publish(self) -> bool:
+        """
+        Publish the versions that serve now, or push the one published last, where they wait; whether something did.
+        The session is saved apart, but for a failure.
+
+        Raises:
+            StateError: a version cannot be written, or does not say what the draft says; the one before it stays. Of
+                several drafts, the others are published; the session is saved, and another call tries again.
+        """
         self._follow_engines()
-        if not self._unpublished and self._unpushed is None:
+        if not self._unpublished and self._unpushed is None and not self._unstarted:
             return False
-        for decision in list(self._unpublished.values()):
-            self._publish(decision)
+        failures = []
+        waiting = [partial(self._start, domain) for domain in self._unstarted]
+        for publish in (*waiting, *(partial(self._publish, decision) for decision in self._unpublished.values())):
+            try:
+                publish()
+            except StateError as error:
+                failures.append(error)
+            except OSError as error:  # each folder may be away
+                failures.append(StateError(f"The folder {self.versions.path} cannot be used: {first_line(error)}."))
         if self._unpushed is not None:
             self._push(self._unpushed)
+        if failures:
+            self.save()
+            raise failures[0]
         return True
 
     def publish_start(self, domain: str | None = None) -> None:
         """Publish the draft as it was, or the base draft of a domain, as `v000000`, which engines can be taken back
-        to; raises StateError where it cannot be written."""
+        to; raises StateError where it cannot be written now, and tries again with the versions."""
+        self._unstarted.append(domain)
+        self._start(domain)
+
+    def _start(self, domain: str | None) -> None:
         versions, facts = self.versions.of(domain), self._facts(domain, None)
         if versions.version(0) is None:
             draft = self.learner.drafts.base
             versions.publish(lambda path: self._write(path, draft, facts, domain), facts, is_start=True)
+        self._unstarted.remove(domain)
 
     def _publish(self, decision: GateDecision) -> None:
         self._published_at = self._clock()
@@ -413,9 +435,12 @@ class StoreLearner:
     def _follow_engines(self) -> None:
         """Go on from what engines serve where a version was taken back there: by its weights, as long as this process
         has published them; otherwise from what has been learned."""
-        drafts = self.learner.drafts
+        drafts, has_gone_back = self.learner.drafts, False
         for decision in self.versions.take_rejections():
             domain, (number, weights) = decision.domain, (0, None)
+            if self.repo_id is not None:
+                serving = self.versions.of(domain).version(decision.serving)
+                self._unpushed = self.versions.latest if serving is None else serving.path
             if domain not in drafts.learning:
                 continue
             if decision.serving != 0:
@@ -427,8 +452,11 @@ class StoreLearner:
             rejected = drafts.serving_version(domain)
             self.learner.go_back(replace(decision, version=rejected, serving=number), weights)
             self.learner.take_decisions()  # it is published already
-            if self.repo_id is not None:
-                self._unpushed = self.versions.latest
+            has_gone_back = True
+        if has_gone_back:  # whoever is killed now is not to begin with what was taken back
+            self._unsaved_updates = self.config.autosave_interval  # where it fails now, it is told of and tried again
+            with contextlib.suppress(StateError):
+                self.save()
 
     def _push(self, folder: Path) -> None:
         """Push what was published last; a failure is tried again after the time between two versions."""
@@ -481,4 +509,4 @@ class StoreLearner:
             last.callback(self.versions.close)
             last.callback(self.learner.accelerator.end_training)
             last.callback(self.save)
-            self._publish_what_waits()
+            self.publish()

@@ -16,20 +16,32 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from osd_hf.engine.vllm_reload import weights_digest
-from osd_hf.errors import ConfigError, StateError
+from osd_hf.errors import ConfigError, StateError, first_line
 from osd_hf.learning.gate import GateDecision
 from osd_hf.utils.disk import hold_lock, sync_folder, sync_tree
 from osd_hf.utils.report import make_folder, write_report
 
-__all__ = ["FACTS", "LATEST", "REJECTED", "Published", "VersionFolder", "folder_name", "latest_version"]
+__all__ = [
+    "FACTS",
+    "JOURNAL",
+    "LATEST",
+    "PICTURE",
+    "REJECTED",
+    "Published",
+    "VersionFolder",
+    "folder_name",
+    "latest_version",
+]
 
 LATEST = "latest"
 FACTS = "version.json"
 REJECTED = "REJECTED.json"
+JOURNAL, PICTURE = "deploy.jsonl", "alpha.png"  # that lie beside the versions
 LEAST_KEPT = 2  # the newest, and the one that an engine may be loading just now
 LOCK = ".publisher.lock"
 VERSION = re.compile(r"v(\d{6,})")
 UNFINISHED = re.compile(rf"\.(v\d{{6,}}|{LATEST})-[0-9a-f]+\.tmp")  # names that nobody else gives
+TAKEN = re.compile(rf"{VERSION.pattern}|{LATEST}|{re.escape(JOURNAL)}|{re.escape(PICTURE)}", re.IGNORECASE)
 LONGEST_NAME = 200  # bytes, of a folder
 
 
@@ -58,9 +70,10 @@ def latest_version(path: Path) -> Path | None:
 
 def folder_name(domain: str) -> str | None:
     """What the folder of a domain is called: its label, with what is no letter, digit, `-`, `_`, `~` or inner dot as
-    `%` and its code; `None` for one that is too long."""
+    `%` and its code, and the first letter of what lies beside the versions; `None` for one that is too long."""
     name = quote(domain, safe="") or "%"
-    name = "%2E" + name[1:] if name.startswith(".") else name
+    if name.startswith(".") or TAKEN.fullmatch(name):
+        name = f"%{ord(name[0]):02X}{name[1:]}"
     return name if len(name) <= LONGEST_NAME else None
 
 
@@ -85,6 +98,7 @@ class VersionFolder:
         self.path, self.keep = path.expanduser().absolute(), keep
         self.pinned: frozenset[int] = frozenset()  # numbers that somebody may go back to
         self._rejections: list[GateDecision] = []
+        self._unfinished: dict[GateDecision, int] = {}  # and the newest version when they came
         self._domains: dict[str, VersionFolder] = {}
         self._busy = threading.RLock()
         make_folder(self.path)
@@ -100,25 +114,32 @@ class VersionFolder:
         if os.path.lexists(pointer) and not pointer.is_symlink():
             self.close()
             raise ConfigError(f"{pointer} is no pointer to a version. Choose another folder, or move it away.")
-        for entry in list(self.path.iterdir()):
-            if UNFINISHED.fullmatch(entry.name):  # of a publisher that was killed
-                _remove(entry)
-        # A publisher may have been killed before the pointer followed; one that somebody set back stays.
-        good = (number for number in self._numbers() if not (self._folder(number) / REJECTED).exists())
-        *_, before, newest = (None, None, *good)
-        if newest is not None and self._pointed in (None, before):
+        for entry in sorted(self.path.iterdir()):
+            if not UNFINISHED.fullmatch(entry.name):
+                continue
+            # Of a publisher that was killed: before the version had its name, or before the pointer followed.
+            if entry.name.startswith(f".{LATEST}") and (entry / FACTS).is_file() and not (entry / REJECTED).exists():
+                with contextlib.suppress(OSError):
+                    os.replace(entry, pointer)
+            _remove(entry)
+        good = [number for number in self._numbers() if not (self._folder(number) / REJECTED).exists()]
+        if good and self._pointed is None:  # one that somebody set back stays
             with contextlib.suppress(OSError):
-                self._point(newest)
+                self._point(good[-1])
 
     def of(self, domain: str | None) -> VersionFolder:
-        """The versions of a domain, in a folder of its own below this one; of `None`, this one."""
+        """The versions of a domain, in a folder of its own below this one; of `None`, this one. Raises ConfigError for
+        a name that is too long, and StateError where its folder cannot be used now."""
         if domain is None:
             return self
         if domain not in self._domains:
             name = folder_name(domain)
             if name is None:
                 raise ConfigError(f"The domain {domain[:40]!r}... is too long for the name of a folder.")
-            self._domains[domain] = VersionFolder(self.path / name, keep=self.keep)
+            try:
+                self._domains[domain] = VersionFolder(self.path / name, keep=self.keep)
+            except (OSError, ConfigError) as error:
+                raise StateError(f"Versions of {domain!r} cannot be written: {first_line(error)}.") from error
         return self._domains[domain]
 
     # --- publishing -------------------------------------------------------------------------------------------------
@@ -133,10 +154,14 @@ class VersionFolder:
             StateError: it cannot be written; the versions before it, and the pointer, stay as they are.
         """
         with self._busy:
-            number = 0 if is_start else self.number + 1
+            try:
+                number = 0 if is_start else self.number + 1
+            except OSError as error:
+                raise StateError(f"The folder {self.path} cannot be read: {error}.") from error
             while os.path.lexists(self._folder(number)):  # somebody else's
                 number += 1
-            unfinished = self._hidden(f"v{number:06d}")
+            unfinished, link = self._hidden(f"v{number:06d}"), self._hidden(LATEST)
+            points = not is_start or self._pointed is None
             try:
                 write(unfinished)
                 unfinished.mkdir(exist_ok=True)
@@ -145,12 +170,15 @@ class VersionFolder:
                     known["digest"] = weights_digest(unfinished)
                 write_report(unfinished / FACTS, known)
                 sync_tree(unfinished)
+                if points:  # before the version is there: a publisher that is killed in between leaves it to the next
+                    os.symlink(self._folder(number).name, link, target_is_directory=True)
                 os.replace(unfinished, self._folder(number))
                 with contextlib.suppress(OSError):  # before the pointer names it; what is amiss is told below
                     sync_folder(self.path)
                 try:
-                    if not is_start or self._pointed is None:
-                        self._point(number)
+                    if points:
+                        os.replace(link, self.path / LATEST)
+                        sync_folder(self.path)
                 except BaseException:
                     if self._pointed != number:  # nobody is ever told of it
                         _remove(self._folder(number))
@@ -159,22 +187,45 @@ class VersionFolder:
                 raise StateError(f"Version {number} cannot be written to {self.path}: {error}.") from error
             finally:
                 _remove(unfinished)
-            for old in filter(self._is_ours, self._numbers()[: -self.keep]):
-                if old not in self.pinned and old != number:
-                    with contextlib.suppress(OSError):  # by its name nobody finds half of it
-                        os.replace(self._folder(old), gone := self._hidden(f"v{old:06d}"))
-                        _remove(gone)
+                _remove(link)
+            if is_start:
+                self.pinned |= {number}
+            self._sweep(number)
             return self._folder(number)
+
+    def _sweep(self, number: int) -> None:
+        """Remove old versions, but not this one."""
+        old_numbers: list[int] = []
+        with contextlib.suppress(OSError):
+            old_numbers = self._numbers()[: -self.keep]
+        for old in filter(self._is_ours, old_numbers):
+            if old not in self.pinned and old != number:
+                with contextlib.suppress(OSError):  # by its name nobody finds half of it
+                    os.replace(self._folder(old), gone := self._hidden(f"v{old:06d}"))
+                    _remove(gone)
 
     def reject(self, decision: GateDecision) -> None:
         """Point to the version that serves in place of one that was rolled back, mark that one with `REJECTED.json`,
-        and let [`~VersionFolder.take_rejections`] tell of it. Raises OSError where the disk does not take it."""
+        and let [`~VersionFolder.take_rejections`] tell of it, once. Raises OSError where the disk does not take it;
+        the next call of the same goes on."""
         with self._busy:
-            self._rejections.append(decision)
+            if decision not in self._unfinished:
+                self._rejections.append(decision)
+                self._unfinished[decision] = decision.version
+                self._unfinished[decision] = max(self.number, decision.version)
+            pointed = self._pointed
+            if pointed is None or pointed <= self._unfinished[decision]:  # otherwise a later version is there by now
+                self._point(decision.serving)
             with contextlib.suppress(FileNotFoundError):  # it is gone already
                 at = {"rejected_at_seconds": time.time()}
                 write_report(self._folder(decision.version) / REJECTED, decision.to_dict() | at)
-            self._point(decision.serving)
+            del self._unfinished[decision]
+
+    def rejected(self) -> set[str]:
+        """Digests of the versions here that were rolled back; raises OSError."""
+        with self._busy:
+            marked = [number for number in self._numbers() if (self._folder(number) / REJECTED).exists()]
+            return {found.digest for found in map(self.version, marked) if found is not None}
 
     def take_rejections(self) -> list[GateDecision]:
         """What was rolled back since the last call, also of domains, by the numbers of versions here."""
