@@ -32,8 +32,7 @@ from safetensors.torch import load_file, save_file
 from vllm_loop import Engine, collected, counted, differing, osd_hf, serving
 
 from osd_hf import CorrectionStore
-from osd_hf.engine.deploy import JOURNAL
-from osd_hf.engine.versions import LATEST, VersionFolder
+from osd_hf.engine.versions import JOURNAL, LATEST, VersionFolder
 
 LEARN_SECONDS = 3600
 STEP = 20  # requests between two looks at whether the spoilt version is gone
@@ -147,6 +146,8 @@ def main() -> None:
     }  # fmt: skip
     print(json.dumps(report, indent=1))
     write_report(args.name, report, seed=args.seed, dataset=args.dataset, **run_facts(started))
+    if spoilt not in journal(versions, "rolled back"):
+        sys.exit(f"Version {spoilt}, which is spoilt, was not taken back.")
 
 
 if __name__ == "__main__":

@@ -686,9 +686,27 @@ def test_a_pointer_follows_past_the_number_of_somebody_elses_folder(tmp_path: Pa
     assert third.name == "v000003"
     versions.close()
     (tmp_path / LATEST).unlink()
-    (tmp_path / LATEST).symlink_to(first.name)  # as if it was killed before the pointer followed
     VersionFolder(tmp_path).close()
     assert latest(tmp_path) == "three"
+    (tmp_path / LATEST).unlink()
+    (tmp_path / LATEST).symlink_to(first.name)  # set back by hand, to the version before
+    VersionFolder(tmp_path).close()
+    assert latest(tmp_path) == "one"
+
+
+def test_a_folder_that_is_away_is_told_as_a_state_error(tmp_path: Path, versions: VersionFolder) -> None:
+    versions.of("label").publish(writing("one"), {})
+    versions.path.rename(tmp_path / "away")
+    versions.path.touch()
+    for publish in (versions.publish, versions.of("label").publish):
+        with pytest.raises(StateError, match="cannot be read"):
+            publish(writing("two"), {})
+    with pytest.raises(StateError, match="Versions of 'new' cannot be written"):
+        versions.of("new")
+    versions.path.unlink()
+    (tmp_path / "away").rename(versions.path)
+    assert versions.of("label").publish(writing("two"), {}).name == "v000002"
+    versions.of("new")
 
 
 def test_a_latest_that_is_no_pointer_is_refused(tmp_path: Path) -> None:

@@ -618,6 +618,59 @@ def test_weights_that_are_not_at_hand_change_nothing(begin: Any, tmp_path: Path,
     assert equal(weights(again), before)
 
 
+def test_a_rejection_is_saved_at_once_and_pushed(begin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pushed: list[str] = []
+    monkeypatch.setattr(module, "push_folder", lambda folder, *_, **__: pushed.append(folder.name))
+    learner = begin(state=tmp_path / "state", repo_id="me/draft")
+    learner.publish_start()
+    learner.step(limit=6)
+    learner.versions.pin([0])
+    learner.save()
+    with monkeypatch.context() as patch:
+        patch.setattr(learner.follower, "take", full)  # killed right after
+        learner.versions.reject(GateDecision("rolled back", learner.versions.number, 0, None, "worse"))
+        with pytest.raises(OSError, match="No space"):
+            learner.step()
+    again = begin(state=tmp_path / "state", repo_id="me/draft")
+    assert again.learner.drafts.serving_version() == 0
+    assert not again.is_pushed
+    again.publish()
+    assert pushed[-1] == "v000000"
+    newer = again.versions.publish(lambda folder: folder.mkdir(), {})
+    again.versions.reject(GateDecision("rolled back", 9, 1, None, "worse"))  # whose weights are not at hand
+    assert newer.name != "v000001"
+    again.publish()
+    assert pushed[-1] == "v000001"
+
+
+def test_one_label_that_cannot_be_published_keeps_none_from_the_others(
+    begin: Any, traces: list[Trace], tmp_path: Path, caplog: Any
+) -> None:
+    store, clock = written(tmp_path / "mixed", labelled(traces, "aabbaabb")), Clock()
+    learner = begin(path=store, by_domain=True, state=tmp_path / "state", publish_seconds=0.0, clock=clock)
+    (tmp_path / "drafts" / "a%2F.").touch()
+    with pytest.raises(StateError, match="Versions of 'a/.' cannot be written"):
+        learn(learner)
+    assert facts(tmp_path / "drafts" / "b%2F.")["requests"] > 0
+    again = begin(path=store, by_domain=True, state=tmp_path / "state", clock=clock)
+    assert again.requests == learner.requests  # it was saved
+    (tmp_path / "drafts" / "a%2F.").unlink()
+    again.close()
+    assert facts(tmp_path / "drafts" / "a%2F.")["requests"] > 0
+
+
+def test_a_start_that_cannot_be_written_is_published_later(begin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = begin()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "save_draft", full)
+        with pytest.raises(StateError, match="No space left"):
+            learner.publish_start()
+    assert learner.versions.version(0) is None
+    learner.publish()
+    assert learner.versions.version(0) is not None
+    assert not learner.publish()
+
+
 # --- a draft per domain ---------------------------------------------------------------------------------------------
 
 
@@ -674,7 +727,9 @@ def test_drafts_of_domains_are_gone_on_with_and_bounded(begin: Any, traces: list
 def test_labels_are_names_of_folders(tmp_path: Path) -> None:
     versions = VersionFolder(tmp_path)
     assert folder_name("x" * 201) is None
-    for label, name in (("..", "%2E."), ("a/b", "a%2Fb"), ("", "%"), ("Sägen v1.2", "S%C3%A4gen%20v1.2")):
+    names = {"..": "%2E.", "a/b": "a%2Fb", "": "%", "Sägen v1.2": "S%C3%A4gen%20v1.2", "latest": "%6Catest"}
+    names |= {"V000001": "%56000001", "alpha.png": "%61lpha.png", "deploy.jsonl": "%64eploy.jsonl"}
+    for label, name in names.items():
         assert folder_name(label) == name
         assert versions.of(label).path == tmp_path / name
     versions.close()
@@ -928,10 +983,15 @@ def test_the_command_deploys_and_goes_on_from_what_serves(
     flags += ["--deploy", f"sums:reload={engine.url}", "--by-domain", "--lora-rank", "2", "--publish-seconds", "0"]
     flags += ["--once", "--json", str(report)]
     ran: list[float] = []
+    closed: list[object] = []
+    for kind in (Deployer, VersionFolder):
+        close = lambda self, close=kind.close: (closed.append(type(self)), close(self))  # noqa: E731
+        monkeypatch.setattr(kind, "close", close)
     with monkeypatch.context() as patch:
         patch.setattr(Deployer, "run", lambda deployer, seconds: ran.append(seconds))
         assert main([*flags, "--num-requests", "4"]) == 0  # the version of the end is loaded at the end
     assert ran == [0.0]
+    assert closed == [Deployer, VersionFolder, VersionFolder]  # nobody else comes in before engines are left alone
     found = json.loads(report.read_text())["deployed"]
     assert [(each["domain"], each["serving"], each["watched"]) for each in found] == [("sums", 0, 1)]
     assert "http://engine:8000: version 0 of 'sums' serves, version 1 waits" in capsys.readouterr().out
