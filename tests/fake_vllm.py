@@ -106,6 +106,7 @@ class FakeVLLM:
             return self.call(body) if self.has_extension else httpx2.Response(404)
         if path == "/reset_prefix_cache":
             assert request.url.params["reset_running_requests"] == "true"
+            assert request.extensions["timeout"]["read"] <= 10  # however long a load may take
             self.busy, self.resets = self.busy - 1, self.resets + 1
             return httpx2.Response(200, json={"success": self.busy < 0})
         self.told.append(body)

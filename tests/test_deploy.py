@@ -553,19 +553,24 @@ def test_nothing_is_counted_while_it_is_not_known_what_it_drafts_with(make: Any,
     assert [decision.outcome for decision in deployer.decisions] == ["promoted"]
 
 
+@pytest.mark.parametrize("answer", [{"html": "<p>Later</p>"}, {"text": "Later"}], ids=["page", "text"])
 @pytest.mark.parametrize("status", [200, 401, 404, 429])
 def test_an_odd_answer_of_the_counters_is_no_sign_that_there_are_none(
-    make: Any, versions: VersionFolder, monkeypatch: pytest.MonkeyPatch, status: int
+    make: Any, versions: VersionFolder, monkeypatch: pytest.MonkeyPatch, status: int, answer: dict[str, str]
 ) -> None:
     engine = FakeVLLM("http://one:8000")
     deployer, _ = make(engine)
+    if status == 401 or "html" in answer:  # what is new has counters, as far as is known
+        with monkeypatch.context() as odd:
+            odd.setattr(engine, "answer", lambda request: httpx2.Response(status, **answer))
+            deployer.look()
+            assert deployer.engines[0].counts_drafts is None
     versions.publish(weights(1.0), {})
     drive(deployer, engine, requests=20)
-    answer = engine.answer
-    monkeypatch.setattr(engine, "answer", lambda request: httpx2.Response(status, html="<p>Later</p>"))
-    deployer.look()
-    assert deployer.decisions == []
-    monkeypatch.setattr(engine, "answer", answer)
+    with monkeypatch.context() as odd:
+        odd.setattr(engine, "answer", lambda request: httpx2.Response(status, **answer))
+        deployer.look()
+        assert deployer.decisions == []
     drive(deployer, engine, requests=WATCH)
     assert deployer.decisions[0].requests >= WATCH
 
@@ -716,7 +721,7 @@ def test_a_journal_that_cannot_be_read_is_waited_for(
         assert again.candidate is None
     again.look()
     assert again.candidate == deployer.candidate
-    assert engine.loads == ["v000001"]
+    assert (engine.loads, journal(versions)) == (["v000001"], [("loaded", 1)])
 
 
 def test_what_is_watched_is_not_by_a_process_that_ends(make: Any, versions: VersionFolder) -> None:
