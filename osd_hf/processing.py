@@ -426,7 +426,7 @@ class RowProcessors:
 
     def __init__(self, processors: LogitsProcessorList, input_ids: Tensor, pad_id: int) -> None:
         self.processors, self.pad_id = list(processors), pad_id
-        self.tokens = input_ids
+        self.tokens = input_ids.long()
         self.lengths = [input_ids.shape[1]] * input_ids.shape[0]
 
     def __bool__(self) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from test_lossless import TIE, fits, stopped_distribution, stopping_pair, transitions_fit
-from transformers import LogitsProcessor, StoppingCriteria, pipeline
+from transformers import LogitsProcessor, MaxLengthCriteria, StoppingCriteria, pipeline
 
 from osd_hf import OnlineAssistant, OnlineConfig, Trace, capture_traces, replay
 from osd_hf.capture import batch as capture_batch
@@ -263,7 +263,8 @@ def test_rows_end_and_are_processed_as_in_the_targets_own_loop(name: str, noise:
     answers = assistant.generate(**batch, **settings, on_trace=traces.append)
     asked = [list(c.calls) for c in settings.get("stopping_criteria", ())]
     assert divergences(assistant.target, answers, batch, settings) == []
-    assert assistant.stats.drafted > 0 or name == "one token"
+    of_others = name in ("a processor of each row", "allowed tokens")  # which may not bear rows that are not as long
+    assert (assistant.stats.drafted == 0) == (of_others or name == "one token")
     for criterion, ours in zip(settings.get("stopping_criteria", ()), asked, strict=True):
         theirs = criterion.calls[len(ours) :]
         assert ours[-len(theirs) :] == theirs  # behind those that try it out
@@ -588,3 +589,56 @@ def test_sampled_rows_have_the_targets_distribution_where_past_text_is_proposed(
         ).tolist()
     assert transitions_fit(answers, target.by_token.detach().double().softmax(-1).numpy()) > 1e-3
     assert assistant.stats.text_accepted > 50
+
+
+class Grammar(LogitsProcessor):  # type: ignore[misc]
+    """Bears no padding but behind an end, as a trie of answers does."""
+
+    is_stateless = True
+
+    def __init__(self, begins: int) -> None:
+        self.begins = begins
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        for row in input_ids[:, self.begins :].tolist():
+            if 0 in row and 5 not in row[: row.index(0)]:
+                raise LookupError("no such prefix")
+        return scores
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_grammar_is_never_asked_about_rows_that_no_target_makes(do_sample: bool) -> None:
+    assistant, batch = assistant_of("qwen3"), padded(LENGTHS[:4])
+    grammar = Grammar(batch["input_ids"].shape[1])
+    settings: dict[str, Any] = {
+        "do_sample": do_sample,
+        "max_new_tokens": NEW,
+        "eos_token_id": 5,
+        "suppress_tokens": [0],
+    }
+    answers = []
+    for generate in (assistant.target.generate, assistant.generate):
+        torch.manual_seed(0)
+        answers.append(generate(**batch, **settings, logits_processor=[grammar]))
+    assert torch.equal(*answers)
+
+
+def test_prompts_of_any_integers_are_answered() -> None:
+    assistant, batch = assistant_of("qwen3"), padded(LENGTHS[:3])
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "min_new_tokens": 3, "eos_token_id": 5}
+    theirs = assistant.target.generate(**batch, **settings)
+    ours = assistant.generate(batch["input_ids"].int(), attention_mask=batch["attention_mask"], **settings)
+    assert ours.dtype == theirs.dtype
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("length", [5, 14, 40])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_length_of_the_callers_own_takes_the_place_of_the_settings(length: int, rows: int) -> None:
+    assistant, batch = assistant_of("qwen3"), padded(LENGTHS[:rows])
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 9}
+    theirs, ours = (
+        generate(**batch, **settings, stopping_criteria=[MaxLengthCriteria(length)])
+        for generate in (assistant.target.generate, assistant.generate)
+    )
+    assert torch.equal(ours, theirs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,8 +20,10 @@ from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from osd_hf import ConfigError, CorrectionStore, ServerError, record_traces
+from osd_hf.cli import doctor as command
 from osd_hf.cli.main import main
 from osd_hf.engine import doctor
+from osd_hf.engine.completions import RequestRefusedError
 from osd_hf.engine.doctor import Counts, Window, fit, judge_draft, judge_pay
 from osd_hf.prompts import encode_turn
 
@@ -179,6 +182,43 @@ def test_what_is_no_engine_of_vllm_or_another_one_is_not_judged(
     code, found, _ = run()
     assert code == 2
     assert "several engines share the address" in found["engine"]["text"]
+
+
+def test_one_prompt_that_is_refused_takes_no_verdict(
+    run: Run, engine: CountingEngine, drafts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.set(drafts["v000003"], foreign=dict.fromkeys(range(99), 9))
+    own, asked = doctor.CompletionClient.complete, []
+
+    def refusing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.append(args)
+        if len(asked) == 1:
+            raise RequestRefusedError("too long")
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(doctor.CompletionClient, "complete", refusing)
+    code, found, _ = run()
+    assert code == 2
+    assert "other clients': ask when it is quiet" in found["draft"]["text"]
+
+
+def test_a_version_that_is_published_meanwhile_is_told(
+    run: Run, engine: CountingEngine, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, own = saved / "versions/latest", judge_draft
+
+    def meanwhile(*args: Any) -> Any:
+        link.unlink()
+        link.symlink_to("v000001")
+        return own(*args)
+
+    was = os.readlink(link)
+    monkeypatch.setattr(command, "judge_draft", meanwhile)
+    code, found, _ = run()
+    link.unlink()
+    link.symlink_to(was)
+    assert code == 2
+    assert "v000001 was published meanwhile" in found["draft"]["text"]
 
 
 def test_prompts_too_long_for_the_engine_are_not_asked(run: Run, engine: CountingEngine) -> None:
@@ -343,3 +383,11 @@ def test_a_target_that_says_the_same_less_surely_has_changed() -> None:
     finding = doctor.judge_target(list(zip(known, now, strict=True)), "those of before")
     assert (finding.state, finding.figures["parted"]) == ("ill", 0)
     assert doctor.judge_target(list(zip(now, now, strict=True)), "its own").figures["mean_total_variation"] == 0
+
+
+def test_answers_too_short_to_draft_in_tell_nothing(windows: list[Window], draft: Any) -> None:
+    short = [replace(w, answers=(), counts=Counts(0 * w.counts.values)) for w in windows]
+    given = fit(windows, draft, "it")
+    finding = judge_draft(short, replace(given, rounds=0 * given.rounds, counted=0 * given.counted), ())
+    assert finding.state == "unknown"
+    assert "too short" in finding.text

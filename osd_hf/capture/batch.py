@@ -131,6 +131,8 @@ class BatchRequest(Decoding):
             return f"`{others[0]}` was given"
         if any(type(p) is ReplayedProcessor for p in self.kwargs["logits_processor"]):
             return "a processor is replayed"
+        if not all(map(bears_any_token, self.kwargs["logits_processor"])):
+            return "a processor may not bear rows that are not as long as others yet"
         if not isinstance(cache, DynamicCache) or cache.offloading or self.cached_tokens:
             return "the cache is not one of the request's own"
         if not (all(request.prompts for request in self.requests) and _is_padded_left(self.kwargs, self.input_ids)):
@@ -223,8 +225,7 @@ class _Rounds:
             row.past = RequestText((), row.text, int(config.max_length), row.request.earlier)
         self.plan = BatchRound(0)
         self.do_sample, self.begins = bool(config.do_sample), self.input_ids.shape[1]
-        lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
-        self.most = min(int(config.max_length), *lengths) - self.begins  # tokens of an answer
+        self.most = int(config.max_length) - self.begins  # tokens of an answer
         eos = [c.eos_token_id.flatten().cpu() for c in criteria if type(c) is EosTokenCriteria]
         self.eos = torch.cat(eos) if eos else None
         self.ends_with = set(() if self.eos is None else self.eos.tolist())
@@ -482,7 +483,7 @@ class _Rounds:
         while self.others and self.asked < self._reached():
             self.asked += 1
             answers = [self._answer(row, self.asked) for row in self.rows]
-            ids = torch.cat([self.input_ids, self.input_ids.new_tensor(answers)], 1)
+            ids = torch.cat([self.input_ids, self.input_ids.new_tensor(answers, dtype=torch.long)], 1)
             met = self.others(ids, None).expand(len(self.rows)).tolist()
             for row, is_met in zip(self.rows, met, strict=True):
                 if is_met and (row.end is None or row.end > self.asked):
@@ -503,7 +504,7 @@ class _Rounds:
 
     def _output(self) -> Tensor:
         total = max(row.end or 0 for row in self.rows)
-        answers = self.input_ids.new_tensor([self._answer(row, total) for row in self.rows])
+        answers = self.input_ids.new_tensor([self._answer(row, total) for row in self.rows], dtype=torch.long)
         sequences = torch.cat([self.input_ids, answers], 1)
         for i, row in enumerate(self.rows):
             row.request.sequence = sequences[i : i + 1, : self.begins + (row.end or 0)]

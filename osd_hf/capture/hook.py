@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList
+from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList, MaxLengthCriteria
 
 from osd_hf.capture.batch import BatchRequest
 from osd_hf.capture.guards import ReplayedProcessor, check_generation, check_processors, forgets
@@ -307,7 +307,10 @@ def _listened_to(decode: Callable[..., Any]) -> Callable[..., Any]:
         tried = check_processors(given, input_ids, vocab_size_of(self), [one for b in bindings for one in b.tried])
         kwargs["logits_processor"] = _begun(given, input_ids)
         # The length at which the loop ends is moved round by round; the config is the caller's to see.
-        kwargs["generation_config"] = copy.copy(kwargs["generation_config"])
+        config = kwargs["generation_config"] = copy.copy(kwargs["generation_config"])
+        for criterion in kwargs["stopping_criteria"]:
+            if type(criterion) is MaxLengthCriteria:  # one of the caller's takes the place of the config's
+                config.max_length = max(int(criterion.max_length), input_ids.shape[1] + 1)
         request = (Request if input_ids.shape[0] == 1 else BatchRequest)(self, input_ids, kwargs, bindings)
         with request.served():
             refusal: Exception | None = None

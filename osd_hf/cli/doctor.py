@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,9 @@ def doctor_command(settings: DoctorSettings) -> int:
 def _examined(settings: DoctorSettings, key: str | None) -> Iterator[Finding]:
     config = load_config(settings.target, **settings.fetching)
     size = int(config.get_text_config().vocab_size)
+    link = Path(settings.draft)
+    if link.exists():  # what it points to now, whatever is published meanwhile
+        settings = replace(settings, draft=str(link.resolve()))
     draft = load_model(settings.draft, **settings.draft_loading)
     if (own := vocab_size_of(draft)) != size:
         text = f"the draft has {own} tokens and the target {size}, a pair that vLLM refuses: see `osd-hf export`"
@@ -150,7 +153,10 @@ def _examined(settings: DoctorSettings, key: str | None) -> Iterator[Finding]:
         target, some = load_model(settings.target, **settings.target_loading), answers[:CHECKED]
         rows = scored(target, some, [reader.num_logprobs] * len(some), CHECKED)
         yield judge_target(list(zip(rows, some, strict=True)), f"those of {Path(settings.target).name} here")
-    yield judge_draft(chosen, fit(chosen, draft, _name(settings.draft)), _others(settings, chosen))
+    found = judge_draft(chosen, fit(chosen, draft, _name(settings.draft)), _others(settings, chosen))
+    if link.exists() and str(link.resolve()) != settings.draft:
+        found = replace(found, state="unknown", text=f"{_name(str(link))} was published meanwhile: {found.text}")
+    yield found
     counts = Counts.joined(window.counts for window in chosen)
     if counts.drafts:
         yield judge_pay(counts, settings.token_seconds)

@@ -168,7 +168,7 @@ def sample(
         return reader.traces(asked[1], asked[0])
 
     refused: list[RequestRefusedError] = []
-    kept = 0
+    seen_windows = kept = 0
     with ThreadPoolExecutor(concurrency) as threads:
         for first in range(0, len(prompts) - concurrency + 1, concurrency):
             found = threads.map(ask, prompts[first : first + concurrency])
@@ -177,11 +177,12 @@ def sample(
             if answers:
                 window = Window(answers, now - seen)
                 kept += window.foreign == 0
+                seen_windows += 1
                 yield window
             seen = now
             if kept == windows:
                 return
-    if refused and not kept:
+    if refused and not seen_windows:
         raise refused[-1]
 
 
@@ -352,6 +353,8 @@ def judge_draft(windows: Sequence[Window], given: Fit, others: Iterable[Fit]) ->
     def found(state: Literal["healthy", "ill", "unknown"], text: str) -> Finding:
         return Finding("draft", state, text, figures)
 
+    if not given.counted.sum() + needed:
+        return found("unknown", "the answers are too short to draft in: ask for more new tokens")
     if not total.drafts:
         return found("ill", f"the engine has a draft, but it drafted nothing for {total.tokens:.0f} tokens")
     if total.drafted != given.k * total.drafts:
