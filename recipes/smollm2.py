@@ -310,7 +310,7 @@ def settings() -> argparse.Namespace:
     parser.add_argument("--make-steps", type=int, help="of its learning, at most")
     parser.add_argument("--layers", type=int, help="of the draft; by default chosen by measurement")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--smoke", action="store_true", help="tiny sizes by default")
     if parser.parse_known_args()[0].smoke:
         parser.set_defaults(**SMOKE)
