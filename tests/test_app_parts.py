@@ -22,7 +22,7 @@ from waiting import LONG
 import osd_hf
 from osd_hf import AcceptanceStats, ConfigError
 from osd_hf.bundled import DOMAINS, bundled_prompts
-from osd_hf.utils.streaming import INCOMPLETE, Pieces, text_of
+from osd_hf.utils.streaming import INCOMPLETE, MOST_PENDING, Pieces, text_of
 from osd_hf_app.rooms import OTHER, SAMPLES, Record, classifier
 from osd_hf_app.sharing import MAX_VISITORS, Rate, Shares, Turn, Turns, visitor_at
 from osd_hf_app.view import MOST_POINTS, WINDOW, curves, points
@@ -217,6 +217,20 @@ def test_a_character_of_several_tokens_is_shown_by_the_last_of_them() -> None:
     texts = pushed(ids, [])
     assert len(ids) > 3
     assert texts == ["a", *[""] * (len(ids) - 3), "\U0001f680", "b"]
+
+
+def test_what_never_becomes_a_character_is_shown_as_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    rest = BUNDLED("\U0001f680", add_special_tokens=False)["input_ids"][-1]
+    decode, lengths, ids = type(BUNDLED).decode, list[int](), [rest] * 100
+    monkeypatch.setattr(
+        type(BUNDLED), "decode", lambda self, ids, **how: lengths.append(len(ids)) or decode(self, ids, **how)
+    )
+    pieces = Pieces(BUNDLED)
+    pieces.push(ids)
+    assert max(lengths) <= 4 * MOST_PENDING
+    joined = "".join(pieces.texts)
+    assert len(joined) >= 90
+    assert joined + pieces.unfinished == whole(ids)
 
 
 def test_special_tokens_show_nothing_and_have_names_of_their_own() -> None:

@@ -11,6 +11,7 @@ from transformers import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 INCOMPLETE = "\ufffd"  # what an unfinished character decodes to
+MOST_PENDING = 4  # tokens of one character, which has four bytes at most
 
 
 class Rounds(BaseStreamer):
@@ -44,7 +45,8 @@ class Stop(StoppingCriteria):
 
 class Pieces:
     """Decodes an answer token by token, without special tokens; the pieces joined are the text of the whole. A token
-    that ends in the middle of a character shows nothing, and the one that completes it shows the whole character."""
+    that ends in the middle of a character shows nothing, and the one that completes it shows the whole character. What
+    no character can come of any more is shown a few tokens later."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -60,11 +62,17 @@ class Pieces:
             before = self._decode(self._ids[self._begin : self._shown])
             now = self._decode(self._ids[self._begin :])
             # Decoding does not begin at a token that shows nothing, such as a special one.
+            end = len(self._ids)
             if now == before or now.endswith(INCOMPLETE):
-                self.texts.append("")
-                continue
+                end = max(end - MOST_PENDING, self._shown)
+                settled = self._decode(self._ids[self._begin : end])
+                # It stays so where it is followed by more: a character that it ends in the middle of is none then.
+                if not (len(before) < len(settled) < len(now) and now.startswith(settled)):
+                    self.texts.append("")
+                    continue
+                now = settled
             self.texts.append(now[len(before) :])
-            self._begin, self._shown = self._shown, len(self._ids)
+            self._begin, self._shown = self._shown, end
 
     @property
     def unfinished(self) -> str:
