@@ -162,7 +162,7 @@ def asked_a_few_times(running: Running, app: Any, *, on_start: Any, on_stop: Any
     running._socket.close()
     on_start()
     on_start.__self__.join()  # the thread that loads
-    with TestClient(app) as client:
+    with TestClient(app, base_url="http://localhost") as client:
         for i in range(8):
             client.post("/v1/completions", json={"prompt": f"{i}", "max_tokens": 6}).raise_for_status()
         assert 'osd_hf_requests_total{domain="(none)"}' in client.get("/metrics").text

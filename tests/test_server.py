@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -22,23 +24,27 @@ import openai
 import pytest
 import torch
 from processes import ModuleProcess
+from starlette.concurrency import run_in_threadpool
 from starlette.routing import Route
 from starlette.testclient import TestClient
+from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
+from tokenizers import models as kinds
+from transformers import PreTrainedTokenizerFast
 from waiting import LONG
 
-from osd_hf import OnlineAssistant, OnlineConfig
+from osd_hf import ConfigError, OnlineAssistant, OnlineConfig
 from osd_hf.cli.arguments import read_arguments
 from osd_hf.cli.main import main
-from osd_hf.cli.serve import ServeSettings, opened
-from osd_hf.serving.asked import MOST_LOGIT_BYTES, ApiError, Reader
+from osd_hf.cli.serve import ServeSettings, opened, serve_command
+from osd_hf.serving.asked import MOST_LOGIT_BYTES, ApiError, Reader, most_characters, shown
 from osd_hf.serving.running import Running
-from osd_hf.serving.server import MOST_BODY_BYTES, MOST_DOMAINS, Job, Service, left, make_app
+from osd_hf.serving.server import MOST_BODY_BYTES, MOST_DOMAINS, MOST_READERS, Job, Service, left, make_app
 from osd_hf.upkeep import Upkeep
 from osd_hf.utils.streaming import Rounds
 
 TOKENIZER = models.tokenizer()
 TOKENIZER.chat_template = "<s>{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }}{{ mark }}{% endfor %}"
-KEY = {"authorization": "Bearer k"}
+KEY = {"authorization": "Bearer k", "content-type": "application/json"}
 TOKENS = 24  # of an answer
 
 
@@ -119,7 +125,7 @@ def settled(service: Service) -> None:
     """Wait until nobody is answered or learned from."""
     for job in list(service.jobs):
         with contextlib.suppress(asyncio.CancelledError):
-            job.future.result(LONG)  # type: ignore[union-attr]
+            job.future.result(LONG)
 
 
 # --- by OpenAI's own client -----------------------------------------------------------------------------------------
@@ -191,7 +197,6 @@ def test_a_client_that_leaves_ends_its_answer_within_a_round(
         assert next(stream).choices[0].delta.role == "assistant"
         (job,) = service.jobs
         stream.close()
-        assert job.future is not None
         job.future.result(LONG)
     assert 1 <= len(job.answer.ids) < 20
     expected = alone(service, chat_ids("next"))
@@ -206,11 +211,12 @@ def test_so_does_one_that_waits_for_the_whole(
     with monkeypatch.context() as patched:
         held(patched, lambda: (begun.set(), next(iter(service.jobs)).is_left.wait(LONG)))
         with socket.create_connection((sdk.base_url.host, sdk.base_url.port)) as connection:
-            head = f"host: x\r\nauthorization: Bearer k\r\ncontent-length: {len(body)}"
+            head = (
+                f"host: x\r\nauthorization: Bearer k\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+            )
             connection.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n{body}".encode())
             assert begun.wait(LONG)
             (job,) = service.jobs
-        assert job.future is not None
         job.future.result(LONG)
     assert 1 <= len(job.answer.ids) < 20
 
@@ -342,7 +348,9 @@ def test_an_answer_is_there_before_the_draft_learns_from_it(
         take_in(*args, **kwargs)
 
     monkeypatch.setattr(Upkeep, "take_in", waiting)
+    monkeypatch.setattr(service, "max_queue", 0)
     response = client.post("/v1/completions", json={"prompt": "a"})
+    service.check()  # who asks again at once is not refused, as nobody waits
     is_there.set()
     assert response.status_code == 200
     settled(service)
@@ -374,13 +382,92 @@ def test_requests_wait_in_a_line_that_who_leaves_makes_shorter(
             service.begin(asked, learn=True, domain=None)
         assert (full.value.status, full.value.code) == (503, "queue_full")
         second.leave(left())
+        assert second.answer.ids == []
+        gone = weakref.ref(second)
+        del second
+        gc.collect()
+        assert gone() is None  # with its prompt
         third = service.begin(asked, learn=True, domain=None)
         gate.set()
         expected = alone(service, list(asked.prompt_ids), max_new_tokens=4)
         assert await told(first) == await told(third) == (expected, None)
-        assert second.answer.ids == []
 
     asyncio.run(line())
+
+
+def served_beside(service: Service, **how: Any) -> Service:
+    """Another service, by the same assistant."""
+    other = Service("tiny", **{"max_queue": 1, "max_new_tokens": TOKENS, **how})
+    other.open(service.assistant)  # type: ignore[arg-type]
+    return other
+
+
+def asking(service: Service) -> httpx2.AsyncClient:
+    return httpx2.AsyncClient(transport=httpx2.ASGITransport(make_app(service)), base_url="http://localhost")
+
+
+def test_bodies_are_read_beside_the_event_loop_a_few_at_a_time(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, gate, sent = served_beside(service, max_queue=MOST_READERS), threading.Event(), list[Any]()
+    read, loads = Reader.completion, json.loads
+
+    def waiting(*args: Any) -> Any:
+        assert gate.wait(LONG)
+        return read(*args)
+
+    def parsed(text: Any) -> Any:
+        assert threading.current_thread() is not threading.main_thread()
+        return loads(text)
+
+    monkeypatch.setattr(Reader, "completion", waiting)
+
+    def in_a_thread(work: Any) -> Any:
+        sent.append(work)
+        return run_in_threadpool(work)
+
+    monkeypatch.setattr("osd_hf.serving.server.json", SimpleNamespace(loads=parsed))
+    monkeypatch.setattr("osd_hf.serving.server.run_in_threadpool", in_a_thread)
+
+    async def line() -> None:
+        body = {"prompt": "read", "max_tokens": 2}
+        async with asking(other) as client:
+            asked = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(MOST_READERS + 1)]
+            try:
+                while len(sent) < MOST_READERS and not any(task.done() for task in asked):
+                    await asyncio.sleep(0)
+                for _ in range(9):  # the last one comes as far as it can
+                    await asyncio.sleep(0)
+                assert other.readers == len(asked)
+                refused = await client.post("/v1/completions", json=body)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
+                assert len(sent) == MOST_READERS
+            finally:
+                gate.set()
+            assert [response.status_code for response in await asyncio.gather(*asked)] == [200] * len(asked)
+
+    asyncio.run(line())
+    settled(other)
+
+
+def test_a_request_whose_handler_is_cancelled_is_left(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    other, begun = served_beside(service), threading.Event()
+    held(monkeypatch, lambda: (begun.set(), next(iter(other.jobs)).is_left.wait(LONG)))
+
+    async def cancelled() -> Job:
+        async with asking(other) as client:
+            asked = asyncio.create_task(client.post("/v1/completions", json={"prompt": "left", "max_tokens": 200}))
+            assert await asyncio.to_thread(begun.wait, LONG)
+            (job,) = other.jobs
+            asked.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+            assert job.is_left.is_set()
+            return job
+
+    job = asyncio.run(cancelled())
+    job.future.result(LONG)
+    assert len(job.answer.ids) < 20
 
 
 def test_the_end_lets_requests_go_on_for_a_while_and_then_tells_them(
@@ -392,6 +479,8 @@ def test_the_end_lets_requests_go_on_for_a_while_and_then_tells_them(
     client = TestClient(make_app(other, routes=[Route("/more", lambda _: None)]))
     assert client.get("/ready").json() == {"status": "loading"}
     assert client.post("/v1/chat/completions", json={}).status_code == 503
+    whole = {"content": b" " * (MOST_BODY_BYTES + 1), "headers": KEY}
+    assert client.post("/v1/completions", **whole).status_code == 503  # before it is read
     other.open(service.assistant)
     assert client.get("/ready").status_code == 200
     assert any(getattr(route, "path", "") == "/more" for route in client.app.routes)  # type: ignore[attr-defined]
@@ -460,6 +549,8 @@ CHAT: dict[str, Any] = {"messages": user("a"), "max_tokens": 2}
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "at most 20"),
         ({"logprobs": True, "stream": True}, "logprobs", "not supported in streams"),
         ({"user": 3}, "user", "must be a text"),
+        ({"user": "u" * 257}, "user", "at most 256 characters"),
+        ({"chat_template_kwargs": {"mark": "\ud800"}}, "chat_template_kwargs", "surrogate"),
         ({"max_tokens": 1000}, "max_tokens", "The model has 256 positions"),
     ],
 )  # fmt: skip
@@ -494,6 +585,109 @@ def test_what_changes_nothing_is_passed_over(service: Service, client: TestClien
     response = client.post("/v1/chat/completions", json=body)
     expected = alone(service, TOKENIZER("<s>sbcM")["input_ids"], max_new_tokens=2)
     assert response.json()["choices"][0]["message"]["content"] == expected
+
+
+def test_values_that_change_nothing_hold_whatever_the_target_says_by_itself(
+    service: Service, client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, body = target_of(service).generation_config, {"messages": user("plain"), "max_tokens": 12}
+    plain = alone(service, chat_ids("plain"), max_new_tokens=12)
+    token = TOKENIZER(plain[0], add_special_tokens=False)["input_ids"]
+    for settings, asked, expected in (
+        ({"repetition_penalty": 9.0}, {"repetition_penalty": 1}, plain),
+        ({"bad_words_ids": [token]}, {"bad_words": []}, plain),
+        ({"sequence_bias": [[token, -99.0]]}, {"logit_bias": {}}, plain),
+        ({"min_length": 99, "min_new_tokens": 12, "eos_token_id": token}, {"min_tokens": 0}, plain[:1]),
+    ):
+        with monkeypatch.context() as patched:
+            for name, value in settings.items():
+                patched.setattr(usual, name, value)
+            answers = [client.post("/v1/chat/completions", json=body | more).json() for more in ({}, asked)]
+        texts = [answer["choices"][0]["message"]["content"] for answer in answers]
+        assert texts[0] != expected
+        assert texts[1] == expected
+    assert service.reader is not None
+    assert service.reader.chat(body | {"min_p": 0, "temperature": 1.0}).sampling["min_p"] is None
+    assert "min_p" not in service.reader.chat(body | {"min_p": None, "temperature": 1.0}).sampling
+
+
+def of_bytes(normalizer: Any = None, **added: Any) -> PreTrainedTokenizerFast:
+    """One token a byte, and two of 12 characters, of which one has to be normalized."""
+    backend = Tokenizer(kinds.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    backend.pre_tokenizer, backend.normalizer = pre_tokenizers.ByteLevel(add_prefix_space=False), normalizer
+    backend.add_special_tokens([AddedToken("<|im_start|>", **added)])
+    backend.add_tokens([AddedToken("é" * 12, normalized=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_cut_and_no_other(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = Reader("bytes", target_of(service), of_bytes(normalizers.NFC()), TOKENS)
+    monkeypatch.setattr(reader, "_vocab_size", 300)  # which its ids are looked at against
+    for text in ("<|im_start|>" * 255, "e\u0301" * 12 * 255, "é" * 12 * 255):
+        assert len(reader.completion({"prompt": text, "max_tokens": 1}).prompt_ids) == 255
+    with pytest.raises(ApiError, match="the prompt has 257 tokens"):
+        reader.completion({"prompt": "a" * 257})
+    reader._tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    monkeypatch.setattr(type(reader._tokenizer), "__call__", lambda *args, **kwargs: pytest.fail("It was cut."))
+    for read, body in ((reader.completion, {"prompt": "a" * 3073}), (reader.chat, {"messages": user("a" * 3073)})):
+        with pytest.raises(ApiError, match="the prompt has 3073 characters, which do not fit") as long:
+            read(body)
+        assert long.value.code == "context_length_exceeded"
+
+
+def test_where_a_token_may_stand_for_any_length_nothing_is_refused_by_it() -> None:
+    assert most_characters(of_bytes()) == 12
+    spaces, words = of_bytes(), PreTrainedTokenizerFast(tokenizer_object=Tokenizer(kinds.WordLevel({"a": 0}, "a")))
+    kept = spaces.backend_tokenizer.pre_tokenizer
+    spaces.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), kept])
+    for tokenizer in (TOKENIZER, of_bytes(lstrip=True), of_bytes(rstrip=True), spaces, words, object()):
+        assert most_characters(tokenizer) is None
+    known = Tokenizer(kinds.BPE({"<unk>": 0, "a": 1}, [], unk_token="<unk>"))
+    assert most_characters(PreTrainedTokenizerFast(tokenizer_object=known)) == 5
+    known.model.fuse_unk = True
+    assert most_characters(PreTrainedTokenizerFast(tokenizer_object=known)) is None
+    # Bytes that are missing are left out.
+    some = of_bytes().backend_tokenizer
+    some.model = kinds.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet())[:100])}, [])
+    assert most_characters(PreTrainedTokenizerFast(tokenizer_object=some)) is None
+
+
+def test_stock_drafting_has_no_seeds_and_says_so(service: Service) -> None:
+    other, config = Service("tiny", max_queue=0, max_new_tokens=TOKENS), OnlineConfig(drafting="stock")
+    other.open(SimpleNamespace(target=target_of(service), tokenizer=TOKENIZER, config=config))  # type: ignore[arg-type]
+    assert other.reader is not None
+    with pytest.raises(ApiError, match="`seed` needs lean drafting") as refused:
+        other.reader.completion({"prompt": "a", "seed": 1, "temperature": 1.0})
+    assert refused.value.param == "seed"
+    assert other.reader.completion({"prompt": "a", "seed": 1, "temperature": 0}).seed == 1
+
+
+def test_what_is_refused_is_shown_in_part(client: TestClient) -> None:
+    response = client.post("/v1/completions", json={"prompt": "a", "model": "m" * 1000})
+    assert len(response.json()["error"]["message"]) < 200
+
+    class Counted:
+        written = 0
+
+        def __repr__(self) -> str:
+            Counted.written += 1
+            return "x"
+
+    assert len(shown([Counted()] * 1000)) <= 100
+    assert Counted.written < 10
+
+
+def test_a_web_page_can_ask_nothing(service: Service) -> None:
+    client = TestClient(make_app(service, hosts=("localhost", "[::1]")), base_url="http://localhost:8000")
+    for kind, status in (
+        ("application/json", 200), ("Application/JSON; charset=utf-8", 200), ("text/plain", 415), ("", 415),
+    ):  # fmt: skip
+        content, headers = b'{"prompt": "a", "max_tokens": 1}', {"content-type": kind}
+        assert client.post("/v1/completions", content=content, headers=headers).status_code == status
+    for host, status in (("evil.example", 400), ("localhost:1", 200), ("[::1]:8000", 200)):
+        assert client.get("/v1/models", headers={"host": host}).status_code == status
 
 
 def test_a_chat_without_a_length_has_what_fits(service: Service, client: TestClient) -> None:
@@ -570,6 +764,46 @@ def test_a_server_that_is_told_to_stop_ends_what_runs_and_saves_its_session(tmp_
     settings = read_arguments(ServeSettings, flags, prog="osd-hf serve")
     with opened(settings) as assistant:  # as the next one begins
         assert assistant.stats.num_requests == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "is_warned"),
+    [
+        ([], 400, False), (["--host", "localhost"], 400, False), (["--api-key", "k"], 200, False),
+        (["--host", "0.0.0.0"], 200, True), (["--host", "0.0.0.0", "--api-key", "k"], 200, False),
+    ],
+)  # fmt: skip
+def test_without_a_key_it_is_for_this_machine_or_says_that_it_is_not(
+    flags: list[str], status: int, is_warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    statuses = list[int]()
+
+    def looked_at(running: Running, app: Any, *, on_start: Any, **_: Any) -> None:
+        running._socket.close()
+        on_start()
+        on_start.__self__.join()  # the thread that loads
+        statuses.extend(
+            TestClient(app, base_url=f"http://{host}").get("/health").status_code for host in ("x", "localhost")
+        )
+
+    monkeypatch.setattr("osd_hf.cli.serve.opened", lambda _: 1 / 0)
+    monkeypatch.setattr(Running, "run", looked_at)
+    with pytest.raises(ZeroDivisionError):
+        serve_command(read_arguments(ServeSettings, ["--bundled", "--port", "0", *flags], prog="osd-hf serve"))
+    assert statuses == [status, 200]
+    assert ("no key is asked for" in caplog.text) == is_warned
+
+
+@pytest.mark.parametrize("key", ["", " ", "k\n\n k", "ké", "a b", "\x01"])
+def test_a_key_is_one_that_clients_can_send(key: str, tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text(key)
+    for flag, value in (("--api-key", key), ("--api-key-file", str(file))):
+        settings = read_arguments(ServeSettings, ["--bundled", flag, value], prog="osd-hf serve")
+        with pytest.raises(ConfigError, match="must hold a key of printable ASCII"):
+            settings.check()
+    file.write_text("fine\n")
+    assert read_arguments(ServeSettings, ["--bundled", "--api-key-file", str(file)], prog="osd-hf serve").key == "fine"
 
 
 def test_who_stops_it_does_not_wait_until_all_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import os
 import sys
 import threading
@@ -24,8 +25,11 @@ from osd_hf.learning.session import check_pointer, has_session
 from osd_hf.pair import input_device, load_pair
 from osd_hf.utils.threads import choose_threads
 
+logger = logging.getLogger(__name__)
+
 WARM_UP = "Who are you?"
 WARM_UP_TOKENS = 8  # of its answer
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")  # names of this machine for itself
 CUT_SECONDS = 2.0  # that requests which are cut off have to be told so
 
 _models, _server, _answers = in_groups("models", "server", "answers")
@@ -73,19 +77,24 @@ class ServeSettings(DraftRevision, TargetLoading, Learning):
             self.check_changed(["micro_step_seconds"], "it is for --update-strategy idle")
         if self.session is None:
             self.check_changed(["autosave_interval"], "nothing is saved without --session")
+        _ = self.key
 
     @property
     def key(self) -> str | None:
-        """What clients must send; raises ConfigError where it cannot be read."""
-        if self.api_key_file is None:
-            return self.api_key
+        """What clients must send; raises ConfigError where it cannot be read, or sent."""
+        key = self.api_key
         try:
-            key = self.api_key_file.expanduser().read_text().strip()
+            if self.api_key_file is not None:
+                key = self.api_key_file.expanduser().read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or "it is no text"
             raise ConfigError(f"The key cannot be read from {self.api_key_file}: {why}.") from None
-        if not key:
-            raise ConfigError(f"The file {self.api_key_file} holds no key.")
+        if key is not None and not (key.isascii() and key.isprintable() and key.split() == [key]):
+            where = "--api-key" if self.api_key_file is None else f"The file {self.api_key_file}"
+            raise ConfigError(
+                f"{where} must hold a key of printable ASCII characters without spaces, "
+                f"got {f'{len(key)} characters with others among them' if key.strip() else 'nothing'}."
+            )
         return key
 
 
@@ -102,6 +111,11 @@ def serve_command(settings: ServeSettings) -> int:
         settings.name, max_queue=settings.max_queue, max_new_tokens=settings.max_new_tokens, learn=settings.learn
     )
     address = running.Running(settings.host, settings.port)
+    if key is None and not address.is_local:
+        logger.warning(
+            "Other machines can reach %s, and no key is asked for: give one by --api-key-file.", address.address
+        )
+    hosts = (*LOCAL_HOSTS, settings.host) if key is None and address.is_local else ()
     failed: list[Exception] = []
 
     def figures() -> Iterable[Any]:
@@ -122,7 +136,7 @@ def serve_command(settings: ServeSettings) -> int:
 
     loading = threading.Thread(target=load, name="osd_hf-loading", daemon=True)
     address.run(
-        server.make_app(service, api_key=key, routes=[metrics.metrics_route(figures)]),
+        server.make_app(service, api_key=key, hosts=hosts, routes=[metrics.metrics_route(figures)]),
         shutdown_seconds=settings.shutdown_seconds + CUT_SECONDS,
         on_start=loading.start, on_stop=stop,
     )  # fmt: skip

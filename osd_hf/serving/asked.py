@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeGuard
@@ -14,6 +16,7 @@ from osd_hf.pair import prompt_room, vocab_size_of
 MOST_LOGPROBS = 20  # alternatives per token
 MOST_LOGIT_BYTES = 1 << 30  # that the rows of one answer with log-probs take, until it is sent
 MOST_STOPS, MOST_STOP_CHARACTERS = 16, 256
+MOST_USER_CHARACTERS = 256
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-5, 1e5  # below, sampling is greedy but for rounding
 COMPLETION_TOKENS = 16  # of `/v1/completions` by default, as OpenAI's
 ROLES = ("system", "developer", "user", "assistant")
@@ -30,6 +33,15 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "audio": (), "web_search_options": (), "documents": ([],), "chat_template": (), "add_generation_prompt": (True,),
     "continue_final_message": (False,), "generation_config": (),
 }  # fmt: skip
+# What these values say to `generate`, where the target's generation config says otherwise.
+NEUTRAL: dict[str, dict[str, Any]] = {
+    "repetition_penalty": {"repetition_penalty": 1.0}, "min_p": {"min_p": None}, "bad_words": {"bad_words_ids": None},
+    "min_tokens": {"min_new_tokens": None, "min_length": 0}, "logit_bias": {"sequence_bias": None},
+}  # fmt: skip
+# Parts of a tokenizer before its model that leave out no character, where they remove none.
+_WHOLE = {"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split"}
+# Characters that have each byte that UTF-8 has.
+_BYTES = "".join(map(chr, [*range(0x801), *range(0x1000, 0x10000, 0x1000), *range(0x10000, 0x110000, 0x10000)]))
 
 
 class ApiError(Exception):
@@ -49,8 +61,40 @@ class ApiError(Exception):
 
 def refuse(param: str, rule: str, value: Any, code: str | None = None) -> NoReturn:
     """Raise the ApiError of a parameter that breaks a rule."""
-    shown = repr(value)
-    raise ApiError(400, f"`{param}` {rule}, got {shown[:100]}{'...' if shown[100:] else ''}.", param=param, code=code)
+    raise ApiError(400, f"`{param}` {rule}, got {shown(value)}.", param=param, code=code)
+
+
+def shown(value: Any) -> str:
+    """What a client has sent, in 100 characters at most; only the parts that are shown are written out."""
+    written = _SHORT.repr(value)
+    return f"{written[:97]}..." if len(written) > 100 else written
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 100, 100
+
+
+def most_characters(tokenizer: Any) -> int | None:
+    """Characters of a normalized text that a token can stand for at most; `None` where nothing bounds them: where
+    spaces are left out, or unknown words are one token however long they are."""
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or type(backend.model).__name__ != "BPE":
+        return None
+    part = {} if backend.pre_tokenizer is None else json.loads(backend.pre_tokenizer.__getstate__())
+    parts = part.get("pretokenizers", [part] if part else [])
+    if any(part["type"] not in _WHOLE or part.get("behavior") == "Removed" for part in parts):
+        return None
+    if any(token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values()):
+        return None
+    vocab, model = tokenizer.get_vocab(), backend.model
+    of_bytes = any(part["type"] == "ByteLevel" for part in parts)
+    needed = {f"<0x{byte:02X}>" for byte in range(256)}
+    if of_bytes:
+        needed = {byte for piece, _ in backend.pre_tokenizer.pre_tokenize_str(_BYTES) for byte in piece}
+    has_bytes = (of_bytes or model.byte_fallback) and vocab.keys() >= needed
+    if not has_bytes and (model.unk_token is None or model.fuse_unk):
+        return None
+    return max(map(len, vocab))
 
 
 @dataclass(frozen=True)
@@ -91,12 +135,16 @@ class Reader:
         target (`PreTrainedModel`): What answers: its positions, its vocabulary, and how it samples by default.
         tokenizer (`PreTrainedTokenizerBase`): Its own, of which a copy is used: answers are decoded meanwhile.
         max_new_tokens (`int`): Of an answer to a chat that says nothing of it.
+        has_seeds (`bool`, *optional*, defaults to `True`): Whether sampled answers can be had from a seed.
     """
 
-    def __init__(self, name: str, target: Any, tokenizer: Any, max_new_tokens: int) -> None:
+    def __init__(self, name: str, target: Any, tokenizer: Any, max_new_tokens: int, *, has_seeds: bool = True) -> None:
+        self._has_seeds = has_seeds
         self.name, self._config, self._tokenizer = name, target.config, copy.deepcopy(tokenizer)
         self._usual, self._max_new_tokens = target.generation_config, max_new_tokens
         self._vocab_size = vocab_size_of(target)
+        self._room = prompt_room(self._config, self._config, 0)  # of prompt and answer together
+        self._most_characters = most_characters(self._tokenizer)
 
     def chat(self, body: Mapping[str, Any]) -> Asked:
         """What a body for `/v1/chat/completions` asks for; raises ApiError."""
@@ -117,7 +165,7 @@ class Reader:
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]
         if isinstance(prompt, str):
-            prompt = list(self._tokenizer(prompt)["input_ids"]) if _is_text(prompt) else None
+            prompt = self._ids(prompt, "prompt") if _is_text(prompt) else None
         rule = "must be one text, or one list of token ids, and not empty; send a request for each"
         if not isinstance(prompt, list) or not prompt or not all(type(token) is int for token in prompt):
             refuse("prompt", rule, body.get("prompt"))
@@ -130,7 +178,7 @@ class Reader:
         model = body.get("model")
         if model is not None and model != self.name:
             raise ApiError(
-                404, f"The model {model!r} is not served here; `{self.name}` is.", param="model",
+                404, f"The model {shown(model)} is not served here; `{self.name}` is.", param="model",
                 code="model_not_found",
             )  # fmt: skip
         for name, harmless in REFUSED.items():
@@ -159,7 +207,22 @@ class Reader:
             raise ApiError(
                 400, f"The chat template cannot take these messages: {first_line(error)}.", param="messages"
             ) from error
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        if not _is_text(text):
+            refuse("chat_template_kwargs", "must hold whole characters (a surrogate stands alone)", kwargs)
+        return self._ids(text, "messages", add_special_tokens=False)
+
+    def _ids(self, text: str, param: str, **how: Any) -> list[int]:
+        """The tokens of a text; raises ApiError before it is read where it cannot fit however it is cut."""
+        if self._room is not None and self._most_characters is not None:
+            most = self._room * self._most_characters
+            normalizer = self._tokenizer.backend_tokenizer.normalizer
+            if len(text) > most and (normalizer is None or len(normalizer.normalize_str(text)) > most):
+                raise ApiError(
+                    400, f"The model has {self._room} positions; the prompt has {len(text)} characters, which do not "
+                    "fit however they are cut into tokens. Shorten the prompt.", param=param,
+                    code="context_length_exceeded",
+                )  # fmt: skip
+        return list(self._tokenizer(text, **how)["input_ids"])
 
     def _asked(
         self, body: Mapping[str, Any], prompt: list[int], length: str, logprobs: int | None, *, is_chat: bool
@@ -176,11 +239,15 @@ class Reader:
             fit = MOST_LOGIT_BYTES // (4 * self._vocab_size)
             refuse(length, f"may be {fit} at most with `logprobs`", most)
         user = body.get("user")
-        if user is not None and not isinstance(user, str):
-            refuse("user", "must be a text", user)
+        if user is not None and not (isinstance(user, str) and len(user) <= MOST_USER_CHARACTERS):
+            refuse("user", f"must be a text of at most {MOST_USER_CHARACTERS} characters", user)
+        sampling, seed = self._sampling(body), _whole(body, "seed", -(1 << 63), (1 << 63) - 1)
+        if seed is not None and sampling["do_sample"] and not self._has_seeds:
+            rule = "needs lean drafting where answers are sampled (leave it out, or send `temperature: 0`)"
+            refuse("seed", rule, seed, "unsupported_parameter")
         return Asked(
-            prompt_ids=tuple(prompt), max_new_tokens=most, is_chat=is_chat, sampling=self._sampling(body),
-            stop=_stops(body.get("stop")), seed=_whole(body, "seed", -(1 << 63), (1 << 63) - 1), logprobs=logprobs,
+            prompt_ids=tuple(prompt), max_new_tokens=most, is_chat=is_chat, sampling=sampling,
+            stop=_stops(body.get("stop")), seed=seed, logprobs=logprobs,
             is_stream=stream, with_usage=bool((options or {}).get("include_usage")), owner=user,
         )  # fmt: skip
 
@@ -189,7 +256,7 @@ class Reader:
         if not prompt:
             raise ApiError(400, "The prompt is empty.", param="messages" if is_chat else "prompt")
         most = asked or (self._max_new_tokens if is_chat else COMPLETION_TOKENS)
-        room = prompt_room(self._config, self._config, 0)  # of prompt and answer together
+        room = self._room
         if room is None:
             return most
         own = 0 if self._config.is_encoder_decoder else len(prompt)
@@ -209,13 +276,15 @@ class Reader:
         top_k = _whole(body, "top_k", -1)
         if top_p == 0:
             refuse("top_p", "must be above 0", top_p)
-        usual = self._usual
+        usual, plain = self._usual, dict[str, Any]()
+        for name in NEUTRAL.keys() & body.keys():
+            plain |= NEUTRAL[name] if body[name] is not None else {}
         if not (bool(usual.do_sample) if temperature is None else temperature >= LEAST_TEMPERATURE):
-            return {"do_sample": False}
+            return {"do_sample": False, **plain}
         # Where the target names no k, transformers would take 50 of the tokens: not what clients of this API expect.
         k = usual.top_k if top_k is None else max(top_k, 0)
         given = {"temperature": temperature, "top_p": top_p, "top_k": k or 0}
-        return {"do_sample": True, **{name: value for name, value in given.items() if value is not None}}
+        return {"do_sample": True, **plain, **{name: value for name, value in given.items() if value is not None}}
 
 
 # --- parts of a body ------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import math
 import socket
 from collections.abc import Callable
@@ -35,6 +36,7 @@ class Running:
     def __init__(self, host: str, port: int) -> None:
         try:
             family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            self.is_local = ipaddress.ip_address(str(place[0]).partition("%")[0]).is_loopback  # for this machine alone
             self._socket = socket.create_server((str(place[0]), int(place[1])), family=family)
         except (OSError, OverflowError) as error:
             raise ConfigError(

@@ -8,6 +8,7 @@ import hmac
 import json
 import logging
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -16,6 +17,8 @@ import torch
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
@@ -26,12 +29,13 @@ from osd_hf.bench.benchmark import pad_setting
 from osd_hf.errors import OSDError
 from osd_hf.pair import unwrap
 from osd_hf.serving.answers import Answer, StopText, server_sent
-from osd_hf.serving.asked import ApiError, Asked, Reader, refuse
+from osd_hf.serving.asked import ApiError, Asked, Reader, refuse, shown
 from osd_hf.utils.streaming import Rounds, Stop
 
 logger = logging.getLogger(__name__)
 
 MOST_BODY_BYTES = 8 << 20
+MOST_READERS = 2  # bodies that are read at a time: long ones take a processor each, and memory
 MOST_DOMAINS = 64  # labels that are counted apart: clients name them
 LEARN, DOMAIN = "x-osd-learn", "x-osd-domain"  # headers
 
@@ -56,19 +60,20 @@ class Job:
         self.answer, self.learn, self.domain = answer, learn, domain
         self.told: asyncio.Queue[str | ApiError | None] = asyncio.Queue()
         self.is_left = threading.Event()
-        self.future: Future[None] | None = None
+        self.is_answered = False  # it may be learned from still
+        self.future: Future[None] = Future()
         self._loop = asyncio.get_running_loop()
 
     def tell(self, news: str | ApiError | None) -> None:
         """Tell the client, from any thread."""
+        self.is_answered = self.is_answered or not isinstance(news, str)
         with contextlib.suppress(RuntimeError):  # of a loop that has ended, and nobody listens
             self._loop.call_soon_threadsafe(self.told.put_nowait, news)
 
     def leave(self, why: ApiError) -> None:
         """Answer no further, in the event loop: within a round, or never where it has not begun."""
         self.is_left.set()
-        if self.future is not None:
-            self.future.cancel()
+        self.future.cancel()
         self.told.put_nowait(why)
 
 
@@ -90,12 +95,17 @@ class Service:
         self.reader: Reader | None = None
         self.is_stopping = False
         self.jobs: set[Job] = set()  # those that wait, and the one that is answered or learned from
+        self.readers = 0  # requests that are being read, and are no jobs yet
+        self._line: deque[Job] = deque()  # those that wait
         self._domains: set[str] = set()
         self._worker = ThreadPoolExecutor(1, "osd_hf-answers")
 
     def open(self, assistant: OnlineAssistant) -> None:
         """Serve this assistant, which has a tokenizer, from now on."""
-        self.reader = Reader(self.name, unwrap(assistant.target), assistant.tokenizer, self._max_new_tokens)
+        self.reader = Reader(
+            self.name, unwrap(assistant.target), assistant.tokenizer, self._max_new_tokens,
+            has_seeds=assistant.config.drafting == "lean",
+        )  # fmt: skip
         self.assistant = assistant
 
     @property
@@ -109,7 +119,7 @@ class Service:
             raise ApiError(503, "The model is being loaded. Try again a little later.", code="loading")
         if self.state == "stopping":
             raise stopping()
-        if len(self.jobs) > self.max_queue:
+        if self.readers + sum(not job.is_answered for job in list(self.jobs)) > self.max_queue:
             raise ApiError(503, f"{self.max_queue} requests are waiting. Try again a little later.", code="queue_full")
 
     def begin(self, asked: Asked, *, learn: bool, domain: str | None) -> Job:
@@ -124,10 +134,27 @@ class Service:
         config = unwrap(self.assistant.target).generation_config
         job = Job(Answer(asked, self.assistant.tokenizer, config, self.name), learn and self.learn, domain)
         self.jobs.add(job)
-        job.future = self._worker.submit(self._answer, job)
-
-        job.future.add_done_callback(lambda _: self.jobs.discard(job))
+        self._line.append(job)
+        job.future.add_done_callback(lambda _: self._forget(job))
+        self._worker.submit(self._answer_next)  # which does not hold the job: one that is left is let go of at once
         return job
+
+    def _forget(self, job: Job) -> None:
+        self.jobs.discard(job)
+        with contextlib.suppress(ValueError):
+            self._line.remove(job)
+
+    def _answer_next(self) -> None:
+        """Answer the first of those that wait, if there is one still, in the thread that does."""
+        try:
+            job = self._line.popleft()
+        except IndexError:
+            return
+        if job.future.set_running_or_notify_cancel():
+            try:
+                self._answer(job)
+            finally:
+                job.future.set_result(None)
 
     def _answer(self, job: Job) -> None:
         """Answer a request, in the thread that does."""
@@ -192,6 +219,7 @@ class Service:
         LearnerError as [`~OnlineAssistant.close`] does."""
         for job in list(self.jobs):
             job.is_left.set()
+            job.future.cancel()
         self._worker.shutdown(cancel_futures=True)
         if self.assistant is not None:
             self.assistant.close()
@@ -205,6 +233,7 @@ class _Api:
 
     def __init__(self, service: Service, key: str | None) -> None:
         self.service, self._key = service, key
+        self._reading = asyncio.Semaphore(MOST_READERS)
 
     async def health(self, _: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -226,27 +255,47 @@ class _Api:
 
     async def _answered(self, request: Request, read: Callable[[Reader, dict[str, Any]], Asked]) -> Response:
         self._check_key(request)
-        body = await _body(request)
+        kind = request.headers.get("content-type", "")
+        if kind.partition(";")[0].strip().lower() != "application/json":  # what a web page may send to any address
+            message = f"The body must come as `content-type: application/json`, got {shown(kind)}."
+            raise ApiError(415, message, code="unsupported_media_type")
         self.service.check()
-        assert self.service.reader is not None
-        asked = await run_in_threadpool(read, self.service.reader, body)
+        text = await _body(request)
         learn, domain = request.headers.get(LEARN, "true").lower(), request.headers.get(DOMAIN) or None
         if learn not in ("true", "false"):
             refuse(LEARN, "must be true or false", learn)
         if domain is not None and not (domain.isprintable() and len(domain) <= MOST_CHARACTERS):
             refuse(DOMAIN, f"must have at most {MOST_CHARACTERS} characters", domain)
+        asked = await self._read(text, read)
         job = self.service.begin(asked, learn=learn == "true", domain=domain)
-        watching = asyncio.create_task(_watch(request, job))
-        told = await job.told.get()
-        if asked.is_stream and not isinstance(told, ApiError):  # what is wrong at once has its status
-            told_on, headers = _stream(job, told, watching), {"cache-control": "no-cache"}
-            return StreamingResponse(told_on, headers=headers, media_type="text/event-stream")
-        while isinstance(told, str):
+        watching, is_told_on = asyncio.create_task(_watch(request, job)), False
+        try:
             told = await job.told.get()
-        watching.cancel()
+            if asked.is_stream and not isinstance(told, ApiError):  # what is wrong at once has its status
+                told_on, headers = _stream(job, told, watching), {"cache-control": "no-cache"}
+                is_told_on = True
+                return StreamingResponse(told_on, headers=headers, media_type="text/event-stream")
+            while isinstance(told, str):
+                told = await job.told.get()
+        finally:
+            if not is_told_on:
+                watching.cancel()
+                job.leave(left())
         if isinstance(told, ApiError):
             raise told
         return JSONResponse(job.answer.body)
+
+    async def _read(self, text: bytearray, read: Callable[[Reader, dict[str, Any]], Asked]) -> Asked:
+        """What a body asks for, read in a thread: the event loop goes on. Raises ApiError."""
+        self.service.check()
+        reader = self.service.reader
+        assert reader is not None
+        self.service.readers += 1
+        try:
+            async with self._reading:
+                return await run_in_threadpool(lambda: read(reader, _parsed(text)))
+        finally:
+            self.service.readers -= 1
 
     def _check_key(self, request: Request) -> None:
         if self._key is None:
@@ -257,13 +306,18 @@ class _Api:
             raise ApiError(401, message, code="invalid_api_key")
 
 
-async def _body(request: Request) -> dict[str, Any]:
-    """The JSON object of a request; raises ApiError."""
+async def _body(request: Request) -> bytearray:
+    """The body of a request; raises ApiError where it is too long."""
     text = bytearray()
     async for part in request.stream():
         text += part
         if len(text) > MOST_BODY_BYTES:
             raise ApiError(413, f"The body has more than {MOST_BODY_BYTES:,} bytes.", code="body_too_large")
+    return text
+
+
+def _parsed(text: bytearray) -> dict[str, Any]:
+    """The JSON object of a body; raises ApiError."""
     try:
         body = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -294,13 +348,17 @@ async def _stream(job: Job, told: str | ApiError | None, watching: asyncio.Task[
         job.leave(left())
 
 
-def make_app(service: Service, *, api_key: str | None = None, routes: Sequence[BaseRoute] = ()) -> Starlette:
+def make_app(
+    service: Service, *, api_key: str | None = None, hosts: Sequence[str] = (), routes: Sequence[BaseRoute] = ()
+) -> Starlette:
     """
     The application of a service.
 
     Args:
         service (`Service`): What answers; it may still be loading.
         api_key (`str`, *optional*): What clients must send for everything under `/v1`.
+        hosts (`Sequence[str]`, *optional*): The names by which it may be addressed, as the header `host` says; any by
+            default. Without a key they keep out web pages whose own name leads to this machine.
         routes (`Sequence[BaseRoute]`, *optional*): What else is served.
     """
     api = _Api(service, api_key)
@@ -326,5 +384,6 @@ def make_app(service: Service, *, api_key: str | None = None, routes: Sequence[B
             Route("/v1/completions", api.completion, methods=["POST"]),
             Route("/v1/models", api.models), Route("/health", api.health), Route("/ready", api.ready), *routes,
         ],
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)] if hosts else [],
         exception_handlers={ApiError: told, HTTPException: unknown, ClientDisconnect: gone, Exception: failed},
     )  # fmt: skip
