@@ -349,9 +349,11 @@ def test_an_answer_is_there_before_the_draft_learns_from_it(
 
     monkeypatch.setattr(Upkeep, "take_in", waiting)
     monkeypatch.setattr(service, "max_queue", 0)
-    response = client.post("/v1/completions", json={"prompt": "a"})
-    service.check()  # who asks again at once is not refused, as nobody waits
-    is_there.set()
+    try:
+        response = client.post("/v1/completions", json={"prompt": "a"})
+        service.check()  # who asks again at once is not refused, as nobody waits
+    finally:
+        is_there.set()
     assert response.status_code == 200
     settled(service)
 
@@ -409,6 +411,7 @@ def asking(service: Service) -> httpx2.AsyncClient:
 def test_bodies_are_read_beside_the_event_loop_a_few_at_a_time(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    settled(service)
     other, gate, sent = served_beside(service, max_queue=MOST_READERS), threading.Event(), list[Any]()
     read, loads = Reader.completion, json.loads
 
@@ -451,8 +454,15 @@ def test_bodies_are_read_beside_the_event_loop_a_few_at_a_time(
 
 
 def test_a_request_whose_handler_is_cancelled_is_left(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    settled(service)
     other, begun = served_beside(service), threading.Event()
-    held(monkeypatch, lambda: (begun.set(), next(iter(other.jobs)).is_left.wait(LONG)))
+
+    def wait() -> None:
+        (job,) = other.jobs
+        begun.set()
+        job.is_left.wait(LONG)
+
+    held(monkeypatch, wait)
 
     async def cancelled() -> Job:
         async with asking(other) as client:
