@@ -12,6 +12,7 @@ import zlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import unquote
 
 import httpx2
 import numpy as np
@@ -308,10 +309,12 @@ class Wire(httpx2.AsyncBaseTransport):
         self.app = app
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        target = request.extensions.get("target", request.url.raw_path)
+        path, _, query = target.partition(b"?")
         scope = {
             "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": request.method,
-            "headers": [(n.lower(), v) for n, v in request.headers.raw], "scheme": "http", "path": request.url.path,
-            "raw_path": request.url.raw_path.split(b"?")[0], "query_string": request.url.query, "root_path": "",
+            "headers": [(n.lower(), v) for n, v in request.headers.raw], "scheme": "http",
+            "path": unquote(path.decode()), "raw_path": path, "query_string": query, "root_path": "",
             "client": ("client", 1), "server": ("server", 80),
         }  # fmt: skip
         answered = _Answered(request.stream)

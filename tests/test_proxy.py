@@ -27,7 +27,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from processes import ModuleProcess
 from saved_pair import save_pair
-from table_engine import GROUP, VOCAB, FakeVLLM, Wire, served
+from table_engine import GROUP, VOCAB, FakeVLLM, Wire, reply, served
 
 from osd_hf import CorrectionStore, StoreError, Trace
 from osd_hf.cli.main import main
@@ -36,9 +36,10 @@ from osd_hf.engine.completions import ResponseReader
 from osd_hf.serving import keeping
 from osd_hf.serving.adding import Shape, edited
 from osd_hf.serving.beside import FIRST_PAUSE, Beside
+from osd_hf.serving.engines import DOUBT_SECONDS, Engine
 from osd_hf.serving.events import EventSplitter
-from osd_hf.serving.keeping import Keeper, ProxyCounts
-from osd_hf.serving.proxy import METRICS_PATH, Engine, Proxy
+from osd_hf.serving.keeping import Keeper, ProxyCounts, Recording
+from osd_hf.serving.proxy import METRICS_PATH, Proxy
 
 KEPT = 8
 READER = ResponseReader(VOCAB, KEPT)
@@ -113,13 +114,17 @@ class Dead(httpx2.AsyncBaseTransport):
         raise httpx2.ConnectError("connection refused")
 
 
-async def ask(app: Any, path: str, body: Any = None, *, method: str = "POST", headers: Any = None) -> Answered:
+async def ask(
+    app: Any, path: str, body: Any = None, *, method: str = "POST", headers: Any = (), **extensions: bytes
+) -> Answered:
     """Status, headers and bytes of an answer."""
     content = body if isinstance(body, bytes) or body is None else json.dumps(body, ensure_ascii=False).encode()
     async with httpx2.AsyncClient(transport=Wire(app), base_url="http://front") as client:
         answer = await client.request(
-            method, path, content=content, headers={"content-type": "application/json", **(headers or {})}
-        )
+            method, path, content=content, extensions=extensions,
+            headers=[("content-type", "application/json"), *dict(headers).items()] if isinstance(headers, dict)
+            else [("content-type", "application/json"), *headers],
+        )  # fmt: skip
         return answer.status_code, answer.headers.multi_items(), await answer.aread()
 
 
@@ -154,6 +159,24 @@ WRONG: dict[str, Any] = {"temperature": {"temperature": -1}, "no prompt": {"mess
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_headers_are_known_by_any_spelling(stream: bool, tmp_path: Path) -> None:
+    engine = FakeVLLM()
+
+    async def loud(scope: Any, receive: Any, send: Any) -> None:
+        async def title(message: Any) -> None:
+            if "headers" in message:
+                message["headers"] = [(n.title(), v) for n, v in message["headers"]]
+            await send(message)
+
+        await engine(scope, receive, title)
+
+    request = (CHAT, ASKS[CHAT] | {"stream": stream})
+    with before(loud, path=tmp_path) as front:
+        assert asks(front.app, [request] * 2) == asks(engine, [request] * 2)
+        assert len(front.kept()) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_clients_get_the_bytes_of_a_direct_call(path: str, stream: bool, tmp_path: Path) -> None:
     engine = FakeVLLM()
@@ -167,7 +190,7 @@ def test_clients_get_the_bytes_of_a_direct_call(path: str, stream: bool, tmp_pat
             for turn, (name, body) in itertools.product(range(2), _bodies(path, stream)):
                 direct = await ask(engine, path, body)
                 assert await ask(front.app, path, body) == direct, (style, turn, name)
-                is_learned_from = (turn > 0 or name != "plain") and name in {*VARIANTS, "model"}
+                is_learned_from = (turn > 0 or name != "plain") and name in VARIANTS
                 assert (engine.asked[-1] != body) == is_learned_from, (style, turn, name)
 
     with before(engine, path=tmp_path) as front:
@@ -311,7 +334,8 @@ def test_a_share_is_collected_and_who_opts_out_is_not(tmp_path: Path) -> None:
     with before(engine, path=tmp_path, share=0.25) as front:
         asks(front.app, [request] * 8)
         assert [len(json.loads(body)) > len(ASKS[CHAT]) for body in engine.asked] == [False] * 7 + [True]
-        asks(front.app, [request] * 8, headers={"x-osd-collect": "False"})
+        for said in (["False"], ["false", "true"], ["yes, no"], [""]):
+            asks(front.app, [request] * 2, headers=[("x-osd-collect", value) for value in said])
         assert not any(len(json.loads(body)) > len(ASKS[CHAT]) for body in engine.asked[8:])
         assert len(front.kept()) == 1 and front.left_out() == {"its client does not want it collected": 8}
     assert not any(name.startswith(b"x-osd") for headers in engine.headers for name in headers)
@@ -381,6 +405,28 @@ def test_everything_else_passes_through(method: str, tmp_path: Path) -> None:
         assert asks(front.app, [("/v1/models",), ("/health",), ("/none",)], method="GET") == asks(
             engine, [("/v1/models",), ("/health",), ("/none",)], method="GET"
         )
+
+
+def test_a_target_passes_as_it_is_written(tmp_path: Path) -> None:
+    with before(FakeVLLM(), path=tmp_path) as front:
+        for target in (b"/echo/../echo//a%2fb/./{c}", b"/echo/%7E?"):
+            told = asyncio.run(ask(front.app, "/x", b"12345", target=target))[2]
+            assert json.loads(told)["path"].encode() == target.rstrip(b"?")
+        both = {"content-length": "5", "transfer-encoding": "chunked"}
+        told = asyncio.run(ask(front.app, "/echo", b"12345", headers=both))[2]
+        assert "content-length" not in dict(json.loads(told)["headers"]) and json.loads(told)["bytes"] == 5
+
+
+@pytest.mark.parametrize("target", [
+    "/collective_rpc", "/collective_rpc/", "//sleep?level=1", "/v1/../wake_up", "/%63ollective_rpc", "/a/%2e%2e/pause",
+    "/base/start_draft_weight_update", "/x%2Freset_prefix_cache", "/%2573leep", "/is_sleeping%23",
+])  # fmt: skip
+def test_development_endpoints_are_closed(target: str, tmp_path: Path) -> None:
+    with before(FakeVLLM(), path=tmp_path) as front:
+        status, _, told = asyncio.run(ask(front.app, "/x", b"{}", target=target.encode()))
+        assert status == 404 and "--allow-development" in json.loads(told)["error"]["message"]
+        front.proxy.allow_development = True
+        assert asyncio.run(ask(front.app, "/x", b"{}", target=target.encode()))[2] == b'{"detail":"Not Found"}'
 
 
 def test_large_bodies_pass_and_too_large_ones_are_refused(tmp_path: Path) -> None:
@@ -514,8 +560,8 @@ def test_an_engine_that_refuses_what_is_added_is_asked_without_and_left_alone_fo
             assert len(engine.asked) - earlier == 24 + refusals
         engine.most_logprobs, front.clock.now = KEPT, 2e6
         _as_direct(front, engine)
-        assert len(front.kept()) == 12
-    assert front.counts.retries == 3 and len(caplog.records) == 1
+        assert len(front.kept()) == 8  # of each kind the first is looked at again
+    assert front.counts.retries == 3 and len(caplog.records) == 1 and "max allowed: " not in caplog.text
     assert f"Requested sample logprobs of {KEPT}" in caplog.text and "--max-logprobs" in caplog.text
 
 
@@ -629,11 +675,14 @@ def test_a_connection_that_has_gone_stale_is_made_anew_once(tmp_path: Path) -> N
     engine = FakeVLLM()
 
     class Stale(Wire):
-        breaks = 1
+        breaks, connects, seconds = 1, False, 0
 
         async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
             self.breaks -= 1
             if self.breaks >= 0:
+                if self.connects:
+                    await request.extensions["trace"]("connection.connect_tcp.started", {})
+                front.clock.now += self.seconds
                 raise httpx2.RemoteProtocolError("Server disconnected without sending a response.")
             return await super().handle_async_request(request)
 
@@ -644,6 +693,124 @@ def test_a_connection_that_has_gone_stale_is_made_anew_once(tmp_path: Path) -> N
         wire.breaks = 2
         assert asks(front.app, [(CHAT, ASKS[CHAT])])[0][0] == 502
         assert (front.counts.retries, front.counts.engine_errors) == (2, 3)
+        for path, method, connects, seconds, status in (
+            ("/echo", "POST", False, 0, 502), ("/echo", "GET", False, 0, 203), (CHAT, "POST", True, 0, 502),
+            (CHAT, "POST", False, 2, 502), (CHAT, "POST", False, 0, 200),
+        ):  # fmt: skip
+            wire.breaks, wire.connects, wire.seconds = 1, connects, seconds
+            assert asks(front.app, [(path, ASKS[CHAT])], method=method)[0][0] == status, (path, method, connects)
+
+
+def test_an_engine_that_says_it_is_unwell_is_tried_last(tmp_path: Path) -> None:
+    asked = list[str]()
+
+    async def unwell(scope: Any, receive: Any, send: Any) -> None:
+        asked.append(scope["path"])
+        await reply(send, 503, b"{}")
+
+    with before(FakeVLLM(), unwell, path=tmp_path) as front:
+        told = [status for status, _, _ in asks(front.app, [(CHAT, ASKS[CHAT])] * 6)]
+        assert sorted(told) == [200] * 5 + [503] and len(asked) == 1 and front.counts.retries == 0
+
+
+def test_a_thread_that_keeps_outlives_any_failure_and_a_proxy_its_end(
+    tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    def fails(store: Any) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(keeping, "MOST_WAITING", 1)
+    with before(FakeVLLM(), path=tmp_path) as front:
+        asks(front.app, [(CHAT, ASKS[CHAT])] * 2)
+        front.settle()
+        with monkeypatch.context() as patch:
+            patch.setattr(CorrectionStore, "flush", fails)
+            assert not front.keeper._flush() and "a bug" in caplog.text
+        front.keeper.close()
+        front.keeper.put(Recording(front.keeper, {}, None))  # and nobody takes it
+        closing = threading.Thread(target=front.keeper.close, daemon=True)
+        closing.start()
+        closing.join(5)
+        assert not closing.is_alive()
+
+
+def test_each_kind_of_failure_is_told_once_until_it_works_again(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    request, read, fails = (CHAT, ASKS[CHAT]), ResponseReader.traces, [True]
+
+    def traces(*args: Any, **kwargs: Any) -> Any:
+        if fails[0]:
+            raise RuntimeError("a bug")
+        return read(*args, **kwargs)
+
+    monkeypatch.setattr(ResponseReader, "traces", traces)
+    with before(FakeVLLM(), path=tmp_path) as front:
+        for turn, how in enumerate((True, True, False, True)):
+            fails[0] = how
+            asks(front.app, [request] * 2)
+            front.settle()
+            assert len(caplog.records) == (1, 1, 1, 2)[turn]
+        front.keeper._fail(StoreError("the disk is full"))
+        assert len(caplog.records) == 3
+
+
+def test_requests_under_way_when_an_engine_refuses_do_not_double_the_pause() -> None:
+    clock = Clock()
+    asking = keeping.Asking("engine", clock)
+    for _ in range(5):
+        asking.refused("too many")
+    clock.now = keeping.FIRST_PAUSE
+    assert asking.is_on
+
+
+def test_what_a_client_asks_by_itself_says_nothing_of_other_requests(tmp_path: Path) -> None:
+    engine = FakeVLLM()
+    engine.gives_ids = False
+    own = COMMON | OWN["own of all"][CHAT] | {"messages": []}
+    with before(engine, path=tmp_path) as front:
+        asks(front.app, [(CHAT, own)] * (keeping.MOST_UNREADABLE + 1))
+        front.settle()
+        assert front.proxy.engines[0].asking.is_on
+        asks(front.app, [(CHAT, own | {"top_logprobs": KEPT - 1})])
+        assert front.left_out()["its client asks for log-probs or token ids of its own"] == 1
+
+
+def test_how_an_engine_writes_is_looked_at_again(tmp_path: Path) -> None:
+    engine = FakeVLLM()
+    with before(engine, path=tmp_path) as front:
+        _as_direct(front, engine, times=2)
+        shapes = front.proxy.engines[0].shapes
+        assert {*shapes} == {(path, "table", stream) for path in ASKS for stream in (False, True)}
+        engine.writes_nulls, front.clock.now = False, DOUBT_SECONDS + 1
+        _as_direct(front, engine, times=2)
+        assert len(front.kept()) == 8
+
+
+def test_a_request_is_counted_while_its_answer_is_kept_and_little_of_it_stays(tmp_path: Path) -> None:
+    with before(FakeVLLM(), path=tmp_path) as front:
+        recording = Recording(front.keeper, ASKS[CHAT] | {"top_p": 0.5, "user": "x"}, None, nbytes=500)
+        assert front.keeper._held == 500
+        assert recording.request == COMMON | {"top_p": 0.5}
+        assert not Recording(front.keeper, {}, None, nbytes=keeping.MOST_BYTES).is_open
+        recording.forget()
+        assert front.keeper._held == 0 and front.counts.dropped == 1
+
+
+def test_large_answers_are_edited_in_a_thread_and_those_too_large_not_kept(tmp_path: Path, monkeypatch: Any) -> None:
+    threads, restored = set[str](), Shape.restored
+
+    def seen(*args: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        return restored(*args)
+
+    monkeypatch.setattr(Shape, "restored", seen)
+    monkeypatch.setattr("osd_hf.serving.proxy.MOST_AT_ONCE", 500)
+    monkeypatch.setattr("osd_hf.serving.proxy.MOST_ANSWER", 9000)
+    engine, long = FakeVLLM(), (COMPLETIONS, ASKS[COMPLETIONS] | {"max_tokens": 60})
+    with before(engine, path=tmp_path) as front:
+        for request in ((COMPLETIONS, ASKS[COMPLETIONS]), long):
+            assert asks(front.app, [request] * 2) == asks(engine, [request] * 2)
+        assert len(front.kept()) == 1 and front.counts.dropped == 2
+    assert threads and threading.current_thread().name not in threads
 
 
 # --- the command ----------------------------------------------------------------------------------------------------

@@ -14,9 +14,10 @@ from osd_hf.cli.arguments import flag, in_groups
 from osd_hf.cli.flags import Collecting
 from osd_hf.errors import ConfigError, StoreError
 from osd_hf.serving.beside import Beside
+from osd_hf.serving.engines import Engine
 from osd_hf.serving.keeping import Keeper, ProxyCounts
 from osd_hf.serving.metrics import metrics_route, proxy_metrics
-from osd_hf.serving.proxy import METRICS_PATH, Engine, Proxy
+from osd_hf.serving.proxy import METRICS_PATH, Proxy
 from osd_hf.utils.report import provenance
 
 _serving, _learning = in_groups("serving", "learning")
@@ -34,6 +35,7 @@ class ProxySettings(Collecting):
     host: str = _serving("address to listen at", "127.0.0.1")
     port: int = _serving("port to listen at", 8080)
     max_body_bytes: int = _serving("largest body of a request", 64 << 20, metavar="N")
+    allow_development: bool = _serving("pass on what vLLM's development endpoints are asked, which rule it", False)
     shutdown_seconds: float = _serving("what running answers have to end after a signal", 60.0, metavar="S")
     learn: bool = _learning("also run osd-hf learn on the store, as a process of its own", False)
     draft: str | None = _learning("where learning starts; the bundled one by default", metavar="ID|PATH")
@@ -88,7 +90,7 @@ def proxy_command(settings: ProxySettings) -> int:
     proxy = Proxy(
         [by_url[url] for url in dict.fromkeys(settings.url)], counts, keeper, share=settings.share,
         routes={domain: by_url[url] for domain, url in settings.routes().items()}, domain=settings.domain,
-        max_body_bytes=settings.max_body_bytes,
+        max_body_bytes=settings.max_body_bytes, allow_development=settings.allow_development,
     )  # fmt: skip
     app = proxy.app([metrics_route(lambda: proxy_metrics(counts.to_dict()), path=METRICS_PATH)])
     learner = Beside("osd-hf learn", settings.learner()) if settings.learn else None

@@ -43,19 +43,20 @@ def is_asking(request: Mapping[str, Any]) -> bool:
     return any(value is not None and value is not False for value in values)
 
 
-def gives_all(request: Mapping[str, Any]) -> bool:
+def gives_all(request: Mapping[str, Any], *, is_chat: bool, num_logprobs: int) -> bool:
     """Whether a client asks for all that is learned from by itself, which its answer has then."""
     names = ("logprobs", "return_token_ids", "return_tokens_as_token_ids")
-    return all(request.get(name) for name in names)
+    number = request.get("top_logprobs" if is_chat else "logprobs") or 0
+    return all(request.get(name) for name in names) and not 0 <= number < num_logprobs  # -1: the whole vocabulary
 
 
-def reason_against(request: Mapping[str, Any]) -> str | None:
+def reason_against(request: Mapping[str, Any], *, is_chat: bool, num_logprobs: int) -> str | None:
     """Why the answer to a request cannot be learned from, or not be given as it would be; `None` where it can."""
     if shaped := shaped_by(request):
         return f"its tokens were shaped by {', '.join(shaped)}, not by the target alone"
     if request.get("prompt_embeds") is not None or _has_more_than_text(request.get("messages")):
         return "its prompt is more than text"
-    if is_asking(request) and not gives_all(request):
+    if is_asking(request) and not gives_all(request, is_chat=is_chat, num_logprobs=num_logprobs):
         return "its client asks for log-probs or token ids of its own"
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import queue
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from osd_hf.engine.collect import CollectionReport
-from osd_hf.engine.completions import ResponseReader
+from osd_hf.engine.completions import WARPERS, ResponseReader
 from osd_hf.errors import DataError, StoreError, first_line
 from osd_hf.serving.events import assembled
 from osd_hf.store.store import CorrectionStore
@@ -19,11 +20,20 @@ from osd_hf.store.store import CorrectionStore
 __all__ = ["Asking", "Keeper", "ProxyCounts", "Recording"]
 
 FLUSH_SECONDS = 5.0  # without an answer, after which what was kept is written
+CLOSE_SECONDS = 1.0  # after which a thread that takes nothing is looked at again
 RETRY_SECONDS = 30.0  # between two attempts at a store that cannot be written
 FIRST_PAUSE, LONGEST_PAUSE = 60.0, 3600.0  # seconds in which an engine is not asked
 MOST_UNREADABLE = 8  # answers in a row that may be for a reason of all
 MOST_WAITING = 256  # answers
+# What the reader looks at in a request whose answer the target alone has shaped.
+READ_OF = (
+    "temperature", "max_tokens", "max_completion_tokens", "stop", "prompt", "truncate_prompt_tokens",
+    *(name for name, _, _ in WARPERS),
+)  # fmt: skip
 MOST_BYTES = 256 << 20  # of answers under way, and of those that wait
+
+UNREADABLE = "An answer cannot be collected"
+UNWRITABLE = "Answers cannot be stored now, and are dropped"
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +94,9 @@ class Asking:
         return self._clock() >= self._until
 
     def refused(self, why: str) -> None:
-        """Ask no more for a while; the first time, the log says why."""
+        """Ask no more for a while; the first time since an answer was read, the log says why."""
+        if not self.is_on:  # by another request that was under way
+            return
         self._until, self._pause = self._clock() + self._pause, min(2 * self._pause, LONGEST_PAUSE)
         if not self._has_told:
             logger.warning("Nothing is collected from %s for a while, then it is asked again: %s.", self._name, why)
@@ -94,7 +106,7 @@ class Asking:
         """Say that an answer could be read, or why it could not."""
         self._unreadable = 0 if failed is None else self._unreadable + 1
         if failed is None:
-            self._pause = FIRST_PAUSE
+            self._pause, self._has_told = FIRST_PAUSE, False
         elif self._unreadable >= MOST_UNREADABLE:
             self._unreadable = 0
             self.refused(failed)
@@ -106,23 +118,39 @@ class Recording:
 
     Args:
         keeper (`Keeper`): What it is for.
-        request (`Mapping[str, Any]`), domain (`str`, *optional*): The client's request, and its label.
-        asking (`Asking`): Told whether it can be read.
+        request (`Mapping[str, Any]`), domain (`str`, *optional*): The client's request, of which little is kept, and
+            its label.
+        asking (`Asking`, *optional*): Told whether it can be read, where more was asked for than the client did.
+        nbytes (`int`, *optional*, defaults to 0): Size of the request.
 
     Attributes:
+        is_open (`bool`): Whether it is kept, for which there must be room.
         has_ended (`bool`): Whether it is whole, and the keeper's.
     """
 
-    def __init__(self, keeper: Keeper, request: Mapping[str, Any], domain: str | None, asking: Asking) -> None:
-        self.request, self.domain, self.asking = request, domain, asking
-        self._keeper, self._pieces, self._nbytes = keeper, list[bytes](), 0
-        self._is_stream, self._is_open, self.has_ended = False, True, False
+    def __init__(
+        self,
+        keeper: Keeper,
+        request: Mapping[str, Any],
+        domain: str | None,
+        asking: Asking | None = None,
+        *,
+        nbytes: int = 0,
+    ) -> None:
+        self.request = {"model": request.get("model")} | {name: request[name] for name in READ_OF if name in request}
+        if isinstance(self.request.get("prompt"), str):
+            del self.request["prompt"]
+        self.domain, self.asking = domain, asking
+        self._keeper, self._pieces, self._nbytes = keeper, list[bytes](), nbytes
+        self._is_stream, self.has_ended, self.is_open = False, False, keeper.hold(nbytes)
+        if not self.is_open:
+            keeper.counts.drop()
 
     def add(self, piece: bytes, *, is_event: bool = False) -> None:
         """Take a piece of the answer; where all answers together are too large, this one is dropped."""
-        if self._is_open and not self._keeper.hold(len(piece)):
+        if self.is_open and not self._keeper.hold(len(piece)):
             self.drop()
-        if self._is_open:
+        if self.is_open:
             self._pieces.append(piece)
             self._nbytes += len(piece)
             self._is_stream = self._is_stream or is_event
@@ -130,20 +158,20 @@ class Recording:
     def end(self) -> None:
         """Hand over the whole answer."""
         self.has_ended = True
-        if self._is_open:
+        if self.is_open:
             self._keeper.put(self)
 
     def drop(self) -> None:
         """Forget the answer, and count it, unless it was forgotten before."""
-        if self._is_open:
+        if self.is_open:
             self._keeper.counts.drop()
         self.forget()
 
     def forget(self) -> None:
         """Give back what it holds; doing so twice does nothing."""
-        if self._is_open:
+        if self.is_open:
             self._keeper.hold(-self._nbytes)
-        self._is_open, self._pieces = False, []
+        self.is_open, self._pieces = False, []
 
     def response(self) -> Mapping[str, Any]:
         """The answer as [`ResponseReader`] takes it; raises DataError."""
@@ -161,7 +189,7 @@ class Recording:
 class Keeper:
     """
     Reads answers and appends them to a store, in a thread of its own. It raises nothing: what fails is counted, and
-    said once in the log.
+    each kind of it said once in the log, until it works again.
 
     Args:
         reader (`ResponseReader`), store (`CorrectionStore`): How answers are read, and where they go.
@@ -182,7 +210,8 @@ class Keeper:
         self._queue: queue.Queue[Recording | None] = queue.Queue(MOST_WAITING)
         self._held, self._lock = 0, threading.Lock()
         self._failed_until = -float("inf")
-        self._is_failing = self._has_told = self._is_dirty = False
+        self._is_failing = self._is_dirty = False
+        self._told = set[str]()  # kinds of failure
         self._thread = threading.Thread(target=self._run, name="osd_hf-proxy-keeper", daemon=True)
         self._thread.start()
 
@@ -208,7 +237,10 @@ class Keeper:
 
     def close(self) -> None:
         """Store what waits, and write it."""
-        self._queue.put(None)
+        while self._thread.is_alive():
+            with contextlib.suppress(queue.Full):
+                self._queue.put(None, timeout=CLOSE_SECONDS)
+                break
         self._thread.join()
 
     def _run(self) -> None:
@@ -226,7 +258,7 @@ class Keeper:
                 self._keep(recording)
             except Exception as error:  # noqa: BLE001  # a failure of ours costs nobody an answer
                 self.counts.leave_out("it cannot be read, for a reason of ours")
-                self._tell("An answer cannot be collected", error)
+                self._tell(UNREADABLE, error)
             finally:
                 recording.forget()
                 self._queue.task_done()
@@ -236,20 +268,23 @@ class Keeper:
             traces = self._reader.traces(recording.response(), recording.request, domain=recording.domain)
         except DataError as error:
             self.counts.leave_out(str(error))
-            recording.asking.was_read(failed=str(error))
+            if recording.asking is not None:
+                recording.asking.was_read(failed=str(error))
             return
-        recording.asking.was_read()
+        if recording.asking is not None:
+            recording.asking.was_read()
         if self._is_failing and not self._flush():
             recording.drop()
             return
         for trace in traces:
             self._is_dirty = True
-            self.counts.collected += 1
-            self.counts.tokens += len(trace)
             try:
                 self._store.append(trace)
             except StoreError as error:  # it has the trace, and writes it later
                 self._fail(error)
+            self.counts.collected += 1
+            self.counts.tokens += len(trace)
+        self._told.discard(UNREADABLE)
 
     def _flush(self) -> bool:
         """Write what was kept, unless that has just failed; whether nothing is left to write."""
@@ -258,17 +293,18 @@ class Keeper:
         try:
             if self._is_dirty:
                 self._store.flush()
-        except StoreError as error:
+        except Exception as error:  # noqa: BLE001  # of whatever kind, the thread lives on
             self._fail(error)
             return False
         self._is_dirty = self._is_failing = False
+        self._told.discard(UNWRITABLE)
         return True
 
-    def _fail(self, error: StoreError) -> None:
+    def _fail(self, error: Exception) -> None:
         self._is_failing, self._failed_until = True, self._clock() + RETRY_SECONDS
-        self._tell("Answers cannot be stored now, and are dropped", error)
+        self._tell(UNWRITABLE, error)
 
     def _tell(self, what: str, error: Exception) -> None:
-        if not self._has_told:
+        if what not in self._told:
             logger.warning("%s: %s. Clients are served all the same.", what, first_line(error))
-        self._has_told = True
+        self._told.add(what)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
+import posixpath
+import re
 import time
+import urllib.parse
 from collections.abc import (
-    AsyncIterable,
     AsyncIterator,
     Awaitable,
     Callable,
@@ -22,31 +23,36 @@ from typing import Any
 
 import httpx2
 
-from osd_hf.engine.completions import message_of, parse_address
-from osd_hf.errors import ConfigError, first_line
+from osd_hf.errors import ConfigError
 from osd_hf.serving.adding import READ, Shape, asking, edited, edited_event, gives_all, reason_against
+from osd_hf.serving.engines import Engine, Headers, Kind, StaleError, once, reason_of
 from osd_hf.serving.events import EventSplitter, data_span
-from osd_hf.serving.keeping import Asking, Keeper, ProxyCounts, Recording
+from osd_hf.serving.keeping import Keeper, ProxyCounts, Recording
 
-__all__ = ["METRICS_PATH", "Engine", "Proxy"]
+__all__ = ["METRICS_PATH", "Proxy"]
 
 METRICS_PATH = "/osd-hf/metrics"  # as `/metrics` is the engine's
+# What vLLM opens with VLLM_SERVER_DEV_MODE=1: whoever reaches it rules the engine.
+DEVELOPMENT = {
+    "collective_rpc", "server_info", "reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache", "sleep", "wake_up",
+    "is_sleeping", "release_kv_cache_memory", "pause", "resume", "is_paused", "abort_requests", "get_world_size",
+    "init_weight_transfer_engine", "shutdown_weight_transfer_engine", "start_weight_update", "update_weights",
+    "start_draft_weight_update", "finish_weight_update", "update_weight_version", "weight_info", "weight_checker",
+}  # fmt: skip
 DOMAIN_HEADER, COLLECT_HEADER = b"x-osd-domain", b"x-osd-collect"
+YES = (b"true", b"1", b"yes")
 MOST_DOMAIN = 64  # characters of a label
 # Headers that are about one connection; a server writes the date itself, and a body that was read has been asked for.
 OF_CONNECTION = {
     b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect",
 }  # fmt: skip
-CONNECT_SECONDS = 10.0  # an answer may take as long as the client waits
-KEEP_ALIVE_SECONDS = (
-    2.0  # less than the 5 of engines behind uvicorn, which would close a connection just as it is used
-)
-FIRST_REST, LONGEST_REST = 1.0, 30.0  # seconds in which an engine that failed is tried last
+UNWELL = (502, 503, 504)  # with which an engine, or what stands before it, says that it cannot answer
+SAFE = ("GET", "HEAD", "OPTIONS")  # methods that may be sent twice
+MOST_ANSWER = 32 << 20  # bytes of an answer that is no stream: with 64 log-probs a token some 4000 of a chat
+MOST_AT_ONCE = 256 << 10  # bytes of an answer that are edited without letting others have their turn
 REFUSED = (400, 422, 500, 501)  # with which an engine may answer what was added to a request
 
-logger = logging.getLogger(__name__)
 Message = MutableMapping[str, Any]
-Headers = list[tuple[bytes, bytes]]
 
 
 class _ClientLeftError(Exception):
@@ -59,76 +65,6 @@ class _TooLargeError(Exception):
 
 class _NoEngineError(Exception):
     """No engine has answered."""
-
-
-# --- engines --------------------------------------------------------------------------------------------------------
-
-
-class Engine:
-    """
-    An engine behind the proxy.
-
-    Args:
-        url (`str`): Such as `http://localhost:8000`, with or without `/v1`.
-        transport (`httpx2.AsyncBaseTransport`, *optional*): Sends requests to it; HTTP by default.
-        clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`): Seconds.
-
-    Raises:
-        ServerError: the URL is no address.
-        ConfigError: it holds a password, where clients' own keys are passed on.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        transport: httpx2.AsyncBaseTransport | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        address, user, password = parse_address(url)
-        self.name = str(address).rstrip("/").removesuffix("/v1")
-        if user or password:
-            raise ConfigError(f"{self.name} is given with a user; the proxy passes on the keys of its clients alone.")
-        self._url, self._clock = httpx2.URL(self.name), clock
-        self._prefix = self._url.raw_path.rstrip(b"/")
-        limits = httpx2.Limits(max_connections=None, keepalive_expiry=KEEP_ALIVE_SECONDS)
-        self._transport = transport or httpx2.AsyncHTTPTransport(limits=limits)
-        self.asking = Asking(self.name, clock)
-        self.shapes: dict[tuple[str, bool], Shape] = {}  # by path and whether the answer is a stream
-        self.busy = 0  # requests under way
-        self._rests_until, self._rest = -float("inf"), 0.0
-
-    async def send(
-        self, method: str, target: bytes, headers: Headers, content: bytes | AsyncIterable[bytes]
-    ) -> httpx2.Response:
-        """Its response, whose body is still to be read; raises `httpx2.TransportError`."""
-        timeout = {"connect": CONNECT_SECONDS, "read": None, "write": None, "pool": None}
-        request = httpx2.Request(
-            method, self._url.copy_with(raw_path=self._prefix + target), headers=headers, content=content,
-            extensions={"timeout": timeout},
-        )  # fmt: skip
-        return await self._transport.handle_async_request(request)
-
-    def failed(self, error: Exception) -> None:
-        """Try others first for a while."""
-        if not self._rest:
-            why = first_line(error) if isinstance(error, httpx2.ConnectError) else type(error).__name__
-            logger.warning("%s does not answer: %s.", self.name, why)
-        self._rest = min(max(2 * self._rest, FIRST_REST), LONGEST_REST)
-        self._rests_until = self._clock() + self._rest
-        self.shapes.clear()  # it may come back as another version
-
-    @property
-    def is_resting(self) -> bool:
-        """Whether it has failed just now."""
-        return self._clock() < self._rests_until
-
-    def answered(self) -> None:
-        """Say that it is there."""
-        self._rest, self._rests_until = 0.0, -float("inf")
-
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._transport.aclose()
 
 
 # --- one request ----------------------------------------------------------------------------------------------------
@@ -198,7 +134,7 @@ class _Exchange:
         asked (`Shape`, *optional*): How the engine writes what it is not asked for, where that was asked for.
         noted (`Shape`, *optional*): What is found out about that by an answer that nothing was asked for beside.
         recording (`Recording`, *optional*): What is kept of it.
-        kind (`tuple[str, bool]`): Its path, and whether it is asked for as a stream.
+        kind (`Kind`): Its path and model, and whether it is a stream.
         has_ended (`bool`): Whether a choice has said why it ended.
     """
 
@@ -206,7 +142,7 @@ class _Exchange:
     asked: Shape | None = None
     noted: Shape | None = None
     recording: Recording | None = None
-    kind: tuple[str, bool] = ("", False)
+    kind: Kind = ("", "", False)
     has_ended: bool = False
 
     @property
@@ -225,16 +161,23 @@ class _Exchange:
                     passed, values = edited(piece, edit)
                 choices = values.get("choices") or ()
                 self.has_ended |= any(choice.get("finish_reason") is not None for choice in choices)
-            if self.recording is not None and (span := data_span(piece) if is_event else (0, len(piece))):
-                self.recording.add(piece[slice(*span)], is_event=is_event)
         except Exception:  # noqa: BLE001  # what is no answer as we know them is passed on as it is
             self.noted = None
         return passed
 
+    def record(self, piece: bytes, *, is_event: bool) -> None:
+        """Keep what is kept of an event, or of a whole body."""
+        if self.recording is None:
+            return
+        if not is_event and len(piece) > MOST_ANSWER:
+            self.recording.drop()
+        elif span := data_span(piece) if is_event else (0, len(piece)):
+            self.recording.add(piece[slice(*span)], is_event=is_event)
+
     def end(self, engine: Engine) -> None:
         """Say that all of the answer has passed."""
         if self.noted is not None and self.has_ended:
-            engine.shapes[self.kind] = self.noted
+            engine.saw(self.kind, self.noted)
         if self.recording is not None:
             self.recording.end()
 
@@ -259,6 +202,7 @@ class Proxy:
         share (`float`, *optional*, defaults to 1.0): Share of the requests that are collected.
         domain (`str`, *optional*): Label of requests that do not say one.
         max_body_bytes (`int`, *optional*, defaults to 64 MiB): Requests with a larger body are refused.
+        allow_development (`bool`, *optional*, defaults to `False`): Pass on what is for vLLM's development endpoints.
     """
 
     def __init__(
@@ -271,9 +215,11 @@ class Proxy:
         share: float = 1.0,
         domain: str | None = None,
         max_body_bytes: int = 64 << 20,
+        allow_development: bool = False,
     ) -> None:
         self.engines, self.counts, self.keeper, self.routes = list(engines), counts, keeper, dict(routes or {})
         self.share, self.domain, self.max_body_bytes = share, domain, max_body_bytes
+        self.allow_development = allow_development
         self._credit, self._turn = 0.0, 0
 
     def app(self, routes: Iterable[Any] = ()) -> Any:
@@ -314,6 +260,9 @@ class Proxy:
             answer.result()
 
     async def _answer(self, scope: Message, body: _Body, send: Any) -> None:
+        if not self.allow_development and _is_development(scope["path"]):
+            await _refuse(send, 404, "The proxy passes this on only if it runs with --allow-development.")
+            return
         try:
             request = await self._request(scope, body)
             engine, response, exchange = await self._asked(request)
@@ -344,27 +293,27 @@ class Proxy:
         if request.method == "POST" and request.path in READ:
             request.content = await body.whole()
             began = time.perf_counter()
-            request.parsed = self._parsed(request.content, headers)
+            request.parsed = self._parsed(request, [v for n, v in scope["headers"] if n == COLLECT_HEADER])
             self.counts.seconds_added += time.perf_counter() - began
-        elif b"content-length" in headers:  # of a body that is not held here
+        elif b"content-length" in headers and b"transfer-encoding" not in headers:  # of a body that is not held here
             request.headers.append((b"content-length", size))
         elif b"transfer-encoding" not in headers:
             request.content = await body.whole()
         return request
 
-    def _parsed(self, content: bytes, headers: Mapping[bytes, bytes]) -> Mapping[str, Any] | None:
-        """The request, where its answer is to be collected."""
-        if self.keeper is None:
+    def _parsed(self, request: _Request, wanted: Sequence[bytes]) -> Mapping[str, Any] | None:
+        """The request, where its answer is to be collected; `wanted` is what its headers say of that."""
+        if self.keeper is None or isinstance(request.content, _Body):
             return None
-        if headers.get(COLLECT_HEADER, b"").lower() in (b"false", b"0", b"no"):
+        if any(value.strip().lower() not in YES for value in wanted):  # all that is no clear yes
             self.counts.leave_out("its client does not want it collected")
             return None
         self._credit = min(self._credit + self.share, 1.0)
         if self._credit < 1 or not self.keeper.is_taking:
             return None
         try:
-            parsed = json.loads(content.decode())
-            reason = reason_against(parsed)
+            parsed = json.loads(request.content.decode())
+            reason = reason_against(parsed, is_chat=READ[request.path], num_logprobs=self.keeper.num_logprobs)
         except Exception:  # noqa: BLE001  # what it says is for the engine to judge
             return None
         if reason is not None:
@@ -387,18 +336,24 @@ class Proxy:
             except httpx2.TransportError as error:
                 engine.busy -= 1
                 self.counts.engine_errors += 1
-                engine.failed(error)
+                engine.failed(reason_of(error))
                 is_unsent = isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout)
                 has_gone = isinstance(request.content, _Body) and request.content.has_begun
-                if has_gone or (was_sent and not is_unsent):
+                is_stale = isinstance(error, StaleError) and (request.method in SAFE or request.path in READ)
+                if has_gone or not (is_unsent or (is_stale and not was_sent)):
                     break
                 was_sent = was_sent or not is_unsent
             except BaseException:
                 engine.busy -= 1
                 raise
             else:
-                engine.answered()
+                if response.status_code in UNWELL:
+                    engine.failed(f"status {response.status_code}")
+                else:
+                    engine.answered()
                 self.counts.engine_errors += response.status_code >= 500
+                request.content = exchange.content = b""  # which are sent, and no longer counted
+                request.parsed = None
                 return engine, response, exchange
         raise _NoEngineError
 
@@ -414,7 +369,11 @@ class Proxy:
         headers = request.headers
         if exchange.is_read:  # in words that can be read
             headers = [(n, v) for n, v in headers if n != b"accept-encoding"] + [(b"accept-encoding", b"identity")]
-        response = await engine.send(request.method, request.target, headers, exchange.content)
+        try:
+            response = await engine.send(request.method, request.target, headers, exchange.content)
+        except BaseException:
+            exchange.close()
+            raise
         if exchange.asked is None or response.status_code not in REFUSED:
             return response, exchange
         exchange.close()
@@ -423,7 +382,7 @@ class Proxy:
         self.counts.retries += 1
         if again.status_code < 400:
             assert self.keeper is not None
-            why = f"it refuses what was asked for beside requests ({message_of(response)[:200]}); let it give"
+            why = f"it refuses what was asked for beside requests ({_said(response)}); let it give"
             engine.asking.refused(f"{why} {self.keeper.num_logprobs} log-probs (vLLM: --max-logprobs), or keep fewer")
         return again, _Exchange(request.content)
 
@@ -431,19 +390,22 @@ class Proxy:
         exchange = _Exchange(request.content)
         if request.parsed is None or self.keeper is None or isinstance(request.content, _Body):
             return exchange
-        if not gives_all(request.parsed):
-            exchange.kind = (request.path, bool(request.parsed.get("stream")))
-            shape = engine.shapes.get(exchange.kind)
+        parsed, shape = request.parsed, None
+        how: dict[str, Any] = {"is_chat": READ[request.path], "num_logprobs": self.keeper.num_logprobs}
+        if not gives_all(parsed, **how):
+            exchange.kind = (request.path, str(parsed.get("model"))[:200], bool(parsed.get("stream")))
+            shape = engine.shape(exchange.kind)
             if shape is None:  # the first answer of a kind is passed on as it is, to see what it looks like
                 exchange.noted = Shape()
                 return exchange
             if not engine.asking.is_on:
                 return exchange
-            exchange.asked = shape
-            exchange.content = asking(
-                request.content, request.parsed, is_chat=READ[request.path], num_logprobs=self.keeper.num_logprobs
-            )
-        exchange.recording = Recording(self.keeper, request.parsed, request.domain, engine.asking)
+        asked = None if shape is None else engine.asking
+        recording = Recording(self.keeper, parsed, request.domain, asked, nbytes=len(request.content))
+        if recording.is_open:
+            exchange.recording, exchange.asked = recording, shape
+            if shape is not None:
+                exchange.content = asking(request.content, parsed, **how)
         return exchange
 
     async def _pass_on(self, engine: Engine, response: httpx2.Response, exchange: _Exchange, send: Any) -> None:
@@ -453,14 +415,14 @@ class Proxy:
         try:
             if not is_read:
                 pieces: AsyncIterator[bytes] = response.aiter_raw()
-            elif "text/event-stream" in response.headers.get("content-type", ""):
-                headers = [(n, v) for n, v in headers if n not in (b"content-length", b"content-encoding")]
+            elif self._is_stream(engine, response, exchange):
+                headers = [(n, v) for n, v in headers if n.lower() not in (b"content-length", b"content-encoding")]
                 pieces = self._events(response, exchange)
             else:
-                text = self._passed(exchange, [await response.aread()], is_event=False)
-                headers = [(n, str(len(text)).encode() if n == b"content-length" else v)
-                           for n, v in headers if n != b"content-encoding"]  # fmt: skip
-                pieces = _once(text)
+                text = await self._whole(exchange, await response.aread())
+                headers = [(n, str(len(text)).encode() if n.lower() == b"content-length" else v)
+                           for n, v in headers if n.lower() != b"content-encoding"]  # fmt: skip
+                pieces = once(text)
             is_begun = True
             await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
             async for piece in pieces:
@@ -468,7 +430,7 @@ class Proxy:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         except httpx2.TransportError as error:
             self.counts.engine_errors += 1
-            engine.failed(error)
+            engine.failed(reason_of(error))
             if is_begun:  # the server breaks the connection off, as the engine did
                 return
             raise _NoEngineError from error
@@ -476,11 +438,29 @@ class Proxy:
             exchange.end(engine)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    def _is_stream(self, engine: Engine, response: httpx2.Response, exchange: _Exchange) -> bool:
+        """Whether an answer is a stream, and so of another kind than it was asked for as, maybe."""
+        is_stream = "text/event-stream" in response.headers.get("content-type", "").lower()
+        exchange.kind = (*exchange.kind[:2], is_stream)
+        if exchange.asked is not None:
+            exchange.asked = engine.shapes.get(exchange.kind, (exchange.asked,))[0]
+        return is_stream
+
+    async def _whole(self, exchange: _Exchange, body: bytes) -> bytes:
+        exchange.record(body, is_event=False)
+        if len(body) <= MOST_AT_ONCE:
+            return self._passed(exchange, [body], is_event=False)
+        return await asyncio.to_thread(self._passed, exchange, [body], is_event=False)
+
     async def _events(self, response: httpx2.Response, exchange: _Exchange) -> AsyncIterator[bytes]:
         splitter = EventSplitter()
         async for piece in response.aiter_bytes():
-            if passed := self._passed(exchange, splitter.feed(piece), is_event=True):
+            events = splitter.feed(piece)
+            for event in events:
+                exchange.record(event, is_event=True)
+            if passed := self._passed(exchange, events, is_event=True):
                 yield passed
+        exchange.record(splitter.rest, is_event=True)
         if passed := self._passed(exchange, [splitter.rest], is_event=True):
             yield passed
 
@@ -491,6 +471,14 @@ class Proxy:
         return passed
 
 
+def _is_development(path: str) -> bool:
+    """Whether a path, below whatever prefix and however it is written, is that of a development endpoint."""
+    for _ in range(3):  # an engine unquotes once; so may what stands before it
+        path = urllib.parse.unquote(path)
+    path = posixpath.normpath(re.split("[?#;]", path.replace("\\", "/"))[0])
+    return posixpath.basename(path).strip().lower() in DEVELOPMENT
+
+
 def _end_to_end(headers: Iterable[tuple[bytes, bytes]], *, but: Sequence[bytes]) -> Headers:
     """Headers that are passed on: those about one connection are not, nor some others."""
     given = [(name.lower(), name, value) for name, value in headers]
@@ -498,8 +486,12 @@ def _end_to_end(headers: Iterable[tuple[bytes, bytes]], *, but: Sequence[bytes])
     return [(name, value) for lower, name, value in given if lower not in OF_CONNECTION | named | {*but}]
 
 
-async def _once(text: bytes) -> AsyncIterator[bytes]:
-    yield text
+def _said(response: httpx2.Response) -> str:
+    """The beginning of what an engine says of an error; the rest may be the client's own text."""
+    try:
+        return " ".join(str(response.json()["error"]["message"]).split())[:60]
+    except (ValueError, LookupError, TypeError):
+        return f"status {response.status_code}"
 
 
 async def _refuse(send: Any, status: int, message: str) -> None:
