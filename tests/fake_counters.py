@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from http.server import ThreadingHTTPServer
 from typing import Any
 
 import torch
-from fake_engine import FakeEngine, completion, handler_of
+from fake_engine import FakeEngine, completion, handler_of, listening
 
 ROUND_SECONDS = 0.01
 POSITION = 'accepted_tokens_per_pos_total{{engine="0",position="{}"}}'
@@ -127,14 +125,5 @@ def counting_engine(model: Any, draft: Any = None, k: int = 3) -> Iterator[Count
             engine.count(body)
             self.give(json.dumps(given).encode())
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    engine.address = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    try:
+    with listening(Handler) as engine.address:
         yield engine
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -180,17 +180,23 @@ def handler_of(engine: FakeEngine) -> type[BaseHTTPRequestHandler]:
 
 
 @contextmanager
-def fake_engine(model: Any) -> Iterator[FakeEngine]:
-    """An engine that serves a model on a port of this machine."""
-    engine = FakeEngine(model)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler_of(engine))
+def listening(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """A server on a port of this machine, in a thread; yields its address."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
-    engine.address = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:
-        yield engine
+        yield f"http://127.0.0.1:{server.server_port}"
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def fake_engine(model: Any) -> Iterator[FakeEngine]:
+    """An engine that serves a model on a port of this machine."""
+    engine = FakeEngine(model)
+    with listening(handler_of(engine)) as engine.address:
+        yield engine
