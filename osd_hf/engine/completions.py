@@ -5,8 +5,10 @@ from __future__ import annotations
 import ipaddress
 import math
 import os
+import re
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +21,7 @@ from osd_hf.trace import Trace, ids_dtype
 
 __all__ = [
     "CompletionClient", "RequestRefusedError", "ResponseReader", "environment_key", "message_of", "parse_address",
-    "shaped_by", "unwrapped",
+    "shaped_by", "unwrapped", "vllm_counters",
 ]  # fmt: skip
 
 CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 600.0
@@ -53,6 +55,22 @@ WARPERS = (
     ("top_p", "TopPLogitsWarper", (1,)),
     ("min_p", "MinPLogitsWarper", (0,)),
 )
+
+
+# A line of vLLM's `/metrics`.
+_VALUE = r"[-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|Inf|NaN)"
+_SAMPLE = re.compile(rf"vllm:(?P<name>\w+?)(?:_total)?(?:\{{(?P<labels>.*)\}})?\s+(?P<value>{_VALUE})(?:\s+\d+)?")
+_POSITION = re.compile(r'(?:^|,)position="(\d+)"')
+
+
+def vllm_counters(metrics: str) -> defaultdict[str, float]:
+    """What vLLM counts in the text of its `/metrics`, over all of its engines and models: by name, without the prefix
+    `vllm:` and the suffix `_total`, and with `@place` after it where places in a round are counted; 0 otherwise."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for line in filter(None, map(_SAMPLE.fullmatch, metrics.splitlines())):
+        place = _POSITION.search(line["labels"] or "")
+        found[line["name"] + (f"@{place[1]}" if place else "")] += float(line["value"])
+    return found
 
 
 # --- asking ---------------------------------------------------------------------------------------------------------
@@ -136,7 +154,7 @@ class CompletionClient:
         return names[0]
 
     def most_tokens(self) -> int | None:
-        """Of a prompt and its answer together, where the server says so, as vLLM does."""
+        """The most tokens of a prompt and its answer together, where the server says so, as vLLM does."""
         found = self._models().get(self.model, {}).get("max_model_len")
         return found if type(found) is int else None
 

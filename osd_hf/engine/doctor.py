@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -15,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from osd_hf.engine.completions import CompletionClient, RequestRefusedError, ResponseReader
+from osd_hf.engine.completions import CompletionClient, RequestRefusedError, ResponseReader, vllm_counters
 from osd_hf.errors import ConfigError, ServerError
 from osd_hf.metrics import best_k, expected_block_efficiency, expected_speedup, student
 from osd_hf.pair import eos_ids
@@ -38,8 +36,6 @@ PARTED = 0.1  # of the answers that may part from the target's beyond ties
 PAYS = 0.95  # of the speed of the target alone: what is closer to it than this is not said to lose
 SETTLE_SECONDS, PAUSE = 5.0, 0.05  # for counters that follow the answers
 
-_SAMPLE = re.compile(r"vllm:(?P<name>\w+?)(?:_total)?(?:\{(?P<labels>.*)\})? (?P<value>[^ ]+)(?: \d+)?")
-_POSITION = re.compile(r'(?:^|,)position="(\d+)"')
 _PER_POSITION = "spec_decode_num_accepted_tokens_per_pos@"
 _NAMES = (
     "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "generation_tokens",
@@ -67,10 +63,7 @@ class Counts:
     @classmethod
     def read(cls, text: str) -> Counts:
         """From the text of `/metrics`; raises ServerError where it is not vLLM's."""
-        found: dict[str, float] = defaultdict(float)
-        for line in filter(None, map(_SAMPLE.fullmatch, text.splitlines())):
-            place = _POSITION.search(line["labels"] or "")
-            found[line["name"] + (f"@{place[1]}" if place else "")] += float(line["value"])
+        found = vllm_counters(text)
         if "generation_tokens" not in found:
             raise ServerError("Its /metrics are not vLLM's: name the engine itself, not what stands before it.")
         k = sum(name.startswith(_PER_POSITION) for name in found)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import httpx2
 
-from osd_hf.engine.completions import parse_address
+from osd_hf.engine.completions import parse_address, vllm_counters
 from osd_hf.engine.versions import Published
 from osd_hf.errors import ConfigError, ServerError, first_line, shown_address
 
@@ -40,7 +40,6 @@ EXTENSION = (
 )
 PAUSE_SECONDS = 1.0  # between two attempts at an engine that is not ready
 WAY = re.compile(r"(?:([^=]+?):)?(reload|restart|webhook)=(\S+)(?:\s+(\S.*))?", re.DOTALL)
-SAMPLE = re.compile(r"^vllm:(\w+?)(?:_total)?(?:\{(.*)\})?\s+(\S+)$", re.MULTILINE)
 DRAFTS, ACCEPTED = "spec_decode_num_drafts", "spec_decode_num_accepted_tokens"
 BY_POSITION, REQUESTS = f"{ACCEPTED}_per_pos", "request_success"
 
@@ -73,20 +72,14 @@ def read_counts(metrics: str) -> Counts | None:
     A draft examines its first token, and each one after an accepted one: as many as there were drafts, and tokens
     accepted at all positions but the last.
     """
-    totals: dict[str, float] = {}
-    positions: dict[int, float] = {}
-    for name, labels, value in SAMPLE.findall(metrics):
-        if name == BY_POSITION:
-            at = re.search(r'position="(\d+)"', labels)
-            position = int(at[1]) if at is not None else 0
-            positions[position] = positions.get(position, 0.0) + float(value)
-        elif name in (DRAFTS, ACCEPTED, REQUESTS):
-            totals[name] = totals.get(name, 0.0) + float(value)
-    if DRAFTS not in totals or not positions:
+    found = vllm_counters(metrics)
+    names = {name: name.partition("@") for name in found}
+    positions = {int(at or 0): found[name] for name, (of, _, at) in names.items() if of == BY_POSITION}
+    if DRAFTS not in found or not positions:
         return None
     last = max(positions)
-    examined = totals[DRAFTS] + sum(count for position, count in positions.items() if position != last)
-    return Counts(totals.get(REQUESTS, 0.0), examined, totals.get(ACCEPTED, 0.0))
+    examined = found[DRAFTS] + sum(count for position, count in positions.items() if position != last)
+    return Counts(found.get(REQUESTS, 0.0), examined, found.get(ACCEPTED, 0.0))
 
 
 # --- an engine ------------------------------------------------------------------------------------------------------
