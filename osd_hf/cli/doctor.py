@@ -163,7 +163,7 @@ def _examined(settings: DoctorSettings, key: str | None) -> Iterator[Finding]:
 
 
 def _name(draft: str) -> str:
-    """Of a draft in a sentence: that of the version which a link points to."""
+    """What a sentence calls a draft: the name of the version that a link points to."""
     return Path(draft).resolve().name if Path(draft).exists() else draft
 
 

@@ -399,7 +399,7 @@ class BatchDraft:
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
     def settle(self, row: int, length: int, accepted: int) -> None:
-        """Of the candidates behind so many tokens of a row, so many were accepted."""
+        """So many of the candidates after so many tokens of a row were accepted."""
         self._read[row] = min(self._read[row], length + accepted)
 
     def leave(self, row: int) -> None:

@@ -138,7 +138,7 @@ class StoreLearner:
         self._version = target_version  # that is learned from
         self._seen: dict[str, float] = {}  # versions, and when the newest request of each ended
         self._unpublished: dict[str | None, GateDecision] = {}
-        # Of versions that engines may be taken back to: the learner's number and weights, by domain and number.
+        # The learner's number and weights of versions that engines may be taken back to, by domain and number.
         self._served: dict[tuple[str | None, int], tuple[int, Snapshot]] = {}
         self._unstarted: list[str | None] = []  # whose draft as it was is to be published
         self._unpushed: Path | None = None
@@ -163,7 +163,7 @@ class StoreLearner:
 
     @property
     def tokens(self) -> int:
-        """Of their answers."""
+        """Tokens of the answers to these requests."""
         return sum(tokens for _, tokens in self._counts.values())
 
     @property

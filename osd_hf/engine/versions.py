@@ -117,7 +117,7 @@ class VersionFolder:
         for entry in sorted(self.path.iterdir()):
             if not UNFINISHED.fullmatch(entry.name):
                 continue
-            # Of a publisher that was killed: before the version had its name, or before the pointer followed.
+            # A publisher was killed before the version had its name, or before the pointer followed.
             if entry.name.startswith(f".{LATEST}") and (entry / FACTS).is_file() and not (entry / REJECTED).exists():
                 with contextlib.suppress(OSError):
                     os.replace(entry, pointer)
