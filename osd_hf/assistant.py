@@ -50,6 +50,7 @@ from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace
 from osd_hf.upkeep import Upkeep
 from osd_hf.utils.figures import svg
+from osd_hf.utils.kernels import unpack
 
 __all__ = ["OnlineAssistant"]
 
@@ -576,7 +577,10 @@ class OnlineAssistant:
             LearnerError: once all that is done, where [`~OnlineAssistant.learning_error`] stands, or a part of it
                 failed; the cause is chained.
         """
-        self._upkeep.close(self.store)
+        try:
+            self._upkeep.close(self.store)
+        finally:
+            unpack(unwrap(self.target))
 
     def __enter__(self) -> OnlineAssistant:
         return self

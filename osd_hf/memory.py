@@ -25,6 +25,7 @@ from osd_hf.learning.weights import adapted
 from osd_hf.metrics import MOST_REQUESTS, expected_block_efficiency
 from osd_hf.pair import unwrap, vocab_size_of
 from osd_hf.replay import CHUNK_LOGITS, MAX_LOGITS
+from osd_hf.utils.kernels import packed_bytes
 
 __all__ = ["DEVICES", "Device", "MemoryPlan", "Part", "memory_plan"]
 
@@ -158,8 +159,10 @@ def memory_plan(
     static = (
         sum(static_sizes(prompt_tokens, prompt_tokens + new_tokens)) - prompt_tokens if is_compiled else new_tokens
     )
+    packed = packed_bytes(large) + packed_bytes(small) if device_type == "cpu" else 0
     parts = [
         Part("target: weights", target_bytes),
+        Part("target and draft: packed weights", packed),
         Part("target: cache", cache_bytes(target, prompt_tokens, new_tokens, sizes[0])),
         Part("draft: cache", cache_bytes(draft, prompt_tokens, static, sizes[1])),
         *_of_weights(small, learner, config, is_whole=peft_config is None, is_compiled=is_compiled, drafts=drafts),

@@ -1,11 +1,13 @@
 """Products by oneDNN and attention without copies: the same numbers, and models that are afterwards as they were."""
 
 import copy
+import gc
 import itertools
 import os
 import pickle
 import threading
 import warnings
+from types import SimpleNamespace
 
 import models
 import numpy as np
@@ -266,3 +268,130 @@ def test_a_mask_for_all_tokens_at_once_is_transformers_own():
     with fast_kernels(torch.nn.Linear(2, 2)), torch.inference_mode():
         ours, _ = kernels._folded(module, query, key, key, mask)
         assert torch.equal(ours, kernels._SDPA(module, query, key, key, mask)[0])
+
+
+# --- packed weights -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def used(monkeypatch):
+    """Whether the weight of each product without gradients was packed."""
+    seen, own = [], kernels._onednn
+
+    def noted(states, weight, bias=None):
+        seen.append(weight.layout != torch.strided)
+        return own(states, weight, bias)
+
+    monkeypatch.setattr(kernels, "_onednn", noted)
+    return seen
+
+
+def asked(layer, states):
+    """A product of a layer while it serves a request."""
+    with torch.inference_mode(), fast_kernels(layer, is_request=True):
+        return layer(states)
+
+
+def test_weights_that_stand_still_are_packed_for_the_second_request(used):
+    layer, states = torch.nn.Linear(24, 16), torch.randn(2, 5, 24)
+    products = [asked(layer, states) for _ in range(3)]
+    assert used == [False, True, True]
+    assert torch.equal(products[0], products[1])
+    assert torch.equal(products[0], products[2])
+    with fast_kernels(layer), torch.inference_mode():
+        layer(states)
+    assert used[3:] == [True]
+    layer(states)
+    assert len(used) == 4
+
+
+CHANGES = {
+    "step": lambda layer: torch.optim.SGD(layer.parameters(), lr=1.0).step(),
+    "dense": lambda layer: layer.weight.data.add_(1.0),
+    "row": lambda layer: layer.weight.data[7].zero_(),
+    "storage": lambda layer: setattr(layer.weight, "data", layer.weight.data + 1.0),
+    "parameter": lambda layer: setattr(layer, "weight", torch.nn.Parameter(layer.weight.detach() + 1.0)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_was_packed_is_never_older_than_the_weights(change, used):
+    layer, states = torch.nn.Linear(24, 16), torch.randn(2, 24)
+    layer.weight.grad = torch.ones_like(layer.weight)
+    for _ in range(2):
+        asked(layer, states)
+    with torch.no_grad():
+        CHANGES[change](layer)
+    now = copy.deepcopy(layer)
+    for _ in range(3):
+        torch.testing.assert_close(asked(layer, states), linear(states, now.weight, now.bias).detach())
+    assert used == [False, True, False, True, True]
+
+
+def test_a_weight_that_is_written_to_in_a_request(used):
+    layer, states = torch.nn.Linear(24, 16), torch.randn(2, 24)
+    asked(layer, states)
+    with torch.inference_mode(), fast_kernels(layer, is_request=True):
+        layer.weight.mul_(2.0)
+        torch.testing.assert_close(layer(states), linear(states, layer.weight, layer.bias))
+    assert not any(used)
+
+
+def test_weights_that_are_trained_between_requests_are_never_packed(used):
+    layer = torch.nn.Linear(24, 16)
+    for _ in range(4):
+        asked(layer, torch.randn(2, 24))
+        with torch.no_grad():
+            layer.weight.add_(1.0)
+    assert used == [False] * 4
+
+
+def test_weights_are_packed_where_there_is_memory(used, monkeypatch):
+    layer, states, size = torch.nn.Linear(24, 16), torch.randn(2, 24), 24 * 16 * 4
+    memory = SimpleNamespace(available=size / kernels.MOST_PACKED - 1)
+    monkeypatch.setattr(kernels.psutil, "virtual_memory", lambda: memory)
+    for _ in range(3):
+        asked(layer, states)
+    assert not any(used)
+    assert kernels.packed_bytes(layer) == 0
+    memory.available += 1
+    asked(layer, states)
+    assert used[3:] == [True]
+    assert kernels.packed_bytes(torch.nn.Sequential(layer.to("meta"))) == size
+
+
+def test_packed_weights_go_with_the_model_and_when_told():
+    gc.collect()
+    before = len(kernels._packs)
+    layer, other = torch.nn.Linear(24, 16), torch.nn.Linear(24, 16)
+    for _ in range(2):
+        asked(layer, torch.randn(2, 24))
+        asked(other, torch.randn(2, 24))
+    assert len(kernels._packs) == before + 2
+    kernels.unpack(other)
+    assert len(kernels._packs) == before + 1
+    del layer
+    gc.collect()
+    assert len(kernels._packs) == before
+
+
+def test_a_compiled_forward_computes_with_packed_weights(used):
+    layer, states = torch.nn.Linear(24, 16), torch.randn(2, 24)
+    forward = torch.compile(lambda states: layer(states), backend="aot_eager", fullgraph=True)
+    for _ in range(3):
+        with torch.inference_mode(), fast_kernels(layer, is_request=True):
+            product = forward(states)
+    torch.testing.assert_close(product, layer(states))
+    assert used == [False, True, True]
+
+
+def test_an_assistant_serves_with_packed_weights_until_it_is_closed(used):
+    target, draft = models.build("llama"), models.build("llama", num_hidden_layers=1)
+    ids, before = torch.randint(3, models.VOCAB, (1, 9)), len(kernels._packs)
+    alone = target.generate(ids, max_new_tokens=12, do_sample=False)
+    with OnlineAssistant(target, draft, config=OnlineConfig(update_strategy="manual")) as assistant:
+        for _ in range(2):
+            assert torch.equal(assistant.generate(ids, max_new_tokens=12, do_sample=False), alone)
+        assert any(used)
+        assert len(kernels._packs) > before
+    assert not any(kernels._packs.get(id(p)) for p in target.parameters())

@@ -532,8 +532,9 @@ class _Way:
             self.assistant.reset_stats()
             output = self.assistant.generate(ids, domain=request.dataset, learn=False, on_trace=on_trace, **kwargs)
         else:
-            kernels = fast_kernels(self.model) if self.system.kind == "kernels" else contextlib.nullcontext()
-            with kernels, self.model.register_forward_pre_hook(notes.note_input, with_kwargs=True):
+            ours = [self.model] if self.system.kind == "kernels" else []
+            hook = self.model.register_forward_pre_hook(notes.note_input, with_kwargs=True)
+            with fast_kernels(*ours, is_request=True), hook:
                 output = self.target.generate(ids, **kwargs)
         return list(output[0, len(request.ids) :].tolist())  # waits for the device
 

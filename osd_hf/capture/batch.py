@@ -96,7 +96,7 @@ class BatchRequest(Decoding):
             self.pace = BatchPace(self.draftings[0], first.domain, do_sample=do_sample, may_repeat=may_repeat)
             drafts = {id(request.drafting): request.drafting.draft for request in self.requests if request.drafting}
             if drafts:
-                stack.enter_context(fast_kernels(self.model, *drafts.values()))
+                stack.enter_context(fast_kernels(self.model, *drafts.values(), is_request=True))
             yield
 
     def decode(self) -> Any:

@@ -319,7 +319,7 @@ class Request(Decoding):
                 may_repeat = all(map(bears_any_token, self.kwargs["logits_processor"]))
                 do_sample = bool(self.config.do_sample)
                 self.pace = self.drafting.pace(self.domain, do_sample=do_sample, may_repeat=may_repeat)
-                stack.enter_context(fast_kernels(self.model, self.drafting.draft))
+                stack.enter_context(fast_kernels(self.model, self.drafting.draft, is_request=True))
             compiled = next((b.compiled for b in reversed(self.bindings) if b.compiled is not None), None)
             if compiled is not None:
                 self.verification = compiled.verification(

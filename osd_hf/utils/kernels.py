@@ -10,17 +10,22 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
+import psutil
 import torch
 from torch.autograd.function import once_differentiable
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-__all__ = ["fast_kernels", "is_linear", "linear_of", "onednn_is_faster", "with_fast_products"]
+__all__ = [
+    "fast_kernels", "is_linear", "linear_of", "onednn_is_faster", "packed_bytes", "unpack", "with_fast_products",
+]  # fmt: skip
 
 LEAST_WEIGHTS = 1 << 17  # of a layer; below, calling the other kernel takes longer than it saves
 FASTER = 1.2  # that oneDNN has to be
 WIDTH, TOKENS, LAYERS, REPEATS = 1024, 4, 8, 2  # of the products that are timed, 32 MiB: weights are never in a cache
+PACKED_FOR = 4  # tokens; the order of a packed weight suits others as well
+MOST_PACKED = 0.25  # of the memory that is available
 MOST_FOLDED = 64  # tokens whose attention reads keys and values where they are, once for all heads that share them
 
 _SDPA = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -57,10 +62,16 @@ def _onednn(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return product
 
 
+def _served(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """A product without gradients, with the weight as it was packed, if it was and has not been written to."""
+    known = _packs.get(id(weight))
+    return _onednn(states, weight if known is None or not known.is_of(weight) else known.packed, bias)
+
+
 # The compiler has oneDNN's product for constant weights alone; it takes one by another name as it is.
 _library = torch.library.Library("osd_hf", "DEF")  # type: ignore[no-untyped-call]
 _library.define("linear(Tensor states, Tensor weight, Tensor? bias) -> Tensor")  # type: ignore[no-untyped-call]
-_library.impl("linear", _onednn, "CPU")  # type: ignore[no-untyped-call]
+_library.impl("linear", _served, "CPU")  # type: ignore[no-untyped-call]
 _library.impl("linear", lambda x, weight, bias: x.new_empty(*x.shape[:-1], len(weight)), "Meta")  # type: ignore[no-untyped-call]
 
 
@@ -125,7 +136,7 @@ def _linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     if torch.compiler.is_compiling():
         compiled: torch.Tensor = torch.ops.osd_hf.linear.default(states, weight, bias)
         return compiled
-    return _onednn(states, weight, bias)
+    return _served(states, weight, bias)
 
 
 class _Linear(torch.nn.Linear):
@@ -171,6 +182,97 @@ def _exchange(layers: list[torch.nn.Linear], kind: type[torch.nn.Linear]) -> Non
         layer.__class__ = kind
 
 
+# --- packed weights -------------------------------------------------------------------------------------------------
+#
+# With a weight in the order that oneDNN computes in, a product of several rows takes as long as one of a single row: a
+# round of drafting is hardly longer than a token. Packing takes as long as some ten products, and a copy takes the
+# memory of the weight; the numbers are the same to the last bit.
+
+
+class _Pack:
+    """A weight in the order of oneDNN's kernels, and by what it is known that the weight is still the same."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = ref(weight, functools.partial(_forget, id(weight)))
+        self._version, self._address = weight._version, weight.data_ptr()
+        rows, columns = weight.shape
+        # A value of each row: what writes past torch's own count of changes writes rows, at the least.
+        places = torch.arange(rows)
+        self._places = places * columns + places * 31 % columns
+        self._values = self._sampled(weight)
+        self.packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight.default(weight.detach(), PACKED_FOR)
+
+    def _sampled(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.detach().view(-1)[self._places]
+
+    def is_of(self, weight: torch.Tensor) -> bool:
+        """Whether it is the weight's, and nobody has written to that by torch's own count."""
+        return (
+            self._weight() is weight and self._version == weight._version and self._address == weight.data_ptr()
+        )  # fmt: skip
+
+    def is_same(self, weight: torch.Tensor) -> bool:
+        """Whether the weight has still its values, as far as a look at each row tells."""
+        return self.is_of(weight) and torch.equal(self._sampled(weight), self._values)
+
+
+_packs: dict[int, _Pack] = {}  # by the `id` of the weight
+_stood: WeakKeyDictionary[Any, list[tuple[int, int, int]]] = (
+    WeakKeyDictionary()
+)  # a model's weights at the last request
+
+
+def _forget(key: int, _: object = None) -> None:
+    _packs.pop(key, None)
+
+
+def _packable(layers: list[torch.nn.Linear]) -> list[torch.Tensor]:
+    weights = {id(layer.weight): layer.weight for layer in layers}
+    return [weight for weight in weights.values() if weight.is_contiguous() and not weight.is_inference()]
+
+
+@torch.no_grad()
+def _pack(model: Any, layers: list[torch.nn.Linear]) -> None:
+    """Pack the weights of a model that are the same as at its last request, as far as there is memory, and let go of
+    what is no longer so. One that is trained between requests is never packed."""
+    weights = _packable(layers)
+    now = [(id(weight), weight._version, weight.data_ptr()) for weight in weights]
+    before, _stood[model] = _stood.get(model), now
+    for weight in weights:
+        known = _packs.get(id(weight))
+        if known is not None and not known.is_same(weight):
+            _forget(id(weight))
+            before = None
+    missing = [weight for weight in weights if id(weight) not in _packs]
+    if missing and before == now:
+        if sum(weight.nbytes for weight in missing) > MOST_PACKED * psutil.virtual_memory().available:
+            return
+        for weight in missing:
+            _packs[id(weight)] = _Pack(weight)
+
+
+def packed_bytes(model: Any) -> int:
+    """Bytes that the packed weights of a model on a CPU take where it serves requests and there is memory for them;
+    the model may be without weights, on the meta device."""
+    if not onednn_is_faster():
+        return 0
+    weights = {
+        id(m.weight): m.weight.nbytes
+        for m in model.modules()
+        if is_linear(m) and m.weight.dtype == torch.float32 and m.weight.numel() >= LEAST_WEIGHTS
+    }
+    size = sum(weights.values())
+    return size if size <= MOST_PACKED * psutil.virtual_memory().available else 0
+
+
+def unpack(model: Any) -> None:
+    """Let go of the packed weights of a model; they are packed again where it serves requests."""
+    with _lock:
+        _stood.pop(model, None)
+        for layer in _layers(model):
+            _forget(id(layer.weight))
+
+
 # --- attention ------------------------------------------------------------------------------------------------------
 
 
@@ -213,9 +315,10 @@ def _folded(
 
 
 @contextlib.contextmanager
-def fast_kernels(*models: Any) -> Iterator[None]:
+def fast_kernels(*models: Any, is_request: bool = False) -> Iterator[None]:
     """Let forwards of models on CPUs, inside the block and in this thread, compute by the kernels that are fastest.
-    The models are as they were afterwards; other threads that use them meanwhile share the products."""
+    The models are as they were afterwards; other threads that use them meanwhile share the products. From the second
+    request (`is_request`) with the same weights on these are packed, as long as they are the same."""
     found = [model for model in models if _is_on_cpu(model)]
     if not found:
         yield
@@ -227,10 +330,13 @@ def fast_kernels(*models: Any) -> Iterator[None]:
     try:
         if onednn_is_faster():
             with _lock:
-                layers += {layer: None for model in found for layer in _layers(model)}
+                by_model = {model: _layers(model) for model in found}
+                layers += {layer: None for theirs in by_model.values() for layer in theirs}
                 for layer in layers:
                     _used[layer] = _used.get(layer, 0) + 1
                 _exchange(layers, _Linear)
+                for model, theirs in by_model.items() if is_request else ():
+                    _pack(model, theirs)
         yield
     finally:
         _this.blocks = [block for block in getattr(_this, "blocks", ()) if block is not layers]
