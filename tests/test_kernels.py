@@ -328,6 +328,16 @@ def test_what_was_packed_is_never_older_than_the_weights(change, used):
     assert used == [False, True, False, True, True]
 
 
+def test_nor_is_it_where_nothing_is_requested(used):
+    layer, states = torch.nn.Linear(24, 16), torch.randn(2, 24)
+    for _ in range(2):
+        asked(layer, states)
+    layer.weight.data.mul_(2.0)
+    with torch.inference_mode(), fast_kernels(layer):
+        torch.testing.assert_close(layer(states), linear(states, layer.weight, layer.bias))
+    assert used == [False, True, False]
+
+
 def test_a_weight_that_is_written_to_in_a_request(used):
     layer, states = torch.nn.Linear(24, 16), torch.randn(2, 24)
     asked(layer, states)

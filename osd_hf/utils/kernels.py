@@ -232,23 +232,22 @@ def _packable(layers: list[torch.nn.Linear]) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def _pack(model: Any, layers: list[torch.nn.Linear]) -> None:
-    """Pack the weights of a model that are the same as at its last request, as far as there is memory, and let go of
-    what is no longer so. One that is trained between requests is never packed."""
+def _look_at(model: Any, layers: list[torch.nn.Linear], *, is_request: bool) -> None:
+    """Let go of the packed weights of a model that are no longer the same. For a request, pack what is the same as at
+    the model's last one, as far as there is memory: what is trained between requests never is."""
     weights = _packable(layers)
+    stale = [weight for weight in weights if id(weight) in _packs and not _packs[id(weight)].is_same(weight)]
+    for weight in stale:
+        _forget(id(weight))
+    if not is_request:
+        return
     now = [(id(weight), weight._version, weight.data_ptr()) for weight in weights]
     before, _stood[model] = _stood.get(model), now
-    for weight in weights:
-        known = _packs.get(id(weight))
-        if known is not None and not known.is_same(weight):
-            _forget(id(weight))
-            before = None
     missing = [weight for weight in weights if id(weight) not in _packs]
-    if missing and before == now:
-        if sum(weight.nbytes for weight in missing) > MOST_PACKED * psutil.virtual_memory().available:
-            return
-        for weight in missing:
-            _packs[id(weight)] = _Pack(weight)
+    if stale or before != now or sum(w.nbytes for w in missing) > MOST_PACKED * psutil.virtual_memory().available:
+        return
+    for weight in missing:
+        _packs[id(weight)] = _Pack(weight)
 
 
 def packed_bytes(model: Any) -> int:
@@ -335,8 +334,8 @@ def fast_kernels(*models: Any, is_request: bool = False) -> Iterator[None]:
                 for layer in layers:
                     _used[layer] = _used.get(layer, 0) + 1
                 _exchange(layers, _Linear)
-                for model, theirs in by_model.items() if is_request else ():
-                    _pack(model, theirs)
+                for model, theirs in by_model.items():
+                    _look_at(model, theirs, is_request=is_request)
         yield
     finally:
         _this.blocks = [block for block in getattr(_this, "blocks", ()) if block is not layers]
