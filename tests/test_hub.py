@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,16 +17,28 @@ from typing import Any
 import models
 import pytest
 import torch
+import yaml
 from fake_hub import COMMIT, TOKEN, FakeHub, fake_hub
-from huggingface_hub import DatasetCard, ModelCard
+from huggingface_hub import DatasetCard, ModelCard, ModelInfo
 from peft import LoraConfig, get_peft_model
+from pyarrow import parquet
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from osd_hf import ConfigError, CorrectionStore, HubError, OnlineAssistant, OnlineConfig, OSDError, capture_traces
+from osd_hf import (
+    AcceptanceStats,
+    ConfigError,
+    CorrectionStore,
+    HubError,
+    OnlineAssistant,
+    OnlineConfig,
+    OSDError,
+    capture_traces,
+)
 from osd_hf.bundled import bundled_prompts, load_bundled
 from osd_hf.cli.main import main
 from osd_hf.evaluate import evaluate
-from osd_hf.hub.cards import DraftFacts, EvaluationSet, draft_card, facts_of, hub_id
+from osd_hf.hub.cards import DraftFacts, Evaluation, EvaluationSet, draft_card, eval_results, facts_of, hub_id
+from osd_hf.hub.finding import ROW, collect_draft, push_rows
 from osd_hf.hub.push import export_to_vllm, push_folder, push_store, save_draft
 from osd_hf.pair import load_model
 from osd_hf.prompts import Prompt, encode_turn
@@ -58,7 +71,7 @@ def published(learned: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target, before, after, tokenizer = learned
     folder = tmp_path_factory.mktemp("published") / "draft"
     prompts = [Prompt(i, e.prompt, "finance") for i, e in enumerate(bundled_prompts("finance", 12, seed=7))]
-    dataset = EvaluationSet("generated finance", tuple(prompts), max_new_tokens=32)
+    dataset = EvaluationSet("generated finance", tuple(prompts), max_new_tokens=32, dataset_id="somebody/prompts")
     evaluation = evaluate(target, before, after, tokenizer, dataset, num_assistant_tokens=4)
     save_draft(folder, after, tokenizer, repo_id="me/draft", facts=FACTS, evaluation=evaluation)
     return folder
@@ -143,6 +156,7 @@ def test_the_card_says_what_was_measured(published: Path) -> None:
     assert card.data.target_revision == "abc123"
     assert card.data.target_version == json.loads((published / "config.json").read_text())["osd_hf_target"] == "0f" * 8
     assert {"assistant-model", "speculative-decoding", "draft-model", "distillation"} <= set(card.data.tags)
+    assert "target_model:somebody/target" in card.data.tags
     metrics = {r.metric_type: r.metric_value for r in card.data.eval_results}
     assert metrics["acceptance_rate"] == pytest.approx(results["after"]["alpha"], abs=1e-4)
     for side in ("before", "after"):
@@ -153,6 +167,40 @@ def test_the_card_says_what_was_measured(published: Path) -> None:
     for words in said:
         assert words in card.text
     assert results["after"]["alpha"] > results["before"]["alpha"]
+
+
+def test_figures_are_read_back_as_the_hub_reads_them(published: Path) -> None:
+    results = json.loads((published / "evaluation/results.json").read_text())
+    data = yaml.safe_load((published / ".eval_results/osd_hf.yaml").read_text())
+    alpha, efficiency = ModelInfo(id="me/draft", evalResults=data).eval_results
+    assert (alpha.dataset_id, alpha.task_id) == ("somebody/prompts", "acceptance_rate")
+    assert alpha.value == pytest.approx(results["after"]["alpha"], abs=1e-4)
+    low, high = results["after"]["alpha_interval"]
+    assert f"95% interval [{low:.4f}, {high:.4f}]; k = 4, greedy, 12 prompts, " in alpha.notes
+    assert (efficiency.task_id, efficiency.date) == ("block_efficiency", results["provenance"]["date"])
+    assert alpha.source_url.endswith("/me/draft/blob/main/evaluation/results.json")
+    shown = {r.metric_type: r for r in ModelCard.load(published / "README.md").data.eval_results}
+    assert shown["acceptance_rate"].metric_args == {
+        "num_assistant_tokens": 4, "interval": pytest.approx([low, high], abs=1e-4),
+    }  # fmt: skip
+
+
+def test_the_speed_of_the_draft_as_it_is_goes_with_its_figures() -> None:
+    one = AcceptanceStats.from_counts(drafted=9, examined=8, accepted=6, emitted=9, target_forwards=3)
+    prompts = (Prompt(0, "a"), Prompt(1, "b"))
+    ratios = {name: {"median": m, "interval": [1.0, m + 1]} for name, m in (
+        ("transformers, draft before", 1.25), ("transformers, this draft", 1.5), ("osd_hf, this draft, auto", 2.0),
+    )}  # fmt: skip
+    of_hub = EvaluationSet("them/set, test", prompts, dataset_id="them/set")
+    evaluation = Evaluation(of_hub, 4, (one, one), (one, one), ratios)
+    values = {entry.task_id: entry.value for entry in eval_results("me/draft", evaluation)}
+    figures = {"acceptance_rate": 0.75, "block_efficiency": 3.0, "speedup_transformers": 1.5, "speedup_osd_hf": 2.0}
+    assert values == figures
+    shown = draft_card("me/draft", DraftFacts(), evaluation).data.eval_results
+    assert {result.metric_type: result.metric_value for result in shown} == figures
+    # A score needs the id of a data set, and its own page to point to.
+    assert eval_results("me/draft", replace(evaluation, dataset=EvaluationSet("mine", prompts))) == []
+    assert eval_results("a folder", evaluation)[0].source_url is None
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft
@@ -230,7 +278,7 @@ def test_a_pushed_draft_is_read_back_by_transformers_alone(
     repo = here.repos["model", "me/draft"]
     assert set(repo) >= {
         "model.safetensors", "config.json", "generation_config.json", "README.md", "tokenizer.json",
-        "evaluation/prompts.jsonl", "evaluation/results.json",
+        "evaluation/prompts.jsonl", "evaluation/results.json", ".eval_results/osd_hf.yaml",
     }  # fmt: skip
     assert set(here.cards) == {repo["README.md"].decode()}  # as the Hub validates it
     # The card's own snippets, in an interpreter that has never heard of osd_hf.
@@ -456,6 +504,45 @@ def test_an_assistant_pushes_to_a_private_repo(here: FakeHub, monkeypatch: pytes
 def test_an_empty_store_is_not_published() -> None:
     with pytest.raises(ConfigError, match="nothing to publish"):
         push_store(CorrectionStore(), "me/corrections", license="mit", token=TOKEN)
+
+
+# --- found by others ------------------------------------------------------------------------------------------------
+
+
+def test_drafts_are_put_into_the_collection_of_their_target(here: FakeHub) -> None:
+    address = collect_draft("me/one", "them/large", note="alpha 0.5")
+    assert collect_draft("me/two", "them/large", note="alpha 0.7", private=False) == address
+    assert collect_draft("me/one", "them/large", note="alpha 0.6") == address
+    assert collect_draft("me/three", "them/another") != address
+    found = here.collections[address.removeprefix(f"{here.address}/collections/")]
+    assert (found["title"], found["private"]) == ("Drafts for them/large", True)
+    held = {item["id"]: item["note"]["text"] for item in found["items"]}
+    assert held == {"them/large": "the target", "me/one": "alpha 0.6", "me/two": "alpha 0.7"}
+    here.refuse = {"/items": 403}
+    with pytest.raises(HubError, match="may not write to 'me/two'. .* The draft is pushed"):
+        collect_draft("me/two", "them/large")
+
+
+def test_comparisons_are_appended_to_a_leaderboard(here: FakeHub, tmp_path: Path) -> None:
+    first = {"target": "them/large", "draft": "me/one", "alpha": 0.5, "num_prompts": 24, "draft_revision": None}
+    assert push_rows([first], "me/board").endswith("/datasets/me/board")
+    repo = here.repos["dataset", "me/board"]
+    assert ("dataset", "me/board") not in here.public
+    card = DatasetCard(repo["README.md"].decode())
+    assert card.data.configs == [{"config_name": "default", "data_files": "data/*.parquet"}]
+    assert "--leaderboard me/board" in card.text
+    repo["README.md"] = b"of its owner"
+    here.public.add(("dataset", "me/board"))
+    push_rows([{**first, "draft": "you/two"}, {**first, "draft": "you/three"}], "me/board")
+    assert repo["README.md"] == b"of its owner"
+    for name in repo.keys() - {"README.md"}:
+        (tmp_path / Path(name).name).write_bytes(repo[name])
+    table = parquet.read_table(tmp_path)
+    assert table.schema.equals(ROW)
+    assert sorted(table["draft"].to_pylist()) == ["me/one", "you/three", "you/two"]
+    here.refuse = {"/commit/main": 403}
+    with pytest.raises(HubError, match="The comparison is not on the leaderboard"):
+        push_rows([first], "me/board")
 
 
 # --- for an engine --------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import os
 import random
@@ -20,6 +21,7 @@ from osd_hf.cli.arguments import flag, in_groups, option, part
 from osd_hf.config import OnlineConfig
 from osd_hf.engine.completions import CompletionClient, ResponseReader, environment_key, parse_address
 from osd_hf.errors import ConfigError, StoreError
+from osd_hf.hub.cards import EvaluationSet, hub_id
 from osd_hf.pair import Quantization, eos_ids, load_config, load_eos_ids
 from osd_hf.prompts import EncodedPrompts, Prompt, PromptSource, encode_prompts, read_prompts
 from osd_hf.store.store import CorrectionStore
@@ -304,6 +306,32 @@ class Rows(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Evaluated(Rows):
+    """Prompts that drafts are judged by."""
+
+    prompts: str | None = _prompts("Hub data set id, or a json, jsonl or parquet file; generated ones by default",
+                                   metavar="ID|FILE")  # fmt: skip
+    split: str = _prompts("of a data set", "test")
+    column: str | None = _prompts("column of the prompt, a user's turn; prompt by default")
+    domain_column: str | None = _prompts("column of the label", metavar="COLUMN")
+    num_requests: int = _prompts("prompts that drafts are judged by, the first ones", 64, metavar="N")
+    max_new_tokens: int = _prompts("most tokens of an answer", 96, metavar="N")
+
+    def evaluation_set(self) -> EvaluationSet:
+        """What drafts are judged by; raises DataError where it cannot be read."""
+        if self.prompts is None:
+            self.check_rows()
+            return EvaluationSet.bundled(self.num_requests, max_new_tokens=self.max_new_tokens)
+        source = self.source(self.prompts, default_column="prompt", domain_column=self.domain_column)
+        prompts = tuple(itertools.islice(read_prompts(source), self.num_requests))
+        dataset_id = hub_id(self.prompts)
+        subset = "" if self.subset is None else f", {self.subset}"
+        split = f", {self.split}" if dataset_id else ""
+        name = f"{dataset_id or Path(self.prompts).name}{subset}{split}"
+        return EvaluationSet(name, prompts, self.max_new_tokens, dataset_id)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Prompts(Rows):
     """Prompts that are served: those of the bundled domains where no others are named."""
 
@@ -332,6 +360,11 @@ class Prompts(Rows):
         mixed = [(d, e.prompt) for d in domains for e in bundled_prompts(d, share, seed=seed)]
         random.Random(seed).shuffle(mixed)
         return (Prompt(i, text, domain) for i, (domain, text) in enumerate(mixed[:count]))
+
+
+def shown_name(source: str) -> str:
+    """What a report calls a model that is named so: nobody else knows the folders of this machine."""
+    return Path(source).name if Path(source).is_absolute() else source
 
 
 def adapters(rank: int | None) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import shlex
 import sys
 import tempfile
@@ -14,13 +13,13 @@ from huggingface_hub import get_token
 
 from osd_hf.bench.display import plot_domains, stats_interval
 from osd_hf.cli.arguments import flag, in_groups
-from osd_hf.cli.flags import DraftRevision, Reporting, Rows, TargetLoading
+from osd_hf.cli.flags import DraftRevision, Evaluated, Reporting, TargetLoading
 from osd_hf.errors import ConfigError
 from osd_hf.evaluate import evaluate
-from osd_hf.hub.cards import EVALUATION, PLOT, EvaluationSet, card_data, facts_of, hub_id
+from osd_hf.hub.cards import EVALUATION, PLOT, card_data, facts_of, hub_id
+from osd_hf.hub.finding import collect_draft
 from osd_hf.hub.push import check_push, check_visibility, export_to_vllm, push_folder, save_draft
 from osd_hf.pair import Pair, load_model, load_pair, load_tokenizer
-from osd_hf.prompts import read_prompts
 from osd_hf.utils.report import provenance
 
 EVALUATED = "evaluation, which goes up with it"
@@ -70,7 +69,7 @@ class LearnedDraft(DraftRevision, TargetLoading, Reporting):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PushSettings(LearnedDraft, Rows):
+class PushSettings(LearnedDraft, Evaluated):
     """The flags of `osd-hf push`."""
 
     repo_id: str = flag("repo of the Hub that the draft goes to", positional=True, metavar="USER/NAME")
@@ -79,12 +78,7 @@ class PushSettings(LearnedDraft, Rows):
     before_revision: str | None = _evaluation("branch, tag or commit of that draft on the Hub", metavar="NAME")
     prompts: str | None = _prompts("Hub data set id, or a json, jsonl or parquet file of prompts that everybody may "
                                    "read; generated ones by default", metavar="ID|FILE")  # fmt: skip
-    split: str = _prompts("of a data set", "test")
-    column: str | None = _prompts("column of the prompt, a user's turn; prompt by default")
-    domain_column: str | None = _prompts("column of the label", metavar="COLUMN")
-    num_requests: int = _evaluation("prompts that both drafts are judged by", 64, metavar="N")
-    timed_requests: int = _evaluation("those of them that are also timed live", 12, metavar="N")
-    max_new_tokens: int = _evaluation("most tokens of an answer", 96, metavar="N")
+    timed_requests: int = _evaluation("prompts that are also timed live", 12, metavar="N")
     num_assistant_tokens: int | None = _evaluation("tokens drafted per round (k); tuned by default", metavar="N")
     domain: list[str] | None = _card("domain that it learned on (repeat for several)", metavar="NAME")
     license: str | None = _card("license of the draft's base, as the Hub names it", metavar="NAME")
@@ -94,6 +88,8 @@ class PushSettings(LearnedDraft, Rows):
                             False, rivals="readers")  # fmt: skip
     token: str | None = _pushing("token with the right to write; by default HF_TOKEN, or the login of this "
                                  "machine, which other users of it cannot see")  # fmt: skip
+    collection: bool = _pushing("also put it into your collection of drafts for its target, which is made where it is "
+                                "missing", False)  # fmt: skip
     output_dir: Path | None = _pushing("folder that keeps what is pushed", metavar="DIR")
     dry_run: bool = _pushing("write --output-dir and push nothing", False)
 
@@ -106,6 +102,8 @@ class PushSettings(LearnedDraft, Rows):
         folder = self.output_dir
         if self.dry_run and folder is None:
             raise ConfigError("--dry-run pushes nothing: name a folder to write with --output-dir.")
+        if self.dry_run and self.collection:
+            raise ConfigError("--collection would change nothing with --dry-run.")
         if folder is not None and folder.exists() and any(folder.iterdir()):
             raise ConfigError(f"{folder} is not empty. Choose another --output-dir.")
 
@@ -124,23 +122,15 @@ class PushSettings(LearnedDraft, Rows):
             )
         return load_pair(self.target, before, **self.loading | {"draft_revision": self.before_revision})
 
-    def evaluation_set(self) -> EvaluationSet:
-        """What the draft is judged by; raises DataError where it cannot be read."""
-        if self.prompts is None:
-            return EvaluationSet.bundled(self.num_requests, max_new_tokens=self.max_new_tokens)
-        source = self.source(self.prompts, default_column="prompt", domain_column=self.domain_column)
-        prompts = tuple(itertools.islice(read_prompts(source), self.num_requests))
-        name = hub_id(self.prompts) or Path(self.prompts).name
-        subset = "" if self.subset is None else f", {self.subset}"
-        split = f", {self.split}" if hub_id(self.prompts) else ""
-        return EvaluationSet(f"{name}{subset}{split}", prompts, self.max_new_tokens)
-
 
 def push_command(settings: PushSettings) -> int:
     """Evaluate a draft, write its repo, and push it."""
     settings.check()
     settings = settings.with_target()
     repo_id, token = settings.repo_id, settings.token
+    collected_for = hub_id(settings.target) if settings.collection else None
+    if settings.collection and collected_for is None:
+        raise ConfigError("--collection is of the drafts for a target of the Hub: name it by its id with --target.")
     private = False if settings.public else True if settings.private else None
     if not settings.dry_run and (token or get_token()):  # before the work, where it can be told
         check_visibility(repo_id, check_push(repo_id, token), private)
@@ -168,6 +158,11 @@ def push_command(settings: PushSettings) -> int:
         else:
             report["url"] = push_folder(folder, repo_id, token=token, private=private)
             settings.say(f"pushed to {report['url']}")
+        if collected_for is not None:
+            stats = evaluation.stats("after")
+            note = f"alpha {stats.alpha:.3f} {stats_interval(stats)} on {evaluation.dataset.name}"
+            report["collection"] = collect_draft(repo_id, collected_for, note=note, token=token, private=private)
+            settings.say(f"put into {report['collection']}")
     settings.write_json(report)
     return 0
 

@@ -6,28 +6,31 @@ import contextlib
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, get_token
+import yaml
+from huggingface_hub import HfApi, eval_result_entries_to_yaml, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 from huggingface_hub.errors import HTTPError as NetworkError  # type: ignore[attr-defined]  # httpx's
 from huggingface_hub.utils._validators import validate_repo_id
 
 from osd_hf.errors import ConfigError, HubError, StateError, first_line
 from osd_hf.fingerprint import TAUGHT_FOR, taught_for
-from osd_hf.hub.cards import EVALUATION, DraftFacts, Evaluation, draft_card, store_card
+from osd_hf.hub.cards import EVALUATION, DraftFacts, Evaluation, draft_card, eval_results, store_card
 from osd_hf.pair import align_vocab, fixed_k, is_peft, load_model, merged, unwrap, vocab_size_of
 from osd_hf.store.store import CorrectionStore
 from osd_hf.utils.report import make_folder
 
 __all__ = [
     "check_push", "check_visibility", "check_written", "export_to_vllm", "push_folder", "push_store",
-    "refuse_public", "save_draft",
+    "refuse_public", "save_draft", "telling",
 ]  # fmt: skip
 
+EVAL_RESULTS = ".eval_results"  # folder of a repo that the Hub reads
 TOLERANCE, HALF_TOLERANCE = 1e-4, 5e-2  # of log-probs; half precisions round in other places
 
 
@@ -62,7 +65,7 @@ def save_draft(
 ) -> None:
     """
     Write a draft as the repo that it is to be: weights, tokenizer, a generation config for fixed drafting, the
-    evaluation with its prompts, and the model card.
+    evaluation with its prompts (where they are of a data set of the Hub, in `.eval_results` too), and the model card.
 
     Args:
         directory (`str` or `Path`): The folder, made where it is missing.
@@ -92,6 +95,10 @@ def save_draft(
         tokenizer.save_pretrained(folder)
     if evaluation is not None:
         evaluation.write(folder / EVALUATION)
+        if entries := eval_results(repo_id or "", evaluation):
+            (folder / EVAL_RESULTS).mkdir(exist_ok=True)
+            text = yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False, allow_unicode=True)
+            (folder / EVAL_RESULTS / "osd_hf.yaml").write_text(text, encoding="utf-8")
     card = draft_card(repo_id or str(directory), facts, evaluation)
     card.save(folder / "README.md")
 
@@ -191,13 +198,21 @@ def push_folder(
         ConfigError: no name of a repo, no token, offline, a public repo that was not asked for.
         HubError: the Hub refused, or could not be reached to the end.
     """
-    kept = kept or f"The local copy stays in {folder}."
-    try:
+    with telling(repo_id, kept or f"The local copy stays in {folder}."):
         api = HfApi(token=check_push(repo_id, token))
         url = api.create_repo(repo_id, private=private is not False, repo_type=repo_type, exist_ok=exist_ok)
         if private is not False:  # which the Hub does not look at where there is one already
             refuse_public(api, repo_id, repo_type=repo_type)
         api.upload_folder(repo_id=repo_id, folder_path=str(folder), repo_type=repo_type, commit_message=commit_message)
+    return str(url)
+
+
+@contextlib.contextmanager
+def telling(repo_id: str, kept: str) -> Iterator[None]:
+    """What fails inside the block, as it writes to the Hub, is raised as a ConfigError or HubError that says why, and
+    what is still there."""
+    try:
+        yield
     except ConfigError as error:
         raise ConfigError(f"{error} {kept}") from error
     except OfflineModeIsEnabled as error:
@@ -209,7 +224,6 @@ def push_folder(
             f"{repo_id!r} could not be reached to the end: {first_line(error)}. Push again, it goes on where it can. "
             f"{kept}"
         ) from error
-    return str(url)
 
 
 def check_push(repo_id: str, token: str | None = None) -> str:
