@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from osd_hf.bench.benchmark import benchmark
     from osd_hf.capture.guards import ReplayedProcessor
     from osd_hf.capture.hook import capture_traces, record_traces, rescore
+    from osd_hf.compare import compare
     from osd_hf.config import OnlineConfig
     from osd_hf.distillation.trainer import DistillConfig, DistillTrainer, distill
     from osd_hf.errors import (
@@ -79,6 +80,7 @@ __all__ = [
     "benchmark",
     "best_k",
     "capture_traces",
+    "compare",
     "distill",
     "emitted_tokens",
     "evaluate",
@@ -100,6 +102,7 @@ _HOMES = {
     "bench.benchmark": "benchmark",
     "capture.guards": "ReplayedProcessor",
     "capture.hook": "capture_traces record_traces rescore",
+    "compare": "compare",
     "config": "OnlineConfig",
     "errors": "CaptureError ConfigError DataError HubError LearnerError OSDError "
     "ServerError StateError StoreError UnsupportedGenerationError UnsupportedModelError VocabularyMismatchError",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from osd_hf.bench.benchmark import System, benchmark
+from osd_hf.bench.display import progress
 from osd_hf.capture.hook import record_traces
 from osd_hf.errors import ConfigError, DataError
 from osd_hf.hub.cards import Evaluation, EvaluationSet
@@ -14,6 +15,7 @@ from osd_hf.metrics import AcceptanceStats
 from osd_hf.pair import prompt_room
 from osd_hf.prompts import Prompt, encode_prompts
 from osd_hf.replay import replay_each
+from osd_hf.trace import Trace
 from osd_hf.utils.report import provenance
 
 __all__ = ["evaluate"]
@@ -45,23 +47,10 @@ def evaluate(
         ConfigError: the answers leave no room for a prompt; `dataset` is one text.
         DataError: fewer than two prompts leave room for their answers.
     """
-    if isinstance(dataset, str):
-        raise ConfigError("`dataset` must be a list of texts or an `EvaluationSet`, got one text. Put it into a list.")
-    if not isinstance(dataset, EvaluationSet):
-        dataset = EvaluationSet("prompts", tuple(Prompt(i, text) for i, text in enumerate(dataset)))
-    room = prompt_room(target.config, before.config, dataset.max_new_tokens)
-    encoded = encode_prompts(dataset.prompts, tokenizer, max_prompt_tokens=room)
-    if len(encoded.prompts) < 2:
-        raise DataError(
-            f"Of {len(dataset.prompts)} prompts of {dataset.name!r}, {len(encoded.prompts)} leave room for an answer "
-            f"of {dataset.max_new_tokens} tokens; two are needed. Bound the answers lower, or take shorter prompts."
-        )
-    dataset = replace(dataset, prompts=tuple(p for p, _ in encoded.prompts))
-    ids = [ids for _, ids in encoded.prompts]
-    traces = list(record_traces(target, ids, max_new_tokens=dataset.max_new_tokens, num_logprobs=1))
+    dataset, traces = answered(target, [before], tokenizer, dataset)
     speedups, k = dict[str, dict[str, Any]](), num_assistant_tokens or 5
     if timed_requests and not target.config.is_encoder_decoder:
-        asked = {"evaluation": ids[:timed_requests]}
+        asked = {"evaluation": [trace.prompt_ids.tolist() for trace in traces[:timed_requests]]}
         if num_assistant_tokens is None:
             k = _tuned(target, after, tokenizer, asked, traces, dataset.max_new_tokens)
         systems = [
@@ -77,6 +66,31 @@ def evaluate(
         speedups = {s.name: report.ratio(s.name, report.alone) for s in systems if s.name != report.alone}
     as_it_was, as_it_is = (tuple(replay_each(draft, traces, k)) for draft in (before, after))
     return Evaluation(dataset, k, as_it_was, as_it_is, speedups, provenance())
+
+
+def answered(
+    target: Any, drafts: Sequence[Any], tokenizer: Any, dataset: EvaluationSet | Sequence[str], *,
+    show_progress: bool = False,
+) -> tuple[EvaluationSet, list[Trace]]:  # fmt: skip
+    """The prompts that leave room for an answer of the target and for these drafts, and its greedy answers to them;
+    raises as [`evaluate`] does."""
+    if isinstance(dataset, str):
+        raise ConfigError("`dataset` must be a list of texts or an `EvaluationSet`, got one text. Put it into a list.")
+    if not isinstance(dataset, EvaluationSet):
+        dataset = EvaluationSet("prompts", tuple(Prompt(i, text) for i, text in enumerate(dataset)))
+    rooms = [prompt_room(target.config, draft.config, dataset.max_new_tokens) for draft in drafts]
+    room = min((room for room in rooms if room is not None), default=None)
+    encoded = encode_prompts(dataset.prompts, tokenizer, max_prompt_tokens=room)
+    if len(encoded.prompts) < 2:
+        raise DataError(
+            f"Of {len(dataset.prompts)} prompts of {dataset.name!r}, {len(encoded.prompts)} leave room for an answer "
+            f"of {dataset.max_new_tokens} tokens; two are needed. Bound the answers lower, or take shorter prompts."
+        )
+    ids = [ids for _, ids in encoded.prompts]
+    traces: Iterable[Trace] = record_traces(target, ids, max_new_tokens=dataset.max_new_tokens, num_logprobs=1)
+    if show_progress:
+        traces = progress(traces, "the target answers", "prompt", len(ids))
+    return replace(dataset, prompts=tuple(p for p, _ in encoded.prompts)), list(traces)
 
 
 def _tuned(

@@ -528,6 +528,10 @@ class Costs:
         """The best k, at least 1, at an acceptance, and how many times sooner an answer of so many tokens is there
         with it than from the target alone, by the cost model; below 1 where drafting does not pay."""
         k = max(best_k(alpha, self.c), 1)
+        return k, self.speedup(alpha, k, new_tokens)
+
+    def speedup(self, alpha: float, k: int, new_tokens: float) -> float:
+        """The same for this k."""
         answer = new_tokens * self.target
         drafted = answer / expected_speedup(alpha, k, self.c) + self.draft_prompt
-        return k, (self.target_prompt + answer) / (self.target_prompt + drafted)
+        return (self.target_prompt + answer) / (self.target_prompt + drafted)

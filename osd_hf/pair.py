@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
+import json
 import logging
 import os
 import re
@@ -30,6 +31,7 @@ from transformers import (
     GenerationMixin,
     TorchAoConfig,
 )
+from transformers.utils import find_adapter_config_file
 
 from osd_hf.bundled import load_bundled
 from osd_hf.errors import ConfigError, UnsupportedModelError, VocabularyMismatchError, first_line
@@ -229,6 +231,23 @@ def load_model(
         model = placed(_loaded(auto, source, dtype=dtype, **how), device)
     model.config._commit_hash = config._commit_hash
     return model.eval()
+
+
+def load_draft(source: str, **model_kwargs: Any) -> Any:
+    """A draft as [`load_model`] loads it, its tokenizer kept for [`find_tokenizer`]; of a LoRA adapter alone the model
+    that it names, with the adapter merged, for which PEFT is needed."""
+    found, where = None, {k: v for k, v in _of_hub(model_kwargs).items() if k != "trust_remote_code"}
+    with contextlib.suppress(OSError):  # which is told better by what loads a model
+        found = find_adapter_config_file(source, **where)
+    if found is None:
+        return _with_tokenizer(load_model(source, **model_kwargs), model_kwargs)
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError(f"{source!r} is an adapter, which needs PEFT: pip install 'osd-hf[distill]'.")
+    of_base = {name: value for name, value in model_kwargs.items() if name not in ("revision", "subfolder")}
+    base = load_model(json.loads(Path(found).read_text())["base_model_name_or_path"], **of_base)
+    draft = merged(importlib.import_module("peft").PeftModel.from_pretrained(base, source, **where))
+    unwrap(draft).config._commit_hash = None  # which is the base's
+    return _with_tokenizer(draft, of_base)
 
 
 def load_named(target: Any, draft: Any, **model_kwargs: Any) -> tuple[Any, Any]:

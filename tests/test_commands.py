@@ -31,6 +31,7 @@ from osd_hf.serving.running import Running
 ROOT = Path(__file__).parents[1]
 NEEDED = {  # by commands that name something in any case
     "collect": ["--store", "s"],
+    "compare": ["t", "d"],
     "doctor": ["--url", "http://localhost:8000", "--target", "t", "--draft", "d"],
     "draft": ["t", "new"],
     "export": ["new", "--draft", "d"],

@@ -61,6 +61,25 @@ def test_names_and_types_make_the_flags() -> None:
     assert parsed("here", "--store", "s", "--bound", "none").sizes.bound is None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Several(Settings):
+    first: str = flag("one", positional=True, metavar="ONE")
+    others: list[Path] = flag("several", positional=True, metavar="OTHER")
+
+
+def test_a_list_without_a_name_takes_all_that_follows(capsys: pytest.CaptureFixture[str]) -> None:
+    def given(*arguments: str) -> Several:
+        return read_arguments(Several, arguments, prog="osd-hf try")
+
+    expected = Several(first="a", others=[Path("b"), Path("c")])
+    assert given("a", "b", "c") == given("--others", "b", "--others", "c", "a") == expected
+    assert given("--first", "a", "b", "c") == expected
+    for few in ((), ("a",)):
+        with pytest.raises(SystemExit):
+            given(*few)
+    assert "[--NAME VALUE ...] ONE OTHER ..." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments",
     [["here"], ["--store", "s"], ["--dry", "--wet"], ["--dtype", "int8"], ["--rate", "x"], ["--kind", "c"]],

@@ -41,6 +41,7 @@ PUBLIC_NAMES = {
     "simulate",
     "SimulationReport",
     "evaluate",
+    "compare",
     "benchmark",
     # the paper's cost model
     "expected_block_efficiency",

@@ -191,7 +191,9 @@ def read_arguments(kind: type[Kind], arguments: Sequence[str], *, prog: str, **h
 def _usage(kind: type) -> str:
     needed = [f for f, _ in _fields(kind) if f.metadata["required"]]
     named = [f"{_shown(f)} {f.metadata['how'].get('metavar', '')}" for f in needed if not f.metadata["positional"]]
-    return " ".join(["%(prog)s [-h]", *named, "[--NAME VALUE ...]", *map(_shown, _positionals(kind))])
+    lists = {name for name, hint in _hints(kind).items() if typing.get_origin(hint) is list}
+    unnamed = [_shown(f) + " ..." * (f.name in lists) for f in _positionals(kind)]
+    return " ".join(["%(prog)s [-h]", *named, "[--NAME VALUE ...]", *unnamed])
 
 
 def _positionals(kind: type) -> list[Field[Any]]:
@@ -223,9 +225,11 @@ def _take_positionals(
             raise argparse.ArgumentError(None, f"unrecognized arguments: {told}.{meant}")
         if not free:
             raise argparse.ArgumentError(None, f"unrecognized arguments: {argument}")
-        f = free.pop(0)
-        made: Any = actions[f.name].type
-        given[f.name] = made(argument)
+        made: Any = actions[free[0].name].type
+        if actions[free[0].name].nargs == 1:  # a list, which takes all that follow
+            given.setdefault(free[0].name, []).append(made(argument))
+        else:
+            given[free.pop(0).name] = made(argument)
 
 
 def settings_from(kind: type[Kind], given: Mapping[str, Any]) -> Kind:

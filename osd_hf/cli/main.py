@@ -27,6 +27,7 @@ GROUPS = {
     "measure": {
         "plan": "say what a pair will take in memory, before anything is loaded",
         "bench": "time the target alone, stock and lean drafting side by side",
+        "compare": "say which of several drafts for a target is worth it, on the same prompts",
         "replay": "score drafts on recorded requests, as they are and learning",
         "doctor": "say whether a serving engine drafts with the draft that it should, and whether that pays",
     },

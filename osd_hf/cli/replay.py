@@ -21,11 +21,12 @@ from osd_hf.cli.flags import (
     Reporting,
     learning,
     recorded,
+    shown_name,
 )
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, DataError
 from osd_hf.metrics import AcceptanceStats, Comparison, expected_speedup, figures_of
-from osd_hf.pair import load_model
+from osd_hf.pair import load_draft
 from osd_hf.replay import replay_each
 from osd_hf.simulate import simulate
 from osd_hf.trace import Trace
@@ -78,8 +79,7 @@ def replay_command(settings: ReplaySettings) -> int:
     rows: list[list[str]] = []
     learned_rows: list[list[str]] = []
     for number, source in enumerate(settings.draft):
-        draft = load_model(source, device_map=settings.device_map, **settings.draft_loading)
-        name = Path(source).name if Path(source).is_absolute() else source
+        draft, name = load_draft(source, device_map=settings.device_map, **settings.draft_loading), shown_name(source)
         entry, compared = _scored(settings, draft, traces, settings.output_dir / f"alpha-{number}.png")
         report["drafts"].append({"draft": name, **entry})
         for title, part in compared.parts().items():

@@ -1,0 +1,226 @@
+"""Drafts for one target side by side: what each is worth, by acceptance on the same answers and by measured costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import combinations
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from osd_hf.errors import ConfigError, UnsupportedModelError, VocabularyMismatchError
+from osd_hf.evaluate import answered
+from osd_hf.fingerprint import target_version
+from osd_hf.hub.cards import EvaluationSet, hub_id
+from osd_hf.making import measured_costs
+from osd_hf.metrics import Comparison, Costs, figures_of
+from osd_hf.pair import check_pair, common_tokenizer, device_clock, input_device, merged, of_one_size, unwrap
+from osd_hf.replay import replay_each
+from osd_hf.utils.report import provenance
+
+__all__ = ["DraftComparison", "Worth", "compare"]
+
+
+class Worth(NamedTuple):
+    """What a draft is worth: the best k, how many times as fast as the target alone answers are expected with it, and
+    the 95% interval of that, as acceptance has one; costs are taken for known."""
+
+    num_assistant_tokens: int
+    speedup: float
+    interval: tuple[float, float]
+
+    @property
+    def answer(self) -> str:
+        """`"yes"`, `"no"`, or `"not sure"` where the interval holds 1."""
+        low, high = self.interval
+        return "yes" if low > 1 else "no" if high < 1 else "not sure"
+
+
+@dataclass(frozen=True, eq=False)
+class DraftComparison:
+    """
+    What [`compare`] has found of drafts for one target.
+
+    Args:
+        dataset (`EvaluationSet`): The prompts; those that left no room for an answer are not in it.
+        num_assistant_tokens (`int`): The k of `scores`.
+        scores (`Comparison`): Counts of each draft on each prompt.
+        costs (`Mapping[str, Costs]`): What forwards of the target and of each draft take, in seconds.
+        new_tokens (`float`): Tokens of an answer on average.
+        target (`Mapping[str, Any]`), models (`Mapping[str, Mapping[str, Any]]`):
+            Of the target, and of each draft by its name: `name`, and `revision` on the Hub and `version`, the
+            fingerprint of the weights, or `None`.
+        facts (`dict[str, Any]`): Command, versions, machine, device and dtype.
+    """
+
+    dataset: EvaluationSet
+    num_assistant_tokens: int
+    scores: Comparison
+    costs: Mapping[str, Costs]
+    new_tokens: float
+    target: Mapping[str, Any]
+    models: Mapping[str, Mapping[str, Any]]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def worth(self) -> dict[str, Worth]:
+        """What each draft is worth, the best first."""
+        found = {}
+        for name, cost in self.costs.items():
+            stats = self.scores.totals[name]
+            alpha, ends = (stats.alpha, stats.alpha_interval) if stats.examined else (0.0, (0.0, 1.0))
+            k, speedup = cost.worth(alpha, self.new_tokens)
+            low, high = (cost.speedup(end, k, self.new_tokens) for end in ends)
+            found[name] = Worth(k, speedup, (low, high))
+        return dict(sorted(found.items(), key=lambda one: -one[1].speedup))
+
+    def summary(self) -> str:
+        """Two lines: whether the best draft is worth it, and why."""
+        name, worth = next(iter(self.worth.items()))
+        stats, cost = self.scores.totals[name], self.costs[name]
+        (low, high), k = worth.interval, worth.num_assistant_tokens
+        begun = {"yes": f"Yes, {name} is", "no": f"No, {name} is not", "not sure": f"Not sure of {name}"}[worth.answer]
+        more = "; more prompts would tell" if worth.answer == "not sure" else ""
+        alphas = " to ".join(f"{alpha:.0%}" for alpha in stats.alpha_interval)
+        return (
+            f"Worth it? {begun}: expected {worth.speedup:.2f} [{low:.2f}, {high:.2f}] times as fast as "
+            f"{self.target['name']} alone, drafting {k} token{'s' * (k > 1)} a round{more}.\n"
+            f"Why? The target accepts {stats.alpha:.0%} ({alphas}) of its guesses, and drafting pays from about "
+            f"{cost.c:.0%} on: that share of a token of the target alone is what a guess and its check take."
+        )
+
+    def gains(self) -> Iterator[tuple[str, str, Comparison]]:
+        """Each two drafts, the better one in front, and both on the same requests: `gain` is by how much more is
+        accepted of the first one."""
+        for best, other in combinations(sorted(self.costs, key=lambda name: -self.scores.totals[name].alpha), 2):
+            sides = {name: self.scores.sides[name] for name in (other, best)}
+            yield best, other, Comparison(self.scores.domains, sides)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures, ready for JSON."""
+        drafts = {}
+        for name, worth in self.worth.items():
+            cost, parts = self.costs[name], self.scores.parts().items()
+            drafts[name] = {
+                **self.models[name],
+                **figures_of(self.scores.totals[name]),
+                "by_domain": {domain: figures_of(part.totals[name]) for domain, part in parts if domain != "all"},
+                "c": cost.draft / cost.target,
+                "c_with_verification": cost.c,
+                "seconds": dict(vars(cost)),
+                "best_num_assistant_tokens": worth.num_assistant_tokens,
+                "expected_speedup": worth.speedup,
+                "expected_speedup_interval": list(worth.interval),
+                "worth_it": worth.answer,
+            }
+        gains = [
+            {"draft": best, "over": other, "gain": pair.gain, "gain_interval": list(pair.gain_interval)}
+            for best, other, pair in self.gains()
+        ]
+        return {
+            "target": dict(self.target),
+            "prompts": self.dataset.name,
+            "num_prompts": len(self.dataset.prompts),
+            "prompts_digest": self.dataset.digest,
+            "max_new_tokens": self.dataset.max_new_tokens,
+            "answer_tokens": self.new_tokens,
+            "num_assistant_tokens": self.num_assistant_tokens,
+            "drafts": drafts,
+            "gains": gains,
+            "provenance": self.facts,
+        }
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row of a leaderboard for each draft, as [`~osd_hf.hub.finding.push_rows`] takes them."""
+        found = self.to_dict()
+        shared = {name: found[name] for name in ("prompts", "num_prompts", "prompts_digest", "max_new_tokens")}
+        shared |= {"num_assistant_tokens": self.num_assistant_tokens}
+        shared |= {f"target{_after(key)}": value for key, value in self.target.items()}
+        facts = ("date", "device", "dtype", "osd_hf", "transformers", "torch")
+        shared |= {name: self.facts.get(name) for name in facts}
+        rows = []
+        for draft in found["drafts"].values():
+            names = ("c", "c_with_verification", "block_efficiency", "best_num_assistant_tokens", "expected_speedup")
+            row = shared | {name: draft[name] for name in ("alpha", *names)}
+            row |= {f"draft{_after(key)}": draft[key] for key in self.target}
+            for name in ("alpha", "expected_speedup"):
+                ends = draft[f"{name}_interval"] or (None, None)
+                row |= dict(zip((f"{name}_low", f"{name}_high"), ends, strict=True))
+            rows.append(row)
+        return rows
+
+
+def _after(key: str) -> str:
+    return "" if key == "name" else f"_{key}"
+
+
+def compare(
+    target: Any, drafts: Mapping[str, Any], tokenizer: Any, dataset: EvaluationSet | Sequence[str], *,
+    num_assistant_tokens: int = 5, clock: Callable[[], float] | None = None, show_progress: bool = False,
+) -> DraftComparison:  # fmt: skip
+    """
+    Compare drafts for one target. It answers each prompt once, greedily; all drafts are scored on these answers by
+    replay, and their forwards are timed in turns, eagerly, so that a comparison takes little more than the answers.
+    The speed-up that is expected of each follows from both by the cost model (arXiv 2211.17192).
+
+    Args:
+        target (`PreTrainedModel`): Left as it is.
+        drafts (`Mapping[str, Any]`):
+            Name -> a draft with the target's tokenizer, a `PeftModel` too; its vocabulary may be padded otherwise.
+        tokenizer (`PreTrainedTokenizerBase`): The target's.
+        dataset (`osd_hf.hub.cards.EvaluationSet` or `Sequence[str]`):
+            The prompts, with the most tokens of an answer; of texts alone, the set's own default.
+        num_assistant_tokens (`int`, *optional*, defaults to 5): The k at which acceptance is told.
+        clock (`Callable[[], float]`, *optional*):
+            Seconds; by default those of the wall once the target's device has done what it was asked for.
+        show_progress (`bool`, *optional*, defaults to `False`): Whether to show bars on the standard error.
+
+    Raises:
+        ConfigError: no draft; the answers leave no room for a prompt; `dataset` is one text.
+        DataError: fewer than two prompts leave room for their answers.
+        UnsupportedModelError: a draft that assisted generation cannot run with this target.
+        VocabularyMismatchError: a draft with another tokenizer.
+    """
+    if not drafts:
+        raise ConfigError("There is no draft to compare. Name one, or several.")
+    fitted = {name: _fitted(name, draft, target, tokenizer) for name, draft in drafts.items()}
+    dataset, traces = answered(target, list(fitted.values()), tokenizer, dataset, show_progress=show_progress)
+    sides = {name: replay_each(draft, traces, num_assistant_tokens) for name, draft in fitted.items()}
+    asked = sorted((trace.prompt_ids for trace in traces), key=len)[len(traces) // 2]
+    costs = measured_costs(target, list(fitted.values()), asked, clock or device_clock(target))
+    origin, device = provenance(), input_device(unwrap(target))
+    is_cuda = device.type == "cuda"
+    return DraftComparison(
+        dataset, num_assistant_tokens, Comparison([p.domain for p in dataset.prompts], sides),
+        dict(zip(fitted, costs, strict=True)), float(np.mean([len(trace) for trace in traces])),
+        _known(target), {name: _known(draft) | {"name": name} for name, draft in drafts.items()},
+        origin | {
+            "device": torch.cuda.get_device_name(device) if is_cuda else origin["processor"],
+            "dtype": str(unwrap(target).dtype).removeprefix("torch."), "threads": torch.get_num_threads(),
+        },
+    )  # fmt: skip
+
+
+def _fitted(name: str, draft: Any, target: Any, tokenizer: Any) -> Any:
+    """The draft as it is scored: its adapter merged, its vocabulary of the target's size."""
+    try:
+        draft = merged(draft)
+        check_pair(unwrap(target), unwrap(draft))
+        common_tokenizer(tokenizer, None, draft)
+        return of_one_size(draft, target, tokenizer)
+    except (UnsupportedModelError, VocabularyMismatchError) as error:
+        raise type(error)(f"The draft {name!r} cannot be compared. {error}") from error
+
+
+def _known(model: Any) -> dict[str, Any]:
+    config = unwrap(model).config
+    name = config.name_or_path
+    return {
+        "name": hub_id(name) or Path(name).name or type(unwrap(model)).__name__,
+        "revision": getattr(config, "_commit_hash", None),
+        "version": target_version(model),
+    }
