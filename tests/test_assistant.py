@@ -1,17 +1,20 @@
 import copy
 import json
 import logging
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import models
 import numpy as np
 import pytest
 import torch
+from accelerate.utils import LoggerType
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList, pipeline
 from waiting import LONG
@@ -672,6 +675,23 @@ def test_tensorboard_gets_the_figures(tmp_path: Path, monkeypatch: pytest.Monkey
     alphas = [e.value for e in events.Scalars("alpha")]
     halves = [assistant.stats.requests[:3], assistant.stats.requests[3:]]
     np.testing.assert_allclose(alphas, [h[:, 1].sum() / h[:, 0].sum() for h in halves], rtol=1e-5)
+
+
+def test_trackio_gets_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in of its `init`, `config`, and of a run's `log` and `finish`."""
+    seen: list[Any] = []
+    run = SimpleNamespace(log=lambda values, step: seen.append((step, values)), finish=lambda: seen.append("finished"))
+    told: dict[str, Any] = {}
+    stand_in = SimpleNamespace(init=lambda project: seen.append(project) or run, config=told)
+    monkeypatch.setitem(sys.modules, "trackio", stand_in)
+    monkeypatch.setattr("accelerate.tracking._available_trackers", [LoggerType.TRACKIO])
+    with OnlineAssistant(*models.pair(), config=FAST, report_to="trackio") as assistant:
+        serve(assistant, 6)
+    assert told["update_interval"] == FAST.update_interval
+    project, *updates, end = seen
+    assert (project, end) == ("osd_hf", "finished")
+    assert [(step, values["version"]) for step, values in updates] == [(3, 1), (6, 2)]
+    assert all({"alpha", "block_efficiency", "loss"} <= values.keys() for _, values in updates)
 
 
 @pytest.mark.parametrize("report_to", ["nothing_of_that_name", ["tensorboard", "nothing_of_that_name"]])

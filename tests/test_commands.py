@@ -115,6 +115,26 @@ def test_every_flag_changes_the_settings_by_both_spellings_and_by_a_file(command
             assert settings_of(command, *rest, "--config", str(file)) == settings, name
 
 
+def test_a_shell_completes_every_command_and_flag(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--print-completion", "bash"])
+    script = capsys.readouterr().out
+    assert ended.value.code == 0
+    offered = dict(re.findall(r"^_shtab_osd_hf_(\w+)_option_strings=\((.*)\)$", script, re.MULTILINE))
+    assert offered.keys() == COMMANDS.keys()
+    for command, options in offered.items():
+        flags = {option for action in actions_of(command).values() for option in action.option_strings}
+        assert flags <= {option.strip("'") for option in options.split()}
+    assert "_shtab_osd_hf_compare___output_dir_COMPGEN=_shtab_compgen_dirs" in script
+    assert main(["--print-completion", "cmd"]) == 2
+    assert "--print-completion takes bash, " in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["--print-completion", "bash"]) == 2
+    assert "pip install 'osd-hf[completion]'" in capsys.readouterr().err
+
+
 def names_read(node: ast.AST) -> set[str]:
     """Names that are read as attributes, or stand as texts to be read by, but not to be declared or checked."""
     called = getattr(getattr(node, "func", None), "attr", "")

@@ -35,13 +35,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:Futu
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+SKILL = ROOT / "skills/osd-hf/SKILL.md"  # for coding agents
+PAGES = [README, SKILL, *sorted((ROOT / "docs").rglob("*.md"))]
 LINKING = [*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "app/README.md", "recipes/README.md"))]
 RESULTS = ROOT / "recipes/results"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DRAFTS = ("0.5B", "0.6B", "160m", "135M")  # in the ids of small models; others are targets
 FOREIGN = {
     "cd",
+    "cp",
     "curl",
     "git",
     "llama-server",
@@ -50,6 +52,7 @@ FOREIGN = {
     "pip",
     "bash",
     "docker",
+    "trackio",
 }  # programs that are not run here
 
 
@@ -304,6 +307,16 @@ def test_planned_memory_is_what_a_plan_says() -> None:
 
 def test_the_readme_is_read_in_a_minute() -> None:
     assert len(README.read_text().splitlines()) <= 150
+
+
+def test_an_agent_finds_the_skill_and_in_it_what_there_is() -> None:
+    text = SKILL.read_text()
+    assert len(text.splitlines()) < 80
+    head = yaml.safe_load(text.split("---\n")[1])
+    assert head["name"] == SKILL.parent.name
+    assert 0 < len(head["description"]) <= 1024
+    assert set(head) == {"name", "description"}
+    assert set(re.findall(r"`osd-hf (\w+)", text)) <= COMMANDS.keys()
 
 
 def test_the_reference_has_every_public_name_and_command() -> None:

@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from huggingface_hub.cli.extensions import _get_executable_name
 
 from osd_hf.config import OnlineConfig
 
@@ -32,6 +33,7 @@ TEXTS = sorted(
         "Makefile",
         "docs/**/*.md",
         "docs/*.py",
+        "skills/**/*.md",
         "osd_hf/**/*.py",
         "osd_hf/**/*.md",
         "tests/**/*.py",
@@ -146,6 +148,11 @@ def test_the_lowest_versions_are_those_that_the_tests_run_on():
         bounds[name] = release(lowest)
     assert bounds.pop("torch") <= release(pins["torch"])  # CONTRIBUTING.md says how its lowest was tested
     assert {name: release(pins[name]) for name in bounds} == bounds
+
+
+def test_the_command_is_an_extension_of_hf_too():
+    """`hf extensions install` looks for a script of this name in what it has installed."""
+    assert PROJECT["scripts"][_get_executable_name("osd").removesuffix(".exe")] == PROJECT["scripts"]["osd-hf"]
 
 
 def test_the_changelog_knows_the_version():

@@ -13,8 +13,17 @@ import huggingface_hub.constants
 
 from osd_hf import __version__
 from osd_hf.cli import BAD_INPUT, FAILED, INTERRUPTED
-from osd_hf.cli.arguments import read_arguments, spelled
-from osd_hf.errors import CaptureError, HubError, LearnerError, OSDError, ServerError, nearest, without_credentials
+from osd_hf.cli.arguments import add_flags, read_arguments, spelled
+from osd_hf.errors import (
+    CaptureError,
+    ConfigError,
+    HubError,
+    LearnerError,
+    OSDError,
+    ServerError,
+    nearest,
+    without_credentials,
+)
 
 # What each command does, by what it is for. A module in this folder has its settings, `NameSettings`, and
 # `name_command`.
@@ -96,7 +105,7 @@ def _asked(argv: Sequence[str]) -> tuple[Callable[[Any], int], Any]:
     name, arguments = argv[0], spelled(argv[0], argv[1:])
     help = COMMANDS[name]
     texts = {"prog": f"osd-hf {name}", "description": help[0].upper() + help[1:] + ".", "epilog": EPILOG}
-    module: Any = importlib.import_module(f"osd_hf.cli.{MODULES.get(name, name)}")
+    module = _module(name)
     if name == "distill":  # reads them by the parser of trl, which takes seconds to import
         # A token is known by the whole name of its flag, and never written down.
         return module.distill_command, module.read_settings(arguments, allow_abbrev=False, **texts)
@@ -104,13 +113,22 @@ def _asked(argv: Sequence[str]) -> tuple[Callable[[Any], int], Any]:
     return getattr(module, f"{name}_command"), read_arguments(kind, arguments, **texts)
 
 
+def _module(command: str) -> Any:
+    return importlib.import_module(f"osd_hf.cli.{MODULES.get(command, command)}")
+
+
 def _refuse(argv: Sequence[str]) -> None:
-    """Show the list of commands, or the version, where that is asked for, and otherwise say what is wrong; exits."""
+    """Show the list of commands, the version, or a script for the shell, where that is asked for, and otherwise say
+    what is wrong; exits."""
     parser = argparse.ArgumentParser(
         prog="osd-hf", description="Assistant models that learn while they serve.", epilog=EPILOG,
         usage="%(prog)s COMMAND [--NAME VALUE ...]; %(prog)s COMMAND --help names the flags",
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"osd-hf {__version__}")
+    parser.add_argument(
+        "--print-completion", metavar="SHELL",
+        help="print a script with which bash, zsh, fish, tcsh or powershell completes commands and flags",
+    )  # fmt: skip
     for title, commands in GROUPS.items():
         group = parser.add_argument_group(title)
         for name, help in commands.items():
@@ -119,5 +137,29 @@ def _refuse(argv: Sequence[str]) -> None:
         parser.error("name a command")
     if not argv[0].startswith("-"):
         parser.error(f"there is no command {argv[0]!r}.{nearest(argv[0], COMMANDS)}")
-    parser.parse_args(argv[:1])
-    parser.error("name a command first, and then its flags")
+    given = parser.parse_args(argv[: 2 if argv[0] == "--print-completion" else 1])
+    if given.print_completion is None:
+        parser.error("name a command first, and then its flags")
+    print(_completion(given.print_completion))
+    parser.exit()
+
+
+def _completion(shell: str) -> str:
+    """A script with which a shell completes commands, flags, and what they take; raises ConfigError. It is made once:
+    asking a command at each touch of the key would take the seconds of its imports."""
+    try:
+        shtab: Any = importlib.import_module("shtab")
+    except ImportError as error:
+        raise ConfigError("Completion needs shtab: pip install 'osd-hf[completion]'.") from error
+    if shell not in shtab.SUPPORTED_SHELLS:
+        raise ConfigError(f"--print-completion takes {', '.join(shtab.SUPPORTED_SHELLS)}, got {shell!r}.")
+    parser = argparse.ArgumentParser(prog="osd-hf")
+    commands = parser.add_subparsers()
+    for name, help in COMMANDS.items():
+        kind = getattr(_module(name), f"{name.capitalize()}Settings")
+        for action in add_flags(commands.add_parser(name, help=help), kind).values():
+            places = {"DIR": shtab.DIRECTORY, "FILE": shtab.FILE, "PATH": shtab.FILE}
+            of = str(action.metavar or "").split("|")[-1]
+            if of in places:
+                action.complete = places[of]  # type: ignore[attr-defined]
+    return str(shtab.complete(parser, shell))
