@@ -21,6 +21,9 @@ from transformers import LogitsProcessor, MaxLengthCriteria, StoppingCriteria, p
 from osd_hf import OnlineAssistant, OnlineConfig, Trace, capture_traces, replay
 from osd_hf.capture import batch as capture_batch
 from osd_hf.drafting import batch as drafting_batch
+from osd_hf.drafting.costs import Acceptance, RoundTime
+from osd_hf.drafting.generator import LeanDrafting
+from osd_hf.drafting.pacing import Pacer
 from osd_hf.routing import CallableRouter
 
 FIXED = OnlineConfig(num_assistant_tokens=4, update_strategy="manual")
@@ -117,17 +120,28 @@ def test_a_target_whose_rows_cannot_go_on_independently_answers_by_itself(
     batch = padded(LENGTHS[:3], "right" if assistant.target.config.is_encoder_decoder else "left")
     settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
     traces = list[Trace]()
+    capture_batch._told.pop(assistant.target, None)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             answers = assistant.generate(**batch, **settings, on_trace=traces.append)
     assert torch.equal(answers, assistant.target.generate(**batch, **settings))
-    assert sum("Batches are decoded without a draft" in line for line in caplog.messages) <= 1
+    assert sum("Batches are decoded without a draft" in line for line in caplog.messages) == 1
     assert (assistant.stats.drafted, assistant.stats.emitted, assistant.stats.num_requests) == (0, 72, 6)
     for trace, row in zip(traces[:2], each(batch), strict=False):
         one = list[Trace]()
         assistant.generate(**row, **settings, on_trace=one.append)
         assert trace.prompt_ids.tolist() == one[0].prompt_ids.tolist()
         assert np.abs(trace.kept_logprobs() - one[0].kept_logprobs()).max() < 0.02
+
+
+def test_what_was_found_of_a_model_is_found_anew_where_it_has_changed() -> None:
+    model = models.build("qwen3", num_hidden_layers=1)
+    assert drafting_batch.hindrance(model) is None
+    model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": "dynamic"}
+    assert "rotary" in str(drafting_batch.hindrance(model))
+    model.config.rope_parameters["rope_type"] = "default"
+    assert drafting_batch.hindrance(model) is None
+    assert "forward fails" in str(drafting_batch.hindrance(model.to("meta")))
 
 
 def break_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,23 +306,83 @@ def test_rows_that_have_ended_leave_the_batch() -> None:
     assert rounds[-1] < 4
 
 
-class Raises(LogitsProcessor):  # type: ignore[misc]
+class Raises(LogitsProcessor, StoppingCriteria):  # type: ignore[misc]
+    """A processor, or a criterion, that fails on one row alone."""
+
     is_stateless = True
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if input_ids.shape[1] > 15:
-            raise LookupError("no such length")
-        return scores
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any) -> torch.Tensor:
+        if int(input_ids[0, -1]) == self.token:
+            raise LookupError("no such token")
+        return torch.zeros(len(input_ids), dtype=torch.bool) if scores is None else scores
 
 
-def test_what_a_processor_raises_is_raised_as_by_the_target() -> None:
-    assistant, batch = assistant_of("qwen3"), padded(LENGTHS[:4])
-    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "logits_processor": [Raises()]}
-    for generate in (assistant.target.generate, assistant.generate):
-        with pytest.raises(LookupError, match="no such length"):
+@pytest.mark.parametrize("kind", ["logits_processor", "stopping_criteria"])
+def test_what_one_row_raises_is_raised_as_by_the_target_and_costs_no_other_batch_anything(kind: str) -> None:
+    assistant, batch, traces = assistant_of("qwen3"), padded(LENGTHS[:4]), list[Trace]()
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW}
+    answer = assistant.target.generate(**batch, **settings)[0, batch["input_ids"].shape[1] :]
+    settings[kind] = [Raises(int(answer[8]))]
+    for generate in (assistant.target.generate, functools.partial(assistant.generate, on_trace=traces.append)):
+        with pytest.raises(LookupError, match="no such token"):
             generate(**batch, **settings)
-    settings["max_new_tokens"] = 5  # drafted tokens that would have been too long are no reason to fail
+    assert (traces, assistant.stats.num_requests) == ([], 0)
+    settings["max_new_tokens"] = 5  # drafted tokens that would have been too many are no reason to fail
     assert torch.equal(assistant.generate(**batch, **settings), assistant.target.generate(**batch, **settings))
+    assert assistant.stats.num_requests == 4
+
+
+def test_a_draft_reads_no_row_twice_that_a_stop_string_has_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    def apart(self: Any, draftings: Any) -> list[Any]:
+        """Each row has a draft of its own, as rows of several domains have."""
+        how = {"vocab_size": models.VOCAB, "do_sample": False, "eos": self.eos}
+        return [drafting_batch.BatchDraft(one, [row], self.processors, **how) for row, one in enumerate(draftings)]
+
+    monkeypatch.setattr(capture_batch._Rounds, "_drafts", apart)
+    assistant, batch = assistant_of("qwen3", noise=0.0), padded(LENGTHS[:4])
+    settings, fed = settings_of("stop strings", assistant.target, batch), list[int]()
+    assert drafting_batch.hindrance(assistant.draft) is None  # tried out now
+    handle = assistant.draft.register_forward_pre_hook(
+        lambda m, args, kwargs: fed.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    assistant.generate(**batch, **settings)
+    handle.remove()
+    assert sorted(width for width in fed if width > 2) == sorted(LENGTHS[:4])
+
+
+class EachHasSaid(StoppingCriteria):  # type: ignore[misc]
+    """Ends a batch once each answer has said one of these tokens lately, which it remembers, as
+    lm-evaluation-harness does."""
+
+    def __init__(self, tokens: list[int], begins: int) -> None:
+        self.tokens, self.begins = torch.tensor(tokens), begins
+        self.done = torch.zeros(1, dtype=torch.bool)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> bool:
+        self.done = self.done | torch.isin(input_ids[:, self.begins :][:, -2:], self.tokens).any(-1)
+        return bool(self.done.all())
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("noise", [0.0, 0.08])
+def test_criteria_that_remember_are_asked_as_without_a_draft(rows: int, noise: float) -> None:
+    assistant, batch, traces = assistant_of("qwen3", noise=noise), padded(LENGTHS[:rows]), list[Trace]()
+    target, begins = assistant.target, batch["input_ids"].shape[1]
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW}
+    tokens = target.generate(**batch, **settings)[:, begins + 6].tolist()
+    theirs = target.generate(**batch, **settings, stopping_criteria=[EachHasSaid(tokens, begins)])
+    assert theirs.shape[1] < begins + NEW
+    with assistant.attached(), capture_traces(target, traces.append):
+        ours = target.generate(
+            **batch, **settings, stopping_criteria=[EachHasSaid(tokens, begins)], assistant_model=assistant.draft
+        )
+    assert torch.equal(ours, theirs)
+    assert assistant.stats.drafted > 0
+    assert [trace.completion_ids.tolist() for trace in traces] == theirs[:, begins:].tolist()
+    assert replay(assistant.draft, traces, 4).emitted == assistant.stats.emitted == rows * (len(theirs[0]) - begins)
 
 
 @pytest.mark.parametrize(
@@ -555,6 +629,53 @@ def test_batches_draft_where_that_pays_and_lose_next_to_nothing_where_it_does_no
     print(f"{rows} rows: {ours / 3 / alone:.2f} of the time of the target alone, {assistant.stats}")
     assert (assistant.stats.drafted > 0) == drafts
     assert ours < most * 3 * alone
+
+
+class ColdTime(BatchTime):
+    """After a forward of the draft, the target's next one takes longer, as its weights have left the caches."""
+
+    is_cold = False
+
+    def _pass(self, base: float, slope: float, module: Any, args: Any, kwargs: Any) -> None:
+        super()._pass(base, slope, module, args, kwargs)
+        is_draft = base < 1
+        self.now += 3.0 if self.is_cold and not is_draft else 0.0
+        self.is_cold = is_draft
+
+
+def test_plain_rounds_are_timed_behind_plain_ones() -> None:
+    target, draft = models.pair("qwen3", num_hidden_layers=1, noise=0.04)
+    assistant = OnlineAssistant(target, draft, config=OnlineConfig(candidates="draft", update_strategy="manual"))
+    assert assistant.drafting is not None
+    clock = assistant.drafting.clock = ColdTime({target: (1.0, 0.0), assistant.draft: (0.1, 0.0)})
+    batch, settings = padded(LENGTHS[:2]), {"do_sample": False, "max_new_tokens": 60, "learn": False}
+    for _ in range(2):
+        assistant.generate(**batch, **settings)
+    began = clock()
+    assistant.generate(**batch, **settings)
+    assert clock() - began < 1.05 * 60
+
+
+def test_a_plain_round_behind_a_drafted_one_is_no_measure_of_others() -> None:
+    drafting = LeanDrafting(pair()[1], "auto")
+    pace = drafting_batch.BatchPace(drafting, None, 2, do_sample=False)
+    for time in (RoundTime(1, 1, 1, 0.1, 0.0, 2.0), RoundTime(seconds=4.0), RoundTime(seconds=1.0)):
+        pace.timed(time, 2)
+    assert drafting.pacer.of_batches(2).plain.mean == 1.0
+
+
+@pytest.mark.parametrize("rows", [2, 16])
+def test_the_more_rows_a_batch_has_the_more_drafting_has_to_promise(rows: int) -> None:
+    pacer = Pacer()
+    costs = pacer.of_batches(rows)
+    for _ in range(6):
+        costs.add(RoundTime(seconds=1.0))
+    for _ in range(3):
+        costs.add(RoundTime(1, 1, 1, 0.1, 0.0, 1.35))
+        costs.add(RoundTime(3, 3, 1, 0.1, 0.2, 2.15))
+    plan = pacer.plan_for(Acceptance(), None, rows)
+    assert 1.08 < plan.speedup < 1.18
+    assert plan.speculates == (rows == 2)
 
 
 @pytest.mark.parametrize("source", ["text", "both"])

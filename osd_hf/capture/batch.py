@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,6 +23,7 @@ from osd_hf.drafting.batch import (
     Candidates,
     Ragged,
     Verdict,
+    first_columns,
     hindrance,
     judged,
 )
@@ -93,7 +94,8 @@ class BatchRequest(Decoding):
             first = self.requests[0]
             may_repeat = all(map(bears_any_token, self.kwargs["logits_processor"]))
             do_sample = bool(self.config.do_sample)
-            self.pace = BatchPace(self.draftings[0], first.domain, do_sample=do_sample, may_repeat=may_repeat)
+            drafting, rows = self.draftings[0], len(self.requests)
+            self.pace = BatchPace(drafting, first.domain, rows, do_sample=do_sample, may_repeat=may_repeat)
             drafts = {id(request.drafting): request.drafting.draft for request in self.requests if request.drafting}
             if drafts:
                 stack.enter_context(fast_kernels(self.model, *drafts.values(), is_request=True))
@@ -108,7 +110,7 @@ class BatchRequest(Decoding):
             if why not in told:
                 told.add(why)
                 logger.warning("Batches are decoded without a draft: %s.", why)
-        elif not self.pace.is_plain(len(self.requests)):
+        elif not self.pace.is_plain:
             return _Rounds(self).decode()
         return self.decode_plainly()
 
@@ -263,6 +265,7 @@ class _Rounds:
             began, count = self.clock(), len(self.live)
             emitted = sum(row.emitted for row in self.rows)
             texts = {number: chances for number in self.live if (chances := self._look_up(self.rows[number]))}
+            looked_up = self.clock() - began
             self.plan = self.pace.begin(count, texts)
             candidates = self._propose()
             raw = self._verify(candidates)
@@ -272,17 +275,18 @@ class _Rounds:
                 scores = self.processors(raw.flatten(0, 1).clone(), rows, starts).view_as(raw)
             self._take(candidates, raw, judged(candidates, scores, do_sample=self.do_sample))
             del raw, scores
-            time = self._round_time(candidates, None if is_first else self.clock() - began)
+            time = self._round_time(candidates, None if is_first else self.clock() - began, looked_up)
             self.pace.timed(time, sum(row.emitted for row in self.rows) - emitted)
             is_first = False
         for row in self.rows:
             self.pace.ended(*row.counts)
         return self._output()
 
-    def _round_time(self, candidates: Candidates, seconds: float | None) -> RoundTime:
+    def _round_time(self, candidates: Candidates, seconds: float | None, looked_up: float) -> RoundTime:
         drafted = [draft for draft in self.drafts if draft.times]
         if not drafted:
-            return RoundTime(candidates.tokens.shape[1], seconds=seconds)
+            k = candidates.tokens.shape[1]  # a plain round is one that looks nothing up
+            return RoundTime(k, seconds=seconds if k or seconds is None else seconds - looked_up)
         first, others = (sum(part) for part in zip(*((d.times[0], sum(d.times[1:])) for d in drafted), strict=True))
         fed, forwards = max(d.fed for d in drafted), max(len(d.times) for d in drafted)
         if fed > PROMPT:
@@ -380,7 +384,8 @@ class _Rounds:
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = k + 1
         logits: Tensor = self.model(**inputs, return_dict=True).logits
-        self.ragged = Ragged(self.model, kwargs["past_key_values"], [row.padding for row in self.rows])
+        padding, size = [row.padding for row in self.rows], first_columns(self.begins, self.most)
+        self.ragged = Ragged(self.model, kwargs["past_key_values"], padding, size)
         return logits
 
     # --- what becomes of them ---------------------------------------------------------------------------------------
@@ -396,13 +401,15 @@ class _Rounds:
             row, (count, accepted, token) = self.rows[number], fact[k:]
             drafted, known = fact[:count], len(row.text)
             is_text = number in self.plan.texts
-            drafts[number].settle(number, known, 0 if is_text else accepted)
             emitted, drafted, is_over = self._ended(row, drafted, [*drafted[:accepted], token])
+            # The last token is still to be read, also where it was drafted: behind a stop string.
+            drafts[number].settle(number, known, 0 if is_text else len(emitted) - 1)
             if row.end is None:
                 self._note(row, drafted, emitted, raw[i], verdict, i, is_text)
             if row.past is not None:
                 self._look_back(row, emitted, len(drafted) if is_text else 1)
-            self.processors.write([number], [row.length], torch.tensor([emitted]))
+            if self.processors:
+                self.processors.write([number], [row.length], torch.tensor([emitted]))
             row.text += emitted
             self.processors.lengths[number] = row.length
             if is_over and row.end is None:
@@ -488,7 +495,7 @@ class _Rounds:
             for row, is_met in zip(self.rows, met, strict=True):
                 if is_met and (row.end is None or row.end > self.asked):
                     row.end = self.asked
-                    _trim(row.request, self.asked)
+                    row.request.trim(self.asked)
 
     def _reached(self) -> int:
         """Tokens that every answer has, those of rows that have ended and are padded left aside."""
@@ -509,15 +516,3 @@ class _Rounds:
         for i, row in enumerate(self.rows):
             row.request.sequence = sequences[i : i + 1, : self.begins + (row.end or 0)]
         return sequences
-
-
-def _trim(request: Request, count: int) -> None:
-    """Keep so many tokens of a row's answer."""
-    rounds, left = list[Round](), count
-    for r in request.rounds:
-        if left >= r.num_emitted:
-            rounds.append(r)
-        elif left > 0:  # it ends at a candidate that was accepted
-            rounds.append(replace(r, num_emitted=left, drafted=r.drafted[:left], from_text=r.from_text[:left]))
-        left -= min(left, r.num_emitted)
-    request.rounds = rounds

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -318,6 +318,10 @@ class Request(Decoding):
                 # A draft's token is one that the processors allow, and they may not bear another one.
                 may_repeat = all(map(bears_any_token, self.kwargs["logits_processor"]))
                 do_sample = bool(self.config.do_sample)
+                criteria, known = self.kwargs["stopping_criteria"], (MaxLengthCriteria, EosTokenCriteria)
+                is_ours = any(b.exact_stops for b in self.bindings) or all(isinstance(c, known) for c in criteria)
+                if not (is_ours or self._shows_more_than_tokens()):
+                    self.kwargs["stopping_criteria"] = _InTurn(criteria, self.input_ids.shape[1])
                 self.pace = self.drafting.pace(self.domain, do_sample=do_sample, may_repeat=may_repeat)
                 stack.enter_context(fast_kernels(self.model, self.drafting.draft, is_request=True))
             compiled = next((b.compiled for b in reversed(self.bindings) if b.compiled is not None), None)
@@ -326,6 +330,12 @@ class Request(Decoding):
                     self.model, self.kwargs, self.input_ids.shape[1], self.max_length
                 )
             yield
+
+    def _shows_more_than_tokens(self) -> bool:
+        """Whether the caller gets something beside the answer that the tokens of a whole round go into."""
+        cache = self.kwargs.get("past_key_values")
+        is_kept = self.config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
+        return self.kwargs.get("streamer") is not None or bool(is_kept)
 
     def decode_plainly(self) -> Any:
         """Let the target decode alone, by its own loop, while its rows are kept."""
@@ -424,8 +434,23 @@ class Request(Decoding):
             self.generator.untimed()
         self.generator.update_candidate_strategy(input_ids, scores, num_matches)
 
+    def trim(self, count: int) -> None:
+        """Keep the rounds of so many tokens of the answer."""
+        rounds, left = list[Round](), count
+        for r in self.rounds:
+            if left >= r.num_emitted:
+                rounds.append(r)
+            elif left > 0:  # it ends at a candidate that was accepted
+                rounds.append(replace(r, num_emitted=left, drafted=r.drafted[:left], from_text=r.from_text[:left]))
+            left -= min(left, r.num_emitted)
+        self.rounds = rounds
+
     def returned(self, output: Any) -> Any:
-        """What the loop returns, with the cache that it came with, beside which the draft's is kept."""
+        """What the loop returns, up to the token that met a criterion, with the cache that it came with, beside which
+        the draft's is kept."""
+        criteria = self.kwargs["stopping_criteria"]
+        if isinstance(criteria, _InTurn) and (excess := self.sequence.shape[1] - criteria.asked):
+            output = self.sequence = self.sequence[:, :-excess]
         if self.drafting is not None and isinstance(self.generator, LeanCandidateGenerator):
             self.drafting.keep(self.generator, self.kwargs.get("past_key_values"))
         if self.verification is not None and getattr(output, "past_key_values", None) is self.verification.cache:
@@ -485,6 +510,22 @@ def bears_any_token(processor: Any) -> bool:
     function of the user's."""
     own = type(processor) is not PrefixConstrainedLogitsProcessor
     return own and type(processor).__module__ == LogitsProcessor.__module__
+
+
+class _InTurn(StoppingCriteriaList):
+    """The target's stopping criteria, asked about each token that a round emits, up to the first that meets one, as
+    without a draft. They may remember what they were asked before."""
+
+    def __init__(self, criteria: StoppingCriteriaList, asked: int) -> None:
+        super().__init__(criteria)
+        self.asked = asked  # tokens of the sequence that they know
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        while True:
+            self.asked += 1
+            met: torch.Tensor = super().__call__(input_ids[:, : self.asked], scores, **kwargs)
+            if self.asked >= input_ids.shape[1] or bool(met.any()):
+                return met
 
 
 class _NoDistribution(Exception):

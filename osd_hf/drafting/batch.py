@@ -14,10 +14,11 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from osd_hf.drafting.costs import Average, RoundTime
+from osd_hf.drafting.costs import COSTS_KNOWN, Average, RoundTime
 from osd_hf.drafting.forward import AHEAD, MASKED_ATTENTION
 from osd_hf.drafting.generator import Clock, LeanDrafting
 from osd_hf.drafting.pacing import (
+    MAX_K,
     OWN_MEMORY,
     PROBE_BURST,
     REFRESH,
@@ -26,6 +27,7 @@ from osd_hf.drafting.pacing import (
     WORTH,
     FixedPace,
     best_rate,
+    least_speedup,
 )
 from osd_hf.drafting.text import Guess
 from osd_hf.errors import first_line
@@ -63,19 +65,17 @@ class _RaggedLayer(DynamicLayer):
     values: Tensor
     place: _Place
 
-    def take_over(self, layer: DynamicLayer, columns: Tensor) -> None:
-        """Hold these columns of a layer, `(rows, columns)`, which is empty then."""
+    def take_over(self, layer: DynamicLayer, padding: Sequence[int], size: int) -> None:
+        """Hold what is behind the padding of each row of a layer, which is empty then, with room for so many
+        columns."""
         self.lazy_initialization(layer.keys, layer.values)
-        at = columns.to(layer.keys.device)[:, None, :, None]
-        for name in ("keys", "values"):
-            given = getattr(layer, name)
-            kept = given.gather(2, at.expand(-1, given.shape[1], -1, given.shape[3]))
-            setattr(self, name, _with_room(kept, kept.shape[2] + AHEAD))
+        self.keys, self.values = (_with_room(part, size, padding) for part in (layer.keys, layer.values))
         layer.reset()
 
     def make_room(self, columns: int, rows: int) -> None:
-        if columns > self.keys.shape[2]:
-            size = max(columns + AHEAD, int(GROWTH * self.keys.shape[2]))
+        held = self.keys.shape[2]
+        if columns > held:
+            size = grown(held, columns)
             self.keys, self.values = (_with_room(part[:rows], size) for part in (self.keys, self.values))
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -90,10 +90,22 @@ class _RaggedLayer(DynamicLayer):
         return self.place.width - self.place.columns.shape[1]
 
 
-def _with_room(states: Tensor, size: int) -> Tensor:
-    """The same with room for so many columns. What no row has written yet is read, and masked: it must be finite."""
-    larger = states.new_zeros(*states.shape[:2], size, states.shape[3])
-    larger[:, :, : states.shape[2]] = states
+def first_columns(tokens: int, most: int) -> int:
+    """Columns of a cache that begins with so many tokens of a row, behind which at most so many come."""
+    return tokens + min(most + MAX_K, AHEAD)
+
+
+def grown(held: int, columns: int) -> int:
+    """Columns of a cache that had so many, and needs more."""
+    return max(columns + AHEAD, int(GROWTH * held))
+
+
+def _with_room(states: Tensor, size: int, padding: Sequence[int] = ()) -> Tensor:
+    """The same, from behind the padding of each row, with room for so many columns. What no row has written yet is
+    read, and masked: it must be finite."""
+    larger, held = states.new_zeros(*states.shape[:2], size, states.shape[3]), states.shape[2]
+    for row, pad in enumerate(padding or [0] * len(states)):
+        larger[row, :, : held - pad] = states[row, :, pad:]
     return larger
 
 
@@ -108,16 +120,16 @@ class Ragged:
         cache (`DynamicCache`):
             What one forward of the rows, padded on their left, has filled, past the windows of layers; it is emptied.
         padding (`Sequence[int]`): Tokens of padding with which each row begins.
+        size (`int`): Columns that there is to be room for.
     """
 
-    def __init__(self, model: Any, cache: DynamicCache, padding: Sequence[int]) -> None:
+    def __init__(self, model: Any, cache: DynamicCache, padding: Sequence[int], size: int = 0) -> None:
         self.model, self.rows = model, len(padding)
         self._device = None if model.device.type == "meta" else model.device  # offloaded weights lie nowhere
-        size, least = cache.get_seq_length(), min(padding)
-        columns = torch.arange(size - least) + torch.tensor(padding)[:, None]
+        size = max(size, cache.get_seq_length())
         layers = [_RaggedLayer() for _ in cache.layers]
         for ours, theirs in zip(layers, cache.layers, strict=True):
-            ours.take_over(theirs, columns.clamp(max=size - 1))
+            ours.take_over(theirs, padding, size)
         self.cache = DynamicCache()
         self.cache.layers = layers
         config = model.config.get_text_config(decoder=True)
@@ -181,8 +193,9 @@ _hindrances: WeakKeyDictionary[Any, tuple[object, str | None]] = WeakKeyDictiona
 def hindrance(model: Any) -> str | None:
     """Why rows of a batch cannot go on independently in this model; `None` where they can. Asked first, a model is
     tried out on two rows of a few tokens, which must get the logits that they get alone."""
-    attention = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
-    as_it_is = model.training, model.dtype, attention
+    # The configuration holds the kind of attention, the windows and the positions.
+    config = vars(model.config.get_text_config(decoder=True))
+    as_it_is = model.training, model.dtype, model.device, repr(config)
     known, why = _hindrances.get(model, (None, None))
     if known != as_it_is:
         try:
@@ -320,7 +333,11 @@ class BatchDraft:
         for j in range(k):
             began = clock()
             with torch.inference_mode():
-                raw = self._first(texts) if j == 0 else self._feed(tokens[-1][:, None], [n + j - 1 for n in known])
+                raw = (
+                    self._first(texts, max(room))
+                    if j == 0
+                    else self._feed(tokens[-1][:, None], [n + j - 1 for n in known])
+                )
             chosen, row, is_possible, confidence = self._choose(raw, [lengths[r] + j for r in rows])
             self.times.append(clock() - began)
             live = live & (places > j) & is_possible
@@ -337,27 +354,28 @@ class BatchDraft:
         self._read = {row: n + len(tokens) - 1 for row, n in zip(rows, known, strict=True)}
         return Candidates(torch.stack(tokens, 1), torch.stack(lives, 1), torch.stack(logits, 1) if logits else None)
 
-    def _first(self, texts: Mapping[int, Sequence[int]]) -> Tensor:
-        """Feed what the draft has not seen yet; the logits behind it, `(rows, vocab)`."""
+    def _first(self, texts: Mapping[int, Sequence[int]], most: int) -> Tensor:
+        """Feed what the draft has not seen yet, behind which at most so many tokens come; the logits behind it,
+        `(rows, vocab)`."""
         known = [len(texts[row]) for row in self.rows]
         self.fed = max(n - self._read[row] for n, row in zip(known, self.rows, strict=True))
         if self._ragged is None or self.fed > min(known):
             self.fed = max(known)
-            logits = self._read_all(texts, known)
+            logits = self._read_all(texts, known, most)
         else:
             # Rows that have seen more are fed the last of it once more, which is written where it was.
             ids = torch.tensor([texts[row][-self.fed :] for row in self.rows], device=self.model.device)
             logits = self._feed(ids, [n - self.fed for n in known])
         return logits
 
-    def _read_all(self, texts: Mapping[int, Sequence[int]], known: Sequence[int]) -> Tensor:
+    def _read_all(self, texts: Mapping[int, Sequence[int]], known: Sequence[int], most: int) -> Tensor:
         width = max(known)
         padding = [width - n for n in known]
         ids = [[0] * pad + list(texts[row]) for pad, row in zip(padding, self.rows, strict=True)]
         cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))
         fed = torch.tensor(ids, device=self.model.device)
         logits = read_padded(self.model, fed, padding, cache, self._limit, **self._keep_one)
-        self._ragged = Ragged(self.model, cache, padding)
+        self._ragged = Ragged(self.model, cache, padding, first_columns(width, most))
         return logits[:, -1]
 
     def _feed(self, ids: Tensor, starts: Sequence[int]) -> Tensor:
@@ -433,7 +451,7 @@ class BatchPace:
     """
 
     def __init__(
-        self, drafting: LeanDrafting, domain: str | None, *, do_sample: bool, may_repeat: bool = True
+        self, drafting: LeanDrafting, domain: str | None, rows: int, *, do_sample: bool, may_repeat: bool = True
     ) -> None:
         pacer, is_auto = drafting.pacer, drafting.num_assistant_tokens == "auto"
         self._pacer = pacer
@@ -444,22 +462,19 @@ class BatchPace:
             known = self._domain = pacer.acceptance((domain, do_sample))
             known.requests += 1
             looks_up = known.text_gain.mean > WORTH or known.requests % TEXT_PROBE == 0
-            self._plan = pacer.plan_for(known)
+            self._costs, plan = pacer.of_batches(rows), pacer.plan_for(known, None, rows)
+            # The draft reads the prompts for it: few batches find out, and each for long.
+            self._probes = known.drafts_to_learn(plan.examined, PROBE_BURST * (plan.plain_seconds or 0.0))
+        self._plan, self._rows = plan, rows
         self.reads_text = is_auto and drafting.sources != "draft" and may_repeat and looks_up
         self._drafts = drafting.sources != "text"
         self._own = Average(memory=OWN_MEMORY)
-        self._rows, self._costs = 1, pacer.costs
+        self._is_steady = False  # after a round without the draft, whose weights have left the processor's caches
 
-    def is_plain(self, rows: int) -> bool:
-        """Whether a batch of so many rows is left to the target's own loop; asked once, as it begins."""
-        with self._pacer.lock:
-            self._rows, self._costs = rows, self._pacer.of_batches(rows)
-            plan = self._plan = self._pacer.plan_for(self._domain, None, self._costs)
-            to_lose = PROBE_BURST * (plan.plain_seconds or 0.0)
-            drafts = self._drafts and (plan.speculates or self._domain.drafts_to_learn(plan.examined, to_lose))
-            if self._fixed is not None:
-                return self._fixed.k == 0
-            return self._costs.are_known and not (drafts or self.reads_text)
+    @property
+    def is_plain(self) -> bool:
+        """Whether no round is to propose anything: then the target's own loop answers, and draws what it draws."""
+        return self._fixed is not None and self._fixed.k == 0
 
     def begin(self, rows: int, texts: Mapping[int, Sequence[float]]) -> BatchRound:
         """A round of so many rows begins. For some, past text proposes tokens: how likely it is that each of these and
@@ -468,19 +483,18 @@ class BatchPace:
         with pacer.lock:
             costs = self._costs = pacer.of_batches(rows)
             self._rows = rows
-            plan = self._plan = pacer.plan_for(domain, self._own, costs)
             if self._fixed is not None:
                 return BatchRound(self._fixed.k)
+            plan = self._plan = pacer.plan_for(domain, self._own, rows)
+            if costs.plain.weight < COSTS_KNOWN or (costs.are_known and domain.begin_round() % REFRESH < 2):
+                return BatchRound(0)  # several in a row, of which the first is not timed
             if not costs.are_known:
                 needed = WARM_UP[round(costs.verified) % len(WARM_UP)]
-                is_next = costs.verified <= costs.plain.weight
-                return BatchRound(needed if is_next else 0, frozenset(() if self._drafts else texts), self._drafts)
-            if domain.begin_round() % REFRESH == 0:
-                return BatchRound(0)
+                return BatchRound(needed, frozenset(() if self._drafts else texts), self._drafts)
             k = 0
             if self._drafts and plan.speculates:
                 k = plan.k
-            elif self._drafts and domain.drafts_to_learn(plan.examined):
+            elif self._drafts and self._probes and domain.drafts_to_learn(plan.examined):
                 k = best_rate(costs, plan.alpha)[1]
             return self._with_text(k, plan.alpha, texts) if self.reads_text else BatchRound(k)
 
@@ -495,7 +509,7 @@ class BatchPace:
         domain.text_gain.add(max(alone * costs.plain.mean / rows - 1, 0.0))
         better = frozenset(row for row, chances in texts.items() if sum(chances[:k]) > drafted)
         gained = (rows - len(better)) * drafted + sum(sum(texts[row][:k]) for row in better)
-        if alone > ((rows + gained) / costs.round(k) if k else rows / costs.plain.mean):
+        if alone > ((rows + gained) / costs.round(k) if k else least_speedup(rows) * rows / costs.plain.mean):
             return BatchRound(columns, frozenset(texts), False)
         return BatchRound(k, better if k else frozenset())
 
@@ -519,12 +533,13 @@ class BatchPace:
 
     def timed(self, time: RoundTime, emitted: int) -> None:
         """Rounds have ended, which have emitted so many tokens."""
-        domain = self._domain
+        domain, is_plain = self._domain, time.candidates == 0 and time.forwards == 0
         with self._pacer.lock:
-            self._pacer.took(time, emitted, self._costs, self._rows)
-            if time.forwards == 0:
+            is_usual, self._is_steady = self._is_steady or not is_plain or time.rounds > 1, is_plain
+            self._pacer.took(time, emitted, self._costs, self._rows, is_usual=is_usual)
+            if self._fixed is None and time.forwards == 0:
                 domain.spend(plain_seconds=(time.seconds or 0.0) * time.rounds)
-            elif not self._plan.speculates:
+            elif self._fixed is None and not self._plan.speculates:
                 plain = self._costs.level * self._costs.plain.mean
                 lost = time.draft_seconds if time.seconds is None else time.seconds - emitted / self._rows * plain
                 domain.spend(probe_seconds=lost)
@@ -563,6 +578,8 @@ def judged(candidates: Candidates, scores: Tensor, *, do_sample: bool) -> Verdic
     k = tokens.shape[1]
     if not do_sample:
         chosen = scores.argmax(-1)
+        if not k:
+            return Verdict(torch.zeros_like(rows), chosen[:, 0])
         accepted = ((tokens == chosen[:, :k]) & live).long().cumprod(1).sum(1)
         return Verdict(accepted, chosen[rows, accepted])
     target = scores.softmax(-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +21,7 @@ PROBE_BURST = 4  # plain rounds whose time must have been saved up before a requ
 OWN_MEMORY = 32  # examined tokens of one request that its own acceptance rests on
 OWN_COUNTS_HALF = 8  # examined tokens of a request after which they weigh as much as those of its domain
 LEAST_SPEEDUP = 1.03  # rounds do not show that the draft reads the prompt as well, nor that the plain loop is quicker
+RAGGED = 0.04  # more than that for each doubling of a batch's rows, as it ends with the slowest one
 EXPLORE = 32  # rounds between two that draft one token more than is worth it
 WORTH = 0.05  # tokens a round that past text has to bring where the target would decode alone otherwise
 # An accepted token lets others follow: what a candidate is worth, over itself alone; and what one that is right is
@@ -145,6 +147,11 @@ class DraftingPlan:
         return asdict(self)
 
 
+def least_speedup(rows: int) -> float:
+    """Times as fast as without candidates that rounds of so many rows have to seem."""
+    return LEAST_SPEEDUP + RAGGED * math.log2(max(rows, 1))
+
+
 def best_rate(costs: Costs, alpha: float) -> tuple[float, int]:
     """The most tokens in the time of the level that rounds bring which draft, and the number that they draft then."""
     base, per_token = costs.line()
@@ -179,11 +186,13 @@ class Pacer:
         self._of_batches: dict[int, Costs] = {}  # by the power of two that their rows come to
         self._domains: dict[Any, Acceptance] = {}
 
-    def took(self, time: RoundTime, emitted: int, costs: Costs | None = None, rows: int = 1) -> None:
+    def took(
+        self, time: RoundTime, emitted: int, costs: Costs | None = None, rows: int = 1, *, is_usual: bool = True
+    ) -> None:
         """Take in what rounds of so many rows took, which have these `costs`, and have emitted so many tokens, the
-        lock being held."""
+        lock being held. What is not usual says nothing of others."""
         costs = costs or self.costs
-        counted = time.rounds * costs.add(time)
+        counted = time.rounds * (costs.add(time) if is_usual else time.seconds or 0.0)
         if time.seconds is None:
             return
         is_plain = time.candidates == 0 and time.forwards == 0
@@ -238,9 +247,9 @@ class Pacer:
                 if domain is ... or key[0] == domain:
                     known.fade(0.5)
 
-    def plan_for(self, domain: Acceptance, own: Average | None = None, costs: Costs | None = None) -> DraftingPlan:
-        """For a domain, or for a request of it that has an acceptance of its own; `costs` are those of its batch."""
-        of_batch, costs = costs is not None, costs or self.costs
+    def plan_for(self, domain: Acceptance, own: Average | None = None, rows: int = 0) -> DraftingPlan:
+        """For a domain, or for a request of it, or a batch of so many rows, that has an acceptance of its own."""
+        costs = self.of_batches(rows) if rows else self.costs
         alpha, examined = domain.alpha.mean, domain.alpha.weight
         if own is not None:
             alpha = (alpha * OWN_COUNTS_HALF + own.mean * own.weight) / (OWN_COUNTS_HALF + own.weight)
@@ -250,11 +259,11 @@ class Pacer:
         draft, plain = costs.draft, costs.plain.mean
         base, per_token = costs.line()
         best, k = best_rate(costs, alpha)
-        if domain.drafted.weight > MEMORY / 4 and not of_batch:
+        if domain.drafted.weight > MEMORY / 4 and not rows:
             # What rounds that ended by confidence reached: more than k tokens each time could.
             reached = domain.emitted.mean / (base + domain.drafted.mean * per_token)
             best *= max(reached / best_rate(costs, domain.alpha.mean)[0], 1.0)
-        speculates = best * plain > LEAST_SPEEDUP
+        speculates = best * plain > least_speedup(rows)
         return DraftingPlan(
             speculates=speculates,
             k=k if speculates else 0,
