@@ -266,9 +266,10 @@ class OnlineAssistant:
     ) -> Iterator[OnlineAssistant]:
         """
         Inside the `with` block, any assisted `generate` on the target is captured and learned from: the caller's own
-        call, a pipeline, an evaluation harness. Pass `assistant_model=assistant.draft`. Stopping criteria other than
-        EOS and length are looked at once a round there, as transformers does. Only requests of this context (thread or
-        task) are seen; start other threads with `contextvars.copy_context().run`.
+        call, a pipeline, an evaluation harness. Pass `assistant_model=assistant.draft`. Stopping criteria are asked
+        about each token that is emitted, and may remember; of a single prompt whose answer is streamed, or returned
+        with more than its tokens, or with a cache of the caller's, once a round, as transformers does. Only requests
+        of this context (thread or task) are seen; start other threads with `contextvars.copy_context().run`.
 
         ```python
         pipe = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=assistant.draft)
@@ -404,7 +405,7 @@ class OnlineAssistant:
         """The draft that a request of this domain is served with now, an ordinary transformers model."""
         return self._drafts.model(domain)
 
-    def memory_plan(self, *, prompt_tokens: int = 512, new_tokens: int = 256) -> MemoryPlan:
+    def memory_plan(self, *, prompt_tokens: int = 512, new_tokens: int = 256, rows: int = 1) -> MemoryPlan:
         """
         What this pair takes in memory, by part, once versions of its draft have served: a model of it, made of the
         configurations. `osd-hf plan` makes it before anything is loaded.
@@ -412,6 +413,7 @@ class OnlineAssistant:
         Args:
             prompt_tokens (`int`, *optional*, defaults to 512), new_tokens (`int`, *optional*, defaults to 256):
                 Of a request.
+            rows (`int`, *optional*, defaults to 1): Prompts that are answered at once.
         """
         target, base, config = unwrap(self.target), unwrap(self._drafts.base), self.config
         # A tensor is on the device that a name without an index stands for now.
@@ -420,8 +422,8 @@ class OnlineAssistant:
         return memory_plan(
             target.config, base.config, config, peft_config=self._peft_config, target_dtype=target.dtype,
             draft_dtype=base.dtype, target_bytes=sum(t.nbytes for t in (*target.parameters(), *target.buffers())),
-            prompt_tokens=prompt_tokens, new_tokens=new_tokens, drafts=max(len(self._drafts.domains), 1),
-            device_type=base.device.type,
+            prompt_tokens=prompt_tokens, new_tokens=new_tokens, rows=rows,
+            drafts=max(len(self._drafts.domains), 1), device_type=base.device.type,
         )  # fmt: skip
 
     @property

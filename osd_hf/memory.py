@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from osd_hf.chunked_loss import SampledTail
 from osd_hf.config import OnlineConfig
+from osd_hf.drafting.batch import first_columns, grown
 from osd_hf.drafting.forward import compiles_draft, hindrance, static_sizes
 from osd_hf.errors import UnsupportedModelError, first_line
 from osd_hf.learning.learner import SCORED_AT_ONCE
@@ -119,7 +120,7 @@ class MemoryPlan:
 def memory_plan(
     target: Any, draft: Any, config: OnlineConfig | None = None, *, peft_config: Any = None,
     target_dtype: Any = "auto", draft_dtype: Any = "auto", target_bytes: int | None = None, prompt_tokens: int = 512,
-    new_tokens: int = 256, drafts: int = 1, device_type: str = "cuda",
+    new_tokens: int = 256, rows: int = 1, drafts: int = 1, device_type: str = "cuda",
 ) -> MemoryPlan:  # fmt: skip
     """
     Plan the memory of a pair. No weights are loaded.
@@ -134,6 +135,8 @@ def memory_plan(
         target_bytes (`int`, *optional*): Of the target's weights, where they are known.
         prompt_tokens (`int`, *optional*, defaults to 512), new_tokens (`int`, *optional*, defaults to 256):
             Of a request.
+        rows (`int`, *optional*, defaults to 1):
+            Prompts that are answered at once. Their caches have room for tokens to come, and no windows.
         drafts (`int`, *optional*, defaults to 1): Drafts of domains that have learned.
         device_type (`str`, *optional*, defaults to `"cuda"`):
             Where the draft lies, as `compile_draft="auto"` compiles it on an accelerator. What is compiled has weights
@@ -163,8 +166,8 @@ def memory_plan(
     parts = [
         Part("target: weights", target_bytes),
         Part("target and draft: packed weights", packed),
-        Part("target: cache", cache_bytes(target, prompt_tokens, new_tokens, sizes[0])),
-        Part("draft: cache", cache_bytes(draft, prompt_tokens, static, sizes[1])),
+        Part("target: cache", cache_bytes(target, prompt_tokens, new_tokens, sizes[0], rows)),
+        Part("draft: cache", cache_bytes(draft, prompt_tokens, static if rows == 1 else new_tokens, sizes[1], rows)),
         *_of_weights(small, learner, config, is_whole=peft_config is None, is_compiled=is_compiled, drafts=drafts),
         Part("learner: activations", _kept_bytes(draft, activations, requests, length), "step"),
         *_of_requests(learner, config, requests * answer, prompt_tokens, new_tokens, drafts),
@@ -380,8 +383,8 @@ def _bits(quantization: Any) -> float | None:
     return float(bits + (16 + bits) / group if group > 0 else bits)
 
 
-def cache_bytes(config: Any, prompt_tokens: int, new_tokens: int, size: int) -> int:
-    """Bytes of the keys and values of one request, of `size` bytes each."""
+def cache_bytes(config: Any, prompt_tokens: int, new_tokens: int, size: int, rows: int = 1) -> int:
+    """Bytes of the keys and values of so many requests, of `size` bytes each."""
     text = config.get_text_config(decoder=True)
 
     def first(*names: str) -> Any:
@@ -395,7 +398,12 @@ def cache_bytes(config: Any, prompt_tokens: int, new_tokens: int, size: int) -> 
     lengths = [min(whole, text.sliding_window) if kind == "sliding_attention" else whole for kind in kinds]
     if config.is_encoder_decoder:  # the answer's own, and those of the source
         lengths = [new_tokens + prompt_tokens] * layers
-    return int(2 * heads * width * sum(lengths) * size)
+    elif rows > 1:
+        held = first_columns(prompt_tokens, new_tokens)
+        while held < whole:
+            held = grown(held, held + 1)
+        lengths = [held] * layers
+    return int(2 * heads * width * sum(lengths) * size * rows)
 
 
 def activation_bytes(config: Any) -> int:

@@ -25,6 +25,7 @@ from osd_hf import (
     memory,
 )
 from osd_hf.cli.main import main
+from osd_hf.drafting import batch
 from osd_hf.learning import learner as module
 from osd_hf.learning import optimizer
 from osd_hf.learning.optimizer import Muon
@@ -201,6 +202,27 @@ def test_a_plan_is_what_is_held(
     assert between + parts["gate: version tried"] == pytest.approx(most["trial"], rel=0.15)
     assert parts["target: weights"] == sum(t.nbytes for t in (*target.parameters(), *target.buffers()))
     assert plan.draft_parameters == sum(p.numel() for p in draft.parameters())
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])  # one whose windows are shorter than the rows
+def test_the_caches_of_a_batch_are_as_planned(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "AHEAD", 4)
+    target, draft = models.pair(architecture, noise=0.0)
+    assert (batch.hindrance(target), batch.hindrance(draft)) == (None, None)
+    caches, begin = list[Any](), batch.Ragged.__init__
+
+    def begins(ragged: Any, *given: Any) -> None:
+        begin(ragged, *given)
+        caches.append(ragged.cache)
+
+    monkeypatch.setattr(batch.Ragged, "__init__", begins)
+    assistant = OnlineAssistant(target, draft, config=replace(CONFIG, num_assistant_tokens=4))
+    ids = torch.cat([models.prompt(24, seed=seed) for seed in range(3)])
+    assistant.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
+    plan = assistant.memory_plan(prompt_tokens=24, new_tokens=16, rows=3)
+    parts = {part.name: part.bytes for part in plan.parts}
+    held = [sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) for cache in caches]
+    assert held[-2:] == [parts["draft: cache"], parts["target: cache"]]  # behind that of a try-out
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3", "t5"])

@@ -43,6 +43,7 @@ class PlanSettings(TargetRevision, DraftRevision, Learning, Reporting):
     device_memory: str | None = flag("memory of the device, such as 24GB or 80GiB, to say what fits", metavar="SIZE")
     prompt_tokens: int = _requests("tokens of a prompt", 512, metavar="N")
     max_new_tokens: int = _requests("most tokens of an answer", 256, metavar="N")
+    rows: int = _requests("prompts answered at once", 1, metavar="N")
     config: OnlineConfig = learning(**ONE_DRAFT, **NO_BYTES)
 
     @property
@@ -61,7 +62,7 @@ class PlanSettings(TargetRevision, DraftRevision, Learning, Reporting):
 
 def plan_command(settings: PlanSettings) -> int:
     """Plan and report; returns the exit code."""
-    settings.check_counts("lora_rank", "prompt_tokens", "max_new_tokens")
+    settings.check_counts("lora_rank", "prompt_tokens", "max_new_tokens", "rows")
     settings.check_auto()
     room = settings.device_bytes
     configs = (
@@ -108,7 +109,7 @@ def _planned(settings: PlanSettings, configs: tuple[Any, Any], rank: int | None,
     return memory_plan(
         *configs, config, peft_config=adapters(rank),
         target_dtype=settings.target_dtype, draft_dtype=settings.draft_dtype, prompt_tokens=settings.prompt_tokens,
-        new_tokens=settings.max_new_tokens,
+        new_tokens=settings.max_new_tokens, rows=settings.rows,
     )  # fmt: skip
 
 
