@@ -3,8 +3,9 @@ Batches: drafting for all rows together against the target's own batches, and ag
 
     OSD_HF_DATA=... python recipes/batches.py                                             # gsm8k and finance, B to 16
     OSD_HF_DATA=... python recipes/batches.py --learn 0                                   # the draft as it came
+    OSD_HF_DATA=... python recipes/batches.py --parts memory growth --learn 0
     OSD_HF_DATA=... python recipes/batches.py --requests 4 --sizes 1 2 --learn 4 --datasets gsm8k \\
-        --max-new-tokens 8                                                                # smoke
+        --max-new-tokens 8 --batches 4                                                    # smoke
 
 The same prompts, which no draft has learned from, are answered greedily in batches of B by `target.generate`, by an
 assistant that decides how much to draft, by one that drafts k tokens, and row by row by an assistant, in turns that
@@ -14,6 +15,10 @@ proposed (its draft had ended, or the answer had no room), the columns read beyo
 different columns, while caches have no holes), and the bytes of caches that were copied, as rows ended or a cache was
 full, over those that forwards read.
 
+`memory` counts, by B, the bytes of caches at the end of a batch and the most bytes of tensors that were made for it at
+once, of the target alone and of k drafted tokens. `growth` answers `--batches` batches of 4, and counts the bytes of
+all tensors, and of the process, now and then.
+
 What an H100 would do with an 8B target and a 0.6B draft at B = 1 to 64 is a **model**, not a measurement: bf16 weights
 are read once a forward, and keys and values of `--context` tokens a row once, at 3.35 TB/s; 400 TFLOP/s are reached
 where that takes longer; launching kernels, sampling and the processor's work take no time. Acceptance is the lab's.
@@ -21,12 +26,15 @@ where that takes longer; launching kernels, sampling and the processor's work ta
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from common import (
     MAX_NEW_TOKENS,
@@ -41,6 +49,8 @@ from common import (
     simulated,
     write_report,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig
@@ -87,9 +97,9 @@ class Counted:
                 counted.copied += 2 * layer.keys[0].nbytes * len(ragged.cache.layers)
             leave(ragged, row)
 
-        def with_room(states: Any, size: int) -> Any:
+        def with_room(states: Any, size: int, padding: Any = ()) -> Any:
             counted.copied += states.nbytes
-            return room(states, size)
+            return room(states, size, padding)
 
         drafting.Ragged.feed, drafting.Ragged.leave = feeds, leaves  # type: ignore[method-assign]
         drafting._with_room = with_room
@@ -174,6 +184,93 @@ def served(pair: Any, draft: Any, asked: list[list[int]], size: int, args: Any) 
     return row
 
 
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def storages(things: list[Any]) -> list[Any]:
+    """The memory of those things that are tensors; packed weights have none that can be seen."""
+    tensors = [thing for thing in things if issubclass(type(thing), torch.Tensor)]
+    return [tensor.untyped_storage() for tensor in tensors if tensor.layout == torch.strided]
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes of tensors that were made while this is entered, at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.known: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = {storage._cdata for storage in storages(tree_leaves((args, kwargs)))}
+        made = func(*args, **kwargs)
+        for storage in storages(tree_leaves(made)):
+            if storage._cdata not in given and storage._cdata not in self.known:
+                self.known[storage._cdata] = weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+        return made
+
+    def _gone(self, key: int, count: int) -> None:
+        self.known.pop(key)
+        self.now -= count
+
+
+def cached_bytes(cache: Any) -> int:
+    """Bytes of keys and values."""
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+
+def held(pair: Any, draft: Any, asked: list[list[int]], size: int, args: Any) -> dict[str, Any]:
+    """What one batch takes in memory, by the target alone and with a draft."""
+    config = OnlineConfig(update_strategy="manual", num_assistant_tokens=args.k, seed=args.seed)
+    batch, settings = padded(asked[:size]), {"do_sample": False, "max_new_tokens": args.max_new_tokens}
+    caches, begin = list[Any](), drafting.Ragged.__init__
+
+    def begins(ragged: Any, *given: Any) -> None:
+        begin(ragged, *given)
+        caches.append(ragged.cache)
+
+    with Peak() as alone:
+        theirs = pair.target.generate(**batch, **settings, return_dict_in_generate=True).past_key_values
+    row = {"rows": size, "alone": {"caches": cached_bytes(theirs), "most": alone.most}}
+    del theirs
+    with OnlineAssistant(pair.target, draft, pair.tokenizer, config) as assistant:
+        for _ in range(2):  # what only first batches make
+            assistant.generate(**padded(asked[:2]), **settings, learn=False)
+        drafting.Ragged.__init__ = begins  # type: ignore[method-assign]
+        try:
+            with Peak() as ours:
+                assistant.generate(**batch, **settings, learn=False)
+        finally:
+            drafting.Ragged.__init__ = begin  # type: ignore[method-assign]
+    row["drafted"] = {"caches": sum(map(cached_bytes, caches)), "most": ours.most}
+    print(f"B = {size}: megabytes of caches {row['alone']['caches'] / 1e6:.2f} alone, "
+          f"{row['drafted']['caches'] / 1e6:.2f} drafted; of tensors at once {alone.most / 1e6:.2f} alone, "
+          f"{ours.most / 1e6:.2f} drafted", flush=True)  # fmt: skip
+    return row
+
+
+def growth(pair: Any, draft: Any, asked: list[list[int]], args: Any) -> list[dict[str, int]]:
+    """Bytes of all tensors, and of the process, after so many batches."""
+    settings, found = {"do_sample": False, "max_new_tokens": min(16, args.max_new_tokens)}, []
+    with OnlineAssistant(pair.target, draft, pair.tokenizer, OnlineConfig(update_strategy="manual")) as assistant:
+        for number in tqdm(range(1, args.batches + 1), desc="growth", leave=False):
+            first = 4 * number % max(len(asked) - 4, 1)
+            assistant.generate(**padded(asked[first : first + 4]), **settings, learn=False)
+            if number * 10 % args.batches < 10:
+                gc.collect()
+                sizes = {storage.data_ptr(): storage.nbytes() for storage in storages(gc.get_objects())}
+                found.append({"batches": number, "tensors": sum(sizes.values()),
+                              "process": psutil.Process().memory_info().rss})  # fmt: skip
+                print(f"after {number} batches: {found[-1]}", flush=True)
+    return found
+
+
+# --- a model of an accelerator --------------------------------------------------------------------------------------
+
+
 def model(alpha: float, context: int) -> list[dict[str, Any]]:
     """What the roofline of one H100 says, for the best k and for k = 4."""
 
@@ -202,6 +299,8 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=K)
     parser.add_argument("--max-new-tokens", type=int, default=MAX_NEW_TOKENS)
     parser.add_argument("--context", type=int, default=1024, help="tokens of a row, in the model of an H100")
+    parser.add_argument("--parts", nargs="+", default=["speed", "memory", "growth"])
+    parser.add_argument("--batches", type=int, default=500, help="of `growth`")
     args = parser.parse_args()
     pair, started, report = load_pair(), time.time(), dict[str, Any]()
     for name in args.datasets:
@@ -211,9 +310,17 @@ def main() -> None:
             draft = simulated(draft, traces, OnlineConfig(seed=args.seed), bar=f"the draft learns {name}").draft
         asked = prompts(name, pair.tokenizer, total, args.seed)[args.learn :]
         print(f"\n{name}", flush=True)
-        rows = [served(pair, draft, asked, size, args) for size in args.sizes]
-        report[name] = {"measured": rows, "model": model(rows[-1]["alpha"], args.context)}
+        found = report[name] = dict[str, Any]()
+        if "memory" in args.parts:
+            found["memory"] = [held(pair, draft, asked, size, args) for size in args.sizes if size > 1]
+        if "growth" in args.parts:
+            found["growth"] = growth(pair, draft, asked, args)
+        if "speed" in args.parts:
+            rows = [served(pair, draft, asked, size, args) for size in args.sizes]
+            found |= {"measured": rows, "model": model(rows[-1]["alpha"], args.context)}
         write_report(args.name, report, seed=args.seed, requests=args.requests, **run_facts(started))
+    if "speed" not in args.parts:
+        return
     with drawing(args.name, 1, len(report), figsize=(5 * len(report), 4)) as (_, axes):
         for axis, (name, part) in zip(axes[0], report.items(), strict=True):
             for way in WAYS[1:]:
