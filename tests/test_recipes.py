@@ -43,7 +43,9 @@ SMOKES = {
     ],
     "batches": [
         *("--requests", "2", "--sizes", "2", "--learn", "0", "--datasets", "gsm8k", "--max-new-tokens", "4"),
+        *("--batches", "10"),
     ],
+    "harness": ["--requests", "2", "--sizes", "1", "2", "--max-new-tokens", "8"],
     "sampled": ["--requests", "3", "--datasets", "gsm8k", "--max-new-tokens", "6", "--threads", "1"],
     "long_run": ["--requests", "24", "--marks", "12", "24"],
     "idle_learning": ["--shape", "tiny", "--pause", "0.02"],
@@ -95,12 +97,16 @@ def run(name: str, flags: list[str], folder: Path, monkeypatch: pytest.MonkeyPat
 def test_a_recipe_runs_its_smallest_form(
     name: str, folder: Path, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if name == "harness":
+        pytest.importorskip("lm_eval")
     monkeypatch.setenv("OSD_HF_DATA", str(folder))
     flags = [flag.format(traces=folder / "traces", engine=engine) for flag in SMOKES[name]]
     report = run(name, flags, tmp_path, monkeypatch)
     if name == "proxy_exchanges":
         assert report["summed"] == {"through the proxy": {"identical": 16}, "direct twice": {"identical": 16}}
         assert report["proxy"]["collected"] == 16 - 4
+    if name == "harness":
+        assert [row["identical"] for row in report["measured"]] == [2, 2]
 
 
 def test_a_recipe_serves_the_lab_pair_exactly(lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
