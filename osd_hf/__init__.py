@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from osd_hf.simulate import SimulationReport, simulate
     from osd_hf.store.store import CorrectionStore
     from osd_hf.trace import DraftRound, Trace
+    from osd_hf.translation import Translation
 
 __version__ = "0.1.0"
 
@@ -72,6 +73,7 @@ __all__ = [
     "StoreError",
     "TopicRouter",
     "Trace",
+    "Translation",
     "UnsupportedGenerationError",
     "UnsupportedModelError",
     "UpdateReport",
@@ -119,6 +121,7 @@ _HOMES = {
     "simulate": "SimulationReport simulate",
     "store.store": "CorrectionStore",
     "trace": "DraftRound Trace",
+    "translation": "Translation",
     "distillation.trainer": "DistillConfig DistillTrainer distill",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

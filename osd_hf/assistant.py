@@ -35,11 +35,9 @@ from osd_hf.metrics import AcceptanceStats
 from osd_hf.pair import (
     check_learner,
     check_pair,
-    common_tokenizer,
     input_device,
     is_peft,
     load_named,
-    of_one_size,
     uncompiled,
     unwrap,
     vocab_size_of,
@@ -48,6 +46,7 @@ from osd_hf.pair import (
 from osd_hf.routing import Router, as_router
 from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace
+from osd_hf.translation import joined
 from osd_hf.upkeep import Upkeep
 from osd_hf.utils.figures import svg
 from osd_hf.utils.kernels import unpack
@@ -77,11 +76,13 @@ class OnlineAssistant:
         target (`PreTrainedModel` or `str` or `Path`):
             The model that answers; a `PeftModel` or a compiled model as well, or its Hub id or folder.
         draft (`PreTrainedModel` or `str` or `Path`):
-            A smaller model with the target's tokenizer; if it is a `PeftModel`, only its adapter learns. Where its
-            vocabulary is padded to another size than the target's, it is brought to that by [`align_vocab`].
-        tokenizer (`PreTrainedTokenizerBase`, *optional*):
-            The tokenizer of both models, saved with the draft. By default the one found where the models came from.
+            A smaller model; if it is a `PeftModel`, only its adapter learns. Where its vocabulary is padded to another
+            size than the target's, it is brought to that by [`align_vocab`].
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's; by default found where the models came from.
         config (`OnlineConfig`, *optional*): How to draft and learn.
+        assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*):
+            The draft's, saved with it; by default found where it came from, or the target's. Where both differ, the
+            draft reads and learns text as its own tokenizer cuts it ([`Translation`]), neither compiled nor in batches.
         store (`CorrectionStore` or `str` or `Path`, *optional*):
             Where captured traces are logged, beside the learner's own buffer.
         router (`Router` or `Callable[[str], str | None]`, *optional*):
@@ -111,32 +112,35 @@ class OnlineAssistant:
 
     Raises:
         UnsupportedModelError: a model that cannot be loaded or assisted, or cannot assist or learn.
-        VocabularyMismatchError: tokenizers differ in more than added tokens, or vocabularies differ in size and
-            no tokenizer shows that this is padding.
-        ConfigError: a tracker that is not installed; a `learner_device` that does not exist; an argument that is none,
-            or that says how to load a model which is loaded already.
+        VocabularyMismatchError: tokenizers differ and cannot be translated, or are not those of their models; or
+            vocabularies differ in size and no tokenizer shows that this is padding.
+        ConfigError: what a draft with a tokenizer of its own cannot do; a tracker that is not installed; a
+            `learner_device` that does not exist; an argument that is none, or is for a model that is loaded already.
     """
 
     def __init__(
         self, target: Any, draft: Any, tokenizer: Any = None, config: OnlineConfig | None = None, *,
-        store: CorrectionStore | str | os.PathLike[str] | None = None,
+        assistant_tokenizer: Any = None, store: CorrectionStore | str | os.PathLike[str] | None = None,
         router: Router | Callable[[str], str | None] | None = None, peft_config: Any = None,
         autosave: str | os.PathLike[str] | None = None, report_to: str | Sequence[str] | None = None,
         on_update: Callable[[GateDecision], object] | None = None, **model_kwargs: Any,
     ) -> None:  # fmt: skip
-        self.config = config or OnlineConfig()
         self.target, source = load_named(target, draft, **model_kwargs)
         source = uncompiled(source)
         check_pair(unwrap(self.target), unwrap(source))
         warn_of_order(unwrap(self.target), unwrap(source))
         check_learner(unwrap(source))
-        self.tokenizer = common_tokenizer(tokenizer, unwrap(self.target), unwrap(source))
-        source = of_one_size(source, unwrap(self.target), tokenizer)
+        source, self.tokenizer, self.assistant_tokenizer, self.translation = joined(
+            unwrap(self.target), source, tokenizer, assistant_tokenizer
+        )
         self.router = as_router(router)
         per_domain = self.router is not None
         has_adapter = is_peft(source) and not per_domain
         self._peft_config = peft_config or (source.active_peft_config if has_adapter else None)
-        self._drafts = DomainDrafts(source, self.config, peft_config=peft_config, per_domain=per_domain)
+        self._drafts = DomainDrafts(
+            source, config, peft_config=peft_config, per_domain=per_domain, translation=self.translation
+        )
+        self.config = self._drafts.config
         self.store = store if store is None or isinstance(store, CorrectionStore) else CorrectionStore(store)
         self._learner = Learner(self._drafts, self.config, make_accelerator(report_to, self.config))
         folder = None if autosave is None else Path(autosave)
@@ -193,6 +197,8 @@ class OnlineAssistant:
         )
         generate_kwargs = dict(zip(generate_kwargs, moved, strict=True))
         generate_kwargs["assistant_model"] = self._drafts.base
+        if vocab_size_of(self._drafts.base) != vocab_size_of(unwrap(self.target)):  # which `generate` asks about
+            generate_kwargs |= {"tokenizer": self.tokenizer, "assistant_tokenizer": self.assistant_tokenizer}
         if self.tokenizer is not None and generate_kwargs.get("stop_strings") is not None:
             generate_kwargs.setdefault("tokenizer", self.tokenizer)
         seen: list[Trace] | None = None if on_trace is None else []
@@ -266,10 +272,11 @@ class OnlineAssistant:
     ) -> Iterator[OnlineAssistant]:
         """
         Inside the `with` block, any assisted `generate` on the target is captured and learned from: the caller's own
-        call, a pipeline, an evaluation harness. Pass `assistant_model=assistant.draft`. Stopping criteria are asked
-        about each token that is emitted, and may remember; of a single prompt whose answer is streamed, or returned
-        with more than its tokens, or with a cache of the caller's, once a round, as transformers does. Only requests
-        of this context (thread or task) are seen; start other threads with `contextvars.copy_context().run`.
+        call, a pipeline, an evaluation harness. Pass `assistant_model=assistant.draft` and, where vocabularies differ in
+        size, `tokenizer` and `assistant_tokenizer`. Stopping criteria are asked about each token that is emitted, and
+        may remember; of a single prompt whose answer is streamed, or returned with more than its tokens, or with a
+        cache of the caller's, once a round, as transformers does. Only requests of this context (thread or task) are
+        seen; start other threads with `contextvars.copy_context().run`.
 
         ```python
         pipe = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=assistant.draft)
@@ -534,8 +541,8 @@ class OnlineAssistant:
         # One version from the first file to the last.
         with self._drafts.lease(domain) as draft, taught_for(draft.model, self._drafts.taught_for(domain)):
             draft.model.save_pretrained(save_directory)
-        if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(save_directory)
+        if self.assistant_tokenizer is not None:
+            self.assistant_tokenizer.save_pretrained(save_directory)
 
     def push_to_hub(self, repo_id: str, *, domain: str | None = None, **kwargs: Any) -> str:
         """Push a draft, adapters merged, with the tokenizer and a model card without figures. Takes the arguments of
@@ -545,7 +552,7 @@ class OnlineAssistant:
         facts = facts_of(self.target, self._drafts.base, () if domain is None else (domain,), training)
         facts = replace(facts, target_version=self._drafts.taught_for(domain))
         with tempfile.TemporaryDirectory() as folder, self._drafts.lease(domain) as draft:
-            save_draft(folder, draft.model, self.tokenizer, repo_id=repo_id, facts=facts)
+            save_draft(folder, draft.model, self.assistant_tokenizer, repo_id=repo_id, facts=facts)
             return push_folder(folder, repo_id, kept="The assistant has it still.", **kwargs)
 
     def save_state(self, directory: str | os.PathLike[str]) -> None:

@@ -295,18 +295,19 @@ def load_pair(
     target: str | None = None, draft: str | None = None, *, dtype: str = "auto", device: str | None = None,
     device_map: str | None = None, quantization: Quantization | None = None, attn_implementation: str | None = None,
     revision: str | None = None, draft_revision: str | None = None, trust_remote_code: bool = False,
+    translates: bool = False,
 ) -> Pair:  # fmt: skip
     """
     The models of these names, as [`load_model`] loads them, or the bundled pair (fp32, on the CPU unless a device is
     named) where neither is given. `device_map` and `quantization` are the target's alone: a draft learns, whole.
     `revision` is the target's on the Hub, `draft_revision` the draft's; both may run code that lies beside their
-    weights with `trust_remote_code`.
+    weights with `trust_remote_code`. With `translates` the draft may have a tokenizer of its own.
 
     Raises:
         ConfigError: one of the two is missing, how to load is told for the bundled pair, or what [`load_model`]
             raises.
         UnsupportedModelError: a model or the tokenizer cannot be loaded.
-        VocabularyMismatchError: the vocabularies differ in more than padding and added tokens.
+        VocabularyMismatchError: the vocabularies differ in more than padding and added tokens, and they may not.
     """
     if (target is None) != (draft is None):
         raise ConfigError("A pair is two models: name a target and a draft, or neither for the bundled pair.")
@@ -328,6 +329,9 @@ def load_pair(
     large, _ = load_named(target, None, device_map=device_map, quantization=quantization, **how, **versions[0])
     _, small = load_named(large, draft, **how, **versions[1])
     tokenizer = load_tokenizer(target, trust_remote_code=trust_remote_code, **versions[0])
+    if translates and tokenizers_of(tokenizer, None, large, small)[1] is not None:
+        return Pair(large, small, tokenizer)
+    common_tokenizer(tokenizer, large, small)
     return Pair(large, of_one_size(small, large), tokenizer)
 
 
@@ -475,18 +479,24 @@ def check_sizes(target: Any, draft: Any) -> None:
 def check_tokenizers(target_tokenizer: Any, draft_tokenizer: Any) -> None:
     """Refuse tokenizers whose vocabularies differ in more than added tokens, such as those of a chat template, which a
     draft learns as the target uses them; raises VocabularyMismatchError."""
-    ours, theirs = target_tokenizer.get_vocab(), draft_tokenizer.get_vocab()
-    if ours == theirs:
-        return
-    added = target_tokenizer.get_added_vocab().keys() | draft_tokenizer.get_added_vocab().keys()
-    differing = sorted(t for t in (ours.keys() | theirs.keys()) - added if ours.get(t) != theirs.get(t))
+    differing = _differing(target_tokenizer, draft_tokenizer)
     if not differing:
         return
-    shown = ", ".join(f"{t!r} ({ours.get(t)} / {theirs.get(t)})" for t in differing[:3])
+    shown = ", ".join(f"{token!r} ({ours} / {theirs})" for token, ours, theirs in differing[:3])
     raise VocabularyMismatchError(
         f"The tokenizers of target and draft differ in {len(differing)} tokens, such as {shown}. A draft can only "
         "learn token distributions of its own tokenizer; choose a draft of the target's family."
     )
+
+
+def _differing(target_tokenizer: Any, draft_tokenizer: Any) -> list[tuple[str, int | None, int | None]]:
+    """The tokens that are not the same in both vocabularies, but for added ones, with their ids."""
+    ours, theirs = target_tokenizer.get_vocab(), draft_tokenizer.get_vocab()
+    if ours == theirs:
+        return []
+    added = target_tokenizer.get_added_vocab().keys() | draft_tokenizer.get_added_vocab().keys()
+    tokens = sorted((ours.keys() | theirs.keys()) - added)
+    return [(t, ours.get(t), theirs.get(t)) for t in tokens if ours.get(t) != theirs.get(t)]
 
 
 def find_tokenizer(model: Any) -> Any:
@@ -512,6 +522,33 @@ def common_tokenizer(given: Any, target: Any, draft: Any) -> Any:
     for other in known[1:]:
         check_tokenizers(known[0], other)
     return known[0] if known else None
+
+
+def tokenizers_of(tokenizer: Any, assistant_tokenizer: Any, target: Any, draft: Any) -> tuple[Any, Any]:
+    """
+    The target's tokenizer (`None` where it is not known) and, where its vocabulary differs in more than added tokens,
+    the draft's own: those given or, by default, those found where the models came from. With the target's alone, what
+    is not known to differ is taken for the same.
+
+    Raises:
+        VocabularyMismatchError: one that is given is not the one found; the draft's is given, and the target's is
+            neither given nor found.
+    """
+    sides = []
+    for given, model in ((tokenizer, target), (assistant_tokenizer, draft)):
+        found = find_tokenizer(model)
+        if given is not None and found is not None:
+            check_tokenizers(given, found)
+        sides.append(found if given is None else given)
+    ours, theirs = sides
+    if ours is None and assistant_tokenizer is not None:
+        raise VocabularyMismatchError(
+            "`assistant_tokenizer` was given, the draft's, but the target's was not, nor was it found where the "
+            "target came from. Pass `tokenizer=` as well."
+        )
+    if ours is None or theirs is None or not _differing(ours, theirs):
+        return theirs if ours is None else ours, None
+    return ours, theirs
 
 
 def align_vocab(draft: Any, target: Any, tokenizer: Any = None) -> Any:

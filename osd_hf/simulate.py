@@ -17,6 +17,7 @@ from osd_hf.metrics import AcceptanceStats
 from osd_hf.replay import redraft, replay_each
 from osd_hf.routing import RoutedPrompt, Router, as_router
 from osd_hf.trace import Trace
+from osd_hf.translation import Translation
 
 __all__ = ["SimulationReport", "serve_recorded", "simulate"]
 
@@ -61,7 +62,8 @@ class SimulationReport:
 def simulate(
     draft: Any, traces: Sequence[Trace], config: OnlineConfig | None = None, *,
     router: Router | Callable[[str], str | None] | None = None, peft_config: Any = None, tokenizer: Any = None,
-    learner: Learner | None = None, on_request: Callable[[int, AcceptanceStats], object] | None = None,
+    translation: Translation | None = None, learner: Learner | None = None,
+    on_request: Callable[[int, AcceptanceStats], object] | None = None,
     on_update: Callable[[int, UpdateReport], object] | None = None,
 ) -> SimulationReport:  # fmt: skip
     """
@@ -77,6 +79,8 @@ def simulate(
         router (`Router` or `Callable[[str], str | None]`, *optional*), peft_config (`peft.PeftConfig`, *optional*):
             Drafts per domain and adapters, as for [`OnlineAssistant`]; a trace's `domain` is its label.
         tokenizer (`PreTrainedTokenizerBase`, *optional*): For routers that read text.
+        translation (`Translation`, *optional*):
+            To the tokens of a draft with a tokenizer of its own, as for [`replay`], which is near to a live run then.
         learner (`Learner`, *optional*):
             The learner of an earlier report, to go on with; `draft`, `config` and `peft_config` are its own then.
         on_request (`Callable[[int, AcceptanceStats], object]`, *optional*):
@@ -100,7 +104,9 @@ def simulate(
     routes = as_router(router)
     if learner is None:
         config = replace(config, max_duty_cycle=1.0, compile_draft=False)  # nothing is drafted here
-        learner = Learner(DomainDrafts(draft, config, peft_config=peft_config, per_domain=routes is not None), config)
+        per_domain = routes is not None
+        drafts = DomainDrafts(draft, config, peft_config=peft_config, per_domain=per_domain, translation=translation)
+        learner = Learner(drafts, drafts.config)
     k = learner.config.compared_k or learner.drafts.base.generation_config.num_assistant_tokens
     if not isinstance(k, int):
         raise ConfigError(
@@ -182,9 +188,9 @@ def _redrafted(learner: Learner, traces: Sequence[Trace], k: int) -> list[tuple[
         those = [traces[i] for i in places]
         with drafts.lease(key, original=learner.prefers_original(key)) as draft:
             if is_sampled:
-                found = replay_each(draft.model, those, k)
+                found = replay_each(draft.model, those, k, translation=drafts.translation)
             else:
-                those = redraft(draft.model, those, k)
+                those = redraft(draft.model, those, k, translation=drafts.translation)
                 found = [AcceptanceStats.from_rounds(trace.rounds) for trace in those]
             for i, trace, stats in zip(places, those, found, strict=True):
                 drafted[i] = replace(trace, draft_version=draft.version), stats

@@ -172,10 +172,10 @@ def test_tokenizers_that_differ_are_refused(tmp_path: Any) -> None:
         check_tokenizers(ours, theirs)
     check_tokenizers(ours, models.tokenizer())
     target, draft = models.pair()
-    draft.save_pretrained(tmp_path)
+    target.save_pretrained(tmp_path)
     theirs.save_pretrained(tmp_path)
     with pytest.raises(VocabularyMismatchError, match="tokenizers of target and draft differ"):
-        OnlineAssistant(target, tmp_path, ours)
+        OnlineAssistant(tmp_path, draft, ours)
 
 
 def test_a_tokenizer_is_found_where_the_model_came_from(tmp_path: Any) -> None:

@@ -28,6 +28,7 @@ PUBLIC_NAMES = {
     "capture_traces",
     "record_traces",
     "Trace",
+    "Translation",
     "DraftRound",
     "EmittedToken",
     "emitted_tokens",

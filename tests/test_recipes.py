@@ -52,6 +52,10 @@ SMOKES = {
     "rising": ["--requests", "2", "--max-new-tokens", "4", "--threads", "1"],
     "proxy_exchanges": ["--url", "{engine}", "--exchanges", "16"],
     "proxy_cost": ["--url", "{engine}", "--smoke"],
+    "another_tokenizer": [
+        *("--requests", "8", "--live", "2", "--datasets", "gsm8k", "--steps", "2", "--vocab-size", "300"),
+        *("--max-new-tokens", "4", "--traces", "{traces}"),
+    ],
     "capture_overhead": ["--requests", "2", "--repeats", "1", "--max-new-tokens", "4"],
 }
 
@@ -64,8 +68,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lab = save_pair(folder / "lab", vocab_size=4096, layers=8)
     (lab / "draft-1layer").symlink_to(lab / "draft")
     (folder / "data").mkdir()
-    for name in ("gsm8k", "spider", "finance_alpaca", "code_search_net_python"):
-        rows = [json.dumps(ROWS[name](f"what is {i} and {i + 1}?")) for i in range(40)]
+    for name in ("gsm8k", "spider", "finance_alpaca", "code_search_net_python", "alpaca"):
+        row = ROWS["finance_alpaca" if name == "alpaca" else name]
+        rows = [json.dumps(row(f"what is {i} and {i + 1}?")) for i in range(40)]
         (folder / f"data/{name}.jsonl").write_text("\n".join(rows))
     return folder
 
@@ -107,6 +112,8 @@ def test_a_recipe_runs_its_smallest_form(
         assert report["proxy"]["collected"] == 16 - 4
     if name == "harness":
         assert [row["identical"] for row in report["measured"]] == [2, 2]
+    if name == "another_tokenizer":
+        assert [side["identical"] for side in report["gsm8k"]["own"].values()] == [2, 2]
 
 
 def test_a_recipe_serves_the_lab_pair_exactly(lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

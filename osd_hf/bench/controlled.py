@@ -16,7 +16,7 @@ from osd_hf.errors import ConfigError, first_line
 
 LABEL = "controlled acceptance, random weights: times mean something, text does not"
 
-Feed = Callable[[torch.Tensor], torch.Tensor]
+Feed = Callable[..., torch.Tensor]
 
 
 # Hidden size, layers, heads, intermediate size, vocabulary.
@@ -124,10 +124,10 @@ class ControlledAcceptance:
             feed = forward.feed
             proposals: list[int] = []
 
-            def steer(ids: torch.Tensor) -> torch.Tensor:
+            def steer(ids: torch.Tensor, rows: int = 1) -> torch.Tensor:
                 if forward.length == 0:
                     proposals[:] = self._after(ids)
-                logits = feed(ids)
+                logits = feed(ids, rows)
                 _put(logits, proposals, forward.length)
                 return logits
 

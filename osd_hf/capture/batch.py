@@ -126,6 +126,8 @@ class BatchRequest(Decoding):
         for drafting in drafts:
             if why := drafting.hindrance():
                 return why
+            if drafting.translation is not None:
+                return "the draft has a tokenizer of its own"
         for whose, model in (("the target", self.model), *(("the draft", drafting.draft) for drafting in drafts)):
             if why := hindrance(model):
                 return f"{whose} cannot hold rows that go on independently: {why}"

@@ -43,6 +43,7 @@ _REFUSED_ARGUMENTS = (
     ("custom_generate", "it replaces assisted decoding, so no draft is used. Leave it out"),
     ("inputs_embeds", "the draft reads token ids. Pass `input_ids` instead"),
     ("encoder_outputs", "the draft reads the source with an encoder of its own. Pass `input_ids` instead"),
+    ("assistant_tokenizer", "the assistant knows the tokenizer of its draft. Pass it to `OnlineAssistant`"),
 )  # fmt: skip
 # Fields that are served, and those that do nothing to an assisted answer. A field of a generation config that is in
 # none of these lists, as a newer transformers may bring, is refused where it is set: what it does is not known here.
@@ -130,11 +131,6 @@ def check_generation(*sources: Any) -> None:
         raise UnsupportedGenerationError(
             "`watermarking_config` with SynthID keeps state that target and draft would share. Leave it out, or use "
             "`WatermarkingConfig`, which is stateless."
-        )
-    if setting("assistant_tokenizer") is not None:
-        raise UnsupportedGenerationError(
-            "`assistant_tokenizer` was given: a draft with a tokenizer of its own cannot learn from the target's "
-            "token distributions. Use a draft with the target's tokenizer."
         )
 
 

@@ -30,7 +30,7 @@ from osd_hf.drafting.forward import CompiledTarget, Verification
 from osd_hf.drafting.generator import LeanCandidateGenerator, LeanDrafting, without_padding
 from osd_hf.drafting.pacing import Pace
 from osd_hf.drafting.text import TextIndex
-from osd_hf.errors import UnsupportedModelError
+from osd_hf.errors import UnsupportedGenerationError, UnsupportedModelError
 from osd_hf.fingerprint import target_version
 from osd_hf.pair import unwrap, vocab_size_of
 from osd_hf.trace import DraftRound, Trace, ids_dtype, num_accepted
@@ -308,6 +308,14 @@ class Request(Decoding):
         for lease in self.leases:
             if lease.model is not None:
                 self.kwargs["assistant_model"] = lease.model
+        if self.kwargs.get("assistant_tokenizer") is not None and (
+            self.drafting is None or self.drafting.translation is None
+        ):
+            raise UnsupportedGenerationError(
+                "`assistant_tokenizer` was given: a draft with a tokenizer of its own is seen, and learns, only where "
+                "an assistant serves it. Pass the draft and its tokenizer to `OnlineAssistant`, and "
+                "`assistant_model=assistant.draft` here; or use a draft with the target's tokenizer."
+            )
 
     @contextlib.contextmanager
     def served(self) -> Iterator[None]:
@@ -316,7 +324,8 @@ class Request(Decoding):
             self.lease(stack)
             if self.drafting is not None:
                 # A draft's token is one that the processors allow, and they may not bear another one.
-                may_repeat = all(map(bears_any_token, self.kwargs["logits_processor"]))
+                # Nor does a draft with a tokenizer of its own read what is not text.
+                may_repeat = self.prompts is not None and all(map(bears_any_token, self.kwargs["logits_processor"]))
                 do_sample = bool(self.config.do_sample)
                 criteria, known = self.kwargs["stopping_criteria"], (MaxLengthCriteria, EosTokenCriteria)
                 is_ours = any(b.exact_stops for b in self.bindings) or all(isinstance(c, known) for c in criteria)
@@ -362,7 +371,7 @@ class Request(Decoding):
         """The generator of the candidates: a listener's lean one, or the stock one."""
         generator: Any = None
         if self.drafting is not None and self.pace is not None:
-            if self.prompts is None:
+            if self.prompts is None and self.drafting.translation is None:
                 self.drafting.left("a prompt is not made of token ids alone")
             else:
                 generator = self.drafting.generator(self.pace, vocab_size_of(self.model), self.earlier, **kwargs)

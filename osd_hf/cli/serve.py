@@ -150,7 +150,7 @@ def serve_command(settings: ServeSettings) -> int:
 
 def opened(settings: ServeSettings) -> OnlineAssistant:
     """The pair with its session, warmed up."""
-    pair = load_pair(settings.target, settings.draft, **settings.loading)
+    pair = load_pair(settings.target, settings.draft, translates=True, **settings.loading)
     session = None if settings.session is None else settings.session.expanduser()
     if session is not None:
         check_pointer(session)

@@ -72,24 +72,28 @@ class DraftForward:
         self.length = 0  # tokens in the cache
         self.has_moved = False  # to another cache, with the last tokens that were fed
         self._ids_name = "decoder_input_ids" if draft.config.is_encoder_decoder else "input_ids"
-        if cache is None:
-            config = draft.config.get_text_config(decoder=True)
-            cache = DynamicCache(config=config)
-            if draft.config.is_encoder_decoder:
-                cache = EncoderDecoderCache(cache, DynamicCache(config=config))
         self._settings = {"use_cache": True, "return_dict": True, **(source or {})}
-        if draft._supports_logits_to_keep():
-            self._settings["logits_to_keep"] = 1
+        self._keeps_logits = bool(draft._supports_logits_to_keep())
+        self.begin() if cache is None else self._go_on_with(cache)
+
+    def begin(self) -> None:
+        """Begin anew, with an empty cache."""
+        config = self.draft.config.get_text_config(decoder=True)
+        cache: Any = DynamicCache(config=config)
+        if self.draft.config.is_encoder_decoder:
+            cache = EncoderDecoderCache(cache, DynamicCache(config=config))
+        self.length = 0
         self._go_on_with(cache)
 
     def _go_on_with(self, cache: Any) -> None:
         self.cache = self._settings["past_key_values"] = cache
         cache.activate_past_recording()
 
-    def feed(self, ids: torch.Tensor) -> torch.Tensor:
+    def feed(self, ids: torch.Tensor, rows: int = 1) -> torch.Tensor:
         """Append tokens, `(1, tokens)` and at least one, to the cache; returns the raw logits after the last of them,
-        `(1, vocab)`, in the draft's dtype."""
-        logits: torch.Tensor = self.draft(**{self._ids_name: ids}, **self._settings).logits[:, -1]
+        `(rows, vocab)`, in the draft's dtype."""
+        kept = {"logits_to_keep": rows} if self._keeps_logits else {}
+        logits: torch.Tensor = self.draft(**{self._ids_name: ids}, **self._settings, **kept).logits[0, -rows:]
         self.length += ids.shape[1]
         return logits
 
@@ -374,14 +378,15 @@ class StaticForward(DraftForward):
         self._owner = owner
         self._compiled: _Compiled | None = compiled
 
-    def feed(self, ids: torch.Tensor) -> torch.Tensor:
+    def feed(self, ids: torch.Tensor, rows: int = 1) -> torch.Tensor:
         count = ids.shape[1]
         self.has_moved = self._compiled is not None and self.length + count > self._compiled.size
         if self._compiled is not None and self.has_moved:
             self._compiled, cache = self._owner.larger(self.draft, self._compiled, self.cache, self.length + count)
             self._go_on_with(cache)
         if self._compiled is None or self.length == 0 or count > MOST_COMPILED:
-            return super().feed(ids)
+            return super().feed(ids, rows)
+        assert rows == 1
         # A captured graph writes the next logits where these are, whoever asks for them.
         with self._compiled.running:
             step = self._compiled.step if count == 1 else self._compiled.several

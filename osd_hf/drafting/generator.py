@@ -22,15 +22,19 @@ from osd_hf.drafting.costs import PROMPT, RoundTime
 from osd_hf.drafting.forward import CompiledDraft, DraftForward
 from osd_hf.drafting.pacing import DRAFT, FixedPace, Pace, Pacer
 from osd_hf.drafting.text import Guess, RequestText, TextIndex
+from osd_hf.drafting.translated import TranslatedDraft
 from osd_hf.drafting.vocabulary import RestrictedDraft
 from osd_hf.errors import first_line
 from osd_hf.pair import is_peft
 from osd_hf.processing import IMPARTIAL
 from osd_hf.trace import num_accepted
+from osd_hf.translation import Translation
 
 logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
+# What takes the place of the draft's token, the token, alone and as a tensor, and the row that it was drawn from.
+Choice = tuple[Guess | None, int, torch.Tensor | None, torch.Tensor | None]
 
 MOST_CHATS = 8  # of which a model that drafts keeps what it has read
 
@@ -52,7 +56,9 @@ class LeanCandidateGenerator(CandidateGenerator):
     padding, which the draft does not see: its positions are those of the target. The sequence has at most `max_length`
     tokens, of which the draft can be fed `max_positions`; drafting ends with one of `eos_token_ids`. `vocab_size` is
     the width of the target's logits, `logits_processor` its own, and `clock` tells the time in seconds. The draft's
-    logits are of `token_ids`, int64, `(tokens,)`, or, by default, of its whole vocabulary.
+    logits are of `token_ids`, int64, `(tokens,)`, or, by default, of its whole vocabulary. A `translated` draft has a
+    tokenizer of its own: it says what it finds likeliest, unprocessed, so that its tokens are as certain as those of
+    past text.
     """
 
     def __init__(
@@ -71,8 +77,9 @@ class LeanCandidateGenerator(CandidateGenerator):
         token_ids: torch.Tensor | None = None,
         text: RequestText | None = None,
         clock: Clock = time.perf_counter,
+        translated: TranslatedDraft | None = None,
     ) -> None:
-        self.text, self._token_ids = text, token_ids
+        self.text, self._token_ids, self._translated = text, token_ids, translated
         # Processors may ask for tokens by their ids; where they do not, what is not chosen among need not be there.
         is_enough = all(type(processor) in IMPARTIAL for processor in logits_processor)
         self._chosen_among = token_ids if is_enough else None
@@ -98,7 +105,7 @@ class LeanCandidateGenerator(CandidateGenerator):
         self._began = self._end_round()
         self._drafted, self.from_text, self._draft_seconds = [], [], []
         self._is_typical = not is_first  # a round that also reads the prompt does not tell what a round costs
-        self.pace.begin(len(self._context) - self.forward.length)
+        self.pace.begin(self._missing)
         rows = self._propose(input_ids) if self._context else []
         if not self._drafted:
             return input_ids, None
@@ -135,7 +142,10 @@ class LeanCandidateGenerator(CandidateGenerator):
             row: torch.Tensor | None = None
             if source == DRAFT:
                 began = self.clock()
-                choice = self._choose(self._feed(ids, chosen))
+                if self._translated is None:
+                    choice = self._choose(self._feed(ids, chosen))
+                else:
+                    choice = self._say(self._translated)
                 self._draft_seconds.append(self.clock() - began)
                 if choice is None:
                     break
@@ -151,6 +161,25 @@ class LeanCandidateGenerator(CandidateGenerator):
             if text is not None:
                 text.proposed(token)
         return rows
+
+    @property
+    def _missing(self) -> int:
+        """Tokens of the context that the draft has not been fed."""
+        draft = self._translated
+        return len(self._context) - self.forward.length if draft is None else draft.missing
+
+    def _say(self, draft: TranslatedDraft) -> Choice | None:
+        """What [`~LeanCandidateGenerator._choose`] returns, of a draft with a tokenizer of its own."""
+        pace = self.pace
+        if not self._draft_seconds:
+            self._fed = draft.missing
+        found = draft.next(self._drafted, reads_confidence=pace.reads_confidence)
+        if found is None:
+            return None
+        instead = pace.instead(*found)
+        if instead is None:
+            pace.drafted(*found)
+        return instead, found[0], None, None
 
     def untimed(self) -> None:
         """The round under way does not tell what a round takes."""
@@ -178,7 +207,7 @@ class LeanCandidateGenerator(CandidateGenerator):
             ids = torch.cat([ids, torch.tensor([self._drafted], device=ids.device)], dim=1)
         return self._like_the_targets(logits, ids)
 
-    def _choose(self, logits: torch.Tensor) -> tuple[Guess | None, int, torch.Tensor, torch.Tensor | None] | None:
+    def _choose(self, logits: torch.Tensor) -> Choice | None:
         """What takes the place of the draft's token, if anything does, that token, alone and as a tensor, `(1, 1)`,
         and the row that it was drawn from, if it was; `None` where nothing can be chosen."""
         pace = self.pace
@@ -237,6 +266,8 @@ class LeanCandidateGenerator(CandidateGenerator):
     @property
     def read(self) -> list[int]:
         """The tokens that the draft's cache holds."""
+        if self._translated is not None:
+            return self._translated.fed
         return (self._context + self._drafted)[: self.forward.length]
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
@@ -248,7 +279,9 @@ class LeanCandidateGenerator(CandidateGenerator):
         self._seen = input_ids.shape[1]
         known = len(self._context) + accepted
         self._context += emitted
-        if self.forward.length:
+        if self._translated is not None:
+            self._translated.settle(emitted)
+        elif self.forward.length:
             # The last drafted token was not fed; the last emitted one is what the next round begins with.
             self.forward.crop(min(self.forward.length, known, len(self._context) - 1))
         self.pace.judged(accepted, emitted)
@@ -286,6 +319,7 @@ class LeanDrafting:
         compiled (`CompiledDraft`, *optional*):
             Compiles the single-token forward, at the first request; shared with other copies of the draft.
         pacer (`Pacer`, *optional*): Shared with other drafts of the same size; what `"auto"` decides from.
+        translation (`Translation`, *optional*): To the tokens of the draft, where it has a tokenizer of its own.
     """
 
     def __init__(
@@ -296,8 +330,10 @@ class LeanDrafting:
         sources: str = "both",
         compiled: CompiledDraft | None = None,
         pacer: Pacer | None = None,
+        translation: Translation | None = None,
     ) -> None:
         self.draft, self.num_assistant_tokens, self.sources = draft, num_assistant_tokens, sources
+        self.translation = translation
         self.pacer = pacer or Pacer()
         self.clock: Clock = time.perf_counter  # one that waits for an accelerator makes costs exact, requests slower
         self.token_ids: NDArray[np.int64] | None = None  # among which it drafts; `None`: all
@@ -372,7 +408,10 @@ class LeanDrafting:
             logger.warning("The draft chooses among all tokens, not those in use: %s.", first_line(error))
 
     def pace(self, domain: str | None, *, do_sample: bool, may_repeat: bool = True) -> Pace:
-        """How one request of a domain drafts; without `may_repeat` nothing comes from past text."""
+        """How one request of a domain drafts; without `may_repeat` nothing comes from past text, nor from a draft with
+        a tokenizer of its own, which does not ask the processors what they allow."""
+        if self.translation is not None and not may_repeat:
+            return FixedPace(0, pacer=self.pacer)
         if self.num_assistant_tokens == "auto":
             return self.pacer.pace((domain, do_sample), self.sources, may_repeat=may_repeat)
         if isinstance(self.num_assistant_tokens, int):
@@ -421,7 +460,13 @@ class LeanDrafting:
         mask = kwargs.get("decoder_attention_mask" if draft.config.is_encoder_decoder else "attention_mask")
         context = without_padding(given["input_ids"], mask).tolist()
         model, token_ids = self.chosen()
-        if source is None and self._compiled is not None:
+        translated: TranslatedDraft | None = None
+        if self.translation is not None:
+            reading = self.translation.read(context)
+            read = [] if reading is None else reading.ids
+            forward = self._forward(model, kwargs.get("past_key_values"), read) if read else DraftForward(model)
+            translated, limit = TranslatedDraft(self.translation, forward, reading, limit), None
+        elif source is None and self._compiled is not None:
             most = max_length if limit is None else min(max_length, limit)
             forward = self._compiled.forward(model, given["input_ids"].shape[1], most)
         elif source is None:
@@ -440,7 +485,7 @@ class LeanDrafting:
             logits_processor=given["logits_processor"], do_sample=bool(generation_config.do_sample),
             max_length=max_length, max_positions=limit,
             eos_token_ids=frozenset() if eos is None else frozenset(eos.tolist()), vocab_size=vocab_size,
-            token_ids=token_ids, text=text, clock=self.clock,
+            token_ids=token_ids, text=text, clock=self.clock, translated=translated,
         )  # fmt: skip
 
     @torch.inference_mode()

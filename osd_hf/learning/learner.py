@@ -455,7 +455,7 @@ class Learner:
         """Whether what happened is what replay would find: of a greedy request, with a fixed number of drafted
         tokens."""
         is_plain = not (trace.is_sampled or trace.sampling.get("processors"))
-        is_usual = "num_assistant_tokens" not in trace.sampling
+        is_usual = "num_assistant_tokens" not in trace.sampling and self.drafts.translation is None
         return is_plain and is_usual and self._k == self.config.num_assistant_tokens
 
     def _watch(self, lesson: Lesson) -> Generator[None, None, None]:
@@ -524,7 +524,7 @@ class Learner:
         stops = gives_way() and (self.config.update_strategy == "idle" or self._is_large)
         model = self.drafts.tried(draft) if isinstance(draft, dict) or stops else draft
         with between(layers_of(model) if stops else ()):
-            return replay_each(model, traces, self._k)
+            return replay_each(model, traces, self._k, translation=self.drafts.translation)
 
     # --- keeping ----------------------------------------------------------------------------------------------------
 
