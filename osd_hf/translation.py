@@ -75,7 +75,7 @@ class Pieces:
     """
 
     def __init__(self, tokenizer: Any, size: int) -> None:
-        backend = getattr(tokenizer, "backend_tokenizer", None)
+        backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         if not hasattr(backend, "to_str"):
             raise VocabularyMismatchError(
                 f"{type(tokenizer).__name__} is no tokenizer of the tokenizers library, so that its tokens cannot be "

@@ -234,7 +234,9 @@ def main() -> None:
         if all("after" in side for side in sides):
             made = drafts_of(args.folder / "draft")["own"][2]
             traces = recorded(name, args.seed, args.requests + args.live, args.traces)[:100]
-            report[name]["share_of_positions_with_rows"] = float(np.concatenate([made(t).has_row for t in traces]).mean())
+            report[name]["share_of_positions_with_rows"] = float(
+                np.concatenate([made(t).has_row for t in traces]).mean()
+            )
             lab, own = (side["after"]["alpha"] - side["before"]["alpha"] for side in sides)
             report[name]["share_of_gain"] = own / lab if lab else None
             print(f"{name}: gain {lab:.3f} with the target's tokenizer, {own:.3f} with its own")
