@@ -129,7 +129,7 @@ def taught(folder: Path, args: Any) -> None:
         optimizer.step()
         optimizer.zero_grad()
         done += 1
-    print(f"{done} of {args.steps} steps on {blocks.numel()} tokens, loss {float(loss):.3f}")
+    print(f"{done} of {args.steps} steps on {blocks.numel()} tokens, loss {float(loss.detach()):.3f}")
     draft.eval().save_pretrained(folder)
     torch.save({"optimizer": optimizer.state_dict(), "done": done}, state)
 
