@@ -82,7 +82,7 @@ class OnlineAssistant:
         config (`OnlineConfig`, *optional*): How to draft and learn.
         assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*):
             The draft's, saved with it; by default found where it came from, or the target's. Where both differ, the
-            draft reads and learns text as its own tokenizer cuts it ([`Translation`]), neither compiled nor in batches.
+            draft reads and learns text as its tokenizer cuts it ([`Translation`]), neither compiled nor in batches.
         store (`CorrectionStore` or `str` or `Path`, *optional*):
             Where captured traces are logged, beside the learner's own buffer.
         router (`Router` or `Callable[[str], str | None]`, *optional*):
@@ -272,8 +272,8 @@ class OnlineAssistant:
     ) -> Iterator[OnlineAssistant]:
         """
         Inside the `with` block, any assisted `generate` on the target is captured and learned from: the caller's own
-        call, a pipeline, an evaluation harness. Pass `assistant_model=assistant.draft` and, where vocabularies differ in
-        size, `tokenizer` and `assistant_tokenizer`. Stopping criteria are asked about each token that is emitted, and
+        call, a pipeline, an evaluation harness. Pass `assistant_model=assistant.draft` and, where vocabularies differ
+        in size, `tokenizer` and `assistant_tokenizer`. Stopping criteria are asked about each token emitted, and
         may remember; of a single prompt whose answer is streamed, or returned with more than its tokens, or with a
         cache of the caller's, once a round, as transformers does. Only requests of this context (thread or task) are
         seen; start other threads with `contextvars.copy_context().run`.

@@ -329,10 +329,11 @@ def load_pair(
     large, _ = load_named(target, None, device_map=device_map, quantization=quantization, **how, **versions[0])
     _, small = load_named(large, draft, **how, **versions[1])
     tokenizer = load_tokenizer(target, trust_remote_code=trust_remote_code, **versions[0])
-    if translates and tokenizers_of(tokenizer, None, large, small)[1] is not None:
-        return Pair(large, small, tokenizer)
-    common_tokenizer(tokenizer, large, small)
-    return Pair(large, of_one_size(small, large), tokenizer)
+    own = find_tokenizer(small) if translates else None
+    if own is None or not differing(tokenizer, own):
+        common_tokenizer(tokenizer, large, small)
+        small = of_one_size(small, large)
+    return Pair(large, small, tokenizer)
 
 
 def load_eos_ids(source: str, **model_kwargs: Any) -> tuple[int, ...]:
@@ -479,17 +480,17 @@ def check_sizes(target: Any, draft: Any) -> None:
 def check_tokenizers(target_tokenizer: Any, draft_tokenizer: Any) -> None:
     """Refuse tokenizers whose vocabularies differ in more than added tokens, such as those of a chat template, which a
     draft learns as the target uses them; raises VocabularyMismatchError."""
-    differing = _differing(target_tokenizer, draft_tokenizer)
-    if not differing:
+    tokens = differing(target_tokenizer, draft_tokenizer)
+    if not tokens:
         return
-    shown = ", ".join(f"{token!r} ({ours} / {theirs})" for token, ours, theirs in differing[:3])
+    shown = ", ".join(f"{token!r} ({ours} / {theirs})" for token, ours, theirs in tokens[:3])
     raise VocabularyMismatchError(
-        f"The tokenizers of target and draft differ in {len(differing)} tokens, such as {shown}. A draft can only "
+        f"The tokenizers of target and draft differ in {len(tokens)} tokens, such as {shown}. A draft can only "
         "learn token distributions of its own tokenizer; choose a draft of the target's family."
     )
 
 
-def _differing(target_tokenizer: Any, draft_tokenizer: Any) -> list[tuple[str, int | None, int | None]]:
+def differing(target_tokenizer: Any, draft_tokenizer: Any) -> list[tuple[str, int | None, int | None]]:
     """The tokens that are not the same in both vocabularies, but for added ones, with their ids."""
     ours, theirs = target_tokenizer.get_vocab(), draft_tokenizer.get_vocab()
     if ours == theirs:
@@ -522,33 +523,6 @@ def common_tokenizer(given: Any, target: Any, draft: Any) -> Any:
     for other in known[1:]:
         check_tokenizers(known[0], other)
     return known[0] if known else None
-
-
-def tokenizers_of(tokenizer: Any, assistant_tokenizer: Any, target: Any, draft: Any) -> tuple[Any, Any]:
-    """
-    The target's tokenizer (`None` where it is not known) and, where its vocabulary differs in more than added tokens,
-    the draft's own: those given or, by default, those found where the models came from. With the target's alone, what
-    is not known to differ is taken for the same.
-
-    Raises:
-        VocabularyMismatchError: one that is given is not the one found; the draft's is given, and the target's is
-            neither given nor found.
-    """
-    sides = []
-    for given, model in ((tokenizer, target), (assistant_tokenizer, draft)):
-        found = find_tokenizer(model)
-        if given is not None and found is not None:
-            check_tokenizers(given, found)
-        sides.append(found if given is None else given)
-    ours, theirs = sides
-    if ours is None and assistant_tokenizer is not None:
-        raise VocabularyMismatchError(
-            "`assistant_tokenizer` was given, the draft's, but the target's was not, nor was it found where the "
-            "target came from. Pass `tokenizer=` as well."
-        )
-    if ours is None or theirs is None or not _differing(ours, theirs):
-        return theirs if ours is None else ours, None
-    return ours, theirs
 
 
 def align_vocab(draft: Any, target: Any, tokenizer: Any = None) -> Any:

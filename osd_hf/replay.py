@@ -29,7 +29,7 @@ from osd_hf.metrics import AcceptanceStats
 from osd_hf.pair import eos_ids, evaluating, uncompiled, unwrap, vocab_size_of
 from osd_hf.processing import Processors
 from osd_hf.trace import DraftRound, Trace, bare_trace
-from osd_hf.translation import Translation
+from osd_hf.translation import Translated, Translation
 from osd_hf.utils.kernels import fast_kernels, linear_of
 from osd_hf.utils.turns import give_way
 
@@ -59,7 +59,8 @@ def replay(
 
     A draft with a tokenizer of its own is counted in the target's tokens, too, greedy and sampled traces alike: one of
     them is right where the draft predicts all that it is made of. This is near to a live run, not exact: there a round
-    may begin in the middle of a word, where the draft goes on from what is there.
+    may begin in the middle of a word, where the draft goes on from what is there. Where its tokenizer cannot spell a
+    text, nothing is drafted.
 
     Args:
         draft (`PreTrainedModel`): Any draft with the target's vocabulary, or one to translate to; not changed.
@@ -73,7 +74,7 @@ def replay(
 
     Raises:
         ConfigError: k below 1.
-        DataError: a trace whose rows are another target's than its answer, or whose text cannot be translated.
+        DataError: a trace whose rows are another target's than its answer.
         VocabularyMismatchError: a trace of another vocabulary than the draft's.
     """
     each = replay_each(draft, list(traces), num_assistant_tokens, batch_size=batch_size, translation=translation)
@@ -116,10 +117,16 @@ def redraft(
     _check(draft, traces, num_assistant_tokens, translation)
     drafted: list[Trace] = list(traces)
     predicted: list[NDArray[Any]] = []
-    translated = [] if translation is None else [translation(trace) for trace in traces]
-    read = [one.trace for one in translated] or traces
-    for i, first, rows in raw_rows(draft, read, batch_size):
-        trace = read[i]
+    translated: dict[int, Translated] = {}
+    for i, trace in enumerate(traces if translation is not None else ()):
+        try:
+            translated[i] = translation(trace)  # type: ignore[misc]
+        except DataError:  # nothing is drafted where the text cannot be spelled
+            drafted[i] = replace(trace, rounds=(DraftRound(np.zeros(0, np.int32), 0, 1),) * len(trace))
+    places = range(len(traces)) if translation is None else list(translated)
+    read = [translated[i].trace if i in translated else traces[i] for i in places]
+    for place, first, rows in raw_rows(draft, read, batch_size):
+        i, trace = places[place], read[place]
         if first == 0:
             processors, predicted = Processors(draft, trace), []
         if processors.processors:
@@ -129,7 +136,7 @@ def redraft(
         predicted.append(torch.cat(parts).cpu().numpy())
         if first + len(rows) == len(trace):
             tokens, trace = np.concatenate(predicted), traces[i]
-            if translated:
+            if i in translated:
                 tokens = translated[i].back(tokens, trace.completion_ids)
             drafted[i] = replace(trace, rounds=tuple(_rounds(trace, tokens, num_assistant_tokens)))
     return drafted

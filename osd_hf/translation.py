@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from osd_hf.errors import DataError, VocabularyMismatchError
-from osd_hf.pair import of_one_size, tokenizers_of, unwrap, vocab_size_of
+from osd_hf.pair import check_tokenizers, differing, find_tokenizer, of_one_size, unwrap, vocab_size_of
 from osd_hf.trace import Trace, ids_dtype
 
-__all__ = ["Translated", "Translation", "joined"]
+__all__ = ["Translated", "Translation", "joined", "tokenizers_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -310,7 +310,7 @@ class Translation:
         logger.warning(
             "The draft has a tokenizer of its own: it reads the target's text in its own tokens, of which %d are the "
             "same as one of the target's %d, and what it says is put into the target's.",
-            (made.same >= 0).sum(), len(made.ours.ids),
+            (made.same >= 0).sum(), len(made.ours.ids) + len(made.ours.special),
         )  # fmt: skip
         return made
 
@@ -416,6 +416,33 @@ class Translation:
         kept -= kept.max(axis=1, keepdims=True)
         logits, tail = kept.astype(np.float16), tail.astype(np.float32)
         return {"top_logits": logits, "top_ids": top.astype(dtype), "tail_logprob": tail}, has_row
+
+
+def tokenizers_of(tokenizer: Any, assistant_tokenizer: Any, target: Any, draft: Any) -> tuple[Any, Any]:
+    """
+    The target's tokenizer (`None` where it is not known) and, where its vocabulary differs in more than added tokens,
+    the draft's own: those given or, by default, those found where the models came from. With the target's alone, what
+    is not known to differ is taken for the same.
+
+    Raises:
+        VocabularyMismatchError: one that is given is not the one found; the draft's is given, and the target's is
+            neither given nor found.
+    """
+    sides = []
+    for given, model in ((tokenizer, target), (assistant_tokenizer, draft)):
+        found = find_tokenizer(model)
+        if given is not None and found is not None:
+            check_tokenizers(given, found)
+        sides.append(found if given is None else given)
+    ours, theirs = sides
+    if ours is None and assistant_tokenizer is not None:
+        raise VocabularyMismatchError(
+            "`assistant_tokenizer` was given, the draft's, but the target's was not, nor was it found where the "
+            "target came from. Pass `tokenizer=` as well."
+        )
+    if ours is None or theirs is None or not differing(ours, theirs):
+        return theirs if ours is None else ours, None
+    return ours, theirs
 
 
 def joined(

@@ -15,6 +15,7 @@ compared with the target's own answers.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 import random
@@ -46,7 +47,7 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from osd_hf import DomainDrafts, OnlineAssistant, OnlineConfig, Translation, simulate
+from osd_hf import DataError, DomainDrafts, OnlineAssistant, OnlineConfig, Trace, Translation, simulate
 from osd_hf.learning.learner import Learner
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>"]
@@ -203,6 +204,13 @@ def live(name: str, which: str, draft: Any, own: Any, args: Any) -> dict[str, An
     return found
 
 
+def positions(made: Translation, traces: list[Trace]) -> Iterator[Any]:
+    """Where the draft's tokens have rows of the target, by request."""
+    for trace in traces:
+        with contextlib.suppress(DataError):
+            yield made(trace).has_row
+
+
 def main() -> None:
     parser = make_parser(__doc__, "another_tokenizer")
     parser.add_argument("--part", choices=["draft", "learn", "live"], help="all by default")
@@ -234,9 +242,8 @@ def main() -> None:
         if all("after" in side for side in sides):
             made = drafts_of(args.folder / "draft")["own"][2]
             traces = recorded(name, args.seed, args.requests + args.live, args.traces)[:100]
-            report[name]["share_of_positions_with_rows"] = float(
-                np.concatenate([made(t).has_row for t in traces]).mean()
-            )
+            found = [*positions(made, traces)]
+            report[name]["share_of_positions_with_rows"] = float(np.concatenate(found).mean()) if found else None
             lab, own = (side["after"]["alpha"] - side["before"]["alpha"] for side in sides)
             report[name]["share_of_gain"] = own / lab if lab else None
             print(f"{name}: gain {lab:.3f} with the target's tokenizer, {own:.3f} with its own")

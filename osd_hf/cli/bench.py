@@ -30,10 +30,11 @@ from osd_hf.cli.arguments import flag, in_groups, part
 from osd_hf.cli.flags import CHAT_TEMPLATE, THREADS, DraftRevision, Reporting, Rows, TargetLoading, TargetRevision
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, DataError
-from osd_hf.pair import load_pair, prompt_room, tokenizers_of, vocab_size_of
+from osd_hf.pair import load_pair, prompt_room, vocab_size_of
 from osd_hf.prompts import encode_prompts, encode_turn, read_prompts
 from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace
+from osd_hf.translation import tokenizers_of
 from osd_hf.utils.report import make_folder, provenance, write_report
 from osd_hf.utils.threads import choose_threads
 

@@ -37,10 +37,11 @@ from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, LearnerError, StateError, first_line
 from osd_hf.learning.session import check_pointer, has_session
 from osd_hf.metrics import AcceptanceStats, Comparison
-from osd_hf.pair import Pair, input_device, load_config, load_pair, load_tokenizer, prompt_room, tokenizers_of
+from osd_hf.pair import Pair, input_device, load_config, load_pair, load_tokenizer, prompt_room
 from osd_hf.prompts import EncodedPrompts, fingerprint
 from osd_hf.replay import replay
 from osd_hf.trace import Trace
+from osd_hf.translation import tokenizers_of
 from osd_hf.utils.disk import open_privately, sync_folder, wait_for_lock, write_whole
 from osd_hf.utils.report import json_text, make_folder, provenance, write_report
 
