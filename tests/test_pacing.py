@@ -485,3 +485,15 @@ def test_a_token_takes_what_the_best_way_to_it_takes() -> None:
     found = [pacer.token_seconds(alpha) for alpha in (0.5, 0.7, 0.9)]
     best = [min((0.012 + 0.001 * k) / expected_block_efficiency(a, k) for k in range(1, 33)) for a in (0.5, 0.7, 0.9)]
     assert found == pytest.approx(best, rel=0.05)
+
+
+def test_a_token_of_a_batch_takes_its_share_of_the_round() -> None:
+    pacer = Pacer()
+    costs = pacer.of_batches(8)
+    for _ in range(40):
+        for k in (1, 2, 4, 8):  # 24 ms a plain round of eight rows
+            pacer.took(RoundTime(seconds=0.024), 8, costs, 8)
+            pacer.took(RoundTime(k, k, 1, 0.001, 0.001 * (k - 1), 0.030 + 0.001 * k), 16, costs, 8)
+    pacer.took(RoundTime(seconds=0.010), 1)  # what requests alone take is not what most tokens do
+    assert pacer.token_seconds(0.0) == pytest.approx(0.003, rel=0.05)
+    assert pacer.round_seconds(4) == pytest.approx(0.034 / 8, rel=0.05)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, Protocol
@@ -152,6 +153,11 @@ def least_speedup(rows: int) -> float:
     return LEAST_SPEEDUP + RAGGED * math.log2(max(rows, 1))
 
 
+def _bucket(rows: int) -> int:
+    """The power of two that so many rows come to."""
+    return 1 << (rows - 1).bit_length()
+
+
 def best_rate(costs: Costs, alpha: float) -> tuple[float, int]:
     """The most tokens in the time of the level that rounds bring which draft, and the number that they draft then."""
     base, per_token = costs.line()
@@ -184,6 +190,7 @@ class Pacer:
         self.costs = Costs()
         self.timed: tuple[float, ...] = UNTIMED  # as in `AcceptanceStats`
         self._of_batches: dict[int, Costs] = {}  # by the power of two that their rows come to
+        self._emitted = Counter[int]()  # tokens, by the same; 0: by requests alone
         self._domains: dict[Any, Acceptance] = {}
 
     def took(
@@ -195,6 +202,7 @@ class Pacer:
         counted = time.rounds * (costs.add(time) if is_usual else time.seconds or 0.0)
         if time.seconds is None:
             return
+        self._emitted[0 if costs is self.costs else _bucket(rows)] += emitted
         is_plain = time.candidates == 0 and time.forwards == 0
         alone = counted if is_plain else costs.level * costs.plain.mean * emitted / rows
         compared = (counted, alone) if costs.plain.weight else (0.0, 0.0)
@@ -218,7 +226,12 @@ class Pacer:
 
     def of_batches(self, rows: int) -> Costs:
         """What rounds of so many rows take, the lock being held."""
-        return self._of_batches.setdefault(1 << (rows - 1).bit_length(), Costs())
+        return self._of_batches.setdefault(_bucket(rows), Costs())
+
+    def _usual(self) -> tuple[int, Costs]:
+        """In how many rows at once most tokens come, and what their rounds take, the lock being held."""
+        rows = max(self._emitted, key=self._emitted.__getitem__, default=0)
+        return (rows, self._of_batches[rows]) if rows else (1, self.costs)
 
     def plan(self, domain: Any = None) -> DraftingPlan:
         """What a request of this domain would be served by now."""
@@ -226,18 +239,19 @@ class Pacer:
             return self.plan_for(self._domains.get(domain) or Acceptance())
 
     def round_seconds(self, k: int) -> float | None:
-        """What a round that drafts k tokens takes; `None` until one was measured."""
+        """What a round that drafts k tokens takes, a row's share of one of a batch; `None` until one was measured."""
         with self.lock:
-            return self.costs.level * self.costs.round(k) if self.costs.verified else None
+            rows, costs = self._usual()
+            return costs.level * costs.round(k) / rows if costs.verified else None
 
     def token_seconds(self, alpha: float) -> float | None:
-        """What a token takes at this acceptance with the best number of drafted tokens, which may be none; `None`
-        until that was measured."""
+        """What a token takes at this acceptance with the best number of drafted tokens, which may be none, where
+        several come at once its share; `None` until that was measured."""
         with self.lock:
-            costs = self.costs
+            rows, costs = self._usual()
             if not costs.are_known:
                 return None
-            return costs.level / max(1 / costs.plain.mean, best_rate(costs, alpha)[0])
+            return costs.level / max(1 / costs.plain.mean, best_rate(costs, alpha)[0]) / rows
 
     def draft_changed(self, domain: Any = ...) -> None:
         """A new version serves all domains, or one (sampled requests of a domain are one apart, see
