@@ -592,6 +592,22 @@ def test_batches_leave_nothing_behind() -> None:
 # --- how many tokens are drafted ------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # the names that all versions know
+def test_a_target_in_training_mode_serves_batches_and_stays_in_it() -> None:
+    target, draft = models.pair(num_hidden_layers=1, noise=0.08, attention_dropout=0.5)
+    target.train()
+    target.lm_head.eval()  # as layers that are frozen may be
+    assistant = OnlineAssistant(target, draft, config=FIXED)
+    assert drafting_batch.hindrance(target) is None  # tried out without dropping values
+    assistant.generate(**padded(LENGTHS[:2]), do_sample=False, max_new_tokens=NEW)
+    assert assistant.stats.drafted > 0
+    assert [name for name, module in target.named_modules() if not module.training] == ["lm_head"]
+    target.gradient_checkpointing_enable()
+    assert "gradient checkpointing" in str(drafting_batch.hindrance(target))
+    target.eval()
+    assert drafting_batch.hindrance(target) is None
+
+
 class BatchTime:
     """A clock on which forwards alone take time: each so many seconds, and so many for each token of each row."""
 

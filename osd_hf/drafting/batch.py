@@ -195,13 +195,19 @@ def hindrance(model: Any) -> str | None:
     tried out on two rows of a few tokens, which must get the logits that they get alone."""
     # The configuration holds the kind of attention, the windows and the positions.
     config = vars(model.config.get_text_config(decoder=True))
-    as_it_is = model.training, model.dtype, model.device, repr(config)
+    as_it_is = model.training and _trains_oddly(model), model.dtype, model.device, repr(config)
     known, why = _hindrances.get(model, (None, None))
     if known != as_it_is:
+        training = [module for module in model.modules() if module.training]
         try:
-            why = _unfit(model) or (None if _is_right(model) else "its logits depend on where the tokens of a row lie")
+            why = _unfit(model)
+            model.eval()  # where values drop out, no two forwards are alike
+            why = why or (None if _is_right(model) else "its logits depend on where the tokens of a row lie")
         except Exception as error:  # noqa: BLE001 - of models of any kind
             why = f"its forward fails: {first_line(error)}"
+        finally:
+            for module in training:
+                module.training = True
         _hindrances[model] = as_it_is, why
     return why
 
@@ -211,8 +217,8 @@ def _unfit(model: Any) -> str | None:
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         return "an encoder-decoder's positions are those of the batch, not of the row"
-    if model.training:
-        return "it is in training mode"
+    if model.training and _trains_oddly(model):
+        return "it is in training mode, with gradient checkpointing or layers that drop out"
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return "it takes no positions"
     attention = getattr(config, "_attn_implementation", None)
@@ -228,6 +234,12 @@ def _unfit(model: Any) -> str | None:
     if not is_known or not layers <= {DynamicLayer, DynamicSlidingWindowLayer}:
         return "it has layers other than full attention and sliding windows"
     return None
+
+
+def _trains_oddly(model: Any) -> bool:
+    """Whether forwards in training mode keep no cache, or drop layers; values may drop out, each by itself."""
+    checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    return bool(checkpoints or getattr(model.config.get_text_config(decoder=True), "layerdrop", 0))
 
 
 @torch.inference_mode()
