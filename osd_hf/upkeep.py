@@ -562,8 +562,9 @@ class Upkeep:
         if store is not None:
             with self.failures.kept(LOGGING):
                 store.flush()
-        with self.failures.kept(TRACKING):
-            self.learner.accelerator.end_training()
+        if self.learner.accelerator.trackers:  # it ends the process group, too, which may be a trainer's
+            with self.failures.kept(TRACKING):
+                self.learner.accelerator.end_training()
         standing, raised = self.failures.standing, self._raised
         self._raised = standing
         if new := [error for error in standing if error not in raised]:
