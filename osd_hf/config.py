@@ -125,6 +125,10 @@ class OnlineConfig:
         buffer_size (`int`, *optional*, defaults to 2048):
             Requests in the replay buffer of one draft: a uniform sample of what each domain has had; where all do not
             fit, the domain with the most gives way.
+        target_lag (`int`, *optional*, defaults to 0):
+            Versions of the target before the one that answers now whose requests are learned from still, for a target
+            that is another one every few requests ([`RolloutAssistant`]). Versions of the draft are judged by requests
+            of the newest one, where there are enough. With 0, a change of the target begins anew.
         optimizer (`str`, *optional*, defaults to `"muon"`):
             `"muon"`: Muon for the weight matrices inside the layers, AdamW for the rest; `"adamw"`: AdamW for all.
         learning_rate (`float`, *optional*, defaults to 3e-3):
@@ -196,6 +200,7 @@ class OnlineConfig:
     max_learn_tokens: int | None = setting(2048, "of prompt and answer of a request, learned from; none = what fits")
     replay_fraction: float = setting(0.75, "share of a batch drawn from the replay buffer")
     buffer_size: int = setting(2048, "requests in the replay buffer")
+    target_lag: int = setting(0, "earlier versions of the target whose requests are learned from still")
     optimizer: Literal["muon", "adamw"] = setting(
         "muon", "muon (matrices inside the layers; AdamW for the rest) or adamw"
     )
@@ -249,7 +254,8 @@ class OnlineConfig:
         must("max_effort", 1 <= self.max_effort < float("inf"), "a number of at least 1")
         must("max_duty_cycle", 0 < self.max_duty_cycle <= 1, "above 0 and at most 1")
         must("learner_device", _is_device(self.learner_device), 'a device as torch names it, such as "cpu", or None')
-        must("seed", is_int(self.seed, 0), "an integer of at least 0")
+        for name in ("target_lag", "seed"):
+            must(name, is_int(getattr(self, name), 0), "an integer of at least 0")
         if self.drafting == "stock" and compiles is True:
             raise ConfigError('`compile_draft=True` needs `drafting="lean"`, got "stock".')
         if k == "auto" and self.drafting == "lean" and self.learn_from == "corrections":

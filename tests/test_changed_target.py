@@ -379,6 +379,32 @@ def test_rows_of_two_targets_never_meet(recorded: list[Trace], judged: list[set[
     assert taught.drafts.serving_version() == 0 or taught.drafts.taught_for(None) in {"a", "b", "c"}
 
 
+def test_with_a_lag_earlier_targets_teach_and_the_newest_judges(
+    recorded: list[Trace], judged: list[set[str | None]]
+) -> None:
+    config = replace(CONFIG, target_lag=1, update_interval=8)
+    taught = Learner(DomainDrafts(pair_as_it_was()[1], config, per_domain=False), config)
+    lesson, met = taught.lessons[None], list[tuple[set[str | None], int]]()
+    for number, name in enumerate("a" * 24 + "b" * 24 + "c" * 24 + "b"):
+        lesson.effort.share = lesson.effort.most
+        trace = replace(recorded[number % 12], target=name, created_at_seconds=float(number))
+        taught.observe(None, trace)
+        taught.after_answer()
+        met.append((of_versions(lesson), len(kept(lesson))))
+    assert [versions for versions, _ in met[::24]] == [{"a"}, {"a", "b"}, {"b", "c"}, {"b", "c"}]
+    assert met[24][1] > 20  # nothing begins anew
+    assert met[48][1] > 20
+    # Batches of both, and versions of the draft that the newest target alone has judged.
+    assert {"a", "b"} in judged
+    assert judged[-1] == {"c"}
+    assert not any({"a", "c"} <= versions for versions in judged)
+    again = Learner(DomainDrafts(pair_as_it_was()[1], config, per_domain=False), config)
+    again.load_state_dict(taught.state_dict())
+    assert (again.lessons[None].target, again.lessons[None].earlier) == ("b", ("c",))
+    taught.renew("d")
+    assert not kept(lesson)
+
+
 def test_a_request_scored_anew_is_learned_from_and_judges_nothing(recorded: list[Trace]) -> None:
     config = replace(CONFIG, update_strategy="manual")
     taught = Learner(DomainDrafts(pair_as_it_was()[1], config, per_domain=False), config)

@@ -248,6 +248,7 @@ def learning(*, k: str | None = None, **without: str) -> Any:
     """The field of a command for how a draft learns, but for the settings `without` a meaning there, each with the
     reason; and with what the help says of k where it is fixed unless told otherwise, as it is for what is compared."""
     fixed: dict[str, Any] = {} if k is None else {"num_assistant_tokens": 5}
+    without = {"target_lag": "the target is not trained here", **without}
     return part(group="learning", metavar="X", without=without, helps={} if k is None else {"num_assistant_tokens": k},
                 **fixed)  # fmt: skip
 

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import StateError
 from osd_hf.learning.drafts import DomainDrafts
-from osd_hf.learning.gate import DROPPED_IN_A_ROW, GateDecision, judge, regressed
+from osd_hf.learning.gate import DROPPED_IN_A_ROW, LEAST_HELD_BACK, GateDecision, judge, regressed
 from osd_hf.learning.lesson import Lesson
 from osd_hf.learning.memory import layers_of
 from osd_hf.learning.updater import Updater, UpdateReport, finish
@@ -396,6 +396,8 @@ class Learner:
         if not self.config.gate:
             return GateDecision("promoted", version, version, domain, "there is no gate"), {}
         held_back = yield from lesson.sound(lesson.held_back, updater.accepts)
+        newest = [trace for trace in held_back if trace.target not in lesson.earlier]
+        held_back = newest if len(newest) >= LEAST_HELD_BACK else held_back
         unknown = [t for t in held_back if t not in scores or scores[t][0] != serving]
         with self.drafts.lease(domain) as draft:
             found = yield from self._scored(lesson, draft.model, unknown)

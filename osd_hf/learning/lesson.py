@@ -116,8 +116,8 @@ class Lesson:
     All requests of one draft, that of a domain or (`None`) the shared one. Each is in one place: it is held back to
     judge versions by until a newer one takes its place, then it is pending, then it has been learned from and may be
     replayed. All are of one version of the target: where another one answers, those of the one before are set aside,
-    as are the comparisons of drafts that rest on them. Requests may arrive in any thread, inside the `lock`; one
-    thread learns.
+    as are the comparisons of drafts that rest on them. With a `target_lag`, those of so many versions before it stay,
+    and nothing begins anew. Requests may arrive in any thread, inside the `lock`; one thread learns.
     """
 
     def __init__(self, domain: str | None = None, config: OnlineConfig | None = None) -> None:
@@ -126,8 +126,9 @@ class Lesson:
         self.lock = threading.Lock()
         in_child(self, renewing(lock=threading.Lock))
         self.target: str | None = None  # its version; `None` where no request has said it
+        self.earlier: tuple[str, ...] = ()  # versions before it, newest first, that are learned from still
         self.older = 0  # requests that were set aside as they are another version's
-        self._is_stale = False  # what the learning thread alone may touch is of another version
+        self._is_stale = self._is_late = False  # all, or some, that the learning thread alone may touch is too old
         self.observed = 0  # requests
         self.requests_waiting = 0  # that have arrived since an update began
         self.rest = 0  # requests that have to arrive before anything is learned, after failures in a row
@@ -181,20 +182,29 @@ class Lesson:
         return is_other
 
     def meet(self, target: str | None) -> bool:
-        """Take in, inside the lock, which version of the target answers from now on; returns whether it is another one
-        than before. What was learned stays: the target is much the same, as a rule."""
+        """Take in, inside the lock, which version of the target answers from now on; returns whether the lesson begins
+        anew with it. What was learned stays: the target is much the same, as a rule."""
         if target is None or target == self.target:
             return False
         if self.target is None:  # requests that do not say are taken for those of the first that does
             self.target = target
             return False
-        self.renew(target)
-        return True
+        if not self.config.target_lag:
+            self.renew(target)
+            return True
+        known = (self.target, *(version for version in self.earlier if version != target))
+        self.target, self.earlier, self._is_late = target, known[: self.config.target_lag], True
+        for kept in (self.pending, self.held_back, self.arrived, self.unwatched):
+            current = [trace for trace in kept if self.is_current(trace)]
+            self.older += len(kept) - len(current)
+            kept.clear()
+            kept.extend(current)
+        return False
 
     def renew(self, target: str | None) -> None:
         """Set aside, inside the lock, what there is, as the target is another one now: of this version, or (`None`) of
         one that cannot be told."""
-        before, self.target = self.target, target
+        before, self.target, self.earlier = self.target, target, ()
         those = len(self.pending) + len(self.held_back) + len(self.buffer)
         logger.log(
             logging.INFO if self.older else logging.WARNING,
@@ -211,18 +221,20 @@ class Lesson:
         self._is_stale, self.is_unconfirmed = True, False
 
     def is_current(self, trace: Trace) -> bool:
-        """Whether a request is of the version of the target that answers now; one that does not say is taken to be, as
-        long as there was no other one."""
-        return trace.target == self.target or (trace.target is None and not self.older)
+        """Whether a request is of the version of the target that answers now, or of one that is learned from still;
+        one that does not say is taken to be, as long as there was no other one."""
+        return trace.target in (self.target, *self.earlier) or (trace.target is None and not self.older)
 
     def forget_older(self) -> None:
-        """Let go of what is of another version of the target; called by the thread that learns."""
+        """Let go of what is of a version of the target that is too old; called by the thread that learns."""
         with self.lock:
             if self._is_stale:
-                self._is_stale = False
                 self.buffer.clear()
                 self.compared.clear()
                 self.scores.clear()
+            elif self._is_late:
+                self.buffer.discard({trace for trace in self.buffer if not self.is_current(trace)})
+            self._is_stale = self._is_late = False
 
     def may_wait(self) -> bool:
         """Whether what has arrived need not be compared yet: while little is learned, and nothing is odd, one request
@@ -365,7 +377,7 @@ class Lesson:
             traces = {"held_back": list(self.held_back), "pending": list(self.pending), "replayed": list(self.buffer)}
             return {
                 "domain": self.domain,
-                "target": [self.target, self.older],
+                "target": [self.target, *self.earlier, self.older],
                 "requests_waiting": self.requests_waiting,
                 "observed": self.observed,
                 "dropped": self.dropped,
@@ -382,8 +394,9 @@ class Lesson:
         self.buffer.restore(traces["replayed"], state["seen"])
         with self.lock:
             # Sessions from before say nothing of it.
-            self.target, *_, self.older = state.get("target", (None, 0))
-            self._is_stale = self.is_unconfirmed = False
+            self.target, *earlier, self.older = state.get("target", (None, 0))
+            self.earlier = tuple(earlier[: self.config.target_lag])
+            self._is_stale, self._is_late, self.is_unconfirmed = False, True, False
             self.requests_waiting, self.observed = int(state["requests_waiting"]), int(state["observed"])
             self.dropped = int(state["dropped"])
             self.effort.renew()
