@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from osd_hf.metrics import AcceptanceStats, best_k, expected_block_efficiency, expected_speedup
     from osd_hf.pair import align_vocab
     from osd_hf.replay import EmittedToken, emitted_tokens, replay
+    from osd_hf.rollouts import RolloutAssistant
     from osd_hf.routing import CallableRouter, LabelRouter, LanguageRouter, RoutedPrompt, Router, TopicRouter
     from osd_hf.simulate import SimulationReport, simulate
     from osd_hf.store.store import CorrectionStore
@@ -66,6 +67,7 @@ __all__ = [
     "OnlineAssistant",
     "OnlineConfig",
     "ReplayedProcessor",
+    "RolloutAssistant",
     "RoutedPrompt",
     "Router",
     "SimulationReport",
@@ -117,6 +119,7 @@ _HOMES = {
     "metrics": "AcceptanceStats best_k expected_block_efficiency expected_speedup",
     "pair": "align_vocab",
     "replay": "EmittedToken emitted_tokens replay",
+    "rollouts": "RolloutAssistant",
     "routing": "CallableRouter LabelRouter LanguageRouter RoutedPrompt Router TopicRouter",
     "simulate": "SimulationReport simulate",
     "store.store": "CorrectionStore",

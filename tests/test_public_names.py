@@ -16,6 +16,7 @@ PUBLIC_NAMES = {
     "OnlineConfig",
     "UpdateReport",
     "GateDecision",
+    "RolloutAssistant",
     # drafts per domain, and who gets which
     "DomainDrafts",
     "Router",

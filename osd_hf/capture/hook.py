@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakMethod, WeakSet
 
 import numpy as np
 import torch
@@ -34,10 +34,12 @@ from osd_hf.utils.kernels import fast_kernels
 
 logger = logging.getLogger(__name__)
 
-_LOOP = "_assisted_decoding"
+_LOOP, _CALL = "_assisted_decoding", "generate"
 _bindings: ContextVar[tuple[Binding, ...]] = ContextVar("osd_hf_bindings", default=())
-_listeners: Counter[type] = Counter()
-_before: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # what our loops took the place of
+_answers: WeakKeyDictionary[Any, WeakMethod[Callable[..., Any]]] = WeakKeyDictionary()  # of models taken over
+_answering: WeakSet[Any] = WeakSet()  # those of them that are being asked
+_listeners: Counter[tuple[type, str]] = Counter()
+_before: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # what our methods took the place of
 _lock = threading.RLock()  # a forgotten block is left whenever its last reference goes
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
@@ -63,6 +65,21 @@ def bind(target: Any, binding: Binding) -> Iterator[None]:
         binding.end()
         _bindings.set(_living())
         _leave(owners)
+
+
+@contextlib.contextmanager
+def taken_over(target: Any, answer: Callable[..., Any]) -> Iterator[None]:
+    """Inside the block, `target.generate(...)` without an assistant model is `answer(plain, ...)`, whoever calls it,
+    where `plain` is what it would have been. The model itself, its class included, stays as it is. `answer` is a
+    bound method; the block alone keeps neither its object nor the target."""
+    model = unwrap(target)
+    owners = _enter(type(model), _CALL)
+    try:
+        _answers[model] = WeakMethod(answer)
+        yield
+    finally:
+        _answers.pop(model, None)
+        _leave(owners, _CALL)
 
 
 @contextlib.contextmanager
@@ -258,33 +275,50 @@ def scored(target: Any, traces: Sequence[Trace], widths: Sequence[int | None], b
 # `generate` looks its loop up on the type, and ignores a patched instance. A class of our own for the instance would
 # do, but users copy, pickle, wrap and exchange the class of their model themselves meanwhile. So the loop is wrapped
 # where it is defined, in `GenerationMixin` as a rule, while anybody listens to any model; what nobody listens to is
-# passed on.
+# passed on. So is `generate` itself, where calls without an assistant model are to be drafted for, too.
 
 
-def _enter(cls: type) -> list[type]:
-    """Listen where the loop of a class is defined; returns those classes. A model's own loop may call that of a parent
+def _enter(cls: type, name: str = _LOOP) -> list[type]:
+    """Listen where a method of a class is defined; returns those classes. A model's own loop may call that of a parent
     class: it does so on the stand-in of its request, which nobody listens to, so each request is captured once."""
-    owners = [c for c in cls.__mro__ if _LOOP in vars(c)]
+    owners = [c for c in cls.__mro__ if name in vars(c)]
     with _lock:
         for owner in owners:
-            loop = vars(owner)[_LOOP]
-            if loop not in _before:
-                ours = _listened_to(loop)
-                _before[ours] = loop
-                setattr(owner, _LOOP, ours)
-            _listeners[owner] += 1
+            method = vars(owner)[name]
+            if method not in _before:
+                ours = _listened_to(method) if name == _LOOP else _asked_first(method)
+                _before[ours] = method
+                setattr(owner, name, ours)
+            _listeners[owner, name] += 1
     return owners
 
 
-def _leave(owners: list[type]) -> None:
+def _leave(owners: list[type], name: str = _LOOP) -> None:
     with _lock:
         for owner in owners:
-            _listeners[owner] -= 1
-            if not _listeners[owner]:
-                del _listeners[owner]
-                loop = vars(owner).get(_LOOP)
-                if loop in _before:  # what others have put there meanwhile stays
-                    setattr(owner, _LOOP, _before[loop])
+            _listeners[owner, name] -= 1
+            if not _listeners[owner, name]:
+                del _listeners[owner, name]
+                method = vars(owner).get(name)
+                if method in _before:  # what others have put there meanwhile stays
+                    setattr(owner, name, _before[method])
+
+
+def _asked_first(generate: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(generate)
+    def asked_first(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = _answers.get(self)
+        answer = None if found is None else found()
+        # Nobody is asked twice: a model's own `generate` may call that of its parent.
+        if answer is None or self in _answering or kwargs.get("assistant_model") is not None:
+            return generate(self, *args, **kwargs)
+        _answering.add(self)
+        try:
+            return answer(functools.partial(generate, self), *args, **kwargs)
+        finally:
+            _answering.discard(self)
+
+    return asked_first
 
 
 def _living() -> tuple[Binding, ...]:
