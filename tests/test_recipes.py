@@ -46,6 +46,10 @@ SMOKES = {
         *("--batches", "10"),
     ],
     "harness": ["--requests", "2", "--sizes", "1", "2", "--max-new-tokens", "8"],
+    "rollouts": [
+        *("--pair", "lab", "--steps", "2", "--prompts", "2", "--generations", "2", "--dataset", "4", "--asked", "2"),
+        *("--max-new-tokens", "4", "--warm", "1", "--ways", "all", "--threads", "1"),
+    ],
     "sampled": ["--requests", "3", "--datasets", "gsm8k", "--max-new-tokens", "6", "--threads", "1"],
     "long_run": ["--requests", "24", "--marks", "12", "24"],
     "idle_learning": ["--shape", "tiny", "--pause", "0.02"],
@@ -98,6 +102,7 @@ def run(name: str, flags: list[str], folder: Path, monkeypatch: pytest.MonkeyPat
     return report
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # trl reads it
 @pytest.mark.parametrize("name", SMOKES)
 def test_a_recipe_runs_its_smallest_form(
     name: str, folder: Path, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -107,6 +112,10 @@ def test_a_recipe_runs_its_smallest_form(
     monkeypatch.setenv("OSD_HF_DATA", str(folder))
     flags = [flag.format(traces=folder / "traces", engine=engine) for flag in SMOKES[name]]
     report = run(name, flags, tmp_path, monkeypatch)
+    if name == "rollouts":
+        [row] = report["live"]["compared"]
+        assert [way["greedy_identical"] for way in row["ways"].values()] == [True, True]
+        assert {len(alphas) for alphas in report["staleness"][0]["ways"].values()} == {2}
     if name == "proxy_exchanges":
         assert report["summed"] == {"through the proxy": {"identical": 16}, "direct twice": {"identical": 16}}
         assert report["proxy"]["collected"] == 16 - 4

@@ -1,0 +1,361 @@
+"""
+A policy in training: how soon a draft goes stale, what following it is worth, and whether rollouts get faster.
+
+    python recipes/rollouts.py --steps 60 --seeds 0 1 2                                   # bundled pair, sql
+    OSD_HF_DATA=... python recipes/rollouts.py --pair lab --steps 60 --seeds 0 1 2        # lab pair, gsm8k
+    python recipes/rollouts.py --task sft                                                 # another data set half-way
+    python recipes/rollouts.py --rates 1e-5 1e-4 --temperatures 0.7 1 --parts staleness   # by rate and entropy
+    python recipes/rollouts.py --steps 2 --prompts 2 --generations 2 --max-new-tokens 8 --asked 2   # smoke
+
+GRPO by TRL, rewards by program, with and without a `RolloutAssistant`; with `--task sft`, supervised fine-tuning whose
+data are another domain's from the middle on, while completions of held-out prompts are generated after each step.
+
+`live`: each way trains from the same seed: without a draft; with past text alone; with the draft as it came; with all
+of it, as by default. Told by step: rewards, acceptance, tokens of each row per forward of the policy, seconds of
+generating with what learning takes, and of the whole training. Before the first step, greedy answers with and without
+a draft are compared. Sampled rollouts of two ways are other ones, so rewards are compared as curves. Wall time: let
+nothing else run on the machine.
+
+`staleness`: the rollouts of one training, recorded, are replayed in their order to drafts that learn (k = 5, expected
+acceptance, each rollout before it is learned from): the draft as it came; one taught before the training by rollouts
+of the policy as it was, and frozen; learning from rows of the newest policy; of so many policies before it, too; and
+of these, but scored anew by each new policy. Processor seconds of learning, of scoring anew (one forward of the policy
+over each answer), and of the fingerprint by which policies are told apart stand beside.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+import tempfile
+import time
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import common
+import numpy as np
+import torch
+from common import K, drawing, kept, make_parser, pooled, processor_seconds, processor_timed, run_facts, write_report
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+
+from osd_hf import CorrectionStore, OnlineConfig, RolloutAssistant, Trace, fingerprint, rescore
+from osd_hf.bundled import DOMAINS, bundled_prompts, check_answer, load_bundled
+from osd_hf.pair import Pair, unwrap
+from osd_hf.replay import replay_each
+from osd_hf.simulate import serve_recorded
+
+WAYS: dict[str, OnlineConfig | None] = {
+    "alone": None,
+    "past text": OnlineConfig(candidates="text", update_strategy="manual"),
+    "frozen draft": OnlineConfig(candidates="draft", update_strategy="manual"),
+    "all": OnlineConfig(target_lag=4),
+}
+LAGS = (0, 1, 4, 16)
+ANSWERS = ("answer", "query", "output", "whole_func_string")  # columns of the data sets
+NUMBER = re.compile(r"-?\d[\d,]*\.?\d*")
+Row = dict[str, Any]
+
+
+# --- tasks ----------------------------------------------------------------------------------------------------------
+
+
+def loaded(name: str) -> Pair:
+    return Pair(*load_bundled()) if name == "bundled" else common.load_pair()
+
+
+def questions(args: Any, domain: str, count: int) -> list[Row]:
+    """Prompts, each one user turn, with what its answer is checked by."""
+    if args.pair == "lab":
+        rows = common.rows(domain)[:count]
+        answers = [next(str(row[name]) for name in ANSWERS if name in row) for row in rows]
+        asked = [(common.TEMPLATES[domain].format(**row), said) for row, said in zip(rows, answers, strict=True)]
+    else:
+        asked = [(example.prompt, example.answer) for example in bundled_prompts(domain, count)]
+    return [
+        {"prompt": [{"role": "user", "content": text}], "number": i, "answer": answer, "domain": domain}
+        for i, (text, answer) in enumerate(asked)
+    ]
+
+
+def rewarded(args: Any) -> Any:
+    """The reward of completions: 1 for a right answer; for the lab pair, whose sums are often wrong, 0.2 for one that
+    is written as answers are."""
+    examples = bundled_prompts(args.domain, args.dataset) if args.pair == "bundled" else []
+
+    def right(text: str, number: int, answer: str) -> float:
+        if examples:
+            return float(check_answer(examples[number], text))
+        said, wanted = NUMBER.findall(text.partition("####")[2]), NUMBER.findall(answer.rpartition("####")[2])
+        return 0.2 * bool(said) + 0.8 * (said[:1] == wanted[:1] != [])
+
+    def reward(completions: Any, number: list[int], answer: list[str], **kwargs: Any) -> list[float]:
+        return [right(c[0]["content"], n, a) for c, n, a in zip(completions, number, answer, strict=True)]
+
+    return reward
+
+
+class Asked(TrainerCallback):  # type: ignore[misc]
+    """Generates for held-out prompts: greedily before the first step, and as the policy samples after each."""
+
+    def __init__(self, pair: Pair, rows: list[Row], args: Any, *, each_step: bool) -> None:
+        texts = [pair.tokenizer.apply_chat_template(r["prompt"], add_generation_prompt=True, tokenize=False)
+                 for r in rows]  # fmt: skip
+        self.batch = pair.tokenizer(texts, padding=True, padding_side="left", return_tensors="pt",
+                                    add_special_tokens=False)  # fmt: skip
+        self.batch.pop("token_type_ids", None)
+        self.limit, self.each_step, self.temperature = args.max_new_tokens, each_step, args.temperature
+        self.greedy: list[list[int]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        answers = model.generate(**self.batch, do_sample=False, max_new_tokens=self.limit)
+        self.greedy = answers.tolist()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if self.each_step:
+            model.generate(**self.batch, do_sample=True, temperature=self.temperature, top_k=0,
+                           max_new_tokens=self.limit)  # fmt: skip
+
+
+def trainer_of(pair: Pair, seed: int, rate: float, args: Any, callbacks: list[Any], folder: str) -> Any:
+    """A trainer of a copy of the target, with the callbacks in their order."""
+    size = args.prompts * args.generations
+    settings: Row = {
+        "output_dir": folder, "max_steps": args.steps, "logging_steps": 1, "learning_rate": rate, "seed": seed,
+        "per_device_train_batch_size": size, "lr_scheduler_type": "constant", "save_strategy": "no", "use_cpu": True,
+        "bf16": False, "activation_checkpointing": False, "report_to": "none", "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }  # fmt: skip
+    policy = copy.deepcopy(pair.target)
+    if args.task == "grpo":
+        rows = Dataset.from_list(questions(args, args.domain, args.dataset))
+        config = GRPOConfig(**settings, num_generations=args.generations, max_completion_length=args.max_new_tokens,
+                            temperature=args.temperature, beta=0.0)  # fmt: skip
+        return GRPOTrainer(policy, rewarded(args), config, train_dataset=rows, processing_class=pair.tokenizer,
+                           callbacks=callbacks)  # fmt: skip
+    half = -(-args.steps // 2) * size
+    rows = list(itertools.islice(itertools.cycle(questions(args, args.domain, args.dataset)), half))
+    rows.extend(itertools.islice(itertools.cycle(questions(args, args.then, args.dataset)), half))
+    turns = [{"prompt": r["prompt"], "completion": [{"role": "assistant", "content": r["answer"]}]} for r in rows]
+    config = SFTConfig(**settings, train_sampling_strategy="sequential", max_length=512)
+    return SFTTrainer(policy, config, train_dataset=Dataset.from_list(turns), processing_class=pair.tokenizer,
+                      callbacks=callbacks)  # fmt: skip
+
+
+def held_out(args: Any) -> list[Row]:
+    """Prompts that are asked beside the training: with `--task sft`, of the domain that it goes over to as well."""
+    names = [args.domain] if args.task == "grpo" else [args.domain, args.then]
+    return [row for name in names for row in questions(args, name, args.dataset + args.asked)[-args.asked :]]
+
+
+# --- live -----------------------------------------------------------------------------------------------------------
+
+
+def live(pair: Pair, way: str, seed: int, rate: float, args: Any) -> Row:
+    """One training."""
+    config = WAYS[way]
+    rollout = None if config is None else RolloutAssistant(pair.draft, config)
+    asked = Asked(pair, held_out(args), args, each_step=args.task == "sft")
+    seconds: list[float] = []  # of each call
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_of(pair, seed, rate, args, [*([] if rollout is None else [rollout]), asked], folder)
+        policy = unwrap(trainer.model)
+
+        def generate(*inputs: Any, **settings: Any) -> Any:
+            began = time.perf_counter()
+            answers = type(policy).generate(policy, *inputs, **settings)
+            if settings.get("assistant_model") is None:  # otherwise it is a part of another call
+                seconds.append(time.perf_counter() - began)
+            return answers
+
+        policy.generate = generate
+        began = time.perf_counter()
+        trainer.train()
+        total = time.perf_counter() - began
+    told = ("reward", "entropy", "loss", "rollout/alpha", "rollout/tokens_per_forward", "rollout/learning_seconds")
+    steps = [{name: entry.get(name) for name in told} for entry in trainer.state.log_history if "loss" in entry]
+    found = seconds[1:]  # the first was the greedy one
+    for i, step in enumerate(steps):
+        step["seconds"] = found[i] if i < len(found) else None
+    return {
+        "way": way, "seed": seed, "rate": rate, "steps": steps, "greedy": asked.greedy, "total_seconds": total,
+        "rollout_seconds": sum(found),
+        "speedup": None if rollout is None or rollout.assistant is None else rollout.assistant.stats.speedup,
+    }  # fmt: skip
+
+
+def compared(rows: list[Row], seed: int, rate: float) -> Row:
+    """Each way beside the training without a draft."""
+    those = {row["way"]: row for row in rows if (row["seed"], row["rate"]) == (seed, rate)}
+    alone = those["alone"]
+    return {
+        way: {
+            "greedy_identical": row["greedy"] == alone["greedy"],
+            "rollouts_times_alone": alone["rollout_seconds"] / row["rollout_seconds"],
+            "training_times_alone": alone["total_seconds"] / row["total_seconds"],
+            "learning_share": sum(s["rollout/learning_seconds"] or 0 for s in row["steps"]) / row["total_seconds"],
+            "reward_last_half": mean([s["reward"] for s in row["steps"][len(row["steps"]) // 2 :]]),
+        }
+        for way, row in those.items()
+    }
+
+
+def mean(values: list[Any]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None
+
+
+# --- staleness ------------------------------------------------------------------------------------------------------
+
+
+class Rescored(TrainerCallback):  # type: ignore[misc]
+    """Before the rollouts of each step, those of so many policies before are scored anew by the policy as it is."""
+
+    def __init__(self, store: CorrectionStore, lag: int, *, at_end: bool) -> None:
+        self.store, self.lag, self.at_end = store, lag, at_end
+        self.seconds, self.fingerprints = 0.0, list[float]()
+        self.begins: list[int] = []  # requests before each step
+        self.anew: list[list[Trace]] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if not self.at_end:
+            self.score(unwrap(model))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if self.at_end:
+            self.score(unwrap(model))
+
+    def score(self, policy: Any) -> None:
+        names, found, known = list[str](), list[Trace](), list(self.store)
+        self.fingerprints.append(processor_seconds(lambda: names.append(fingerprint(policy))))
+        versions = [version for version in dict.fromkeys(t.target for t in known) if version not in names][-self.lag :]
+        those = [trace for trace in known if trace.target in versions]
+        self.seconds += processor_seconds(lambda: found.extend(rescore(policy, those)))
+        self.begins.append(len(known))
+        self.anew.append(found)
+
+
+def staleness(pair: Pair, seed: int, rate: float, args: Any) -> Row:
+    """One training that is recorded, and what drafts would have scored on its rollouts."""
+    store, config = CorrectionStore(), OnlineConfig(num_assistant_tokens=K, seed=seed)
+    recorder = RolloutAssistant(pair.draft, replace(config, update_strategy="manual"), store=store)
+    again = Rescored(store, args.anew, at_end=args.task == "sft")
+    asked = [Asked(pair, held_out(args), args, each_step=True)] * (args.task == "sft")
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_of(pair, seed, rate, args, [recorder, again, *asked], folder)
+        trainer.train()
+    history, traces = [entry for entry in trainer.state.log_history if "loss" in entry], list(store)
+    steps = [traces[a:b] for a, b in itertools.pairwise([*again.begins, len(traces)])]
+    warm = taught(pair.draft, steps[:1] * args.warm, config)[1]
+    ways = {
+        "as it came": [pooled(replay_each(pair.draft, those, K)) for those in steps],
+        "taught before, frozen": [pooled(replay_each(warm, those, K)) for those in steps],
+    }
+    seconds = {"scoring anew": again.seconds, "fingerprints": sum(again.fingerprints)}
+    for lag in LAGS:
+        name = f"and of {lag} policies before" if lag else "rows of the newest policy"
+        ways[name], _, seconds[name] = taught(pair.draft, steps, replace(config, target_lag=lag))
+    name = f"{args.anew} policies before scored anew"
+    ways[name], _, seconds[name] = taught(pair.draft, steps, replace(config, target_lag=args.anew), again.anew)
+    return {
+        "seed": seed, "rate": rate, "temperature": args.temperature, "ways": ways, "processor_seconds": seconds,
+        "requests": len(traces), "policies": len({trace.target for trace in traces}),
+        "entropy": [entry.get("entropy") for entry in history], "reward": [e.get("reward") for e in history],
+    }  # fmt: skip
+
+
+def taught(
+    draft: Any, steps: list[list[Trace]], config: OnlineConfig, anew: list[list[Trace]] | None = None
+) -> tuple[list[float], Any, float]:
+    """Acceptance of each step's rollouts by a draft that learns from them; the draft; and what learning took."""
+    learner, alphas = processor_timed(draft, config), list[float]()
+    lesson = learner.lessons[None]
+    for number, those in enumerate(steps):
+        if anew is not None:
+            lesson.meet(those[0].target)
+            older = {trace for trace in (*lesson.pending, *lesson.buffer) if trace.target != lesson.target}
+            for trace in older.intersection(lesson.pending):
+                lesson.pending.remove(trace)
+            lesson.buffer.discard(older)
+            lesson.buffer.extend(anew[number])
+        moments = serve_recorded(learner, those, K)
+        alphas.append(pooled([moment[1] for moment in moments if isinstance(moment, tuple)]))
+    return alphas, learner.drafts.model(None), learner.seconds
+
+
+# --- all of it ------------------------------------------------------------------------------------------------------
+
+
+def plot(name: str, report: Row) -> None:
+    with drawing(name, 1, 2, figsize=(12, 4.2)) as (_, (axes,)):
+        for row in report.get("staleness", ())[:1]:
+            for way, alphas in row["ways"].items():
+                axes[0].plot(alphas, label=way)
+        axes[0].set(xlabel="step", ylabel=f"alpha, k = {K}", title="the same rollouts, by replay")
+        seeds = report.get("live", {}).get("rows", ())
+        for way in dict.fromkeys(row["way"] for row in seeds):
+            runs = [[step["seconds"] or np.nan for step in row["steps"]] for row in seeds if row["way"] == way]
+            axes[1].plot(np.nanmean(runs, axis=0), label=way)
+        axes[1].set(xlabel="step", ylabel="seconds of a rollout, with learning", title="live")
+        for axis in axes:
+            axis.grid(alpha=0.3)
+            if axis.lines:
+                axis.legend(fontsize=8)
+
+
+def main() -> None:
+    parser = make_parser(__doc__, "rollouts", seed=False)
+    parser.add_argument("--pair", choices=["bundled", "lab"], default="bundled")
+    parser.add_argument("--task", choices=["grpo", "sft"], default="grpo")
+    parser.add_argument("--domain", help=f"of {', '.join(DOMAINS)}, or a data set of the lab pair: sql, gsm8k")
+    parser.add_argument("--then", help="with --task sft, that of the second half: finance, spider")
+    parser.add_argument("--parts", nargs="+", choices=["live", "staleness"], default=["live", "staleness"])
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="alone is always among them")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--rates", nargs="+", type=float, default=[1e-4], help="learning rates of the policy")
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[1.0], help="of the rollouts")
+    parser.add_argument("--prompts", type=int, default=8, help="of a step")
+    parser.add_argument("--generations", type=int, default=4, help="for each prompt")
+    parser.add_argument("--dataset", type=int, default=64, help="prompts; an epoch is as many")
+    parser.add_argument("--asked", type=int, default=8, help="held-out prompts that are asked beside")
+    parser.add_argument("--anew", type=int, default=4, help="earlier policies whose rollouts are scored anew")
+    parser.add_argument("--warm", type=int, default=4, help="passes over the first rollout of a draft taught before")
+    parser.add_argument("--max-new-tokens", type=int, default=common.MAX_NEW_TOKENS)
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    own = {"bundled": ("sql", "finance"), "lab": ("gsm8k", "spider")}[args.pair]
+    args.domain, args.then = args.domain or own[0], args.then or own[1]
+    pair, started, report = loaded(args.pair), time.time(), Row()
+    size = f"{args.steps}x{args.prompts}x{args.generations}x{args.max_new_tokens}-{args.dataset}"
+    shape = f"{args.pair}-{args.task}-{args.domain}-{size}"
+    for rate, seed, temperature in itertools.product(args.rates, args.seeds, args.temperatures):
+        args.temperature = temperature
+        case = args.traces / "rollouts" / f"{shape}-{rate:g}-{temperature:g}-seed{seed}"
+        if "live" in args.parts:
+            part = report.setdefault("live", {"rows": [], "compared": []})
+            ways = dict.fromkeys(["alone", *args.ways])
+            rows = [
+                kept(case.with_name(f"{case.name}-{way}.json"), partial(live, pair, way, seed, rate, args))
+                for way in ways
+            ]
+            part["compared"].append({"rate": rate, "seed": seed, "ways": compared(rows, seed, rate)})
+            part["rows"] += [{k: v for k, v in row.items() if k != "greedy"} for row in rows]
+            print(part["compared"][-1], flush=True)
+        if "staleness" in args.parts:
+            found = kept(case.with_name(f"{case.name}-staleness.json"), partial(staleness, pair, seed, rate, args))
+            report.setdefault("staleness", []).append(found)
+            halves = {way: mean(alphas[len(alphas) // 2 :]) for way, alphas in found["ways"].items()}
+            print({"rate": rate, "seed": seed, "temperature": temperature, "alpha, last half": halves,
+                   "processor_seconds": found["processor_seconds"]}, flush=True)  # fmt: skip
+        settings = {name: str(value) for name, value in vars(args).items() if name not in ("traces", "temperature")}
+        write_report(args.name, {"settings": settings, **report}, seed=seed, **run_facts(started))
+    plot(args.name, report)
+
+
+if __name__ == "__main__":
+    main()
