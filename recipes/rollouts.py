@@ -1,14 +1,16 @@
 """
 A policy in training: how soon a draft goes stale, what following it is worth, and whether rollouts get faster.
 
-    python recipes/rollouts.py --steps 60 --seeds 0 1 2                                   # bundled pair, sql
-    OSD_HF_DATA=... python recipes/rollouts.py --pair lab --steps 60 --seeds 0 1 2        # lab pair, gsm8k
-    python recipes/rollouts.py --task sft                                                 # another data set half-way
-    python recipes/rollouts.py --rates 1e-5 1e-4 --temperatures 0.7 1 --parts staleness   # by rate and entropy
-    python recipes/rollouts.py --steps 2 --prompts 2 --generations 2 --max-new-tokens 8 --asked 2   # smoke
+    OSD_HF_DATA=... python recipes/rollouts.py --steps 60 --seeds 0 1 2                        # lab pair, gsm8k
+    OSD_HF_DATA=... python recipes/rollouts.py --task sft                                      # spider from the middle
+    OSD_HF_DATA=... python recipes/rollouts.py --rates 1e-5 1e-3 --temperatures 0.7 1 --parts staleness
+    python recipes/rollouts.py --pair bundled --noise 0.1                                      # bundled pair, sql
+    python recipes/rollouts.py --pair bundled --steps 2 --prompts 2 --generations 2 --max-new-tokens 8 # smoke
 
-GRPO by TRL, rewards by program, with and without a `RolloutAssistant`; with `--task sft`, supervised fine-tuning whose
-data are another domain's from the middle on, while completions of held-out prompts are generated after each step.
+GRPO by TRL, rewards by program, with and without a `RolloutAssistant`. The bundled target answers all but everything
+right, in the same words, and learns nothing: noise on its weights makes a policy that has something to learn. With
+`--task sft`, supervised fine-tuning whose data are another domain's from the middle on, while completions of held-out
+prompts are generated after each step.
 
 `live`: each way trains from the same seed: without a draft; with past text alone; with the draft as it came; with all
 of it, as by default. Told by step: rewards, acceptance, tokens of each row per forward of the policy, seconds of
@@ -39,7 +41,7 @@ import numpy as np
 import torch
 from common import K, drawing, kept, make_parser, pooled, processor_seconds, processor_timed, run_facts, write_report
 from datasets import Dataset
-from transformers import TrainerCallback
+from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from osd_hf import CorrectionStore, OnlineConfig, RolloutAssistant, Trace, fingerprint, rescore
@@ -129,20 +131,29 @@ def trainer_of(pair: Pair, seed: int, rate: float, args: Any, callbacks: list[An
         "bf16": False, "activation_checkpointing": False, "report_to": "none", "disable_tqdm": True,
         "dataloader_pin_memory": False,
     }  # fmt: skip
-    policy = copy.deepcopy(pair.target)
+    policy, generator = copy.deepcopy(pair.target), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.parameters() if args.noise else ():
+            drawn = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(args.noise * parameter.std() * drawn if parameter.ndim > 1 else 0.0)
     if args.task == "grpo":
         rows = Dataset.from_list(questions(args, args.domain, args.dataset))
         config = GRPOConfig(**settings, num_generations=args.generations, max_completion_length=args.max_new_tokens,
                             temperature=args.temperature, beta=0.0)  # fmt: skip
-        return GRPOTrainer(policy, rewarded(args), config, train_dataset=rows, processing_class=pair.tokenizer,
-                           callbacks=callbacks)  # fmt: skip
+        return quiet(GRPOTrainer(policy, rewarded(args), config, train_dataset=rows, processing_class=pair.tokenizer,
+                                 callbacks=callbacks))  # fmt: skip
     half = -(-args.steps // 2) * size
     rows = list(itertools.islice(itertools.cycle(questions(args, args.domain, args.dataset)), half))
     rows.extend(itertools.islice(itertools.cycle(questions(args, args.then, args.dataset)), half))
     turns = [{"prompt": r["prompt"], "completion": [{"role": "assistant", "content": r["answer"]}]} for r in rows]
     config = SFTConfig(**settings, train_sampling_strategy="sequential", max_length=512)
-    return SFTTrainer(policy, config, train_dataset=Dataset.from_list(turns), processing_class=pair.tokenizer,
-                      callbacks=callbacks)  # fmt: skip
+    return quiet(SFTTrainer(policy, config, train_dataset=Dataset.from_list(turns), processing_class=pair.tokenizer,
+                            callbacks=callbacks))  # fmt: skip
+
+
+def quiet(trainer: Any) -> Any:
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
 def held_out(args: Any) -> list[Row]:
@@ -308,10 +319,11 @@ def plot(name: str, report: Row) -> None:
 
 def main() -> None:
     parser = make_parser(__doc__, "rollouts", seed=False)
-    parser.add_argument("--pair", choices=["bundled", "lab"], default="bundled")
+    parser.add_argument("--pair", choices=["bundled", "lab"], default="lab")
+    parser.add_argument("--noise", type=float, default=0.0, help="on the weights of the policy, over their spread")
     parser.add_argument("--task", choices=["grpo", "sft"], default="grpo")
-    parser.add_argument("--domain", help=f"of {', '.join(DOMAINS)}, or a data set of the lab pair: sql, gsm8k")
-    parser.add_argument("--then", help="with --task sft, that of the second half: finance, spider")
+    parser.add_argument("--domain", help=f"a data set of the lab pair, or one of {', '.join(DOMAINS)}: gsm8k, sql")
+    parser.add_argument("--then", help="with --task sft, that of the second half: spider, finance")
     parser.add_argument("--parts", nargs="+", choices=["live", "staleness"], default=["live", "staleness"])
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="alone is always among them")
     parser.add_argument("--steps", type=int, default=60)
@@ -332,7 +344,7 @@ def main() -> None:
     args.domain, args.then = args.domain or own[0], args.then or own[1]
     pair, started, report = loaded(args.pair), time.time(), Row()
     size = f"{args.steps}x{args.prompts}x{args.generations}x{args.max_new_tokens}-{args.dataset}"
-    shape = f"{args.pair}-{args.task}-{args.domain}-{size}"
+    shape = f"{args.pair}-{args.noise:g}-{args.task}-{args.domain}-{size}"
     for rate, seed, temperature in itertools.product(args.rates, args.seeds, args.temperatures):
         args.temperature = temperature
         case = args.traces / "rollouts" / f"{shape}-{rate:g}-{temperature:g}-seed{seed}"

@@ -223,7 +223,7 @@ def test_completions_for_evaluation_are_drafted_too(tmp_path: Path) -> None:
 # --- what it leaves alone -------------------------------------------------------------------------------------------
 
 
-def test_a_training_that_breaks_off_leaves_a_policy_that_answers_as_ever() -> None:
+def test_a_training_that_breaks_off_leaves_a_policy_that_answers_as_ever(caplog: pytest.LogCaptureFixture) -> None:
     before, rollout = methods(), RolloutAssistant(pair()[1], CONFIG)
     policy = pair()[0]
     state = SimpleNamespace(log_history=[])
@@ -236,6 +236,10 @@ def test_a_training_that_breaks_off_leaves_a_policy_that_answers_as_ever() -> No
     beams = {"num_beams": 2, "num_return_sequences": 2}
     assert len(policy.generate(models.prompt(), **given, **beams)) == 2
     assert policy.generate(models.prompt(), GenerationConfig(max_new_tokens=1)).shape == (1, 7)
+    assert caplog.text.count("generates without a draft") == 1
+    # Nor does it meddle where the caller brings a draft.
+    assert torch.equal(policy.generate(models.prompt(), **given, assistant_model=pair()[1]), drafted)
+    assert caplog.text.count("generates without a draft") == 1
     assert rollout.assistant.stats.num_requests == 1
     copied = copy.deepcopy(policy)
     kept = weakref.ref(rollout)

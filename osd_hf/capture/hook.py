@@ -72,10 +72,11 @@ def taken_over(target: Any, answer: Callable[..., Any]) -> Iterator[None]:
     """Inside the block, `target.generate(...)` without an assistant model is `answer(plain, ...)`, whoever calls it,
     where `plain` is what it would have been. The model itself, its class included, stays as it is. `answer` is a
     bound method; the block alone keeps neither its object nor the target."""
-    model = unwrap(target)
+    model, asked = unwrap(target), WeakMethod(answer)
+    del answer  # which this frame would keep
     owners = _enter(type(model), _CALL)
     try:
-        _answers[model] = WeakMethod(answer)
+        _answers[model] = asked
         yield
     finally:
         _answers.pop(model, None)
