@@ -19,6 +19,7 @@ from osd_hf.assistant import OnlineAssistant
 from osd_hf.capture.hook import taken_over
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import LearnerError, OSDError
+from osd_hf.fingerprint import look_closely
 from osd_hf.pair import is_peft, unwrap
 
 __all__ = ["RolloutAssistant"]
@@ -65,7 +66,7 @@ class RolloutAssistant(TrainerCallback):
         self._block = contextlib.ExitStack()
         self._told: set[str] = set()
         self._calls, self._seconds, self._learned = 0, 0.0, 0.0  # since the last log
-        self._is_open = self._drafts = False
+        self._is_open = self._drafts = self._has_stepped = False
         weakref.finalize(self, self._block.close)
 
     # --- the trainer's events ---------------------------------------------------------------------------------------
@@ -85,6 +86,10 @@ class RolloutAssistant(TrainerCallback):
         self._is_open = self._drafts = True
         self._calls, self._seconds, self._learned = 0, 0.0, 0.0
         self._told.clear()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The policy is another one, of which fused optimizers leave no count."""
+        self._has_stepped = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Add the figures since the last log."""
@@ -139,6 +144,9 @@ class RolloutAssistant(TrainerCallback):
         began, learned = time.perf_counter(), self.assistant.learning_seconds
         self._calls += 1
         try:
+            if self._has_stepped:
+                self._has_stepped = False
+                look_closely(self.assistant.target)
             if self._drafts and len(args) < 2:
                 try:
                     return self.assistant.generate(*args, **kwargs)

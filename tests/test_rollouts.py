@@ -28,7 +28,7 @@ from trl import (
     SFTTrainer,
 )
 
-from osd_hf import OnlineConfig, RolloutAssistant, VocabularyMismatchError, fingerprint
+from osd_hf import CorrectionStore, OnlineConfig, RolloutAssistant, VocabularyMismatchError, fingerprint
 from osd_hf.learning.updater import Updater
 from osd_hf.rollouts import _hindrance
 
@@ -189,8 +189,10 @@ def test_sampled_completions_have_the_policys_distribution(is_training: bool) ->
 
 
 def test_whole_policies_in_mixed_precision_roll_out_with_a_draft_by_rloo(tmp_path: Path) -> None:
-    rollout, seen = RolloutAssistant(pair()[1], CONFIG), Seen()
+    store = CorrectionStore()
+    rollout, seen = RolloutAssistant(pair()[1], CONFIG, store=store), Seen()
     trainer = rollouts(tmp_path, [rollout], seen, RLOOTrainer, None, bf16=True)
+    assert [trace.target for trace in store][::4] == list(dict.fromkeys(trace.target for trace in store))
     assert len([entry for entry in trainer.state.log_history if entry.get("rollout/alpha", 0) > 0]) == 3
     assert rollout.assistant is not None
     # Each rollout was another policy's; rows of the last two were kept.
