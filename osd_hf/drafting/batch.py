@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -35,14 +34,13 @@ from osd_hf.metrics import expected_block_efficiency
 from osd_hf.pair import vocab_size_of
 from osd_hf.processing import RowProcessors
 
-logger = logging.getLogger(__name__)
-
 FULL, SLIDING = "full_attention", "sliding_attention"  # the kinds of layers, as configurations name them
 GROWTH = 1.5  # of a cache that is full: copying it costs as much as a forward's reading of it
 PROBE = (12, 3, 3)  # tokens of the two rows that a model is tried out on, and those behind them
 # What the logits of a row in a batch may differ by from those of the row alone, over their spread, by rounding.
-TOLERANCE = {torch.float32: 0.02, torch.float64: 0.02}
-ROUGH_TOLERANCE = 0.15
+TOLERANCE: dict[Any, float] = {torch.float32: 0.02, torch.float64: 0.02}
+ROUGH_TOLERANCE = 0.15  # in half precision, also where accelerate's autocast is around the forward of a trained model
+ODD_IN_TRAINING = ("gradient_checkpointing", "layerdrop")  # of modules: no cache, or layers left out at random
 
 
 # --- forwards -------------------------------------------------------------------------------------------------------
@@ -195,12 +193,13 @@ def hindrance(model: Any) -> str | None:
     tried out on two rows of a few tokens, which must get the logits that they get alone."""
     # The configuration holds the kind of attention, the windows and the positions.
     config = vars(model.config.get_text_config(decoder=True))
-    as_it_is = model.training and _trains_oddly(model), model.dtype, model.device, repr(config)
+    is_odd = model.training and any(getattr(m, name, 0) for m in model.modules() for name in ODD_IN_TRAINING)
+    as_it_is = is_odd, model.dtype, model.device, repr(config)
     known, why = _hindrances.get(model, (None, None))
     if known != as_it_is:
         training = [module for module in model.modules() if module.training]
         try:
-            why = _unfit(model)
+            why = "it trains with gradient checkpointing or without some layers" if is_odd else _unfit(model)
             model.eval()  # where values drop out, no two forwards are alike
             why = why or (None if _is_right(model) else "its logits depend on where the tokens of a row lie")
         except Exception as error:  # noqa: BLE001 - of models of any kind
@@ -217,12 +216,9 @@ def _unfit(model: Any) -> str | None:
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         return "an encoder-decoder's positions are those of the batch, not of the row"
-    if model.training and _trains_oddly(model):
-        return "it is in training mode, with gradient checkpointing or layers that drop out"
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return "it takes no positions"
-    attention = getattr(config, "_attn_implementation", None)
-    if attention not in MASKED_ATTENTION:
+    if (attention := getattr(config, "_attn_implementation", None)) not in MASKED_ATTENTION:
         return f"its attention, {attention}, takes no mask of each row's own"
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = {str(kind.get("rope_type")) for kind in (rope, *rope.values()) if isinstance(kind, dict)}
@@ -234,12 +230,6 @@ def _unfit(model: Any) -> str | None:
     if not is_known or not layers <= {DynamicLayer, DynamicSlidingWindowLayer}:
         return "it has layers other than full attention and sliding windows"
     return None
-
-
-def _trains_oddly(model: Any) -> bool:
-    """Whether forwards in training mode keep no cache, or drop layers; values may drop out, each by itself."""
-    checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-    return bool(checkpoints or getattr(model.config.get_text_config(decoder=True), "layerdrop", 0))
 
 
 @torch.inference_mode()
@@ -255,9 +245,7 @@ def _is_right(model: Any) -> bool:
     behind = torch.stack([rows[0][long:], rows[1][short:]])
     ours = Ragged(model, cache, [0, long - short]).feed(behind, [long, short]).float()
     alone = torch.cat([model(input_ids=row[None]).logits[:, -count:] for row in rows]).float()
-    # Accelerate lets forwards of a model in training compute in half precision, whatever its weights are in.
-    is_rough = "_original_forward" in vars(model) or model.dtype not in TOLERANCE
-    tolerance = ROUGH_TOLERANCE if is_rough else TOLERANCE[model.dtype]
+    tolerance = TOLERANCE.get("_original_forward" not in vars(model) and model.dtype, ROUGH_TOLERANCE)
     return bool((ours - alone).abs().max() <= tolerance * alone.std())
 
 
