@@ -26,9 +26,9 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     feed = DraftForward.feed
 
-    def counting(self: DraftForward, ids: torch.Tensor) -> torch.Tensor:
+    def counting(self: DraftForward, ids: torch.Tensor, *args: Any) -> torch.Tensor:
         counts.append(ids.shape[1])
-        return feed(self, ids)
+        return feed(self, ids, *args)
 
     monkeypatch.setattr(DraftForward, "feed", counting)
     return counts

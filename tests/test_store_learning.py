@@ -400,10 +400,10 @@ def test_an_answer_too_long_for_memory_is_set_aside_and_does_not_come_back(
     number: int, begin: Any, traces: list[Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fitting_in_memory(work: Any) -> Any:
-        def checked(of: Any, those: Any, *args: Any) -> Any:
+        def checked(of: Any, those: Any, *args: Any, **kwargs: Any) -> Any:
             if any(len(trace.prompt_ids) > 40 for trace in those):
                 raise RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 99999999 bytes")
-            return work(of, those, *args)
+            return work(of, those, *args, **kwargs)
 
         return checked
 

@@ -198,10 +198,10 @@ def test_a_request_that_cannot_be_replayed_leaves_the_gate(
 ) -> None:
     replay_each = learner_module.replay_each
 
-    def spoiled(draft: Any, those: Sequence[Trace], k: int) -> Any:
+    def spoiled(draft: Any, those: Sequence[Trace], k: int, **kwargs: Any) -> Any:
         if one_is_long(those):
             raise RuntimeError("DefaultCPUAllocator: not enough memory")
-        return replay_each(draft, those, k)
+        return replay_each(draft, those, k, **kwargs)
 
     monkeypatch.setattr(learner_module, "replay_each", spoiled)
     monkeypatch.setattr(Updater, "_loss", fails_on(one_is_hopeless, MemoryError))
