@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ def ids_dtype(vocab_size: int) -> type[np.uint16] | type[np.int32]:
     return np.uint16 if vocab_size <= 1 << 16 else np.int32
 
 
-def num_accepted(drafted: Sequence[int] | NDArray[Any], emitted: Sequence[int] | NDArray[Any]) -> int:
+def num_accepted(drafted: Collection[int], emitted: Collection[int]) -> int:
     """Length of the longest common prefix of drafted and emitted tokens. The assisted loop's own count of matches is
     one short where it cut the emitted tokens."""
     pairs = enumerate(zip(drafted, emitted, strict=False))

@@ -89,6 +89,7 @@ def stand_ins(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     """An empty folder to work in, where Hub ids and the pairs of this package are tiny models, and answers short."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     target, draft = sorted(hub.glob("models--Qwen--Qwen2.5-*B-Instruct"), key=lambda p: "0.5B" in p.name)
 
     def tiny(*_: Any, **__: Any) -> Pair:

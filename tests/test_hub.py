@@ -73,7 +73,7 @@ def published(learned: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     prompts = [Prompt(i, e.prompt, "finance") for i, e in enumerate(bundled_prompts("finance", 12, seed=7))]
     dataset = EvaluationSet("generated finance", tuple(prompts), max_new_tokens=32, dataset_id="somebody/prompts")
     evaluation = evaluate(target, before, after, tokenizer, dataset, num_assistant_tokens=4)
-    save_draft(folder, after, tokenizer, repo_id="me/draft", facts=FACTS, evaluation=evaluation)
+    save_draft(folder, after, tokenizer, repo_id="me/draft", facts=FACTS, evaluation=evaluation, custom_generate=True)
     return folder
 
 
@@ -116,6 +116,22 @@ def in_fresh_process(hub: FakeHub, folder: Path, code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+# Of the Hub, from a folder, and sampled: the answers are the target's, by the code and the draft of the repo.
+AS_CARRIED = """
+from huggingface_hub import snapshot_download
+
+module = sys.modules[target.load_custom_generate("me/draft", trust_remote_code=True).__module__]
+assert next(iter(module._drafts[target])) == ("me/draft", "COMMIT")
+assert len(module._pacers[target]) == 1
+alone = target.generate(**inputs, max_new_tokens=64, do_sample=False)
+assert torch.equal(output, alone)
+folder = snapshot_download("me/draft")
+how = {"custom_generate": folder, "trust_remote_code": True}
+assert torch.equal(target.generate(**inputs, **how, max_new_tokens=64, do_sample=False), alone)
+assert target.generate(**inputs, **how, max_new_tokens=8, do_sample=True).shape[1] <= inputs["input_ids"].shape[1] + 8
+""".replace("COMMIT", COMMIT)
 
 
 def pushed(folder: Path, *, exist_ok: bool = True) -> str:
@@ -277,13 +293,16 @@ def test_a_pushed_draft_is_read_back_by_transformers_alone(
     repo = here.repos["model", "me/draft"]
     assert set(repo) >= {
         "model.safetensors", "config.json", "generation_config.json", "README.md", "tokenizer.json",
-        "evaluation/prompts.jsonl", "evaluation/results.json", ".eval_results/osd_hf.yaml",
+        "evaluation/prompts.jsonl", "evaluation/results.json", ".eval_results/osd_hf.yaml", "custom_generate/generate.py",
+        "custom_generate/requirements.txt",
     }  # fmt: skip
     assert set(here.cards) == {repo["README.md"].decode()}  # as the Hub validates it
     # The card's own snippets, in an interpreter that has never heard of osd_hf.
     target.save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
     snippets = re.findall(r"```python\n(.*?)```", repo["README.md"].decode(), re.DOTALL)
+    assert sum("custom_generate=" in snippet for snippet in snippets) == 1
+    snippets.insert(-1, AS_CARRIED)
     code = "\n".join(snippets).replace('"somebody/target"', repr(str(tmp_path / "target")))
     code = "import gc, sys\ngc.disable()\nsys.modules['osd_hf'] = None\n" + code  # imports alone are no garbage
     said = in_fresh_process(here, tmp_path, code).splitlines()

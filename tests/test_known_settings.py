@@ -13,6 +13,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from osd_hf import OnlineAssistant, UnsupportedGenerationError, capture_traces
 from osd_hf.capture import guards
+from osd_hf.drafting.loop import IRRELEVANT, SERVED, STATELESS
 
 WHAT_TO_DO = (
     "Read in transformers what it does to an answer, show that an assisted one is the target's own under it or refuse "
@@ -39,7 +40,8 @@ def unknown(where: str, found: set[str], known: set[str] | frozenset[str]) -> li
 
 def unknown_fields() -> list[str]:
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
-    return unknown("_SERVED, _IRRELEVANT or _REFUSED of osd_hf/capture/guards.py", fields, guards._KNOWN)
+    where = "SERVED, IRRELEVANT (osd_hf/drafting/loop.py) or _REFUSED (osd_hf/capture/guards.py)"
+    return unknown(where, fields, guards._KNOWN)
 
 
 def unknown_classes(*modules: ModuleType) -> list[str]:
@@ -49,19 +51,19 @@ def unknown_classes(*modules: ModuleType) -> list[str]:
         for name, value in vars(module).items()
         if isinstance(value, type) and issubclass(value, LogitsProcessor | StoppingCriteria)
     }
-    where = "STATELESS or STATEFUL of osd_hf/capture/guards.py"
-    return unknown(where, found - BASES, guards.STATELESS | guards.STATEFUL | TRIED_OUT)
+    where = "STATELESS or STATEFUL of osd_hf/drafting/loop.py and osd_hf/capture/guards.py"
+    return unknown(where, found - BASES, STATELESS | guards.STATEFUL | TRIED_OUT)
 
 
 def test_every_field_of_a_generation_config_is_known() -> None:
     assert unknown_fields() == []
-    assert guards._SERVED.isdisjoint(guards._IRRELEVANT)
-    assert (guards._SERVED | guards._IRRELEVANT).isdisjoint(name for name, _, _ in guards._REFUSED)
+    assert SERVED.isdisjoint(IRRELEVANT)
+    assert (SERVED | IRRELEVANT).isdisjoint(name for name, _, _ in guards._REFUSED)
 
 
 def test_every_logits_processor_and_stopping_criterion_is_known() -> None:
     assert unknown_classes(logits_process, stopping_criteria) == []
-    assert guards.STATELESS.isdisjoint(guards.STATEFUL)
+    assert STATELESS.isdisjoint(guards.STATEFUL)
 
 
 def test_every_argument_and_mode_of_generate_is_known() -> None:
@@ -73,7 +75,7 @@ def test_every_argument_and_mode_of_generate_is_known() -> None:
 def test_every_setting_that_a_trace_keeps_is_served() -> None:
     from osd_hf.capture.request import SAMPLING_FIELDS
 
-    assert set(SAMPLING_FIELDS) <= guards._SERVED
+    assert set(SAMPLING_FIELDS) <= SERVED
 
 
 # --- the next minor release, modelled -------------------------------------------------------------------------------

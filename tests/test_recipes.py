@@ -51,6 +51,7 @@ SMOKES = {
         *("--max-new-tokens", "4", "--warm", "1", "--ways", "all", "--threads", "1"),
     ],
     "sampled": ["--requests", "3", "--datasets", "gsm8k", "--max-new-tokens", "6", "--threads", "1"],
+    "carried": ["--requests", "2", "--datasets", "gsm8k", "--max-new-tokens", "4", "--threads", "1"],
     "long_run": ["--requests", "24", "--marks", "12", "24"],
     "idle_learning": ["--shape", "tiny", "--pause", "0.02"],
     "rising": ["--requests", "2", "--max-new-tokens", "4", "--threads", "1"],

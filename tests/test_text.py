@@ -189,7 +189,7 @@ def test_frequent_continuations_come_first_and_new_ones_of_equal_ones() -> None:
 def test_a_request_is_continued_by_its_own_text_and_by_earlier_one() -> None:
     earlier = TextIndex(256, 1)
     earlier.extend([7, 8, 50, 51])
-    text = RequestText([], [1, 2, 3, 7, 8, 9, 1, 2, 3], 100, [earlier])
+    text = RequestText(TextIndex, [], [1, 2, 3, 7, 8, 9, 1, 2, 3], 100, [earlier])
     assert [(g.token, g.kind) for g in text.guesses()] == [(7, 0)]
     text.proposed(7)
     assert [(g.token, g.kind) for g in text.guesses()] == [(8, 0), (8, 1)]
@@ -202,11 +202,11 @@ def test_a_request_is_continued_by_its_own_text_and_by_earlier_one() -> None:
 
 
 def test_a_source_is_looked_up_and_not_gone_on_with() -> None:
-    text = RequestText([5, 6, 7], [1], 20)
+    text = RequestText(TextIndex, [5, 6, 7], [1], 20)
     assert text.guesses() == []
     text.settled([6])
     assert [g.token for g in text.guesses()] == [7]
-    alone = RequestText([5, 6, 7], [7], 20)
+    alone = RequestText(TextIndex, [5, 6, 7], [7], 20)
     assert alone.guesses() == []
 
 

@@ -15,7 +15,7 @@ from transformers import DynamicCache, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
 from osd_hf.capture.guards import ReplayedProcessor
-from osd_hf.capture.request import Binding, Decoding, Request, Round, WatchedProcessors, bears_any_token, hand_over
+from osd_hf.capture.request import Binding, Decoding, Request, Round, bears_any_token, hand_over
 from osd_hf.drafting.batch import (
     BatchDraft,
     BatchPace,
@@ -30,7 +30,8 @@ from osd_hf.drafting.batch import (
 from osd_hf.drafting.costs import PROMPT, RoundTime
 from osd_hf.drafting.forward import KNOWN_ARGUMENTS
 from osd_hf.drafting.generator import LeanDrafting
-from osd_hf.drafting.text import Guess, RequestText
+from osd_hf.drafting.loop import WatchedProcessors
+from osd_hf.drafting.text import Guess, RequestText, TextIndex
 from osd_hf.pair import vocab_size_of
 from osd_hf.processing import RowProcessors
 from osd_hf.trace import num_accepted
@@ -226,7 +227,7 @@ class _Rounds:
             for request, pad, ids in zip(batch.requests, padding, prompts, strict=True)
         ]
         for row in self.rows if self.pace.reads_text else ():
-            row.past = RequestText((), row.text, int(config.max_length), row.request.earlier)
+            row.past = RequestText(TextIndex, (), row.text, int(config.max_length), row.request.earlier)
         self.plan = BatchRound(0)
         self.do_sample, self.begins = bool(config.do_sample), self.input_ids.shape[1]
         self.most = int(config.max_length) - self.begins  # tokens of an answer

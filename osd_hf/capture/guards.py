@@ -14,11 +14,10 @@ from transformers import GenerationConfig, LogitsProcessor, PrefixConstrainedLog
 
 from osd_hf.capture.reachable import CannotLookThrough, Reachable
 from osd_hf.config import OnlineConfig
+from osd_hf.drafting.loop import CROPPED_CACHES, IRRELEVANT, SERVED, forgets, is_listed, setting
 from osd_hf.errors import ConfigError, UnsupportedGenerationError
 from osd_hf.pair import vocab_size_of
 
-# "hybrid" stands in old generation configs, as Gemma's; `generate` takes it for a dynamic cache.
-_CROPPED_CACHES = (None, "dynamic", "dynamic_full", "offloaded", "hybrid")
 # Fields of a generation config: name, values under which it does nothing, why it is refused.
 _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("num_beams", (None, 1), "beams verify no draft; use greedy decoding or sampling"),
@@ -34,7 +33,7 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("constraints", (None,), "constrained beams verify no draft"),
     ("force_words_ids", (None,), "constrained beams verify no draft"),
     ("use_cache", (None, True), "assisted generation needs the key-value cache"),
-    ("cache_implementation", _CROPPED_CACHES, "assisted generation needs a dynamic cache, which can be cropped"),
+    ("cache_implementation", CROPPED_CACHES, "assisted generation needs a dynamic cache, which can be cropped"),
 )
 # Arguments of `OnlineAssistant.generate` that no generation config has: name, why it is refused and what to do.
 _REFUSED_ARGUMENTS = (
@@ -45,39 +44,12 @@ _REFUSED_ARGUMENTS = (
     ("encoder_outputs", "the draft reads the source with an encoder of its own. Pass `input_ids` instead"),
     ("assistant_tokenizer", "the assistant knows the tokenizer of its draft. Pass it to `OnlineAssistant`"),
 )  # fmt: skip
-# Fields that are served, and those that do nothing to an assisted answer. A field of a generation config that is in
-# none of these lists, as a newer transformers may bring, is refused where it is set: what it does is not known here.
-_SERVED = frozenset({
-    "assistant_confidence_threshold", "bad_words_ids", "begin_suppress_tokens", "bos_token_id",
-    "decoder_start_token_id", "do_sample", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty",
-    "eos_token_id", "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty", "forced_bos_token_id",
-    "forced_eos_token_id", "max_length", "max_new_tokens", "max_time", "min_length", "min_new_tokens", "min_p",
-    "no_repeat_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule", "output_attentions",
-    "output_hidden_states", "output_logits", "output_scores", "pad_token_id", "remove_invalid_values",
-    "renormalize_logits", "repetition_penalty", "return_dict_in_generate", "sequence_bias", "stop_strings",
-    "suppress_tokens", "temperature", "top_h", "top_k", "top_p", "typical_p", "watermarking_config",
-})  # fmt: skip
-_IRRELEVANT = frozenset({
-    "assistant_lookbehind", "cache_config", "compile_config", "continuous_batching_config",
-    "disable_compile", "diversity_penalty", "early_stopping", "is_assistant", "length_penalty", "low_memory",
-    "max_cache_len", "max_matching_ngram_size", "num_beam_groups", "prefill_chunk_size", "target_lookbehind",
-    "token_healing", "transformers_version",
-})  # fmt: skip
-_KNOWN = _SERVED | _IRRELEVANT | {name for name, _, _ in _REFUSED}
+# A field of a generation config that is in none of these, as a newer transformers may bring, is refused where it is
+# set: what it does is not known here.
+_KNOWN = SERVED | IRRELEVANT | {name for name, _, _ in _REFUSED}
 
-# Classes of transformers whose calls depend on nothing but their arguments: those that `generate` makes from settings.
-STATELESS = frozenset({
-    "EncoderNoRepeatNGramLogitsProcessor", "EncoderRepetitionPenaltyLogitsProcessor", "EpsilonLogitsWarper",
-    "EtaLogitsWarper", "ExponentialDecayLengthPenalty", "ForcedBOSTokenLogitsProcessor",
-    "ForcedEOSTokenLogitsProcessor", "InfNanRemoveLogitsProcessor", "LogitNormalization", "MinLengthLogitsProcessor",
-    "MinNewTokensLengthLogitsProcessor", "MinPLogitsWarper", "NoBadWordsLogitsProcessor",
-    "NoRepeatNGramLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "SequenceBiasLogitsProcessor",
-    "SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor", "TemperatureLogitsWarper",
-    "TopHLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper", "WatermarkLogitsProcessor",
-    "WhisperTimeStampLogitsProcessor",
-    "EosTokenCriteria", "MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria",
-})  # fmt: skip
-# Those that remember earlier calls, or need more than the row and the tokens: draft and target would share one memory.
+# Classes of transformers that remember earlier calls, or need more than the row and the tokens: draft and target would
+# share one memory.
 STATEFUL = frozenset({
     "AlternatingCodebooksLogitsProcessor", "BarkEosPrioritizerLogitsProcessor",
     "ClassifierFreeGuidanceLogitsProcessor", "DiaClassifierFreeGuidanceLogitsProcessor",
@@ -105,29 +77,24 @@ def _unknown_settings(init: Any) -> dict[str, tuple[Any, ...]]:
     return {name: (None, fields[name], defaults.get(name)) for name in unknown}
 
 
-def _setting(sources: tuple[Any, ...], name: str) -> Any:
-    found = (s.get(name) if isinstance(s, dict) else getattr(s, name, None) for s in sources)
-    return next((value for value in found if value is not None), None)
-
-
 def check_generation(*sources: Any) -> None:
     """Refuse modes of `generate` that are lossy, or have no draft to teach. Settings are looked up in the sources,
     first come first served: dicts or generation configs; `None` is passed over. Raises UnsupportedGenerationError,
     which names the setting, its value and the reason."""
-    setting = functools.partial(_setting, sources)
+    given = functools.partial(setting, sources)
     for name, harmless, reason in _REFUSED:
-        value = setting(name)
+        value = given(name)
         if not any(value is ok or value == ok for ok in harmless):
             raise UnsupportedGenerationError(f"`{name}={value!r}` cannot be used here: {reason}. Leave it out.")
     for name, harmless in _unknown_settings(GenerationConfig.__init__).items():
-        value = setting(name)
+        value = given(name)
         if value not in harmless:
             raise UnsupportedGenerationError(
                 f"`{name}={value!r}` cannot be used here: this version of osd_hf does not know the setting of a newer "
                 "transformers, so it cannot tell whether assisted answers would be the target's own. "
                 "Leave it out, or use a newer osd_hf."
             )
-    if type(setting("watermarking_config")).__name__ == "SynthIDTextWatermarkingConfig":
+    if type(given("watermarking_config")).__name__ == "SynthIDTextWatermarkingConfig":
         raise UnsupportedGenerationError(
             "`watermarking_config` with SynthID keeps state that target and draft would share. Leave it out, or use "
             "`WatermarkingConfig`, which is stateless."
@@ -173,7 +140,7 @@ def check_request(
         begun = kwargs.get("decoder_input_ids")
         if begun is None:
             names = ("decoder_start_token_id", "bos_token_id")
-            start = next((value for name in names if (value := _setting(sources, name)) is not None), 0)
+            start = next((value for name in names if (value := setting(sources, name)) is not None), 0)
             begun = prompt.new_full((1, 1), int(torch.as_tensor(start).reshape(-1)[0]))
         prompt = begun
     check_criteria(criteria, prompt, vocab_size_of(target))
@@ -232,18 +199,9 @@ def _is_known(thing: Any, kind: str) -> bool:
     """Whether nothing of it has to be tried out; raises where it is known to remember."""
     if type(thing) is ReplayedProcessor or any(getattr(x, "is_stateless", 0) is True for x in (thing, _asked(thing))):
         return True
-    if _is_listed(thing, STATEFUL):
+    if is_listed(thing, STATEFUL):
         raise _remembers(thing, kind)
     return forgets(thing)
-
-
-def forgets(thing: Any) -> bool:
-    """Whether it is one of transformers' own that depend on nothing but their arguments."""
-    return _is_listed(thing, STATELESS)
-
-
-def _is_listed(thing: Any, names: frozenset[str]) -> bool:
-    return type(thing).__module__.split(".")[0] == "transformers" and type(thing).__name__ in names
 
 
 def _asked(thing: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import logging
 import os
@@ -20,11 +19,12 @@ from weakref import WeakKeyDictionary, WeakMethod, WeakSet
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList, MaxLengthCriteria
+from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList
 
 from osd_hf.capture.batch import BatchRequest
-from osd_hf.capture.guards import ReplayedProcessor, check_generation, check_processors, forgets
+from osd_hf.capture.guards import ReplayedProcessor, check_generation, check_processors
 from osd_hf.capture.request import NO_WARPING, Binding, Lease, Request, Rows, Sink, compress_rows, sampling_settings
+from osd_hf.drafting.loop import bounded, forgets
 from osd_hf.errors import CaptureError, ConfigError, OSDError, UnsupportedModelError, VocabularyMismatchError
 from osd_hf.fingerprint import target_version
 from osd_hf.pair import input_device, until_end, unwrap, vocab_size_of
@@ -341,11 +341,8 @@ def _listened_to(decode: Callable[..., Any]) -> Callable[..., Any]:
         given = kwargs["logits_processor"]
         tried = check_processors(given, input_ids, vocab_size_of(self), [one for b in bindings for one in b.tried])
         kwargs["logits_processor"] = _begun(given, input_ids)
-        # The length at which the loop ends is moved round by round; the config is the caller's to see.
-        config = kwargs["generation_config"] = copy.copy(kwargs["generation_config"])
-        for criterion in kwargs["stopping_criteria"]:
-            if type(criterion) is MaxLengthCriteria:  # one of the caller's takes the place of the config's
-                config.max_length = max(int(criterion.max_length), input_ids.shape[1] + 1)
+        begins, criteria = input_ids.shape[1], kwargs["stopping_criteria"]
+        kwargs["generation_config"] = bounded(kwargs["generation_config"], criteria, begins)
         request = (Request if input_ids.shape[0] == 1 else BatchRequest)(self, input_ids, kwargs, bindings)
         with request.served():
             refusal: Exception | None = None

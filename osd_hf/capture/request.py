@@ -15,19 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    PrefixConstrainedLogitsProcessor,
-    StoppingCriteriaList,
-)
+from transformers import LogitsProcessor, LogitsProcessorList, PrefixConstrainedLogitsProcessor, StoppingCriteriaList
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from osd_hf.capture.guards import TriedOut
-from osd_hf.drafting.costs import RoundTime
 from osd_hf.drafting.forward import CompiledTarget, Verification
 from osd_hf.drafting.generator import LeanCandidateGenerator, LeanDrafting, without_padding
+from osd_hf.drafting.loop import ASSISTED_ONLY, WatchedProcessors, cut, looked_at_by_token, plain_time
 from osd_hf.drafting.pacing import Pace
 from osd_hf.drafting.text import TextIndex
 from osd_hf.errors import UnsupportedGenerationError, UnsupportedModelError
@@ -42,8 +36,6 @@ Sink = Callable[[Trace], object]
 Sinks = Callable[[Sequence[Trace]], object]
 
 PENDING_LOGITS = 1 << 19  # elements that wait to be cut down: 2 MiB in float32, to leave caches to the weights
-# Arguments of the assisted loop that the plain one does not know.
-ASSISTED_ONLY = ("inputs_tensor", "assistant_model", "assistant_tokenizer", "tokenizer")
 # `None` would be filled up with defaults, top_k = 50 among them.
 NO_WARPING = {
     "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None, "top_h": None, "typical_p": 1.0,
@@ -198,20 +190,6 @@ class Rows:
         return top_logits, top_ids.astype(dtype), tail
 
 
-class WatchedProcessors(LogitsProcessorList):
-    """The target's processors, which are told of each row before they overwrite it in place. A recorder inside the
-    list would have its signature inspected at every token."""
-
-    def __init__(self, processors: LogitsProcessorList, seen: Callable[[torch.Tensor], object]) -> None:
-        super().__init__(processors)
-        self.seen = seen
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        self.seen(scores)
-        processed: torch.Tensor = super().__call__(input_ids, scores, **kwargs)
-        return processed
-
-
 # --- the request ----------------------------------------------------------------------------------------------------
 
 
@@ -363,8 +341,7 @@ class Request(Decoding):
         self.sequence = sequences[:1]
         self.rounds = [Round(self.drafted, 1)] * (sequences.shape[1] - self.input_ids.shape[1])
         if len(times) > 1:
-            rounds = len(times) - 1
-            self.pace.timed(RoundTime(seconds=(times[-1] - times[0]) / rounds, rounds=rounds))
+            self.pace.timed(plain_time(times))
         return output
 
     def make_generator(self, **kwargs: Any) -> Any:
@@ -373,6 +350,8 @@ class Request(Decoding):
         if self.drafting is not None and self.pace is not None:
             if self.prompts is None and self.drafting.translation is None:
                 self.drafting.left("a prompt is not made of token ids alone")
+            elif why := self.drafting.hindrance():
+                self.drafting.left(why)
             else:
                 generator = self.drafting.generator(self.pace, vocab_size_of(self.model), self.earlier, **kwargs)
         generator = generator or self.model._get_candidate_generator(**kwargs)
@@ -381,15 +360,14 @@ class Request(Decoding):
 
     def watch(self, generator: Any) -> None:
         """Let this generator make the candidates."""
-        if type(generator) not in (AssistedCandidateGenerator, LeanCandidateGenerator):
+        if type(generator) is not AssistedCandidateGenerator and not isinstance(generator, LeanCandidateGenerator):
             raise UnsupportedModelError(
                 f"Drafts made by {type(generator).__name__} cannot be watched: learning needs an ordinary assistant "
                 "model with the target's tokenizer, passed as `assistant_model`."
             )
         self.generator = generator
         if any(b.exact_stops for b in self.bindings):
-            criteria = self.kwargs["stopping_criteria"]
-            self.stop_at.extend(c for c in criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria))
+            self.stop_at = looked_at_by_token(self.kwargs["stopping_criteria"])
         if type(generator) is AssistedCandidateGenerator:
             if self.prompts is not None:
                 _mend_drafting(generator, self.input_ids)
@@ -401,18 +379,12 @@ class Request(Decoding):
     def propose(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The candidates of the round that begins."""
         try:
-            candidate_ids, candidate_logits = self.generator.get_candidates(input_ids, **kwargs)
+            candidates = self.generator.get_candidates(input_ids, **kwargs)
         except _NoDistribution:
-            candidate_ids, candidate_logits = input_ids, None
+            candidates = input_ids, None
         if self.stop_at:
-            end = _end_of(input_ids, candidate_ids, self.stop_at)
-            # The loop cuts what it emits at this length: nothing after the token that meets the criterion. That
-            # token itself stays drafted: left out, it would come too rarely when sampled, as it would have to be
-            # drawn from the target's distribution after the draft had drawn it from its own.
-            self.config.max_length = self.max_length if end is None else end
-            candidate_ids = candidate_ids[:, :end]
-            if candidate_logits is not None:
-                candidate_logits = candidate_logits[:, : candidate_ids.shape[1] - input_ids.shape[1]]
+            candidates = cut(input_ids.shape[1], candidates, self.stop_at, self.config, self.max_length)
+        candidate_ids, candidate_logits = candidates
         self.drafted = candidate_ids[0, input_ids.shape[1] :]
         self.draft_logits = candidate_logits
         return candidate_ids, candidate_logits
@@ -433,7 +405,7 @@ class Request(Decoding):
                 else rows[0, : len(examined)].to(scores.device).softmax(-1).gather(-1, examined)[:, 0]
                 for rows in (scores, self.draft_logits)
             )
-        from_text = self.generator.from_text if type(self.generator) is LeanCandidateGenerator else ()
+        from_text = self.generator.from_text if isinstance(self.generator, LeanCandidateGenerator) else ()
         self.rounds.append(Round(self.drafted, count, from_text[: len(self.drafted)], p, q))
         if (
             self.verification is not None
@@ -562,14 +534,6 @@ def _mend_drafting(generator: AssistedCandidateGenerator, input_ids: torch.Tenso
     if generator.generation_config.do_sample:
         for name, neutral in NO_WARPING.items():
             setattr(generator.generation_config, name, neutral)
-
-
-def _end_of(input_ids: torch.Tensor, candidate_ids: torch.Tensor, criteria: StoppingCriteriaList) -> int | None:
-    """Length of the sequence up to and with the first drafted token that meets a criterion; `None` if none does."""
-    for length in range(input_ids.shape[1] + 1, candidate_ids.shape[1] + 1):
-        if bool(criteria(candidate_ids[:, :length], None).any()):
-            return length
-    return None
 
 
 def _as_draft_rounds(completion: torch.Tensor, rounds: list[Round]) -> tuple[Any, tuple[DraftRound, ...]]:

@@ -86,6 +86,8 @@ class PushSettings(LearnedDraft, Evaluated):
                              False, rivals="readers")  # fmt: skip
     public: bool = _pushing("everybody may read it; a draft may have learned answers by heart",
                             False, rivals="readers")  # fmt: skip
+    custom_generate: bool = _pushing("also write code by which `target.generate(custom_generate=REPO, "
+                                     "trust_remote_code=True)` is fast with transformers alone", False)  # fmt: skip
     token: str | None = _pushing("token with the right to write; by default HF_TOKEN, or the login of this "
                                  "machine, which other users of it cannot see")  # fmt: skip
     collection: bool = _pushing("also put it into your collection of drafts for its target, which is made where it is "
@@ -147,7 +149,8 @@ def push_command(settings: PushSettings) -> int:
     report: dict[str, Any] = {"provenance": origin, "evaluation": evaluation.to_dict(), "url": None}
     with tempfile.TemporaryDirectory() as scratch:
         folder = settings.output_dir or Path(scratch)
-        save_draft(folder, draft, tokenizer, repo_id=repo_id, facts=facts, evaluation=evaluation)
+        save_draft(folder, draft, tokenizer, repo_id=repo_id, facts=facts, evaluation=evaluation,
+                   custom_generate=settings.custom_generate)  # fmt: skip
         title = f"alpha on {evaluation.dataset.name}"
         plot_domains(folder / EVALUATION / PLOT, evaluation.bars(), title=title)
         for side in ("before", "after"):

@@ -21,7 +21,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from osd_hf.drafting.costs import PROMPT, RoundTime
 from osd_hf.drafting.forward import CompiledDraft, DraftForward
 from osd_hf.drafting.pacing import DRAFT, FixedPace, Pace, Pacer
-from osd_hf.drafting.text import Guess, RequestText, TextIndex
+from osd_hf.drafting.text import Guess, RequestText, TextIndex, TokenIndex
 from osd_hf.drafting.translated import TranslatedDraft
 from osd_hf.drafting.vocabulary import RestrictedDraft
 from osd_hf.errors import first_line
@@ -55,10 +55,7 @@ class LeanCandidateGenerator(CandidateGenerator):
     The loop begins with `input_ids`, int64, `(1, prompt)`. What `attention_mask`, of the same shape, hides of them is
     padding, which the draft does not see: its positions are those of the target. The sequence has at most `max_length`
     tokens, of which the draft can be fed `max_positions`; drafting ends with one of `eos_token_ids`. `vocab_size` is
-    the width of the target's logits, `logits_processor` its own, and `clock` tells the time in seconds. The draft's
-    logits are of `token_ids`, int64, `(tokens,)`, or, by default, of its whole vocabulary. A `translated` draft has a
-    tokenizer of its own: it says what it finds likeliest, unprocessed, so that its tokens are as certain as those of
-    past text.
+    the width of the target's logits, `logits_processor` its own, and `clock` tells the time in seconds.
     """
 
     def __init__(
@@ -74,16 +71,10 @@ class LeanCandidateGenerator(CandidateGenerator):
         max_positions: int | None,
         eos_token_ids: frozenset[int],
         vocab_size: int,
-        token_ids: torch.Tensor | None = None,
         text: RequestText | None = None,
         clock: Clock = time.perf_counter,
-        translated: TranslatedDraft | None = None,
     ) -> None:
-        self.text, self._token_ids, self._translated = text, token_ids, translated
-        # Processors may ask for tokens by their ids; where they do not, what is not chosen among need not be there.
-        is_enough = all(type(processor) in IMPARTIAL for processor in logits_processor)
-        self._chosen_among = token_ids if is_enough else None
-        self.forward, self.pace, self.clock = forward, pace, clock
+        self.forward, self.pace, self.text, self.clock = forward, pace, text, clock
         # The loop's own list tells of the rows that it gets, which are to be the target's alone.
         self.logits_processor = LogitsProcessorList(logits_processor)
         self.do_sample, self.eos_token_ids, self.vocab_size = do_sample, eos_token_ids, vocab_size
@@ -142,10 +133,7 @@ class LeanCandidateGenerator(CandidateGenerator):
             row: torch.Tensor | None = None
             if source == DRAFT:
                 began = self.clock()
-                if self._translated is None:
-                    choice = self._choose(self._feed(ids, chosen))
-                else:
-                    choice = self._say(self._translated)
+                choice = self._say(ids, chosen)
                 self._draft_seconds.append(self.clock() - began)
                 if choice is None:
                     break
@@ -165,21 +153,11 @@ class LeanCandidateGenerator(CandidateGenerator):
     @property
     def _missing(self) -> int:
         """Tokens of the context that the draft has not been fed."""
-        draft = self._translated
-        return len(self._context) - self.forward.length if draft is None else draft.missing
+        return len(self._context) - self.forward.length
 
-    def _say(self, draft: TranslatedDraft) -> Choice | None:
-        """What [`~LeanCandidateGenerator._choose`] returns, of a draft with a tokenizer of its own."""
-        pace = self.pace
-        if not self._draft_seconds:
-            self._fed = draft.missing
-        found = draft.next(self._drafted, reads_confidence=pace.reads_confidence)
-        if found is None:
-            return None
-        instead = pace.instead(*found)
-        if instead is None:
-            pace.drafted(*found)
-        return instead, found[0], None, None
+    def _say(self, ids: torch.Tensor, last: torch.Tensor | None) -> Choice | None:
+        """What the draft proposes; `None` where it proposes nothing."""
+        return self._choose(self._feed(ids, last))
 
     def untimed(self) -> None:
         """The round under way does not tell what a round takes."""
@@ -238,14 +216,10 @@ class LeanCandidateGenerator(CandidateGenerator):
 
     def _id(self, chosen: torch.Tensor) -> torch.Tensor:
         """The token of a column of the logits."""
-        among = self._chosen_among
-        return chosen if among is None else among.to(chosen.device)[chosen]
+        return chosen
 
     def _whole(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits of all of the target's tokens, from those that the draft chooses among."""
-        if self._token_ids is not None and logits.shape[-1] == len(self._token_ids):
-            whole = logits.new_full((1, self.vocab_size), -torch.inf)
-            return whole.index_copy_(1, self._token_ids.to(logits.device), logits)
+        """Logits of all of the target's tokens."""
         missing = self.vocab_size - logits.shape[-1]  # embeddings padded otherwise than the target's
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
@@ -258,16 +232,16 @@ class LeanCandidateGenerator(CandidateGenerator):
     def _like_the_targets(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         # A copy: processors write into it, and into what they make of it, outside inference mode as well.
         logits = logits.to(device=ids.device, dtype=torch.float32, copy=True)
-        if self._chosen_among is None:
-            logits = self._whole(logits)
-        processed: torch.Tensor = self.logits_processor(ids, logits)
+        processed: torch.Tensor = self.logits_processor(ids, self._to_process(logits))
         return processed
+
+    def _to_process(self, logits: torch.Tensor) -> torch.Tensor:
+        """What of the logits the processors get."""
+        return self._whole(logits)
 
     @property
     def read(self) -> list[int]:
         """The tokens that the draft's cache holds."""
-        if self._translated is not None:
-            return self._translated.fed
         return (self._context + self._drafted)[: self.forward.length]
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
@@ -279,18 +253,134 @@ class LeanCandidateGenerator(CandidateGenerator):
         self._seen = input_ids.shape[1]
         known = len(self._context) + accepted
         self._context += emitted
-        if self._translated is not None:
-            self._translated.settle(emitted)
-        elif self.forward.length:
+        self._take_back(known, emitted)
+        self.pace.judged(accepted, emitted)
+
+    def _take_back(self, known: int, emitted: list[int]) -> None:
+        """Let the draft have read nothing but what stands: so many tokens of what it was fed."""
+        if self.forward.length:
             # The last drafted token was not fed; the last emitted one is what the next round begins with.
             self.forward.crop(min(self.forward.length, known, len(self._context) - 1))
-        self.pace.judged(accepted, emitted)
 
     def close(self) -> None:
         """The request has ended."""
         self._end_round()
         self.pace.ended()
         self.forward.close()
+
+
+class RestrictedCandidateGenerator(LeanCandidateGenerator):
+    """The same with a draft whose logits are of `token_ids` alone, int64, `(tokens,)`."""
+
+    def __init__(self, *args: Any, token_ids: torch.Tensor, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._token_ids = token_ids
+        # Processors may ask for tokens by their ids; where they do not, what is not chosen among need not be there.
+        self._is_enough = all(type(processor) in IMPARTIAL for processor in self.logits_processor)
+
+    def _id(self, chosen: torch.Tensor) -> torch.Tensor:
+        return self._token_ids.to(chosen.device)[chosen] if self._is_enough else chosen
+
+    def _whole(self, logits: torch.Tensor) -> torch.Tensor:
+        if logits.shape[-1] != len(self._token_ids):
+            return super()._whole(logits)
+        whole = logits.new_full((1, self.vocab_size), -torch.inf)
+        return whole.index_copy_(1, self._token_ids.to(logits.device), logits)
+
+    def _to_process(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits if self._is_enough else self._whole(logits)
+
+
+class TranslatedCandidateGenerator(LeanCandidateGenerator):
+    """The same with a draft that has a tokenizer of its own: it says what it finds likeliest, unprocessed, so that its
+    tokens are as certain as those of past text."""
+
+    def __init__(self, translated: TranslatedDraft, *args: Any, **kwargs: Any) -> None:
+        super().__init__(translated.forward, *args, **kwargs | {"max_positions": None})
+        self._translated = translated
+
+    @property
+    def _missing(self) -> int:
+        return self._translated.missing
+
+    def _say(self, ids: torch.Tensor, last: torch.Tensor | None) -> Choice | None:
+        pace = self.pace
+        if not self._draft_seconds:
+            self._fed = self._missing
+        found = self._translated.next(self._drafted, reads_confidence=pace.reads_confidence)
+        if found is None:
+            return None
+        instead = pace.instead(*found)
+        if instead is None:
+            pace.drafted(*found)
+        return instead, found[0], None, None
+
+    @property
+    def read(self) -> list[int]:
+        return self._translated.fed
+
+    def _take_back(self, known: int, emitted: list[int]) -> None:
+        self._translated.settle(emitted)
+
+
+class Drafting:
+    """Makes the lean candidate generators of one draft's requests, each of which drafts on its own."""
+
+    index: type[TokenIndex] = TokenIndex  # what the text of a request is kept in
+
+    def __init__(self, draft: Any, clock: Clock) -> None:
+        self.draft = draft
+        self.clock = clock  # one that waits for an accelerator makes costs exact, requests slower
+
+    def generator(
+        self, pace: Pace, vocab_size: int, earlier: Sequence[TokenIndex] = (), **given: Any
+    ) -> LeanCandidateGenerator:
+        """One request's generator, from what the loop passes to `_get_candidate_generator`, and the earlier text that
+        it may look up."""
+        draft, generation_config, inputs_tensor = self.draft, given["generation_config"], given["inputs_tensor"]
+        max_length, kwargs = int(generation_config.max_length), given["model_kwargs"]
+        limit = self._limit
+        source, before = None, list[int]()
+        mask = kwargs.get("attention_mask")
+        if draft.config.is_encoder_decoder:
+            if limit is not None and inputs_tensor.shape[1] > limit:
+                limit = 0  # nothing is drafted for a source that the draft cannot read
+            else:
+                source = self._encode(inputs_tensor, mask)
+            before = without_padding(inputs_tensor, mask).tolist()
+            mask = kwargs.get("decoder_attention_mask")
+        context = without_padding(given["input_ids"], mask).tolist()
+        most = max_length if limit is None else min(max_length, limit)
+        forward = self._forward(source, kwargs.get("past_key_values"), context, given["input_ids"].shape[1], most)
+        text = RequestText(self.index, before, context, max_length, earlier) if pace.reads_text else None
+        eos = generation_config._eos_token_tensor
+        return self._candidates(
+            forward, pace, given["input_ids"], attention_mask=mask,
+            logits_processor=given["logits_processor"], do_sample=bool(generation_config.do_sample),
+            max_length=max_length, max_positions=limit,
+            eos_token_ids=frozenset() if eos is None else frozenset(eos.tolist()), vocab_size=vocab_size,
+            text=text, clock=self.clock,
+        )  # fmt: skip
+
+    @property
+    def _limit(self) -> int | None:
+        """Positions of the draft."""
+        return getattr(self.draft.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+    def _candidates(self, forward: Any, *args: Any, **kwargs: Any) -> LeanCandidateGenerator:
+        return LeanCandidateGenerator(forward, *args, **kwargs)
+
+    def _forward(self, source: dict[str, Any] | None, cache: Any, context: list[int], begins: int, most: int) -> Any:
+        """The draft of a request with this `source`, whose sequence begins with `context`, in `begins` tokens with its
+        padding, and has at most `most`; `cache` is what the target has come with."""
+        return DraftForward(self.draft, source)
+
+    @torch.inference_mode()
+    def _encode(self, source_ids: Any, mask: torch.Tensor | None) -> dict[str, Any]:
+        device = self.draft.device
+        mask = None if mask is None else mask.to(device)
+        outputs = self.draft.get_encoder()(input_ids=source_ids.to(device), attention_mask=mask, return_dict=True)
+        return {"encoder_outputs": outputs, "attention_mask": mask}
 
 
 class _Read(NamedTuple):
@@ -301,9 +391,9 @@ class _Read(NamedTuple):
     lies: tuple[Any, Any]  # dtype and device of the draft then
 
 
-class LeanDrafting:
+class LeanDrafting(Drafting):
     """
-    Makes the lean candidate generators of one draft's requests. The weights of the draft may change in place between
+    [`Drafting`] for requests that follow each other. The weights of the draft may change in place between
     requests, after which [`~LeanDrafting.forget`] is called.
 
     Where the caller keeps the target's cache for another turn of a chat, the draft's is kept beside it: it lives as
@@ -322,6 +412,8 @@ class LeanDrafting:
         translation (`Translation`, *optional*): To the tokens of the draft, where it has a tokenizer of its own.
     """
 
+    index = TextIndex
+
     def __init__(
         self,
         draft: Any,
@@ -332,10 +424,9 @@ class LeanDrafting:
         pacer: Pacer | None = None,
         translation: Translation | None = None,
     ) -> None:
-        self.draft, self.num_assistant_tokens, self.sources = draft, num_assistant_tokens, sources
+        super().__init__(draft, time.perf_counter)
+        self.num_assistant_tokens, self.sources, self.pacer = num_assistant_tokens, sources, pacer or Pacer()
         self.translation = translation
-        self.pacer = pacer or Pacer()
-        self.clock: Clock = time.perf_counter  # one that waits for an accelerator makes costs exact, requests slower
         self.token_ids: NDArray[np.int64] | None = None  # among which it drafts; `None`: all
         self._restricted: dict[int, RestrictedDraft] = {}  # by their number
         self._chats: WeakKeyDictionary[Any, _Read] = WeakKeyDictionary()  # by the target's cache, oldest first
@@ -364,7 +455,20 @@ class LeanDrafting:
         """The draft has other weights: what it has read in chats is read again."""
         self._chats.clear()
 
-    def _forward(self, model: Any, target_cache: Any, ids: list[int]) -> DraftForward:
+    def _forward(self, source: dict[str, Any] | None, cache: Any, context: list[int], begins: int, most: int) -> Any:
+        model, _ = self.chosen()
+        if self.translation is not None:
+            reading = self.translation.read(context)
+            read = [] if reading is None else reading.ids
+            inner = self._going_on(model, cache, read) if read else DraftForward(model)
+            return TranslatedDraft(self.translation, inner, reading, self._limit)
+        if source is not None:
+            return DraftForward(model, source)
+        if self._compiled is not None:
+            return self._compiled.forward(model, begins, most)
+        return self._going_on(model, cache, context)
+
+    def _going_on(self, model: Any, target_cache: Any, ids: list[int]) -> DraftForward:
         """The draft of a request for these tokens, which has read what the turn before begins with as well."""
         read = None if target_cache is None else self._chats.pop(target_cache, None)
         if read is None or read.lies != (model.dtype, model.device):
@@ -440,60 +544,13 @@ class LeanDrafting:
         restricted = self._restricted[len(self.token_ids)]
         return restricted.model, restricted.token_ids
 
-    def generator(
-        self, pace: Pace, vocab_size: int, earlier: Sequence[TextIndex] = (), **given: Any
-    ) -> LeanCandidateGenerator | None:
-        """One request's generator, from what the loop passes to `_get_candidate_generator`, and the earlier text that
-        it may look up; `None` where the stock one is to serve."""
-        draft, generation_config, inputs_tensor = self.draft, given["generation_config"], given["inputs_tensor"]
-        if why := self.hindrance():
-            self.left(why)
-            return None
-        limit = getattr(draft.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        source = None
-        if draft.config.is_encoder_decoder:
-            if limit is not None and inputs_tensor is not None and inputs_tensor.shape[1] > limit:
-                limit = 0  # nothing is drafted for a source that the draft cannot read
-            else:
-                source = self._encode(inputs_tensor, given["model_kwargs"].get("attention_mask"))
-        max_length, kwargs = int(generation_config.max_length), given["model_kwargs"]
-        mask = kwargs.get("decoder_attention_mask" if draft.config.is_encoder_decoder else "attention_mask")
-        context = without_padding(given["input_ids"], mask).tolist()
-        model, token_ids = self.chosen()
-        translated: TranslatedDraft | None = None
-        if self.translation is not None:
-            reading = self.translation.read(context)
-            read = [] if reading is None else reading.ids
-            forward = self._forward(model, kwargs.get("past_key_values"), read) if read else DraftForward(model)
-            translated, limit = TranslatedDraft(self.translation, forward, reading, limit), None
-        elif source is None and self._compiled is not None:
-            most = max_length if limit is None else min(max_length, limit)
-            forward = self._compiled.forward(model, given["input_ids"].shape[1], most)
-        elif source is None:
-            forward = self._forward(model, kwargs.get("past_key_values"), context)
-        else:
-            forward = DraftForward(model, source)
-        eos = generation_config._eos_token_tensor
-        text = None
-        if pace.reads_text:
-            before: list[int] = []
-            if draft.config.is_encoder_decoder:
-                before = without_padding(inputs_tensor, kwargs.get("attention_mask")).tolist()
-            text = RequestText(before, context, max_length, earlier)
-        return LeanCandidateGenerator(
-            forward, pace, given["input_ids"], attention_mask=mask,
-            logits_processor=given["logits_processor"], do_sample=bool(generation_config.do_sample),
-            max_length=max_length, max_positions=limit,
-            eos_token_ids=frozenset() if eos is None else frozenset(eos.tolist()), vocab_size=vocab_size,
-            token_ids=token_ids, text=text, clock=self.clock, translated=translated,
-        )  # fmt: skip
-
-    @torch.inference_mode()
-    def _encode(self, source_ids: Any, mask: torch.Tensor | None) -> dict[str, Any]:
-        device = self.draft.device
-        mask = None if mask is None else mask.to(device)
-        outputs = self.draft.get_encoder()(input_ids=source_ids.to(device), attention_mask=mask, return_dict=True)
-        return {"encoder_outputs": outputs, "attention_mask": mask}
+    def _candidates(self, forward: Any, *args: Any, **kwargs: Any) -> LeanCandidateGenerator:
+        _, token_ids = self.chosen()
+        if isinstance(forward, TranslatedDraft):
+            return TranslatedCandidateGenerator(forward, *args, **kwargs)
+        if token_ids is None:
+            return super()._candidates(forward, *args, **kwargs)
+        return RestrictedCandidateGenerator(forward, *args, token_ids=token_ids, **kwargs)
 
     def left(self, why: str) -> None:
         """Say, once, why a request is left to the stock generator."""

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, Protocol
 
 from osd_hf.drafting.costs import MEMORY, PROMPT, Acceptance, Average, Costs, Rate, RoundTime
 from osd_hf.drafting.text import Guess
-from osd_hf.metrics import UNTIMED, expected_block_efficiency
+from osd_hf.metrics import UNTIMED
 from osd_hf.utils.disk import in_child, renewing
 
 MAX_K = 32
@@ -161,9 +161,10 @@ def _bucket(rows: int) -> int:
 def best_rate(costs: Costs, alpha: float) -> tuple[float, int]:
     """The most tokens in the time of the level that rounds bring which draft, and the number that they draft then."""
     base, per_token = costs.line()
-    found, best = 0.0, 0
+    found, best, tokens = 0.0, 0, 1.0
     for k in range(1, MAX_K + 1):
-        rate = expected_block_efficiency(min(alpha, 1.0), k) / (base + k * per_token)
+        tokens += min(alpha, 1.0) ** k  # as `expected_block_efficiency`
+        rate = tokens / (base + k * per_token)
         if rate <= found:  # it rises, and then falls
             break
         found, best = rate, k
@@ -300,7 +301,7 @@ class _Candidate:
     better: Average | None = None  # of draft and past text together, where both were asked
 
 
-class AutoPace(Pace):
+class AutoPace:
     """
     One request's [`Pace`] under a [`Pacer`], from `sources`: `"both"`, `"draft"` or `"text"`.
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from osd_hf.utils.disk import in_child, renewing
 
-__all__ = ["EarlierText", "Guess", "RequestText", "TextIndex"]
+__all__ = ["EarlierText", "Guess", "RequestText", "TextIndex", "TokenIndex"]
 
 ORDERS = (1, 2, 4, 8)  # lengths of the endings that are looked up
 LONGEST = 32  # tokens of a match; longer ones are as good
@@ -50,10 +50,10 @@ class Guess(NamedTuple):
         return self.kind, bisect_right(LENGTHS, self.length), agreement
 
 
-class TextIndex:
+class TokenIndex:
     """
     Tokens in order, each with the last place before it that follows the same 1, 2, 4 and 8 tokens: hash chains, as
-    compressors search the text behind them by. It takes `BYTES_PER_TOKEN`; beyond its capacity, the oldest tokens give
+    compressors search the text behind them by. It takes 36 bytes a token; beyond its capacity, the oldest tokens give
     way. Found places are compared token by token, so that nothing is proposed that does not stand in the text.
 
     Args:
@@ -105,11 +105,11 @@ class TextIndex:
                 self._clear(min(1 << (wanted - 1).bit_length(), self._capacity))
                 self._extend(held)
             part, tokens = tokens[: self._size], tokens[self._size :]
-            if len(part) < MANY:
-                for token in part:
-                    self._append(token)
-            else:
-                self._append_at_once(part)
+            self._append_all(part)
+
+    def _append_all(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            self._append(token)
 
     def _append(self, token: int) -> None:
         place, mask = self._count, self._size - 1
@@ -126,33 +126,6 @@ class TextIndex:
             code &= mask
             earlier[slot] = head[code]
             head[code] = place
-
-    def _append_at_once(self, tokens: Sequence[int]) -> None:
-        """The same for many tokens: a prompt may be long."""
-        known, mask = self._last[::-1], self._size - 1
-        held = np.array([*known, *tokens], dtype=np.int64)
-        index = np.arange(len(held))
-        places, is_new = self._count - len(known) + index, index >= len(known)
-        is_end = held == SEPARATOR
-        since = index - np.maximum.accumulate(np.where(is_end, index, -1)) - 1  # tokens before it in its text
-        np.frombuffer(self._tokens, np.int32)[places[is_new] & mask] = held[is_new]
-        code = np.zeros(len(held), np.int64)
-        for i in range(min(ORDERS[-1], len(held))):
-            code[i:] = (code[i:] ^ held[: len(held) - i]) * HASH & 0xFFFFFFFF
-            code[i:] ^= code[i:] >> 15
-            if i + 1 not in ORDERS:
-                continue
-            chain = ORDERS.index(i + 1)
-            heads, earlier = (np.frombuffer(a[chain], np.int32) for a in (self._heads, self._earlier))
-            at = np.flatnonzero(is_new & ~is_end & (since >= i))
-            at = at[np.argsort(code[at] & mask, kind="stable")]
-            codes, theirs = code[at] & mask, places[at]
-            is_first = np.append(True, codes[1:] != codes[:-1])[: len(codes)]
-            earlier[theirs & mask] = np.where(is_first, heads[codes], np.roll(theirs, 1))
-            is_last = np.append(is_first[1:], True)[: len(codes)]
-            heads[codes[is_last]] = theirs[is_last]
-        self._count += len(tokens)
-        self._last = held[len(held) - 1 - int(since[-1]) :][::-1][: ORDERS[-1]].tolist()
 
     def guesses(self, tail: Sequence[int]) -> Iterator[Guess]:
         """What may follow `tail`, token by token, each on condition that those before were right: the most frequent
@@ -209,27 +182,66 @@ def _codes(last: Sequence[int]) -> Iterator[int]:
             yield code
 
 
+class TextIndex(TokenIndex):
+    """The same, which indexes many tokens at once: a prompt may be long."""
+
+    def _append_all(self, tokens: Sequence[int]) -> None:
+        if len(tokens) < MANY:
+            super()._append_all(tokens)
+            return
+        known, mask = self._last[::-1], self._size - 1
+        held = np.array([*known, *tokens], dtype=np.int64)
+        index = np.arange(len(held))
+        places, is_new = self._count - len(known) + index, index >= len(known)
+        is_end = held == SEPARATOR
+        since = index - np.maximum.accumulate(np.where(is_end, index, -1)) - 1  # tokens before it in its text
+        np.frombuffer(self._tokens, np.int32)[places[is_new] & mask] = held[is_new]
+        code = np.zeros(len(held), np.int64)
+        for i in range(min(ORDERS[-1], len(held))):
+            code[i:] = (code[i:] ^ held[: len(held) - i]) * HASH & 0xFFFFFFFF
+            code[i:] ^= code[i:] >> 15
+            if i + 1 not in ORDERS:
+                continue
+            chain = ORDERS.index(i + 1)
+            heads, earlier = (np.frombuffer(a[chain], np.int32) for a in (self._heads, self._earlier))
+            at = np.flatnonzero(is_new & ~is_end & (since >= i))
+            at = at[np.argsort(code[at] & mask, kind="stable")]
+            codes, theirs = code[at] & mask, places[at]
+            is_first = np.append(True, codes[1:] != codes[:-1])[: len(codes)]
+            earlier[theirs & mask] = np.where(is_first, heads[codes], np.roll(theirs, 1))
+            is_last = np.append(is_first[1:], True)[: len(codes)]
+            heads[codes[is_last]] = theirs[is_last]
+        self._count += len(tokens)
+        self._last = held[len(held) - 1 - int(since[-1]) :][::-1][: ORDERS[-1]].tolist()
+
+
 class RequestText:
     """
     What one request can be continued by: its own text as it comes, and that of earlier requests.
 
     Args:
+        own (`type[TokenIndex]`): What its own text is kept in.
         before (`Sequence[int]`): Text of the request that its answer does not follow: the source of a translation.
         context (`Sequence[int]`): The tokens that the answer follows.
         most (`int`): Tokens that the request may come to, `before` included.
-        earlier (`Sequence[TextIndex]`): Of earlier requests.
+        earlier (`Sequence[TokenIndex]`): Of earlier requests.
     """
 
     def __init__(
-        self, before: Sequence[int], context: Sequence[int], most: int, earlier: Sequence[TextIndex] = ()
+        self,
+        own: type[TokenIndex],
+        before: Sequence[int],
+        context: Sequence[int],
+        most: int,
+        earlier: Sequence[TokenIndex] = (),
     ) -> None:
         known = len(before) + len(context)
-        own = TextIndex(2 * (len(before) + most) + 2, expected=known + min(most, AHEAD) + 2)
+        self._own = own(2 * (len(before) + most) + 2, expected=known + min(most, AHEAD) + 2)
         if before:
-            own.extend(before)
-            own.separate()
-        own.extend(context)
-        self._own, self._indexes = own, (own, *earlier)
+            self._own.extend(before)
+            self._own.separate()
+        self._own.extend(context)
+        self._indexes = (self._own, *earlier)
         self._tokens, self._settled = list(context), len(context)
         # By index: what it says of the next tokens, and the first of that; `None` where it has to be asked.
         self._runs: list[Iterator[Guess] | None] = [None] * len(self._indexes)
