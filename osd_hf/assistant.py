@@ -544,17 +544,16 @@ class OnlineAssistant:
         if self.assistant_tokenizer is not None:
             self.assistant_tokenizer.save_pretrained(save_directory)
 
-    def push_to_hub(self, repo_id: str, *, domain: str | None = None, custom_generate: bool = False, **how: Any) -> str:
-        """Push a draft, adapters merged, with the tokenizer and a model card without figures. Takes `custom_generate` of
-        `osd_hf.hub.push.save_draft`, and the arguments of `push_folder` there; a new repo is private unless
-        `private=False`. `osd-hf push` measures a draft for its card."""
+    def push_to_hub(self, repo_id: str, *, domain: str | None = None, custom_generate: bool = False, **kw: Any) -> str:
+        """Push a draft, adapters merged, with the tokenizer and a card without figures, which `osd-hf push` measures.
+        Takes arguments of `push_folder` and `save_draft` in `osd_hf.hub.push`: private unless `private=False`."""
         training = {"requests served": self.stats.num_requests, "version": self._drafts.serving_version(domain)}
         facts = facts_of(self.target, self._drafts.base, () if domain is None else (domain,), training)
         facts = replace(facts, target_version=self._drafts.taught_for(domain))
         with tempfile.TemporaryDirectory() as folder, self._drafts.lease(domain) as draft:
             save_draft(folder, draft.model, self.assistant_tokenizer, repo_id=repo_id, facts=facts,
                        custom_generate=custom_generate)  # fmt: skip
-            return push_folder(folder, repo_id, kept="The assistant has it still.", **how)
+            return push_folder(folder, repo_id, kept="The assistant has it still.", **kw)
 
     def save_state(self, directory: str | os.PathLike[str]) -> None:
         """

@@ -45,7 +45,7 @@ COMPARED = {
 
 
 def without_kernels(assistant: OnlineAssistant, *args: Any, **kwargs: Any) -> Any:
-    with mock.patch("osd_hf.capture.request.fast_kernels", lambda *_: contextlib.nullcontext()):
+    with mock.patch("osd_hf.capture.request.fast_kernels", lambda *_, **__: contextlib.nullcontext()):
         return assistant.generate(*args, **kwargs)
 
 

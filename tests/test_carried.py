@@ -235,6 +235,7 @@ def test_a_saved_draft_brings_itself(carried: Carried, tmp_path: Path) -> None:
     # Loaded with its code, the draft has this as its own `generate`, also when another one's loop calls it.
     itself = AutoModelForCausalLM.from_pretrained(tmp_path / "draft", trust_remote_code=True)
     assert torch.equal(itself.generate(inputs=ids, **settings), draft.generate(ids, **settings))
+    assert itself not in module._drafts
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")

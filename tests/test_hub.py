@@ -293,8 +293,8 @@ def test_a_pushed_draft_is_read_back_by_transformers_alone(
     repo = here.repos["model", "me/draft"]
     assert set(repo) >= {
         "model.safetensors", "config.json", "generation_config.json", "README.md", "tokenizer.json",
-        "evaluation/prompts.jsonl", "evaluation/results.json", ".eval_results/osd_hf.yaml", "custom_generate/generate.py",
-        "custom_generate/requirements.txt",
+        "evaluation/prompts.jsonl", "evaluation/results.json", ".eval_results/osd_hf.yaml",
+        "custom_generate/generate.py", "custom_generate/requirements.txt",
     }  # fmt: skip
     assert set(here.cards) == {repo["README.md"].decode()}  # as the Hub validates it
     # The card's own snippets, in an interpreter that has never heard of osd_hf.

@@ -305,8 +305,8 @@ class Request(Decoding):
                 # Nor does a draft with a tokenizer of its own read what is not text.
                 may_repeat = self.prompts is not None and all(map(bears_any_token, self.kwargs["logits_processor"]))
                 do_sample = bool(self.config.do_sample)
-                criteria, known = self.kwargs["stopping_criteria"], (MaxLengthCriteria, EosTokenCriteria)
-                is_ours = any(b.exact_stops for b in self.bindings) or all(isinstance(c, known) for c in criteria)
+                criteria = self.kwargs["stopping_criteria"]
+                is_ours = any(b.exact_stops for b in self.bindings) or not looked_at_by_token(criteria)
                 if not (is_ours or self._shows_more_than_tokens()):
                     self.kwargs["stopping_criteria"] = _InTurn(criteria, self.input_ids.shape[1])
                 self.pace = self.drafting.pace(self.domain, do_sample=do_sample, may_repeat=may_repeat)

@@ -12,9 +12,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from osd_hf import __version__
 from osd_hf.utils.disk import write_whole
-from osd_hf.utils.report import make_folder
+from osd_hf.utils.report import installed, make_folder
 
 __all__ = ["FOLDER", "standalone", "write_custom_generate"]
 
@@ -72,7 +71,7 @@ def standalone(repo_id: str | None = None) -> str:
     for old, new in INSTEAD.items():
         text = re.sub(rf"\b{old}\b", new, text)
     text = text.replace("REPO: str | None = None", f"REPO: str | None = {json.dumps(repo_id) if repo_id else None}")
-    header = HEADER.format(repo=json.dumps(repo_id or "FOLDER"), version=__version__)
+    header = HEADER.format(repo=json.dumps(repo_id or "FOLDER"), version=installed("osd-hf"))
     return f"{header}\n{text}\n"
 
 
