@@ -8,6 +8,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import held
@@ -366,10 +367,11 @@ class EachHasSaid(StoppingCriteria):  # type: ignore[misc]
         return bool(self.done.all())
 
 
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(("rows", "drafting"), [(1, "lean"), (1, "stock"), (4, "lean")])
 @pytest.mark.parametrize("noise", [0.0, 0.08])
-def test_criteria_that_remember_are_asked_as_without_a_draft(rows: int, noise: float) -> None:
-    assistant, batch, traces = assistant_of("qwen3", noise=noise), padded(LENGTHS[:rows]), list[Trace]()
+def test_criteria_that_remember_are_asked_as_without_a_draft(rows: int, drafting: Any, noise: float) -> None:
+    config, batch, traces = replace(FIXED, drafting=drafting), padded(LENGTHS[:rows]), list[Trace]()
+    assistant = assistant_of("qwen3", config, noise)
     target, begins = assistant.target, batch["input_ids"].shape[1]
     settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW}
     tokens = target.generate(**batch, **settings)[:, begins + 6].tolist()
@@ -382,7 +384,9 @@ def test_criteria_that_remember_are_asked_as_without_a_draft(rows: int, noise: f
     assert torch.equal(ours, theirs)
     assert assistant.stats.drafted > 0
     assert [trace.completion_ids.tolist() for trace in traces] == theirs[:, begins:].tolist()
-    assert replay(assistant.draft, traces, 4).emitted == assistant.stats.emitted == rows * (len(theirs[0]) - begins)
+    assert assistant.stats.emitted == rows * (len(theirs[0]) - begins)
+    if noise == 0.0:  # what was drafted behind the end is not counted
+        assert replay(assistant.draft, traces, 4) == assistant.stats
 
 
 @pytest.mark.parametrize(

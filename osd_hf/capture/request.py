@@ -300,15 +300,16 @@ class Request(Decoding):
         """Entered around the request: every listener's draft is leased inside."""
         with contextlib.ExitStack() as stack:
             self.lease(stack)
+            criteria = self.kwargs["stopping_criteria"]
+            is_ours = any(b.exact_stops for b in self.bindings) or not looked_at_by_token(criteria)
+            is_served = any(lease.model is not None for lease in self.leases)  # not only captured
+            if is_served and not (is_ours or self._shows_more_than_tokens()):
+                self.kwargs["stopping_criteria"] = _InTurn(criteria, self.input_ids.shape[1])
             if self.drafting is not None:
                 # A draft's token is one that the processors allow, and they may not bear another one.
                 # Nor does a draft with a tokenizer of its own read what is not text.
                 may_repeat = self.prompts is not None and all(map(bears_any_token, self.kwargs["logits_processor"]))
                 do_sample = bool(self.config.do_sample)
-                criteria = self.kwargs["stopping_criteria"]
-                is_ours = any(b.exact_stops for b in self.bindings) or not looked_at_by_token(criteria)
-                if not (is_ours or self._shows_more_than_tokens()):
-                    self.kwargs["stopping_criteria"] = _InTurn(criteria, self.input_ids.shape[1])
                 self.pace = self.drafting.pace(self.domain, do_sample=do_sample, may_repeat=may_repeat)
                 stack.enter_context(fast_kernels(self.model, self.drafting.draft, is_request=True))
             compiled = next((b.compiled for b in reversed(self.bindings) if b.compiled is not None), None)
@@ -432,6 +433,7 @@ class Request(Decoding):
         criteria = self.kwargs["stopping_criteria"]
         if isinstance(criteria, _InTurn) and (excess := self.sequence.shape[1] - criteria.asked):
             output = self.sequence = self.sequence[:, :-excess]
+            self.trim(output.shape[1] - self.input_ids.shape[1])
         if self.drafting is not None and isinstance(self.generator, LeanCandidateGenerator):
             self.drafting.keep(self.generator, self.kwargs.get("past_key_values"))
         if self.verification is not None and getattr(output, "past_key_values", None) is self.verification.cache:
