@@ -589,7 +589,8 @@ class OnlineAssistant:
         try:
             self._upkeep.close(self.store)
         finally:
-            unpack(unwrap(self.target))
+            for model in (unwrap(self.target), *self._drafts.models):
+                unpack(model)
 
     def __enter__(self) -> OnlineAssistant:
         return self

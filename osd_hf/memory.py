@@ -162,10 +162,11 @@ def memory_plan(
     static = (
         sum(static_sizes(prompt_tokens, prompt_tokens + new_tokens)) - prompt_tokens if is_compiled else new_tokens
     )
-    packed = packed_bytes(large) + packed_bytes(small) if device_type == "cpu" else 0
+    # The draft as it was serves beside those that have learned.
+    packed = packed_bytes(large) + (drafts + 1) * packed_bytes(small) if device_type == "cpu" else 0
     parts = [
         Part("target: weights", target_bytes),
-        Part("target and draft: packed weights", packed),
+        Part("target and drafts: packed weights", packed),
         Part("target: cache", cache_bytes(target, prompt_tokens, new_tokens, sizes[0], rows)),
         Part("draft: cache", cache_bytes(draft, prompt_tokens, static if rows == 1 else new_tokens, sizes[1], rows)),
         *_of_weights(small, learner, config, is_whole=peft_config is None, is_compiled=is_compiled, drafts=drafts),

@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from osd_hf import OnlineAssistant, OnlineConfig
 from osd_hf.drafting import vocabulary
+from osd_hf.memory import memory_plan
 from osd_hf.utils import kernels
 from osd_hf.utils.kernels import fast_kernels, is_linear, with_fast_products
 
@@ -328,6 +329,30 @@ def test_what_was_packed_is_never_older_than_the_weights(change, used):
     assert used == [False, True, False, True, True]
 
 
+@pytest.mark.parametrize("state", ["transposed", "inference"])
+def test_a_weight_that_is_packed_no_more_is_taken_as_it_is(state, used):
+    layer, states = torch.nn.Linear(24, 24), torch.randn(2, 24)
+    for _ in range(2):
+        asked(layer, states)
+    with torch.inference_mode():
+        # At the same address, with the same count of changes; and without any count.
+        layer.weight.data = layer.weight.data.t() if state == "transposed" else layer.weight.data + 1.0
+    with torch.inference_mode():
+        alone = linear(states, layer.weight, layer.bias)
+    torch.testing.assert_close(asked(layer, states), alone)
+    assert used == [False, True, False]
+    assert id(layer.weight) not in kernels._packs
+
+
+def test_a_weight_exchanged_in_a_request_for_one_without_a_count(used):
+    layer, states = torch.nn.Linear(24, 16), torch.randn(2, 24)
+    asked(layer, states)
+    with torch.inference_mode(), fast_kernels(layer, is_request=True):
+        layer.weight.data = layer.weight.data + 1.0
+        torch.testing.assert_close(layer(states), linear(states, layer.weight, layer.bias))
+    assert not any(used)
+
+
 def test_nor_is_it_where_nothing_is_requested(used):
     layer, states = torch.nn.Linear(24, 16), torch.randn(2, 24)
     for _ in range(2):
@@ -370,6 +395,50 @@ def test_weights_are_packed_where_there_is_memory(used, monkeypatch):
     assert kernels.packed_bytes(torch.nn.Sequential(layer.to("meta"))) == size
 
 
+def test_a_container_may_have_less_memory_than_its_machine(monkeypatch, tmp_path):
+    monkeypatch.setattr(kernels, "CGROUP", tmp_path)
+    monkeypatch.setattr(kernels.psutil, "virtual_memory", lambda: SimpleNamespace(available=5000))
+    assert kernels._available() == 5000
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("900\n")
+    (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 300\nslab 7\n")
+    assert kernels._available() == 5000
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert kernels._available() == 400
+    assert kernels.packed_bytes(torch.nn.Linear(24, 16, device="meta")) == 0
+
+
+def test_no_answer_is_lost_where_memory_does_not_suffice_in_the_end(used, monkeypatch):
+    model, states = torch.nn.Sequential(torch.nn.Linear(24, 16), torch.nn.Linear(16, 8)), torch.randn(2, 24)
+    own, packed = kernels._Pack, []
+
+    def pack(weight):
+        packed.append(weight.shape)
+        if len(packed) % 2 == 0:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return own(weight)
+
+    monkeypatch.setattr(kernels, "_Pack", pack)
+    for _ in range(4):
+        torch.testing.assert_close(asked(model, states), model(states).detach())
+    assert len(packed) == 2
+    assert not any(used)
+    assert not any(id(p) in kernels._packs for p in model.parameters())
+    kernels.unpack(model)
+    asked(model, states)
+    asked(model, states)
+    assert len(packed) == 4
+
+
+def test_packed_weights_go_where_the_model_is_cast():
+    layer = torch.nn.Linear(24, 16)
+    for _ in range(2):
+        asked(layer, torch.randn(2, 24))
+    assert id(layer.bfloat16().weight) in kernels._packs
+    kernels.unpack(layer)
+    assert id(layer.weight) not in kernels._packs
+
+
 def test_packed_weights_go_with_the_model_and_when_told():
     gc.collect()
     before = len(kernels._packs)
@@ -383,6 +452,13 @@ def test_packed_weights_go_with_the_model_and_when_told():
     del layer
     gc.collect()
     assert len(kernels._packs) == before
+
+
+def test_a_plan_counts_the_packed_weights_of_all_that_serves():
+    target, draft = models.pair()
+    plan = memory_plan(target.config, draft.config, drafts=2, device_type="cpu")
+    (packed,) = (part.bytes for part in plan.parts if "packed" in part.name)
+    assert packed == kernels.packed_bytes(target) + 3 * kernels.packed_bytes(draft) > 0
 
 
 def test_a_compiled_forward_computes_with_packed_weights(used):
@@ -404,4 +480,6 @@ def test_an_assistant_serves_with_packed_weights_until_it_is_closed(used):
             assert torch.equal(assistant.generate(ids, max_new_tokens=12, do_sample=False), alone)
         assert any(used)
         assert len(kernels._packs) > before
-    assert not any(kernels._packs.get(id(p)) for p in target.parameters())
+        drafted = [*assistant.draft.parameters()]
+        assert any(id(p) in kernels._packs for p in drafted)
+    assert not any(id(p) in kernels._packs for p in (*target.parameters(), *drafted))

@@ -222,6 +222,12 @@ class DomainDrafts:
         self._release(serving)
         return serving.model
 
+    @property
+    def models(self) -> list[Any]:
+        """All models that serve, or did and are there still."""
+        with self._lock:
+            return list(self._copies.made)
+
     def owns(self, model: Any) -> bool:
         """Whether a model is one of those that serve."""
         return model in self._copies.made

@@ -9,8 +9,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import psutil
 import torch
@@ -26,6 +27,7 @@ FASTER = 1.2  # that oneDNN has to be
 WIDTH, TOKENS, LAYERS, REPEATS = 1024, 4, 8, 2  # of the products that are timed, 32 MiB: weights are never in a cache
 PACKED_FOR = 4  # tokens; the order of a packed weight suits others as well
 MOST_PACKED = 0.25  # of the memory that is available
+CGROUP = Path("/sys/fs/cgroup")  # where Linux says what a container may take
 MOST_FOLDED = 64  # tokens whose attention reads keys and values where they are, once for all heads that share them
 
 _SDPA = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -207,9 +209,8 @@ class _Pack:
 
     def is_of(self, weight: torch.Tensor) -> bool:
         """Whether it is the weight's, and nobody has written to that by torch's own count."""
-        return (
-            self._weight() is weight and self._version == weight._version and self._address == weight.data_ptr()
-        )  # fmt: skip
+        is_where_it_was = self._weight() is weight and self._address == weight.data_ptr()
+        return is_where_it_was and not weight.is_inference() and self._version == weight._version  # none counts there
 
     def is_same(self, weight: torch.Tensor) -> bool:
         """Whether the weight has still its values, as far as a look at each row tells."""
@@ -226,28 +227,43 @@ def _forget(key: int, _: object = None) -> None:
     _packs.pop(key, None)
 
 
-def _packable(layers: list[torch.nn.Linear]) -> list[torch.Tensor]:
-    weights = {id(layer.weight): layer.weight for layer in layers}
-    return [weight for weight in weights.values() if weight.is_contiguous() and not weight.is_inference()]
+_refused: WeakSet[Any] = WeakSet()  # models that there was no memory for in the end
+
+
+def _available() -> int:
+    """Bytes of memory that are left to this machine, and to the container that this runs in."""
+    left = int(psutil.virtual_memory().available)
+    with contextlib.suppress(OSError, ValueError, KeyError):  # where there is no limit, or none to be read
+        most, taken = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        parts = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        left = min(left, most - taken + int(parts["inactive_file"]))  # files that were read, which make room
+    return left
 
 
 @torch.no_grad()
 def _look_at(model: Any, layers: list[torch.nn.Linear], *, is_request: bool) -> None:
     """Let go of the packed weights of a model that are no longer the same. For a request, pack what is the same as at
     the model's last one, as far as there is memory: what is trained between requests never is."""
-    weights = _packable(layers)
-    stale = [weight for weight in weights if id(weight) in _packs and not _packs[id(weight)].is_same(weight)]
-    for weight in stale:
-        _forget(id(weight))
-    if not is_request:
+    found = {id(layer.weight): layer.weight for layer in layers}
+    weights = [weight for weight in found.values() if weight.is_contiguous() and not weight.is_inference()]
+    same = {id(weight) for weight in weights if id(weight) in _packs and _packs[id(weight)].is_same(weight)}
+    stale = [key for key in found if key in _packs and key not in same]
+    for key in stale:
+        _forget(key)
+    if not is_request or model in _refused:
         return
     now = [(id(weight), weight._version, weight.data_ptr()) for weight in weights]
     before, _stood[model] = _stood.get(model), now
     missing = [weight for weight in weights if id(weight) not in _packs]
-    if stale or before != now or sum(w.nbytes for w in missing) > MOST_PACKED * psutil.virtual_memory().available:
+    if not missing or stale or before != now or sum(w.nbytes for w in missing) > MOST_PACKED * _available():
         return
-    for weight in missing:
-        _packs[id(weight)] = _Pack(weight)
+    try:
+        for weight in missing:
+            _packs[id(weight)] = _Pack(weight)
+    except (RuntimeError, MemoryError):  # no answer is lost by it
+        _refused.add(model)
+        for weight in missing:
+            _forget(id(weight))
 
 
 def packed_bytes(model: Any) -> int:
@@ -261,15 +277,16 @@ def packed_bytes(model: Any) -> int:
         if is_linear(m) and m.weight.dtype == torch.float32 and m.weight.numel() >= LEAST_WEIGHTS
     }
     size = sum(weights.values())
-    return size if size <= MOST_PACKED * psutil.virtual_memory().available else 0
+    return size if size <= MOST_PACKED * _available() else 0
 
 
 def unpack(model: Any) -> None:
     """Let go of the packed weights of a model; they are packed again where it serves requests."""
     with _lock:
         _stood.pop(model, None)
-        for layer in _layers(model):
-            _forget(id(layer.weight))
+        _refused.discard(model)
+        for weight in model.parameters():  # of layers that are not exchanged any more, too
+            _forget(id(weight))
 
 
 # --- attention ------------------------------------------------------------------------------------------------------
