@@ -589,8 +589,7 @@ class OnlineAssistant:
         try:
             self._upkeep.close(self.store)
         finally:
-            for model in (unwrap(self.target), *self._drafts.models):
-                unpack(model)
+            unpack(unwrap(self.target), *self._drafts.models)
 
     def __enter__(self) -> OnlineAssistant:
         return self

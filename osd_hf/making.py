@@ -32,7 +32,7 @@ from osd_hf.pair import check_pair, device_clock, prompt_room, set_fixed_k, unwr
 from osd_hf.prompts import encode_turn
 from osd_hf.replay import replay_each
 from osd_hf.trace import Trace, bare_trace
-from osd_hf.utils.kernels import fast_kernels
+from osd_hf.utils.kernels import fast_kernels, unpack
 
 __all__ = [
     "Costs", "Course", "MadeDraft", "MakingConfig", "Piece", "make_draft", "measured_costs", "outer_layers", "split",
@@ -63,17 +63,18 @@ def measured_costs(
     has a head of some thousand tokens, as it has where it serves traffic."""
     models = [unwrap(target), *map(_restricted, drafts)]
     prompt = torch.as_tensor(np.asarray(prompt_ids, np.int64))[None].to(models[0].device)
-    ends = [_Forward(model, prompt, clock) for model in models]
+    with fast_kernels(*models, is_request=True):  # the second time weights are packed, as they are where they serve
+        ends = [_Forward(model, prompt, clock) for model in models]
     turns, started = 0, clock()
-    with fast_kernels(*models):
+    with fast_kernels(*models, is_request=True):
         while turns < LEAST_TURNS or (turns < MOST_TURNS and clock() - started < TIMED_SECONDS):
             for end in ends:
                 end.feed(1)
             ends[0].feed(1 + K)
             turns += 1
-    one, several = (ends[0].least[n] for n in (1, 1 + K))
-    more = max(several - one, 0.0) / K
-    return [Costs(one, more, end.least[1], ends[0].least[0], end.least[0]) for end in ends[1:]]
+    unpack(*models)
+    read, one, several = (ends[0].least[n] for n in (0, 1, 1 + K))
+    return [Costs(one, max(several - one, 0.0) / K, end.least[1], read, end.least[0]) for end in ends[1:]]
 
 
 def _restricted(draft: Any) -> Any:

@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from osd_hf import OnlineAssistant, OnlineConfig
 from osd_hf.drafting import vocabulary
+from osd_hf.making import measured_costs
 from osd_hf.memory import memory_plan
 from osd_hf.utils import kernels
 from osd_hf.utils.kernels import fast_kernels, is_linear, with_fast_products
@@ -459,6 +460,13 @@ def test_a_plan_counts_the_packed_weights_of_all_that_serves():
     plan = memory_plan(target.config, draft.config, drafts=2, device_type="cpu")
     (packed,) = (part.bytes for part in plan.parts if "packed" in part.name)
     assert packed == kernels.packed_bytes(target) + 3 * kernels.packed_bytes(draft) > 0
+
+
+def test_costs_are_those_of_packed_weights_which_are_let_go_of(used):
+    (target, draft), before = models.pair(), len(kernels._packs)
+    measured_costs(target, [draft], [3, 4, 5], itertools.count().__next__)
+    assert used[-1]
+    assert len(kernels._packs) == before
 
 
 def test_a_compiled_forward_computes_with_packed_weights(used):

@@ -280,13 +280,14 @@ def packed_bytes(model: Any) -> int:
     return size if size <= MOST_PACKED * _available() else 0
 
 
-def unpack(model: Any) -> None:
-    """Let go of the packed weights of a model; they are packed again where it serves requests."""
+def unpack(*models: Any) -> None:
+    """Let go of the packed weights of models; they are packed again where these serve requests."""
     with _lock:
-        _stood.pop(model, None)
-        _refused.discard(model)
-        for weight in model.parameters():  # of layers that are not exchanged any more, too
-            _forget(id(weight))
+        for model in models:
+            _stood.pop(model, None)
+            _refused.discard(model)
+            for weight in model.parameters():  # of layers that are not exchanged any more, too
+                _forget(id(weight))
 
 
 # --- attention ------------------------------------------------------------------------------------------------------
