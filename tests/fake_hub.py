@@ -111,6 +111,8 @@ def handler_of(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
                         repo[value["path"]] = base64.b64decode(value["content"])
                     elif operation["key"] == "lfsFile":
                         repo[value["path"]] = hub.blobs[value["oid"]]
+                    elif operation["key"] == "deletedFile":
+                        del repo[value["path"]]
                 self.json({"success": True, "commitUrl": f"{hub.address}/{match[2]}/commit/{COMMIT}",
                            "commitOid": COMMIT, "hookOutput": ""})  # fmt: skip
             elif path == "/api/collections":

@@ -259,7 +259,8 @@ def card_data(folder: str) -> dict[str, str]:
 def eval_results(repo_id: str, evaluation: Evaluation) -> list[EvalResultEntry]:
     """The figures as a repo's `.eval_results/*.yaml` holds them, which the Hub shows on the pages of the model and of
     the data set; none where the prompts are of no data set of the Hub. Each is a task of its own, so that none is
-    taken for a score of the data set's own tasks."""
+    taken for a score of the data set's own tasks. Speed-ups, which are of one machine and of fewer prompts, are not
+    among them."""
     dataset, stats, source = evaluation.dataset, evaluation.stats("after"), hub_id(repo_id)
     if dataset.dataset_id is None:
         return []
@@ -276,7 +277,7 @@ def eval_results(repo_id: str, evaluation: Evaluation) -> list[EvalResultEntry]:
             dataset.dataset_id, measure.kind, round(measure.value, 4), notes=f"{_with_interval(measure)}; {setting}",
             **more,
         )
-        for measure in evaluation.measures()
+        for measure in evaluation.measures() if not measure.kind.startswith("speedup")
     ]  # fmt: skip
 
 

@@ -31,7 +31,7 @@ __all__ = [
     "refuse_public", "save_draft", "telling",
 ]  # fmt: skip
 
-EVAL_RESULTS = ".eval_results"  # folder of a repo that the Hub reads
+EVAL_RESULTS, FIGURES = ".eval_results", "osd_hf.yaml"  # folder of a repo that the Hub reads, and our file in it
 TOLERANCE, HALF_TOLERANCE = 1e-4, 5e-2  # of log-probs; half precisions round in other places
 
 
@@ -107,7 +107,7 @@ def save_draft(
         if entries := eval_results(repo_id or "", evaluation):
             (folder / EVAL_RESULTS).mkdir(exist_ok=True)
             text = yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False, allow_unicode=True)
-            (folder / EVAL_RESULTS / "osd_hf.yaml").write_text(text, encoding="utf-8")
+            (folder / EVAL_RESULTS / FIGURES).write_text(text, encoding="utf-8")
     if custom_generate:
         write_custom_generate(folder, repo_id)
     card = draft_card(repo_id or str(directory), facts, evaluation, custom_generate=custom_generate)
@@ -214,7 +214,11 @@ def push_folder(
         url = api.create_repo(repo_id, private=private is not False, repo_type=repo_type, exist_ok=exist_ok)
         if private is not False:  # which the Hub does not look at where there is one already
             refuse_public(api, repo_id, repo_type=repo_type)
-        api.upload_folder(repo_id=repo_id, folder_path=str(folder), repo_type=repo_type, commit_message=commit_message)
+        api.upload_folder(
+            repo_id=repo_id, folder_path=str(folder), repo_type=repo_type, commit_message=commit_message,
+            # Figures of what was there before, which the Hub would show as those of what is there now.
+            delete_patterns=f"{EVAL_RESULTS}/{FIGURES}" if repo_type == "model" else None,
+        )  # fmt: skip
     return str(url)
 
 
