@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from osd_hf.config import OnlineConfig
+from osd_hf.drafting.forward import compiles_draft
 from osd_hf.errors import ConfigError, UnsupportedModelError, VocabularyMismatchError
 from osd_hf.evaluate import answered
 from osd_hf.fingerprint import target_version
@@ -54,7 +56,9 @@ class DraftComparison:
         target (`Mapping[str, Any]`), models (`Mapping[str, Mapping[str, Any]]`):
             Of the target, and of each draft by its name: `name`, and `revision` on the Hub and `version`, the
             fingerprint of the weights, or `None`.
-        facts (`dict[str, Any]`): Command, versions, machine, device and dtype.
+        facts (`dict[str, Any]`):
+            Command, versions, machine, device and dtype; `compiles_drafts`, whether drafts are compiled there by
+            default, so that `costs`, which are of eager forwards, are more than they will take.
     """
 
     dataset: EvaluationSet
@@ -85,6 +89,8 @@ class DraftComparison:
         (low, high), k = worth.interval, worth.num_assistant_tokens
         begun = {"yes": f"Yes, {name} is", "no": f"No, {name} is not", "not sure": f"Not sure of {name}"}[worth.answer]
         more = "; more prompts would tell" if worth.answer == "not sure" else ""
+        if worth.answer != "yes" and self.facts.get("compiles_drafts"):
+            more += "; compiled, as it drafts on this device by default, it takes less time: osd-hf bench tells"
         alphas = " to ".join(f"{alpha:.0%}" for alpha in stats.alpha_interval)
         return (
             f"Worth it? {begun}: expected {worth.speedup:.2f} [{low:.2f}, {high:.2f}] times as fast as "
@@ -201,6 +207,7 @@ def compare(
         origin | {
             "device": torch.cuda.get_device_name(device) if is_cuda else origin["processor"],
             "dtype": str(unwrap(target).dtype).removeprefix("torch."), "threads": torch.get_num_threads(),
+            "compiles_drafts": compiles_draft(OnlineConfig(), device.type),
         },
     )  # fmt: skip
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from osd_hf import AcceptanceStats, ConfigError, VocabularyMismatchError, compare, record_traces, replay
 from osd_hf.cli.main import main
 from osd_hf.compare import DraftComparison
+from osd_hf.errors import HubError
 from osd_hf.hub.cards import EvaluationSet
 from osd_hf.hub.finding import ROW
 from osd_hf.metrics import Comparison, Costs, alpha_gain_interval
@@ -120,6 +121,9 @@ def test_two_lines_say_whether_the_best_draft_is_worth_it_and_why() -> None:
     low, high = unsure.worth["bad"].interval
     assert low < 1 < high
     assert unsure.summary().startswith("Worth it? Not sure of bad: ") and "more prompts would tell" in unsure.summary()
+    refused_there = compared({"bad": dear}, bad=bad)
+    refused_there.facts["compiles_drafts"] = True
+    assert "compiled, as it drafts on this device by default, it takes less time" in refused_there.summary()
     nothing = [AcceptanceStats.from_counts(drafted=0, examined=0, accepted=0, emitted=1, target_forwards=1)] * 2
     assert compared({"none": cheap}, none=nothing).worth["none"].answer == "not sure"
 
@@ -166,6 +170,14 @@ def test_the_command_compares_folders_and_adapters(
     ((rows, place),) = pushed
     assert (len(rows), place) == (3, "me/board")
     assert all(math.isfinite(row["expected_speedup"]) for row in rows)
+
+    def refuse(*args: Any, **how: Any) -> str:
+        raise HubError("The Hub refused it.")
+
+    monkeypatch.setattr("osd_hf.cli.compare.push_rows", refuse)
+    more = ["--leaderboard", "me/board", "--json", str(tmp_path / "kept.json")]
+    assert main(["compare", str(pair / "target"), drafts[0], *given, *more]) == 1
+    assert set(json.loads((tmp_path / "kept.json").read_text())["drafts"]) == {"draft"}
 
 
 @pytest.mark.parametrize(
