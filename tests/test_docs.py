@@ -227,6 +227,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 # --- figures are of this code ---------------------------------------------------------------------------------------
 
 
+AS_BEFORE = {"target_lag": 0}  # what settings that came later do as ever: reports of before hold nothing of them
+
+
 def settings_of(report: Any) -> dict[str, Any] | None:
     """The defaults that a report holds, or the configuration that it was measured with."""
     if isinstance(report, dict):
@@ -250,6 +253,7 @@ def mark(names: list[str], folder: Path = RESULTS) -> str:
         if settings is None:
             silent.append(name)
         else:
+            settings = AS_BEFORE | settings
             changed |= {key: None for key in now if key != "seed" and settings.get(key, "none") != now[key]}
     text = f"Measured at commit {', '.join(f'`{commit}`' for commit in commits)}"
     if changed:
