@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from accelerate.utils import parse_flag_from_env
 from transformers import TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_callback import CallbackHandler
@@ -166,7 +167,10 @@ class RolloutAssistant(TrainerCallback):
 
 def _hindrance(args: Any, model: Any) -> str | None:
     """Why nothing can be drafted in a training; `None` where it can."""
-    if is_deepspeed_zero3_enabled() or getattr(args, "fsdp", None):
+    is_spread = any(hasattr(p, "device_mesh") for p in model.parameters())
+    # Who launches a training may ask for FSDP where its arguments do not.
+    has_fsdp = getattr(args, "fsdp", None) or parse_flag_from_env("ACCELERATE_USE_FSDP")
+    if is_spread or has_fsdp or is_deepspeed_zero3_enabled():
         return "the policy's weights are spread over several machines"
     if getattr(args, "use_vllm", False):
         return "vLLM generates them, which takes a draft of its own"

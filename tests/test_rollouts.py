@@ -17,6 +17,9 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from test_lossless import transitions_fit
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from transformers import GenerationConfig, GenerationMixin, TrainerCallback
 from trl import (
     GRPOConfig,
@@ -276,6 +279,21 @@ def test_what_cannot_be_drafted_is_left_alone(
     assert ("Rollouts are not drafted" in caplog.text) == (why is not None)
     rollout.on_train_end(None, None, None)
     assert methods() == before
+
+
+def test_a_policy_that_others_have_spread_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = pair()[0]
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")  # by `accelerate launch`: the trainer's arguments say nothing
+    assert "several machines" in str(_hindrance(SimpleNamespace(), policy))
+    monkeypatch.delenv("ACCELERATE_USE_FSDP")
+    assert _hindrance(SimpleNamespace(), policy) is None
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        spread = distribute_tensor(policy.lm_head.weight.detach(), init_device_mesh("cpu", (1,)))
+        policy.lm_head.weight = torch.nn.Parameter(spread)
+        assert "several machines" in str(_hindrance(SimpleNamespace(), policy))
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_a_draft_that_does_not_fit_is_told_before_the_first_step() -> None:
