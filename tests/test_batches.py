@@ -602,7 +602,11 @@ def test_a_target_in_training_mode_serves_batches_and_stays_in_it() -> None:
     target.train()
     target.lm_head.eval()  # as layers that are frozen may be
     assistant = OnlineAssistant(target, draft, config=FIXED)
+    kept: list[torch.Tensor] = []  # as a model may that makes its tables of positions when it first needs them
+    hook = target.lm_head.register_forward_hook(lambda module, inputs, output: kept.append(output))
     assert drafting_batch.hindrance(target) is None  # tried out without dropping values
+    hook.remove()
+    assert [made.is_inference() for made in kept] == [False] * 4
     assistant.generate(**padded(LENGTHS[:2]), do_sample=False, max_new_tokens=NEW)
     assert assistant.stats.drafted > 0
     assert [name for name, module in target.named_modules() if not module.training] == ["lm_head"]

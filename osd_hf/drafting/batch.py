@@ -232,7 +232,7 @@ def _unfit(model: Any) -> str | None:
     return None
 
 
-@torch.inference_mode()
+@torch.no_grad()  # in inference mode, what a model keeps of its first forward could not be trained with
 def _is_right(model: Any) -> bool:
     """Whether two rows of different lengths get the logits that they get alone."""
     long, short, count = PROBE
