@@ -18,7 +18,7 @@ from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.gate import DROPPED_IN_A_ROW, LEAST_HELD_BACK, GateDecision, judge, regressed
 from osd_hf.learning.lesson import Lesson
 from osd_hf.learning.memory import layers_of
-from osd_hf.learning.updater import Updater, UpdateReport, finish
+from osd_hf.learning.updater import Updater, UpdateReport, finish, make_accelerator
 from osd_hf.learning.weights import FALLBACK_K, Snapshot, is_finite
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.replay import replay_each
@@ -75,7 +75,7 @@ class Learner:
     ) -> None:  # fmt: skip
         self.drafts, self.config, self._timer = drafts, config, timer
         self.chooses = config.gate and chooses
-        self.accelerator = accelerator or Accelerator(device_placement=False)
+        self.accelerator = accelerator or make_accelerator(None, config)
         self.duty_cycle = DutyCycle(config.max_duty_cycle, clock)
         self.decisions: deque[GateDecision] = deque(maxlen=MOST_DECISIONS)  # oldest first
         self.untold: deque[GateDecision] = deque(maxlen=MOST_DECISIONS)  # to whoever wants to hear of each

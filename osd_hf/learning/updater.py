@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration
+from accelerate.state import GradientState
+from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
 
 from osd_hf.chunked_loss import SampledTail, divergence_sum, stored_rows
 from osd_hf.config import OnlineConfig
@@ -561,11 +562,14 @@ def make_accelerator(report_to: str | Sequence[str] | None, config: OnlineConfig
     """One that leaves models where they are; raises ConfigError for a tracker that is not installed."""
     names = [report_to] if isinstance(report_to, str) else list(report_to or ())
     names = [name for name in names if name != "none"]
+    # All of a process share how gradients are accumulated: it stays as a trainer has set it.
+    accumulation = GradientAccumulationPlugin(**GradientState().plugin_kwargs)
+    settings: dict[str, Any] = {"device_placement": False, "gradient_accumulation_plugin": accumulation}
     if not names:
-        return Accelerator(device_placement=False)
+        return Accelerator(**settings)
     project = ProjectConfiguration(project_dir=".", logging_dir=os.environ.get("TENSORBOARD_LOGGING_DIR", "runs"))
     try:
-        accelerator = Accelerator(device_placement=False, log_with=names, project_config=project)
+        accelerator = Accelerator(log_with=names, project_config=project, **settings)
     except ValueError as error:
         raise ConfigError(f"`report_to={report_to!r}` is not known: {error}") from error
     accelerator.init_trackers("osd_hf", config=config.to_dict())
