@@ -99,6 +99,15 @@ def test_a_history_that_was_edited_is_read_from_there(architecture: str, fed: li
     assert drafted(trace) == drafted(as_fresh)
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_a_turn_in_which_nothing_was_drafted_keeps_nothing(architecture: str) -> None:
+    assistant = assistant_of(*models.pair(architecture, num_hidden_layers=2))
+    first, _ = turn(assistant, models.prompt(10), max_new_tokens=1)
+    ids = asked_on(first)
+    again, _ = turn(assistant, ids, first.past_key_values)
+    assert again.sequences[0].tolist() == alone(assistant.target, ids)
+
+
 def test_another_version_reads_all_anew(fed: list[int]) -> None:
     assistant = assistant_of(*models.pair(noise=0.2), optimizer="adamw")
     ids, cache = models.prompt(30), None

@@ -447,6 +447,8 @@ class LeanDrafting(Drafting):
         forward = generator.forward
         if target_cache is None or self._compiled is not None or self.draft.config.is_encoder_decoder:
             return
+        if not forward.length:  # layers that were never fed cannot be taken back
+            return
         self._chats[target_cache] = _Read(forward.cache, generator.read, (self.draft.dtype, self.draft.device))
         while len(self._chats) > MOST_CHATS:
             self._chats.pop(next(iter(self._chats)), None)
