@@ -272,7 +272,7 @@ class Translation:
         self.ours, self.theirs = Pieces(tokenizer, vocab_size), Pieces(assistant_tokenizer, assistant_vocab_size)
         names = {name: i for i, name in self.theirs.special.items()}
         self.marks = {i: names[name] for i, name in self.ours.special.items() if name in names}
-        for part in ("bos_token_id", "eos_token_id"):
+        for part in ("eos_token_id", "bos_token_id"):  # what is both, as GPT-2's, is the end
             ours, theirs = getattr(tokenizer, part), getattr(assistant_tokenizer, part)
             are_free = ours not in self.marks and theirs not in self.marks.values()
             if are_free and ours in self.ours.special and theirs in self.theirs.special:
@@ -355,10 +355,11 @@ class Translation:
     def _translate(self, trace: Trace) -> Translated:
         prompt, ids, lengths = self.read(trace.prompt_ids.tolist()), list[int](), list[int]()
         answer: list[int] = trace.completion_ids.tolist()
+        encoded: Encoded | None = None
         for is_mark, group in groupby(answer, self.marks.__contains__):
             tokens = list(group)
             if is_mark:
-                encoded: Encoded | None = Encoded([self.marks[t] for t in tokens], [1] * len(tokens), [])
+                encoded = Encoded([self.marks[t] for t in tokens], [1] * len(tokens), [])
             else:
                 encoded = self.theirs.encode(b"".join(map(self.piece, tokens)))
             if encoded is None:

@@ -32,6 +32,7 @@ from osd_hf import (
 )
 from osd_hf.bench.benchmark import System
 from osd_hf.cli.run import RunSettings, run_command
+from osd_hf.learning.faults import Readable
 from osd_hf.trace import misshapen
 from osd_hf.translation import whole_text
 
@@ -141,6 +142,9 @@ def test_special_tokens_are_those_of_the_same_name_or_part() -> None:
     other.eos_token, other.bos_token = "<|end|>", "<|begin|>"
     named = Translation(TOKENIZERS["target"], other, 330, len(other))
     assert named.marks == {1: other.bos_token_id, 2: other.eos_token_id}
+    other.bos_token = "<|end|>"  # as GPT-2's, which is both
+    assert Translation(TOKENIZERS["target"], other, 330, len(other)).marks == {2: other.eos_token_id}
+    assert Translation(other, TOKENIZERS["target"], len(other), 330).marks == {other.eos_token_id: 2}
 
 
 # --- rows -----------------------------------------------------------------------------------------------------------
@@ -205,6 +209,14 @@ def test_rows_give_each_token_the_probability_of_its_bytes(
     if ours == theirs and not garbage:
         np.testing.assert_array_equal(own.completion_ids, ids)
         assert found.has_row.all()
+
+
+def test_the_simplest_request_can_be_read_and_one_without_an_answer_cannot() -> None:
+    made = TRANSLATIONS["target", "bytes"]
+    trace = recorded([5, 6], [1], 330, 8)
+    readable = Readable.by(models.build(vocab_size=300, num_hidden_layers=1), made)
+    assert readable.fault(readable.simplest(trace)) is None
+    assert readable.fault(recorded([], [1], 330, 8)) == "with text that the draft's tokenizer cannot spell"
 
 
 def test_a_token_is_right_where_all_that_it_is_made_of_is() -> None:

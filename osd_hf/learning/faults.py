@@ -143,6 +143,8 @@ class Readable:
     def simplest(self, like: Trace) -> Trace:
         """A request of one token with rows of the width of another's: what fails on this one fails on all."""
         kept, token = like.num_kept, np.zeros(1, np.int32)
+        if self.translation is not None:  # one that the draft has as well
+            token[0] = np.argmax(self.translation.same >= 0)
         is_whole = like.top_ids.shape[1] == 0
         ids = np.arange(0 if is_whole else kept, dtype=ids_dtype(self.vocab_size))[None]
         tail = np.full(1, -np.inf if is_whole else -1.0, np.float32)
