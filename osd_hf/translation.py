@@ -338,7 +338,7 @@ class Translation:
             encoded = self.theirs.encode(tail[:end], begins=before.begins)
             if encoded is None:
                 return None
-            # Of the last word, tokens may be others once more of it is there.
+            # The tokens of the last word may be others once more of it is there.
             last = bisect_left(encoded.words, encoded.words[-1]) if encoded.words else 0
             last = max(last, len(encoded.ids) - MOST_OPEN)
             length = sum(encoded.lengths[:last])

@@ -218,16 +218,12 @@ class _Pack:
 
 
 _packs: dict[int, _Pack] = {}  # by the `id` of the weight
-_stood: WeakKeyDictionary[Any, list[tuple[int, int, int]]] = (
-    WeakKeyDictionary()
-)  # a model's weights at the last request
+_stood: WeakKeyDictionary[Any, list[tuple[int, int, int]]] = WeakKeyDictionary()  # weights at the last request
+_refused: WeakSet[Any] = WeakSet()  # models that there was no memory for in the end
 
 
 def _forget(key: int, _: object = None) -> None:
     _packs.pop(key, None)
-
-
-_refused: WeakSet[Any] = WeakSet()  # models that there was no memory for in the end
 
 
 def _available() -> int:
