@@ -12,8 +12,8 @@ right, in the same words, and learns nothing: noise on its weights makes a polic
 `--task sft`, supervised fine-tuning whose data are another domain's from the middle on, while completions of held-out
 prompts are generated after each step.
 
-`live`: each way trains from the same seed: without a draft; with past text alone; with the draft as it came; with all
-of it, as by default. Told by step: rewards, acceptance, tokens of each row per forward of the policy, seconds of
+`live`: each way trains from the same seed: without a draft; with past text alone; with the draft as it came; with one
+that follows the policy; with all of it, as by default. Told by step: rewards, acceptance, tokens of each row per forward of the policy, seconds of
 generating with what learning takes, and of the whole training. Before the first step, greedy answers with and without
 a draft are compared. Sampled rollouts of two ways are other ones, so rewards are compared as curves. Wall time: let
 nothing else run on the machine.
@@ -54,6 +54,7 @@ WAYS: dict[str, OnlineConfig | None] = {
     "alone": None,
     "past text": OnlineConfig(candidates="text", update_strategy="manual"),
     "frozen draft": OnlineConfig(candidates="draft", update_strategy="manual"),
+    "draft that learns": OnlineConfig(candidates="draft", target_lag=4),
     "all": OnlineConfig(target_lag=4),
 }
 LAGS = (0, 1, 4, 16)

@@ -1,13 +1,14 @@
 """
-Sampled traffic: acceptance of the static draft and of one that learns while it serves, live, and speed.
+Sampled traffic, live: acceptance of the static draft and of one that learns while it serves, and speed.
 
     OSD_HF_DATA=... python recipes/sampled.py                                         # four data sets, two settings
     OSD_HF_DATA=... python recipes/sampled.py --requests 4 --datasets gsm8k --max-new-tokens 8    # smoke
 
-Each request is answered by the target alone and by an assistant that learns at its default rule, in turns, both
-sampled, k = 5. Over the last fifth of the assistant's answers: acceptance of the draft that served, and what was to be
-expected of the draft as it was (`replay`), with 95% intervals; tokens accepted, beside the sum of min(1, p / q) of
-those examined. What the gate decided; time a token, learning included, of the target alone over the assistant's.
+An assistant at its default settings answers each request, sampled, and learns; over the last fifth the target alone
+answers as well, in turns. Of these answers, with 95% intervals: the acceptance to be expected of the draft that serves
+and of the draft as it was, both by replay at k = 5; the time a token of the target alone over the assistant's, what it
+learned meanwhile included. Of all answers: tokens of the draft and of past text that were accepted, beside the sum of
+min(1, p / q) of those examined, and what the gate decided.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ def expected(trace: Trace) -> float:
 
 def served(pair: Any, questions: list[list[int]], settings: dict[str, Any], max_new_tokens: int) -> dict[str, Any]:
     """One stream of requests."""
-    traces, ratios = list[Trace](), list[float]()
-    with OnlineAssistant(*pair, OnlineConfig(num_assistant_tokens=K)) as assistant:
+    traces, learned, ratios = list[Trace](), list[AcceptanceStats](), list[float]()
+    last = len(questions) * 4 // 5
+    with OnlineAssistant(*pair, OnlineConfig()) as assistant:
         ways = {
             "alone": pair.target.generate,
             "assistant": functools.partial(assistant.generate, on_trace=traces.append),
@@ -50,31 +52,33 @@ def served(pair: Any, questions: list[list[int]], settings: dict[str, Any], max_
         for number, question in enumerate(tqdm(questions, leave=False)):
             ids, given = common.greedy(question, max_new_tokens)
             seconds = {}
-            for way in sorted(ways, reverse=bool(number % 2)):
+            for way in sorted(ways, reverse=bool(number % 2)) if number >= last else ["assistant"]:
                 torch.manual_seed(number)
                 started = time.perf_counter()
                 output = ways[way](ids, **given | {"do_sample": True, **settings})
                 seconds[way] = (time.perf_counter() - started) / (output.shape[1] - ids.shape[1])
-            ratios.append(seconds["alone"] / seconds["assistant"])
+            if number >= last:
+                ratios.append(seconds["alone"] / seconds["assistant"])
+                learned += replay_each(assistant.serving_draft(), traces[-1:], K)
         decisions = Counter(decision.outcome for decision in assistant.decisions)
-    static, learned = replay_each(pair.draft, traces, K), [AcceptanceStats.from_trace(trace) for trace in traces]
-    last = len(traces) * 4 // 5
-    before, after = last_share(static), last_share(learned)
+        counted, learning = assistant.stats, assistant.learning_seconds
+    before, after = last_share(replay_each(pair.draft, traces[last:], K), 1), last_share(learned, 1)
     return {
-        "requests": len(traces),
-        "alpha": {w: {"alpha": s.alpha, "interval": list(s.alpha_interval)}
-                  for w, s in {"static": before, "learned": after}.items()},
+        "requests": len(traces), "judged": len(learned),
+        "alpha": {way: {"alpha": stats.alpha, "interval": list(stats.alpha_interval)}
+                  for way, stats in {"static": before, "learned": after}.items()},
         **gain(before, after),
-        "accepted": after.accepted, "expected": sum(map(expected, traces[last:])), "examined": after.examined,
-        "decisions": dict(decisions),
-        "times_as_fast": median_ratio(ratios), "over_the_last_fifth": median_ratio(ratios[last:]),
+        "accepted": counted.accepted + counted.text_accepted, "expected": sum(map(expected, traces)),
+        "examined": counted.examined + counted.text_examined, "text_examined": counted.text_examined,
+        "decisions": dict(decisions), "learning_seconds": learning,
+        "times_as_fast": median_ratio(ratios),
     }  # fmt: skip
 
 
 def main() -> None:
     parser = make_parser(__doc__, "sampled", traces=False)
     parser.add_argument("--datasets", nargs="+", default=list(DATASETS))
-    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--requests", type=int, default=600)
     parser.add_argument("--max-new-tokens", type=int, default=common.MAX_NEW_TOKENS)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
