@@ -265,7 +265,7 @@ class Upkeep:
         rest = self.config.update_interval << min(in_a_row - PAUSES_AFTER + 1, MOST_DOUBLED)
         self.learner.rest(domain, rest)
         if in_a_row == PAUSES_AFTER:
-            logger.warning(
+            logger.info(  # the warning was that it failed, at the first time
                 "%s pauses: it has failed %d times in a row, the last time with %r. Requests are served and kept as "
                 "before. It is tried again after %d requests, then more seldom, or at once by `update()` or "
                 "`resume()`; mend the cause (see the traceback above), or close the assistant to end learning.",

@@ -13,10 +13,10 @@ right, in the same words, and learns nothing: noise on its weights makes a polic
 prompts are generated after each step.
 
 `live`: each way trains from the same seed: without a draft; with past text alone; with the draft as it came; with one
-that follows the policy; with all of it, as by default. Told by step: rewards, acceptance, tokens of each row per forward of the policy, seconds of
-generating with what learning takes, and of the whole training. Before the first step, greedy answers with and without
-a draft are compared. Sampled rollouts of two ways are other ones, so rewards are compared as curves. Wall time: let
-nothing else run on the machine.
+that follows the policy; with all of it, as by default. Told by step: rewards, acceptance, tokens of each row per
+forward of the policy, seconds of generating with what learning takes, and of the whole training. Before the first
+step, greedy answers with and without a draft are compared. Sampled rollouts of two ways are other ones, so rewards are
+compared as curves. Wall time: let nothing else run on the machine.
 
 `staleness`: the rollouts of one training, recorded, are replayed in their order to drafts that learn (k = 5, expected
 acceptance, each rollout before it is learned from): the draft as it came; one taught before the training by rollouts
