@@ -1,110 +1,250 @@
 """
-Versions that deploy themselves into vLLM: it serves with a static draft and is asked by `osd-hf collect`, while
-`osd-hf learn --deploy` teaches the draft, loads versions, and watches vLLM's own counters; then a spoilt version is
-published, as if the gate had let it through.
+The whole loop by two commands beside vLLM: `osd-hf proxy` passes streamed chats of OpenAI's client on and keeps what
+is answered; `osd-hf learn --deploy` teaches the draft meanwhile, loads versions into vLLM, and watches its counters.
+At the end a spoilt version is pointed to, as if the gate had let it through.
 
     bash recipes/vllm_env.sh .venv-vllm
     OSD_HF_DATA=... python recipes/deploy_loop.py --vllm .venv-vllm
-    OSD_HF_DATA=... python recipes/deploy_loop.py --vllm .venv-vllm --requests 120 --part 40 --watch 60  # smoke
+    OSD_HF_DATA=... python recipes/deploy_loop.py --vllm .venv-vllm --requests 120 --part 40 --watch 60 \\
+        --settle 80 --later 20 --poison 140                                                            # smoke
+    OSD_HF_DATA=... python recipes/deploy_loop.py --vllm .venv-vllm --domains finance_alpaca spider --poison 0 \\
+        --name deploy_loop_domains                                     # and with --shared --name deploy_loop_shared
 
-Reported: acceptance by vLLM's counters over each hundred requests, the decisions of the deployer, of which version the
-later prompts were drafted; how many requests the spoilt version served; whether each completion is transformers' own
-greedy one in float32.
+Several domains are asked for in turns, and labeled by the header `x-osd-domain`: each has an engine, to which the
+proxy routes it, and a draft of its own; with `--shared` all engines get the versions of one draft.
+
+Reported by domain: vLLM's counters on the later prompts with the static draft, asked directly, over each part of the
+requests, until the newest version has come, and on the later prompts again; what the deployer decided, that on the
+spoilt version among it, with the requests that this took; clients' errors; which streams say something else than
+transformers' greedy answer in float32.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
-import signal
+import shutil
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import httpx2
+import openai
 import torch
-from common import TEMPLATES, K, data_folder, rows, run_facts, write_report
+from common import MAX_NEW_TOKENS, TEMPLATES, K, data_folder, rows, run_facts, write_report
 from safetensors.torch import load_file, save_file
-from vllm_loop import Engine, collected, counted, differing, osd_hf, serving
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm_loop import LEARN_SECONDS, Engine, counted, osd_hf, serving
 
-from osd_hf import CorrectionStore
-from osd_hf.engine.versions import JOURNAL, LATEST, VersionFolder
+from osd_hf.engine.versions import FACTS, JOURNAL, LATEST, folder_name
+from osd_hf.serving.proxy import METRICS_PATH
 
-LEARN_SECONDS = 3600
-STEP = 20  # requests between two looks at whether the spoilt version is gone
+STEP = 20  # requests between two looks at the journal
+LEARNED = ("osd_hf_learner_requests_total", "osd_hf_learner_left_out_total")
+Prompt = tuple[str, str]  # its domain and its text
 
 
 @contextmanager
-def learning(args: argparse.Namespace, engine: Engine, folder: Path, report: Path, *flags: Any) -> Iterator[Any]:
-    """A learner that deploys what it publishes, stopped at the end."""
-    command = osd_hf(
-        "learn", "--store", folder / "store", "--output-dir", folder / "versions", "--threads", 1, "--seed", args.seed,
-        "--draft", data_folder() / "lab/draft", "--target", data_folder() / "lab/target", "--publish-seconds", 10,
-        "--mixed-precision", "bf16", "--poll-seconds", 0.5, "--deploy", f"reload={engine.url}",
-        "--watch-requests", args.watch, "--json", report, *flags,
-    )  # fmt: skip
-    process = subprocess.Popen(command)
+def command(log: Path, *arguments: Any) -> Iterator[Any]:
+    """A command of this package, told to end at the end."""
+    with log.open("w") as file:
+        process = subprocess.Popen(osd_hf(*arguments), stdout=subprocess.PIPE, stderr=file, text=True, env=os.environ)
     try:
         yield process
     finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(LEARN_SECONDS)
+        process.terminate()
+        process.communicate()
 
 
-def asked_in_parts(
-    args: argparse.Namespace, engine: Engine, texts: Sequence[str], size: int, store: Path, versions: Path
-) -> Iterator[dict[str, Any]]:
-    """vLLM's counters over each part of some prompts, and which version it ended with."""
-    for start in range(0, len(texts), size):
-        part, before = store.with_name(f"{store.name}-{start:04d}.jsonl"), engine.counts()
-        part.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts[start : start + size]))
-        report = collected(args, engine, part, store)
-        yield {
-            "requests": start + report["requests"], "served": journal(versions, "loaded")[-1:],
-            "tokens_per_second": report["tokens"] / report["seconds"], **counted(before, engine.counts()),
+def free_port() -> int:
+    """One that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+class Loop:
+    """
+    The proxy and the learner before and behind some engines, and what clients are told.
+
+    Attributes:
+        answers (`dict[str, set[str]]`): By prompt.
+        errors (`list[str]`): Of clients.
+    """
+
+    def __init__(self, args: argparse.Namespace, engines: Mapping[str, Engine], folder: Path) -> None:
+        self._concurrency, self._engines, self._folder = args.concurrency, engines, folder
+        self.answers, self.errors = defaultdict[str, set[str]](set), list[str]()
+        self.has_own_drafts = len(engines) > 1 and not args.shared
+        lab, store, self._port = data_folder() / "lab", folder / "store", free_port()
+        urls = {name: engine.url for name, engine in engines.items()}
+        self._proxy = [
+            "proxy", "--target", lab / "target", "--store", store, "--share", 1, "--port", 0,
+            *(text for url in urls.values() for text in ("--url", url)),
+            *(text for name, url in urls.items() for text in ("--route", f"{name}={url}")),
+            "--json", folder / "proxy.json",
+        ]  # fmt: skip
+        to = [f"{name}:reload={url}" if self.has_own_drafts else f"reload={url}" for name, url in urls.items()]
+        self._learn = [
+            "learn", "--draft", lab / "draft", "--target", lab / "target", "--store", store,
+            "--output-dir", folder / "versions", *(text for way in to for text in ("--deploy", way)),
+            *(["--by-domain"] if self.has_own_drafts else []), "--watch-requests", args.watch,
+            "--publish-seconds", 10, "--poll-seconds", 0.5, "--mixed-precision", "bf16", "--threads", 1,
+            "--seed", args.seed, "--metrics-port", self._port, "--json", folder / "learn.json",
+        ]  # fmt: skip
+
+    @contextmanager
+    def running(self) -> Iterator[str]:
+        """Both commands run inside; yields the proxy's address."""
+        with (
+            command(self._folder / "proxy.log", *self._proxy) as proxy,
+            command(self._folder / "learn.log", *self._learn) as self._learner,
+        ):
+            line = proxy.stdout.readline()
+            if " stands before " not in line:
+                sys.exit(f"The proxy does not start; see {self._folder / 'proxy.log'}.")
+            yield line.split()[0]
+
+    def versions(self, domain: str) -> Path:
+        """Where those of a domain are."""
+        folder = self._folder / "versions"
+        return folder / str(folder_name(domain)) if self.has_own_drafts else folder
+
+    def journal(self, domain: str, event: str) -> list[int]:
+        """The versions of these lines of the journal, those of other domains' engines left out."""
+        path, own = self.versions(domain) / JOURNAL, (None, self._engines[domain].url)
+        lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+        return [line["version"] for line in lines if line["event"] == event and line.get("engine") in own]
+
+    def ask(self, prompts: Sequence[Prompt], front: str | None = None, *, collect: bool = False) -> dict[str, Any]:
+        """Stream the answers to some prompts, some at once, through the proxy or, without its address, directly; by
+        domain vLLM's counters, and which version it ended with."""
+        clients = {
+            name: openai.OpenAI(base_url=f"{front or engine.url}/v1", api_key="none", max_retries=0)
+            for name, engine in self._engines.items()
+        }
+        model = next(iter(clients.values())).models.list().data[0].id
+
+        def told(prompt: Prompt) -> int:
+            domain, text = prompt
+            said, tokens = "", 0
+            try:
+                for chunk in clients[domain].chat.completions.create(
+                    model=model, messages=[{"role": "user", "content": text}], max_tokens=MAX_NEW_TOKENS,
+                    temperature=0, stream=True, stream_options={"include_usage": True},
+                    extra_headers={"x-osd-domain": domain, "x-osd-collect": str(collect)},
+                ):  # fmt: skip
+                    said += "".join(choice.delta.content or "" for choice in chunk.choices)
+                    tokens = chunk.usage.completion_tokens if chunk.usage else tokens
+            except openai.OpenAIError as error:
+                self.errors.append(f"{type(error).__name__}: {error}")
+            self.answers[text].add(said)
+            return tokens
+
+        before = {name: engine.counts() for name, engine in self._engines.items()}
+        began = time.perf_counter()
+        with ThreadPoolExecutor(self._concurrency) as pool:
+            tokens = sum(pool.map(told, prompts))
+        report: dict[str, Any] = {
+            "requests": len(prompts), "tokens_per_second": tokens / (time.perf_counter() - began),
         }  # fmt: skip
+        for name, engine in self._engines.items():
+            served = self.journal(name, "loaded")[-1:]
+            report[name] = {"served": served, **counted(before[name], engine.counts())}
+        return report
+
+    def ask_until(self, is_so: Callable[[], bool], prompts: Sequence[Prompt], front: str) -> list[dict[str, Any]]:
+        """Ask some prompts at a time until something is so, or there are no more."""
+        parts = list[dict[str, Any]]()
+        while not is_so() and STEP * len(parts) < len(prompts):
+            parts.append(self.ask(prompts[STEP * len(parts) :][:STEP], front))
+        return parts
+
+    def has_newest(self) -> bool:
+        """Whether each engine has the version that is pointed to."""
+        return all(
+            (self.versions(name) / LATEST).resolve().name == f"v{[0, *self.journal(name, 'loaded')][-1]:06d}"
+            for name in self._engines
+        )
+
+    def wait(self, front: str) -> None:
+        """Until all that was collected is learned from."""
+        until = time.monotonic() + LEARN_SECONDS
+        while time.monotonic() < until and self._learner.poll() is None:
+            with suppress(httpx2.HTTPError):
+                collected = scraped(front + METRICS_PATH, "osd_hf_proxy_collected_total")
+                if scraped(f"http://127.0.0.1:{self._port}/metrics", LEARNED) >= collected:
+                    return
+            time.sleep(0.2)
+        sys.exit(f"Not all was learned from; see {self._folder / 'learn.log'}.")
 
 
-def journal(versions: Path, event: str) -> list[int]:
-    """The versions of these lines of the journal."""
-    path = versions / JOURNAL
-    lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
-    return [line["version"] for line in lines if line["event"] == event]
+def scraped(url: str, names: str | tuple[str, ...]) -> float:
+    """The sum of what Prometheus reads there under these names."""
+    lines = httpx2.get(url).text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(names))
 
 
 def spoil(versions: Path, seed: int) -> int:
-    """Publish the newest version with its weights in disorder, and return its number."""
-    # The learner that pinned what serves is gone; the next one may go back to it.
-    folder, generator = VersionFolder(versions, keep=1000), torch.Generator().manual_seed(seed)
-    weights = load_file(versions / LATEST / "model.safetensors")
+    """Point to a version which is the newest one with its weights in disorder, and return its number."""
+    number = 1 + max(int(path.name[1:]) for path in versions.glob("v*"))
+    unfinished, generator = versions / "spoilt", torch.Generator().manual_seed(seed)
+    shutil.copytree(versions / LATEST, unfinished)
+    weights = load_file(unfinished / "model.safetensors")
     spoilt = {name: w + 2 * w.std() * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
+    save_file(spoilt, unfinished / "model.safetensors", metadata={"format": "pt"})
+    (unfinished / FACTS).write_text(json.dumps({"version": number, "spoilt": True}))
+    unfinished.rename(versions / f"v{number:06d}")
+    (versions / "spoilt").symlink_to(f"v{number:06d}")
+    (versions / "spoilt").replace(versions / LATEST)
+    return number
 
-    def write(path: Path) -> None:
-        path.mkdir()
-        for file in (versions / LATEST).iterdir():
-            (path / file.name).write_bytes(file.read_bytes())
-        save_file(spoilt, path / "model.safetensors", metadata={"format": "pt"})
 
-    folder.publish(write, {"spoilt": True})
-    folder.close()
-    return folder.number
+@torch.inference_mode()
+def differing(answers: Mapping[str, set[str]]) -> list[dict[str, Any]]:
+    """Prompts that were answered by something else than transformers' greedy answer, and the gap between the target's
+    two best at the first token that is another."""
+    lab, found = data_folder() / "lab/target", []
+    target = AutoModelForCausalLM.from_pretrained(lab, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(lab)
+    for text, told in tqdm(answers.items(), desc="checking", unit="answer"):
+        turn = [{"role": "user", "content": text}]
+        prompt = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_tensors="pt")
+        output = target.generate(
+            **prompt, do_sample=False, max_new_tokens=MAX_NEW_TOKENS, return_dict_in_generate=True, output_logits=True
+        )
+        ids = output.sequences[0, prompt["input_ids"].shape[1] :]
+        starts = [tokenizer.decode(ids[: i + 1], skip_special_tokens=True) for i in range(len(ids))]
+        for said in told - {starts[-1]}:
+            place = next((i for i, start in enumerate(starts) if not said.startswith(start)), len(ids) - 1)
+            best = output.logits[place][0].topk(2).values
+            found.append({"prompt": text, "place": place, "gap_of_two_best": float(best[0] - best[1])})
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", required=True, help="folder of vLLM's environment")
-    parser.add_argument("--dataset", choices=TEMPLATES, default="finance_alpaca")
+    parser.add_argument("--domains", nargs="+", choices=TEMPLATES, default=["finance_alpaca"], help="one engine each")
+    parser.add_argument("--shared", action="store_true", help="one draft for all domains")
     parser.add_argument("--requests", type=int, default=600, help="collected and learned from")
     parser.add_argument("--part", type=int, default=100, help="requests that are counted together")
-    parser.add_argument("--later", type=int, default=120, help="asked when all is learned")
+    parser.add_argument("--settle", type=int, default=300, help="then asked at most until the newest version is in")
+    parser.add_argument("--later", type=int, default=120, help="asked before all this, and then")
     parser.add_argument("--poison", type=int, default=440, help="asked at most until the spoilt version is gone")
     parser.add_argument("--watch", type=int, default=200, help="requests that a version is watched for")
     parser.add_argument("--concurrency", type=int, default=4)
-    parser.add_argument("--port", type=int, default=8377)
+    parser.add_argument("--port", type=int, default=8377, help="of the first engine")
     parser.add_argument("--folder", type=Path, default=Path("osd_hf_deploy"), help="new or empty")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--name", default="deploy_loop", help="of the report")
@@ -114,40 +254,54 @@ def main() -> None:
     if folder.exists() and any(folder.iterdir()):
         raise SystemExit(f"{folder} is not empty. Choose another --folder.")
     folder.mkdir(parents=True, exist_ok=True)
-    texts = sorted({TEMPLATES[args.dataset].format(**row) for row in rows(args.dataset)})
-    texts = random.Random(args.seed).sample(texts, args.requests + args.later + args.poison)
-    later, poison = args.requests, args.requests + args.later
-    static, versions = folder / "static", folder / "versions"
-    models = ("--draft", data_folder() / "lab/draft", "--target", data_folder() / "lab/target")
+    sizes = {name: getattr(args, name) for name in ("requests", "settle", "later", "poison")}
+    texts = {name: sorted({TEMPLATES[name].format(**row) for row in rows(name)}) for name in args.domains}
+    drawn = [random.Random(args.seed).sample(texts[name], -(-sum(sizes.values()) // len(texts))) for name in texts]
+    prompts = (prompt for turn in zip(*drawn, strict=True) for prompt in zip(texts, turn, strict=True))
+    first, settling, later, poison = (list(islice(prompts, size)) for size in sizes.values())
+    static, lab = folder / "static", data_folder() / "lab"
+    models = ("--draft", lab / "draft", "--target", lab / "target")
     subprocess.run(osd_hf("export", static, *models, "--num-assistant-tokens", K), check=True)
 
-    with serving(args, static, folder / "vllm.log") as (engine, _):
-        with learning(args, engine, folder, folder / "learn.json", "--num-requests", args.requests) as learner:
-            parts = list(asked_in_parts(args, engine, texts[:later], args.part, folder / "store", versions))
-            if learner.wait(LEARN_SECONDS) != 0:
-                sys.exit("Learning failed.")
-        (after,) = asked_in_parts(args, engine, texts[later:poison], args.later, folder / "later", versions)
-        spoilt = spoil(versions, args.seed)
-        with learning(args, engine, folder, folder / "again.json"):
-            spoilt_parts = []  # the version that is watched then is watched to its end first
-            for part in asked_in_parts(args, engine, texts[poison:], STEP, folder / "poison", versions):
-                spoilt_parts.append(part)
-                if spoilt in journal(versions, "rolled back"):
-                    break
+    report: dict[str, Any] = {"parts": [], "spoilt": []}
+    spoilt: int | None = None
 
-    answers = [trace for name in ("store", "later", "poison") for trace in CorrectionStore(folder / name)]
-    reports = [json.loads((folder / name).read_text())["deployed"][0] for name in ("learn.json", "again.json")]
-    report = {
-        "parts": parts, "later": after, "spoilt": spoilt_parts, "spoilt_version": spoilt,
-        "loaded": journal(versions, "loaded"), "failed": journal(versions, "failed"),
-        "decisions": [decision for each in reports for decision in each["decisions"]],
-        "latest": (versions / LATEST).resolve().name, "answers": len(answers), "not_identical": differing(answers),
-        "learned": {n: json.loads((folder / "learn.json").read_text())[n] for n in ("requests", "learning_seconds")},
+    def is_taken_back() -> bool:
+        return spoilt in loop.journal(args.domains[0], "rolled back")
+
+    with ExitStack() as stack:
+        engines = {}
+        for number, name in enumerate(args.domains):
+            own = argparse.Namespace(**{**vars(args), "port": args.port + number})
+            engines[name], _ = stack.enter_context(serving(own, static, folder / f"vllm-{name}.log"))
+        loop = Loop(args, engines, folder)
+        report["static"] = loop.ask(later)
+        with loop.running() as front:
+            for start in range(0, len(first), args.part):
+                report["parts"].append(loop.ask(first[start : start + args.part], front, collect=True))
+                print(json.dumps(report["parts"][-1]), flush=True)
+            loop.wait(front)
+            report["settling"] = loop.ask_until(loop.has_newest, settling, front)
+            report["later"] = loop.ask(later, front)
+            if poison:
+                spoilt = spoil(loop.versions(args.domains[0]), args.seed)
+                report["spoilt"] = loop.ask_until(is_taken_back, poison, front)
+
+    learned, proxy = (json.loads((folder / f"{name}.json").read_text()) for name in ("learn", "proxy"))
+    report |= {
+        "spoilt_version": spoilt, "failed_loads": {name: loop.journal(name, "failed") for name in engines},
+        "loaded": {name: loop.journal(name, "loaded") for name in engines},
+        "decisions": [decision for each in learned["deployed"] for decision in each["decisions"]],
+        "learned": {name: learned[name] for name in ("requests", "learning_seconds")},
+        "proxy": {name: value for name, value in proxy.items() if name != "provenance"},
+        "errors": loop.errors, "answered": len(loop.answers), "not_identical": differing(loop.answers),
     }  # fmt: skip
-    print(json.dumps(report, indent=1))
-    write_report(args.name, report, seed=args.seed, dataset=args.dataset, **run_facts(started))
-    if spoilt not in journal(versions, "rolled back"):
+    print(json.dumps({name: value for name, value in report.items() if name != "parts"}, indent=1))
+    write_report(args.name, report, seed=args.seed, domains=args.domains, shared=args.shared, **run_facts(started))
+    if spoilt is not None and not is_taken_back():
         sys.exit(f"Version {spoilt}, which is spoilt, was not taken back.")
+    if loop.errors:
+        sys.exit(f"Clients met {len(loop.errors)} errors.")
 
 
 if __name__ == "__main__":
