@@ -172,15 +172,15 @@ class OnlineConfig:
     """
 
     num_assistant_tokens: int | Literal["auto"] | None = setting(
-        "auto", "auto = by acceptance and costs; tokens drafted per round (k); none = the draft's own setting"
+        "auto", "tokens drafted per round (k); auto = by acceptance and costs, none = the draft's own setting"
     )
-    candidates: Literal["both", "draft", "text"] = setting("both", "auto: from the draft, from past text, or both")
+    candidates: Literal["both", "draft", "text"] = setting("both", "where proposals come from, with k = auto")
     text_scope: Literal["request", "owner", "domain"] = setting(
-        "owner", "past text that is looked up: the request's own, its owner's, all answers of the domain"
+        "owner", "past text that is looked up: the request's own, its owner's, or all answers of the domain"
     )
-    text_bytes: int = setting(1 << 26, "of past text and its index, at most")
-    draft_vocabulary: Literal["auto", "full"] = setting("auto", "auto: the draft's head has the tokens in use, or all")
-    drafting: Literal["lean", "stock"] = setting("lean", "lean, or stock (transformers' candidate generator)")
+    text_bytes: int = setting(1 << 26, "bytes of past text and its index, at most")
+    draft_vocabulary: Literal["auto", "full"] = setting("auto", "tokens of the draft's head; auto = those in use")
+    drafting: Literal["lean", "stock"] = setting("lean", "what generates candidates; stock = transformers' generator")
     compile_draft: bool | Literal["auto"] = setting(
         "auto", "compile the draft's forward (lean drafting); auto = on accelerators"
     )
@@ -197,27 +197,27 @@ class OnlineConfig:
     steps_per_update: int = setting(9, "optimizer steps of an update")
     batch_size: int = setting(16, "requests in the batch of one step")
     batch_positions: int | None = setting(480, "positions of answers in the batch of one step; none = any")
-    max_learn_tokens: int | None = setting(2048, "of prompt and answer of a request, learned from; none = what fits")
+    max_learn_tokens: int | None = setting(2048, "tokens of a request that are learned from; none = what fits")
     replay_fraction: float = setting(0.75, "share of a batch drawn from the replay buffer")
     buffer_size: int = setting(2048, "requests in the replay buffer")
     target_lag: int = setting(0, "earlier versions of the target whose requests are learned from still")
     optimizer: Literal["muon", "adamw"] = setting(
-        "muon", "muon (matrices inside the layers; AdamW for the rest) or adamw"
+        "muon", "what takes the steps; muon = for the matrices inside the layers, and AdamW for the rest"
     )
-    learning_rate: float = setting(3e-3, "of the optimizer, constant")
-    learner_device: str | None = setting(None, "that learning runs on, such as cpu or cuda:1; none = the draft's")
+    learning_rate: float = setting(3e-3, "learning rate of the optimizer, constant")
+    learner_device: str | None = setting(None, "device that learns, such as cpu or cuda:1; none = the draft's")
     mixed_precision: Literal["auto", "no", "bf16"] = setting(
-        "auto", "of learning; auto = bf16 for half-precision drafts where that is faster"
+        "auto", "precision of learning; auto = bf16 for half-precision drafts where that is faster"
     )
     max_grad_norm: float = setting(1.0, "gradients are clipped to this norm")
     weight_average: float = setting(0.98, "decay of the averaged weights that serve; 0 = the last step's")
     gate: bool = setting(True, "a version serves only if it does as well on held-back requests")
     max_duty_cycle: float = setting(1.0, "share of the time that learning may take at most")
-    micro_step_seconds: float = setting(0.02, "idle: of the requests that are learned from at once, about")
+    micro_step_seconds: float = setting(0.02, "seconds, about, that idle learning takes at once")
     autosave_interval: int = setting(8, "updates between two saves of the session, where it is saved")
     max_drafts: int = setting(32, "drafts per domain that learn at most; further domains take the base draft")
-    max_draft_bytes: int | None = setting(None, "of the drafts per domain held ready to serve; none = all")
-    seed: int = setting(0, "of the replay samples")
+    max_draft_bytes: int | None = setting(None, "bytes of drafts per domain that are held ready; none = all")
+    seed: int = setting(0, "seed of the replay samples")
 
     def __post_init__(self) -> None:
         def must(name: str, holds: bool, rule: str) -> None:

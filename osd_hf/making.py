@@ -123,11 +123,11 @@ class MakingConfig:
 
     num_layers: int | None = setting(None, "layers of the draft; none = chosen by measurement")
     layers: tuple[int, ...] | None = None
-    max_seconds: float = setting(600.0, "that all may take")
+    max_seconds: float = setting(600.0, "seconds that all of it may take")
     max_steps: int | None = setting(None, "optimizer steps that it learns in, at most")
     min_alpha: float | None = setting(None, "held-out acceptance (k = 5) at which teaching ends")
-    max_new_tokens: int = setting(128, "bound of an answer to a prompt")
-    seed: int = setting(0, "of what is held out, and of the batches")
+    max_new_tokens: int = setting(128, "most tokens of an answer to a prompt")
+    seed: int = setting(0, "seed of what is held out, and of the batches")
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "max_steps", "max_new_tokens"):

@@ -201,7 +201,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         session = Path(folder) / "session"
         for side, flags in SIDES.items():
-            keeps = ["--session", str(session)] if side == "learning" else []
+            keeps = ["--state-dir", str(session)] if side == "learning" else []
             # The clients are more than may wait, were it not for this.
             server = ["serve", "--bundled", "--port", "0", "--threads", "1", "--max-queue", str(args.clients), *flags]
             with open(Path(folder) / side, "w") as log:

@@ -216,7 +216,7 @@ def test_a_command_reads_each_setting_that_it_offers(
             *models,
             "--port",
             "0",
-            "--session",
+            "--state-dir",
             str(tmp_path / "session"),
             *LEARNING,
             "--update-strategy",
@@ -276,7 +276,7 @@ def test_a_setting_without_a_meaning_is_refused_with_the_reason(
         (["serve"], "or --bundled, which brings both"),
         (["serve", "--bundled", "--update-strategy", "manual"], "would never learn here"),
         (["serve", "--bundled", "--micro-step-seconds", "1"], "it is for --update-strategy idle"),
-        (["serve", "--bundled", "--autosave-interval", "3"], "nothing is saved without --session"),
+        (["serve", "--bundled", "--autosave-interval", "3"], "nothing is saved without --state-dir"),
         (["serve", "--bundled", "--num-assistant-tokens", "5", "--candidates", "text"], "tokens auto"),
         (["serve", "--bundled", "--api-key-file", "none"], "The key cannot be read from none"),
         (["serve", "--bundled", "--host", "256.0.0.1"], "cannot be listened at"),
@@ -354,13 +354,32 @@ def test_a_flag_that_is_gone_is_passed_over_with_a_notice(command: str, old: str
         assert re.fullmatch(rf"osd-hf: notice: {old} is gone: .*refuses it\n", capsys.readouterr().err)
 
 
+def test_the_documentation_has_a_table_of_old_names() -> None:
+    rows = re.findall(
+        r"^\| `(\w+)` \| `(--\S+)` \| (.*) \|$", (ROOT / "docs/reference/cli.md").read_text(), re.MULTILINE
+    )
+    told = [(command, old, f"`{new}`") for command, names in RENAMED.items() for old, new in names.items()]
+    told += [(command, old, f"none: {why}") for command, names in GONE.items() for old, why in names.items()]
+    assert sorted(rows) == sorted(told)
+
+
 def test_one_thing_has_one_name() -> None:
     given = {name: set(actions_of(name)) for name in KINDS}
     others = {"k", "requests", "limit", "compile", "state", "local_dir", "directory", "out", "new_tokens",
-              "no_chat_template", "no_learn"}  # fmt: skip
+              "no_chat_template", "no_learn", "session"}  # fmt: skip
     assert not any(names & others for names in given.values())
     saved = set(KINDS) - {"collect", "distill", "doctor", "env", "plan", "serve"}
     assert all("output_dir" in given[name] for name in saved)
+    assert {name for name in KINDS if "resume" in given[name]} == {"collect", "distill", "run"}
+    assert {name for name in KINDS if "state_dir" in given[name]} == {"app", "learn", "serve"}
+
+
+@pytest.mark.parametrize("command", sorted(KINDS))
+def test_helps_are_sentences_of_their_own(command: str) -> None:
+    for name, action in actions_of(command).items():
+        help = str(action.help)
+        assert re.match(r"[A-Z]", help) and help.endswith("."), (name, help)
+        assert help.split()[0] not in {"As", "Instead", "Instead:", "Likewise,", "Of", "Such", "That", "Those"}, name
 
 
 def test_a_positional_may_have_its_name_and_stand_anywhere() -> None:

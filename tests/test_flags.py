@@ -98,9 +98,9 @@ def test_flags_stand_in_their_groups_and_inherited_ones_come_last(capsys: pytest
     models = shown[shown.index("models:") :]
     assert models.index("--target-name") < models.index("--dtype") < models.index("--device")
     assert "--store" not in models
-    assert "how many (default: 5)" in shown
-    assert "at most (default: none)" in shown
-    assert "checked (default: yes)" in shown
+    assert "How many (default: 5)." in shown
+    assert "At most (default: none)." in shown
+    assert "Checked (default: yes)." in shown
 
 
 def test_checks_name_the_flag() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,13 @@ def test_every_setting_is_a_flag_and_a_name_of_the_file(tmp_path: Path) -> None:
     assert read_settings([]).training.to_dict() == osd_hf.DistillConfig("osd_hf_distill").to_dict()
 
 
+def test_a_run_goes_on_by_the_flag_that_other_commands_have() -> None:
+    assert read_settings(["--resume"]).training.resume_from_checkpoint is True
+    assert read_settings([]).training.resume_from_checkpoint is None
+    with pytest.raises(ConfigError, match="Give one of --resume"):
+        read_settings(["--resume", "--resume-from-checkpoint", "there"])
+
+
 def test_the_help_names_all_settings(capsys: Any) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["distill", "--help"])
@@ -224,6 +232,10 @@ def test_the_help_names_all_settings(capsys: Any) -> None:
     for title, flag in [("models", "--draft"), ("prompts", "--num-held-out"), ("training", "--sample-source")]:
         assert flag in shown[shown.index(f"\n{title}:") :]
     assert "exit codes: 0 done; 1" in shown
+    offered = {name.replace("-", "_") for name in re.findall(r"^  --([a-z][\w-]*)", shown, re.MULTILINE)}
+    assert {"lmbda", "learning_rate", "resume", "resume_from_checkpoint"} <= offered
+    assert {"seq_kd", "packing", "max_length"} <= osd_hf.DistillConfig.without_meaning  # which are refused
+    assert offered & osd_hf.DistillConfig.without_meaning == set()
 
 
 def test_a_missing_extra_names_the_pip_command(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -754,7 +754,7 @@ def test_what_fails_is_told_and_logged(
 
 
 def test_a_server_that_is_told_to_stop_ends_what_runs_and_saves_its_session(tmp_path: Path) -> None:
-    flags = ["--bundled", "--port", "0", "--threads", "1", "--session", str(tmp_path / "session")]
+    flags = ["--bundled", "--port", "0", "--threads", "1", "--state-dir", str(tmp_path / "session")]
     with open(tmp_path / "log", "w") as log:
         command = [sys.executable, "-m", "osd_hf.cli", "serve", *flags]
         process = ModuleProcess(command, stdout=subprocess.PIPE, stderr=log, text=True, env=os.environ)

@@ -49,8 +49,8 @@ class QuickstartSizes:
 
     learn_requests: int = _size(100, "requests per domain that are served and learned from", 2)
     later_requests: int = _size(20, "later requests per domain, never learned from, that alpha is measured on", 2)
-    timed_requests: int = _size(12, "those of them that are also answered live, each way in turns")
-    max_new_tokens: int = _size(96, "bound of an answer", 2)
+    timed_requests: int = _size(12, "later requests that are also answered live, each way in turns")
+    max_new_tokens: int = _size(96, "most tokens of an answer", 2)
 
     def __post_init__(self) -> None:
         for f in fields(self):

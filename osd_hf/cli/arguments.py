@@ -27,6 +27,7 @@ RENAMED = {
     "plan": {"--new-tokens": "--max-new-tokens"},
     "push": {"--k": "--num-assistant-tokens", "--requests": "--num-requests", "--local-dir": "--output-dir"},
     "replay": {"--limit": "--num-requests"},
+    "serve": {"--session": "--state-dir"},
 }
 # Flags that are gone, with why; they and their values are passed over for as long.
 GONE = {"export": {"--to": "the folder is the same for every engine"}}
@@ -97,14 +98,19 @@ def add_flags(parser: argparse.ArgumentParser, kind: type) -> dict[str, argparse
                 shown = metadata["defaults"].get(f.name, f.default)
                 dest, help = f"{outer.name}.{f.name}", metadata["helps"].get(f.name, f.metadata["help"])
                 how = _of_type(its_hint, metadata["metavar"])
-                actions[f.name] = add(option(f.name), dest=dest, help=help + _default(shown), **how)
+                actions[f.name] = add(option(f.name), dest=dest, help=sentence(help + _default(shown)), **how)
         else:
             help = metadata["help"] + (
                 "" if outer.default is None or outer.default is False else _default(outer.default)
             )
             help += " (needs no name)" if metadata["positional"] else " (required)" if metadata["required"] else ""
-            actions[outer.name] = add(option(outer.name), help=help, **_of_type(hint) | metadata["how"])
+            actions[outer.name] = add(option(outer.name), help=sentence(help), **_of_type(hint) | metadata["how"])
     return actions
+
+
+def sentence(help: str) -> str:
+    """A help text as people read it."""
+    return f"{help[0].upper()}{help[1:]}."
 
 
 _hints = functools.cache(typing.get_type_hints)
@@ -169,7 +175,7 @@ def read_arguments(kind: type[Kind], arguments: Sequence[str], *, prog: str, **h
     parser = argparse.ArgumentParser(prog=prog, usage=_usage(kind), exit_on_error=False, allow_abbrev=False, **how)
     parser.add_argument(
         "--config", dest="config file", type=Path, default=argparse.SUPPRESS, metavar="FILE",
-        help="YAML or JSON with defaults of these flags by their names; flags go before",
+        help="YAML or JSON with defaults of these flags by their names; flags go before.",
     )  # fmt: skip
     actions = add_flags(parser, kind)
     outer = [f for f, _ in _fields(kind)]

@@ -52,16 +52,16 @@ _models, _prompts, _sizes, _shapes = in_groups("models", "prompts", "sizes", CON
 class BenchSettings(Rows, DraftRevision, TargetLoading, Reporting):
     """The flags of `osd-hf bench`."""
 
-    target: str | None = _models("instead of the bundled target", metavar="ID|PATH")
-    draft: str | None = _models("instead of the bundled draft", metavar="ID|PATH")
+    target: str | None = _models("a target in place of the bundled one", metavar="ID|PATH")
+    draft: str | None = _models("a draft in place of the bundled one", metavar="ID|PATH")
     num_assistant_tokens: str = _models("tokens drafted per round (k), one or several", "5", metavar="N[,N...]")
     compile_draft: bool = _models("also time lean drafting with the draft compiled", False)
-    prompts: list[str] | None = _prompts("instead of the bundled domains: Hub id or folder of a data set, or a json, "
-                                         "jsonl or parquet file (repeat for several)", metavar="ID|FILE")  # fmt: skip
+    prompts: list[str] | None = _prompts("Hub id or folder of a data set, or a json, jsonl or parquet file, in place "
+                                         "of the bundled domains (repeat for several)", metavar="ID|FILE")  # fmt: skip
     column: str | None = _prompts("column of the prompt, a user's turn; prompt by default")
     chat_template: bool = _prompts(CHAT_TEMPLATE, True)
     num_requests: int = _sizes("requests that are timed, per data set", 16, metavar="N")
-    watched_requests: int = _sizes("of them, per data set, answered once more to time what a round consists of", 3,
+    watched_requests: int = _sizes("requests per data set that are answered again, to time the parts of a round", 3,
                                    metavar="N")  # fmt: skip
     learn_requests: int = _sizes("requests per data set, served before to make the learned draft; 0 leaves it out",
                                  50, metavar="N")  # fmt: skip
@@ -70,7 +70,7 @@ class BenchSettings(Rows, DraftRevision, TargetLoading, Reporting):
     threads: int | None = flag(THREADS, metavar="N")
     controlled: str | None = _shapes("probability with which a proposal is right", metavar="ALPHA[,ALPHA...]")
     target_shape: str | None = _shapes(f"shape of the target: {', '.join(SHAPES)}; 7b by default", metavar="NAME")
-    draft_shape: str | None = _shapes("likewise, of the draft; 160m by default", metavar="NAME")
+    draft_shape: str | None = _shapes("shape of the draft; 160m by default", metavar="NAME")
     prompt_tokens: int | None = _shapes("tokens of a prompt; 64 by default", metavar="N")
     output_dir: Path = flag("folder of report and plot, which are overwritten", Path("osd_hf_bench"), metavar="DIR")
 

@@ -33,7 +33,7 @@ class CollectSettings(Server, Prompts, Collecting):
     """The flags of `osd-hf collect`."""
 
     max_new_tokens: int = _answers("most tokens of an answer", 128, metavar="N")
-    temperature: float = _answers("of sampling; 0 is greedy", 0.0, metavar="X")
+    temperature: float = _answers("temperature of sampling; 0 is greedy", 0.0, metavar="X")
     top_p: float | None = _answers("share of the probability that is sampled from, with a --temperature", metavar="X")
     top_k: int | None = _answers("likeliest tokens that are sampled from, with a --temperature", metavar="N")
     seed: int | None = _answers("seed of sampling, sent with each request", metavar="N")

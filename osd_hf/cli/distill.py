@@ -46,19 +46,21 @@ class DistillSettings(Rows, DraftRevision, TargetLoading, Reporting):
     target: str | None = _models("Hub id or folder of the model to learn from; not needed with --store",
                                  metavar="ID|PATH")  # fmt: skip
     draft: str | None = _models("Hub id or folder of the model that learns", metavar="ID|PATH")
-    dtype: Dtype = _models("of the target; a draft learns in float32", "auto")
-    device: str | None = _models("such as cpu or cuda:0, for loading")
+    dtype: Dtype = _models("dtype of the target; a draft learns in float32", "auto")
+    device: str | None = _models("where models are loaded, such as cpu or cuda:0")
     lora_rank: int | None = _models("train adapters of this rank on all linear layers, merged at the end", metavar="R")
     prompts: str | None = _prompts("Hub data set id, or a json, jsonl or parquet file. Without --column and "
                                    "--prompt-template, its columns are prompt and perhaps completion, or messages",
                                    metavar="ID|FILE")  # fmt: skip
     chat_template: bool = _prompts(CHAT_TEMPLATE, True)
-    store: str | None = _prompts("instead of prompts: folder of captured requests", metavar="DIR")
-    num_requests: int | None = _prompts("of the data, the first N; all by default", metavar="N")
+    store: str | None = _prompts("folder of captured requests, in place of prompts", metavar="DIR")
+    num_requests: int | None = _prompts("first N requests of the data; all by default", metavar="N")
     eval_prompts: str | None = _prompts("held-out prompts, read like --prompts", metavar="ID|FILE")
-    eval_split: str = _prompts("of a Hub data set", "test")
-    eval_store: str | None = _prompts("instead: folder of held-out captured requests", metavar="DIR")
-    num_held_out: int = _prompts("instead: hold out the last N requests of the data", 0, metavar="N")
+    eval_split: str = _prompts("part of the data set of --eval-prompts", "test")
+    eval_store: str | None = _prompts("folder of held-out captured requests, in place of --eval-prompts",
+                                     metavar="DIR")  # fmt: skip
+    num_held_out: int = _prompts("hold out the last N requests of the data", 0, metavar="N")
+    resume: bool = flag("go on from the last checkpoint of the output folder", False)
     trust_remote_code: bool = False  # a flag of the training settings
     training: Any = None  # a DistillConfig, whose fields are flags as well; the class takes seconds to import
 
@@ -97,6 +99,9 @@ def read_settings(arguments: Sequence[str], **how: Any) -> DistillSettings:
     usage = "%(prog)s [-h] [--config FILE] [--NAME VALUE ...]"  # there are some 170 flags
     parser = TrlParser(kind, parents=[own], usage=usage, exit_on_error=False, **how)
     parser.set_defaults(output_dir="osd_hf_distill")
+    for action in parser._actions:
+        if action.dest in kind.without_meaning:
+            action.help = argparse.SUPPRESS  # nothing is offered that would be refused
     try:
         first, unknown = parser.parse_known_args(arguments)
         if "config" in first:
@@ -115,8 +120,12 @@ def read_settings(arguments: Sequence[str], **how: Any) -> DistillSettings:
         raise
     except (ValueError, TypeError) as error:
         raise ConfigError(f"The training settings do not go together: {first_line(error)}.") from error
-    return replace(settings_from(DistillSettings, vars(given)), training=training,
-                   trust_remote_code=training.trust_remote_code)  # fmt: skip
+    settings = settings_from(DistillSettings, vars(given))
+    if settings.resume:
+        if training.resume_from_checkpoint:
+            raise ConfigError("Give one of --resume, the last checkpoint, and --resume-from-checkpoint.")
+        training.resume_from_checkpoint = True
+    return replace(settings, training=training, trust_remote_code=training.trust_remote_code)
 
 
 def _refuse(unknown: list[str], known: Iterable[str]) -> None:

@@ -57,18 +57,18 @@ class DoctorSettings(Server, DraftRevision, TargetLoading, Prompts, Reporting):
     """The flags of `osd-hf doctor`."""
 
     url: str = _server("address of the engine itself, such as http://localhost:8000", required=True)
-    draft: str = _models("that the engine should have; beside a published version, older ones are tried as well",
+    draft: str = _models("draft that the engine should have; beside a published version, older ones are tried as well",
                          required=True, metavar="ID|PATH")  # fmt: skip
-    target: str = _models("that the engine should have, for its tokenizer and vocabulary (no weights are loaded)",
+    target: str = _models("target that the engine should have, for its tokenizer and vocabulary (no weights are read)",
                           required=True, metavar="ID|PATH")  # fmt: skip
     check_target: bool = _models("load the target's weights, and let it read some answers", False)
     threads: int | None = _models(THREADS, metavar="N")
-    store: str | None = _prompts("instead of prompts: folder of collected requests, whose newest are asked again and "
+    store: str | None = _prompts("folder of collected requests, in place of prompts; the newest are asked again and "
                                  "compared with their answers", metavar="DIR")  # fmt: skip
     num_requests: int = _prompts("requests that are asked; up to twice as many where others use the engine", 48,
                                  metavar="N")  # fmt: skip
     max_new_tokens: int = _answers("most tokens of an answer", 64, metavar="N")
-    token_seconds: float | None = _answers("what a token takes in this engine without a draft, at this concurrency, "
+    token_seconds: float | None = _answers("seconds of a token in this engine without a draft, at this concurrency, "
                                            "to say whether drafting pays", metavar="S")  # fmt: skip
 
     def check(self) -> None:

@@ -27,8 +27,8 @@ class DraftSettings(Prompts, TargetLoading, Reporting):
 
     target: str = flag("Hub id or folder of the model to draft for", positional=True, metavar="ID|PATH")
     output_dir: Path = flag("new or empty folder of the draft", positional=True, metavar="DIR")
-    store: str | None = _prompts("instead of prompts: folder of captured requests", metavar="DIR")
-    layers: str | None = _making("instead of --num-layers: which ones, such as 0,1,29", metavar="I,J,...")
+    store: str | None = _prompts("folder of captured requests, in place of prompts", metavar="DIR")
+    layers: str | None = _making("layers of the draft, such as 0,1,29, in place of --num-layers", metavar="I,J,...")
     config: MakingConfig = part(group="making", metavar="X")
 
     def __post_init__(self) -> None:

@@ -289,7 +289,7 @@ class Rows(Settings):
     split: str = _prompts("part of a data set", "train")
     subset: str | None = _prompts("configuration of a data set", metavar="NAME")
     column: str | None = _prompts("column of the prompt, a user's turn")
-    prompt_template: str | None = _prompts("instead of a column: a format string, such as 'db: {db_id}\\n{question}'",
+    prompt_template: str | None = _prompts("format string in place of a column, such as 'db: {db_id}\\n{question}'",
                                            metavar="FORMAT")  # fmt: skip
 
     def source(self, location: str, *, default_column: str | None = None, **more: Any) -> PromptSource:
@@ -312,7 +312,7 @@ class Evaluated(Rows):
 
     prompts: str | None = _prompts("Hub data set id, or a json, jsonl or parquet file; generated ones by default",
                                    metavar="ID|FILE")  # fmt: skip
-    split: str = _prompts("of a data set", "test")
+    split: str = _prompts("part of a data set", "test")
     column: str | None = _prompts("column of the prompt, a user's turn; prompt by default")
     domain_column: str | None = _prompts("column of the label", metavar="COLUMN")
     num_requests: int = _prompts("prompts that drafts are judged by, the first ones", 64, metavar="N")

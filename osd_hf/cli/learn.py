@@ -61,7 +61,7 @@ class LearnSettings(DraftRevision, TargetLoading, Learning, Reporting):
                                     metavar="R")  # fmt: skip
     threads: int | None = _models("threads of torch; its own choice by default", metavar="N")
     domain: str | None = _requests("learn from requests of this label only", metavar="NAME")
-    by_domain: bool = _requests("a draft of its own for each label, whose versions go to OUTPUT_DIR/LABEL", False)
+    by_domain: bool = _requests("teach each label a draft of its own, whose versions go to OUTPUT_DIR/LABEL", False)
     target_version: str | None = _requests("learn from requests of this version of the target only; of the newest by "
                                            "default", metavar="NAME")  # fmt: skip
     rescore: bool = _requests("let the target, whose weights are loaded, score those of other versions anew", False)
@@ -73,12 +73,12 @@ class LearnSettings(DraftRevision, TargetLoading, Learning, Reporting):
     keep: int = _publishing("newest versions that are kept", 5, metavar="N")
     publish_seconds: float = _publishing("least seconds between two versions", 30.0, metavar="S")
     repo_id: str | None = _publishing("push each version to this repo of the Hub, too", metavar="USER/NAME")
-    public: bool = _publishing("with --repo-id: everybody may read it; otherwise a new repo is private, and a public "
-                               "one is refused", False)  # fmt: skip
+    public: bool = _publishing("let everybody read what goes to --repo-id; otherwise a new repo is private, and a "
+                               "public one is refused", False)  # fmt: skip
     token: str | None = _publishing("token of the Hub; the login of this machine by default")
     license: str | None = _publishing("license of the draft's base, as the Hub names it, for the card", metavar="NAME")
     metrics_port: int | None = _publishing("also answer scrapes of Prometheus on this port", metavar="PORT")
-    metrics_host: str = _publishing("address that they come to; other machines are let in by 0.0.0.0", "127.0.0.1")
+    metrics_host: str = _publishing("address that scrapes come to; other machines are let in by 0.0.0.0", "127.0.0.1")
     report_to: list[str] | None = _publishing("also log to trackio, tensorboard, wandb, ...", metavar="NAME")
     deploy: list[str] | None = _deploying(
         "load versions into an engine, watch it, and go back where fewer tokens are accepted (repeat for several): "

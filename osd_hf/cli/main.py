@@ -13,7 +13,7 @@ import huggingface_hub.constants
 
 from osd_hf import __version__
 from osd_hf.cli import BAD_INPUT, FAILED, INTERRUPTED
-from osd_hf.cli.arguments import add_flags, read_arguments, spelled
+from osd_hf.cli.arguments import add_flags, read_arguments, sentence, spelled
 from osd_hf.errors import (
     CaptureError,
     ConfigError,
@@ -104,7 +104,7 @@ def _asked(argv: Sequence[str]) -> tuple[Callable[[Any], int], Any]:
         _refuse(argv)
     name, arguments = argv[0], spelled(argv[0], argv[1:])
     help = COMMANDS[name]
-    texts = {"prog": f"osd-hf {name}", "description": help[0].upper() + help[1:] + ".", "epilog": EPILOG}
+    texts = {"prog": f"osd-hf {name}", "description": sentence(help), "epilog": EPILOG}
     module = _module(name)
     if name == "distill":  # reads them by the parser of trl, which takes seconds to import
         # A token is known by the whole name of its flag, and never written down.
@@ -127,12 +127,12 @@ def _refuse(argv: Sequence[str]) -> None:
     parser.add_argument("--version", action="version", version=f"osd-hf {__version__}")
     parser.add_argument(
         "--print-completion", metavar="SHELL",
-        help="print a script with which bash, zsh, fish, tcsh or powershell completes commands and flags",
+        help="Print a script with which bash, zsh, fish, tcsh or powershell completes commands and flags.",
     )  # fmt: skip
     for title, commands in GROUPS.items():
         group = parser.add_argument_group(title)
         for name, help in commands.items():
-            group.add_argument(name, nargs="?", help=help)
+            group.add_argument(name, nargs="?", help=sentence(help))
     if not argv:
         parser.error("name a command")
     if not argv[0].startswith("-"):

@@ -36,7 +36,8 @@ class PlanSettings(TargetRevision, DraftRevision, Learning, Reporting):
 
     target: str = _models("Hub id or folder of the model that answers; its configuration alone is read",
                           required=True, metavar="ID|PATH")  # fmt: skip
-    draft: str = _models("likewise, of the model that drafts and learns", required=True, metavar="ID|PATH")
+    draft: str = _models("Hub id or folder of the model that drafts and learns, likewise", required=True,
+                         metavar="ID|PATH")  # fmt: skip
     target_dtype: Dtype = _models("dtype of the target: auto is the configuration's own", "auto")
     draft_dtype: Dtype = _models("dtype of the draft: auto is the configuration's own", "auto")
     lora_rank: int | None = _models("learn adapters of this rank on all linear layers", metavar="R")

@@ -36,7 +36,7 @@ class ProxySettings(Collecting):
     port: int = _serving("port to listen at", 8080)
     max_body_bytes: int = _serving("largest body of a request", 64 << 20, metavar="N")
     allow_development: bool = _serving("pass on what vLLM's development endpoints are asked, which rule it", False)
-    shutdown_seconds: float = _serving("what running answers have to end after a signal", 60.0, metavar="S")
+    shutdown_seconds: float = _serving("seconds that running answers are given after a signal", 60.0, metavar="S")
     learn: bool = _learning("also run osd-hf learn on the store, as a process of its own", False)
     draft: str | None = _learning("where learning starts; the bundled one by default", metavar="ID|PATH")
     output_dir: Path | None = _learning("where versions go", metavar="DIR")

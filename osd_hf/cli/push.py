@@ -80,11 +80,11 @@ class PushSettings(LearnedDraft, Evaluated):
                                    "read; generated ones by default", metavar="ID|FILE")  # fmt: skip
     timed_requests: int = _evaluation("prompts that are also timed live", 12, metavar="N")
     num_assistant_tokens: int | None = _evaluation("tokens drafted per round (k); tuned by default", metavar="N")
-    domain: list[str] | None = _card("domain that it learned on (repeat for several)", metavar="NAME")
+    domain: list[str] | None = _card("domain that the draft learned on (repeat for several)", metavar="NAME")
     license: str | None = _card("license of the draft's base, as the Hub names it", metavar="NAME")
-    private: bool = _pushing("as by default: a new repo is private, and a public one is refused",
+    private: bool = _pushing("keep it private, as by default: a public repo is refused",
                              False, rivals="readers")  # fmt: skip
-    public: bool = _pushing("everybody may read it; a draft may have learned answers by heart",
+    public: bool = _pushing("let everybody read it; a draft may have learned answers by heart",
                             False, rivals="readers")  # fmt: skip
     custom_generate: bool = _pushing("also write code by which `target.generate(custom_generate=REPO, "
                                      "trust_remote_code=True)` is fast with transformers alone", False)  # fmt: skip

@@ -66,7 +66,7 @@ class RunSettings(Prompts, DraftRevision, TargetLoading, Learning, Reporting):
     bundled: bool = _models("serve the bundled pair, on prompts of its domains", False)
     max_new_tokens: int = _answers("most tokens of an answer", 128, metavar="N")
     do_sample: bool = _answers("sample answers, which --seed makes repeatable; they are greedy otherwise", False)
-    temperature: float | None = _answers("of sampling, with --do-sample", metavar="X")
+    temperature: float | None = _answers("temperature of sampling, with --do-sample", metavar="X")
     top_p: float | None = _answers("share of the probability that is sampled from, with --do-sample", metavar="X")
     top_k: int | None = _answers("likeliest tokens that are sampled from, with --do-sample", metavar="N")
     learn: bool = flag("let the draft learn; without it, serve and count only", True)

@@ -48,14 +48,14 @@ class ServeSettings(DraftRevision, TargetLoading, Learning):
     served_model_name: str | None = _server("how clients name the model; as --target does by default", metavar="NAME")
     api_key: str | None = _server("what clients must send as a bearer token; other users of this machine can see it, "
                                   "so the next one is better", rivals="key")  # fmt: skip
-    api_key_file: Path | None = _server("file that holds it", rivals="key", metavar="FILE")
+    api_key_file: Path | None = _server("file that holds that key", rivals="key", metavar="FILE")
     max_queue: int = _server("requests that may wait; further ones are answered 503", 64, metavar="N")
-    shutdown_seconds: float = _server("what requests that have come have to end, once the server is told to stop",
+    shutdown_seconds: float = _server("seconds that requests are given to end, once the server is told to stop",
                                       30.0, metavar="S")  # fmt: skip
     max_new_tokens: int = _answers("most tokens of an answer to a chat that names no most", 1024, metavar="N")
     learn: bool = flag("let the draft learn; without it, serve and count only", True)
-    session: Path | None = flag("go on with the session there, and save it every --autosave-interval updates and in "
-                                "the end; it holds tokens of requests", metavar="DIR")  # fmt: skip
+    state_dir: Path | None = flag("session to go on with, which is saved there every --autosave-interval updates and "
+                                  "in the end; it holds tokens of requests", metavar="DIR")  # fmt: skip
     config: OnlineConfig = learning(**ONE_DRAFT)
 
     @property
@@ -75,8 +75,8 @@ class ServeSettings(DraftRevision, TargetLoading, Learning):
             raise ConfigError("--update-strategy manual would never learn here: choose another, or --no-learn.")
         if self.config.update_strategy != "idle":
             self.check_changed(["micro_step_seconds"], "it is for --update-strategy idle")
-        if self.session is None:
-            self.check_changed(["autosave_interval"], "nothing is saved without --session")
+        if self.state_dir is None:
+            self.check_changed(["autosave_interval"], "nothing is saved without --state-dir")
         _ = self.key
 
     @property
@@ -151,7 +151,7 @@ def serve_command(settings: ServeSettings) -> int:
 def opened(settings: ServeSettings) -> OnlineAssistant:
     """The pair with its session, warmed up."""
     pair = load_pair(settings.target, settings.draft, translates=True, **settings.loading)
-    session = None if settings.session is None else settings.session.expanduser()
+    session = None if settings.state_dir is None else settings.state_dir.expanduser()
     if session is not None:
         check_pointer(session)
     ids = torch.tensor([pair.tokenizer(WARM_UP)["input_ids"]], device=input_device(pair.target))

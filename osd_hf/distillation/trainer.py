@@ -99,9 +99,9 @@ class DistillConfig(GKDConfig):
 
     sample_source: str = setting("teacher", "Whose tokens are learned on: " + ", ".join(SAMPLE_SOURCES) + ".")
     divergence: str = setting("forward_kl", "Loss between target and draft: " + ", ".join(DIVERGENCES) + ".")
-    temperature: float = setting(1.0, "Of the samples; 0 takes the likeliest token.")
+    temperature: float = setting(1.0, "Temperature of the samples; 0 takes the likeliest token.")
     num_assistant_tokens: int = setting(5, "Tokens drafted per round where acceptance is measured.")
-    eval_temperature: float = setting(0.0, "Of the target's answers to held-out prompts; 0 is greedy.")
+    eval_temperature: float = setting(0.0, "Temperature of the answers to held-out prompts; 0 is greedy.")
     early_stopping_patience: int | None = setting(None, "Stop after so many evaluations without a new best.")
     metric_for_best_model: str | None = setting(
         "alpha", "What the best checkpoint is best at: alpha or block_efficiency."
@@ -110,13 +110,14 @@ class DistillConfig(GKDConfig):
     gradient_checkpointing: bool | None = setting(  # type: ignore[assignment]
         None, "Deprecated in transformers; use activation_checkpointing."
     )
-    dataloader_pin_memory: bool = setting(False, "Of no use: batches hold numbers of rows.")
+    dataloader_pin_memory: bool = setting(False, "Pin the memory of batches, which hold numbers of rows alone.")
     hub_private_repo: bool | None = setting(True, "Push to a private repo; a draft may have learned answers by heart.")
     bf16: bool = setting(False, "Compute in bf16; the draft's weights are kept in fp32.")
     lmbda: float = setting(0.5, "The draft's share in the mixes.")
     resume_from_checkpoint: str | None = setting(None, "A checkpoint, or true: the last one in the output folder.")
 
     _argument_group_name = "training"  # where the help of a `HfArgumentParser` has its flags
+    without_meaning = frozenset(_WITHOUT_MEANING)  # which no help shows
 
     def __post_init__(self) -> None:
         def must(name: str, holds: bool, rule: str) -> None:
