@@ -159,6 +159,26 @@ def test_a_target_with_a_device_map_is_served(repos: Path, tmp_path: Path, devic
     assert answer(assistant.generate, assistant.tokenizer, **settings) == alone
 
 
+@pytest.mark.filterwarnings("ignore")  # of packages that this one only uses where they are
+@pytest.mark.parametrize(("name", "package"), [("int8", "torchao"), ("4bit", "bitsandbytes")])
+def test_a_quantized_target_is_served_and_learned_from(repos: Path, tmp_path: Path, name: Any, package: str) -> None:
+    pytest.importorskip(package)
+    qwen(72, 64, 2, tied=False, seed=0).save_pretrained(tmp_path)  # four bits are packed by 64
+    chatting().save_pretrained(tmp_path)
+    how = {"dtype": torch.float32, "quantization_config": pairs.quantization_config(name, "float32")}
+    assistant = OnlineAssistant(tmp_path, repos / "0.5B", config=MANUAL, device="cpu", **how)
+    kinds = {type(p).__name__ for model in (assistant.target, assistant.draft) for p in model.parameters()}
+    assert len(kinds) == 2  # the target's matrices are of another class than a draft's
+    settings = {"do_sample": False}
+    alone = answer(assistant.target.generate, assistant.tokenizer, **settings)
+    before = {name: value.clone() for name, value in assistant.draft.state_dict().items()}
+    assert answer(assistant.generate, assistant.tokenizer, **settings) == alone
+    assistant.update()
+    assert assistant.version == 1
+    assert not all(torch.equal(value, before[name]) for name, value in assistant.draft.state_dict().items())
+    assert answer(assistant.generate, assistant.tokenizer, **settings) == alone
+
+
 def test_a_draft_by_its_name_comes_to_a_target_that_is_loaded(repos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     placed: list[str] = []
     monkeypatch.setattr(pairs, "placed", lambda model, device: placed.append(device) or model)
