@@ -7,8 +7,9 @@ the draft meanwhile, the new version is deployed, and vLLM's own counters on lat
     OSD_HF_DATA=... python recipes/vllm_loop.py --vllm .venv-vllm --requests 32 --later 8        # smoke
 
 Reported: time of each step; of the later prompts vLLM's counters with the static draft, the learned one loaded into
-the running server, and the learned one after a restart, beside what replay says of the same answers; whether each
-completion is transformers' own greedy one in float32; bytes per token of the store.
+the running server, and the learned one after a restart, beside what replay says of the same answers; tokens a second
+of the same engine without a draft; whether each completion is transformers' own greedy one in float32; bytes per token
+of the store.
 
 vLLM counts accepted over drafted tokens. Its first token comes with the prompt and is not drafted, so that its rounds
 begin one token later than transformers' ones, and it counts what is accepted after the end of an answer. `examined`
@@ -282,10 +283,14 @@ def main() -> None:
         seconds["restart"] = time.perf_counter() - began
         name = "restarted"
         counters[name], reports[name] = asked(args, engine, folder / "later.jsonl", folder / f"later-{name}")
+    with serving(args, None, folder / "vllm-alone.log") as (engine, _):  # which counts no drafts
+        collected(args, engine, folder / "warm.jsonl", folder / "later-alone-warm")
+        reports["alone"] = collected(args, engine, folder / "later.jsonl", folder / "later-alone")
 
     learned = json.loads((folder / "learn.json").read_text())
     order = [t.prompt_ids.tobytes() for t in CorrectionStore(folder / "later-static")]
-    answers = {way: in_order(folder / f"later-{way}", order) for way in counters}
+    ways = ("alone", *counters)
+    answers = {way: in_order(folder / f"later-{way}", order) for way in ways}
     latest = latest_version(versions)
     assert latest is not None
     report = {
@@ -293,7 +298,7 @@ def main() -> None:
         "ours": {"static": ours(static, answers["static"]), "learned": ours(latest, answers["restarted"])},
         "not_identical": {way: differing(traces) for way, traces in answers.items()},
         "seconds": {**seconds, "learning": learned["learning_seconds"]},
-        "later_tokens_per_second": {way: reports[way]["tokens"] / reports[way]["seconds"] for way in counters},
+        "later_tokens_per_second": {way: reports[way]["tokens"] / reports[way]["seconds"] for way in ways},
         "bytes_per_token": reports["collect"]["bytes_per_token"],
         "collected": {name: reports["collect"][name] for name in ("requests", "tokens", "bytes", "seconds")},
         "versions": [
