@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -399,6 +400,11 @@ def test_a_program_chats_and_reads_the_statistics(address: str) -> None:
         client.predict("", api_name="/chat")
     with pytest.raises(AppError, match="`k` must be"):
         client.predict("What is 3 + 4?", k="many", api_name="/chat")
+    page = (Path(__file__).parents[1] / "app/README.md").read_text()
+    (shown,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    with redirect_stdout(io.StringIO()) as printed:
+        exec(shown.replace("http://127.0.0.1:7860", address), {})
+    assert re.search(r" \d\.\d+ \d\.\d+\n\{.*'alpha'", printed.getvalue())
 
 
 # --- strangers ------------------------------------------------------------------------------------------------------

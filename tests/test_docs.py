@@ -29,6 +29,7 @@ from osd_hf import OnlineAssistant, OnlineConfig
 from osd_hf.cli.main import COMMANDS, _asked
 from osd_hf.memory import memory_plan
 from osd_hf.pair import Pair
+from osd_hf.serving.adding import asking
 from osd_hf.serving.server import Service, make_app
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
@@ -224,6 +225,19 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(there), address
 
 
+def test_what_a_log_is_to_hold_is_what_the_proxy_asks_for() -> None:
+    (_, shown), *others = blocks(ROOT / "docs/vllm.md", "json")
+    assert not others
+    assert json.loads(shown) == json.loads(asking(b"{}", {}, is_chat=False, num_logprobs=OnlineConfig().num_logprobs))
+
+
+def test_each_recipe_has_one_row() -> None:
+    rows = re.findall(r"^\| (`[^|]*)\|", (ROOT / "recipes/README.md").read_text(), re.MULTILINE)
+    named = [name for row in rows for name in re.findall(r"`(\w+\.(?:py|sh))`", row)]
+    files = {path.name for path in (ROOT / "recipes").iterdir() if path.suffix in (".py", ".sh")}
+    assert sorted(named) == sorted(files - {"common.py", "experiment.py"})  # which the others share
+
+
 # --- figures are of this code ---------------------------------------------------------------------------------------
 
 
@@ -266,11 +280,11 @@ def mark(names: list[str], folder: Path = RESULTS) -> str:
 
 
 def measured_tables(text: str) -> list[tuple[str | None, str]]:
-    """Of each table with cells that begin with a fraction: the reports that the comment before it names, and what
+    """Of each table that names a report, or has cells that begin with a fraction: the comment before it, and what
     follows up to the next table or heading."""
     found = []
     for table in re.finditer(r"(?:^<!-- (.*?) -->\n)?((?:^\|.*\n)+)", text, re.MULTILINE):
-        if re.search(r"\| [*+-]*\d+\.\d\d", table[2]):
+        if (table[1] or "").startswith("report") or re.search(r"\| [*+-]*\d+\.\d\d", table[2]):
             after = re.split(r"^(?:#|\||<!-- report)", text[table.end() :], maxsplit=1, flags=re.MULTILINE)[0]
             found.append((table[1], " ".join(after.split())))
     return found
@@ -346,6 +360,17 @@ def test_the_citation_is_valid_and_of_this_version() -> None:
     assert citation["license"] == PROJECT["license"]
     (paper,) = citation["references"]
     assert {"type", "title", "authors", "year"} <= set(paper)
+
+
+def test_versions_are_those_that_the_tests_run_with() -> None:
+    newest, lowest = (
+        dict(re.findall(r"^(\w+)==(\d+\.\d+)", (ROOT / name).read_text(), re.MULTILINE))
+        for name in ("constraints.txt", "constraints-lowest.txt")
+    )
+    told = f"transformers {lowest['transformers']} to {newest['transformers']}, torch {newest['torch']}"
+    for page in (README, ROOT / "docs/promises.md"):
+        assert told in page.read_text()
+        assert f"Python {PROJECT['requires-python'].removeprefix('>=')}" in page.read_text()
 
 
 def test_badges_are_true() -> None:
