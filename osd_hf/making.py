@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from osd_hf.capture.hook import processors_asked, record_traces, scored
+from osd_hf.capture.hook import record_traces, scored
 from osd_hf.chunked_loss import SampledTail
 from osd_hf.config import OnlineConfig, setting
 from osd_hf.cutting import cut, depth, has_attention, outer_layers
@@ -260,22 +258,7 @@ def _answered(
         batch = requests[first : first + AT_ONCE]
         yield from _with_rows(target, [trace for trace in batch if len(trace)], width)
         unanswered = [trace.prompt_ids.tolist() for trace in batch if not len(trace)]
-        with _unprocessed(target):
-            yield from record_traces(target, unanswered, max_new_tokens=max_new_tokens, num_logprobs=width)
-
-
-@contextlib.contextmanager
-def _unprocessed(target: Any) -> Iterator[None]:
-    """The target answers without the logits processors that its generation config asks for: what a draft learns are
-    the raw rows, which these change afterwards for target and draft alike."""
-    inner = unwrap(target)
-    before, inner.generation_config = inner.generation_config, copy.deepcopy(inner.generation_config)
-    for name in processors_asked(before):
-        setattr(inner.generation_config, name, None)
-    try:
-        yield
-    finally:
-        inner.generation_config = before
+        yield from record_traces(target, unanswered, max_new_tokens=max_new_tokens, num_logprobs=width)
 
 
 def _of_target(target: Any, traces: Iterable[Trace]) -> list[Trace]:

@@ -462,6 +462,7 @@ def test_stats_are_drawn() -> None:
 
 def test_drafts_are_evaluated_on_texts() -> None:
     target, draft = models.pair()
+    target.generation_config.repetition_penalty = PUBLISHED["repetition_penalty"]
     texts = ["abc", "xyz"]
     found = evaluate(target, draft, target, models.tokenizer(), texts)
     assert [prompt.text for prompt in found.dataset.prompts] == texts

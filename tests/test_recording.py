@@ -52,3 +52,22 @@ def test_an_empty_prompt_is_named() -> None:
             recorded(target, [[3], []])
         assert forwards.count == 0
     assert recorded(target, []) == []
+
+
+def test_a_target_answers_without_its_processors_which_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = models.build()
+    plain = recorded(target, [[3, 4, 5]])[0].completion_ids.tolist()
+    settings = target.generation_config
+    settings.repetition_penalty, settings.guidance_scale = 5.0, 2.0
+    assert recorded(target, [[3, 4, 5]])[0].completion_ids.tolist() == plain
+    assert target.generation_config is settings
+
+    def fails(**_: Any) -> Any:
+        assert target.generation_config.repetition_penalty is None
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(target, "generate", fails)
+    with pytest.raises(RuntimeError, match="no memory"):
+        recorded(target, [[3, 4, 5]])
+    assert target.generation_config is settings
+    assert (settings.repetition_penalty, settings.guidance_scale) == (5.0, 2.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 import os
@@ -145,14 +146,15 @@ def record_traces(
     domain: str | None = None,
 ) -> Iterator[Trace]:
     """
-    Greedy answers of the target to each prompt, as traces without rounds.
+    Greedy answers of the target to each prompt, as traces without rounds: its own choice, without what its generation
+    config asks for, such as a `repetition_penalty`.
 
     Prompts are answered in padded batches. In fp32 a batch may, once in many thousand tokens, break a tie of the top
     two logits otherwise than a single prompt does.
 
     Args:
         target (`PreTrainedModel`):
-            Decoder-only or encoder-decoder; its own generation config must be greedy without logits processors.
+            Decoder-only or encoder-decoder.
         prompts (`Sequence[Sequence[int]]`): Token ids of each prompt.
         max_new_tokens (`int`): Bound of each answer.
         batch_size (`int`, *optional*, defaults to 32): Prompts answered at once.
@@ -163,17 +165,11 @@ def record_traces(
         `Trace`: in the order of the prompts.
 
     Raises:
-        ConfigError: an empty prompt, or a target whose generation config asks for logits processors.
+        ConfigError: an empty prompt.
     """
     for i, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise ConfigError(f"Prompt {i} is empty; every prompt needs at least one token.")
-    asked = processors_asked(target.generation_config)
-    if asked:
-        raise ConfigError(
-            f"The target's generation config sets {', '.join(sorted(asked))}, so its answers are not its own greedy "
-            "choice. Unset it for the recording, or capture assisted requests instead."
-        )
     is_encoder_decoder, size = target.config.is_encoder_decoder, vocab_size_of(target)
     sampling = {"max_new_tokens": max_new_tokens, "processors": []}
     sampling["eos_token_id"] = target.generation_config.eos_token_id
@@ -181,7 +177,7 @@ def record_traces(
         batch, version = prompts[first : first + batch_size], target_version(target)
         ids, mask = padded(batch, "right" if is_encoder_decoder else "left", input_device(target))
         recorder = _Recorder(num_logprobs)
-        with fast_kernels(unwrap(target)):
+        with fast_kernels(unwrap(target)), _unprocessed(target):
             output = target.generate(
                 input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=max_new_tokens,
                 logits_processor=LogitsProcessorList([recorder]),
@@ -200,10 +196,19 @@ def record_traces(
             )  # fmt: skip
 
 
-def processors_asked(generation_config: Any) -> set[str]:
-    """What a generation config asks for that would change greedy answers."""
-    asked = sampling_settings(generation_config).keys() - {"do_sample", "eos_token_id", *NO_WARPING}
-    return asked | ({"guidance_scale"} if generation_config.guidance_scale not in (None, 1) else set())
+@contextlib.contextmanager
+def _unprocessed(target: Any) -> Iterator[None]:
+    """The target answers without the logits processors that its generation config asks for: what a draft learns are
+    the raw rows, which these change afterwards for target and draft alike."""
+    inner = unwrap(target)
+    before, inner.generation_config = inner.generation_config, copy.deepcopy(inner.generation_config)
+    asked = sampling_settings(before).keys() - {"do_sample", "eos_token_id", *NO_WARPING}
+    for name in asked | {"guidance_scale"}:
+        setattr(inner.generation_config, name, None)
+    try:
+        yield
+    finally:
+        inner.generation_config = before
 
 
 class _Recorder(LogitsProcessor):
