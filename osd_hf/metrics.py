@@ -461,6 +461,13 @@ def expected_block_efficiency(alpha: float, k: int) -> float:
     return math.fsum(alpha**i for i in range(k + 1))
 
 
+def alpha_of(block_efficiency: float, k: int) -> float:
+    """The acceptance rate, 0 to 1, whose [`expected_block_efficiency`] at this k, at least 1, is so many tokens: below
+    the counted one, as hard tokens come together and the ends of answers cut rounds short."""
+    grid = np.linspace(0.0, 1.0, 1001)
+    return float(np.interp(block_efficiency, [expected_block_efficiency(alpha, k) for alpha in grid], grid))
+
+
 def expected_speedup(alpha: float, k: int, c: float) -> float:
     """
     How many times sooner the tokens come than from the target alone, `block efficiency / (c k + 1)`
@@ -508,7 +515,9 @@ class Costs:
     Args:
         target (`float`): Of the target's over one token.
         more (`float`): What each further token adds to it.
-        draft (`float`): Of the draft's over one token.
+        draft (`float`):
+            Of the draft's over one token; of one with a tokenizer of its own all that it takes to propose one token
+            of the target.
         target_prompt (`float`), draft_prompt (`float`): Over a prompt, encoders included.
     """
 

@@ -60,7 +60,7 @@ def replay(
     A draft with a tokenizer of its own is counted in the target's tokens, too, greedy and sampled traces alike: one of
     them is right where the draft predicts all that it is made of. This is near to a live run, not exact: there a round
     may begin in the middle of a word, where the draft goes on from what is there. Where its tokenizer cannot spell a
-    text, nothing is drafted.
+    text, or makes it longer than the draft's positions, nothing is drafted.
 
     Args:
         draft (`PreTrainedModel`): Any draft with the target's vocabulary, or one to translate to; not changed.
@@ -118,10 +118,13 @@ def redraft(
     drafted: list[Trace] = list(traces)
     predicted: list[NDArray[Any]] = []
     translated: dict[int, Translated] = {}
+    positions = getattr(draft.config.get_text_config(decoder=True), "max_position_embeddings", None)
     for i, trace in enumerate(traces if translation is not None else ()):
-        try:
-            translated[i] = translation(trace)  # type: ignore[misc]
-        except DataError:  # nothing is drafted where the text cannot be spelled
+        with contextlib.suppress(DataError):
+            made = translation(trace)  # type: ignore[misc]
+            if positions is None or len(made.trace.prompt_ids) + len(made.trace) - 1 <= positions:
+                translated[i] = made
+        if i not in translated:  # nothing is drafted where the text cannot be spelled, or does not fit
             drafted[i] = replace(trace, rounds=(DraftRound(np.zeros(0, np.int32), 0, 1),) * len(trace))
     places = range(len(traces)) if translation is None else list(translated)
     read = [translated[i].trace if i in translated else traces[i] for i in places]

@@ -28,7 +28,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from osd_hf import AcceptanceStats, CorrectionStore, OnlineConfig, Trace, UnsupportedModelError, record_traces
 from osd_hf.bench.display import figure, text_table
 from osd_hf.cutting import cut, depth
-from osd_hf.making import Course, MakingConfig, Piece, measured_costs, outer_layers, split, taught_draft, teach
+from osd_hf.drafting.timing import measured_costs
+from osd_hf.making import Course, MakingConfig, Piece, outer_layers, split, taught_draft, teach
 from osd_hf.pair import load_model, load_tokenizer
 
 GEMMA3 = {

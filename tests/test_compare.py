@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import shutil
@@ -20,7 +21,7 @@ from osd_hf.compare import DraftComparison
 from osd_hf.errors import HubError
 from osd_hf.hub.cards import EvaluationSet
 from osd_hf.hub.finding import ROW
-from osd_hf.metrics import Comparison, Costs, alpha_gain_interval
+from osd_hf.metrics import Comparison, Costs, alpha_gain_interval, alpha_of, expected_block_efficiency
 from osd_hf.pair import load_draft
 from osd_hf.prompts import Prompt, encode_turn
 
@@ -30,19 +31,30 @@ TEXTS = [f"question {i}" for i in range(6)]
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target, a draft, an adapter on the draft, and a draft with another tokenizer."""
-    folder = save_pair(tmp_path_factory.mktemp("pair"))
+    """A target, a draft, an adapter on the draft, the draft with two tokens exchanged in its tokenizer and in its
+    weights, and one with a tokenizer that does not tell the bytes of its tokens."""
+    folder = save_pair(tmp_path_factory.mktemp("pair"), vocab_size=259)  # each id is a token
     draft = AutoModelForCausalLM.from_pretrained(folder / "draft")
     torch.manual_seed(1)
     adapted = get_peft_model(draft, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     adapted.save_pretrained(folder / "adapter")
     (folder / "nested").mkdir()
     shutil.copytree(folder / "draft", folder / "nested" / "draft")
-    shutil.copytree(folder / "draft", folder / "foreign")
-    tokenizer = json.loads((folder / "foreign/tokenizer.json").read_text())
+    tokenizer = json.loads((folder / "draft/tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
-    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
-    (folder / "foreign/tokenizer.json").write_text(json.dumps(tokenizer))
+    one, other = vocab["a"], vocab["b"]
+    vocab["a"], vocab["b"] = other, one
+    draft = AutoModelForCausalLM.from_pretrained(folder / "draft")
+    with torch.no_grad():
+        for end in (draft.get_input_embeddings(), draft.get_output_embeddings()):
+            end.weight[[one, other]] = end.weight[[other, one]]
+    for name, changes in (
+        ("foreign", {}),
+        ("untold", {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}),
+    ):
+        shutil.copytree(folder / "draft", folder / name)
+        draft.save_pretrained(folder / name)
+        (folder / name / "tokenizer.json").write_text(json.dumps(tokenizer | changes))
     return folder
 
 
@@ -53,7 +65,10 @@ def test_all_drafts_are_scored_on_one_answer_of_the_target_a_prompt(
         AutoModelForCausalLM.from_pretrained(pair / "target"),
         AutoTokenizer.from_pretrained(pair / "target"),
     )
-    drafts = {name: load_draft(str(pair / name)) for name in ("draft", "adapter", "target")}
+    drafts = {name: load_draft(str(pair / name)) for name in ("draft", "adapter", "target", "foreign")}
+    drafts["foreign"] = copy.deepcopy(drafts["foreign"])  # of which it is not known where it came from
+    drafts["foreign"].config.name_or_path = ""
+    own = {"foreign": AutoTokenizer.from_pretrained(pair / "foreign")}
     asked: list[int] = []
     seconds = 0.0
 
@@ -64,22 +79,34 @@ def test_all_drafts_are_scored_on_one_answer_of_the_target_a_prompt(
 
         model.register_forward_pre_hook(take, with_kwargs=True)
 
-    for name, token in (("draft", 0.25), ("adapter", 0.5), ("target", 2.0)):
+    for name, token in (("draft", 0.25), ("adapter", 0.5), ("target", 2.0), ("foreign", 0.25)):
         timed(drafts[name], token, 0.0)
     timed(target, 1.0, 0.0625)
     generate = target.generate
     monkeypatch.setattr(target, "generate", lambda **how: asked.append(len(how["input_ids"])) or generate(**how))
-    found = compare(target, drafts, tokenizer, TEXTS, num_assistant_tokens=4, clock=lambda: seconds)
+    found = compare(
+        target, drafts, tokenizer, TEXTS, assistant_tokenizer=own, num_assistant_tokens=4, clock=lambda: seconds
+    )
     assert asked == [6]
     traces = list(record_traces(target, [encode_turn(tokenizer, text) for text in TEXTS], max_new_tokens=128))
     for name, draft in drafts.items():
+        draft = drafts["draft"] if name == "foreign" else draft  # which says the same
         assert found.scores.totals[name] == replay(draft, traces, 4)
     assert 0 < found.scores.totals["adapter"].alpha != found.scores.totals["draft"].alpha
     report = json.loads(json.dumps(found.to_dict()))
-    assert {name: d["c"] for name, d in report["drafts"].items()} == {"draft": 0.25, "adapter": 0.5, "target": 2.0}
+    # What the foreign one says for a token of the target is more than one of its own: the word has to be whole.
+    costs = {name: d["c"] for name, d in report["drafts"].items()}
+    assert costs.pop("foreign") > 0.25
+    assert costs == {"draft": 0.25, "adapter": 0.5, "target": 2.0}
+    assert found.worth["foreign"].speedup < found.worth["draft"].speedup
+    assert [d["has_own_tokenizer"] for name, d in report["drafts"].items() if d["has_own_tokenizer"]] == [True]
     assert report["drafts"]["draft"]["c_with_verification"] == 0.3125
     answer = report["answer_tokens"]
-    k, speedup = found.costs["draft"].worth(found.scores.totals["draft"].alpha, answer)
+    stats = found.scores.totals["draft"]
+    alpha = alpha_of(stats.block_efficiency, 4)
+    assert expected_block_efficiency(alpha, 4) == pytest.approx(stats.block_efficiency, rel=1e-4)
+    assert abs(alpha - stats.alpha) > 1e-3  # rejections come together
+    k, speedup = found.costs["draft"].worth(alpha, answer)
     assert found.worth["draft"][:2] == (k, speedup)
     low, high = found.worth["draft"].interval
     assert low < speedup < high
@@ -87,7 +114,7 @@ def test_all_drafts_are_scored_on_one_answer_of_the_target_a_prompt(
     assert report["drafts"]["target"]["alpha"] == 1.0
     assert (found.worth["target"].answer, next(reversed(report["drafts"]))) == ("no", "target")
     pairs = {(g["draft"], g["over"]): g for g in report["gains"]}
-    assert len(pairs) == 3
+    assert len(pairs) == 6
     totals = found.scores.totals
     over = pairs["target", "draft"]
     assert over["gain"] == 1.0 - totals["draft"].alpha
@@ -95,8 +122,9 @@ def test_all_drafts_are_scored_on_one_answer_of_the_target_a_prompt(
 
 
 def stats(*accepted: int) -> list[AcceptanceStats]:
-    """Of requests with ten examined tokens each."""
-    counts = {"drafted": 10, "examined": 10, "emitted": 10, "target_forwards": 5}
+    """Of requests with ten examined tokens each, and as many emitted as follow by the cost model."""
+    alpha = sum(accepted) / len(accepted) / 10
+    counts = {"drafted": 10, "examined": 10, "emitted": expected_block_efficiency(alpha, 5), "target_forwards": 1}
     return [AcceptanceStats.from_counts(accepted=a, **counts) for a in accepted]
 
 
@@ -147,7 +175,7 @@ def test_the_command_compares_folders_and_adapters(
 ) -> None:
     pushed: list[Any] = []
     monkeypatch.setenv("HF_TOKEN", "hf_fake")
-    monkeypatch.setattr("osd_hf.making.TIMED_SECONDS", 0.0)
+    monkeypatch.setattr("osd_hf.drafting.timing.TIMED_SECONDS", 0.0)
     monkeypatch.setattr("osd_hf.cli.compare.push_rows", lambda *args, **how: pushed.append(args) or "the board")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"text": text, "kind": text[-1]}) + "\n" for text in TEXTS))
@@ -176,14 +204,16 @@ def test_the_command_compares_folders_and_adapters(
 
     monkeypatch.setattr("osd_hf.cli.compare.push_rows", refuse)
     more = ["--leaderboard", "me/board", "--json", str(tmp_path / "kept.json")]
-    assert main(["compare", str(pair / "target"), drafts[0], *given, *more]) == 1
-    assert set(json.loads((tmp_path / "kept.json").read_text())["drafts"]) == {"draft"}
+    assert main(["compare", str(pair / "target"), drafts[0], str(pair / "foreign"), *given, *more]) == 1
+    assert "With a tokenizer of its own, and all in the target's tokens: foreign.\n" in capsys.readouterr().out
+    kept = json.loads((tmp_path / "kept.json").read_text())["drafts"]
+    assert kept["draft"]["alpha"] == kept["foreign"]["alpha"] > 0  # the same draft by other ids
 
 
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["{pair}/foreign"], "foreign' cannot be compared. The tokenizers of target and draft differ in 2 tokens"),
+        (["{pair}/untold"], "untold' cannot be compared. A tokenizer with the decoder WordPiece does not tell"),
         (["{pair}/draft", "{pair}/draft"], "is named twice"),
         (["{pair}/draft", "--column", "c"], "--column would change nothing without --prompts"),
         (["{pair}/draft", "--token", "t"], "--token would change nothing without --leaderboard"),
@@ -200,14 +230,12 @@ def test_what_cannot_be_compared_is_said(
     assert said in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_comparison_needs_a_draft_with_the_targets_tokenizer(pair: Path) -> None:
+def test_a_comparison_needs_a_draft_whose_tokens_can_be_told(pair: Path) -> None:
     target = AutoModelForCausalLM.from_pretrained(pair / "target")
     with pytest.raises(ConfigError, match="There is no draft to compare"):
         compare(target, {}, None, TEXTS)
+    drafts, tokenizer = {"theirs": load_draft(str(pair / "untold"))}, AutoTokenizer.from_pretrained(pair / "target")
     with pytest.raises(VocabularyMismatchError, match="The draft 'theirs' cannot be compared"):
-        compare(
-            target,
-            {"theirs": load_draft(str(pair / "foreign"))},
-            AutoTokenizer.from_pretrained(pair / "target"),
-            TEXTS,
-        )
+        compare(target, drafts, tokenizer, TEXTS)
+    with pytest.raises(ConfigError, match=r"`assistant_tokenizer` names \['their'\], which are no drafts"):
+        compare(target, drafts, tokenizer, TEXTS, assistant_tokenizer={"their": tokenizer})

@@ -114,7 +114,7 @@ def stand_ins(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     monkeypatch.setattr(OnlineAssistant, "generate", answer)
     monkeypatch.setattr(osd_hf, "record_traces", lambda *args, **how: record(*args, **{**how, "max_new_tokens": 8}))
     monkeypatch.setattr("osd_hf.assistant.CompiledTarget", lambda _: None)  # compiling takes seconds
-    monkeypatch.setattr("osd_hf.making.TIMED_SECONDS", 0.0)
+    monkeypatch.setattr("osd_hf.drafting.timing.TIMED_SECONDS", 0.0)
 
     def client(**how: Any) -> openai.OpenAI:
         """Of a server that is not there."""

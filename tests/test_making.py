@@ -34,7 +34,7 @@ from osd_hf.capture import hook
 from osd_hf.chunked_loss import SampledTail, divergence_sum, stored_rows
 from osd_hf.cli.main import main
 from osd_hf.cutting import cut, depth
-from osd_hf.drafting import vocabulary
+from osd_hf.drafting import timing, vocabulary
 from osd_hf.learning.updater import Updater
 from osd_hf.losses import DIVERGENCES
 from osd_hf.making import MakingConfig, Piece, taught_draft
@@ -423,7 +423,7 @@ def test_settings_that_cannot_be_are_refused() -> None:
 def test_costs_are_the_least_of_forwards_in_turns() -> None:
     target, draft = models.build(num_hidden_layers=3), models.build(num_hidden_layers=1)
     clock = models.ForwardTime({target: 2.0, draft: 0.5})
-    (costs,) = making.measured_costs(target, [draft], asked(1)[0], clock)
+    (costs,) = timing.measured_costs(target, [draft], asked(1)[0], clock)
     assert costs == Costs(2.0, 0.0, 0.5, 2.0, 0.5)
     assert costs.c == 0.25
 
@@ -442,7 +442,7 @@ def test_a_draft_of_a_large_vocabulary_is_timed_as_it_drafts(monkeypatch: pytest
         monkeypatch.setattr(vocabulary, "LEAST_VOCABULARY", least)
         rows.clear()
         with torch.nn.modules.module.register_module_forward_hook(note):
-            making.measured_costs(target, [draft], asked(1)[0], clock)
+            timing.measured_costs(target, [draft], asked(1)[0], clock)
         assert (13 in rows, models.VOCAB in rows) == (is_restricted, True)
 
 

@@ -465,6 +465,16 @@ def test_text_that_the_draft_cannot_spell_costs_no_answer() -> None:
     assert assistant.learning_error is None
 
 
+def test_a_draft_without_room_for_the_text_is_replayed_as_one_that_says_nothing() -> None:
+    target = models.build(vocab_size=330)
+    trace = next(iter(record_traces(target, [TOKENIZERS["target"]("the river")["input_ids"]], max_new_tokens=6)))
+    needed = len(TRANSLATIONS["target", "bytes"](trace).trace.prompt_ids) + 6
+    for positions, drafts in ((needed + 40, True), (needed - 3, False)):
+        draft = models.build("gpt2", vocab_size=300, n_positions=positions)
+        stats = replay(draft, [trace], 2, translation=TRANSLATIONS["target", "bytes"])
+        assert (stats.drafted > 0, stats.emitted) == (drafts, len(trace))
+
+
 def test_commands_serve_and_compare_it(folders: dict[str, Path], tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": f"the river {i}"}) for i in range(3)))

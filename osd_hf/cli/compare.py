@@ -99,9 +99,12 @@ def _tables(found: DraftComparison) -> str:
     ]
     if gains:
         lines.append("\n" + text_table(["accepted more, on the same prompts", "alpha [95%]"], gains))
+    own = ", ".join(name for name in found.worth if found.models[name]["has_own_tokenizer"])
     prompts = f"{len(found.dataset.prompts)} prompts of {found.dataset.name}"
     lines.append(
         f"\n{prompts}, greedy answers of {found.new_tokens:.0f} tokens on average.\nc: time of a draft's forward over "
         "the target's; c + check: with what the target takes for one token more,\nthe alpha from which on it pays."
     )
+    if own:
+        lines.append(f"With a tokenizer of its own, and all in the target's tokens: {own}.")
     return "\n".join(lines)
