@@ -149,15 +149,18 @@ def drafts_of(folder: Path) -> dict[str, Any]:
     return {"lab": (lab.draft, None, None), "own": (own.eval(), theirs, translation)}
 
 
-def learned(name: str, which: str, draft: Any, translation: Any, args: Any) -> None:
-    """Let a draft learn from the first requests, as far as there is time."""
+def learned(
+    name: str, which: str, draft: Any, translation: Any, args: Any, *, peft_config: Any = None, **changes: Any
+) -> None:
+    """Let a draft learn from the first requests, as far as there is time; of an adapter, that alone is saved."""
     place, folder = args.folder / f"{name}-{which}.pickle", args.folder / f"{name}-{which}"
     if folder.exists():
         return
     traces = recorded(name, args.seed, args.requests + args.live, args.traces)[: args.requests]
-    changes = {} if args.steps_per_update is None else {"steps_per_update": args.steps_per_update}
+    changes |= {} if args.steps_per_update is None else {"steps_per_update": args.steps_per_update}
     config = OnlineConfig(num_assistant_tokens=K, update_strategy="interval", **changes)
-    drafts = DomainDrafts(draft, config, per_domain=False, translation=translation)
+    is_apart = peft_config is not None
+    drafts = DomainDrafts(draft, config, per_domain=is_apart, peft_config=peft_config, translation=translation)
     learner, counts = Learner(drafts, drafts.config, timer=time.process_time), list[list[float]]()
     if place.exists():
         state, counts = pickle.loads(place.read_bytes())  # of an earlier part of this run
@@ -168,7 +171,7 @@ def learned(name: str, which: str, draft: Any, translation: Any, args: Any) -> N
     place.write_bytes(pickle.dumps((learner.state_dict(), counts)))
     print(f"{name}, {which}: {len(counts)} of {len(traces)}, alpha {pooled(kept_stats(counts[-120:])):.3f}")
     if len(counts) == len(traces):
-        drafts.model(None).save_pretrained(folder)
+        (drafts.adapter(name) if is_apart else drafts.model(None)).save_pretrained(folder)
         (args.folder / f"{name}-{which}.json").write_text(json.dumps(counts))
 
 

@@ -104,11 +104,16 @@ def rows(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+def chosen(name: str, n: int, seed: int) -> list[dict[str, Any]]:
+    """`n` rows drawn at random (seeded) from a data set."""
+    known = rows(name)
+    return random.Random(seed).sample(known, min(n, len(known)))
+
+
 def prompts(name: str, tokenizer: Any, n: int, seed: int) -> list[list[int]]:
     """Token ids of `n` prompts drawn at random (seeded) from a data set, each as one user turn."""
-    known = rows(name)
-    chosen = random.Random(seed).sample(known, min(n, len(known)))
-    turns = [[{"role": "user", "content": (TEMPLATES | QUOTING_TEMPLATES)[name].format(**row)}] for row in chosen]
+    template = (TEMPLATES | QUOTING_TEMPLATES)[name]
+    turns = [[{"role": "user", "content": template.format(**row)}] for row in chosen(name, n, seed)]
     return [tokenizer.apply_chat_template(t, add_generation_prompt=True)["input_ids"] for t in turns]
 
 

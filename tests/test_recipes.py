@@ -64,6 +64,10 @@ SMOKES = {
         *("--requests", "8", "--live", "2", "--datasets", "gsm8k", "--steps", "2", "--vocab-size", "300"),
         *("--max-new-tokens", "4", "--traces", "{traces}"),
     ],
+    "comparing": [
+        *("--requests", "8", "--live", "2", "--datasets", "gsm8k", "--steps", "1", "--vocab-size", "300"),
+        *("--make-steps", "1", "--max-new-tokens", "4", "--traces", "{traces}"),
+    ],
     "capture_overhead": ["--requests", "2", "--repeats", "1", "--max-new-tokens", "4"],
 }
 
