@@ -1,4 +1,4 @@
-"""What `custom_generate/generate.py` of a draft's repo is made of: assisted generation by plain transformers."""
+"""What `custom_generate/` of a draft's repo is made of: assisted generation by plain transformers."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _unserved(model: Any, arguments: dict[str, Any]) -> str | None:
 
 def _own_draft(model: Any, source: Any, loading: dict[str, Any]) -> Any:
     """The draft beside this file, of the same commit, in the model's dtype and on its device."""
-    if commit := re.search(r"\.([0-9a-f]{40})\.custom_generate\.generate$", __name__):
+    if commit := re.search(r"\.([0-9a-f]{40})\.custom_generate\.\w+$", __name__):
         loading = {"revision": commit[1], **loading}
     with _lock:
         known, key = _drafts.setdefault(model, {}), (source, loading.get("revision"))

@@ -80,7 +80,7 @@ def save_draft(
         facts (`DraftFacts`, *optional*), evaluation (`Evaluation`, *optional*):
             What the card says of the draft, and what was measured.
         custom_generate (`bool`, *optional*, defaults to `False`):
-            Write `custom_generate/generate.py` as well, by which `target.generate(custom_generate=repo_id,
+            Write `custom_generate/` as well, by which `target.generate(custom_generate=repo_id,
             trust_remote_code=True)` drafts as lean as this package, with transformers alone.
 
     Raises:
