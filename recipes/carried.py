@@ -2,18 +2,21 @@
 What a draft's repo carries for `custom_generate`, beside this package's own lean path and transformers' stock one.
 
     OSD_HF_DATA=... python recipes/carried.py                       # the lab pair, three minutes on two cores
+    OSD_HF_DATA=... python recipes/carried.py --pair smollm2        # SmolLM2-135M-Instruct and its made draft, ten
     OSD_HF_DATA=... python recipes/carried.py --requests 2 --datasets gsm8k --max-new-tokens 8 --threads 1      # smoke
 
-The lab draft is saved with `custom_generate` and called from its folder, by transformers alone. Every prompt is
-answered greedily in turns, in an order that changes from prompt to prompt: by the package (`"auto"`, text of the
-request alone, no capture, nothing learned) with its kernels and without them, which the file does not have; by the
-file, through `custom_generate` and as the function that `load_custom_generate` returns, loaded once; by stock assisted
-generation with five tokens a round; by the target alone. The first prompts of each data set warm up. Compared are the
-seconds of each answer, by the median of their ratios with its 95% interval, and whether answers are the same.
+The draft (the lab's, or the one that `smollm2.py` makes and keeps below `--traces`) is saved with `custom_generate`
+and called from its folder, by transformers alone. Every prompt is answered greedily in turns, in an order that changes
+from prompt to prompt: by the package (`"auto"`, text of the request alone, no capture, nothing learned) with its
+kernels and without them, which the file does not have; by the file, through `custom_generate` and as the function that
+`load_custom_generate` returns, loaded once; by stock assisted generation with five tokens a round; by the target
+alone. The first prompts of each data set warm up. Compared are the seconds of each answer, by the median of their
+ratios with its 95% interval, and whether answers are the same.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import tempfile
@@ -23,6 +26,7 @@ from typing import Any
 from unittest import mock
 
 import common
+import smollm2
 import torch
 from common import DATASETS, load_pair, make_parser, prompts, write_report
 from tqdm import tqdm
@@ -31,6 +35,8 @@ from osd_hf import OnlineAssistant, OnlineConfig
 from osd_hf.bench.benchmark import median_ratio
 from osd_hf.hub.push import save_draft
 from osd_hf.hub.standalone import standalone
+from osd_hf.pair import set_fixed_k
+from osd_hf.smollm2 import MAKE_SECONDS
 
 WARM_UP = 4  # prompts of each data set that do not count
 CONFIG = OnlineConfig(update_strategy="manual", text_scope="request", draft_vocabulary="full")
@@ -86,16 +92,26 @@ def compared(pair: Any, questions: list[list[int]], max_new_tokens: int, folder:
     }  # fmt: skip
 
 
+def made_pair(args: argparse.Namespace) -> Any:
+    """SmolLM2-135M-Instruct, and the draft that is made of its layers once."""
+    how = {"target": None, "layers": None, "make_steps": None, "max_new_tokens": common.MAX_NEW_TOKENS}
+    pair, _ = smollm2.made(argparse.Namespace(**vars(args) | how))
+    set_fixed_k(pair.draft.generation_config, common.K)
+    return pair
+
+
 def main() -> None:
-    parser = make_parser(__doc__, "carried", traces=False)
+    parser = make_parser(__doc__, "carried")
+    parser.add_argument("--pair", choices=["lab", "smollm2"], default="lab")
+    parser.add_argument("--make-seconds", type=float, default=MAKE_SECONDS, help="for the draft of SmolLM2")
     parser.add_argument("--datasets", nargs="+", default=list(DATASETS)[:2])
     parser.add_argument("--requests", type=int, default=20)
     parser.add_argument("--max-new-tokens", type=int, default=common.MAX_NEW_TOKENS)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    started, pair = time.time(), load_pair()
-    report: dict[str, Any] = {"lines": len(standalone("me/draft").splitlines())}
+    started, pair = time.time(), load_pair() if args.pair == "lab" else made_pair(args)
+    report: dict[str, Any] = {"pair": args.pair, "lines": len(standalone("me/draft").splitlines())}
     with tempfile.TemporaryDirectory() as folder:
         save_draft(folder, pair.draft, pair.tokenizer, custom_generate=True)
         for name in args.datasets:
