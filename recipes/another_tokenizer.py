@@ -171,7 +171,10 @@ def learned(
     place.write_bytes(pickle.dumps((learner.state_dict(), counts)))
     print(f"{name}, {which}: {len(counts)} of {len(traces)}, alpha {pooled(kept_stats(counts[-120:])):.3f}")
     if len(counts) == len(traces):
-        (drafts.adapter(name) if is_apart else drafts.model(None)).save_pretrained(folder)
+        if is_apart:
+            drafts.adapter(name).save_pretrained(folder, save_embedding_layers=False)
+        else:
+            drafts.model(None).save_pretrained(folder)
         (args.folder / f"{name}-{which}.json").write_text(json.dumps(counts))
 
 
