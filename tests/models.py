@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import string
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from tokenizers import Tokenizer
@@ -328,6 +331,25 @@ def tokenizer(vocab_size: int = VOCAB, characters: str = string.ascii_letters + 
     backend = Tokenizer(BPE(vocab, []))
     backend.decoder = Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+@contextlib.contextmanager
+def code_of_repos_in(folder: Path) -> Iterator[None]:
+    """Lets transformers copy the code of repos into this folder, and import it from there alone."""
+    path, name = list(sys.path), "transformers_modules"
+
+    def forgotten() -> dict[str, Any]:
+        return {module: sys.modules.pop(module) for module in list(sys.modules) if module.split(".")[0] == name}
+
+    before = forgotten()
+    sys.path[:] = [place for place in path if not (Path(place) / name).exists()]
+    try:
+        with mock.patch("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder)):
+            yield
+    finally:
+        forgotten()
+        sys.modules.update(before)
+        sys.path[:] = path
 
 
 class Largest(TorchDispatchMode):

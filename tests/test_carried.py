@@ -58,12 +58,10 @@ class Carried:
 
 @pytest.fixture(scope="module")
 def carried(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Carried]:
-    folder, path = tmp_path_factory.mktemp("carried"), list(sys.path)
+    folder = tmp_path_factory.mktemp("carried")
     write_custom_generate(folder / "repo", None)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder / "modules"))
+    with models.code_of_repos_in(folder / "modules"):
         yield Carried(folder / "repo")
-    sys.path[:] = path
 
 
 @pytest.fixture

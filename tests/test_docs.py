@@ -15,6 +15,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import models
 import openai
 import pytest
 import yaml
@@ -86,11 +87,10 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def stand_ins(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def stand_ins(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder to work in, where Hub ids and the pairs of this package are tiny models, and answers short."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     target, draft = sorted(hub.glob("models--Qwen--Qwen2.5-*B-Instruct"), key=lambda p: "0.5B" in p.name)
 
     def tiny(*_: Any, **__: Any) -> Pair:
@@ -127,7 +127,8 @@ def stand_ins(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     # No draft pays for a target of two layers; that these arguments are taken is tested here.
     monkeypatch.setattr(osd_hf, "make_draft", lambda *args, **how: signature(make).bind(*args, **how) and tiny().draft)
     monkeypatch.setattr(osd_hf, "distill", teach)
-    return tmp_path
+    with models.code_of_repos_in(tmp_path / "modules"):
+        yield tmp_path
 
 
 def shape(text: str) -> str:
