@@ -5,6 +5,7 @@ import gc
 import itertools
 import os
 import pickle
+import sys
 import threading
 import warnings
 from types import SimpleNamespace
@@ -129,6 +130,58 @@ def test_a_model_is_afterwards_as_it_was():
     assert [type(m) for m in model.modules()] == kinds == [type(m) for m in copied.modules()]
     assert type(unpickled) is torch.nn.Linear
     assert printed == repr(model)
+
+
+LISTENERS = {
+    "pre-hook": lambda layer, told: layer.register_forward_pre_hook(told),
+    "hook": lambda layer, told: layer.register_forward_hook(told),
+    "all": lambda layer, told: torch.nn.modules.module.register_module_forward_pre_hook(told),
+    "backward": lambda layer, told: layer.register_full_backward_hook(told),
+    "backward-pre": lambda layer, told: layer.register_full_backward_pre_hook(told),
+    "instance": lambda layer, told: setattr(layer, "forward", lambda states: told() or states),
+}
+
+
+@pytest.mark.parametrize("listener", LISTENERS)
+def test_whoever_listens_to_a_layer_is_told(listener):
+    layer, told = torch.nn.Linear(24, 24), []
+    with fast_kernels(layer):
+        handle = LISTENERS[listener](layer, lambda *_: told.append(listener))
+        layer(torch.randn(2, 24, requires_grad=True)).sum().backward()
+    if handle is not None:
+        handle.remove()
+    assert told == [listener]
+
+
+def test_a_layer_whose_weight_is_no_parameter_any_more():
+    layer, states = torch.nn.Linear(24, 16), torch.randn(2, 24)
+    with fast_kernels(layer), torch.inference_mode():
+        alone = layer(states)
+        weight = layer.weight.detach()
+        del layer.weight
+        layer.weight = weight
+        assert torch.equal(layer(states), alone)
+        assert torch.equal(layer(input=states), alone)
+
+
+def test_a_small_layer_is_called_at_once(monkeypatch):
+    monkeypatch.setattr(kernels, "LEAST_WEIGHTS", 24 * 16 + 1)
+    layer, states = torch.nn.Linear(24, 16), torch.randn(2, 24)
+
+    def steps():
+        calls = []
+        sys.setprofile(lambda frame, event, _: calls.append(frame) if event == "call" else None)
+        try:
+            product = layer(states)
+        finally:
+            sys.setprofile(None)
+        return product, len(calls)
+
+    alone, usual = steps()
+    with fast_kernels(layer):
+        ours, fewer = steps()
+    assert torch.equal(ours, alone)
+    assert fewer < usual
 
 
 def test_whoever_leaves_first_takes_nothing_from_the_other():

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import psutil
 import torch
 from torch.autograd.function import once_differentiable
+from torch.nn.modules import module as _for_all
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 __all__ = [
@@ -32,7 +33,7 @@ MOST_FOLDED = 64  # tokens whose attention reads keys and values where they are,
 
 _SDPA = ALL_ATTENTION_FUNCTIONS["sdpa"]
 _this = threading.local()  # `blocks`: the layers of each `fast_kernels` that this thread is inside
-_used: WeakKeyDictionary[torch.nn.Linear, int] = WeakKeyDictionary()  # in how many blocks a layer is exchanged
+_used = Counter[torch.nn.Linear]()  # in how many blocks a layer is exchanged
 _lock = threading.RLock()
 
 
@@ -130,7 +131,13 @@ class _Product(torch.autograd.Function):
 
 
 def _linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    if not _fits(weight) or states.dtype != torch.float32 or not states.numel() or torch.is_autocast_enabled("cpu"):
+    if (
+        weight.numel() < LEAST_WEIGHTS  # asked first: most layers of a small model are
+        or not _fits(weight)
+        or states.dtype != torch.float32
+        or not states.numel()
+        or torch.is_autocast_enabled("cpu")
+    ):
         return torch.nn.functional.linear(states, weight, bias)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (states, weight, bias)):
         product: torch.Tensor = _Product.apply(states, weight, bias)  # type: ignore[no-untyped-call]
@@ -146,6 +153,27 @@ class _Linear(torch.nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return _linear(input, self.weight, self.bias)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What any module does that nobody listens to, at once: asking takes as long as a small product."""
+        own: Any = self._parameters
+        if (
+            kwargs
+            or len(args) != 1
+            or type(self) is not _Linear
+            or len(own) != 2
+            or "forward" in self.__dict__
+            or self._forward_pre_hooks
+            or self._forward_hooks
+            or self._backward_pre_hooks
+            or self._backward_hooks
+            or _for_all._global_forward_pre_hooks
+            or _for_all._global_forward_hooks
+            or _for_all._global_backward_pre_hooks
+            or _for_all._global_backward_hooks
+        ):
+            return super().__call__(*args, **kwargs)
+        return _linear(args[0], own["weight"], own["bias"])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return object.__new__, (torch.nn.Linear,), *super().__reduce_ex__(protocol)[2:]
@@ -174,9 +202,9 @@ def with_fast_products(model: Any) -> Any:
 def _layers(model: Any) -> list[torch.nn.Linear]:
     """Layers that may be exchanged, or are, for a while; of a compiled model none, as it would be compiled anew."""
     modules = list(model.modules())
-    if any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in modules):
+    if any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in modules):
         return []
-    return [m for m in modules if m in _used or (type(m) is torch.nn.Linear and _fits(m.weight))]
+    return [m for m in modules if m in _used or type(m) is torch.nn.Linear]
 
 
 def _exchange(layers: list[torch.nn.Linear], kind: type[torch.nn.Linear]) -> None:
@@ -241,7 +269,7 @@ def _look_at(model: Any, layers: list[torch.nn.Linear], *, is_request: bool) -> 
     """Let go of the packed weights of a model that are no longer the same. For a request, pack what is the same as at
     the model's last one, as far as there is memory: what is trained between requests never is."""
     found = {id(layer.weight): layer.weight for layer in layers}
-    weights = [weight for weight in found.values() if weight.is_contiguous() and not weight.is_inference()]
+    weights = [w for w in found.values() if _fits(w) and w.is_contiguous() and not w.is_inference()]
     same = {id(weight) for weight in weights if id(weight) in _packs and _packs[id(weight)].is_same(weight)}
     stale = [key for key in found if key in _packs and key not in same]
     for key in stale:
@@ -345,8 +373,7 @@ def fast_kernels(*models: Any, is_request: bool = False) -> Iterator[None]:
             with _lock:
                 by_model = {model: _layers(model) for model in found}
                 layers += {layer: None for theirs in by_model.values() for layer in theirs}
-                for layer in layers:
-                    _used[layer] = _used.get(layer, 0) + 1
+                _used.update(layers)
                 _exchange(layers, _Linear)
                 for model, theirs in by_model.items():
                     _look_at(model, theirs, is_request=is_request)
@@ -354,12 +381,12 @@ def fast_kernels(*models: Any, is_request: bool = False) -> Iterator[None]:
     finally:
         _this.blocks = [block for block in getattr(_this, "blocks", ()) if block is not layers]
         with _lock:
-            for layer in layers:
-                count = _used.pop(layer, 1) - 1
-                if count:
-                    _used[layer] = count
-                elif type(layer) is _Linear:  # others may have made it something else meanwhile
-                    _exchange([layer], torch.nn.Linear)
+            _used.subtract(layers)
+            last = [layer for layer in layers if _used[layer] <= 0]
+            for layer in last:
+                del _used[layer]
+            # Others may have made it something else meanwhile.
+            _exchange([layer for layer in last if type(layer) is _Linear], torch.nn.Linear)
 
 
 def _is_on_cpu(model: Any) -> bool:
