@@ -76,7 +76,23 @@ def merged(model: Any) -> Any:
     is none, or one that cannot be merged (soft prompts)."""
     if not is_peft(model) or not hasattr(model.base_model, "merge_and_unload"):
         return model
-    return copy.deepcopy(model).merge_and_unload()
+    model = copy.deepcopy(model)
+    inner = model.get_base_model()
+    ends = inner.get_output_embeddings(), inner.get_input_embeddings()
+    if any(hasattr(end, "base_layer") for end in ends) and ends[0].weight is ends[1].weight:
+        untie(inner)
+    return model.merge_and_unload()
+
+
+def untie(model: Any) -> None:
+    """Give a model a head of its own, equal to its embeddings so far: merged into a tensor that is both, an adapter on
+    one of the two would change the other as well."""
+    head = model.get_output_embeddings()
+    head = getattr(head, "base_layer", head)
+    head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
+    for config in (model.config, model.config.get_text_config(decoder=True)):
+        config.tie_word_embeddings = False
+    model.all_tied_weights_keys = {}
 
 
 def vocab_size_of(model: Any) -> int:

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import common
-import torch
 from another_tokenizer import drafts_of, learned, taught
 from common import TEMPLATES, K, load_pair, lora, make_parser, recorded, run_facts, write_report
 from peft import PeftModel
@@ -51,20 +50,12 @@ def prepared(name: str, args: Any) -> None:
         make_draft(load_pair().target, traces=traces, **how).save_pretrained(place)
 
 
-def untied(draft: Any) -> Any:
-    """A draft with a head of its own: an adapter on it that is merged must not change the embeddings as well."""
-    head = draft.get_output_embeddings()
-    head.weight = torch.nn.Parameter(head.weight.detach().clone())
-    draft.config.tie_word_embeddings, draft.all_tied_weights_keys = False, {}
-    return draft
-
-
 def compared(name: str, args: Any) -> DraftComparison:
     """The drafts on the requests that none of them has seen."""
     pair, (_, theirs, _) = load_pair(), drafts_of(args.folder / "draft")["own"]
     known = [args.folder / f"{name}-{which}" for which in ("lab", "made", "own")]
     taught_before, made, own = map(AutoModelForCausalLM.from_pretrained, known)
-    adapted = PeftModel.from_pretrained(untied(load_pair().draft), args.folder / f"{name}-lora")
+    adapted = PeftModel.from_pretrained(load_pair().draft, args.folder / f"{name}-lora")
     drafts = dict(zip(DRAFTS, (pair.draft, taught_before, made, adapted, own), strict=True))
     asked = common.chosen(name, args.requests + args.live, args.seed)[args.requests :]
     texts = [TEMPLATES[name].format(**row) for row in asked]

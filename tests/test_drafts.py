@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, PrefixTuningConfig
 from transformers import AutoModelForCausalLM
 
-from osd_hf import DomainDrafts, OnlineConfig, StateError, Trace, UnsupportedModelError, capture_traces
+from osd_hf import DomainDrafts, OnlineConfig, StateError, Trace, UnsupportedModelError, capture_traces, pair
 from osd_hf.errors import ConfigError
 from osd_hf.learning.copies import Copies
 from osd_hf.learning.weights import Snapshot
@@ -129,6 +129,7 @@ def test_a_merged_draft_speaks_as_its_adapter(architecture: str, targets: Any, c
     drafts.adapter("a").save_pretrained(tmp_path, save_embedding_layers=False)
     plain = PeftModel.from_pretrained(copy.deepcopy(draft), tmp_path).eval()
     torch.testing.assert_close(logits(plain), merged, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits(pair.merged(plain)), merged, atol=1e-4, rtol=1e-4)
     assert (merged - before).abs().max() > 0.1
     assert torch.equal(logits(draft), before)
     assert torch.equal(logits(drafts.base), before)

@@ -12,7 +12,7 @@ import torch
 
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, UnsupportedModelError
-from osd_hf.pair import is_peft, merged, set_fixed_k
+from osd_hf.pair import is_peft, merged, set_fixed_k, untie
 from osd_hf.utils.threads import Seeded
 from osd_hf.utils.turns import give_way, in_pieces
 
@@ -175,18 +175,13 @@ def adapted(model: Any, peft_config: Any, adapter: str, seed: int) -> Any:
 def make_template(source: Any, peft_config: Any, seed: int, *, per_domain: bool) -> Any:
     """A `PeftModel` whose copies an adapter's weights are loaded into, to be merged; `None` without adapters. All but
     its adapter lies where the weights of `source` do. Unties the embeddings of `source` where an adapter would change
-    both. Raises UnsupportedModelError for adapters that
-    cannot be merged or, per domain, of which a model can have only one."""
+    both. Raises UnsupportedModelError for adapters that cannot be merged or, per domain, of which a model can have
+    only one."""
     with learning_context():
         if peft_config is None:
             return sharing(source) if is_peft(source) else None
         if _adapts_tied_embeddings(source, peft_config, seed):
-            # Merged into a tensor that is both, an adapter on one of the two would change the other as well.
-            head = source.get_output_embeddings()  # ours, not the caller's
-            head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
-            for config in (source.config, source.config.get_text_config(decoder=True)):
-                config.tie_word_embeddings = False
-            source.all_tied_weights_keys = {}
+            untie(source)  # ours, not the caller's
         template = adapted(beneath(source, peft_config), peft_config, "default", seed)
         if not hasattr(template.base_model, "merge_and_unload"):
             raise UnsupportedModelError(
