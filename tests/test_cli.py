@@ -71,7 +71,7 @@ def test_the_list_of_commands_loads_no_model_library():
     """It is shown within a second."""
     code = "import sys, osd_hf.cli.main as c; sys.argv[1:] = ['--help']; c.main()"
     done = subprocess.run([sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True)
-    assert "keep what a serving engine answers" in done.stdout
+    assert "Keep what a serving engine answers" in done.stdout
     assert not [line for line in done.stderr.splitlines() if line.split()[-1] in ("torch", "transformers", "numpy")]
 
 

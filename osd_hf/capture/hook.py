@@ -203,6 +203,11 @@ def _unprocessed(target: Any) -> Iterator[None]:
     inner = unwrap(target)
     before, inner.generation_config = inner.generation_config, copy.deepcopy(inner.generation_config)
     asked = sampling_settings(before).keys() - {"do_sample", "eos_token_id", *NO_WARPING}
+    if asked:
+        logger.warning(
+            "The target answers without what its generation config asks for, %s: a draft learns from its raw rows, "
+            "and is judged by them.", ", ".join(f"`{name}`" for name in sorted(asked)),
+        )  # fmt: skip
     for name in asked | {"guidance_scale"}:
         setattr(inner.generation_config, name, None)
     try:

@@ -172,7 +172,7 @@ class _Linear(torch.nn.Linear):
             or _for_all._global_backward_pre_hooks
             or _for_all._global_backward_hooks
         ):
-            return super().__call__(*args, **kwargs)
+            return torch.nn.Module.__call__(self, *args, **kwargs)  # another thread may have changed the class back
         return _linear(args[0], own["weight"], own["bias"])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -195,7 +195,7 @@ def linear_of(module: Any) -> Callable[..., torch.Tensor]:
 def with_fast_products(model: Any) -> Any:
     """The model itself, of our own, whose linear layers compute by oneDNN from now on where that is faster."""
     if onednn_is_faster():
-        _exchange(_layers(model), _Linear)
+        _exchange([layer for layer in _layers(model) if _fits(layer.weight)], _Linear)
     return model
 
 
