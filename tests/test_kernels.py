@@ -544,3 +544,8 @@ def test_an_assistant_serves_with_packed_weights_until_it_is_closed(used):
         drafted = [*assistant.draft.parameters()]
         assert any(id(p) in kernels._packs for p in drafted)
     assert not any(id(p) in kernels._packs for p in (*target.parameters(), *drafted))
+
+
+def test_a_call_whose_layer_is_put_back_meanwhile_is_answered() -> None:
+    layer, states = torch.nn.Linear(4, 3), torch.ones(2, 4)
+    assert torch.equal(kernels._Linear.__call__(layer, states), layer(states))
