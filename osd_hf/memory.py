@@ -139,8 +139,9 @@ def memory_plan(
             Prompts that are answered at once. Their caches have room for tokens to come, and no windows.
         drafts (`int`, *optional*, defaults to 1): Drafts of domains that have learned.
         device_type (`str`, *optional*, defaults to `"cuda"`):
-            Where the draft lies, as `compile_draft="auto"` compiles it on an accelerator. What is compiled has weights
-            of its own beside those of its version, and static caches, whose sizes are powers of two.
+            Where the draft lies, as `compile_draft="auto"` compiles it on an accelerator. What is compiled has static
+            caches, whose sizes are powers of two. Versions of a whole draft that no model serves with lie in main
+            memory there.
 
     Raises:
         UnsupportedModelError: a model that cannot be built from its configuration, or adapters that do not fit it.
@@ -169,7 +170,15 @@ def memory_plan(
         Part("target and drafts: packed weights", packed),
         Part("target: cache", cache_bytes(target, prompt_tokens, new_tokens, sizes[0], rows)),
         Part("draft: cache", cache_bytes(draft, prompt_tokens, static if rows == 1 else new_tokens, sizes[1], rows)),
-        *_of_weights(small, learner, config, is_whole=peft_config is None, is_compiled=is_compiled, drafts=drafts),
+        *_of_weights(
+            small,
+            learner,
+            config,
+            is_whole=peft_config is None,
+            is_compiled=is_compiled,
+            drafts=drafts,
+            aside="device" if device_type == "cpu" else "host",
+        ),
         Part("learner: activations", _kept_bytes(draft, activations, requests, length), "step"),
         *_of_requests(learner, config, requests * answer, prompt_tokens, new_tokens, drafts),
     ]
@@ -229,9 +238,11 @@ def _batch(config: OnlineConfig, new_tokens: int) -> int:
 
 
 def _of_weights(
-    small: Any, learner: Any, config: OnlineConfig, *, is_whole: bool, is_compiled: bool, drafts: int
-) -> list[Part]:
-    """What the weights of drafts and their learners take."""
+    small: Any, learner: Any, config: OnlineConfig, *, is_whole: bool, is_compiled: bool, drafts: int,
+    aside: Literal["device", "host"],
+) -> list[Part]:  # fmt: skip
+    """What the weights of drafts and their learners take; `aside` is where those of whole drafts are that no model
+    serves with."""
     count, learned = _numel(small.parameters()), trainable_parameters(learner)
     learns, matrices = _numel(learned.values()), hidden_matrices(learner, learned, config)
     buffers = sum(b.nbytes for b in small.buffers())
@@ -251,8 +262,8 @@ def _of_weights(
         Part("draft: as it came", served),
         Part("draft: as it was", served + drafts * adapter),
         Part("draft: serving", drafts * (version + copies)),
-        Part("draft: serving, compiled", drafts * count * size * (is_whole and is_compiled)),
-        Part("draft: version before", drafts * version),
+        Part("draft: version that serves", drafts * count * size * (is_whole and is_compiled), place=aside),
+        Part("draft: version before", drafts * version, place=aside if is_whole else "device"),
         Part("learner: master", drafts * learns * FP32 + frozen + masters),
         Part("learner: average", drafts * learns * FP32 * (config.weight_average > 0)),
         Part("learner: optimizer", drafts * (muon + 2 * (learns - muon)) * FP32),

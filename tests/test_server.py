@@ -78,6 +78,14 @@ def sdk(service: Service) -> Iterator[openai.OpenAI]:
     server.join()
 
 
+def test_what_is_served_is_sent_at_once() -> None:
+    running = Running("127.0.0.1", 0)
+    with socket.create_connection(running._socket.getsockname()), running._socket as listening:
+        accepted, _ = listening.accept()
+        with accepted:  # otherwise the first event of a stream waits until its client has confirmed the headers
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def target_of(service: Service) -> Any:
     assert service.assistant is not None
     return service.assistant.target

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -49,6 +50,7 @@ __all__ = ["DomainDrafts", "ServingDraft"]
 logger = logging.getLogger(__name__)
 
 INDEX = "drafts.json"
+HOST = torch.device("cpu")  # main memory, for versions of drafts on an accelerator that no model serves with
 
 
 def _translating(config: OnlineConfig) -> OnlineConfig:
@@ -329,11 +331,19 @@ class DomainDrafts:
         holds that model; otherwise the new weights are written into it, without a copy, and requests of this draft
         wait until they are."""
         weights = self._copies.ready(snapshot)
+        kept = snapshot if self._copies.shares else self._aside(snapshot)
         with self._lock:
             self._made.wait_for(lambda: domain not in self._copies.making)
             serving = self._copies.reserve(domain)
-        self._fill(serving, Version(version, snapshot, taught_for), weights)
+        self._fill(serving, Version(version, kept, taught_for), weights)
         self._release(serving)
+        with self._lock:
+            before = self._drafts[domain].previous
+        if before is not None and before.number:  # version 0 lies where the base does
+            aside = before._replace(weights=self._aside(before.weights))
+            with self._lock:
+                if self._drafts[domain].previous is before:
+                    self._drafts[domain].previous = aside
         self.model_changed(domain)
 
     def roll_back(self, domain: str | None, version: int, weights: Snapshot | None = None) -> Snapshot:
@@ -517,6 +527,16 @@ class DomainDrafts:
         """Weights where they are served from: those of an adapter, which the base has not, with its first ones."""
         devices = {name: p.device for name, p in self.base.named_parameters()}
         return {name: tensor.to(devices.get(name, self.base.device)) for name, tensor in snapshot.items()}
+
+    def _aside(self, snapshot: Snapshot) -> Snapshot:
+        """Weights of whole drafts in main memory, where they are on an accelerator; the same ones otherwise."""
+        if self._template is not None or self.base.device.type in (HOST.type, "meta"):
+            return snapshot
+        found = Snapshot()
+        for name, weight in snapshot.items():
+            give_way()
+            found[name] = weight.to(HOST)
+        return found
 
     def _check(self, domain: str | None, snapshot: Snapshot) -> None:
         if not is_finite(snapshot):

@@ -38,6 +38,9 @@ class Running:
             family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
             self.is_local = ipaddress.ip_address(str(place[0]).partition("%")[0]).is_loopback  # for this machine alone
             self._socket = socket.create_server((str(place[0]), int(place[1])), family=family)
+            # For the connections that it accepts, too: the first event of a stream would wait for its client to
+            # confirm the headers, which takes 40 ms. asyncio sees to that for sockets of its own making alone.
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except (OSError, OverflowError) as error:
             raise ConfigError(
                 f"The address {host}:{port} cannot be listened at: {error}. Choose another host or port, or stop what "
