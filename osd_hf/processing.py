@@ -105,6 +105,12 @@ class Outcomes:
             same = other.ids[~odd][:, :, None] == self.ids[~odd][:, None]
             p = torch.where(same, self.logprobs[~odd][:, None], -torch.inf).amax(-1)
             found[~odd] = overlap(p, other.logprobs[~odd])
+        for few, whole in ((self, other), (other, self)):
+            # Where one side can draw few tokens, what the other makes of these is enough.
+            some = odd & ~few.is_whole & (few.rest == -torch.inf)
+            if bool(some.any()):
+                found[some] = overlap(few.logprobs[some], whole.whole[some[whole.is_whole]].gather(1, few.ids[some]))
+                odd &= ~some
         if bool(odd.any()):
             found[odd] = overlap(self.dense(odd), other.dense(odd))
         return found

@@ -375,7 +375,8 @@ class Request(Decoding):
             if self.stop_at:
                 # The nested `generate` has no tokenizer and refuses stop strings; `propose` heeds them instead.
                 generator.generation_config.stop_strings = None
-            generator.logits_processor.append(_Distributions())
+            if self.config.do_sample:  # a greedy draft has always something to propose
+                generator.logits_processor.append(_Distributions())
 
     def propose(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The candidates of the round that begins."""
