@@ -424,7 +424,13 @@ def _pieces(target: Any, config: MakingConfig) -> list[Piece]:
             f"A draft has fewer layers than its target, one with attention among them. {type(inner).__name__} has "
             f"{count}; asked for were {config.num_layers or 'the first, or these and the last'}. Choose `layers`."
         )
-    pieces = [Piece(cut(target, layers, encoder), layers, encoder) for encoder in encoders for layers in chosen]
+    pieces = [
+        Piece(cut(target, layers, encoder), layers, encoder)
+        for encoder in encoders
+        for layers in chosen
+        # transformers' caches of some have as many layers as the encoder
+        if encoder == encoders[0] or len(layers) <= len(encoder or ())
+    ]
     for piece in pieces[1:]:  # embeddings and heads are large, and no piece changes them
         piece.draft.set_input_embeddings(pieces[0].draft.get_input_embeddings())
         piece.draft.set_output_embeddings(pieces[0].draft.get_output_embeddings())

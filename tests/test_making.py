@@ -15,6 +15,7 @@ import pytest
 import torch
 from saved_pair import save_pair
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers.modeling_outputs import BaseModelOutput
 
 from osd_hf import (
     ConfigError,
@@ -35,6 +36,7 @@ from osd_hf.chunked_loss import SampledTail, divergence_sum, stored_rows
 from osd_hf.cli.main import main
 from osd_hf.cutting import cut, depth
 from osd_hf.drafting import timing, vocabulary
+from osd_hf.drafting.forward import DraftForward
 from osd_hf.learning.updater import Updater
 from osd_hf.losses import DIVERGENCES
 from osd_hf.making import MakingConfig, Piece, taught_draft
@@ -150,6 +152,16 @@ def test_encoders_are_cut_as_well() -> None:
     assert (depth(cut(target, (0,))), depth(cut(target, (0,)), "encoder")) == (1, 3)
     with pytest.raises(ConfigError, match="has no encoder"):
         cut(models.build(), (0,), encoder_layers=(0,))
+
+
+def test_each_piece_of_a_deep_encoder_decoder_drafts() -> None:
+    target = models.build("t5", num_layers=6, num_decoder_layers=6)
+    pieces = making._pieces(target, MakingConfig())
+    sizes = {(len(piece.layers), len(piece.encoder_layers or ())) for piece in pieces}
+    assert sizes == {(1, 6), (2, 6), (4, 6), (1, 3), (2, 3)}
+    source = {"encoder_outputs": BaseModelOutput(torch.randn(1, 3, target.config.d_model))}
+    for piece in pieces:
+        assert DraftForward(piece.draft, source).feed(torch.zeros(1, 2, dtype=torch.long)).isfinite().all()
 
 
 def test_tied_heads_stay_tied() -> None:

@@ -338,12 +338,12 @@ class DomainDrafts:
         self._fill(serving, Version(version, kept, taught_for), weights)
         self._release(serving)
         with self._lock:
-            before = self._drafts[domain].previous
+            draft = self._drafts[domain]
+            before = draft.previous
         if before is not None and before.number:  # version 0 lies where the base does
             aside = before._replace(weights=self._aside(before.weights))
             with self._lock:
-                if self._drafts[domain].previous is before:
-                    self._drafts[domain].previous = aside
+                draft.previous = aside if draft.previous is before else draft.previous
         self.model_changed(domain)
 
     def roll_back(self, domain: str | None, version: int, weights: Snapshot | None = None) -> Snapshot:
