@@ -31,7 +31,7 @@ from osd_hf.processing import Processors
 from osd_hf.trace import DraftRound, Trace, bare_trace
 from osd_hf.translation import Translated, Translation
 from osd_hf.utils.kernels import fast_kernels, linear_of
-from osd_hf.utils.turns import give_way
+from osd_hf.utils.turns import computing, give_way
 
 logger = logging.getLogger(__name__)
 
@@ -396,7 +396,7 @@ def completion_logits(model: Any, traces: Sequence[Trace]) -> torch.Tensor:
         if "logits_to_keep" in accepted:
             inputs["logits_to_keep"] = width
     # Where gradients are kept, parts may be computed again, outside.
-    with contextlib.nullcontext() if torch.is_grad_enabled() else fast_kernels(model):
+    with contextlib.nullcontext() if torch.is_grad_enabled() else fast_kernels(model), computing():
         logits: torch.Tensor = model(**inputs).logits
     return logits[:, logits.shape[1] - width :]
 

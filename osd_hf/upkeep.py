@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from osd_hf.capture.guards import TriedOut
 from osd_hf.capture.request import Binding, Lease
 from osd_hf.drafting.forward import CompiledTarget
@@ -144,6 +146,8 @@ class Upkeep:
         self._telling = threading.Lock()  # held by who calls `on_update`
 
     def _begin_in_child(self) -> None:
+        if torch.get_num_threads() > 1:  # those of the parent's team are not here, and would be waited for
+            torch.set_num_threads(1)
         # A thread that is not here may have been in the middle of a step; what it left is not learned on from.
         self._is_torn = self._is_torn or self._learning.locked()
         self._renew_locks()

@@ -2,6 +2,7 @@ import json
 import multiprocessing
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +19,9 @@ from osd_hf.drafting.forward import CompiledDraft, DraftForward, StaticForward
 from osd_hf.learning.learner import DutyCycle
 from osd_hf.learning.memory import computed_again, layers_of
 from osd_hf.upkeep import Upkeep
+from osd_hf.utils import turns
 from osd_hf.utils.disk import in_child, lock_file, renewing
-from osd_hf.utils.turns import between, give_way, giving_way
+from osd_hf.utils.turns import between, breathe, computing, give_way, giving_way
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs forks"),
@@ -118,6 +120,53 @@ def test_a_request_of_a_child_waits_for_no_step_of_its_parent() -> None:
     assert in_a_fork(ask) == 0
     done.set()
     worker.stop()
+
+
+def leave() -> None:
+    pass
+
+
+@pytest.mark.parametrize("place", [leave, breathe, give_way])
+def test_a_fork_waits_until_a_thread_that_computes_comes_to_a_place(place: Callable[[], None]) -> None:
+    inside, waited, forked = threading.Event(), threading.Event(), threading.Event()
+
+    def compute() -> None:
+        with giving_way(lambda: None), computing(), computing():
+            inside.set()
+            ends = time.monotonic() + LONG
+            while turns._forks.forking is None and time.monotonic() < ends:
+                pass
+            waited.set()  # and nothing has been forked
+            place()
+            if place is not leave:
+                forked.wait(LONG)
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    assert inside.wait(LONG)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if waited.is_set() else 3)
+    forked.set()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    thread.join(LONG)
+    assert not turns._forks.depth
+    assert turns._forks.forking is None
+
+
+def test_a_fork_happens_though_others_compute_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "PATIENCE", 0.0)
+    done = held_elsewhere(computing())
+
+    def compute() -> None:
+        assert not turns._forks.depth
+        with computing():
+            breathe()
+
+    with computing():  # the forking thread's own is not waited for
+        assert in_a_fork(lambda: os._exit(0 if list(turns._forks.depth) == [threading.get_ident()] else 3)) == 0
+    assert in_a_fork(compute) == 0
+    done.set()
 
 
 def test_a_child_has_no_hooks_of_a_forward_that_its_parent_is_in() -> None:
@@ -316,18 +365,20 @@ def test_a_lease_that_the_forking_thread_holds_ends_in_the_child() -> None:
     assert drafts._copies.base.leases == 0
 
 
-# Torch's own threads do not live on in a fork, so that what forks has one: a process of its own.
+# A process of its own, as torch's own threads do not live on in a fork.
 CHILDREN = """
 import faulthandler, json, os, signal, sys, threading, traceback
 from dataclasses import replace
 from pathlib import Path
 import models
 import test_faults
+import torch
 from osd_hf import OnlineAssistant
 from osd_hf.learning.updater import Updater
 
 LONG = 250
 faulthandler.dump_traceback_later(2 * LONG, exit=True)
+torch.set_num_threads(int(sys.argv[2]))
 target, draft = models.pair()
 alone = test_faults.answers(target.generate, range(6))
 average = Updater._average
@@ -394,15 +445,17 @@ def case(folder, strategy, is_learning):
     assistant.close()
     print(json.dumps({"same": same, "learned": assistant.version > 0}), flush=True)
 
-case(Path(sys.argv[1]) / "idle", "idle", True)
-case(Path(sys.argv[1]) / "spread", "spread", True)
-case(Path(sys.argv[1]) / "interval", "interval", False)
+for strategy in sys.argv[3:]:
+    case(Path(sys.argv[1]) / strategy, strategy, strategy != "interval")
 """
 
 
-def test_a_forked_child_serves_and_learns_and_leaves_the_folder_to_its_parent(tmp_path: Path) -> None:
-    done = run_python(CHILDREN, str(tmp_path), timeout=900)
+@pytest.mark.parametrize(("threads", "strategies"), [(1, ["idle", "spread", "interval"]), (2, ["interval"])])
+def test_a_forked_child_serves_and_learns_and_leaves_the_folder_to_its_parent(
+    tmp_path: Path, threads: int, strategies: list[str]
+) -> None:
+    done = run_python(CHILDREN, str(tmp_path), str(threads), *strategies, timeout=900)
     assert done.returncode == 0, done.stderr
     parent = {"same": True, "learned": True}
     child = parent | {"error": "None", "left_alone": True, "goes_on": True}
-    assert [json.loads(line) for line in done.stdout.splitlines()] == [child, parent] * 3, done.stderr
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [child, parent] * len(strategies), done.stderr

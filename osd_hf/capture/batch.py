@@ -36,6 +36,7 @@ from osd_hf.pair import vocab_size_of
 from osd_hf.processing import RowProcessors
 from osd_hf.trace import num_accepted
 from osd_hf.utils.kernels import fast_kernels
+from osd_hf.utils.turns import breathe
 
 logger = logging.getLogger(__name__)
 
@@ -265,6 +266,7 @@ class _Rounds:
         """The answers behind their prompts, int64, `(rows, tokens)`."""
         is_first = True
         while self.live:
+            breathe()
             began, count = self.clock(), len(self.live)
             emitted = sum(row.emitted for row in self.rows)
             texts = {number: chances for number in self.live if (chances := self._look_up(self.rows[number]))}

@@ -32,6 +32,7 @@ from osd_hf.pair import input_device, until_end, unwrap, vocab_size_of
 from osd_hf.replay import padded, raw_rows
 from osd_hf.trace import Trace, ids_dtype
 from osd_hf.utils.kernels import fast_kernels
+from osd_hf.utils.turns import breathe, computing
 
 logger = logging.getLogger(__name__)
 
@@ -354,7 +355,7 @@ def _listened_to(decode: Callable[..., Any]) -> Callable[..., Any]:
         begins, criteria = input_ids.shape[1], kwargs["stopping_criteria"]
         kwargs["generation_config"] = bounded(kwargs["generation_config"], criteria, begins)
         request = (Request if input_ids.shape[0] == 1 else BatchRequest)(self, input_ids, kwargs, bindings)
-        with request.served():
+        with request.served(), computing():
             refusal: Exception | None = None
             try:
                 if isinstance(request, BatchRequest):
@@ -446,6 +447,7 @@ class _WatchedGenerator(_Watched):
     __slots__ = ()
 
     def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        breathe()
         return self._watched_by.propose(input_ids, **kwargs)  # type: ignore[no-any-return]
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:

@@ -42,7 +42,7 @@ from osd_hf.replay import batches, completion_logits, completion_mask, has_plain
 from osd_hf.trace import Trace
 from osd_hf.translation import Translation
 from osd_hf.utils.kernels import with_fast_products
-from osd_hf.utils.turns import between, clock, give_way, in_pieces
+from osd_hf.utils.turns import between, clock, computing, give_way, in_pieces
 
 __all__ = ["UpdateReport", "Updater", "finish", "log_update", "make_accelerator", "trainable_parameters"]
 
@@ -288,7 +288,8 @@ class Updater:
         are the average of the last whole step; without one they are torn."""
         try:
             for optimizer in self.optimizers:
-                optimizer.step()
+                with computing():
+                    optimizer.step()
             self._average()
             self._zero_grad()
         except BaseException:
@@ -312,7 +313,7 @@ class Updater:
         for part in self._micro_batches(traces, size):
             under_way[:] = part
             started = clock()
-            with self._at_work():
+            with self._at_work(), computing():
                 loss, count = self._bounded_loss(part)
                 loss = loss * (count / total)
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -357,7 +358,7 @@ class Updater:
     def _tried(self, traces: Sequence[Trace]) -> Generator[None, None, list[bool]]:
         """Whether traces can be learned from: raises what a step on them would. Yields after each micro-batch."""
         for part in self._micro_batches(traces, self.micro_batch):
-            with self._at_work():
+            with self._at_work(), computing():
                 self._zero_grad()
                 loss, _ = self._bounded_loss(part)
                 loss.backward()  # type: ignore[no-untyped-call]

@@ -1,11 +1,12 @@
-"""Turns: long work that nobody waits for lets others go first, between any two of its small pieces."""
+"""Turns: long work lets others go first between any two of its small pieces, and forks happen there alone."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -13,9 +14,94 @@ import torch
 
 from osd_hf.utils.disk import in_child
 
-__all__ = ["between", "clock", "give_way", "give_way_at", "gives_way", "giving_way", "in_pieces"]
+__all__ = [
+    "between", "breathe", "clock", "computing", "give_way", "give_way_at", "gives_way", "giving_way", "in_pieces",
+]  # fmt: skip
 
 PIECE = 1 << 23  # elements of weights that are gone through without a stop, about what one layer has
+PATIENCE = 10.0  # seconds: a fork waits so long at most for others to come to a place where they hold nothing
+
+
+class _Forks:
+    """Which threads may be inside a product: MKL locks its memory there, for good in a child forked meanwhile."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition(threading.Lock())
+        self.depth: dict[int, int] = {}  # of the blocks that a thread is in
+        self.forking: int | None = None  # the thread, while it waits
+        self.turn = threading.Lock()  # its own, until it has forked
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        me = threading.get_ident()
+        self._enter(me, 1)
+        try:
+            yield
+        finally:
+            self._leave(me, 1)
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        me = threading.get_ident()
+        depth = self.depth.get(me, 0)
+        self._leave(me, depth)
+        try:
+            yield
+        finally:
+            self._enter(me, depth)
+
+    def _enter(self, me: int, times: int) -> None:
+        if times:
+            with self.changed:
+                while self.forking not in (None, me) and me not in self.depth:
+                    self.changed.wait()
+                self.depth[me] = self.depth.get(me, 0) + times
+
+    def _leave(self, me: int, times: int) -> None:
+        if times:
+            with self.changed:
+                left = self.depth.get(me, 0) - times
+                if left > 0:
+                    self.depth[me] = left
+                else:
+                    self.depth.pop(me, None)
+                if self.forking is not None:
+                    self.changed.notify_all()
+
+    def before(self) -> None:
+        self.turn.acquire()
+        self.changed.acquire()
+        self.forking = threading.get_ident()
+        self.changed.wait_for(lambda: not (self.depth.keys() - {self.forking}), PATIENCE)
+
+    def in_parent(self) -> None:
+        self.forking = None
+        self.changed.notify_all()
+        self.changed.release()
+        self.turn.release()
+
+    def in_child(self) -> None:
+        me = threading.get_ident()
+        self.changed, self.turn, self.forking = threading.Condition(threading.Lock()), threading.Lock(), None
+        self.depth = {me: self.depth[me]} if me in self.depth else {}
+
+
+_forks = _Forks()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_forks.before, after_in_parent=_forks.in_parent, after_in_child=_forks.in_child)
+
+
+def computing() -> AbstractContextManager[None]:
+    """Entered around forwards and backwards: a fork by another thread waits, for some seconds at most, until this one
+    is outside, or calls [`breathe`], or gives way."""
+    return _forks.computing()
+
+
+def breathe() -> None:
+    """Let a fork happen that another thread waits with: called inside `computing`, between two forwards."""
+    if _forks.forking not in (None, threading.get_ident()):
+        with _forks.resting():
+            pass
 
 
 class _Turn:
@@ -28,7 +114,8 @@ class _Turn:
 
     def __call__(self) -> None:
         started = time.perf_counter()
-        self.let_in()
+        with _forks.resting():
+            self.let_in()
         self.waited += time.perf_counter() - started
 
 
