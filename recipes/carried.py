@@ -7,23 +7,20 @@ What a draft's repo carries for `custom_generate`, beside this package's own lea
 
 The draft (the lab's, or the one that `smollm2.py` makes and keeps below `--traces`) is saved with `custom_generate`
 and called from its folder, by transformers alone. Every prompt is answered greedily in turns, in an order that changes
-from prompt to prompt: by the package (`"auto"`, text of the request alone, no capture, nothing learned) with its
-kernels and without them, which the file does not have; by the file, through `custom_generate` and as the function that
-`load_custom_generate` returns, loaded once; by stock assisted generation with five tokens a round; by the target
-alone. The first prompts of each data set warm up. Compared are the seconds of each answer, by the median of their
-ratios with its 95% interval, and whether answers are the same.
+from prompt to prompt: by the package (`"auto"`, text of the request alone, no capture, nothing learned); by the file,
+through `custom_generate` and as the function that `load_custom_generate` returns, loaded once; by stock assisted
+generation with five tokens a round; by the target alone. The first prompts of each data set warm up. Compared are the
+seconds of each answer, by the median of their ratios with its 95% interval, and whether answers are the same.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import tempfile
 import time
 from collections import defaultdict
 from typing import Any
-from unittest import mock
 
 import common
 import smollm2
@@ -42,28 +39,21 @@ WARM_UP = 4  # prompts of each data set that do not count
 CONFIG = OnlineConfig(update_strategy="manual", text_scope="request", draft_vocabulary="full")
 # Ratios of seconds: what is divided by what.
 COMPARED = {
-    "file over package without its kernels": ("loaded once", "package without kernels"),
-    "file by name over package without its kernels": ("file", "package without kernels"),
     "file over package": ("loaded once", "package"),
+    "file by name over package": ("file", "package"),
     "stock over file by name": ("stock", "file"),
     "alone over file by name": ("alone", "file"),
 }
-
-
-def without_kernels(assistant: OnlineAssistant, *args: Any, **kwargs: Any) -> Any:
-    with mock.patch("osd_hf.capture.request.fast_kernels", lambda *_, **__: contextlib.nullcontext()):
-        return assistant.generate(*args, **kwargs)
 
 
 def compared(pair: Any, questions: list[list[int]], max_new_tokens: int, folder: str) -> dict[str, Any]:
     """The seconds of each way to answer these prompts, compared."""
     target, draft = pair.target, pair.draft
     how = {"custom_generate": folder, "trust_remote_code": True}
-    with OnlineAssistant(*pair, CONFIG) as fast, OnlineAssistant(*pair, CONFIG) as plain:
+    with OnlineAssistant(*pair, CONFIG) as assistant:
         carried = target.load_custom_generate(folder, trust_remote_code=True)
         ways = {
-            "package": functools.partial(fast.generate, learn=False),
-            "package without kernels": functools.partial(without_kernels, plain, learn=False),
+            "package": functools.partial(assistant.generate, learn=False),
             "file": functools.partial(target.generate, **how),
             "loaded once": functools.partial(carried, target, assistant_model=draft),
             "stock": functools.partial(target.generate, assistant_model=draft),

@@ -16,7 +16,8 @@ prompts are generated after each step.
 that follows the policy; with all of it, as by default. Told by step: rewards, acceptance, tokens of each row per
 forward of the policy, seconds of generating with what learning takes, and of the whole training. Before the first
 step, greedy answers with and without a draft are compared. Sampled rollouts of two ways are other ones, so rewards are
-compared as curves. Wall time: let nothing else run on the machine.
+compared as curves. With one thread seconds are the processor's, of all threads of this process: what else runs hardly
+matters. With several they are seconds of the clock: let nothing else run on the machine.
 
 `staleness`: the rollouts of one training, recorded, are replayed in their order to drafts that learn (k = 5, expected
 acceptance, each rollout before it is learned from): the draft as it came; one taught before the training by rollouts
@@ -172,21 +173,22 @@ def live(pair: Pair, way: str, seed: int, rate: float, args: Any) -> Row:
     rollout = None if config is None else RolloutAssistant(pair.draft, config)
     asked = Asked(pair, held_out(args), args, each_step=args.task == "sft")
     seconds: list[float] = []  # of each call
+    clock = time.process_time if args.threads == 1 else time.perf_counter
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_of(pair, seed, rate, args, [*([] if rollout is None else [rollout]), asked], folder)
         policy = unwrap(trainer.model)
 
         def generate(*inputs: Any, **settings: Any) -> Any:
-            began = time.perf_counter()
+            began = clock()
             answers = type(policy).generate(policy, *inputs, **settings)
             if settings.get("assistant_model") is None:  # otherwise it is a part of another call
-                seconds.append(time.perf_counter() - began)
+                seconds.append(clock() - began)
             return answers
 
         policy.generate = generate
-        began = time.perf_counter()
+        began = clock()
         trainer.train()
-        total = time.perf_counter() - began
+        total = clock() - began
     told = ("reward", "entropy", "loss", "rollout/alpha", "rollout/tokens_per_forward", "rollout/learning_seconds")
     steps = [{name: entry.get(name) for name in told} for entry in trainer.state.log_history if "loss" in entry]
     found = seconds[1:]  # the first was the greedy one

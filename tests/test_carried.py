@@ -111,6 +111,38 @@ def test_answers_and_rounds_are_those_of_the_package(
     assert counted > 0 or seconds > 1
 
 
+@pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="torch without oneDNN")
+def test_the_file_computes_by_the_kernels_of_the_package(
+    carried: Carried, timed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, products = carried.module, list[torch.Tensor]()
+    own, (target, draft), ids = file._onednn, models.pair(), models.prompts(1)[0]
+
+    def noted(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        products.append(weight)
+        return own(states, weight, bias)
+
+    for name, value in {"_timed": lambda: True, "LEAST_WEIGHTS": 1, "_onednn": noted}.items():
+        monkeypatch.setattr(file, name, value)
+    timed({target: 1.0, draft: 0.1})
+    alone, theirs = (
+        target.generate(ids, do_sample=False, max_new_tokens=16).tolist(),
+        set(map(id, target.parameters())),
+    )
+    assert carried.generate(target, ids, draft).tolist() == alone
+    assert theirs & set(map(id, products))
+    products.clear()
+    assert carried.generate(target, ids, draft).tolist() == alone
+    assert products and not theirs & set(map(id, products))  # packed
+    assert {type(m) for m in target.modules() if isinstance(m, torch.nn.Linear)} == {torch.nn.Linear}
+    layer, states = torch.nn.Linear(6, 4), torch.randn(3, 6)
+    gradients = []
+    for kind in (torch.nn.Linear, file.Linear):  # as for somebody who learns meanwhile
+        layer.__class__ = kind
+        gradients.append(torch.autograd.grad(layer(states).square().sum(), list(layer.parameters())))
+    assert all(torch.allclose(a, b) for a, b in zip(*gradients, strict=True))
+
+
 def test_each_token_of_sampled_answers_is_drawn_as_the_target_draws_it(carried: Carried, timed: Any) -> None:
     target, draft = models.bigram(0), models.bigram(1)
     timed({target: 1.0, draft: 0.1})
@@ -248,7 +280,11 @@ def test_the_file_needs_nothing_but_transformers_and_torch() -> None:
     nodes = list(ast.walk(ast.parse(standalone("me/draft"))))
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)]
-    assert {name.split(".")[0] for name in names} - sys.stdlib_module_names == {"torch", "transformers"}
+    needed = {name.split(".")[0] for name in names} - sys.stdlib_module_names
+    tried = {alias.name for node in nodes if isinstance(node, ast.Try) for s in node.body if isinstance(s, ast.Import)
+             for alias in s.names}  # fmt: skip
+    assert needed - tried == {"torch", "transformers"}
+    assert tried == {"psutil"}  # which says whether there is memory for a second copy of weights
 
 
 def test_the_file_reads_like_the_package(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import models
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch.nn.functional import linear
@@ -49,7 +50,7 @@ def products(monkeypatch):
 
 
 def is_exchanged(model):
-    return any(type(m) is kernels._Linear for m in model.modules())
+    return any(type(m) is kernels.Linear for m in model.modules())
 
 
 @pytest.mark.parametrize("shape", [(1, 24), (1, 3, 24), (2, 5, 24), (0, 24), (2, 0, 24)], ids=str)
@@ -210,7 +211,7 @@ def test_blocks_meet():
     with fast_kernels(model):
         with fast_kernels(model.lm_head):
             pass
-        assert type(model.lm_head) is kernels._Linear
+        assert type(model.lm_head) is kernels.Linear
         torch.nn.utils.parametrizations.weight_norm(model.model.layers[0].mlp.up_proj)
     assert not is_exchanged(model)
     model(torch.ones(1, 2, dtype=torch.long))
@@ -306,7 +307,7 @@ def test_an_answer_is_the_targets_own_and_the_target_as_it_was(products):
 def test_a_head_of_few_tokens_has_them_too(products):
     draft = models.build("llama")
     few = vocabulary.RestrictedDraft(draft, np.arange(32)).model
-    assert type(few.get_output_embeddings()) is kernels._Linear
+    assert type(few.get_output_embeddings()) is kernels.Linear
     assert not is_exchanged(draft)
 
 
@@ -438,12 +439,15 @@ def test_weights_that_are_trained_between_requests_are_never_packed(used):
 def test_weights_are_packed_where_there_is_memory(used, monkeypatch):
     layer, states, size = torch.nn.Linear(24, 16), torch.randn(2, 24), 24 * 16 * 4
     memory = SimpleNamespace(available=size / kernels.MOST_PACKED - 1)
-    monkeypatch.setattr(kernels.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     for _ in range(3):
         asked(layer, states)
     assert not any(used)
     assert kernels.packed_bytes(layer) == 0
     memory.available += 1
+    monkeypatch.setitem(sys.modules, "psutil", None)  # nobody says how much there is
+    assert kernels._available() == 0
+    monkeypatch.setitem(sys.modules, "psutil", psutil)
     asked(layer, states)
     assert used[3:] == [True]
     assert kernels.packed_bytes(torch.nn.Sequential(layer.to("meta"))) == size
@@ -451,7 +455,7 @@ def test_weights_are_packed_where_there_is_memory(used, monkeypatch):
 
 def test_a_container_may_have_less_memory_than_its_machine(monkeypatch, tmp_path):
     monkeypatch.setattr(kernels, "CGROUP", tmp_path)
-    monkeypatch.setattr(kernels.psutil, "virtual_memory", lambda: SimpleNamespace(available=5000))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=5000))
     assert kernels._available() == 5000
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("900\n")
@@ -548,4 +552,4 @@ def test_an_assistant_serves_with_packed_weights_until_it_is_closed(used):
 
 def test_a_call_whose_layer_is_put_back_meanwhile_is_answered() -> None:
     layer, states = torch.nn.Linear(4, 3), torch.ones(2, 4)
-    assert torch.equal(kernels._Linear.__call__(layer, states), layer(states))
+    assert torch.equal(kernels.Linear.__call__(layer, states), layer(states))

@@ -39,6 +39,7 @@ from osd_hf.drafting.loop import (
 )
 from osd_hf.drafting.pacing import Pacer
 from osd_hf.pair import vocab_size_of
+from osd_hf.utils.kernels import fast_kernels, leave_others
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ def _renew() -> None:
     global _lock
     _lock = threading.Lock()
     _pacers.clear()
+    leave_others()
 
 
 if hasattr(os, "register_at_fork"):
@@ -73,7 +75,7 @@ def generate(model: Any, assistant_model: Any = None, **arguments: Any) -> Any:
     Where the draft fails, the log says so, and the answer goes on without it.
 
     Args:
-        model (`PreTrainedModel`): The target. It stays as it is.
+        model (`PreTrainedModel`): The target. It is as it was when the answer is there.
         assistant_model (`PreTrainedModel`, *optional*):
             The draft, with the target's tokens; by default the one beside this file, loaded once for a target.
 
@@ -97,7 +99,8 @@ def generate(model: Any, assistant_model: Any = None, **arguments: Any) -> Any:
     # The model as another object, of a class with our loop, which ends with the call: nothing is written to its own.
     twin: Any = object.__new__(assisted)
     vars(twin).update(vars(model), _drafts_with=(_Drafting(draft, clock), _pacer(model, draft)))
-    return assisted.generate(twin, assistant_model=draft, **arguments)
+    with fast_kernels(model, draft, is_request=True):
+        return assisted.generate(twin, assistant_model=draft, **arguments)
 
 
 def _source(model: Any, caller: Any) -> Any:

@@ -21,9 +21,10 @@ FOLDER = "custom_generate"  # of a repo, where transformers looks for it
 ENTRY = "osd_hf.hub.carried"
 PACKAGES = {"torch", "transformers"}
 REQUIREMENTS = "transformers>=5.20\n"  # looked up at each call: one line takes milliseconds
-CALLED = {"generate", "get_candidates", "update_candidate_strategy"}  # by transformers, not by the file itself
-INSTEAD = {"Pace": "AutoPace"}  # an interface, by what alone implements it there
-LEFT_OUT = {"in_child"}  # calls for what the file's `_renew` does
+CALLED = {"backward", "generate", "get_candidates", "update_candidate_strategy"}  # by others, not by the file itself
+# An interface, by what alone implements it there; an operation that is registered with torch, which two files cannot.
+INSTEAD = {"Pace": "AutoPace", "_compiled_linear": "torch.nn.functional.linear"}
+LEFT_OUT = {"in_child", "breathe"}  # calls for what the file's `_renew` does, and for what nobody waits for there
 WIDTH = 119
 HEADER = '''"""
 Assisted generation with the draft of this repo, faster than by `assistant_model=`:
@@ -38,11 +39,15 @@ last tokens where they stood before in the prompt and the answer, and decides to
 take and the share of guesses that were right, what is worth guessing. transformers' own loop verifies all: the answer
 is the model's own, token by token when greedy, in distribution when sampled.
 
-What it never does: it learns nothing, changes nothing of the model, writes no file, keeps no text, runs no other code,
-and asks the network for nothing but that draft, which transformers loads.
+On CPUs, while it answers, linear layers in fp32 compute by oneDNN where that is timed to be faster, with a second copy
+of their weights in its order where a quarter of the memory is enough, and transformers' attention reads keys and
+values that heads share once.
+
+What it never does: it learns nothing, changes nothing of the model that stays, writes no file, keeps no text, runs no
+other code, and asks the network for nothing but that draft, which transformers loads.
 
 What stays in osd_hf: learning, batches (answered by the model alone here), text of earlier requests, caches of drafts
-from turn to turn, draft vocabularies, compiled forwards and faster kernels.
+from turn to turn, draft vocabularies and compiled forwards.
 """
 
 from .drafting import generate
@@ -215,7 +220,9 @@ def _reached() -> dict[str, _Module]:
 def _reach(module: _Module, name: str, modules: dict[str, _Module]) -> None:
     """Note that a name of a module is used."""
     if name in module.defined:
-        module.reached.add(module.defined[INSTEAD.get(name, name)])
+        instead = INSTEAD.get(name, name)
+        if instead in module.defined:
+            module.reached.add(module.defined[instead])
     elif name in module.imported and module.imported[name][0].startswith("osd_hf."):
         source, original = module.imported[name]
         if source not in modules:

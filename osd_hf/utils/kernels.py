@@ -13,14 +13,19 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
-import psutil
 import torch
 from torch.autograd.function import once_differentiable
-from torch.nn.modules import module as _for_all
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 __all__ = [
-    "fast_kernels", "is_linear", "linear_of", "onednn_is_faster", "packed_bytes", "unpack", "with_fast_products",
+    "fast_kernels", "is_linear", "leave_others", "linear_of", "onednn_is_faster", "packed_bytes", "unpack",
+    "with_fast_products",
 ]  # fmt: skip
 
 LEAST_WEIGHTS = 1 << 17  # of a layer; below, calling the other kernel takes longer than it saves
@@ -34,11 +39,13 @@ MOST_FOLDED = 64  # tokens whose attention reads keys and values where they are,
 _SDPA = ALL_ATTENTION_FUNCTIONS["sdpa"]
 _this = threading.local()  # `blocks`: the layers of each `fast_kernels` that this thread is inside
 _used = Counter[torch.nn.Linear]()  # in how many blocks a layer is exchanged
-_lock = threading.RLock()
+_exchanging = threading.RLock()
 
 
-def _leave_others() -> None:
-    """A forked child has the blocks of the thread that forked alone."""
+def leave_others() -> None:
+    """In a forked child: it has the blocks of the thread that forked alone, and nobody holds a lock there."""
+    global _exchanging
+    _exchanging = threading.RLock()
     ours = Counter(layer for layers in getattr(_this, "blocks", ()) for layer in layers)
     for layer in list(_used):
         if layer in ours:
@@ -46,11 +53,14 @@ def _leave_others() -> None:
         else:
             del _used[layer]
             _exchange([layer], torch.nn.Linear)
-    _lock.release()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_leave_others)
+    os.register_at_fork(
+        before=lambda: _exchanging.acquire(),
+        after_in_parent=lambda: _exchanging.release(),
+        after_in_child=leave_others,
+    )
 
 
 # --- products -------------------------------------------------------------------------------------------------------
@@ -76,6 +86,11 @@ _library = torch.library.Library("osd_hf", "DEF")  # type: ignore[no-untyped-cal
 _library.define("linear(Tensor states, Tensor weight, Tensor? bias) -> Tensor")  # type: ignore[no-untyped-call]
 _library.impl("linear", _served, "CPU")  # type: ignore[no-untyped-call]
 _library.impl("linear", lambda x, weight, bias: x.new_empty(*x.shape[:-1], len(weight)), "Meta")  # type: ignore[no-untyped-call]
+
+
+def _compiled_linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    product: torch.Tensor = torch.ops.osd_hf.linear.default(states, weight, bias)
+    return product
 
 
 def onednn_is_faster() -> bool:
@@ -143,12 +158,11 @@ def _linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
         product: torch.Tensor = _Product.apply(states, weight, bias)  # type: ignore[no-untyped-call]
         return product
     if torch.compiler.is_compiling():
-        compiled: torch.Tensor = torch.ops.osd_hf.linear.default(states, weight, bias)
-        return compiled
+        return _compiled_linear(states, weight, bias)
     return _served(states, weight, bias)
 
 
-class _Linear(torch.nn.Linear):
+class Linear(torch.nn.Linear):
     """A layer of a model inside `fast_kernels`. Copies of it, also on disk, are ordinary ones."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -160,17 +174,17 @@ class _Linear(torch.nn.Linear):
         if (
             kwargs
             or len(args) != 1
-            or type(self) is not _Linear
+            or type(self) is not Linear
             or len(own) != 2
             or "forward" in self.__dict__
             or self._forward_pre_hooks
             or self._forward_hooks
             or self._backward_pre_hooks
             or self._backward_hooks
-            or _for_all._global_forward_pre_hooks
-            or _for_all._global_forward_hooks
-            or _for_all._global_backward_pre_hooks
-            or _for_all._global_backward_hooks
+            or _global_forward_pre_hooks
+            or _global_forward_hooks
+            or _global_backward_pre_hooks
+            or _global_backward_hooks
         ):
             return torch.nn.Module.__call__(self, *args, **kwargs)  # another thread may have changed the class back
         return _linear(args[0], own["weight"], own["bias"])
@@ -179,23 +193,20 @@ class _Linear(torch.nn.Linear):
         return object.__new__, (torch.nn.Linear,), *super().__reduce_ex__(protocol)[2:]
 
 
-_Linear.__name__ = _Linear.__qualname__ = "Linear"  # what models print
-
-
 def is_linear(module: Any) -> bool:
     """Whether a module is a linear layer and nothing more, such as one with an adapter."""
-    return type(module) in (torch.nn.Linear, _Linear)
+    return type(module) in (torch.nn.Linear, Linear)
 
 
 def linear_of(module: Any) -> Callable[..., torch.Tensor]:
     """The function, of states, weight and bias, that a linear layer computes by."""
-    return _linear if type(module) is _Linear else torch.nn.functional.linear
+    return _linear if type(module) is Linear else torch.nn.functional.linear
 
 
 def with_fast_products(model: Any) -> Any:
     """The model itself, of our own, whose linear layers compute by oneDNN from now on where that is faster."""
     if onednn_is_faster():
-        _exchange([layer for layer in _layers(model) if _fits(layer.weight)], _Linear)
+        _exchange([layer for layer in _layers(model) if _fits(layer.weight)], Linear)
     return model
 
 
@@ -256,6 +267,10 @@ def _forget(key: int, _: object = None) -> None:
 
 def _available() -> int:
     """Bytes of memory that are left to this machine, and to the container that this runs in."""
+    try:
+        import psutil
+    except ImportError:  # by whom takes this module without its package
+        return 0
     left = int(psutil.virtual_memory().available)
     with contextlib.suppress(OSError, ValueError, KeyError):  # where there is no limit, or none to be read
         most, taken = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
@@ -306,7 +321,7 @@ def packed_bytes(model: Any) -> int:
 
 def unpack(*models: Any) -> None:
     """Let go of the packed weights of models; they are packed again where these serve requests."""
-    with _lock:
+    with _exchanging:
         for model in models:
             _stood.pop(model, None)
             _refused.discard(model)
@@ -370,23 +385,23 @@ def fast_kernels(*models: Any, is_request: bool = False) -> Iterator[None]:
     _this.blocks = [*getattr(_this, "blocks", ()), layers]
     try:
         if onednn_is_faster():
-            with _lock:
+            with _exchanging:
                 by_model = {model: _layers(model) for model in found}
                 layers += {layer: None for theirs in by_model.values() for layer in theirs}
                 _used.update(layers)
-                _exchange(layers, _Linear)
+                _exchange(layers, Linear)
                 for model, theirs in by_model.items():
                     _look_at(model, theirs, is_request=is_request)
         yield
     finally:
         _this.blocks = [block for block in getattr(_this, "blocks", ()) if block is not layers]
-        with _lock:
+        with _exchanging:
             _used.subtract(layers)
             last = [layer for layer in layers if _used[layer] <= 0]
             for layer in last:
                 del _used[layer]
             # Others may have made it something else meanwhile.
-            _exchange([layer for layer in last if type(layer) is _Linear], torch.nn.Linear)
+            _exchange([layer for layer in last if type(layer) is Linear], torch.nn.Linear)
 
 
 def _is_on_cpu(model: Any) -> bool:
