@@ -463,7 +463,7 @@ def output_head(model: Any, ids: torch.Tensor | None = None) -> Callable[[torch.
         weights = head.weight[ids], None if head.bias is None else head.bias[ids]
 
     def logits_of(states: torch.Tensor) -> torch.Tensor:
-        with fast_kernels(head):
+        with computing(), fast_kernels(head):
             logits: torch.Tensor = head(states) if ids is None else linear_of(head)(states, *weights)
         if scale != 1:
             logits = logits * scale

@@ -15,11 +15,12 @@ import torch
 from processes import run_python
 
 from osd_hf import DomainDrafts, OnlineConfig
+from osd_hf.capture import hook
 from osd_hf.drafting.forward import CompiledDraft, DraftForward, StaticForward
 from osd_hf.learning.learner import DutyCycle
 from osd_hf.learning.memory import computed_again, layers_of
 from osd_hf.upkeep import Upkeep
-from osd_hf.utils import turns
+from osd_hf.utils import kernels, turns
 from osd_hf.utils.disk import in_child, lock_file, renewing
 from osd_hf.utils.turns import between, breathe, computing, give_way, giving_way
 
@@ -152,6 +153,42 @@ def test_a_fork_waits_until_a_thread_that_computes_comes_to_a_place(place: Calla
     thread.join(LONG)
     assert not turns._forks.depth
     assert turns._forks.forking is None
+
+
+def needs_a_lock_of_forks() -> None:
+    with hook._lock:
+        pass
+
+
+def needs_the_kernels() -> None:
+    with kernels.fast_kernels(torch.nn.Linear(2, 2)):
+        pass
+
+
+@pytest.mark.parametrize("get_on", [needs_a_lock_of_forks, needs_the_kernels])
+def test_what_a_fork_waits_for_can_get_on(get_on: Callable[[], None]) -> None:
+    inside, got_on = threading.Event(), threading.Event()
+
+    def compute() -> None:
+        with computing():
+            inside.set()
+            ends = time.monotonic() + LONG
+            while turns._forks.forking is None and time.monotonic() < ends:
+                pass
+            get_on()
+            got_on.set()
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    assert inside.wait(LONG)
+
+    def go_on() -> None:
+        assert got_on.is_set()  # the fork has not given up waiting
+        get_on()
+
+    assert in_a_fork(go_on) == 0
+    thread.join(LONG)
+    get_on()
 
 
 def test_a_fork_happens_though_others_compute_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import importlib.util
 import itertools
 import os
 import pickle
@@ -9,6 +10,7 @@ import sys
 import threading
 import warnings
 from types import SimpleNamespace
+from unittest import mock
 
 import models
 import numpy as np
@@ -271,7 +273,7 @@ def test_attention_over_shared_keys_is_that_of_copies(family, padding, monkeypat
         copies.append(query.shape[2])
         return own(module, query, key, value, attention_mask, **kwargs)
 
-    monkeypatch.setattr(kernels, "_SDPA", noted)
+    monkeypatch.setattr(kernels._folded, "over", noted)
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", kernels._folded)
     alone = forwards(model, ids, mask, fast=False)
     assert 3 in copies
@@ -324,6 +326,45 @@ def test_a_mask_for_all_tokens_at_once_is_transformers_own():
     with fast_kernels(torch.nn.Linear(2, 2)), torch.inference_mode():
         ours, _ = kernels._folded(module, query, key, key, mask)
         assert torch.equal(ours, kernels._SDPA(module, query, key, key, mask)[0])
+
+
+def test_two_copies_of_the_module_fold_side_by_side(monkeypatch):
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", kernels._SDPA)
+    monkeypatch.setattr(kernels._folded, "over", kernels._SDPA)
+
+    def copied():
+        spec = importlib.util.spec_from_file_location("copied", kernels.__file__)
+        found = importlib.util.module_from_spec(spec)
+        monkeypatch.setattr(torch.library, "Library", mock.MagicMock())  # has one definition of each name
+        spec.loader.exec_module(found)
+        return found
+
+    model, products = torch.nn.Linear(2, 2), []
+    early = copied()
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention", lambda q, *_, **__: products.append(q) or q
+    )
+    query, key, mask = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 5, 8), torch.ones(1, 1, 3, 5).bool()
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2
+
+    def folds(one):
+        with one.fast_kernels(model), torch.inference_mode():
+            ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, key, mask)
+        return products.pop().shape[1] == 2
+
+    with kernels.fast_kernels(model):
+        pass
+    late = copied()  # when the package's is asked already
+    for one in (early, late, kernels, early, late):
+        assert folds(one)
+    with torch.inference_mode():
+        ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, key, mask)
+    assert products.pop().shape[1] == 4
+    others = lambda *args, **kwargs: (query, None)  # noqa: E731
+    ALL_ATTENTION_FUNCTIONS.register("sdpa", others)
+    with kernels.fast_kernels(model):
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is others
 
 
 # --- packed weights -------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import logging
-import os
 import threading
 import time
 import traceback
@@ -32,7 +31,7 @@ from osd_hf.pair import input_device, until_end, unwrap, vocab_size_of
 from osd_hf.replay import padded, raw_rows
 from osd_hf.trace import Trace, ids_dtype
 from osd_hf.utils.kernels import fast_kernels
-from osd_hf.utils.turns import breathe, computing
+from osd_hf.utils.turns import breathe, computing, held_by_forks
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +42,7 @@ _answering: WeakSet[Any] = WeakSet()  # those of them that are being asked
 _listeners: Counter[tuple[type, str]] = Counter()
 _before: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # what our methods took the place of
 _lock = threading.RLock()  # a forgotten block is left whenever its last reference goes
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+held_by_forks(_lock)
 
 
 @contextlib.contextmanager

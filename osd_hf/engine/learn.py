@@ -400,7 +400,8 @@ class StoreLearner:
         logger.info("Published version %d%s after %d requests.", number, whose, facts["requests"])
         if versions.pinned:  # by engines
             drafts = self.learner.drafts
-            self._served[domain, number] = drafts.serving_version(domain), drafts.serving_snapshot(domain)
+            weights = drafts.aside(drafts.serving_snapshot(domain))
+            self._served[domain, number] = drafts.serving_version(domain), weights
             gone = [key for key in self._served if key[0] == domain and key[1] not in {number, *versions.pinned}]
             for key in gone:
                 del self._served[key]

@@ -75,7 +75,8 @@ def generate(model: Any, assistant_model: Any = None, **arguments: Any) -> Any:
     Where the draft fails, the log says so, and the answer goes on without it.
 
     Args:
-        model (`PreTrainedModel`): The target. It is as it was when the answer is there.
+        model (`PreTrainedModel`): The target. It is as it was when the answer is there; where memory allows, a copy of
+            its weights in the order that products compute in is kept for the next answer, as long as it lives.
         assistant_model (`PreTrainedModel`, *optional*):
             The draft, with the target's tokens; by default the one beside this file, loaded once for a target.
 

@@ -331,7 +331,7 @@ class DomainDrafts:
         holds that model; otherwise the new weights are written into it, without a copy, and requests of this draft
         wait until they are."""
         weights = self._copies.ready(snapshot)
-        kept = snapshot if self._copies.shares else self._aside(snapshot)
+        kept = snapshot if self._copies.shares else self.aside(snapshot)
         with self._lock:
             self._made.wait_for(lambda: domain not in self._copies.making)
             serving = self._copies.reserve(domain)
@@ -341,9 +341,12 @@ class DomainDrafts:
             draft = self._drafts[domain]
             before = draft.previous
         if before is not None and before.number:  # version 0 lies where the base does
-            aside = before._replace(weights=self._aside(before.weights))
-            with self._lock:
-                draft.previous = aside if draft.previous is before else draft.previous
+            try:
+                aside = before._replace(weights=self.aside(before.weights))
+                with self._lock:
+                    draft.previous = aside if draft.previous is before else draft.previous
+            except (RuntimeError, MemoryError) as error:
+                logger.warning("The version before stays on the accelerator, as main memory lacks room: %s", error)
         self.model_changed(domain)
 
     def roll_back(self, domain: str | None, version: int, weights: Snapshot | None = None) -> Snapshot:
@@ -528,7 +531,7 @@ class DomainDrafts:
         devices = {name: p.device for name, p in self.base.named_parameters()}
         return {name: tensor.to(devices.get(name, self.base.device)) for name, tensor in snapshot.items()}
 
-    def _aside(self, snapshot: Snapshot) -> Snapshot:
+    def aside(self, snapshot: Snapshot) -> Snapshot:
         """Weights of whole drafts in main memory, where they are on an accelerator; the same ones otherwise."""
         if self._template is not None or self.base.device.type in (HOST.type, "meta"):
             return snapshot
@@ -587,7 +590,9 @@ class DomainDrafts:
                 weights, taught_for = self._placed(saved["snapshot"]), saved.get("taught_for")
                 draft.serving = Version(int(saved["version"]), weights, taught_for)
                 if previous is not None:
-                    previous = Version(previous[0], self._placed(previous[1]), *previous[2:])
+                    is_whole = self._template is None
+                    weights = self.aside(previous[1]) if is_whole else self._placed(previous[1])
+                    previous = Version(previous[0], weights, *previous[2:])
                 draft.previous = previous
                 self._drafts[domain] = draft
         for domain in self.domains:

@@ -14,7 +14,7 @@ from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.pair import is_peft, merged, set_fixed_k, untie
 from osd_hf.utils.threads import Seeded
-from osd_hf.utils.turns import give_way, in_pieces
+from osd_hf.utils.turns import computing, give_way, in_pieces
 
 __all__ = [
     "FALLBACK_K",
@@ -147,7 +147,8 @@ def _adapted_weights(snapshot: Snapshot, template: Any, *, is_merged: bool) -> S
             for name in dtypes:
                 parameter = layer.get_base_layer().get_parameter(name)
                 parameter.data = parameter.data.to(torch.float32, copy=True)
-            layer.merge()
+            with computing():
+                layer.merge()
             for name, dtype in dtypes.items():
                 parameter = layer.get_base_layer().get_parameter(name)
                 parameter.data = parameter.data.to(dtype)

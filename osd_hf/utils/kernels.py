@@ -36,7 +36,8 @@ MOST_PACKED = 0.25  # of the memory that is available
 CGROUP = Path("/sys/fs/cgroup")  # where Linux says what a container may take
 MOST_FOLDED = 64  # tokens whose attention reads keys and values where they are, once for all heads that share them
 
-_SDPA = ALL_ATTENTION_FUNCTIONS["sdpa"]
+_asked = ALL_ATTENTION_FUNCTIONS["sdpa"]
+_SDPA = getattr(_asked, "own", _asked)  # a copy of this module may have been first
 _this = threading.local()  # `blocks`: the layers of each `fast_kernels` that this thread is inside
 _used = Counter[torch.nn.Linear]()  # in how many blocks a layer is exchanged
 _exchanging = threading.RLock()
@@ -56,11 +57,8 @@ def leave_others() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=lambda: _exchanging.acquire(),
-        after_in_parent=lambda: _exchanging.release(),
-        after_in_child=leave_others,
-    )
+    # A fork does not wait for the lock: a layer is counted from before it is exchanged until it is so no more.
+    os.register_at_fork(after_in_child=leave_others)
 
 
 # --- products -------------------------------------------------------------------------------------------------------
@@ -97,7 +95,10 @@ def onednn_is_faster() -> bool:
     """Whether this CPU multiplies a few rows with fp32 weights faster by oneDNN than by what torch takes: timed at
     the first call, which takes some milliseconds. Not where `torch.backends.mkldnn` is disabled."""
     has_it = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return bool(torch.backends.mkldnn.enabled and has_it) and _timed()
+    try:
+        return bool(torch.backends.mkldnn.enabled and has_it) and _timed()
+    except RuntimeError:  # a product failed, or there was no memory: no answer is lost by it
+        return False
 
 
 @functools.cache
@@ -269,9 +270,10 @@ def _available() -> int:
     """Bytes of memory that are left to this machine, and to the container that this runs in."""
     try:
         import psutil
-    except ImportError:  # by whom takes this module without its package
+
+        left = int(psutil.virtual_memory().available)
+    except (ImportError, OSError):  # by whom takes this module without its package, or where nothing tells
         return 0
-    left = int(psutil.virtual_memory().available)
     with contextlib.suppress(OSError, ValueError, KeyError):  # where there is no limit, or none to be read
         most, taken = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         parts = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
@@ -332,39 +334,60 @@ def unpack(*models: Any) -> None:
 # --- attention ------------------------------------------------------------------------------------------------------
 
 
-def _folded(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
-) -> Any:
+class _Folded:
     """transformers' own attention. Over several tokens with a mask it copies keys and values for all heads that share
     them, at each layer; a few tokens are laid side by side with the heads instead, which changes nothing else."""
-    groups, (rows, heads, tokens, _) = getattr(module, "num_key_value_groups", 1), query.shape
-    if (
-        torch.compiler.is_compiling()
-        or not getattr(_this, "blocks", ())
-        or groups == 1
-        or not 1 < tokens <= MOST_FOLDED
-        or attention_mask is None
-        or attention_mask.ndim != 4
-        or attention_mask.shape[1] not in (1, heads)
-        or attention_mask.shape[2] != tokens
-        or query.device.type != "cpu"
-        or torch.is_grad_enabled()
-        or kwargs.get("position_bias") is not None
-        or kwargs.get("cache") is not None
-        or kwargs.get("softcap") is not None
-        or heads != groups * key.shape[1]
-    ):
-        return _SDPA(module, query, key, value, attention_mask, **kwargs)
-    shared = key.shape[1]
-    if attention_mask.shape[1] == 1:
-        attention_mask = attention_mask.repeat(1, 1, groups, 1)
-    else:
-        attention_mask = attention_mask.reshape(len(attention_mask), shared, groups * tokens, -1)
-    output = torch.nn.functional.scaled_dot_product_attention(
-        query.reshape(rows, shared, groups * tokens, -1), key, value, attn_mask=attention_mask,
-        dropout_p=kwargs.get("dropout", 0.0), scale=kwargs.get("scaling"),
-    )  # fmt: skip
-    return output.reshape(rows, heads, tokens, -1).transpose(1, 2).contiguous(), None
+
+    def __init__(self) -> None:
+        self.own = self.over = _SDPA
+
+    def __call__(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        if torch.compiler.is_compiling():
+            return self.own(module, query, key, value, attention_mask, **kwargs)
+        groups, (rows, heads, tokens, _) = getattr(module, "num_key_value_groups", 1), query.shape
+        if (
+            not getattr(_this, "blocks", ())
+            or groups == 1
+            or not 1 < tokens <= MOST_FOLDED
+            or attention_mask is None
+            or attention_mask.ndim != 4
+            or attention_mask.shape[1] not in (1, heads)
+            or attention_mask.shape[2] != tokens
+            or query.device.type != "cpu"
+            or torch.is_grad_enabled()
+            or kwargs.get("position_bias") is not None
+            or kwargs.get("cache") is not None
+            or kwargs.get("softcap") is not None
+            or heads != groups * key.shape[1]
+        ):
+            return self.over(module, query, key, value, attention_mask, **kwargs)
+        shared = key.shape[1]
+        if attention_mask.shape[1] == 1:
+            attention_mask = attention_mask.repeat(1, 1, groups, 1)
+        else:
+            attention_mask = attention_mask.reshape(len(attention_mask), shared, groups * tokens, -1)
+        output = torch.nn.functional.scaled_dot_product_attention(
+            query.reshape(rows, shared, groups * tokens, -1), key, value, attn_mask=attention_mask,
+            dropout_p=kwargs.get("dropout", 0.0), scale=kwargs.get("scaling"),
+        )  # fmt: skip
+        return output.reshape(rows, heads, tokens, -1).transpose(1, 2).contiguous(), None
+
+
+_folded = _Folded()
+
+
+def _fold() -> None:
+    """Have transformers ask `_folded`. A copy of this module, as drafts carry one, that is asked now is asked by it in
+    turn; what others have put there stays."""
+    asked = below = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    while below is not _folded and hasattr(below, "over"):
+        below = below.over
+    if below is _SDPA:
+        _folded.over = asked
+        ALL_ATTENTION_FUNCTIONS.register("sdpa", _folded)
 
 
 # --- both -----------------------------------------------------------------------------------------------------------
@@ -379,8 +402,7 @@ def fast_kernels(*models: Any, is_request: bool = False) -> Iterator[None]:
     if not found:
         yield
         return
-    if ALL_ATTENTION_FUNCTIONS["sdpa"] is _SDPA:  # what others have put there stays
-        ALL_ATTENTION_FUNCTIONS.register("sdpa", _folded)
+    _fold()
     layers: list[torch.nn.Linear] = []
     _this.blocks = [*getattr(_this, "blocks", ()), layers]
     try:
@@ -398,10 +420,10 @@ def fast_kernels(*models: Any, is_request: bool = False) -> Iterator[None]:
         with _exchanging:
             _used.subtract(layers)
             last = [layer for layer in layers if _used[layer] <= 0]
-            for layer in last:
-                del _used[layer]
             # Others may have made it something else meanwhile.
             _exchange([layer for layer in last if type(layer) is Linear], torch.nn.Linear)
+            for layer in last:
+                del _used[layer]
 
 
 def _is_on_cpu(model: Any) -> bool:

@@ -15,7 +15,8 @@ import torch
 from osd_hf.utils.disk import in_child
 
 __all__ = [
-    "between", "breathe", "clock", "computing", "give_way", "give_way_at", "gives_way", "giving_way", "in_pieces",
+    "between", "breathe", "clock", "computing", "give_way", "give_way_at", "gives_way", "giving_way", "held_by_forks",
+    "in_pieces",
 ]  # fmt: skip
 
 PIECE = 1 << 23  # elements of weights that are gone through without a stop, about what one layer has
@@ -30,6 +31,7 @@ class _Forks:
         self.depth: dict[int, int] = {}  # of the blocks that a thread is in
         self.forking: int | None = None  # the thread, while it waits
         self.turn = threading.Lock()  # its own, until it has forked
+        self.held: list[threading.RLock] = []  # taken by a fork once nobody is inside
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -73,14 +75,20 @@ class _Forks:
         self.changed.acquire()
         self.forking = threading.get_ident()
         self.changed.wait_for(lambda: not (self.depth.keys() - {self.forking}), PATIENCE)
+        for lock in self.held:
+            lock.acquire()
 
     def in_parent(self) -> None:
+        for lock in reversed(self.held):
+            lock.release()
         self.forking = None
         self.changed.notify_all()
         self.changed.release()
         self.turn.release()
 
     def in_child(self) -> None:
+        for lock in reversed(self.held):
+            lock.release()
         me = threading.get_ident()
         self.changed, self.turn, self.forking = threading.Condition(threading.Lock()), threading.Lock(), None
         self.depth = {me: self.depth[me]} if me in self.depth else {}
@@ -95,6 +103,12 @@ def computing() -> AbstractContextManager[None]:
     """Entered around forwards and backwards: a fork by another thread waits, for some seconds at most, until this one
     is outside, or calls [`breathe`], or gives way."""
     return _forks.computing()
+
+
+def held_by_forks(lock: threading.RLock) -> None:
+    """Let forks take this lock, and their children have it free. They take it after they have waited for those who
+    compute, who may need it to get on: a lock with a handler of its own would be taken before."""
+    _forks.held.append(lock)
 
 
 def breathe() -> None:
