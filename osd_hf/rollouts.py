@@ -27,7 +27,9 @@ __all__ = ["RolloutAssistant"]
 
 logger = logging.getLogger(__name__)
 
-TARGET_LAG = 4  # rollouts of earlier policies that are learned from
+# Rollouts of four earlier policies are learned from, too. Where learning does not pay it rests but for a look at every
+# other thousand of rollouts: these come in batches, where a draft saves less, and the training waits for the learner.
+DEFAULTS = OnlineConfig(target_lag=4, min_effort=1 / 256)
 
 
 class RolloutAssistant(TrainerCallback):
@@ -51,7 +53,8 @@ class RolloutAssistant(TrainerCallback):
             that has learned, an ordinary model.
         config (`OnlineConfig`, *optional*):
             How to draft and learn. By default that of an assistant, which learns from the rollouts of four policies
-            before the newest one, too (`target_lag=4`), after each rollout, as far as that pays.
+            before the newest one, too (`target_lag=4`), after each rollout, and all but stops where that does not pay
+            (`min_effort=1/256`).
             `update_strategy="idle"` with a `learner_device` that is idle learns beside the training.
         assistant_kwargs (`Any`): More arguments of [`OnlineAssistant`], such as `store` or `peft_config`.
 
@@ -61,7 +64,7 @@ class RolloutAssistant(TrainerCallback):
 
     def __init__(self, draft: Any, config: OnlineConfig | None = None, **assistant_kwargs: Any) -> None:
         self.draft = draft
-        self.config = config or OnlineConfig(target_lag=TARGET_LAG)
+        self.config = config or DEFAULTS
         self.assistant: OnlineAssistant | None = None  # of the training under way, or of the last one
         self._kwargs = assistant_kwargs
         self._block = contextlib.ExitStack()

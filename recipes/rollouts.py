@@ -49,14 +49,15 @@ from osd_hf import CorrectionStore, OnlineConfig, RolloutAssistant, Trace, finge
 from osd_hf.bundled import DOMAINS, bundled_prompts, check_answer, load_bundled
 from osd_hf.pair import Pair, unwrap
 from osd_hf.replay import replay_each
+from osd_hf.rollouts import DEFAULTS
 from osd_hf.simulate import serve_recorded
 
 WAYS: dict[str, OnlineConfig | None] = {
     "alone": None,
     "past text": OnlineConfig(candidates="text", update_strategy="manual"),
     "frozen draft": OnlineConfig(candidates="draft", update_strategy="manual"),
-    "draft that learns": OnlineConfig(candidates="draft", target_lag=4),
-    "all": OnlineConfig(target_lag=4),
+    "draft that learns": replace(DEFAULTS, candidates="draft"),
+    "all": DEFAULTS,
 }
 LAGS = (0, 1, 4, 16)
 ANSWERS = ("answer", "query", "output", "whole_func_string")  # columns of the data sets
