@@ -245,39 +245,20 @@ def test_each_recipe_has_one_row() -> None:
 AS_BEFORE = {"target_lag": 0}  # what settings that came later do as ever: reports of before hold nothing of them
 
 
-def settings_of(report: Any) -> dict[str, Any] | None:
-    """The defaults that a report holds, or the configuration that it was measured with."""
-    if isinstance(report, dict):
-        if "defaults" in report:
-            return dict(report["defaults"])
-        if {"update_strategy", "learning_rate"} <= set(report):
-            return report
-        return next((found for value in report.values() if (found := settings_of(value)) is not None), None)
-    return None
-
-
-def mark(names: list[str], folder: Path = RESULTS) -> str:
-    """What a page must say of a table that comes from these reports."""
-    commits, changed, silent = dict[str, None](), dict[str, None](), list[str]()
+def commits_of(names: list[str], folder: Path = RESULTS) -> str:
+    """What a page must say of a table that comes from these reports, which have been measured with today's
+    defaults."""
+    commits = dict[str, None]()
     now = json.loads(json.dumps(OnlineConfig().to_dict()))
     for name in names:
         report = json.loads((folder / name).read_text())
         facts = report["provenance"]
         commits |= dict.fromkeys(f["commit"] for f in (facts if isinstance(facts, list) else [facts]))
-        settings = settings_of(report)
-        if settings is None:
-            silent.append(name)
-        else:
-            settings = AS_BEFORE | settings
-            changed |= {key: None for key in now if key != "seed" and settings.get(key, "none") != now[key]}
-    text = f"Measured at commit {', '.join(f'`{commit}`' for commit in commits)}"
-    if changed:
-        text += (
-            f", with settings that differ from today's defaults: {', '.join(f'`{key}`' for key in sorted(changed))}"
-        )
-    if silent:
-        text += f"; {', '.join(f'`{name}`' for name in silent)} holds no settings to compare"
-    return text + "."
+        assert "defaults" in report, f"{name} does not say with which defaults it was measured"
+        settings = AS_BEFORE | report["defaults"]
+        changed = [key for key in now if key != "seed" and settings.get(key, "none") != now[key]]
+        assert not changed, f"{name} was measured before these defaults changed: {', '.join(changed)}"
+    return f"Measured at commit {', '.join(f'`{commit}`' for commit in commits)}."
 
 
 def measured_tables(text: str) -> list[tuple[str | None, str]]:
@@ -296,16 +277,19 @@ def test_a_measured_table_names_its_report_and_what_has_changed_since(page: Path
     for comment, after in measured_tables(page.read_text()):
         assert comment is not None and comment.startswith("report: "), f"a table without its report, before: {after}"
         names = comment.removeprefix("report: ").split()
-        expected = "no report of it is kept." if names == ["none"] else mark(names)
+        expected = commits_of(names)
         assert expected in after, f"Write below the table of {names}: *{expected}*"
 
 
-def test_defaults_that_have_changed_are_to_be_told(tmp_path: Path) -> None:
+def test_a_table_of_other_defaults_is_refused(tmp_path: Path) -> None:
     now = OnlineConfig().to_dict()
-    for name, defaults in (("new", now), ("old", now | {"batch_size": 3})):
-        (tmp_path / f"{name}.json").write_text(json.dumps({"provenance": {"commit": "abc"}, "defaults": defaults}))
-    assert mark(["new.json"], tmp_path) == "Measured at commit `abc`."
-    assert mark(["old.json"], tmp_path).endswith("differ from today's defaults: `batch_size`.")
+    for name, defaults in (("new", now), ("old", now | {"batch_size": 3}), ("silent", None)):
+        report = {"provenance": {"commit": "abc"}} | ({"defaults": defaults} if defaults else {})
+        (tmp_path / f"{name}.json").write_text(json.dumps(report))
+    assert commits_of(["new.json"], tmp_path) == "Measured at commit `abc`."
+    for name, said in (("old", "changed: batch_size"), ("silent", "does not say")):
+        with pytest.raises(AssertionError, match=said):
+            commits_of([f"{name}.json"], tmp_path)
     table = "<!-- report: old.json -->\n| a |\n|---|\n| 1.25 |\n\ntext\n"
     assert measured_tables(table + "# next\nmore") == [("report: old.json", "text")]
     assert measured_tables("| a |\n|---|\n| 1.25 |\n")[0][0] is None

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from osd_hf import AcceptanceStats, ConfigError, OnlineAssistant, OnlineConfig
-from osd_hf.learning.effort import RECENT, STRIDE, WINDOW, Effort
+from osd_hf.learning.effort import RECENT, SOON, STRIDE, WINDOW, Effort
 
 
 @functools.cache
@@ -83,6 +83,40 @@ def test_what_does_not_pay_is_not_learned_although_acceptance_rises(seed: int) -
     assert rising(Effort(1 / 16), None, 0.1, seed) == 1  # nobody knows
     assert rising(Effort(1 / 16), pays / 100, 0.1, seed) < 0.15
     assert rising(Effort(1.0), pays / 100, 0.1, seed) == 1  # asked for
+
+
+@pytest.mark.parametrize(("could_save", "requests"), [(0.01, SOON), (0.1, None), (None, None)])
+def test_where_no_draft_could_save_enough_little_is_done_at_once(
+    could_save: float | None, requests: int | None
+) -> None:
+    effort, seen = Effort(1 / 256), None
+    for number in range(1, 2 * SOON + 1):
+        effort.took(0.1)
+        effort.add(of(0.3), of(0.4), 0.0, could_save=could_save)
+        seen = seen or (number if effort.share == 1 / 256 else None)
+    assert seen == requests
+    effort.renew()  # traffic has changed, prices have not
+    for _ in range(SOON):
+        assert effort.share == 1
+        effort.took(0.1)
+        effort.add(of(0.3), of(0.4), 0.0, could_save=could_save)
+    assert (effort.share == 1 / 256) == (requests is not None)
+
+
+def test_what_no_draft_could_save_soon_may_be_much_in_time() -> None:
+    effort = Effort(1 / 16)
+    effort._requests = 40 * SOON
+    for _ in range(2 * SOON):
+        effort.took(0.1)
+        effort.add(of(0.3), of(0.4), 0.0, could_save=0.01)
+    assert effort.share == 1
+
+
+def test_states_of_before_have_no_price_of_the_best_draft() -> None:
+    effort = Effort(1 / 16)
+    state = effort.state_dict() | {"gains": [[0.1, None], [0.2, 0.5]]}
+    effort.load_state_dict(state)
+    assert effort.state_dict()["gains"] == [[0.1, None, None], [0.2, 0.5, None]]
 
 
 def test_the_longer_traffic_is_the_same_the_more_pays() -> None:

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, Protocol
 
 from osd_hf.drafting.costs import MEMORY, PROMPT, Acceptance, Average, Costs, Rate, RoundTime
 from osd_hf.drafting.text import Guess
-from osd_hf.metrics import UNTIMED
+from osd_hf.metrics import UNTIMED, expected_block_efficiency
 from osd_hf.utils.disk import in_child, renewing
 
 MAX_K = 32
@@ -31,6 +31,7 @@ FOLLOWS, INSTEAD = 1.0, 1.5
 AGREED = 0.3  # of the doubt about a drafted token goes where past text says the same
 TEXT_PROBE = 15  # requests of which one looks past text up where it brings nothing
 DRAFT_PROBE = 15  # and one drafts, although it would not be worth reading the prompt
+NEARLY_ALWAYS = 0.9  # acceptance that no draft goes far beyond
 OWN_ROUNDS = 8  # of a request after which its own rate weighs as much as that of its domain
 
 DRAFT: Final = "draft"
@@ -253,6 +254,19 @@ class Pacer:
             if not costs.are_known:
                 return None
             return costs.level / max(1 / costs.plain.mean, best_rate(costs, alpha)[0]) / rows
+
+    def could_save(self, tokens: int, alpha: float, k: int | None) -> float | None:
+        """Seconds that so many tokens take longer at this acceptance than with a draft that is nearly always right: k
+        drafted a round, or as many as are best; `None` until that was measured."""
+        if k is None:
+            before, after = (self.token_seconds(each) for each in (alpha, NEARLY_ALWAYS))
+        else:
+            seconds = self.round_seconds(k)
+            before, after = (
+                None if seconds is None else seconds / expected_block_efficiency(each, k)
+                for each in (alpha, NEARLY_ALWAYS)
+            )
+        return None if before is None or after is None else tokens * max(before - after, 0.0)
 
     def draft_changed(self, domain: Any = ...) -> None:
         """A new version serves all domains, or one (sampled requests of a domain are one apart, see

@@ -21,6 +21,8 @@ FELL = 3.0  # standard errors
 WORSE = 4.0  # standard errors below the draft as it was
 SURELY = 2.0  # standard errors of what a rise saves
 HOPELESS = 0.25  # of what learning takes, that it has to save at best
+SOON = 16  # requests after which it may be seen that no draft could save enough
+TOO_DEAR = 0.5  # of what learning takes, that a draft which is nearly always right has to save
 
 
 def _rise(values: NDArray[np.float64]) -> tuple[float, float]:
@@ -36,8 +38,9 @@ class Effort:
     of the newest requests is above that of those before by a standard error, and what that saves over as many requests
     again as there were, less two standard errors, is more than what learning took meanwhile, both in seconds; it is
     halved where it is not, and the least is done at once where even at best it saves next to nothing, as where past
-    text proposes all. Where the gain falls, or the draft as it was is the better one, traffic has changed, and
-    the most is done again.
+    text proposes all. Nor is more done, from a few requests on, where a draft that is nearly always right would save
+    too little over as many requests again, as in large batches. Where the gain falls, or the draft as it was is the
+    better one, traffic has changed, and the most is done again.
 
     Args:
         least (`float`): Above 0 and at most 1.
@@ -47,24 +50,26 @@ class Effort:
     def __init__(self, least: float, most: float = 1.0) -> None:
         self.least, self.most = least, most
         self.share = most
-        # Oldest first; by request: alpha gained, and seconds saved, `nan` where rounds are not timed.
-        self._gains: deque[tuple[float, float]] = deque(maxlen=2 * WINDOW)
+        # Oldest first; by request: alpha gained, seconds saved, and those that a draft which is nearly always right
+        # would save, `nan` where rounds are not timed.
+        self._gains: deque[tuple[float, float, float]] = deque(maxlen=2 * WINDOW)
         self._undecided = 0  # requests
         self._cost = 0.0  # seconds of learning since the last decision
         self._requests = 0  # since traffic was another
 
     def add(
         self, original: AcceptanceStats, learned: AcceptanceStats, saved_seconds: float | None = None,
-        stands_for: int = 1,
+        stands_for: int = 1, could_save: float | None = None,
     ) -> None:  # fmt: skip
-        """Take in what the draft as it was and the learned one make of a request, and the time that the learned one
-        saved, where it is known; the request stands for so many."""
+        """Take in what the draft as it was and the learned one make of a request, and the seconds that the learned one
+        saved and one that is nearly always right would, where they are known; the request stands for so many."""
         if original.examined == 0 or learned.examined == 0:
             return
-        self._gains.append((learned.alpha - original.alpha, math.nan if saved_seconds is None else saved_seconds))
+        seconds = (math.nan if value is None else value for value in (saved_seconds, could_save))
+        self._gains.append((learned.alpha - original.alpha, *seconds))  # type: ignore[arg-type]
         self._undecided += 1
         self._requests += stands_for
-        gains, saved = np.array(self._gains).T
+        gains, saved, could = np.array(self._gains).T
         recent, before = gains[-RECENT:], gains[:-RECENT]
         if self.share < self.most and len(before) > RECENT:
             error = math.sqrt(before.var() / RECENT + before.var() / len(before))
@@ -73,6 +78,10 @@ class Effort:
             ):
                 self.renew()
                 return
+        most_saved = self._requests * could[-self._undecided :].mean()
+        if self.share > self.least and self._undecided >= SOON and most_saved < TOO_DEAR * self._cost:
+            self.share, self._undecided, self._cost = self.least, 0, 0.0
+            return
         known = WINDOW if np.isfinite(saved).all() else 2 * WINDOW  # where nothing has a price, there is time to look
         if len(gains) < known or self._undecided < STRIDE:
             return
@@ -101,7 +110,7 @@ class Effort:
 
     def state_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
-        gains = [[gain, None if math.isnan(saved) else saved] for gain, saved in self._gains]
+        gains = [[None if math.isnan(value) else value for value in row] for row in self._gains]
         return {
             "share": self.share, "gains": gains, "undecided": self._undecided, "cost": self._cost,
             "requests": self._requests,
@@ -113,4 +122,6 @@ class Effort:
         self._undecided, self._cost = int(state["undecided"]), float(state["cost"])
         self._requests = int(state["requests"])
         self._gains.clear()
-        self._gains.extend((float(gain), math.nan if s is None else float(s)) for gain, s in state["gains"])
+        for row in state["gains"]:  # those of before have two values
+            gain, saved, could = (math.nan if value is None else float(value) for value in (*row, None)[:3])
+            self._gains.append((gain, saved, could))

@@ -148,6 +148,12 @@ class Learner:
         more = original.target_forwards / learned.target_forwards - 1
         return None if seconds is None else more * len(trace.rounds) * seconds
 
+    def _could_save(self, trace: Trace, original: AcceptanceStats) -> float | None:
+        """Seconds that one request would have taken longer with the draft as it was than with one that is nearly
+        always right, were there no past text."""
+        k = None if self.config.num_assistant_tokens == "auto" else self._k
+        return self.drafts.pacer.could_save(len(trace), original.alpha, k) if original.examined else None
+
     def observe(self, domain: str | None, trace: Trace) -> None:
         """Take in one served request of the draft of a domain."""
         if len(trace) and trace.num_kept and self.drafts.admit(domain):
@@ -434,7 +440,8 @@ class Learner:
         if version == 0:
             with lesson.lock:
                 for trace in arrived:  # both drafts are one
-                    lesson.effort.add(stats := AcceptanceStats.from_trace(trace), stats, 0.0)
+                    stats = AcceptanceStats.from_trace(trace)
+                    lesson.effort.add(stats, stats, 0.0, could_save=self._could_save(trace, stats))
             return
         if not arrived:
             return
@@ -451,7 +458,7 @@ class Learner:
                 saved = self._saved_by(trace, original, learned)
                 if trace.draft_version == version:
                     self._saved += (saved or 0.0) * stands_for
-                lesson.compare(trace, original, learned, saved, stands_for)
+                lesson.compare(trace, original, learned, saved, stands_for, self._could_save(trace, original))
 
     def _is_counted(self, trace: Trace) -> bool:
         """Whether what happened is what replay would find: of a greedy request, with a fixed number of drafted

@@ -335,14 +335,14 @@ class Lesson:
 
     def compare(
         self, trace: Trace, original: AcceptanceStats, learned: AcceptanceStats, saved_seconds: float | None,
-        stands_for: int = 1,
+        stands_for: int = 1, could_save: float | None = None,
     ) -> None:  # fmt: skip
-        """Take in what the draft as it was and the learned one make of a request that has arrived, and the time that
-        the learned one has saved, where it is known; it stands for so many requests."""
+        """Take in what the draft as it was and the learned one make of a request that has arrived, and the seconds
+        that the learned one has saved, and the best one could, where they are known; it stands for so many."""
         with self.lock:
             if self.is_current(trace):
                 self.choice.add(trace, original, learned)
-                self.effort.add(original, learned, saved_seconds, stands_for)
+                self.effort.add(original, learned, saved_seconds, stands_for, could_save)
                 self.unwatched.append(trace)
 
     def begin_watching(self, version: int, tried: Mapping[Trace, AcceptanceStats]) -> None:
