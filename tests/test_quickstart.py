@@ -11,7 +11,7 @@ import torch
 from saved_pair import save_pair
 from transformers import AutoModelForCausalLM
 
-from osd_hf import AcceptanceStats
+from osd_hf import AcceptanceStats, OnlineConfig
 from osd_hf.bench.benchmark import compare_outputs, median_ratio
 from osd_hf.bench.controlled import answer_greedily
 from osd_hf.bench.display import plot_alpha, rolling_alpha
@@ -67,6 +67,7 @@ def test_the_report_has_each_domain_and_all_of_them(finished):
     assert report["learning_seconds"] > 0
     assert set(every["tokens_per_second"]) == {"target alone", "prompt lookup", "static draft", "learned draft"}
     assert report["provenance"]["seed"] == 0
+    assert OnlineConfig(**report["defaults"]) == OnlineConfig()
 
 
 def test_plots_and_json_are_written(finished):

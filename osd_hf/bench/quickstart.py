@@ -104,6 +104,7 @@ def quickstart(
     outcomes = [answer.outcome for way in WAYS[1:] for answer in found.timed.answers_of(way)]
     report: dict[str, Any] = {
         "provenance": provenance(seed=seed, device=str(pair.target.device), threads=found.threads),
+        "defaults": OnlineConfig().to_dict(),  # by which a table of an older report is known to be old
         "sizes": asdict(sizes),
         "config": config.to_dict(),
         "by_domain": {n: _domain_report(n, part, right, found.timed) for n, part in found.compared.parts().items()},
