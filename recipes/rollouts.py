@@ -304,21 +304,32 @@ def taught(
 # --- all of it ------------------------------------------------------------------------------------------------------
 
 
+LIVE = {
+    "seconds": "seconds of a rollout, with learning", "rollout/alpha": "alpha of the draft's tokens, live",
+    "reward": "reward",
+}  # fmt: skip
+
+
 def plot(name: str, report: Row) -> None:
-    with drawing(name, 1, 2, figsize=(12, 4.2)) as (_, (axes,)):
-        for row in report.get("staleness", ())[:1]:
-            for way, alphas in row["ways"].items():
-                axes[0].plot(alphas, label=way)
-        axes[0].set(xlabel="step", ylabel=f"alpha, k = {K}", title="the same rollouts, by replay")
-        seeds = report.get("live", {}).get("rows", ())
-        for way in dict.fromkeys(row["way"] for row in seeds):
-            runs = [[step["seconds"] or np.nan for step in row["steps"]] for row in seeds if row["way"] == way]
-            axes[1].plot(np.nanmean(runs, axis=0), label=way)
-        axes[1].set(xlabel="step", ylabel="seconds of a rollout, with learning", title="live")
-        for axis in axes:
+    """By step, the first replayed case and the mean of all live ones: of five steps, as a step is short."""
+    rows = report.get("live", {}).get("rows", [])
+    lines: dict[str, dict[str, list[float]]] = {}
+    for told, label in LIVE.items():
+        for way in dict.fromkeys(row["way"] for row in rows):
+            runs = np.array([[s[told] for s in row["steps"]] for row in rows if row["way"] == way], float)
+            if np.isfinite(runs).any():
+                windows = [runs[:, max(i - 4, 0) : i + 1] for i in range(runs.shape[1])]
+                means = [float(np.nanmean(w)) if np.isfinite(w).any() else np.nan for w in windows]
+                lines.setdefault(label, {})[way] = means
+    for row in report.get("staleness", ())[:1]:
+        lines[f"alpha by replay of the same rollouts, k = {K}"] = row["ways"]
+    with drawing(name, 1, len(lines), figsize=(6 * len(lines), 4.2)) as (_, (axes,)):
+        for axis, (label, ways) in zip(axes, lines.items(), strict=True):
+            for way, values in ways.items():
+                axis.plot(values, label=way)
+            axis.set(xlabel="step", ylabel=label)
             axis.grid(alpha=0.3)
-            if axis.lines:
-                axis.legend(fontsize=8)
+            axis.legend(fontsize=8)
 
 
 def main() -> None:
