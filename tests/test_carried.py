@@ -9,6 +9,7 @@ import tomllib
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import models
@@ -18,8 +19,9 @@ from test_lossless import transitions_fit
 from transformers import AutoModelForCausalLM, LogitsProcessorList, MinNewTokensLengthLogitsProcessor
 
 from osd_hf import ConfigError, OnlineAssistant, OnlineConfig, Trace
+from osd_hf.hub.carried import LEAST
 from osd_hf.hub.push import save_draft
-from osd_hf.hub.standalone import REQUIREMENTS, standalone, write_custom_generate
+from osd_hf.hub.standalone import standalone, write_custom_generate
 
 CONFIG = OnlineConfig(update_strategy="manual", text_scope="request")
 
@@ -304,6 +306,17 @@ def test_the_file_reads_like_the_package(tmp_path: Path) -> None:
     assert "osd_hf." not in text.replace("osd_hf 0.1.0", "")
 
 
+@pytest.mark.parametrize("version", ["5.19.1", "4.57.0", "5.20.0", "5.100.0.dev0", "6.0"])
+def test_an_older_transformers_is_refused_in_words(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.__version__", version)
+    monkeypatch.setitem(sys.modules, "drafting", file := ModuleType("drafting"))
+    if version[:4] in ("5.19", "4.57"):
+        with pytest.raises(ImportError, match=f"needs transformers 5.20 or newer, and {version} is installed"):
+            exec(standalone(), vars(file))
+    else:
+        exec(standalone(), vars(file))
+
+
 def test_the_requirement_is_that_of_the_package() -> None:
     project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
-    assert f"{REQUIREMENTS.strip()},<6" in project["dependencies"]
+    assert f"transformers>={'.'.join(map(str, LEAST))},<6" in project["dependencies"]

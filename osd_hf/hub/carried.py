@@ -14,6 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import transformers
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -45,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 REPO: str | None = None  # of the draft, where nobody says where this file comes from
 # What `generate` hands on, with which this file was loaded: the draft is as well.
+LEAST = (5, 20)  # of transformers
 LOADING = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
 
 clock = time.perf_counter
@@ -65,6 +67,12 @@ def _renew() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew)
+
+if tuple(map(int, re.findall(r"\d+", transformers.__version__)[:2])) < LEAST:
+    raise ImportError(
+        f"This file needs transformers {LEAST[0]}.{LEAST[1]} or newer, and {transformers.__version__} is installed: "
+        "pip install --upgrade transformers"
+    )
 
 
 def generate(model: Any, assistant_model: Any = None, **arguments: Any) -> Any:

@@ -20,7 +20,6 @@ __all__ = ["FOLDER", "standalone", "write_custom_generate"]
 FOLDER = "custom_generate"  # of a repo, where transformers looks for it
 ENTRY = "osd_hf.hub.carried"
 PACKAGES = {"torch", "transformers"}
-REQUIREMENTS = "transformers>=5.20\n"  # looked up at each call: one line takes milliseconds
 CALLED = {"backward", "generate", "get_candidates", "update_candidate_strategy"}  # by others, not by the file itself
 # An interface, by what alone implements it there; an operation that is registered with torch, which two files cannot.
 INSTEAD = {"Pace": "AutoPace", "_compiled_linear": "torch.nn.functional.linear"}
@@ -64,14 +63,13 @@ to know what it does, begin there.
 
 
 def write_custom_generate(directory: Path, repo_id: str | None) -> None:
-    """Write [`standalone`] into the folder of a repo, where `generate(custom_generate=...)` looks for it, with the
-    versions that it needs."""
+    """Write [`standalone`] into the folder of a repo, where `generate(custom_generate=...)` looks for it. There is no
+    `requirements.txt`, which would be looked up at each call: the file says by itself which transformers it needs."""
     folder = directory / FOLDER
     make_folder(folder)
     header = HEADER.format(repo=json.dumps(repo_id or "FOLDER"), version=installed("osd-hf"))
     write_whole(folder / "drafting.py", standalone(repo_id).encode())
     write_whole(folder / "generate.py", header.encode())
-    write_whole(folder / "requirements.txt", REQUIREMENTS.encode())
 
 
 def standalone(repo_id: str | None = None) -> str:
