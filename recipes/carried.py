@@ -6,9 +6,8 @@ What a draft's repo carries for `custom_generate`, beside this package's own lea
     OSD_HF_DATA=... python recipes/carried.py --requests 2 --datasets gsm8k --max-new-tokens 8 --threads 1      # smoke
 
 The draft (the lab's, or the one that `smollm2.py` makes and keeps below `--traces`) is saved with `custom_generate`
-and called from its folder, by transformers alone. Every prompt is answered greedily in turns, in an order that changes
-from prompt to prompt: by the package (`"auto"`, text of the request alone, no capture, nothing learned); by the file,
-through `custom_generate` and as the function that `load_custom_generate` returns, loaded once; by stock assisted
+and called from its folder, by transformers alone. Every prompt is answered greedily in turns, in an order that is
+drawn for each: by the package (`"auto"`, text of the request alone, no capture, nothing learned); by the file, through `custom_generate` and as the function that `load_custom_generate` returns, loaded once; by stock assisted
 generation with five tokens a round; by the target alone. The first prompts of each data set warm up. Compared are the
 seconds of each answer, by the median of their ratios with its 95% interval, and whether answers are the same.
 """
@@ -17,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import random
 import tempfile
 import time
 from collections import defaultdict
@@ -62,7 +62,7 @@ def compared(pair: Any, questions: list[list[int]], max_new_tokens: int, folder:
         seconds, same = defaultdict[str, list[float]](list), defaultdict[str, int](int)
         for number, question in enumerate(tqdm(questions, leave=False)):
             ids, given = common.greedy(question, max_new_tokens)
-            answers, order = {}, list(ways)[number % len(ways) :] + list(ways)[: number % len(ways)]
+            answers, order = {}, random.Random(number).sample(list(ways), len(ways))  # none always behind another
             for way in order:
                 started = time.perf_counter()
                 answers[way] = ways[way](inputs=ids, **given).tolist()
