@@ -7,9 +7,10 @@ What a draft's repo carries for `custom_generate`, beside this package's own lea
 
 The draft (the lab's, or the one that `smollm2.py` makes and keeps below `--traces`) is saved with `custom_generate`
 and called from its folder, by transformers alone. Every prompt is answered greedily in turns, in an order that is
-drawn for each: by the package (`"auto"`, text of the request alone, no capture, nothing learned); by the file, through `custom_generate` and as the function that `load_custom_generate` returns, loaded once; by stock assisted
-generation with five tokens a round; by the target alone. The first prompts of each data set warm up. Compared are the
-seconds of each answer, by the median of their ratios with its 95% interval, and whether answers are the same.
+drawn for each: by the package (`"auto"`, text of the request alone, no capture, nothing learned); by the file, through
+`custom_generate` and as the function that `load_custom_generate` returns, loaded once; by stock assisted generation
+with five tokens a round; by the target alone. The first prompts of each data set warm up. Compared are the seconds of
+each answer, by the median of their ratios with its 95% interval, and whether answers are the same.
 """
 
 from __future__ import annotations
