@@ -3,6 +3,7 @@ What `osd-hf proxy` costs: time to the first token and of whole answers, and tok
 
     bash recipes/vllm_env.sh .venv-vllm
     OSD_HF_DATA=... python recipes/proxy_cost.py --vllm .venv-vllm
+    OSD_HF_DATA=... python recipes/proxy_cost.py --paced --name proxy_cost_paced   # before one that computes nothing
     OSD_HF_DATA=... python recipes/proxy_cost.py --url http://localhost:8000 --smoke
 
 Streamed greedy completions by 1, 4 and 16 clients at once: direct, through the proxy without collecting, and with; in
@@ -13,11 +14,13 @@ by the share that is collected. The proxy is a process of its own; clients run i
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
 import random
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -54,6 +57,19 @@ def proxy_of(url: str, folder: str, is_thread: bool) -> Iterator[str]:
     assert process.stdout is not None
     try:
         yield process.stdout.readline().split()[0]
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+@contextlib.contextmanager
+def paced(args: argparse.Namespace) -> Iterator[str]:
+    """The address of an engine that answers at a pace, a process of its own."""
+    command = [sys.executable, str(Path(__file__).with_name("paced_engine.py"))]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().strip()
     finally:
         process.terminate()
         process.communicate()
@@ -111,6 +127,7 @@ def main() -> None:
     parser = make_parser(__doc__, "proxy_cost", traces=False)
     parser.add_argument("--vllm", help="folder of vLLM's environment")
     parser.add_argument("--url", help="of an engine that runs already")
+    parser.add_argument("--paced", action="store_true", help="an engine that waits like one on a GPU")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--shares", type=float, nargs="+", default=[0.0, 0.1, 0.2, 0.5, 1.0])
     parser.add_argument("--requests", type=int, default=8, help="of each client in a round")
@@ -121,14 +138,18 @@ def main() -> None:
     args = parser.parse_args()
     if args.smoke:
         args.clients, args.shares, args.requests, args.rounds = [1, 2], [0.5], 2, 1
-    if not (args.vllm or args.url):
-        parser.error("one of --vllm and --url says which engine")
+    if not (args.vllm or args.url or args.paced):
+        parser.error("one of --vllm, --url and --paced says which engine")
     torch.set_num_threads(1)
     args.concurrency, args.drafting, started = max(args.clients), True, time.time()
     texts = [TEMPLATES["finance_alpaca"].format(**row) for row in rows("finance_alpaca")]
     draw = random.Random(args.seed)
     report: dict[str, Any] = {"clients": {}, "shares": {}}
-    with tempfile.TemporaryDirectory() as folder, engine_of(args) as url, proxy_of(url, folder, args.smoke) as front:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        (paced if args.paced else engine_of)(args) as url,
+        proxy_of(url, folder, args.smoke) as front,
+    ):
         model = httpx2.get(f"{url}/v1/models").json()["data"][0]["id"]
 
         def run(ways: dict[str, tuple[str, float]], clients: int, bar: str) -> dict[str, Any]:

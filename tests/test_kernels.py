@@ -55,7 +55,7 @@ def is_exchanged(model):
     return any(type(m) is kernels.Linear for m in model.modules())
 
 
-@pytest.mark.parametrize("shape", [(1, 24), (1, 3, 24), (2, 5, 24), (0, 24), (2, 0, 24)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 24), (1, 3, 24), (2, 5, 24), (3, 7, 24), (0, 24), (2, 0, 24)], ids=str)
 @pytest.mark.parametrize("bias", [True, False])
 def test_products_are_those_of_torch(shape, bias, products):
     layer, states = torch.nn.Linear(24, 16, bias), torch.randn(shape)
@@ -66,6 +66,17 @@ def test_products_are_those_of_torch(shape, bias, products):
     assert len(products) == (1 if states.numel() else 0)
 
 
+def test_onednn_meets_few_sizes_whatever_the_lengths_of_prompts(products):
+    layer, states = torch.nn.Linear(24, 16), torch.randn(1000, 24)
+    with fast_kernels(layer), torch.inference_mode():
+        alone = linear(states, layer.weight, layer.bias)
+        for count in range(1, 1001):
+            torch.testing.assert_close(layer(states[:count]), alone[:count], rtol=1e-5, atol=1e-6)
+    rows = [shape[0] for shape in products]
+    assert all(count <= taken <= count * 9 / 8 for count, taken in enumerate(rows, 1))
+    assert rows[:16] == list(range(1, 17)) and len(set(rows)) == 16 + 6 * 8
+
+
 def test_states_that_do_not_lie_in_one_piece(products):
     layer, states = torch.nn.Linear(24, 16), torch.randn(2, 24, 7).mT[:, 1::2]
     with fast_kernels(layer), torch.inference_mode():
@@ -74,9 +85,10 @@ def test_states_that_do_not_lie_in_one_piece(products):
 
 
 @pytest.mark.parametrize("learns", ["states weight bias", "states weight", "bias", "weight", "states"])
-def test_gradients_are_those_of_torch(learns):
+@pytest.mark.parametrize("tokens", [5, 13])
+def test_gradients_are_those_of_torch(tokens, learns):
     layer = torch.nn.Linear(24, 16, "bias" in learns)
-    states, weights = torch.randn(2, 5, 24, requires_grad="states" in learns), torch.randn(2, 5, 16)
+    states, weights = torch.randn(2, tokens, 24, requires_grad="states" in learns), torch.randn(2, tokens, 16)
     layer.weight.requires_grad_("weight" in learns)
     ours = with_fast_products(copy.deepcopy(layer))
     assert is_exchanged(ours)

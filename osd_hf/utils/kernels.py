@@ -33,6 +33,7 @@ FASTER = 1.2  # that oneDNN has to be
 WIDTH, TOKENS, LAYERS, REPEATS = 1024, 4, 8, 2  # of the products that are timed, 32 MiB: weights are never in a cache
 PACKED_FOR = 4  # tokens; the order of a packed weight suits others as well
 MOST_PACKED = 0.25  # of the memory that is available
+EXACT_ROWS, SIZES = 16, 8  # rows up to which a product is of these alone; sizes between a power of two and the next
 CGROUP = Path("/sys/fs/cgroup")  # where Linux says what a container may take
 MOST_FOLDED = 64  # tokens whose attention reads keys and values where they are, once for all heads that share them
 
@@ -73,10 +74,29 @@ def _onednn(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return product
 
 
+def _padded(rows: torch.Tensor) -> torch.Tensor:
+    """Rows with as many rows of zeros as make one of a few sizes: oneDNN makes a kernel of its own for each size that
+    it meets, in about a millisecond, and keeps a thousand of them, half a megabyte each."""
+    count = len(rows)
+    if count <= EXACT_ROWS:
+        return rows
+    step = (1 << (count - 1).bit_length()) // (2 * SIZES)
+    return torch.nn.functional.pad(rows, (0, 0, 0, -count % step))
+
+
+def _by_rows(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, width: int) -> torch.Tensor:
+    """The product of states of any shape with a weight, packed or not, of so many outputs."""
+    if states.numel() <= EXACT_ROWS * states.shape[-1]:
+        return _onednn(states, weight, bias)
+    rows = states.reshape(-1, states.shape[-1])
+    return _onednn(_padded(rows), weight, bias)[: len(rows)].view(*states.shape[:-1], width)
+
+
 def _served(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """A product without gradients, with the weight as it was packed, if it was and has not been written to."""
     known = _packs.get(id(weight))
-    return _onednn(states, weight if known is None or not known.is_of(weight) else known.packed, bias)
+    taken = weight if known is None or not known.is_of(weight) else known.packed
+    return _by_rows(states, taken, bias, len(weight))
 
 
 # The compiler has oneDNN's product for constant weights alone; it takes one by another name as it is.
@@ -129,18 +149,19 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(states, weight)
-        return _onednn(states, weight, bias)
+        return _by_rows(states, weight, bias, len(weight))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         states, weight = ctx.saved_tensors
-        rows = grad.reshape(-1, grad.shape[-1])
+        rows = _padded(grad.reshape(-1, grad.shape[-1]))
         of_states = of_weight = of_bias = None
         if ctx.needs_input_grad[0]:
-            of_states = _onednn(rows, weight.t()).view_as(states)
+            count = states.numel() // states.shape[-1]
+            of_states = _onednn(rows, weight.t())[:count].view_as(states)
         if ctx.needs_input_grad[1]:
-            of_weight = _onednn(rows.t(), states.reshape(-1, states.shape[-1]).t())
+            of_weight = _onednn(rows.t(), _padded(states.reshape(-1, states.shape[-1])).t())
         if ctx.needs_input_grad[2]:
             of_bias = rows.sum(0)
         return of_states, of_weight, of_bias

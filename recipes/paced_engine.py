@@ -1,0 +1,100 @@
+"""
+An engine that computes nothing: it streams completions as vLLM writes them, at the pace that it is given.
+
+    python recipes/paced_engine.py --first-ms 60 --token-ms 12     # prints its address; a signal ends it
+
+`proxy_cost.py --paced` stands a proxy before it: what passing costs is not seen where engine, proxy and clients take
+turns on two cores, as beside vLLM for CPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import time
+from typing import Any
+
+from common import data_folder
+
+from osd_hf.pair import load_config
+from osd_hf.serving.running import Running
+
+MODEL, CREATED, PROMPT_TOKENS = "paced", int(time.time()), 24
+ROWS = 256  # log-probs of so many positions, which come again
+
+
+class PacedEngine:
+    """An ASGI application; `first_seconds` pass before a first token, `token_seconds` before each further one."""
+
+    def __init__(self, first_seconds: float, token_seconds: float, vocab_size: int, num_logprobs: int) -> None:
+        self.first_seconds, self.token_seconds = first_seconds, token_seconds
+        draw = random.Random(0)
+        self.rows = []
+        for _ in range(ROWS):
+            ids = draw.sample(range(3, vocab_size), num_logprobs)
+            values = sorted((-draw.expovariate(0.2) - 0.1 for _ in ids), reverse=True)
+            top = {f"token_id:{i}": value for i, value in zip(ids, values, strict=True)}
+            shown = {
+                "text_offset": [0], "token_logprobs": values[:1], "tokens": [f"token_id:{ids[0]}"],
+                "top_logprobs": [top],
+            }  # fmt: skip
+            self.rows.append((ids[0], json.dumps(shown)))
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            for _ in range(2):
+                message = await receive()
+                await send({"type": f"{message['type']}.complete"})
+            return
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        kind = b"application/json" if scope["method"] == "GET" else b"text/event-stream"
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
+        if scope["method"] == "GET":
+            await send({"type": "http.response.body", "body": json.dumps({"data": [{"id": MODEL}]}).encode()})
+        else:
+            await self.stream(json.loads(body), send)
+
+    async def stream(self, asked: dict[str, Any], send: Any) -> None:
+        """Events at times that do not depend on how long each took."""
+        count, loop = int(asked["max_tokens"]), asyncio.get_running_loop()
+        begun = loop.time()
+        ids = json.dumps(list(range(3, 3 + PROMPT_TOKENS))) if asked.get("return_token_ids") else "null"
+        for number in range(count):
+            due = begun + self.first_seconds + number * self.token_seconds
+            await asyncio.sleep(due - loop.time())
+            token, row = self.rows[(number + len(asked["prompt"])) % ROWS]
+            logprobs = row if asked.get("logprobs") else "null"
+            own = f"[{token}]" if asked.get("return_token_ids") else "null"
+            reason = '"length"' if number == count - 1 else "null"
+            event = (
+                f'data: {{"id":"cmpl-1","object":"text_completion","created":{CREATED},"model":"{MODEL}","choices":'
+                f'[{{"index":0,"text":" t{token}","logprobs":{logprobs},"finish_reason":{reason},"stop_reason":null,'
+                f'"prompt_token_ids":{ids if number == 0 else "null"},"token_ids":{own}}}],"usage":null}}\n\n'
+            )
+            await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+        usage = {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": count, "total_tokens": PROMPT_TOKENS + count}
+        last = {"id": "cmpl-1", "object": "text_completion", "created": CREATED, "model": MODEL, "choices": [],
+                "usage": usage}  # fmt: skip
+        end = f"data: {json.dumps(last, separators=(',', ':'))}\n\ndata: [DONE]\n\n"
+        await send({"type": "http.response.body", "body": end.encode(), "more_body": False})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--first-ms", type=float, default=60.0)
+    parser.add_argument("--token-ms", type=float, default=12.0)
+    parser.add_argument("--num-logprobs", type=int, default=64)
+    args = parser.parse_args()
+    size = load_config(str(data_folder() / "lab/target")).vocab_size
+    engine = PacedEngine(args.first_ms / 1000, args.token_ms / 1000, size, args.num_logprobs)
+    running = Running("127.0.0.1", 0)
+    running.run(engine, shutdown_seconds=2, on_start=lambda: print(running.address, flush=True))
+
+
+if __name__ == "__main__":
+    main()
