@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import itertools
 import json
@@ -28,6 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import osd_hf
 from osd_hf import OnlineAssistant, OnlineConfig
 from osd_hf.cli.main import COMMANDS, _asked
+from osd_hf.cli.plan import QUANTIZATIONS
 from osd_hf.memory import memory_plan
 from osd_hf.pair import Pair
 from osd_hf.serving.adding import asking
@@ -305,6 +307,14 @@ def test_planned_memory_is_what_a_plan_says() -> None:
         weights = next(part.bytes for part in plans[0].parts if part.name == "target: weights")
         cells = [weights, *(plan.peak_bytes for plan in plans)]
         assert f"| {name} | {' | '.join(f'{cell / 1e9:.1f}' for cell in cells)} |" in page
+    target, draft, _ = PAIRS["Qwen3-8B, 0.6B"]
+    beside = memory_plan(target, draft, OnlineConfig(learner_device="cpu")).peak_bytes
+    target = copy.deepcopy(target)
+    target.quantization_config = QUANTIZATIONS[4]
+    adapters = LoraConfig(r=16, target_modules="all-linear")
+    small = [memory_plan(target, draft, peft_config=config).peak_bytes for config in (None, adapters)]
+    told = [f"{count / 1e9:.1f}" for count in (beside, *small)]
+    assert re.findall(r"\b\d+\.\d\b", page.split("Of the first pair, ")[1].split("\n\n")[0]) == told
 
 
 # --- the rest -------------------------------------------------------------------------------------------------------

@@ -449,3 +449,16 @@ def test_activations_are_counted_once(folders: list[str], monkeypatch: pytest.Mo
 def test_a_size_that_is_none_is_refused(folders: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *folders, "--device-memory", "a lot"]) == 2
     assert "--device-memory must be a size such as 24GB or 80GiB, got 'a lot'" in capsys.readouterr().err
+
+
+def test_a_target_may_be_quantized_as_it_is_loaded(folders: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    weights = []
+    for bits in ([], ["--target-bits", "8"], ["--target-bits", "4"]):
+        assert main(["plan", *folders, *bits, "--json", "-"]) == 0
+        parts = {part["name"]: part["bytes"] for part in json.loads(capsys.readouterr().out)["parts"]}
+        weights.append(parts["target: weights"])
+        assert parts["learner: gradients"]  # of the draft, whose weights stay as they are
+    target = models.pair()[0]
+    linear = sum(m.weight.numel() for m in target.model.modules() if isinstance(m, torch.nn.Linear))
+    assert weights[0] - weights[1] == 3 * linear
+    assert weights[1] - weights[2] == pytest.approx(linear * (8 - 4.127) / 8, abs=1)

@@ -21,6 +21,11 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
 PLACES = ("device", "learner", "host")
 RANK = 16  # of the adapters that are tried where the whole draft does not fit
 
+QUANTIZATIONS = {
+    4: {"load_in_4bit": True, "bnb_4bit_use_double_quant": True},
+    8: {"load_in_8bit": True},
+}  # fmt: skip
+
 NO_BYTES = dict.fromkeys(
     ("text_scope", "draft_vocabulary", "compile_target", "divergence", "learn_from", "min_effort", "replay_fraction",
      "learning_rate", "max_grad_norm", "max_duty_cycle", "micro_step_seconds", "autosave_interval", "seed"),
@@ -39,6 +44,8 @@ class PlanSettings(TargetRevision, DraftRevision, Learning, Reporting):
     draft: str = _models("Hub id or folder of the model that drafts and learns, likewise", required=True,
                          metavar="ID|PATH")  # fmt: skip
     target_dtype: Dtype = _models("dtype of the target: auto is the configuration's own", "auto")
+    target_bits: int | None = _models("bits of the target's weights where it is quantized as it is loaded, by "
+                                      "bitsandbytes", choices=sorted(QUANTIZATIONS))  # fmt: skip
     draft_dtype: Dtype = _models("dtype of the draft: auto is the configuration's own", "auto")
     lora_rank: int | None = _models("learn adapters of this rank on all linear layers", metavar="R")
     device_memory: str | None = flag("memory of the device, such as 24GB or 80GiB, to say what fits", metavar="SIZE")
@@ -69,6 +76,8 @@ def plan_command(settings: PlanSettings) -> int:
     configs = (
         load_config(settings.target, **settings.fetching), load_config(settings.draft, **settings.draft_fetching)
     )  # fmt: skip
+    if settings.target_bits is not None:
+        configs[0].quantization_config = QUANTIZATIONS[settings.target_bits]
     plan = _planned(settings, configs, settings.lora_rank, settings.config)
     report: dict[str, Any] = {"provenance": provenance(), "settings": settings.config.to_dict(), **plan.to_dict()}
     rows = [
