@@ -30,7 +30,8 @@ from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.updater import UpdateReport, make_accelerator
-from osd_hf.memory import MemoryPlan, memory_plan
+from osd_hf.live_learning import LiveLearning
+from osd_hf.memory_plan import MemoryPlan, memory_plan
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.pair import (
     check_learner,
@@ -47,9 +48,8 @@ from osd_hf.routing import Router, as_router
 from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace
 from osd_hf.translation import joined
-from osd_hf.upkeep import Upkeep
-from osd_hf.utils.figures import svg
 from osd_hf.utils.kernels import unpack
+from osd_hf.utils.plots import svg
 
 __all__ = ["OnlineAssistant"]
 
@@ -148,10 +148,10 @@ class OnlineAssistant:
         # listens, which refers to it, perhaps: it is held here alone.
         self._on_update = None if on_update is None else functools.partial(on_update)
         compiled = CompiledTarget(unwrap(self.target)) if self.config.compile_target else None
-        self._upkeep = Upkeep(
+        self._live = LiveLearning(
             self._learner, self.router, self.tokenizer, folder, compiled, unwrap(self.target), self._on_update
         )  # fmt: skip
-        weakref.finalize(self, self._upkeep.stop)
+        weakref.finalize(self, self._live.stop)
         warn_of_target(source, self.target)
 
     # --- serving ----------------------------------------------------------------------------------------------------
@@ -202,10 +202,10 @@ class OnlineAssistant:
         if self.tokenizer is not None and generate_kwargs.get("stop_strings") is not None:
             generate_kwargs.setdefault("tokenizer", self.tokenizer)
         seen: list[Trace] | None = None if on_trace is None else []
-        binding = self._upkeep.binding(
+        binding = self._live.binding(
             domain, learn, self.store, owner=owner, is_begun=True, k=num_assistant_tokens, tried=tried, seen=seen
         )
-        with self._upkeep.request(), bind(self.target, binding):
+        with self._live.request(), bind(self.target, binding):
             output = self.target.generate(inputs, **generate_kwargs)
         if on_trace is not None:
             for trace in seen or ():
@@ -288,7 +288,7 @@ class OnlineAssistant:
             domain (`str`, *optional*), learn (`bool`, *optional*, defaults to `True`), owner (`str`, *optional*):
                 As for [`~OnlineAssistant.generate`].
         """
-        with bind(self.target, self._upkeep.binding(domain, learn, self.store, owner=owner)):
+        with bind(self.target, self._live.binding(domain, learn, self.store, owner=owner)):
             yield self
 
     def remember(self, token_ids: Any, *, owner: str | None = None, domain: str | None = None) -> None:
@@ -311,7 +311,7 @@ class OnlineAssistant:
         tokens, size = [int(token) for token in token_ids], vocab_size_of(unwrap(self.target))
         if odd := [token for token in tokens if not 0 <= token < size]:
             raise ConfigError(f"Tokens of the target are from 0 to {size - 1}, got {odd[0]}. Use its own tokenizer.")
-        self._upkeep.earlier.add(owner, domain, (), tokens)
+        self._live.earlier.add(owner, domain, (), tokens)
 
     def forget(self, owner: str | None = None) -> None:
         """Propose nothing any more of what this owner's requests were so far; what the draft has learned stays, as do
@@ -320,7 +320,7 @@ class OnlineAssistant:
         Args:
             owner (`str`, *optional*): As for [`~OnlineAssistant.generate`].
         """
-        self._upkeep.earlier.forget(owner)
+        self._live.earlier.forget(owner)
 
     # --- learning ---------------------------------------------------------------------------------------------------
 
@@ -337,7 +337,7 @@ class OnlineAssistant:
             LearnerError: the update failed, with the cause; called in the middle of a request of this thread; or no
                 draft has anything to learn from.
         """
-        return self._upkeep.update(steps, domain)
+        return self._live.update(steps, domain)
 
     def target_changed(self) -> None:
         """
@@ -349,17 +349,17 @@ class OnlineAssistant:
         before the next update, what else has changed in most weights, as by assigning through `.data`. Hooks, patched
         methods, offloaded weights, and single values that were set are not.
         """
-        self._upkeep.target_changed()
+        self._live.target_changed()
 
     def pause(self) -> None:
         """Begin no update, and take no further step of one under way, until [`~OnlineAssistant.resume`]; requests are
         still captured."""
-        self._upkeep.pause(True)
+        self._live.pause(True)
 
     def resume(self) -> None:
         """Learn again after [`~OnlineAssistant.pause`] or, called without one, where learning pauses as it has failed;
         updates that have become due meanwhile are done at the next occasion."""
-        self._upkeep.pause(False)
+        self._live.pause(False)
 
     @property
     def is_learning(self) -> bool:
@@ -372,7 +372,7 @@ class OnlineAssistant:
         router) and has not succeeded since; `None` where all is well. No request suffers from it. After three failures
         in a row learning pauses and is tried again after two update intervals, then four, then each eight; an update
         that succeeds, a try or [`~OnlineAssistant.update`], ends that."""
-        return next(reversed(self._upkeep.failures.standing), None)
+        return next(reversed(self._live.failures.standing), None)
 
     @property
     def learning_seconds(self) -> float:
@@ -397,7 +397,7 @@ class OnlineAssistant:
     def wait_until_idle(self, timeout: float | None = None) -> bool:
         """Wait, with the strategy `"idle"`, until all that is due has been learned, at most `timeout` seconds; returns
         whether it has. `on_update` may be called with the last decision a moment later."""
-        return self._upkeep.wait_until_idle(timeout)
+        return self._live.wait_until_idle(timeout)
 
     # --- what can be read -------------------------------------------------------------------------------------------
 
@@ -479,7 +479,7 @@ class OnlineAssistant:
     @property
     def compiled_target(self) -> CompiledTarget | None:
         """What verifies with `compile_target=True`; `None` without."""
-        return self._upkeep.compiled
+        return self._live.compiled
 
     @property
     def version(self) -> int:
@@ -490,23 +490,23 @@ class OnlineAssistant:
     def stats(self) -> AcceptanceStats:
         """Acceptance over all requests since the last reset; tokens per second and the speed-up over the target alone,
         as far as they are known; `assistant.stats.plot()` draws the course of acceptance."""
-        return replace(self._upkeep.tally.total(), timed=self._drafts.pacer.timed)
+        return replace(self._live.tally.total(), timed=self._drafts.pacer.timed)
 
     @property
     def stats_by_domain(self) -> dict[str | None, AcceptanceStats]:
         """Acceptance by the label of the request."""
-        return self._upkeep.tally.by_domain()
+        return self._live.tally.by_domain()
 
     def reset_stats(self) -> None:
         """Count from zero again; nothing learned is lost."""
-        self._upkeep.tally.reset()
+        self._live.tally.reset()
         self._drafts.pacer.reset_timed()
 
     def __repr__(self) -> str:
         """What serves, and how well: two lines."""
         names = [m.config.name_or_path or type(m).__name__ for m in map(unwrap, (self.target, self._drafts.base))]
         learning = "manual updates" if self.config.update_strategy == "manual" else "learning"
-        state = "closed" if self._upkeep.is_closed else "paused" if self._learner.is_paused else learning
+        state = "closed" if self._live.is_closed else "paused" if self._learner.is_paused else learning
         if self.learning_error is not None:
             state += f", failing ({type(self.learning_error).__name__})"
         stats, (before, now) = self.stats, self._learner.compared()
@@ -564,7 +564,7 @@ class OnlineAssistant:
         Raises:
             StateError: the folder cannot be written.
         """
-        self._upkeep.save(Path(directory))
+        self._live.save(Path(directory))
 
     def load_state(self, directory: str | os.PathLike[str]) -> None:
         """
@@ -574,7 +574,7 @@ class OnlineAssistant:
         Raises:
             StateError: nothing readable there, or the session of another draft; the assistant is as before.
         """
-        self._upkeep.load(Path(directory))
+        self._live.load(Path(directory))
 
     def close(self) -> None:
         """End the thread that learns, call `on_update` with what it has decided, save the session where it is saved by
@@ -587,7 +587,7 @@ class OnlineAssistant:
                 failed; the cause is chained.
         """
         try:
-            self._upkeep.close(self.store)
+            self._live.close(self.store)
         finally:
             unpack(unwrap(self.target), *self._drafts.models)
 

@@ -17,7 +17,7 @@ from osd_hf.pair import unwrap, vocab_size_of
 from osd_hf.replay import CHUNK_LOGITS, completion_states, output_head
 from osd_hf.trace import Trace
 from osd_hf.utils.kernels import is_linear
-from osd_hf.utils.turns import give_way_at
+from osd_hf.utils.yielding import give_way_at
 
 __all__ = ["Rows", "SampledTail", "divergence_sum", "stored_rows", "target_rows"]
 

@@ -147,7 +147,7 @@ class DraftComparison:
         }
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row of a leaderboard for each draft, as [`~osd_hf.hub.finding.push_rows`] takes them."""
+        """A row of a leaderboard for each draft, as [`~osd_hf.hub.discovery.push_rows`] takes them."""
         found = self.to_dict()
         shared = {name: found[name] for name in ("prompts", "num_prompts", "prompts_digest", "max_new_tokens")}
         shared |= {"num_assistant_tokens": self.num_assistant_tokens}

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from osd_hf.errors import ConfigError
 from osd_hf.trace import DraftRound, Trace
 from osd_hf.utils.disk import in_child, renewing
-from osd_hf.utils.figures import alpha_figure
+from osd_hf.utils.plots import alpha_figure
 
 MOST_REQUESTS = 1024  # whose counts are kept one by one
 MOST_DOMAINS = 1024  # counted apart; labels may be anybody's

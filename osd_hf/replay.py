@@ -25,13 +25,13 @@ from osd_hf.errors import (
     first_line,
     is_out_of_memory,
 )
+from osd_hf.logits_processors import Processors
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.pair import eos_ids, evaluating, uncompiled, unwrap, vocab_size_of
-from osd_hf.processing import Processors
 from osd_hf.trace import DraftRound, Trace, bare_trace
 from osd_hf.translation import Translated, Translation
 from osd_hf.utils.kernels import fast_kernels, linear_of
-from osd_hf.utils.turns import computing, give_way
+from osd_hf.utils.yielding import computing, give_way
 
 logger = logging.getLogger(__name__)
 

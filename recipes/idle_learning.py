@@ -39,9 +39,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig
 from osd_hf.learning.learner import Learner
+from osd_hf.live_learning import LiveLearning
 from osd_hf.replay import replay_each
-from osd_hf.upkeep import Upkeep
-from osd_hf.utils import turns
+from osd_hf.utils import yielding
 from osd_hf.utils.report import process_peak_bytes
 
 Seconds = NDArray[np.float64]
@@ -168,7 +168,7 @@ class Stretches:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Of all learners inside."""
-        step, give_way = Learner.step, Upkeep._give_way
+        step, give_way = Learner.step, LiveLearning._give_way
 
         def stepped(learner: Learner) -> Any:
             self._since = "begin of a step", time.perf_counter()
@@ -178,13 +178,13 @@ class Stretches:
                 self._end("end of a step")
                 self._since = None
 
-        def given(upkeep: Upkeep) -> None:
+        def given(live: LiveLearning) -> None:
             place = self._place()
             self._end(place)
-            give_way(upkeep)
+            give_way(live)
             self._since = place, time.perf_counter()
 
-        with patch.object(Learner, "step", stepped), patch.object(Upkeep, "_give_way", given):
+        with patch.object(Learner, "step", stepped), patch.object(LiveLearning, "_give_way", given):
             yield
 
     def _end(self, place: str) -> None:
@@ -198,7 +198,7 @@ class Stretches:
         frame, before = sys._getframe(2), ""
         while frame is not None:
             code = frame.f_code
-            if code.co_filename == turns.__file__:
+            if code.co_filename == yielding.__file__:
                 if code.co_name == "<lambda>":
                     return "backward"
                 before = "a layer in " if code.co_name == "_at_layer" else before
@@ -228,7 +228,7 @@ def longest_waits(strategy: Any, args: Any, stretches: Stretches) -> dict[str, A
     pair = small_pair(SHAPES[args.shape], args.seed)
     with stretches.watched(), OnlineAssistant(*pair, config=config) as assistant:
         del pair
-        request, share = assistant._upkeep.request, assistant._upkeep._share
+        request, share = assistant._live.request, assistant._live._share
 
         @contextmanager
         def arrived() -> Iterator[None]:
@@ -244,9 +244,9 @@ def longest_waits(strategy: Any, args: Any, stretches: Stretches) -> dict[str, A
             waits.append((time.perf_counter() - began, name))
 
         if strategy == "idle":
-            assistant._upkeep.request = arrived  # type: ignore[method-assign]
+            assistant._live.request = arrived  # type: ignore[method-assign]
         else:
-            assistant._upkeep._share = shared  # type: ignore[method-assign]
+            assistant._live._share = shared  # type: ignore[method-assign]
 
         def ask(learn: bool) -> None:
             ids, began = torch.tensor([[rng.randrange(3, size) for _ in range(16)]]), time.perf_counter()

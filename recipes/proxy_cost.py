@@ -36,8 +36,8 @@ from tqdm import tqdm
 from vllm_loop import osd_hf
 
 from osd_hf import CorrectionStore
-from osd_hf.serving.keeping import ProxyCounts
 from osd_hf.serving.proxy import METRICS_PATH
+from osd_hf.serving.recorder import ProxyCounts
 
 DIRECT, THROUGH, COLLECTED = "direct", "through", "collected"
 

@@ -36,10 +36,10 @@ from tqdm import tqdm
 from osd_hf import CorrectionStore
 from osd_hf.engine.completions import ResponseReader
 from osd_hf.pair import load_config
-from osd_hf.serving.engines import Engine
-from osd_hf.serving.keeping import Keeper, ProxyCounts
+from osd_hf.serving.listener import Running
 from osd_hf.serving.proxy import Proxy
-from osd_hf.serving.running import Running
+from osd_hf.serving.recorder import Keeper, ProxyCounts
+from osd_hf.serving.upstream import Engine
 
 NUM_LOGPROBS = 64
 IDS = re.compile(rb'("id": ?"|"created": ?)[\w-]+')

@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import numpy as np
 
-from osd_hf.engine.loading import Counts
+from osd_hf.engine.remote import Counts
 from osd_hf.engine.vllm_reload import weights_digest
 
 K = 5

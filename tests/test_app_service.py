@@ -257,7 +257,7 @@ def test_what_a_chat_said_is_proposed_to_no_other_and_not_after_it_is_cleared(
     assert None not in owners
     assert owners[0] == owners[1]
     assert len({owners[0], *owners[2:]}) == 3
-    earlier = chat.room.assistant._upkeep.earlier
+    earlier = chat.room.assistant._live.earlier
     assert of(earlier, owners[0], None)
     service.visitors.clear(chat)
     assert not of(earlier, owners[0], None)
@@ -412,7 +412,7 @@ def test_an_answer_that_fails_says_so_and_the_next_one_is_served(
 
 def test_a_failure_of_learning_costs_no_answer_and_is_shown(service: Service, pair: ServedPair) -> None:
     session, room = service.visitors.session(None), service.visitors.shared
-    room.assistant._upkeep._failed(RuntimeError("x"), None)
+    room.assistant._live._failed(RuntimeError("x"), None)
     answer = asked(service, session, "one")
     assert answer.error is None
     assert [token.text for token in answer.tokens] == texts(pair, targets_own(pair, "one"))

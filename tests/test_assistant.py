@@ -643,7 +643,7 @@ def test_what_comes_to_be_due_during_a_save_is_learned_behind_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with OnlineAssistant(*models.pair(), config=IDLE) as assistant:
-        monkeypatch.setattr("osd_hf.upkeep.save_session", lambda *_, **settings: serve(assistant, 3))
+        monkeypatch.setattr("osd_hf.live_learning.save_session", lambda *_, **settings: serve(assistant, 3))
         assistant.save_state(tmp_path)
         assert assistant.wait_until_idle(timeout=LONG)
         assert assistant.version == 1

@@ -26,7 +26,7 @@ from osd_hf.cli import flags
 from osd_hf.cli.arguments import GONE, RENAMED, add_flags, read_arguments
 from osd_hf.cli.main import COMMANDS, MODULES, _asked, main
 from osd_hf.prompts import PromptSource, encode_turn, read_prompts
-from osd_hf.serving.running import Running
+from osd_hf.serving.listener import Running
 
 ROOT = Path(__file__).parents[1]
 NEEDED = {  # by commands that name something in any case

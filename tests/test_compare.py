@@ -20,7 +20,7 @@ from osd_hf.cli.main import main
 from osd_hf.compare import DraftComparison
 from osd_hf.errors import HubError
 from osd_hf.hub.cards import EvaluationSet
-from osd_hf.hub.finding import ROW
+from osd_hf.hub.discovery import ROW
 from osd_hf.metrics import Comparison, Costs, alpha_gain_interval, alpha_of, expected_block_efficiency
 from osd_hf.pair import load_draft
 from osd_hf.prompts import Prompt, encode_turn

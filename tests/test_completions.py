@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from osd_hf import CorrectionStore, DataError, Trace, record_traces, replay
 from osd_hf.engine.completions import ResponseReader, unwrapped
-from osd_hf.processing import Processors
+from osd_hf.logits_processors import Processors
 from osd_hf.replay import replay_each
 
 KEPT = 8

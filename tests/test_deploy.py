@@ -21,9 +21,9 @@ from safetensors.torch import save_file
 
 from osd_hf import ConfigError, ServerError
 from osd_hf.engine import deploy as module
-from osd_hf.engine import loading
+from osd_hf.engine import remote
 from osd_hf.engine.deploy import Deployer, compared
-from osd_hf.engine.loading import Counts, Way, read_counts
+from osd_hf.engine.remote import Counts, Way, read_counts
 from osd_hf.engine.versions import REJECTED, VersionFolder
 from osd_hf.engine.vllm_reload import Weights, weights_digest
 
@@ -136,7 +136,7 @@ def make(versions: VersionFolder, monkeypatch: pytest.MonkeyPatch) -> Callable[.
     """Makes deployers for these engines, by default by reloading."""
 
     def make(*engines: FakeVLLM, ways: Any = (), **settings: Any) -> tuple[Deployer, Now]:
-        monkeypatch.setattr(loading.httpx2, "Client", connecting(*engines))
+        monkeypatch.setattr(remote.httpx2, "Client", connecting(*engines))
         now = Now()
         ways = [Way.parse(text) for text in ways or [f"reload={engine.url}" for engine in engines]]
         return Deployer(versions, ways, watch_requests=WATCH, load_seconds=50, stop=now, clock=now, **settings), now
@@ -488,7 +488,7 @@ def test_whatever_fails_is_told_and_tried_again(
     deployer, _ = make(engine)
     versions.publish(weights(1.0), {})
     with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
-        patch.setattr(loading, "read_counts", lambda text: 1 / 0)
+        patch.setattr(remote, "read_counts", lambda text: 1 / 0)
         deployer.look()
     assert "it is tried again" in caplog.text
     monkeypatch.setattr(module, "JOURNAL", "no/such/folder")
@@ -702,7 +702,7 @@ def test_an_engine_without_requests_is_not_waited_for(make: Any, versions: Versi
     versions.publish(weights(1.0), {})
     drive(deployer, engines[1], requests=50)
     assert [engine.loads for engine in engines] == [["v000001"], []]
-    now.now += loading.IDLE_SECONDS
+    now.now += remote.IDLE_SECONDS
     deployer.look()
     assert [engine.loads for engine in engines] == [["v000001"], ["v000001"]]
 
@@ -771,7 +771,7 @@ def test_a_restart_that_fails_is_told_of(
 @posix
 def test_a_command_that_takes_too_long_is_ended() -> None:
     with pytest.raises(ServerError, match=r"did not end within 0\.01 s"):
-        loading._run("sleep 100", 0.01)
+        remote._run("sleep 100", 0.01)
 
 
 def test_a_hook_is_told(make: Any, versions: VersionFolder) -> None:
@@ -847,6 +847,6 @@ def test_the_extension_is_imported_where_only_vllms_packages_are() -> None:
 
 def test_the_client_of_an_engine_follows_no_proxy(monkeypatch: pytest.MonkeyPatch, versions: VersionFolder) -> None:
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(loading.httpx2, "Client", lambda **how: asked.append(how) or httpx2.MockTransport)
+    monkeypatch.setattr(remote.httpx2, "Client", lambda **how: asked.append(how) or httpx2.MockTransport)
     Deployer(versions, [Way.parse("reload=http://one")])
     assert asked[0]["trust_env"] is False

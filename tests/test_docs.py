@@ -23,16 +23,16 @@ import yaml
 from peft import LoraConfig
 from saved_pair import save_pair
 from starlette.testclient import TestClient
-from test_memory import PAIRS
+from test_memory_plan import PAIRS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import osd_hf
 from osd_hf import OnlineAssistant, OnlineConfig
 from osd_hf.cli.main import COMMANDS, _asked
 from osd_hf.cli.plan import QUANTIZATIONS
-from osd_hf.memory import memory_plan
+from osd_hf.memory_plan import memory_plan
 from osd_hf.pair import Pair
-from osd_hf.serving.adding import asking
+from osd_hf.serving.extra_fields import asking
 from osd_hf.serving.server import Service, make_app
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from osd_hf import DomainDrafts, OnlineConfig, StateError, Trace, UnsupportedModelError, capture_traces, pair
 from osd_hf.errors import ConfigError
-from osd_hf.learning.copies import Copies
+from osd_hf.learning.serving_models import Copies
 from osd_hf.learning.weights import Snapshot
 from osd_hf.utils.threads import Seeded
 

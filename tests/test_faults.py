@@ -29,7 +29,7 @@ from osd_hf import (
     StoreError,
     Trace,
 )
-from osd_hf import upkeep as upkeep_module
+from osd_hf import live_learning as live_module
 from osd_hf.learning import learner as learner_module
 from osd_hf.learning import session as session_module
 from osd_hf.learning.lesson import Lesson
@@ -232,9 +232,9 @@ def test_a_disk_that_is_full_while_saving_costs_no_answer(
     assistant = OnlineAssistant(target, draft, config=config, autosave=tmp_path)
 
     def saved() -> None:
-        assert assistant._upkeep.saving is not None
-        assistant._upkeep.saving.join(LONG)
-        assert not assistant._upkeep.saving.is_alive()
+        assert assistant._live.saving is not None
+        assistant._live.saving.join(LONG)
+        assert not assistant._live.saving.is_alive()
 
     found = answers(assistant.generate, range(3))
     saved()
@@ -263,19 +263,19 @@ def test_an_autosave_that_another_process_holds_up_is_left_to_the_next_one(
     target, draft = models.pair()
     alone = answers(target.generate, range(9))
     assistant = OnlineAssistant(target, draft, config=replace(CONFIG, autosave_interval=1), autosave=tmp_path)
-    monkeypatch.setattr(upkeep_module, "AUTOSAVE_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(live_module, "AUTOSAVE_PATIENCE_SECONDS", 0.0)
     held = lock_file(tmp_path / session_module.LOCK, wait=True)
     assert held is not None
     found = answers(assistant.generate, range(3))
-    assert assistant._upkeep.saving is not None
-    assistant._upkeep.saving.join(LONG)  # long before the patience of a save that was asked for ends
+    assert assistant._live.saving is not None
+    assistant._live.saving.join(LONG)  # long before the patience of a save that was asked for ends
     found += answers(assistant.generate, range(3, 6))
-    assistant._upkeep.saving.join(LONG)
+    assistant._live.saving.join(LONG)
     assert "the next autosave tries again" in caplog.text
     assert not session_module.has_session(tmp_path)
     held.close()
     found += answers(assistant.generate, range(6, 9))
-    assistant._upkeep.saving.join(LONG)
+    assistant._live.saving.join(LONG)
     assert found == alone
     assert session_module.has_session(tmp_path)
     assistant.close()
@@ -313,8 +313,8 @@ def test_a_disk_that_stays_full_costs_no_answer_and_is_told_of_once(
         for number in numbers:
             assert ask(assistant.generate, number, 3, vocab_size=12) == alone[number % 9]
             assert assistant.wait_until_idle(LONG)
-            if assistant._upkeep.saving is not None:
-                assistant._upkeep.saving.join(LONG)
+            if assistant._live.saving is not None:
+                assistant._live.saving.join(LONG)
 
     with monkeypatch.context() as patch:
         patch.setattr(shards.os, "fsync", full)
@@ -362,9 +362,9 @@ def test_a_request_that_ends_while_a_session_is_saved_is_in_all_of_it_or_in_none
         ask(assistant.generate, 0)
         learner, moved_on = assistant._learner, threading.Event()
         # What goes on beside has come to its end, or it waits.
-        monkeypatch.setattr(assistant._upkeep, "_taking_in", Watched(moved_on))
+        monkeypatch.setattr(assistant._live, "_taking_in", Watched(moved_on))
         is_saved_beside = moment == "the request is taken in"
-        count, read, observe = assistant._upkeep.tally.state, learner.state_dict, learner.observe
+        count, read, observe = assistant._live.tally.state, learner.state_dict, learner.observe
 
         def beside() -> None:
             if is_saved_beside:
@@ -398,7 +398,7 @@ def test_a_request_that_ends_while_a_session_is_saved_is_in_all_of_it_or_in_none
                 ask(assistant.generate, 1)
             else:
                 if moment == "its counts were read":
-                    patch.setattr(assistant._upkeep.tally, "state", counted)
+                    patch.setattr(assistant._live.tally, "state", counted)
                 else:
                     patch.setattr(learner, "state_dict", lessons)
                 assistant.save_state(tmp_path)
@@ -415,8 +415,8 @@ def test_a_request_that_ends_while_a_session_is_loaded_is_added_to_all_of_it(
     with OnlineAssistant(*models.pair(), config=replace(CONFIG, update_strategy="manual", gate=True)) as assistant:
         ask(assistant.generate, 0)
         assistant.save_state(tmp_path)
-        moved_on, load = threading.Event(), assistant._upkeep.tally.load
-        monkeypatch.setattr(assistant._upkeep, "_taking_in", Watched(moved_on))
+        moved_on, load = threading.Event(), assistant._live.tally.load
+        monkeypatch.setattr(assistant._live, "_taking_in", Watched(moved_on))
 
         def beside() -> None:
             ask(assistant.generate, 1)
@@ -429,7 +429,7 @@ def test_a_request_that_ends_while_a_session_is_loaded_is_added_to_all_of_it(
             assert moved_on.wait(LONG)
             load(counts)
 
-        monkeypatch.setattr(assistant._upkeep.tally, "load", loaded)
+        monkeypatch.setattr(assistant._live.tally, "load", loaded)
         assistant.load_state(tmp_path)
         other.join()
         (lesson,) = assistant._learner.state_dict()["lessons"]
@@ -536,7 +536,7 @@ def test_learning_between_requests_only_and_answers_as_ever() -> None:
     def began(module: Any, *_: Any) -> None:
         if module is target:
             forwards[0] += 1
-            if learns[0] and not assistant._upkeep.traffic.gives_way:
+            if learns[0] and not assistant._live.traffic.gives_way:
                 overlapped.append("a request began while learning")
 
     def ended(module: Any, *_: Any) -> None:
@@ -566,8 +566,8 @@ def test_learning_between_requests_only_and_answers_as_ever() -> None:
 
     found: list[list[int]] = []
     with pytest.MonkeyPatch.context() as patch, OnlineAssistant(target, draft, config=IDLE) as assistant:
-        lease = assistant._upkeep.lease
-        patch.setattr(assistant._upkeep, "lease", leased)
+        lease = assistant._live.lease
+        patch.setattr(assistant._live, "lease", leased)
         patch.setattr(Updater, "_loss", learning(loss))
         patch.setattr(Updater, "_average", learning(step))
         handles = [register_module_forward_pre_hook(began), register_module_forward_hook(ended)]
@@ -591,7 +591,7 @@ def test_what_becomes_due_in_the_middle_of_a_request_waits_for_its_end() -> None
     with OnlineAssistant(target, draft, config=IDLE) as assistant:
         assistant.pause()
         answers(assistant.generate, range(3))
-        changed, declined = assistant._upkeep.traffic.changed, threading.Semaphore(0)
+        changed, declined = assistant._live.traffic.changed, threading.Semaphore(0)
         wait = changed.wait
 
         def watched(timeout: float | None = None) -> bool:
@@ -633,7 +633,7 @@ def test_an_idle_learner_wakes_for_whatever_becomes_due() -> None:
         assistant.resume()
         assert assistant.wait_until_idle(LONG)
         assert assistant.version == 2
-        with assistant._upkeep.alone():  # as while a session is saved, or learned from by hand
+        with assistant._live.alone():  # as while a session is saved, or learned from by hand
             answers(assistant.generate, range(3))
         assert assistant.wait_until_idle(LONG)
         assert assistant.version == 3

@@ -544,7 +544,7 @@ def test_close_tells_what_nobody_has_been_told_of(monkeypatch: pytest.MonkeyPatc
     config = replace(MANUAL, num_assistant_tokens=3, update_strategy="spread", update_interval=2)
     with OnlineAssistant(*models.pair(num_hidden_layers=1), config=config, on_update=told.append) as assistant:
         with monkeypatch.context() as patch:  # as where an answer has stopped waiting for the last part of an update
-            patch.setattr(assistant._upkeep, "_tell", lambda: None)
+            patch.setattr(assistant._live, "_tell", lambda: None)
             requests(assistant, 5)
         assert assistant.decisions
         assert not told

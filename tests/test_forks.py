@@ -17,12 +17,12 @@ from processes import run_python
 from osd_hf import DomainDrafts, OnlineConfig
 from osd_hf.capture import hook
 from osd_hf.drafting.forward import CompiledDraft, DraftForward, StaticForward
+from osd_hf.learning.activations import computed_again, layers_of
 from osd_hf.learning.learner import DutyCycle
-from osd_hf.learning.memory import computed_again, layers_of
-from osd_hf.upkeep import Upkeep
-from osd_hf.utils import kernels, turns
+from osd_hf.live_learning import LiveLearning
+from osd_hf.utils import kernels, yielding
 from osd_hf.utils.disk import in_child, lock_file, renewing
-from osd_hf.utils.turns import between, breathe, computing, give_way, giving_way
+from osd_hf.utils.yielding import between, breathe, computing, give_way, giving_way
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs forks"),
@@ -91,7 +91,7 @@ def test_a_block_that_the_forking_thread_is_in_ends_as_it_began() -> None:
     assert not owner.lock.locked()
 
 
-def idle(has_work: Callable[[], bool], step: Callable[[], None]) -> Upkeep:
+def idle(has_work: Callable[[], bool], step: Callable[[], None]) -> LiveLearning:
     """Takes steps between requests."""
     learner: Any = SimpleNamespace(
         has_work=has_work,
@@ -100,7 +100,7 @@ def idle(has_work: Callable[[], bool], step: Callable[[], None]) -> Upkeep:
         drafts=None,
         config=OnlineConfig(update_strategy="idle"),
     )
-    return Upkeep(learner)
+    return LiveLearning(learner)
 
 
 def test_a_request_of_a_child_waits_for_no_step_of_its_parent() -> None:
@@ -135,7 +135,7 @@ def test_a_fork_waits_until_a_thread_that_computes_comes_to_a_place(place: Calla
         with giving_way(lambda: None), computing(), computing():
             inside.set()
             ends = time.monotonic() + LONG
-            while turns._forks.forking is None and time.monotonic() < ends:
+            while yielding._forks.forking is None and time.monotonic() < ends:
                 pass
             waited.set()  # and nothing has been forked
             place()
@@ -151,8 +151,8 @@ def test_a_fork_waits_until_a_thread_that_computes_comes_to_a_place(place: Calla
     forked.set()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     thread.join(LONG)
-    assert not turns._forks.depth
-    assert turns._forks.forking is None
+    assert not yielding._forks.depth
+    assert yielding._forks.forking is None
 
 
 def needs_a_lock_of_forks() -> None:
@@ -173,7 +173,7 @@ def test_what_a_fork_waits_for_can_get_on(get_on: Callable[[], None]) -> None:
         with computing():
             inside.set()
             ends = time.monotonic() + LONG
-            while turns._forks.forking is None and time.monotonic() < ends:
+            while yielding._forks.forking is None and time.monotonic() < ends:
                 pass
             get_on()
             got_on.set()
@@ -192,16 +192,16 @@ def test_what_a_fork_waits_for_can_get_on(get_on: Callable[[], None]) -> None:
 
 
 def test_a_fork_happens_though_others_compute_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "PATIENCE", 0.0)
+    monkeypatch.setattr(yielding, "PATIENCE", 0.0)
     done = held_elsewhere(computing())
 
     def compute() -> None:
-        assert not turns._forks.depth
+        assert not yielding._forks.depth
         with computing():
             breathe()
 
     with computing():  # the forking thread's own is not waited for
-        assert in_a_fork(lambda: os._exit(0 if list(turns._forks.depth) == [threading.get_ident()] else 3)) == 0
+        assert in_a_fork(lambda: os._exit(0 if list(yielding._forks.depth) == [threading.get_ident()] else 3)) == 0
     assert in_a_fork(compute) == 0
     done.set()
 
@@ -450,7 +450,7 @@ def case(folder, strategy, is_learning):
         average(self)
 
     def hold():
-        with assistant._upkeep._taking_in:
+        with assistant._live._taking_in:
             reached.set()
             done.wait(2 * LONG)
 
@@ -461,7 +461,7 @@ def case(folder, strategy, is_learning):
         assert reached.wait(LONG)
     else:
         test_faults.answers(assistant.generate, range(3))
-        assistant._upkeep.saving.join()
+        assistant._live.saving.join()
         client = threading.Thread(target=hold)  # another thread is about to count a request
         client.start()
         assert reached.wait(LONG)

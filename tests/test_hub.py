@@ -38,7 +38,7 @@ from osd_hf.bundled import bundled_prompts, load_bundled
 from osd_hf.cli.main import main
 from osd_hf.evaluate import evaluate
 from osd_hf.hub.cards import DraftFacts, Evaluation, EvaluationSet, draft_card, eval_results, facts_of, hub_id
-from osd_hf.hub.finding import ROW, collect_draft, push_rows
+from osd_hf.hub.discovery import ROW, collect_draft, push_rows
 from osd_hf.hub.push import export_to_vllm, push_folder, push_store, save_draft
 from osd_hf.pair import load_model
 from osd_hf.prompts import Prompt, encode_turn

@@ -24,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from osd_hf import OnlineAssistant, OnlineConfig
 from osd_hf.drafting import vocabulary
 from osd_hf.drafting.timing import measured_costs
-from osd_hf.memory import memory_plan
+from osd_hf.memory_plan import memory_plan
 from osd_hf.utils import kernels
 from osd_hf.utils.kernels import fast_kernels, is_linear, with_fast_products
 

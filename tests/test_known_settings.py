@@ -13,7 +13,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from osd_hf import OnlineAssistant, UnsupportedGenerationError, capture_traces
 from osd_hf.capture import guards
-from osd_hf.drafting.loop import IRRELEVANT, SERVED, STATELESS
+from osd_hf.drafting.loop_inputs import IRRELEVANT, SERVED, STATELESS
 
 WHAT_TO_DO = (
     "Read in transformers what it does to an answer, show that an assisted one is the target's own under it or refuse "
@@ -40,7 +40,7 @@ def unknown(where: str, found: set[str], known: set[str] | frozenset[str]) -> li
 
 def unknown_fields() -> list[str]:
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
-    where = "SERVED, IRRELEVANT (osd_hf/drafting/loop.py) or _REFUSED (osd_hf/capture/guards.py)"
+    where = "SERVED, IRRELEVANT (osd_hf/drafting/loop_inputs.py) or _REFUSED (osd_hf/capture/guards.py)"
     return unknown(where, fields, guards._KNOWN)
 
 
@@ -51,7 +51,7 @@ def unknown_classes(*modules: ModuleType) -> list[str]:
         for name, value in vars(module).items()
         if isinstance(value, type) and issubclass(value, LogitsProcessor | StoppingCriteria)
     }
-    where = "STATELESS or STATEFUL of osd_hf/drafting/loop.py and osd_hf/capture/guards.py"
+    where = "STATELESS or STATEFUL of osd_hf/drafting/loop_inputs.py and osd_hf/capture/guards.py"
     return unknown(where, found - BASES, STATELESS | guards.STATEFUL | TRIED_OUT)
 
 

@@ -21,7 +21,7 @@ from osd_hf.learning.lesson import Lesson
 from osd_hf.learning.placement import bf16_is_faster, is_half_only, learns_in_bf16
 from osd_hf.learning.updater import Updater
 from osd_hf.learning.weights import Snapshot
-from osd_hf.memory import MemoryPlan, Part, memory_plan
+from osd_hf.memory_plan import MemoryPlan, Part, memory_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
 

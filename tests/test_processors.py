@@ -27,7 +27,7 @@ from transformers import (
 from osd_hf import OnlineAssistant, OnlineConfig, ReplayedProcessor, UnsupportedGenerationError, capture_traces
 from osd_hf.capture import guards
 from osd_hf.capture.guards import check_criteria, check_processors
-from osd_hf.capture.reachable import Reachable as look_through
+from osd_hf.capture.object_state import Reachable as look_through
 
 IDS = models.prompt()
 FROZEN = OnlineConfig(num_assistant_tokens=5, update_strategy="manual")

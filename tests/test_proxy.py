@@ -33,13 +33,13 @@ from osd_hf import CorrectionStore, StoreError, Trace
 from osd_hf.cli.main import main
 from osd_hf.engine.collect import LogReader, collect_log
 from osd_hf.engine.completions import ResponseReader
-from osd_hf.serving import keeping
-from osd_hf.serving.adding import Shape, edited
-from osd_hf.serving.beside import FIRST_PAUSE, Beside
-from osd_hf.serving.engines import DOUBT_SECONDS, Engine
+from osd_hf.serving import recorder
+from osd_hf.serving.companion import FIRST_PAUSE, Companion
 from osd_hf.serving.events import EventSplitter
-from osd_hf.serving.keeping import Keeper, ProxyCounts, Recording
+from osd_hf.serving.extra_fields import Shape, edited
 from osd_hf.serving.proxy import METRICS_PATH, Proxy
+from osd_hf.serving.recorder import Keeper, ProxyCounts, Recording
+from osd_hf.serving.upstream import DOUBT_SECONDS, Engine
 
 KEPT = 8
 READER = ResponseReader(VOCAB, KEPT)
@@ -507,18 +507,18 @@ def test_a_full_disk_costs_no_answer_and_what_was_kept_is_written_later(
         front.settle()
         _as_direct(front, engine)  # in the pause, nobody is asked for more
         assert not any(b"return_token_ids" in body for body in engine.asked[2:])
-        front.clock.now = keeping.RETRY_SECONDS
+        front.clock.now = recorder.RETRY_SECONDS
         asks(front.app, [request])
         front.settle()
         assert (front.counts.collected, front.counts.dropped) == (1, 1)
-        is_full[0], front.clock.now = False, 2 * keeping.RETRY_SECONDS
+        is_full[0], front.clock.now = False, 2 * recorder.RETRY_SECONDS
         asks(front.app, [request] * 2)
         assert len(front.kept()) == 3
     assert len(caplog.records) == 1 and "no space left" in caplog.text
 
 
 def test_answers_are_dropped_where_too_many_wait(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(keeping, "MOST_WAITING", 2)
+    monkeypatch.setattr(recorder, "MOST_WAITING", 2)
     engine, begun, go_on = FakeVLLM(), threading.Event(), threading.Event()
     read = ResponseReader.traces
 
@@ -540,7 +540,7 @@ def test_answers_are_dropped_where_too_many_wait(tmp_path: Path, monkeypatch: An
 
 
 def test_answers_that_are_too_large_together_are_dropped(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(keeping, "MOST_BYTES", 2000)
+    monkeypatch.setattr(recorder, "MOST_BYTES", 2000)
     engine = FakeVLLM()
     with before(engine, path=tmp_path) as front:
         _as_direct(front, engine, times=2)
@@ -554,7 +554,7 @@ def test_an_engine_that_refuses_what_is_added_is_asked_without_and_left_alone_fo
     engine = FakeVLLM()
     engine.most_logprobs = KEPT - 1
     with before(engine, path=tmp_path) as front:
-        for now, refusals in ((0.0, 1), (keeping.FIRST_PAUSE, 1), (2 * keeping.FIRST_PAUSE, 0), (1e6, 1)):
+        for now, refusals in ((0.0, 1), (recorder.FIRST_PAUSE, 1), (2 * recorder.FIRST_PAUSE, 0), (1e6, 1)):
             front.clock.now, earlier = now, len(engine.asked)
             _as_direct(front, engine)
             assert len(engine.asked) - earlier == 24 + refusals
@@ -569,11 +569,11 @@ def test_an_engine_whose_answers_cannot_be_read_is_left_alone_for_a_while(tmp_pa
     engine = FakeVLLM()
     engine.gives_ids = False
     with before(engine, path=tmp_path) as front:
-        for _ in range(keeping.MOST_UNREADABLE + 2):
+        for _ in range(recorder.MOST_UNREADABLE + 2):
             asks(front.app, [(CHAT, ASKS[CHAT])])
             front.settle()
         assert json.loads(engine.asked[-1]) == ASKS[CHAT]
-        assert sum(front.left_out().values()) == keeping.MOST_UNREADABLE
+        assert sum(front.left_out().values()) == recorder.MOST_UNREADABLE
 
 
 def test_a_client_that_leaves_is_left_by_the_engine_at_once(tmp_path: Path) -> None:
@@ -719,7 +719,7 @@ def test_a_thread_that_keeps_outlives_any_failure_and_a_proxy_its_end(
     def fails(store: Any) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(keeping, "MOST_WAITING", 1)
+    monkeypatch.setattr(recorder, "MOST_WAITING", 1)
     with before(FakeVLLM(), path=tmp_path) as front:
         asks(front.app, [(CHAT, ASKS[CHAT])] * 2)
         front.settle()
@@ -755,10 +755,10 @@ def test_each_kind_of_failure_is_told_once_until_it_works_again(tmp_path: Path, 
 
 def test_requests_under_way_when_an_engine_refuses_do_not_double_the_pause() -> None:
     clock = Clock()
-    asking = keeping.Asking("engine", clock)
+    asking = recorder.Asking("engine", clock)
     for _ in range(5):
         asking.refused("too many")
-    clock.now = keeping.FIRST_PAUSE
+    clock.now = recorder.FIRST_PAUSE
     assert asking.is_on
 
 
@@ -767,7 +767,7 @@ def test_what_a_client_asks_by_itself_says_nothing_of_other_requests(tmp_path: P
     engine.gives_ids = False
     own = COMMON | OWN["own of all"][CHAT] | {"messages": []}
     with before(engine, path=tmp_path) as front:
-        asks(front.app, [(CHAT, own)] * (keeping.MOST_UNREADABLE + 1))
+        asks(front.app, [(CHAT, own)] * (recorder.MOST_UNREADABLE + 1))
         front.settle()
         assert front.proxy.engines[0].asking.is_on
         asks(front.app, [(CHAT, own | {"top_logprobs": KEPT - 1})])
@@ -790,7 +790,7 @@ def test_a_request_is_counted_while_its_answer_is_kept_and_little_of_it_stays(tm
         recording = Recording(front.keeper, ASKS[CHAT] | {"top_p": 0.5, "user": "x"}, None, nbytes=500)
         assert front.keeper._held == 500
         assert recording.request == COMMON | {"top_p": 0.5}
-        assert not Recording(front.keeper, {}, None, nbytes=keeping.MOST_BYTES).is_open
+        assert not Recording(front.keeper, {}, None, nbytes=recorder.MOST_BYTES).is_open
         recording.forget()
         assert front.keeper._held == 0 and front.counts.dropped == 1
 
@@ -833,7 +833,7 @@ def test_a_learner_is_started_again_and_ends_with_the_proxy(caplog: Any) -> None
             self.code = 0
             self.ended.set()
 
-    learner = Beside("learn", ["learn", "x"], start=Process)
+    learner = Companion("learn", ["learn", "x"], start=Process)
     learner._stopping.wait = lambda pause: waited.append(pause) or learner._stopping.is_set()  # type: ignore[assignment,func-returns-value]
     waited = list[float]()
     for _ in range(3):

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from waiting import LONG
 
 from osd_hf import OnlineConfig
-from osd_hf import upkeep as module
+from osd_hf import live_learning as module
 from osd_hf.learning.learner import DutyCycle
-from osd_hf.upkeep import Traffic, Upkeep
+from osd_hf.live_learning import LiveLearning, Traffic
 
 
 class Clock:
@@ -121,11 +121,11 @@ def stub(has_work: Callable[[], bool], step: Callable[[], None], duty_cycle: Dut
 
 
 @contextmanager
-def working(duty: DutyCycle | None = None, *, free: bool = False) -> Iterator[tuple[Steps, Upkeep]]:
+def working(duty: DutyCycle | None = None, *, free: bool = False) -> Iterator[tuple[Steps, LiveLearning]]:
     steps = Steps(duty or DutyCycle(1.0))
     if free:
         steps.may_end.release(10_000)
-    worker = Upkeep(steps)  # type: ignore[arg-type]
+    worker = LiveLearning(steps)  # type: ignore[arg-type]
     steps.traffic = worker.traffic
     try:
         yield steps, worker
@@ -158,7 +158,7 @@ def ended(thread: threading.Thread) -> None:
     assert not thread.is_alive()
 
 
-def alive(worker: Upkeep) -> bool:
+def alive(worker: LiveLearning) -> bool:
     return worker._idle is not None and worker._idle.is_alive()
 
 
@@ -301,7 +301,7 @@ def test_stopping_from_inside_a_step_does_not_wait_for_itself() -> None:
         worker.stop()
         stopped.set()
 
-    worker = Upkeep(stub(lambda: bool(left), step, DutyCycle(1.0)))
+    worker = LiveLearning(stub(lambda: bool(left), step, DutyCycle(1.0)))
     left.append(1)
     worker._wake()
     assert stopped.wait(LONG)
@@ -338,7 +338,7 @@ def test_between_steps_the_worker_rests(monkeypatch: pytest.MonkeyPatch) -> None
             done.set()
 
     monkeypatch.setattr(module, "Traffic", lambda: traffic)
-    worker = Upkeep(stub(lambda: bool(left), step, Duty(0.25, clock)))
+    worker = LiveLearning(stub(lambda: bool(left), step, Duty(0.25, clock)))
     assert done.wait(LONG)
     worker.stop()
     assert times == pytest.approx([100, 104, 108, 112])

@@ -36,10 +36,10 @@ from osd_hf import ConfigError, OnlineAssistant, OnlineConfig
 from osd_hf.cli.arguments import read_arguments
 from osd_hf.cli.main import main
 from osd_hf.cli.serve import ServeSettings, opened, serve_command
-from osd_hf.serving.asked import MOST_LOGIT_BYTES, ApiError, Reader, most_characters, shown
-from osd_hf.serving.running import Running
+from osd_hf.live_learning import LiveLearning
+from osd_hf.serving.listener import Running
+from osd_hf.serving.parameters import MOST_LOGIT_BYTES, ApiError, Reader, most_characters, shown
 from osd_hf.serving.server import MOST_BODY_BYTES, MOST_DOMAINS, MOST_READERS, Job, Service, left, make_app
-from osd_hf.upkeep import Upkeep
 from osd_hf.utils.streaming import Rounds
 
 TOKENIZER = models.tokenizer()
@@ -349,13 +349,13 @@ def test_an_answer_is_there_before_the_draft_learns_from_it(
     service: Service, client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settled(service)
-    is_there, take_in = threading.Event(), Upkeep.take_in
+    is_there, take_in = threading.Event(), LiveLearning.take_in
 
     def waiting(*args: Any, **kwargs: Any) -> None:
         assert is_there.wait(LONG)
         take_in(*args, **kwargs)
 
-    monkeypatch.setattr(Upkeep, "take_in", waiting)
+    monkeypatch.setattr(LiveLearning, "take_in", waiting)
     monkeypatch.setattr(service, "max_queue", 0)
     try:
         response = client.post("/v1/completions", json={"prompt": "a"})

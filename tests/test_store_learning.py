@@ -47,7 +47,7 @@ from osd_hf.cli import learn as learn_command
 from osd_hf.cli.flags import adapters
 from osd_hf.cli.main import main
 from osd_hf.engine import learn as module
-from osd_hf.engine import loading
+from osd_hf.engine import remote
 from osd_hf.engine.completions import ResponseReader
 from osd_hf.engine.deploy import Deployer
 from osd_hf.engine.learn import StoreLearner
@@ -979,7 +979,7 @@ def test_the_command_deploys_and_goes_on_from_what_serves(
 ) -> None:
     engine, report = FakeVLLM("http://engine:8000", seed=1), tmp_path / "report.json"
     engine.serve(1000)
-    monkeypatch.setattr(loading.httpx2, "Client", connecting(engine))
+    monkeypatch.setattr(remote.httpx2, "Client", connecting(engine))
     flags += ["--deploy", f"sums:reload={engine.url}", "--by-domain", "--lora-rank", "2", "--publish-seconds", "0"]
     flags += ["--once", "--json", str(report)]
     ran: list[float] = []

@@ -501,7 +501,7 @@ def test_nothing_is_kept_of_what_is_not_learned_from(greedy: None) -> None:
     assistant = assistant_of(*models.pair(num_hidden_layers=1))
     assert not spoken(assistant, learn=False)
     assert not spoken(assistant, learn=False)
-    assert assistant._upkeep.earlier.nbytes == 0
+    assert assistant._live.earlier.nbytes == 0
     assert not spoken(assistant)
     assert spoken(assistant)
 
@@ -556,7 +556,7 @@ def test_tokens_that_the_target_has_not_are_not_remembered(wrong: list[int]) -> 
     assistant = assistant_of(*models.pair(num_hidden_layers=1))
     with pytest.raises(ConfigError, match=f"from 0 to {models.VOCAB - 1}"):
         assistant.remember(wrong)
-    assert assistant._upkeep.earlier.nbytes == 0
+    assert assistant._live.earlier.nbytes == 0
     for without in ({"candidates": "draft"}, {"num_assistant_tokens": 3}, {"drafting": "stock"}):
         with pytest.raises(ConfigError, match="Past text is kept with"):
             assistant_of(*models.pair(num_hidden_layers=1), **without).remember([1, 2])
@@ -615,4 +615,4 @@ def test_a_fixed_number_of_tokens_is_the_drafts_alone() -> None:
     for _ in range(3):
         asked(assistant, models.prompt(12))
     assert assistant.stats.text_drafted == 0
-    assert assistant._upkeep.earlier.nbytes == 0
+    assert assistant._live.earlier.nbytes == 0

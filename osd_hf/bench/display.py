@@ -14,8 +14,8 @@ import numpy as np
 from tqdm import tqdm
 
 from osd_hf.metrics import AcceptanceStats, Comparison
-from osd_hf.utils.figures import CEILING, COLORS, FROZEN, LEARNING, new_figure, pooled
-from osd_hf.utils.figures import rolling_window as rolling_window
+from osd_hf.utils.plots import CEILING, COLORS, FROZEN, LEARNING, new_figure, pooled
+from osd_hf.utils.plots import rolling_window as rolling_window
 
 T = TypeVar("T")
 Estimate = tuple[float, tuple[float, float]]  # a value and its interval

@@ -30,13 +30,13 @@ from osd_hf.drafting.batch import (
 from osd_hf.drafting.costs import PROMPT, RoundTime
 from osd_hf.drafting.forward import KNOWN_ARGUMENTS
 from osd_hf.drafting.generator import LeanDrafting
-from osd_hf.drafting.loop import WatchedProcessors
+from osd_hf.drafting.loop_inputs import WatchedProcessors
 from osd_hf.drafting.text import Guess, RequestText, TextIndex
+from osd_hf.logits_processors import RowProcessors
 from osd_hf.pair import vocab_size_of
-from osd_hf.processing import RowProcessors
 from osd_hf.trace import num_accepted
 from osd_hf.utils.kernels import fast_kernels
-from osd_hf.utils.turns import breathe
+from osd_hf.utils.yielding import breathe
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessor, PrefixConstrainedLogitsProcessor
 
-from osd_hf.capture.reachable import CannotLookThrough, Reachable
+from osd_hf.capture.object_state import CannotLookThrough, Reachable
 from osd_hf.config import OnlineConfig
-from osd_hf.drafting.loop import CROPPED_CACHES, IRRELEVANT, SERVED, forgets, is_listed, setting
+from osd_hf.drafting.loop_inputs import CROPPED_CACHES, IRRELEVANT, SERVED, forgets, is_listed, setting
 from osd_hf.errors import ConfigError, UnsupportedGenerationError
 from osd_hf.pair import vocab_size_of
 

@@ -24,14 +24,14 @@ from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList
 from osd_hf.capture.batch import BatchRequest
 from osd_hf.capture.guards import ReplayedProcessor, check_generation, check_processors
 from osd_hf.capture.request import NO_WARPING, Binding, Lease, Request, Rows, Sink, compress_rows, sampling_settings
-from osd_hf.drafting.loop import bounded, forgets
+from osd_hf.drafting.loop_inputs import bounded, forgets
 from osd_hf.errors import CaptureError, ConfigError, OSDError, UnsupportedModelError, VocabularyMismatchError
 from osd_hf.fingerprint import target_version
 from osd_hf.pair import input_device, until_end, unwrap, vocab_size_of
 from osd_hf.replay import padded, raw_rows
 from osd_hf.trace import Trace, ids_dtype
 from osd_hf.utils.kernels import fast_kernels
-from osd_hf.utils.turns import breathe, computing, held_by_forks
+from osd_hf.utils.yielding import breathe, computing, held_by_forks
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 from osd_hf.capture.guards import TriedOut
 from osd_hf.drafting.forward import CompiledTarget, Verification
 from osd_hf.drafting.generator import LeanCandidateGenerator, LeanDrafting, without_padding
-from osd_hf.drafting.loop import ASSISTED_ONLY, WatchedProcessors, cut, looked_at_by_token, plain_time
+from osd_hf.drafting.loop_inputs import ASSISTED_ONLY, WatchedProcessors, cut, looked_at_by_token, plain_time
 from osd_hf.drafting.pacing import Pace
 from osd_hf.drafting.text import TextIndex
 from osd_hf.errors import UnsupportedGenerationError, UnsupportedModelError

@@ -10,7 +10,7 @@ from osd_hf.cli.arguments import flag, in_groups
 from osd_hf.cli.flags import DraftRevision, Evaluated, Reporting, TargetLoading, shown_name
 from osd_hf.compare import DraftComparison, compare
 from osd_hf.errors import ConfigError
-from osd_hf.hub.finding import push_rows
+from osd_hf.hub.discovery import push_rows
 from osd_hf.hub.push import check_push
 from osd_hf.pair import input_device, load_draft, load_model, load_tokenizer
 from osd_hf.utils.report import make_folder, write_report

@@ -31,7 +31,7 @@ from osd_hf.cli.flags import (
 from osd_hf.config import OnlineConfig
 from osd_hf.engine.deploy import Deployer
 from osd_hf.engine.learn import StoreLearner
-from osd_hf.engine.loading import LEAST_REQUESTS, Way
+from osd_hf.engine.remote import LEAST_REQUESTS, Way
 from osd_hf.engine.versions import PICTURE, VersionFolder, folder_name
 from osd_hf.errors import ConfigError, StateError, StoreError
 from osd_hf.hub.cards import facts_of

@@ -12,7 +12,7 @@ from osd_hf.cli.arguments import flag, in_groups
 from osd_hf.cli.flags import ONE_DRAFT, DraftRevision, Dtype, Learning, Reporting, TargetRevision, adapters, learning
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError
-from osd_hf.memory import MemoryPlan, memory_plan
+from osd_hf.memory_plan import MemoryPlan, memory_plan
 from osd_hf.pair import load_config
 from osd_hf.utils.report import provenance
 

@@ -13,11 +13,11 @@ from osd_hf.cli import FAILED
 from osd_hf.cli.arguments import flag, in_groups
 from osd_hf.cli.flags import Collecting
 from osd_hf.errors import ConfigError, StoreError
-from osd_hf.serving.beside import Beside
-from osd_hf.serving.engines import Engine
-from osd_hf.serving.keeping import Keeper, ProxyCounts
+from osd_hf.serving.companion import Companion
 from osd_hf.serving.metrics import metrics_route, proxy_metrics
 from osd_hf.serving.proxy import METRICS_PATH, Proxy
+from osd_hf.serving.recorder import Keeper, ProxyCounts
+from osd_hf.serving.upstream import Engine
 from osd_hf.utils.report import provenance
 
 _serving, _learning = in_groups("serving", "learning")
@@ -82,7 +82,7 @@ def proxy_command(settings: ProxySettings) -> int:
         raise ConfigError('osd-hf proxy needs the extra serve: pip install "osd-hf[serve]".')
     counts = ProxyCounts()
     by_url = {url: Engine(url) for url in dict.fromkeys([*settings.url, *settings.routes().values()])}
-    module: Any = importlib.import_module("osd_hf.serving.running")
+    module: Any = importlib.import_module("osd_hf.serving.listener")
     running = module.Running(settings.host, settings.port)
     reader = settings.read_target()[1]
     store = settings.open_store()
@@ -93,7 +93,7 @@ def proxy_command(settings: ProxySettings) -> int:
         max_body_bytes=settings.max_body_bytes, allow_development=settings.allow_development,
     )  # fmt: skip
     app = proxy.app([metrics_route(lambda: proxy_metrics(counts.to_dict()), path=METRICS_PATH)])
-    learner = Beside("osd-hf learn", settings.learner()) if settings.learn else None
+    learner = Companion("osd-hf learn", settings.learner()) if settings.learn else None
     failed = None
     try:
         running.run(

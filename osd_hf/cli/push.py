@@ -17,7 +17,7 @@ from osd_hf.cli.flags import DraftRevision, Evaluated, Reporting, TargetLoading
 from osd_hf.errors import ConfigError
 from osd_hf.evaluate import evaluate
 from osd_hf.hub.cards import EVALUATION, PLOT, card_data, facts_of, hub_id
-from osd_hf.hub.finding import collect_draft
+from osd_hf.hub.discovery import collect_draft
 from osd_hf.hub.push import check_push, check_visibility, export_to_vllm, push_folder, save_draft
 from osd_hf.pair import Pair, load_model, load_pair, load_tokenizer
 from osd_hf.utils.report import provenance

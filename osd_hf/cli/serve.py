@@ -104,7 +104,7 @@ def serve_command(settings: ServeSettings) -> int:
     if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn", "prometheus_client")):
         raise ConfigError('The server is an extra. Install it: pip install "osd-hf[serve]"')
     server: Any = importlib.import_module("osd_hf.serving.server")
-    running: Any = importlib.import_module("osd_hf.serving.running")
+    running: Any = importlib.import_module("osd_hf.serving.listener")
     metrics: Any = importlib.import_module("osd_hf.serving.metrics")
     key = settings.key
     service = server.Service(

@@ -30,9 +30,9 @@ from osd_hf.drafting.pacing import (
 )
 from osd_hf.drafting.text import Guess
 from osd_hf.errors import first_line
+from osd_hf.logits_processors import RowProcessors
 from osd_hf.metrics import expected_block_efficiency
 from osd_hf.pair import vocab_size_of
-from osd_hf.processing import RowProcessors
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # the kinds of layers, as configurations name them
 GROWTH = 1.5  # of a cache that is full: copying it costs as much as a forward's reading of it

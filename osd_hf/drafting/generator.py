@@ -25,8 +25,8 @@ from osd_hf.drafting.text import Guess, RequestText, TextIndex, TokenIndex
 from osd_hf.drafting.translated import TranslatedDraft
 from osd_hf.drafting.vocabulary import RestrictedDraft
 from osd_hf.errors import first_line
+from osd_hf.logits_processors import IMPARTIAL
 from osd_hf.pair import is_peft
-from osd_hf.processing import IMPARTIAL
 from osd_hf.trace import num_accepted
 from osd_hf.translation import Translation
 

@@ -18,7 +18,7 @@ from osd_hf.utils.report import installed, make_folder
 __all__ = ["FOLDER", "standalone", "write_custom_generate"]
 
 FOLDER = "custom_generate"  # of a repo, where transformers looks for it
-ENTRY = "osd_hf.hub.carried"
+ENTRY = "osd_hf.hub.custom_generate"
 PACKAGES = {"torch", "transformers"}
 CALLED = {"backward", "generate", "get_candidates", "update_candidate_strategy"}  # by others, not by the file itself
 # An interface, by what alone implements it there; an operation that is registered with torch, which two files cannot.

@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 from osd_hf.config import OnlineConfig
 from osd_hf.drafting.pacing import Pacer
 from osd_hf.errors import ConfigError, StateError
-from osd_hf.learning.copies import Copies, ServingDraft, Version
 from osd_hf.learning.lesson import Lesson
 from osd_hf.learning.placement import learner_device
+from osd_hf.learning.serving_models import Copies, ServingDraft, Version
 from osd_hf.learning.updater import Updater
 from osd_hf.learning.weights import (
     Snapshot,
@@ -43,7 +43,7 @@ from osd_hf.translation import Translation
 from osd_hf.utils.disk import in_child, write_whole
 from osd_hf.utils.report import make_folder
 from osd_hf.utils.threads import Seeded
-from osd_hf.utils.turns import give_way, giving_way
+from osd_hf.utils.yielding import give_way, giving_way
 
 __all__ = ["DomainDrafts", "ServingDraft"]
 

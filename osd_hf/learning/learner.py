@@ -14,17 +14,17 @@ from accelerate import Accelerator
 
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import StateError
+from osd_hf.learning.activations import layers_of
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.gate import DROPPED_IN_A_ROW, LEAST_HELD_BACK, GateDecision, judge, regressed
 from osd_hf.learning.lesson import Lesson
-from osd_hf.learning.memory import layers_of
 from osd_hf.learning.updater import Updater, UpdateReport, finish, make_accelerator
 from osd_hf.learning.weights import FALLBACK_K, Snapshot, is_finite
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.replay import replay_each
 from osd_hf.trace import Trace
-from osd_hf.utils.turns import PIECE, between, gives_way
-from osd_hf.utils.turns import clock as turn_clock
+from osd_hf.utils.yielding import PIECE, between, gives_way
+from osd_hf.utils.yielding import clock as turn_clock
 
 __all__ = ["DutyCycle", "Learner"]
 
@@ -61,7 +61,7 @@ class Learner:
         config (`OnlineConfig`): How to learn.
         accelerator (`Accelerator`, *optional*): Its trackers are told of updates.
         clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`): In seconds, for the duty cycle.
-        timer (`Callable[[], float]`, *optional*, defaults to `osd_hf.utils.turns.clock`):
+        timer (`Callable[[], float]`, *optional*, defaults to `osd_hf.utils.yielding.clock`):
             In seconds, for what work took; `time.process_time` leaves out what else ran on the machine.
         chooses (`bool`, *optional*, defaults to `True`):
             With a gate, let each request be served by the learned draft or by the draft as it was, whichever was

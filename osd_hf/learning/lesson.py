@@ -15,7 +15,7 @@ import numpy as np
 from osd_hf.config import OnlineConfig
 from osd_hf.drafting.vocabulary import TrafficVocabulary
 from osd_hf.errors import StateError
-from osd_hf.learning.choice import Choice
+from osd_hf.learning.draft_choice import Choice
 from osd_hf.learning.effort import Effort
 from osd_hf.learning.faults import SetAside
 from osd_hf.metrics import AcceptanceStats

@@ -11,7 +11,7 @@ import torch
 from torch.optim.adamw import adamw
 
 from osd_hf.config import OnlineConfig
-from osd_hf.utils.turns import give_way, in_pieces
+from osd_hf.utils.yielding import give_way, in_pieces
 
 __all__ = ["AdamW", "Muon", "hidden_matrices", "make_optimizers"]
 

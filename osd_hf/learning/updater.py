@@ -21,10 +21,10 @@ from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
 from osd_hf.chunked_loss import SampledTail, divergence_sum, stored_rows
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, StateError, UnsupportedModelError, is_out_of_memory
+from osd_hf.learning.activations import LEAST_TOKENS, Activations, computed_again, layers_of, num_tokens, shortened
 from osd_hf.learning.faults import Readable
 from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.lesson import Lesson
-from osd_hf.learning.memory import LEAST_TOKENS, Activations, computed_again, layers_of, num_tokens, shortened
 from osd_hf.learning.optimizer import make_optimizers
 from osd_hf.learning.placement import learner_device, learns_in_bf16, with_own_attention
 from osd_hf.learning.weights import (
@@ -42,7 +42,7 @@ from osd_hf.replay import batches, completion_logits, completion_mask, has_plain
 from osd_hf.trace import Trace
 from osd_hf.translation import Translation
 from osd_hf.utils.kernels import with_fast_products
-from osd_hf.utils.turns import between, clock, computing, give_way, in_pieces
+from osd_hf.utils.yielding import between, clock, computing, give_way, in_pieces
 
 __all__ = ["UpdateReport", "Updater", "finish", "log_update", "make_accelerator", "trainable_parameters"]
 

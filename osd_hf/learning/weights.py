@@ -14,7 +14,7 @@ from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.pair import is_peft, merged, set_fixed_k, untie
 from osd_hf.utils.threads import Seeded
-from osd_hf.utils.turns import computing, give_way, in_pieces
+from osd_hf.utils.yielding import computing, give_way, in_pieces
 
 __all__ = [
     "FALLBACK_K",

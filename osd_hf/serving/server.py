@@ -29,7 +29,7 @@ from osd_hf.bench.benchmark import pad_setting
 from osd_hf.errors import OSDError
 from osd_hf.pair import unwrap
 from osd_hf.serving.answers import Answer, StopText, server_sent
-from osd_hf.serving.asked import ApiError, Asked, Reader, refuse, shown
+from osd_hf.serving.parameters import ApiError, Asked, Reader, refuse, shown
 from osd_hf.utils.streaming import Rounds, Stop
 
 logger = logging.getLogger(__name__)

@@ -30,9 +30,9 @@ from osd_hf.routing import RoutedPrompt, Router
 from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace
 from osd_hf.utils.disk import in_child
-from osd_hf.utils.turns import clock, give_way, giving_way
+from osd_hf.utils.yielding import clock, give_way, giving_way
 
-__all__ = ["Traffic", "Upkeep"]
+__all__ = ["Traffic", "LiveLearning"]
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class Traffic:
                 self.changed.notify_all()
 
 
-class Upkeep:
+class LiveLearning:
     """
     Serves the requests of an assistant, counts them, and lets its learner learn from them, one thread at a time: after
     answers or, with the strategy `"idle"`, in a thread that steps while no request is running, and lets those that
@@ -136,7 +136,7 @@ class Upkeep:
         # A part of this update or of the one before has taken longer: answers wait so long for all parts together.
         self._is_timed = self._had_long_part = False
         self._renew_locks()
-        in_child(self, Upkeep._begin_in_child)
+        in_child(self, LiveLearning._begin_in_child)
         self._wake()
 
     def _renew_locks(self) -> None:
@@ -168,7 +168,7 @@ class Upkeep:
         seen: list[Trace] | None = None,
     ) -> Binding:  # fmt: skip
         """Listens to requests of this label, of which `seen` gets the traces; `is_begun`: to the one in
-        [`~Upkeep.request`]."""
+        [`~LiveLearning.request`]."""
         return Binding(
             functools.partial(self.take_in, learn=learn, store=store, owner=owner, seen=seen),
             functools.partial(self.lease, domain, learn, owner, is_begun),
@@ -185,7 +185,7 @@ class Upkeep:
         self, domain: str | None, learn: bool, owner: str | None, is_begun: bool, assistant_model: Any, prompt: Any
     ) -> Iterator[Lease]:
         """The draft of a request of this label, with this prompt (`None`: not of token ids alone); another assistant
-        model than ours serves by itself. A request that `is_begun` is in [`~Upkeep.request`] already."""
+        model than ours serves by itself. A request that `is_begun` is in [`~LiveLearning.request`] already."""
         with contextlib.nullcontext() if is_begun else self.request():
             if domain is None and self.router is not None and prompt is not None:
                 domain = self._routed(self.router, RoutedPrompt(prompt, self.tokenizer, learn=learn))

@@ -20,16 +20,16 @@ from torch.utils._pytree import tree_leaves
 from waiting import LONG
 
 from osd_hf import DomainDrafts, OnlineAssistant, OnlineConfig, fingerprint, record_traces
-from osd_hf import upkeep as upkeep_module
+from osd_hf import live_learning as live_module
 from osd_hf.learning import drafts as drafts_module
 from osd_hf.learning import learner as learner_module
 from osd_hf.learning import optimizer as optimizer_module
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.optimizer import AdamW
 from osd_hf.learning.updater import Updater
-from osd_hf.upkeep import Traffic, Upkeep
-from osd_hf.utils import turns
-from osd_hf.utils.turns import clock, give_way, give_way_at, gives_way, giving_way, in_pieces
+from osd_hf.live_learning import LiveLearning, Traffic
+from osd_hf.utils import yielding
+from osd_hf.utils.yielding import clock, give_way, give_way_at, gives_way, giving_way, in_pieces
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
 
@@ -43,7 +43,7 @@ IDLE = OnlineConfig(
 
 
 def test_pieces_are_all_there_is_and_none_is_larger_than_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "PIECE", 10)
+    monkeypatch.setattr(yielding, "PIECE", 10)
     shapes = [(3,), (2, 3), (), (7, 4), (2, 20), (1, 2, 2), (4, 2)]
     ones, twos = ([torch.rand(shape) for shape in shapes] for _ in range(2))
     stops: list[None] = []
@@ -63,7 +63,7 @@ def test_pieces_are_all_there_is_and_none_is_larger_than_it_may_be(monkeypatch: 
 
 
 def test_adamw_in_pieces_steps_as_torch_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "PIECE", 64)  # a vector of any machine's registers
+    monkeypatch.setattr(yielding, "PIECE", 64)  # a vector of any machine's registers
     ours = [torch.nn.Parameter(torch.randn(shape)) for shape in [(40, 16), (5,), (3, 64), (8, 8)]]
     theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
     kinds: list[Any] = [AdamW, torch.optim.AdamW]
@@ -86,7 +86,7 @@ def test_adamw_in_pieces_steps_as_torch_s_own(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("limit", [0.5, 100.0])
 def test_gradients_are_clipped_as_torch_does(limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
     updater = Updater(models.build(num_hidden_layers=1), replace(IDLE, max_grad_norm=limit))
-    monkeypatch.setattr(turns, "PIECE", 500)
+    monkeypatch.setattr(yielding, "PIECE", 500)
     for p in updater.parameters.values():
         p.grad = 0.01 * torch.randn_like(p)
     twins = [torch.nn.Parameter(p.detach().clone()) for p in updater.parameters.values()]
@@ -128,7 +128,7 @@ def test_others_are_let_in_where_a_thread_says_so_alone() -> None:
 
 def test_the_clock_stands_still_while_others_are_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(turns.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(yielding.time, "perf_counter", lambda: now[0])
 
     def let_in() -> None:
         now[0] += 7
@@ -166,7 +166,7 @@ class Work(TorchDispatchMode):
 def test_the_longest_stretch_without_a_stop_does_not_grow_with_the_draft(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "PIECE", 2048)
+    monkeypatch.setattr(yielding, "PIECE", 2048)
     monkeypatch.setattr(optimizer_module, "AT_ONCE", 2048)
     lora = LoraConfig(r=2, target_modules="all-linear") if kind == "adapters" else None
     config = replace(IDLE, gate=True, batch_size=2)
@@ -229,16 +229,16 @@ def ask(generate: Any, number: int, **settings: Any) -> list[int]:
 @contextmanager
 def visited(visit: Callable[[int], threading.Thread | None]) -> Iterator[None]:
     """At each stop of an idle thread, its number is told, and the request of the thread returned has come first."""
-    numbers, give, wait_for = itertools.count(), Upkeep._give_way, threading.Condition.wait_for
+    numbers, give, wait_for = itertools.count(), LiveLearning._give_way, threading.Condition.wait_for
 
-    def given(upkeep: Upkeep) -> None:
+    def given(live: LiveLearning) -> None:
         thread, arrived = visit(next(numbers)), threading.Event()
         if thread is not None:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(Traffic, "arrived", arrived, raising=False)
                 thread.start()
                 assert arrived.wait(LONG)
-        give(upkeep)
+        give(live)
 
     def told(traffic_changed: threading.Condition, predicate: Any, timeout: float | None = None) -> Any:
         if threading.current_thread().name.startswith("visitor") and (event := getattr(Traffic, "arrived", None)):
@@ -246,7 +246,7 @@ def visited(visit: Callable[[int], threading.Thread | None]) -> Iterator[None]:
         return wait_for(traffic_changed, predicate, timeout)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Upkeep, "_give_way", given)
+        patch.setattr(LiveLearning, "_give_way", given)
         patch.setattr(threading.Condition, "wait_for", told)
         yield
 
@@ -319,7 +319,7 @@ def test_what_needs_the_learner_does_not_wait_for_the_request_that_it_waits_for(
             ask(assistant.generate, number)
         assistant.resume()
         assert inside.wait(LONG)
-        traffic = assistant._upkeep.traffic
+        traffic = assistant._live.traffic
         assert traffic.is_stepping
         assert traffic.gives_way
         if what == "close":
@@ -381,7 +381,7 @@ SPREAD = replace(IDLE, update_strategy="spread", steps_per_update=2)
 
 
 class Stops:
-    """A clock that counts the stopping places that a learner has come to, in place of the seconds of an upkeep."""
+    """A clock that counts the stopping places that a learner has come to, in place of the seconds of an live."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -390,16 +390,16 @@ class Stops:
 
 @pytest.fixture
 def stops(monkeypatch: pytest.MonkeyPatch) -> Stops:
-    counted, give = Stops(), Upkeep._give_way
+    counted, give = Stops(), LiveLearning._give_way
 
-    def given(upkeep: Upkeep) -> None:
+    def given(live: LiveLearning) -> None:
         counted.now += 1
         counted.at.get(counted.now, lambda: None)()
-        give(upkeep)
+        give(live)
 
-    monkeypatch.setattr(Upkeep, "_give_way", given)
-    monkeypatch.setattr(upkeep_module, "time", SimpleNamespace(perf_counter=lambda: counted.now))
-    monkeypatch.setattr(upkeep_module, "clock", lambda: counted.now)
+    monkeypatch.setattr(LiveLearning, "_give_way", given)
+    monkeypatch.setattr(live_module, "time", SimpleNamespace(perf_counter=lambda: counted.now))
+    monkeypatch.setattr(live_module, "clock", lambda: counted.now)
     return counted
 
 
@@ -420,7 +420,7 @@ def test_a_part_goes_on_after_later_answers_where_one_would_wait_too_long_and_le
     target, draft = models.pair(num_hidden_layers=1)
     learned, waited = [], []
     for most in (1000, 100, 7):
-        monkeypatch.setattr(upkeep_module, "LEAST_SHARE_SECONDS", most)
+        monkeypatch.setattr(live_module, "LEAST_SHARE_SECONDS", most)
         with OnlineAssistant(target, draft, config=SPREAD) as assistant:
             waited.append(until_learned(assistant, stops))
             learned.append([p.clone() for p in assistant.draft.parameters()])
@@ -445,7 +445,7 @@ def test_what_held_a_machine_up_once_is_forgotten_after_an_update_without_it(
 
     def waits(most: int, updates: int) -> list[list[float]]:
         stops.now = 0.0
-        monkeypatch.setattr(upkeep_module, "LEAST_SHARE_SECONDS", most)
+        monkeypatch.setattr(live_module, "LEAST_SHARE_SECONDS", most)
         with OnlineAssistant(target, draft, config=SPREAD) as assistant:
             return [until_learned(assistant, stops, version) for version in range(1, updates + 1)]
 
@@ -460,7 +460,7 @@ def test_what_held_a_machine_up_once_is_forgotten_after_an_update_without_it(
 
 
 def test_an_answer_waits_as_long_as_it_took_or_a_share_of_that(stops: Stops, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upkeep_module, "LEAST_SHARE_SECONDS", 4)
+    monkeypatch.setattr(live_module, "LEAST_SHARE_SECONDS", 4)
     target, draft = models.pair(num_hidden_layers=1)
 
     class Slow:
@@ -486,15 +486,15 @@ def test_an_answer_waits_as_long_as_it_took_or_a_share_of_that(stops: Stops, mon
 def test_who_needs_the_learner_has_a_part_that_was_stopped_finished(
     what: str, stops: Stops, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upkeep_module, "LEAST_SHARE_SECONDS", 7)
+    monkeypatch.setattr(live_module, "LEAST_SHARE_SECONDS", 7)
     target, draft = models.pair(num_hidden_layers=1)
     assistant = OnlineAssistant(target, draft, config=SPREAD)
     for number in range(5):
         ask(assistant.generate, number)
-    upkeep, thread, before = assistant._upkeep, assistant._upkeep._sharing, stops.now
+    live, thread, before = assistant._live, assistant._live._sharing, stops.now
     assert thread is not None
-    with upkeep.traffic.changed:  # it is in the middle of the first micro-batch
-        assert upkeep.traffic.changed.wait_for(lambda: upkeep.traffic.gives_way, LONG)
+    with live.traffic.changed:  # it is in the middle of the first micro-batch
+        assert live.traffic.changed.wait_for(lambda: live.traffic.gives_way, LONG)
     if what == "close":
         assistant.close()
     elif what == "save":
@@ -511,7 +511,7 @@ def test_who_needs_the_learner_has_a_part_that_was_stopped_finished(
     elif what == "pause":
         assistant.pause()
         ask(assistant.generate, 4)
-        assert upkeep._sharing is thread
+        assert live._sharing is thread
         assert stops.now == before
         assistant.resume()
     else:
@@ -536,7 +536,7 @@ def test_who_needs_the_learner_has_a_part_that_was_stopped_finished(
 
 
 def test_an_answer_does_not_wait_for_the_share_of_another(stops: Stops, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upkeep_module, "LEAST_SHARE_SECONDS", 1000)
+    monkeypatch.setattr(live_module, "LEAST_SHARE_SECONDS", 1000)
     target, draft = models.pair(num_hidden_layers=1)
     answers: list[list[int]] = []
     visitor = threading.Thread(target=lambda: answers.append(ask(assistant.generate, 5)))

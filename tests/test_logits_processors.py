@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
 
-from osd_hf import Trace, capture_traces, processing, replay
+from osd_hf import Trace, capture_traces, logits_processors, replay
 from osd_hf.capture.request import compress_rows
+from osd_hf.logits_processors import Processors
 from osd_hf.losses import overlap
-from osd_hf.processing import Processors
 from osd_hf.trace import bare_trace
 
 VOCAB = 40
@@ -137,8 +137,8 @@ def test_what_is_not_known_sees_one_position_after_the_other(make: Any) -> None:
 def narrow() -> Iterator[None]:
     """Cuts are looked for among so few tokens that it matters in a small vocabulary; few rows at once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processing, "WIDTHS", (4, 12))
-        patch.setattr(processing, "GROUP", 4 * VOCAB)
+        patch.setattr(logits_processors, "WIDTHS", (4, 12))
+        patch.setattr(logits_processors, "GROUP", 4 * VOCAB)
         yield
 
 
@@ -189,7 +189,7 @@ def test_acceptance_is_that_of_whole_rows(
 
 def test_the_usual_settings_need_no_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     target = 6 * torch.randn(8, VOCAB)
-    monkeypatch.setattr(processing, "_dense_rows", None)
+    monkeypatch.setattr(logits_processors, "_dense_rows", None)
     for asked in (
         {},
         {"temperature": 0.7},
@@ -219,34 +219,34 @@ def test_a_draft_that_is_not_finite_stays_so(asked: dict[str, Any], bad: float) 
 
 def test_the_targets_rows_are_processed_once_and_go_with_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     target, sums = models.build(vocab_size=VOCAB), []
-    compute = processing._TargetRows._computed
-    monkeypatch.setattr(processing._TargetRows, "_computed", lambda rows: sums.append(1) or compute(rows))
-    before = len(processing._STORED)
+    compute = logits_processors._TargetRows._computed
+    monkeypatch.setattr(logits_processors._TargetRows, "_computed", lambda rows: sums.append(1) or compute(rows))
+    before = len(logits_processors._STORED)
     # The boundary of the nucleus falls into the tail now and then, which is then spread over the vocabulary.
     trace = rebuilt(kept(4 * torch.randn(12, VOCAB), 6), {"do_sample": True, "top_p": 0.9, "temperature": 1.2})
     size = len(pickle.dumps(trace))
     counts = [replay(draft, [trace]) for draft in (target, models.draft_of(target, seed=4), target)]
     assert counts[0] == counts[2] != counts[1]
     assert len(sums) == 1
-    stored = processing._STORED[trace]
+    stored = logits_processors._STORED[trace]
     assert 0 < stored.unstored.sum() < 12
     assert stored.logprobs.shape[1] <= 6
     assert len(pickle.dumps(trace)) == size
     del trace
     gc.collect()
-    assert len(processing._STORED) == before
+    assert len(logits_processors._STORED) == before
 
 
 def test_what_few_tokens_are_left_of_is_remembered_however_it_was_found() -> None:
     trace = rebuilt(kept(4 * torch.randn(9, VOCAB), 6), {"do_sample": True, "no_repeat_ngram_size": 2, "top_k": 3})
     Processors(model("llama"), trace).acceptance(torch.randn(9, VOCAB), 0)
-    assert not processing._STORED[trace].unstored.any()
-    assert processing._STORED[trace].logprobs.shape == (9, 3)
+    assert not logits_processors._STORED[trace].unstored.any()
+    assert logits_processors._STORED[trace].logprobs.shape == (9, 3)
 
 
 def test_targets_rows_are_kept_of_a_bounded_number_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processing, "MOST_STORED", 3)
-    processing._STORED.clear()
+    monkeypatch.setattr(logits_processors, "MOST_STORED", 3)
+    logits_processors._STORED.clear()
     target, draft = models.pair()
     traces: list[Trace] = []
     with capture_traces(target, traces.append):
@@ -255,4 +255,4 @@ def test_targets_rows_are_kept_of_a_bounded_number_of_requests(monkeypatch: pyte
             ids = models.prompt(seed=seed)
             target.generate(ids, assistant_model=draft, max_new_tokens=4, do_sample=True, temperature=0.7)
     replay(draft, traces)
-    assert list(processing._STORED) == traces[-3:]
+    assert list(logits_processors._STORED) == traces[-3:]

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["Beside"]
+__all__ = ["Companion"]
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 300.0  # seconds until it is started again
 END_SECONDS = 60.0  # to save what it has, when it is told to end
@@ -18,7 +18,7 @@ END_SECONDS = 60.0  # to save what it has, when it is told to end
 logger = logging.getLogger(__name__)
 
 
-class Beside:
+class Companion:
     """
     A command that is started again when it fails: after a second, and after twice as long each time, up to five
     minutes; once it has run for longer than that, after a second again.

@@ -31,7 +31,7 @@ from osd_hf.learning import learner as module
 from osd_hf.learning import optimizer
 from osd_hf.learning.optimizer import Muon
 from osd_hf.learning.weights import adapted, in_fp32, load_adapter
-from osd_hf.memory import PROBED, activation_bytes, memory_plan, skeleton, stored_bytes
+from osd_hf.memory_plan import PROBED, activation_bytes, memory_plan, skeleton, stored_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
 

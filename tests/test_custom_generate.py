@@ -19,7 +19,7 @@ from test_lossless import transitions_fit
 from transformers import AutoModelForCausalLM, LogitsProcessorList, MinNewTokensLengthLogitsProcessor
 
 from osd_hf import ConfigError, OnlineAssistant, OnlineConfig, Trace
-from osd_hf.hub.carried import LEAST
+from osd_hf.hub.custom_generate import LEAST
 from osd_hf.hub.push import save_draft
 from osd_hf.hub.standalone import standalone, write_custom_generate
 

@@ -12,7 +12,7 @@ import torch
 
 from osd_hf import AcceptanceStats, DraftRound, OnlineAssistant, OnlineConfig, Trace
 from osd_hf.drafting.costs import RoundTime
-from osd_hf.learning.choice import REMEMBERED, Choice
+from osd_hf.learning.draft_choice import REMEMBERED, Choice
 from osd_hf.learning.effort import Effort
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.lesson import Lesson

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from osd_hf.drafting.generator import Drafting, LeanCandidateGenerator
-from osd_hf.drafting.loop import (
+from osd_hf.drafting.loop_inputs import (
     ASSISTED_ONLY,
     CROPPED_CACHES,
     IRRELEVANT,

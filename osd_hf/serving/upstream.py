@@ -11,8 +11,8 @@ import httpx2
 
 from osd_hf.engine.completions import parse_address
 from osd_hf.errors import ConfigError, first_line
-from osd_hf.serving.adding import Shape
-from osd_hf.serving.keeping import Asking
+from osd_hf.serving.extra_fields import Shape
+from osd_hf.serving.recorder import Asking
 
 __all__ = ["Engine", "Headers", "Kind", "StaleError", "once", "reason_of"]
 

@@ -17,8 +17,8 @@ from osd_hf.config import OnlineConfig
 from osd_hf.drafting.batch import first_columns, grown
 from osd_hf.drafting.forward import compiles_draft, hindrance, static_sizes
 from osd_hf.errors import UnsupportedModelError, first_line
+from osd_hf.learning.activations import Activations
 from osd_hf.learning.learner import SCORED_AT_ONCE
-from osd_hf.learning.memory import Activations
 from osd_hf.learning.optimizer import AT_ONCE, NS_STEPS, hidden_matrices
 from osd_hf.learning.placement import HALF, is_half_only
 from osd_hf.learning.updater import trainable_parameters

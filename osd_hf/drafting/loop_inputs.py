@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from osd_hf.drafting.costs import RoundTime
-from osd_hf.utils.turns import breathe
+from osd_hf.utils.yielding import breathe
 
 # Arguments of the assisted loop that the plain one does not know.
 ASSISTED_ONLY = ("inputs_tensor", "assistant_model", "assistant_tokenizer", "tokenizer")
