@@ -46,7 +46,8 @@ from osd_hf.smollm2 import MAKE_SECONDS, NAME, SAMPLING, everyday_prompts, kept_
 
 SETS = ("gsm8k", "finance_alpaca", "code_search_net_python", "mt_bench")
 ALONE, STOCK, OURS = "target alone", "stock as made", "ours learned"
-KERNELS, TEXT = "our kernels, no drafting", "ours, past text alone"
+KERNELS, LOOKUP = "our kernels, no drafting", "prompt lookup, our kernels"
+TEXT, DRAFT = "ours, past text alone", "ours, learned draft alone"
 SMOKE: dict[str, Any] = {
     "datasets": ["finance"], "requests": 6, "live": 4, "later": 4, "timed": 2, "watched": 1, "max_new_tokens": 8,
     "layers": 1, "make_steps": 2, "compile": False, "threads": 1,
@@ -152,11 +153,13 @@ def greedily(
     k = pair.draft.generation_config.num_assistant_tokens
     systems = [
         System(ALONE, "alone"),
-        System(KERNELS, "kernels"),
+        System(KERNELS, "alone", kernels=True),
         System("prompt lookup", "prompt_lookup", num_assistant_tokens=10),
+        System(LOOKUP, "prompt_lookup", num_assistant_tokens=10, kernels=True),
         System(STOCK, "stock", pair.draft, k),
         System("ours as made", "lean", pair.draft, "auto", **compiled(args)),
         System(TEXT, "lean", draft, "auto", candidates="text", earlier=traces, **compiled(args)),
+        System(DRAFT, "lean", draft, "auto", candidates="draft", earlier=traces, **compiled(args)),
         System(OURS, "lean", draft, "auto", earlier=traces, **compiled(args)),
     ]
     report = benchmark(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from osd_hf import OnlineConfig, Trace
-from osd_hf.learning import activations
+from osd_hf.learning import activations as module
 from osd_hf.learning.activations import LEAST_TOKENS, Activations, computed_again, num_tokens, shortened
 from osd_hf.learning.updater import Updater
 from osd_hf.replay import batches, completion_states
@@ -93,7 +93,7 @@ def test_layers_computed_again_give_the_same_gradients_and_keep_less(architectur
         found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert kept[1] < kept[0] / 3
-    assert "forward" not in vars(activations.layers_of(model)[0])
+    assert "forward" not in vars(module.layers_of(model)[0])
 
 
 @pytest.mark.parametrize("architecture", ["llama", "t5"])
@@ -126,7 +126,7 @@ def test_what_is_over_the_budget_is_learned_in_parts_that_are_not(
     assert sizes == [4]
     activations = Activations.of(draft)
     budget = int(84 * 1.5 * (activations.per_token + 84 * activations.per_pair))  # one of 84 tokens, not two, nor 124
-    monkeypatch.setattr(activations, "BUDGET_BYTES", budget)
+    monkeypatch.setattr(module, "BUDGET_BYTES", budget)
     parts, sizes, kept = gradients()
     assert sizes == [1, 1, 1, 1]
     assert max(kept) <= 2 * budget  # these weights are in double precision
@@ -200,13 +200,13 @@ def test_without_a_number_requests_are_cut_to_the_budget(monkeypatch: pytest.Mon
     draft = models.build()
     activations = Activations.of(draft)
     for budget in (1 << 20, 1 << 24, 1 << 30):
-        monkeypatch.setattr(activations, "BUDGET_BYTES", budget)
+        monkeypatch.setattr(module, "BUDGET_BYTES", budget)
         most = activations.most_tokens
         cost = [
             n * (activations.per_input + (activations.per_token + n * activations.per_pair) / activations.layers)
             for n in (most, most + 1)
         ]
         assert cost[0] <= budget < cost[1]
-    monkeypatch.setattr(activations, "BUDGET_BYTES", 1 << 18)
+    monkeypatch.setattr(module, "BUDGET_BYTES", 1 << 18)
     updater = Updater(draft, replace(CONFIG, max_learn_tokens=None))
     assert LEAST_TOKENS <= updater.most_tokens == activations.most_tokens < 100

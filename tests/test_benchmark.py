@@ -30,8 +30,9 @@ TOKENS = 16
 def systems_of(draft, acceptance=None):
     return [
         System("alone", "alone"),
-        System("kernels", "kernels"),
+        System("kernels", "alone", kernels=True),
         System("lookup", "prompt_lookup", num_assistant_tokens=3),
+        System("lookup, kernels", "prompt_lookup", num_assistant_tokens=3, kernels=True),
         System("stock", "stock", draft, 4, acceptance=acceptance),
         System("lean", "lean", draft, 4, acceptance=acceptance),
         System("auto", "lean", draft, "auto", acceptance=acceptance),
@@ -203,6 +204,7 @@ def test_drafts_of_no_fixed_length_are_predicted_by_what_they_emitted():
         (("a", "stock", object(), "auto"), 'Only a lean system drafts "auto"'),
         (("a", "stock", object(), 5, True), "Only a lean system"),
         (("a", "lean", object(), 0), "at least 1, got 0"),
+        (("a", "lean", object(), 5, False, False, "both", (), None, True), "by itself, got `kernels` for 'a'"),
     ],
 )
 def test_a_system_that_cannot_be_is_refused(arguments, message):

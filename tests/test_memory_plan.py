@@ -22,8 +22,8 @@ from osd_hf import (
     OnlineConfig,
     UnsupportedModelError,
     chunked_loss,
-    memory,
 )
+from osd_hf import memory_plan as memory
 from osd_hf.cli.main import main
 from osd_hf.drafting import batch
 from osd_hf.learning import drafts as drafts_module

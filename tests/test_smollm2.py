@@ -299,9 +299,11 @@ def test_the_recipe_runs_its_smallest_form_and_goes_on_where_it_was_killed(
         "target alone",
         "our kernels, no drafting",
         "prompt lookup",
+        "prompt lookup, our kernels",
         "stock as made",
         "ours as made",
         "ours, past text alone",
+        "ours, learned draft alone",
         "ours learned",
     ]
     assert all(found["outputs"] == {"identical": 2, "tied": 0, "differing": 0} for found in part["greedy"].values())

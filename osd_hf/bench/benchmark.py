@@ -29,8 +29,7 @@ from osd_hf.trace import DraftRound, Trace, num_accepted
 from osd_hf.utils.kernels import fast_kernels
 from osd_hf.utils.report import process_peak_bytes
 
-KINDS = ("alone", "kernels", "prompt_lookup", "stock", "lean")
-WITHOUT_ASSISTANT = ("alone", "kernels")
+KINDS = ("alone", "prompt_lookup", "stock", "lean")
 ALL = "all"
 
 # Two tokens this close may swap places in a forward over more tokens, in float32 too.
@@ -51,10 +50,8 @@ class System:
     Args:
         name (`str`): What tables call it; no two systems share a name.
         kind (`str`):
-            `"alone"`: the target's `generate`; `"kernels"`: the same by the products that an assistant computes by on
-            a CPU, which tells what its answers owe to these; `"prompt_lookup"` and `"stock"`: transformers' own
-            assisted generation, without a draft model and with one; `"lean"`: [`OnlineAssistant`], which does not
-            learn meanwhile.
+            `"alone"`: the target's `generate`; `"prompt_lookup"` and `"stock"`: transformers' own assisted generation,
+            without a draft model and with one; `"lean"`: [`OnlineAssistant`], which does not learn meanwhile.
         draft (`PreTrainedModel`, *optional*): The draft of `"stock"` and `"lean"`; left as it is.
         num_assistant_tokens (`int` or `"auto"`, *optional*, defaults to 5):
             k, at threshold 0 and a constant schedule; only `"lean"` takes `"auto"`.
@@ -65,13 +62,15 @@ class System:
             Of `"auto"`: requests that count as served before, with the rounds of a draft that had not learned from
             them: their text may be proposed, and of a large vocabulary the draft drafts the tokens that they use.
         acceptance (`ControlledAcceptance`, *optional*): What is put in place of the draft's own proposals.
+        kernels (`bool`, *optional*, defaults to `False`):
+            Not of `"lean"`: compute by the products that an assistant takes on a CPU, which tells what they bring.
 
     Raises:
         ConfigError: an unknown kind, a draft that is missing or of no use, a number of tokens below 1.
     """
 
     name: str
-    kind: Literal["alone", "kernels", "prompt_lookup", "stock", "lean"]
+    kind: Literal["alone", "prompt_lookup", "stock", "lean"]
     draft: Any = None
     num_assistant_tokens: int | Literal["auto"] = 5
     compile_draft: bool = False
@@ -79,6 +78,7 @@ class System:
     candidates: Literal["both", "draft", "text"] = "both"
     earlier: Sequence[Trace] = ()
     acceptance: ControlledAcceptance | None = None
+    kernels: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -91,15 +91,23 @@ class System:
         k = self.num_assistant_tokens
         if (k == "auto" or self.compile_draft or self.compile_target) and self.kind != "lean":
             raise ConfigError(f'Only a lean system drafts "auto" or compiled, got {self.name!r} of kind {self.kind}.')
+        if self.kernels and self.kind == "lean":
+            raise ConfigError(f"A lean system has our kernels by itself, got `kernels` for {self.name!r}.")
         if k != "auto" and k < 1:
             raise ConfigError(f"`num_assistant_tokens` must be at least 1, got {k} for {self.name!r}.")
+
+    @property
+    def is_the_target(self) -> bool:
+        """Whether it is the target alone, as transformers has it, which the others are compared with."""
+        return self.kind == "alone" and not self.kernels
 
     def to_dict(self) -> dict[str, Any]:
         """What the system is, ready for JSON."""
         return {
             "name": self.name,
             "kind": self.kind,
-            "num_assistant_tokens": None if self.kind in WITHOUT_ASSISTANT else self.num_assistant_tokens,
+            "num_assistant_tokens": None if self.kind == "alone" else self.num_assistant_tokens,
+            "kernels": self.kernels or self.kind == "lean",
             "compile_draft": self.compile_draft,
             "compile_target": self.compile_target,
             "candidates": self.candidates if self.num_assistant_tokens == "auto" else None,
@@ -172,7 +180,7 @@ class BenchmarkReport:
     @property
     def alone(self) -> str:
         """Name of the target alone."""
-        return next(system.name for system in self.systems if system.kind == "alone")
+        return next(system.name for system in self.systems if system.is_the_target)
 
     def answers_of(self, system: str, dataset: str | None = None) -> list[TimedAnswer]:
         """Answers of a system, in the order of the requests."""
@@ -293,7 +301,7 @@ def benchmark(
         target (`PreTrainedModel`), tokenizer (`PreTrainedTokenizerBase`, *optional*):
             A decoder-only model; the tokenizer is found by the models' names if it is not given.
         assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): Of drafts that have one of their own.
-        systems (`Sequence[System]`): Exactly one of them has the kind `"alone"`.
+        systems (`Sequence[System]`): Exactly one of them is the target alone, by its own kernels.
         prompts (`Mapping[str, Sequence[Sequence[int]]]`): Data set -> token ids of each prompt.
         max_new_tokens (`int`): Bound of an answer.
         watched_requests (`int`, *optional*, defaults to 3):
@@ -301,12 +309,12 @@ def benchmark(
         show_progress (`bool`, *optional*, defaults to `False`): Whether to show bars on the standard error.
 
     Raises:
-        ConfigError: systems that share a name, no or several of kind `"alone"`, a data set without prompts or named
-            `"all"`.
+        ConfigError: systems that share a name, no or several that are the target alone, a data set without prompts
+            or named `"all"`.
         UnsupportedModelError: an encoder-decoder.
     """
     names = [system.name for system in systems]
-    if len(set(names)) < len(names) or [s.kind for s in systems].count("alone") != 1:
+    if len(set(names)) < len(names) or sum(system.is_the_target for system in systems) != 1:
         raise ConfigError(f"Systems need names of their own, and one the kind alone, got {', '.join(names)}.")
     if not prompts or ALL in prompts or not all(prompts.values()):
         raise ConfigError(f'Each data set needs prompts and a name other than "{ALL}", got {", ".join(prompts)}.')
@@ -333,7 +341,7 @@ def benchmark(
                 served.enter_context(way.assistant)
         for _ in turns(_Way.answer, list(first.values()), "warming up"):
             pass
-        alone = [system.kind for system in systems].index("alone")
+        alone = [system.is_the_target for system in systems].index(True)
         for request, given in zip(requests, turns(_Way.answer, requests, "in turns"), strict=True):
             reference, _ = given[alone]
             for name, (tokens, answer) in zip(names, given, strict=True):
@@ -536,7 +544,7 @@ class _Way:
             self.assistant.reset_stats()
             output = self.assistant.generate(ids, domain=request.dataset, learn=False, on_trace=on_trace, **kwargs)
         else:
-            ours = [self.model] if self.system.kind == "kernels" else []
+            ours = [self.model, *([] if self.draft is None else [self.draft])] if self.system.kernels else []
             hook = self.model.register_forward_pre_hook(notes.note_input, with_kwargs=True)
             with fast_kernels(*ours, is_request=True), hook:
                 output = self.target.generate(ids, **kwargs)
