@@ -237,44 +237,34 @@ def compared_of(lesson: Lesson, requests: int, trace: Callable[[int], Trace]) ->
     return compared
 
 
-def test_the_longer_nothing_is_odd_the_fewer_are_compared() -> None:
+def test_where_the_draft_is_not_used_fewer_are_compared_until_it_is() -> None:
     lesson = Lesson(config=OnlineConfig())
     lesson.effort.share = 0.1
-    compared = compared_of(lesson, 400, lambda i: accepted_of(15 + i % 3))
-    assert [stands_for for _, stands_for in compared][::4] == sorted(s for _, s in compared)[::4]
-    assert {stands_for for _, stands_for in compared} == {4, 8, 16}
-    assert sum(stands_for for _, stands_for in compared) == compared[-1][0] + 1  # each request is stood for once
-    assert all(stands_for == 16 for i, stands_for in compared if i > 200)
-    for _ in range(15):
-        lesson.observe(accepted_of(16))
+    compared = compared_of(lesson, 400, lambda _: accepted_of(1, of=1))  # past text has proposed all
+    numbers = [stands_for for _, stands_for in compared]
+    assert numbers == sorted(numbers) and set(numbers) == {4, 8, 16}
+    assert sum(numbers) == compared[-1][0] + 1  # each request is stood for once
+    assert all(stands_for == 16 for i, stands_for in compared if i > 144)
+    waiting = [accepted_of(1, of=1) for _ in range(10)] + [accepted_of(16)]
     lesson.take_arrived()
-    for i in range(12):
-        lesson.observe(accepted_of(4 if i == 0 else 16))
-        assert not lesson.may_wait()
-        lesson.take_arrived()
-    assert all(stands_for == 4 for _, stands_for in compared_of(lesson, 40, lambda _: accepted_of(16)))
+    for trace in waiting:
+        lesson.observe(trace)
+    assert not lesson.may_wait()
+    assert lesson.take_arrived() == (waiting[-1:], 11)
+    assert {stands_for for _, stands_for in compared_of(lesson, 40, lambda _: accepted_of(16))} == {4}
 
 
 def test_of_those_that_waited_when_one_is_odd_the_newest_few_are_compared() -> None:
     lesson = Lesson(config=OnlineConfig())
     lesson.effort.share = 0.1
-    compared_of(lesson, 400, lambda i: accepted_of(15 + i % 3))
-    waiting = [accepted_of(16) for _ in range(10)] + [accepted_of(4)]
+    compared_of(lesson, 40, lambda i: accepted_of(15 + i % 3))
+    compared_of(lesson, 400, lambda _: accepted_of(1, of=1))
     lesson.take_arrived()
+    waiting = [accepted_of(1, of=1) for _ in range(10)] + [accepted_of(4)]
     for trace in waiting:
         lesson.observe(trace)
     assert not lesson.may_wait()
     assert lesson.take_arrived() == (waiting[-4:], 1)
-
-
-def test_a_draft_that_is_used_again_is_compared_more_often() -> None:
-    # Past text has proposed all: the draft's acceptance is known from no request.
-    lesson = Lesson(config=OnlineConfig())
-    lesson.effort.share = 0.1
-    compared = compared_of(lesson, 200, lambda _: accepted_of(1, of=1))
-    assert compared[-1][1] == 16
-    lesson.take_arrived()
-    assert {stands_for for _, stands_for in compared_of(lesson, 16, lambda _: accepted_of(16))} == {4}
 
 
 def test_all_are_compared_from_one_on_that_is_accepted_much_less() -> None:

@@ -29,9 +29,8 @@ logger = logging.getLogger(__name__)
 HOLD_BACK_EVERY = 4  # requests, of which one is held back
 HELD_BACK = 16  # newest held-back requests that a version is tried on
 WATCHED = 64  # newest requests that a promotion is judged by afterwards
-SPARSE = 4  # requests of which one is compared while effort is below its most, at first
-SPARSEST = 16  # after some time in which nothing was odd
-QUIET = 64  # requests of such a time, after each of which half as many are compared
+SPARSE = (4, 8, 16)  # requests of which one is compared while effort is below its most; more, while no draft is used
+UNUSED = 64  # requests with hardly a token of the draft, after which it is one of the next so many
 ODD = 2.0  # standard deviations below what the newest requests were accepted: it and the next few are compared then
 NEXT_FEW = 12
 LIVE = 32  # requests that this is known from
@@ -145,7 +144,7 @@ class Lesson:
         self.unwatched: deque[Trace] = deque(maxlen=WATCHED)  # compared since somebody looked
         self._live: deque[float] = deque(maxlen=LIVE)  # what was accepted of the draft's tokens, by request
         self._to_compare = 0  # requests that are all compared, as one was accepted much less
-        self._quiet = 0  # requests since all were compared, or since too little was known to find one odd
+        self._unused = 0  # requests since the last one that says something
         self.vocabulary = TrafficVocabulary()  # among which the draft is to choose
         is_auto = self.config.num_assistant_tokens == self.config.draft_vocabulary == "auto"
         self._counts = is_auto and self.config.drafting == "lean"
@@ -178,15 +177,12 @@ class Lesson:
             self.arrived.append(trace)
             served, known = AcceptanceStats.from_trace(trace), np.array(self._live)
             self._to_compare = max(self._to_compare - 1, 0)
-            self._quiet += 1
+            self._unused += 1
             if served.examined >= FEWEST:
-                if len(known) < LIVE / 2:
-                    self._quiet = 0
-                elif served.alpha < known.mean() - ODD * known.std():
+                if len(known) >= LIVE / 2 and served.alpha < known.mean() - ODD * known.std():
                     self._to_compare = NEXT_FEW
                 self._live.append(served.alpha)
-            if not self._is_sparse():
-                self._quiet = 0
+                self._unused = 0
         return is_other
 
     def meet(self, target: str | None) -> bool:
@@ -257,7 +253,8 @@ class Lesson:
 
     @property
     def _stride(self) -> int:
-        return min(SPARSE << self._quiet // QUIET, SPARSEST)
+        """Requests of which one is compared: fewer where past text proposes all, and either draft would do."""
+        return SPARSE[min(self._unused // UNUSED, len(SPARSE) - 1)]
 
     def hold_back(self, trace: Trace) -> Trace | None:
         """Take in a request; returns the one to learn from in its place: itself, an older one, or none yet."""
@@ -336,7 +333,7 @@ class Lesson:
         with self.lock:
             if self._is_sparse():
                 return arrived[-1:], len(arrived)
-            return arrived[-SPARSE:] if self._to_compare else arrived, 1
+            return arrived[-SPARSE[0] :] if self._to_compare else arrived, 1
 
     def take_unwatched(self) -> list[Trace]:
         """What has been compared since the last call."""
