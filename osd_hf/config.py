@@ -90,11 +90,11 @@ class OnlineConfig:
             2,048 that are drawn anew for each batch stand in the loss for those that none of its rows keeps.
         update_strategy (`str`, *optional*, defaults to `"spread"`):
             `"spread"`: an update for every `update_interval` requests, cut into parts that are done after the answers
-            to as many requests, so that none waits for a whole update. An answer waits for its parts, however many,
-            while each takes no longer than the answer itself did, times `max_duty_cycle`, or a second. A part that
-            takes longer (an optimizer step of a draft of hundreds of millions of weights takes seconds on a CPU) stops
-            where it is, as with `"idle"`, and goes on after the next answers, each of which waits only so long in
-            all, until a whole update has had no such part;
+            to as many requests (after more, once learning is at its least), so that none waits for a whole update. An
+            answer waits for its parts, however many, while each takes no longer than the answer itself did, times
+            `max_duty_cycle`, or a second. A part that takes longer (an optimizer step of a draft of hundreds of
+            millions of weights takes seconds on a CPU) stops where it is, as with `"idle"`, and goes on after the next
+            answers, each of which waits only so long in all, until a whole update has had no such part;
             `"interval"`: the same updates, whole, after the answer that completes the interval;
             `"idle"`: the same by a thread of their own, which computes only while no request is running, and stops
             for one that arrives also in the middle of a step, between two layers (on an accelerator not in a
@@ -104,8 +104,8 @@ class OnlineConfig:
             Requests (of one draft, where domains have their own) between two updates.
         min_effort (`float`, *optional*, defaults to 0.0625):
             With a gate, updates come less often once acceptance no longer rises, or its rise saves less time than it
-            takes: after up to `update_interval` divided by this many requests; as often as before again when traffic
-            changes. 1 does all of them.
+            takes: after up to `update_interval` divided by this many requests, or more, as learning takes about 3% of
+            what serving takes by then; as often as before again when traffic changes. 1 does all of them.
         max_effort (`float`, *optional*, defaults to 1.0):
             At first, and again when traffic changes, updates come after `update_interval` divided by this many
             requests: 2 learns sooner, at twice the cost.

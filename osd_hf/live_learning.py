@@ -212,7 +212,8 @@ class LiveLearning:
         if self.is_closed:  # a request that outlives it is answered, and that is all
             return
         # The answers of a batch wait together: for a share of an update each, and as long in all as one answer may.
-        seconds = max(self.config.max_duty_cycle * self.traffic.own_seconds, LEAST_SHARE_SECONDS) / len(traces)
+        own = self.traffic.own_seconds
+        seconds = max(self.config.max_duty_cycle * own, LEAST_SHARE_SECONDS) / len(traces)
         for trace in traces:
             if learn and store is not None and (trace.num_kept or not len(trace)):  # rows of two targets are not kept
                 with self.failures.kept(LOGGING):
@@ -221,7 +222,7 @@ class LiveLearning:
                 with self._taking_in:
                     self.tally.add(trace.domain, AcceptanceStats.from_trace(trace))
                     if learn:
-                        self.learner.observe(trace.domain, trace)
+                        self.learner.observe(trace.domain, trace, own / len(traces))
                 if learn and self.config.reads_text:
                     self.earlier.add(owner, trace.domain, trace.prompt_ids.tolist(), trace.completion_ids.tolist())
             if learn and self.config.update_strategy == "idle":

@@ -225,6 +225,48 @@ def test_while_little_is_learned_one_request_in_a_few_is_compared() -> None:
     assert {(len(traces), stands_for) for _, traces, stands_for in compared} == {(1, 4)}
 
 
+def compared_of(lesson: Lesson, requests: int, trace: Callable[[int], Trace]) -> list[tuple[int, int]]:
+    """Which requests are compared, and how many each stands for."""
+    compared = []
+    for i in range(requests):
+        lesson.observe(trace(i))
+        if not lesson.may_wait():
+            traces, stands_for = lesson.take_arrived()
+            assert len(traces) == 1
+            compared.append((i, stands_for))
+    return compared
+
+
+def test_where_the_draft_is_not_used_fewer_are_compared_until_it_is() -> None:
+    lesson = Lesson(config=OnlineConfig())
+    lesson.effort.share = 0.1
+    compared = compared_of(lesson, 400, lambda _: accepted_of(1, of=1))  # past text has proposed all
+    numbers = [stands_for for _, stands_for in compared]
+    assert numbers == sorted(numbers) and set(numbers) == {4, 8, 16}
+    assert sum(numbers) == compared[-1][0] + 1  # each request is stood for once
+    assert all(stands_for == 16 for i, stands_for in compared if i > 144)
+    waiting = [accepted_of(1, of=1) for _ in range(10)] + [accepted_of(16)]
+    lesson.take_arrived()
+    for trace in waiting:
+        lesson.observe(trace)
+    assert not lesson.may_wait()
+    assert lesson.take_arrived() == (waiting[-1:], 11)
+    assert {stands_for for _, stands_for in compared_of(lesson, 40, lambda _: accepted_of(16))} == {4}
+
+
+def test_of_those_that_waited_when_one_is_odd_the_newest_few_are_compared() -> None:
+    lesson = Lesson(config=OnlineConfig())
+    lesson.effort.share = 0.1
+    compared_of(lesson, 40, lambda i: accepted_of(15 + i % 3))
+    compared_of(lesson, 400, lambda _: accepted_of(1, of=1))
+    lesson.take_arrived()
+    waiting = [accepted_of(1, of=1) for _ in range(10)] + [accepted_of(4)]
+    for trace in waiting:
+        lesson.observe(trace)
+    assert not lesson.may_wait()
+    assert lesson.take_arrived() == (waiting[-4:], 1)
+
+
 def test_all_are_compared_from_one_on_that_is_accepted_much_less() -> None:
     lesson = Lesson(config=OnlineConfig())
     lesson.effort.share = 0.1

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from osd_hf import AcceptanceStats, ConfigError, OnlineAssistant, OnlineConfig
-from osd_hf.learning.effort import RECENT, SOON, STRIDE, WINDOW, Effort
+from osd_hf.learning.effort import CHEAP, RECENT, SOON, STRIDE, WINDOW, Effort
 
 
 @functools.cache
@@ -124,6 +124,45 @@ def test_the_longer_traffic_is_the_same_the_more_pays() -> None:
     late = Effort(1 / 16)
     late._requests = 40 * WINDOW
     assert rising(late, pays / 10, 0.1) > rising(Effort(1 / 16), pays / 10, 0.1) + 0.3
+
+
+def test_at_its_least_learning_goes_on_once_requests_have_paid_for_it() -> None:
+    effort = Effort(1 / 16)
+    for share in (1, 1 / 8):  # whatever it takes, as it may be worth it
+        effort.share = share
+        effort.served(1.0)
+        effort.took(10.0)
+        assert effort.is_cheap
+    effort.share = effort.least
+    assert effort.is_cheap
+    taken, requests = 0.0, 1000
+    for _ in range(requests):
+        effort.served(1.0)
+        if effort.is_cheap:
+            effort.took(0.5)
+            taken += 0.5
+    assert CHEAP * requests - 0.5 <= taken <= CHEAP * requests + 0.5
+    effort.renew()
+    assert effort.is_cheap
+
+
+def test_what_all_requests_paid_for_is_not_saved_up() -> None:
+    effort = Effort(1 / 16)
+    effort.share = effort.least
+    for _ in range(1000):
+        effort.served(1.0)
+    effort.took(1.0)
+    assert not effort.is_cheap
+
+
+@pytest.mark.parametrize("least", [1.0, 1 / 16])
+def test_all_that_is_asked_for_and_what_serves_in_unknown_time_is_learned(least: float) -> None:
+    effort = Effort(least)
+    effort.share = least
+    if least == 1:
+        effort.served(1.0)
+    effort.took(100.0)
+    assert effort.is_cheap
 
 
 def test_a_saved_effort_goes_on() -> None:

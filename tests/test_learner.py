@@ -13,6 +13,7 @@ import torch
 from osd_hf import DomainDrafts, OnlineAssistant, OnlineConfig, Trace, capture_traces
 from osd_hf import replay as replayed
 from osd_hf.learning import learner as module
+from osd_hf.learning.effort import CHEAP
 from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.lesson import HOLD_BACK_EVERY
@@ -460,3 +461,95 @@ def test_a_batch_of_one_long_answer_is_new_as_often_as_its_share_says(recorded: 
     drawn = [updater._batch(new) for _ in range(400)]
     assert all(len(batch) == 1 for batch in drawn)
     assert 0.15 < np.mean([any(batch[0] is trace for trace in new) for batch in drawn]) < 0.4
+
+
+# --- at the least effort --------------------------------------------------------------------------------------------
+
+SPREAD = replace(CONFIG, update_strategy="spread", min_effort=0.25)
+
+
+class Ticks:
+    """A timer by which each piece of work takes a second."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 0.5  # it is read as a piece begins and as it ends
+        return self.now
+
+
+def at_least(config: OnlineConfig, domains: str = "", **changes: Any) -> Learner:
+    """Learners of domains, or one, that do little, with a version that serves so that requests are compared."""
+    taught = learner(config, per_domain=bool(domains), **changes)
+    for domain in domains or [None]:
+        taught.drafts.admit(domain)
+        lesson = taught.lessons[domain]
+        lesson.effort.share = lesson.effort.least
+    return taught
+
+
+def answered(taught: Learner, traces: list[Trace], seconds: float | None, domain: str | None = None) -> list[int]:
+    """After how many of the requests updates have ended."""
+    ended = []
+    for i, trace in enumerate(traces, 1):
+        taught.observe(domain, trace, seconds)
+        if taught.after_answer() is not None:
+            ended.append(i)
+    return ended
+
+
+def test_at_the_least_effort_learning_takes_its_share_of_serving(recorded: list[Trace]) -> None:
+    taught = at_least(SPREAD, timer=Ticks())
+    free = at_least(SPREAD)
+    requests = stream(recorded, 400)
+    assert len(answered(free, requests, None)) > 20
+    assert 2 < len(answered(taught, requests, 20.0)) < 10
+    assert taught.seconds <= 1.1 * CHEAP * 400 * 20.0
+
+
+@pytest.mark.parametrize("seconds", [None, 1e6])
+def test_at_little_effort_updates_are_spread_over_all_requests_between_two(
+    seconds: float | None, recorded: list[Trace]
+) -> None:
+    taught = at_least(replace(SPREAD, update_interval=8), timer=Ticks())
+    most, ended = 0.0, []
+    for i, trace in enumerate(stream(recorded, 96), 1):
+        taught.lessons[None].effort.share = 0.25
+        before = taught.seconds
+        taught.observe(None, trace, seconds)
+        ended += [i] * (taught.after_answer() is not None)
+        most = max(most, taught.seconds - before)
+    first, second = ended
+    assert 32 + 16 < first <= 64 < 64 + 16 < second
+    # One part, and a look at what both drafts make of the request; the last answer takes what is left.
+    assert most <= 4
+
+
+def test_an_update_that_has_begun_goes_on_at_once_when_traffic_changes(recorded: list[Trace]) -> None:
+    taught = at_least(SPREAD, timer=Ticks())
+    requests = stream(recorded, 60)
+    assert not answered(taught, requests[:20], None)
+    assert not answered(taught, requests[20:40], 0.0)  # nothing pays
+    assert taught._work is not None
+    taught.lessons[None].effort.renew()
+    assert answered(taught, requests[40:], 0.0)[0] <= SPREAD.update_interval
+
+
+def test_no_draft_waits_for_what_another_ones_requests_have_to_pay(recorded: list[Trace]) -> None:
+    taught = at_least(SPREAD, "ab", timer=Ticks())
+    requests = stream(recorded, 60)
+    answered(taught, requests[:20], None, "a")
+    answered(taught, requests[20:30], 0.0, "a")
+    assert taught._work is not None and taught._work[0] == "a"
+    taught.lessons["b"].effort.renew()
+    ended = answered(taught, requests[30:], 0.0, "b")
+    assert len(ended) >= 2 and ended[0] < 2 * SPREAD.update_interval + 16
+
+
+def test_requests_are_looked_at_as_they_come(recorded: list[Trace]) -> None:
+    taught = at_least(SPREAD, timer=Ticks())
+    lesson = taught.lessons[None]
+    answered(taught, stream(recorded, 12), 0.0)
+    known = {*lesson.pending, *lesson.held_back}
+    assert len(known) == 12 and len(known & lesson.looked_at) >= 9  # an update has to look at few

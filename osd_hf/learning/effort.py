@@ -23,6 +23,7 @@ SURELY = 2.0  # standard errors of what a rise saves
 HOPELESS = 0.25  # of what learning takes, that it has to save at best
 SOON = 16  # requests after which it may be seen that no draft could save enough
 TOO_DEAR = 0.5  # of what learning takes, that a draft which is nearly always right has to save
+CHEAP = 0.03  # of what serving takes, that learning may take at its least
 
 
 def _rise(values: NDArray[np.float64]) -> tuple[float, float]:
@@ -42,6 +43,9 @@ class Effort:
     too little over as many requests again, as in large batches. Where the gain falls, or the draft as it was is the
     better one, traffic has changed, and the most is done again.
 
+    The least is done as far as it is cheap: where it is known what serving takes, learning goes on once the requests
+    since have paid for what it took, 3% of their seconds each.
+
     Args:
         least (`float`): Above 0 and at most 1.
         most (`float`, *optional*, defaults to 1): At least 1; more than all: updates come sooner than configured.
@@ -56,6 +60,7 @@ class Effort:
         self._undecided = 0  # requests
         self._cost = 0.0  # seconds of learning since the last decision
         self._requests = 0  # since traffic was another
+        self._owed: float | None = None  # seconds of learning, at its least, that requests have not paid for yet
 
     def add(
         self, original: AcceptanceStats, learned: AcceptanceStats, saved_seconds: float | None = None,
@@ -102,10 +107,23 @@ class Effort:
     def took(self, seconds: float) -> None:
         """Learning took so long."""
         self._cost += seconds
+        if self._owed is not None and self.share == self.least < self.most:
+            self._owed += seconds
+
+    def served(self, seconds: float) -> None:
+        """Serving a request took so long."""
+        pays = CHEAP * seconds
+        self._owed = max((self._owed or 0.0) - pays, -pays)  # what it does not pay for now is not saved up
+
+    @property
+    def is_cheap(self) -> bool:
+        """Whether learning may go on, by what it took and what serving has taken since."""
+        return self.share > self.least or self._owed is None or self._owed <= 0
 
     def renew(self) -> None:
         """Begin again with the most, from what comes from now on."""
         self.share, self._undecided, self._cost, self._requests = self.most, 0, 0.0, 0
+        self._owed = None
         self._gains.clear()
 
     def state_dict(self) -> dict[str, Any]:

@@ -154,12 +154,14 @@ class Learner:
         k = None if self.config.num_assistant_tokens == "auto" else self._k
         return self.drafts.pacer.could_save(len(trace), original.alpha, k) if original.examined else None
 
-    def observe(self, domain: str | None, trace: Trace) -> None:
-        """Take in one served request of the draft of a domain."""
+    def observe(self, domain: str | None, trace: Trace, seconds: float | None = None) -> None:
+        """Take in one served request of the draft of a domain, and the seconds that it took where they are known."""
         if len(trace) and trace.num_kept and self.drafts.admit(domain):
             lesson = self.lessons[self.drafts.key(domain)]
             with lesson.lock:
                 is_other = lesson.observe(trace)
+                if seconds is not None:
+                    lesson.effort.served(seconds)
             if is_other:
                 self.drafts.model_changed(lesson.domain)
 
@@ -239,7 +241,7 @@ class Learner:
             elif (lesson := self.due()) is not None:
                 self._work = lesson.domain, self._update(lesson.domain, None)
                 self._parts = 0
-                self._requests_left = min(lesson.update_interval, self.config.update_interval)
+                self._requests_left = lesson.update_interval
             else:
                 return None
             self._spent = 0.0
@@ -295,12 +297,16 @@ class Learner:
     def _advance(self) -> Work:
         """The micro-steps of an update are spread over as many requests as lie between two; there are about as many
         as the last one had. Returns the report where they were the last."""
-        if self.is_paused or self.duty_cycle.rest_seconds() > 0 or (self._work is None and self._due() is None):
+        if self.is_paused or self.duty_cycle.rest_seconds() > 0:
             return None
+        if self._due() is None and (self._work is None or not self.lessons[self._work[0]].effort.is_cheap):
+            return None  # another draft does not wait until this one's requests have paid
         started = self._timer()
         report = self.step()
         if self._work is None:  # done, or paused meanwhile
             return report
+        # Traffic may have changed since the update began.
+        self._requests_left = min(self._requests_left, self.lessons[self._work[0]].update_interval)
         missing = max(self._parts_before - self._parts + 1, 1)
         share = -(-missing // self._requests_left)
         is_last = self._requests_left == 1
@@ -426,7 +432,8 @@ class Learner:
     def _follow(self, lesson: Lesson) -> Generator[None, None, None]:
         """Compare what has arrived and, after as many requests as lie between two updates at full effort, watch: also
         where updates are rare."""
-        if self.config.update_strategy != "idle" and lesson.may_wait():
+        if lesson.may_wait():
+            yield from lesson.sound(lesson.arrived, self.updater(lesson.domain).accepts)
             return
         yield from self._compare(lesson)
         if len(lesson.unwatched) >= self.config.update_interval:

@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 HOLD_BACK_EVERY = 4  # requests, of which one is held back
 HELD_BACK = 16  # newest held-back requests that a version is tried on
 WATCHED = 64  # newest requests that a promotion is judged by afterwards
-SPARSE = 4  # requests of which one is compared while effort is below its most
+SPARSE = (4, 8, 16)  # requests of which one is compared while effort is below its most; more, while no draft is used
+UNUSED = 64  # requests with hardly a token of the draft, after which it is one of the next so many
 ODD = 2.0  # standard deviations below what the newest requests were accepted: it and the next few are compared then
 NEXT_FEW = 12
 LIVE = 32  # requests that this is known from
@@ -143,6 +144,7 @@ class Lesson:
         self.unwatched: deque[Trace] = deque(maxlen=WATCHED)  # compared since somebody looked
         self._live: deque[float] = deque(maxlen=LIVE)  # what was accepted of the draft's tokens, by request
         self._to_compare = 0  # requests that are all compared, as one was accepted much less
+        self._unused = 0  # requests since the last one that says something
         self.vocabulary = TrafficVocabulary()  # among which the draft is to choose
         is_auto = self.config.num_assistant_tokens == self.config.draft_vocabulary == "auto"
         self._counts = is_auto and self.config.drafting == "lean"
@@ -175,10 +177,12 @@ class Lesson:
             self.arrived.append(trace)
             served, known = AcceptanceStats.from_trace(trace), np.array(self._live)
             self._to_compare = max(self._to_compare - 1, 0)
+            self._unused += 1
             if served.examined >= FEWEST:
                 if len(known) >= LIVE / 2 and served.alpha < known.mean() - ODD * known.std():
                     self._to_compare = NEXT_FEW
                 self._live.append(served.alpha)
+                self._unused = 0
         return is_other
 
     def meet(self, target: str | None) -> bool:
@@ -240,10 +244,17 @@ class Lesson:
         """Whether what has arrived need not be compared yet: while little is learned, and nothing is odd, one request
         in a few tells enough."""
         with self.lock:
-            return self._is_sparse() and len(self.arrived) < SPARSE
+            return self._is_sparse() and len(self.arrived) < self._stride
 
     def _is_sparse(self) -> bool:
-        return not self._to_compare and self.effort.share < self.effort.most and not self.choice.is_original()
+        if self._to_compare or self.config.update_strategy == "idle":  # whose time is free
+            return False
+        return self.effort.share < self.effort.most and not self.choice.is_original()
+
+    @property
+    def _stride(self) -> int:
+        """Requests of which one is compared: fewer where past text proposes all, and either draft would do."""
+        return SPARSE[min(self._unused // UNUSED, len(SPARSE) - 1)]
 
     def hold_back(self, trace: Trace) -> Trace | None:
         """Take in a request; returns the one to learn from in its place: itself, an older one, or none yet."""
@@ -267,8 +278,8 @@ class Lesson:
 
     @property
     def is_due(self) -> bool:
-        """Whether enough requests have come for an update."""
-        return self.may_learn and self.requests_waiting >= self.update_interval
+        """Whether enough requests have come for an update, and have paid for the one before."""
+        return self.may_learn and self.requests_waiting >= self.update_interval and self.effort.is_cheap
 
     def begin_update(self) -> list[Trace]:
         """The requests that an update begins with; it is due again after an interval, also where it fails."""
@@ -316,12 +327,13 @@ class Lesson:
 
     def take_arrived(self) -> tuple[list[Trace], int]:
         """What of that which has arrived since the last call is to be compared, and how many requests each of it
-        stands for."""
+        stands for: where one in a few is enough the newest, and where one was odd the newest few."""
         self.forget_older()
         arrived = self._take(self.arrived)
         with self.lock:
-            is_sparse = self._is_sparse() and len(arrived) == SPARSE
-        return (arrived[-1:], SPARSE) if is_sparse else (arrived, 1)
+            if self._is_sparse():
+                return arrived[-1:], len(arrived)
+            return arrived[-SPARSE[0] :] if self._to_compare else arrived, 1
 
     def take_unwatched(self) -> list[Trace]:
         """What has been compared since the last call."""
