@@ -489,9 +489,14 @@ def _tried(
 ) -> tuple[Piece, list[dict[str, Any]]]:  # fmt: skip
     """The candidate that is worth the most after a share of the time, and what was found of each."""
     found, trials = list[tuple[float, Piece]](), list[dict[str, Any]]()
-    share = TRYING_SHARE * max(config.max_seconds - course.elapsed, 0.0) / len(candidates)
+    time_for_it = TRYING_SHARE * max(config.max_seconds - course.elapsed, 0.0)
+    until, share = course.elapsed + time_for_it, time_for_it / len(candidates)
     steps = None if config.max_steps is None else max(round(TRYING_SHARE * config.max_steps), 1)
     for candidate in candidates:
+        if found and course.elapsed >= until:  # replays and single steps may take longer than their share
+            course.say(f"{candidate.name}: not tried, as time is short")
+            candidate.forget()
+            continue
         candidate.begin(learned, held_out, rule)
         if len(candidates) == 1:
             return candidate, trials

@@ -582,6 +582,26 @@ def test_of_pieces_worth_about_as_much_the_one_accepted_more_is_taken(
     assert (best.layers, len(trials)) == (wanted, 2)
 
 
+def test_pieces_are_tried_no_longer_than_their_share_of_the_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    target, now = steep(), [0.0]
+    pieces = [Piece(cut(target, (i,)), (i,), None, costs=CHEAP) for i in range(3)]
+
+    def slowly(piece: Piece, *_: Any, **__: Any) -> None:
+        now[0] += 6.0
+        piece.stats = alike(0.5)
+
+    monkeypatch.setattr(making, "teach", slowly)
+    requests, config = recorded(target, 8), MakingConfig(max_seconds=40.0)
+    course = making.Course(config.max_seconds, lambda: now[0], False)
+    with caplog.at_level("INFO", "osd_hf.making"):
+        best, trials = making._tried(pieces, requests, requests, OnlineConfig(), 100.0, config, course)
+    assert [trial["layers"] for trial in trials] == [[0], [1]]  # in ten seconds
+    assert best.draft is not None
+    assert "layers 2: not tried, as time is short" in caplog.text
+
+
 def test_frozen_parameters_stay_as_they_are() -> None:
     target, draft = models.pair()
     updater = Updater(draft, OnlineConfig(), frozen={"lm_head.weight"})
