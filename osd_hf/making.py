@@ -45,6 +45,7 @@ ANSWERING_SHARE, TRYING_SHARE = 0.4, 0.25  # of the time, and of what is left of
 LOOKS = 4  # at held-out acceptance, while the chosen piece is taught
 AT_ONCE = 16  # prompts that the target answers in a batch
 HOPED_FOR = 0.8  # alpha that a draft seldom goes beyond
+ALIKE = 0.03  # of the expected speed: less than some tens of held-out requests and short timings tell apart
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,8 @@ class MadeDraft:
         num_assistant_tokens (`int`), speedup (`float`):
             The best k by these, and how many times as fast as the target alone it is expected to be.
         trials (`tuple[dict, ...]`): What was tried, each with its layers, costs, alpha and speed-up after the trial.
+        curve (`tuple[tuple[float, float], ...]`):
+            Seconds since it all began, and held-out alpha then, while the chosen layers were taught.
         requests (`int`), held_out (`int`), positions (`int`), steps (`int`), seconds (`float`):
             Learned from and held out; tokens and optimizer steps of its learning; of all.
     """
@@ -101,6 +104,7 @@ class MadeDraft:
     num_assistant_tokens: int
     speedup: float
     trials: tuple[dict[str, Any], ...]
+    curve: tuple[tuple[float, float], ...]
     requests: int
     held_out: int
     positions: int
@@ -255,6 +259,7 @@ class Piece:
     before: AcceptanceStats = field(default_factory=AcceptanceStats)
     best: Any = None  # its weights
     updater: Any = None
+    curve: list[tuple[float, float]] = field(default_factory=list)  # seconds, and alpha on held-out requests
     steps: int = 0
     positions: int = 0
 
@@ -282,10 +287,11 @@ class Piece:
         if not len(self.updater.buffer):
             raise DataError("None of the requests can be learned from; see the log.")
 
-    def look(self, held_out: Sequence[Trace]) -> None:
-        """Compare its present state with the best so far, on held-out requests."""
+    def look(self, held_out: Sequence[Trace], seconds: float) -> None:
+        """Compare its present state, after so many seconds, with the best so far, on held-out requests."""
         self.updater.copy_to(self.draft)
         stats = sum(replay_each(self.draft, held_out, K), AcceptanceStats())
+        self.curve.append((seconds, stats.alpha))
         if stats.alpha >= self.stats.alpha:
             self.stats, self.best = stats, self.updater.snapshot(dict(self.draft.named_parameters()))
 
@@ -314,9 +320,10 @@ def make_draft(
     Embeddings and head stay as they are in the target.
 
     Which layers is measured: a few pieces are timed, by eager forwards, taught for a short while on the same requests,
-    and the one with the best expected speed (held-out acceptance by replay, measured costs, the cost model) goes on to
-    the end. A draft of a large vocabulary is timed with a head of some thousand tokens, as [`OnlineAssistant`] drafts
-    among those that traffic uses; transformers' own assisted generation takes the whole head.
+    and the one with the best expected speed (held-out acceptance by replay, measured costs, the cost model; of those
+    that are worth about as much the one accepted more) goes on to the end, at a rate that falls to zero by then. A
+    draft of a large vocabulary is timed with a head of some thousand tokens, as [`OnlineAssistant`] drafts among those
+    that traffic uses; transformers' own assisted generation takes the whole head.
 
     Args:
         target (`PreTrainedModel` or `PeftModel`):
@@ -395,7 +402,7 @@ def taught_draft(
     set_fixed_k(draft.generation_config, k)
     made = MadeDraft(
         draft, best.layers, best.encoder_layers, best.before, best.stats, best.costs, k, speedup, tuple(trials),
-        len(learned), len(held_out), best.positions, best.steps, course.elapsed,
+        tuple(best.curve), len(learned), len(held_out), best.positions, best.steps, course.elapsed,
     )  # fmt: skip
     course.say(f"{best.name}: alpha {best.before.alpha:.3f} before, {best.stats.alpha:.3f} after; {made.verdict}")
     return made
@@ -475,13 +482,18 @@ def _tried(
 ) -> tuple[Piece, list[dict[str, Any]]]:  # fmt: skip
     """The candidate that is worth the most after a share of the time, and what was found of each."""
     found, trials = list[tuple[float, Piece]](), list[dict[str, Any]]()
-    share = TRYING_SHARE * max(config.max_seconds - course.elapsed, 0.0) / len(candidates)
+    time_for_it = TRYING_SHARE * max(config.max_seconds - course.elapsed, 0.0)
+    until, share = course.elapsed + time_for_it, time_for_it / len(candidates)
     steps = None if config.max_steps is None else max(round(TRYING_SHARE * config.max_steps), 1)
     for candidate in candidates:
+        if found and course.elapsed >= until:  # replays and single steps may take longer than their share
+            course.say(f"{candidate.name}: not tried, as time is short")
+            candidate.forget()
+            continue
         candidate.begin(learned, held_out, rule)
         if len(candidates) == 1:
             return candidate, trials
-        teach(candidate, held_out, course, course.elapsed + share, steps, looks=1)
+        teach(candidate, held_out, course, course.elapsed + share, steps, looks=1, slows=False)
         k, speedup = candidate.costs.worth(candidate.stats.alpha, new_tokens)
         trials.append({
             "layers": list(candidate.layers),
@@ -496,16 +508,22 @@ def _tried(
         found.append((speedup, candidate))
         if len(found) == 2:  # no more than two are held at once
             found.sort(key=lambda one: one[0])
-            found.pop(0)[1].forget()
+            # Of two that are worth about as much, the one that is accepted more: learning raises that, and what costs
+            # serve is measured anew.
+            is_alike = found[0][0] > (1 - ALIKE) * found[1][0]
+            best = found[0] if is_alike and found[0][1].stats.alpha > found[1][1].stats.alpha else found[1]
+            (other,) = (one for one in found if one is not best)
+            other[1].forget()
+            found = [best]
     return found[0][1], trials
 
 
 def teach(
     candidate: Piece, held_out: Sequence[Trace], course: Course, until: float, max_steps: int | None,
-    min_alpha: float | None = None, *, looks: int = LOOKS,
+    min_alpha: float | None = None, *, looks: int = LOOKS, slows: bool = True,
 ) -> None:  # fmt: skip
     """Go on teaching until so many seconds of the course, or steps in all, or that held-out acceptance is reached,
-    which is looked at so many times."""
+    which is looked at so many times; if it `slows`, at a rate that falls to zero by then."""
     started, first_step, looked = course.elapsed, candidate.steps, 0
     while True:
         is_over = course.elapsed >= until or (max_steps is not None and candidate.steps >= max_steps)
@@ -514,8 +532,10 @@ def teach(
             share = max(share, (candidate.steps - first_step) / max(max_steps - first_step, 1))
         if is_over or share * looks >= looked + 1:
             looked = int(share * looks)
-            candidate.look(held_out)
+            candidate.look(held_out, course.elapsed)
             if is_over or (min_alpha is not None and candidate.stats.alpha >= min_alpha):
                 return
         course.show(f"teaching {candidate.name}", course.elapsed / course.seconds, candidate.stats.alpha)
+        if slows:
+            candidate.updater.slow(1 - share)
         candidate.step()

@@ -8,7 +8,8 @@ A draft for any target: what a piece of it learns beside a model of the same sha
 
 targets  `taught_draft` on each target: which piece was chosen, its acceptance on held-out requests before and after,
          bytes, time; and a model of the same shape with random weights, taught on the same requests for as long.
-         `gemma3=`, without a folder, is a tiny one with random weights, for its shape alone
+         `gemma3=` and `t5=`, without a folder, are tiny ones with random weights, for their shape alone; `curve` is
+         held-out acceptance after so many seconds
 pieces   which layers, and how many: held-out acceptance after the same steps, cost, expected speed
 ways     what learns: everything, or all but embeddings and head; over all tokens, or some drawn ones
 """
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from common import MAX_NEW_TOKENS, K, data_folder, gain, make_parser, processor_seconds, recorded, report_parts
 from common import rows as rows_of
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from osd_hf import AcceptanceStats, CorrectionStore, OnlineConfig, Trace, UnsupportedModelError, record_traces
 from osd_hf.bench.display import figure, text_table
@@ -32,9 +33,16 @@ from osd_hf.drafting.timing import measured_costs
 from osd_hf.making import Course, MakingConfig, Piece, outer_layers, split, taught_draft, teach
 from osd_hf.pair import load_model, load_tokenizer
 
-GEMMA3 = {
-    "vocab_size": 4096, "hidden_size": 64, "num_hidden_layers": 16, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "intermediate_size": 128, "sliding_window": 32,
+TINY: dict[str, tuple[Any, dict[str, Any]]] = {
+    "gemma3": (AutoModelForCausalLM, {
+        "model_type": "gemma3_text", "vocab_size": 4096, "hidden_size": 64, "num_hidden_layers": 16,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128,
+        "sliding_window": 32,
+    }),
+    "t5": (AutoModelForSeq2SeqLM, {
+        "model_type": "t5", "vocab_size": 4096, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 8,
+        "num_decoder_layers": 8, "num_heads": 4, "decoder_start_token_id": 0,
+    }),
 }  # fmt: skip
 T5_PROMPT = "SQL: db: {db_id}\n{question}"  # what `t5_pair.py` trains on
 WAYS: dict[str, dict[str, Any]] = {
@@ -48,12 +56,13 @@ WAYS: dict[str, dict[str, Any]] = {
 # --- targets and their answers --------------------------------------------------------------------------------------
 
 
-def load(folder: str) -> tuple[Any, Any]:
-    """A target and its tokenizer; the one with random weights has none."""
+def load(name: str, folder: str) -> tuple[Any, Any]:
+    """A target and its tokenizer; those with random weights have none."""
     if folder:
         return load_model(folder, dtype="float32", device="cpu"), load_tokenizer(folder)
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma3_text", **GEMMA3)).eval(), None
+    kind, settings = TINY[name]
+    return kind.from_config(AutoConfig.for_model(**settings)).eval(), None
 
 
 def answers(name: str, target: Any, tokenizer: Any, args: argparse.Namespace) -> list[Trace]:
@@ -104,7 +113,7 @@ def targets(args: argparse.Namespace) -> dict[str, Any]:
     found = {}
     folders = {"lab": str(data_folder() / "lab/target"), **dict(also.split("=", 1) for also in args.also)}
     for name, folder in folders.items():
-        target, tokenizer = load(folder)
+        target, tokenizer = load(name, folder)
         traces = answers(name, target, tokenizer, args)
         config = MakingConfig(max_seconds=args.seconds, max_steps=args.steps, seed=args.seed)
         begun = time.process_time()
@@ -120,7 +129,8 @@ def targets(args: argparse.Namespace) -> dict[str, Any]:
         found[name] = {
             **made.to_dict(), "processor_seconds": spent, "bytes": sum(p.nbytes for p in made.draft.parameters()),
             "target_bytes": sum(p.nbytes for p in target.parameters()), "layers_of_target": depth(target),
-            "scratch": shown(scratch.stats) | {"steps": scratch.steps}, **gain(scratch.stats, made.after),
+            "scratch": shown(scratch.stats) | {"steps": scratch.steps, "curve": scratch.curve},
+            **gain(scratch.stats, made.after),
         }  # fmt: skip
         print(f"{name}: {found[name]}")
     return found
@@ -128,7 +138,7 @@ def targets(args: argparse.Namespace) -> dict[str, Any]:
 
 def pieces(args: argparse.Namespace) -> dict[str, Any]:
     """Which layers of the lab target."""
-    target, tokenizer = load(str(data_folder() / "lab/target"))
+    target, tokenizer = load("lab", str(data_folder() / "lab/target"))
     traces, count = answers("lab", target, tokenizer, args), depth(target)
     found, rows = {}, []
     for size in args.sizes:
@@ -149,7 +159,7 @@ def pieces(args: argparse.Namespace) -> dict[str, Any]:
 
 def ways(args: argparse.Namespace) -> dict[str, Any]:
     """What of the lab target's first and last layer learns."""
-    target, tokenizer = load(str(data_folder() / "lab/target"))
+    target, tokenizer = load("lab", str(data_folder() / "lab/target"))
     traces, found, rows = answers("lab", target, tokenizer, args), {}, []
     for name, way in WAYS.items():
         piece = Piece(cut(target, (0, 7)), (0, 7), None, **way)

@@ -40,7 +40,7 @@ from osd_hf.drafting.forward import DraftForward
 from osd_hf.learning.updater import Updater
 from osd_hf.losses import DIVERGENCES
 from osd_hf.making import MakingConfig, Piece, taught_draft
-from osd_hf.metrics import Costs, expected_speedup
+from osd_hf.metrics import AcceptanceStats, Costs, expected_speedup
 from osd_hf.trace import bare_trace
 
 # Three layers each; of an encoder-decoder on both sides.
@@ -524,6 +524,69 @@ def test_a_piece_of_a_large_vocabulary_draws_as_live_learning_does(monkeypatch: 
         piece.begin(requests, requests, OnlineConfig(num_logprobs=4))
         sizes.append(piece.updater.tail.size)
     assert sizes == [Updater(draft, OnlineConfig()).tail.size, 5] == [chunked_loss.DRAWN, 5]
+
+
+def alike(alpha: float) -> AcceptanceStats:
+    return AcceptanceStats.from_counts(
+        drafted=1000, examined=1000, accepted=1000 * alpha, emitted=1000, target_forwards=1
+    )
+
+
+def rates(piece: Piece) -> list[float]:
+    return [group["lr"] for optimizer in piece.updater.optimizers for group in optimizer.param_groups]
+
+
+def test_the_rate_of_teaching_falls_to_zero_but_not_while_pieces_are_tried() -> None:
+    target, draft = models.pair(num_hidden_layers=1)
+    requests, rule = recorded(target, 8), OnlineConfig(gate=False, update_strategy="manual")
+    piece = Piece(draft, (0,), None)
+    piece.begin(requests, requests, rule)
+    course, first = making.Course(1e6, lambda: 0.0, False), rates(piece)
+    making.teach(piece, requests, course, 1e6, 2, looks=1, slows=False)
+    assert rates(piece) == first
+    making.teach(piece, requests, course, 1e6, 6)
+    assert rates(piece) == [pytest.approx(rate / 4) for rate in first]  # of the last of four steps
+    assert len(piece.curve) == 1 + making.LOOKS
+
+
+@pytest.mark.parametrize(("cost", "wanted"), [(0.175, (0, 3)), (0.3, (0,))])
+def test_of_pieces_worth_about_as_much_the_one_accepted_more_is_taken(
+    cost: float, wanted: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = steep()
+    alphas = {(0,): 0.5, (0, 3): 0.6}
+    # What the second one costs, so that it is worth a little less than the first one, or much less.
+    costs = [Costs(1.0, 0.0, 0.1), Costs(1.0, 0.0, cost)]
+    pieces = [Piece(cut(target, layers), layers, None, costs=c) for layers, c in zip(alphas, costs, strict=True)]
+
+    def taught(piece: Piece, *_: Any, **__: Any) -> None:
+        piece.stats = alike(alphas[piece.layers])
+
+    monkeypatch.setattr(making, "teach", taught)
+    requests = recorded(target, 8)
+    course = making.Course(1e6, lambda: 0.0, False)
+    best, trials = making._tried(pieces, requests, requests, OnlineConfig(), 100.0, MakingConfig(), course)
+    assert (best.layers, len(trials)) == (wanted, 2)
+
+
+def test_pieces_are_tried_no_longer_than_their_share_of_the_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    target, now = steep(), [0.0]
+    pieces = [Piece(cut(target, (i,)), (i,), None, costs=CHEAP) for i in range(3)]
+
+    def slowly(piece: Piece, *_: Any, **__: Any) -> None:
+        now[0] += 6.0
+        piece.stats = alike(0.5)
+
+    monkeypatch.setattr(making, "teach", slowly)
+    requests, config = recorded(target, 8), MakingConfig(max_seconds=40.0)
+    course = making.Course(config.max_seconds, lambda: now[0], False)
+    with caplog.at_level("INFO", "osd_hf.making"):
+        best, trials = making._tried(pieces, requests, requests, OnlineConfig(), 100.0, config, course)
+    assert [trial["layers"] for trial in trials] == [[0], [1]]  # in ten seconds
+    assert best.draft is not None
+    assert "layers 2: not tried, as time is short" in caplog.text
 
 
 def test_frozen_parameters_stay_as_they_are() -> None:

@@ -208,6 +208,11 @@ class Updater:
             seconds=time.perf_counter() - started, set_aside=self.set_aside.take_new(),
         )  # fmt: skip
 
+    def slow(self, share: float) -> None:
+        """Step at this share of the learning rate from now on."""
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * share
+
     def pace(self) -> None:
         """Fit the size of the next backward passes to what the last one took and an arriving request may wait."""
         seconds, self._backward_seconds = self._backward_seconds, None
