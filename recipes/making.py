@@ -3,6 +3,7 @@ A draft for any target: what a piece of it learns beside a model of the same sha
 
     OSD_HF_DATA=... python recipes/making.py                       # lab pair: which layers, and what they are worth
     OSD_HF_DATA=... python recipes/making.py --parts targets --also smollm2=DIR t5=runs/t5_pair/target gemma3=
+    OSD_HF_DATA=... python recipes/making.py --parts targets --dataset everyday --also smollm2=DIR
     OSD_HF_DATA=... python recipes/making.py --steps 400           # bounded by steps: machines do not matter
     OSD_HF_DATA=... python recipes/making.py --requests 24 --steps 4 --parts targets pieces ways     # smoke
 
@@ -22,7 +23,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from common import MAX_NEW_TOKENS, K, data_folder, gain, make_parser, processor_seconds, recorded, report_parts
+from common import (
+    MAX_NEW_TOKENS,
+    K,
+    data_folder,
+    gain,
+    make_parser,
+    processor_seconds,
+    recorded,
+    recording,
+    report_parts,
+)
 from common import rows as rows_of
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -32,6 +43,8 @@ from osd_hf.cutting import cut, depth
 from osd_hf.drafting.timing import measured_costs
 from osd_hf.making import Course, MakingConfig, Piece, outer_layers, split, taught_draft, teach
 from osd_hf.pair import load_model, load_tokenizer
+from osd_hf.prompts import encode_turn
+from osd_hf.smollm2 import everyday_prompts
 
 TINY: dict[str, tuple[Any, dict[str, Any]]] = {
     "gemma3": (AutoModelForCausalLM, {
@@ -44,6 +57,7 @@ TINY: dict[str, tuple[Any, dict[str, Any]]] = {
         "num_decoder_layers": 8, "num_heads": 4, "decoder_start_token_id": 0,
     }),
 }  # fmt: skip
+EVERYDAY = "everyday"  # questions of everyday life, which no data set has
 T5_PROMPT = "SQL: db: {db_id}\n{question}"  # what `t5_pair.py` trains on
 WAYS: dict[str, dict[str, Any]] = {
     "layers alone, over all tokens": {},
@@ -67,6 +81,9 @@ def load(name: str, folder: str) -> tuple[Any, Any]:
 
 def answers(name: str, target: Any, tokenizer: Any, args: argparse.Namespace) -> list[Trace]:
     """Recorded once, and kept."""
+    if tokenizer is not None and args.dataset == EVERYDAY:
+        asked = [encode_turn(tokenizer, prompt) for prompt in everyday_prompts(args.seed)[: args.requests]]
+        return recording(args.traces / f"{name}-{EVERYDAY}-n{args.requests}", target, asked, EVERYDAY)
     if tokenizer is not None and not target.config.is_encoder_decoder:
         return recorded(args.dataset, args.seed, args.requests, args.traces / name, (target, None, tokenizer))
     store = CorrectionStore(args.traces / name / f"n{args.requests}")
