@@ -45,7 +45,6 @@ ANSWERING_SHARE, TRYING_SHARE = 0.4, 0.25  # of the time, and of what is left of
 LOOKS = 4  # at held-out acceptance, while the chosen piece is taught
 AT_ONCE = 16  # prompts that the target answers in a batch
 HOPED_FOR = 0.8  # alpha that a draft seldom goes beyond
-ALIKE = 0.03  # of the expected speed: less than some tens of held-out requests and short timings tell apart
 
 
 @dataclass(frozen=True)
@@ -320,10 +319,10 @@ def make_draft(
     Embeddings and head stay as they are in the target.
 
     Which layers is measured: a few pieces are timed, by eager forwards, taught for a short while on the same requests,
-    and the one with the best expected speed (held-out acceptance by replay, measured costs, the cost model; of those
-    that are worth about as much the one accepted more) goes on to the end, at a rate that falls to zero by then. A
-    draft of a large vocabulary is timed with a head of some thousand tokens, as [`OnlineAssistant`] drafts among those
-    that traffic uses; transformers' own assisted generation takes the whole head.
+    and the one with the best expected speed (held-out acceptance by replay, and half of what it lacks to 0.8; measured
+    costs, the cost model) goes on to the end, at a rate that falls to zero by then. A draft of a large vocabulary is
+    timed with a head of some thousand tokens, as [`OnlineAssistant`] drafts among those that traffic uses;
+    transformers' own assisted generation takes the whole head.
 
     Args:
         target (`PreTrainedModel` or `PeftModel`):
@@ -480,7 +479,7 @@ def _tried(
     candidates: Sequence[Piece], learned: Sequence[Trace], held_out: Sequence[Trace], rule: OnlineConfig,
     new_tokens: float, config: MakingConfig, course: Course,
 ) -> tuple[Piece, list[dict[str, Any]]]:  # fmt: skip
-    """The candidate that is worth the most after a share of the time, and what was found of each."""
+    """The candidate that promises the most after a share of the time, and what was found of each."""
     found, trials = list[tuple[float, Piece]](), list[dict[str, Any]]()
     time_for_it = TRYING_SHARE * max(config.max_seconds - course.elapsed, 0.0)
     until, share = course.elapsed + time_for_it, time_for_it / len(candidates)
@@ -505,16 +504,12 @@ def _tried(
             f"{candidate.name}: alpha {candidate.before.alpha:.3f} before, {candidate.stats.alpha:.3f} after "
             f"{candidate.steps} steps; expected {speedup:.2f} times as fast as the target alone"
         )
-        found.append((speedup, candidate))
+        # By its end, teaching makes about half of the way that is left; a dear piece is often there already.
+        reached = max((candidate.stats.alpha + HOPED_FOR) / 2, candidate.stats.alpha)
+        found.append((candidate.costs.worth(reached, new_tokens)[1], candidate))
         if len(found) == 2:  # no more than two are held at once
             found.sort(key=lambda one: one[0])
-            # Of two that are worth about as much, the one that is accepted more: learning raises that, and what costs
-            # serve is measured anew.
-            is_alike = found[0][0] > (1 - ALIKE) * found[1][0]
-            best = found[0] if is_alike and found[0][1].stats.alpha > found[1][1].stats.alpha else found[1]
-            (other,) = (one for one in found if one is not best)
-            other[1].forget()
-            found = [best]
+            found.pop(0)[1].forget()
     return found[0][1], trials
 
 

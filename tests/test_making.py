@@ -549,14 +549,16 @@ def test_the_rate_of_teaching_falls_to_zero_but_not_while_pieces_are_tried() -> 
     assert len(piece.curve) == 1 + making.LOOKS
 
 
-@pytest.mark.parametrize(("cost", "wanted"), [(0.175, (0, 3)), (0.3, (0,))])
-def test_of_pieces_worth_about_as_much_the_one_accepted_more_is_taken(
+@pytest.mark.parametrize(("cost", "wanted"), [(0.21, (0, 3)), (0.4, (0,))])
+def test_a_cheap_piece_that_has_more_to_learn_is_taken_for_a_dear_one(
     cost: float, wanted: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = steep()
-    alphas = {(0,): 0.5, (0, 3): 0.6}
-    # What the second one costs, so that it is worth a little less than the first one, or much less.
-    costs = [Costs(1.0, 0.0, 0.1), Costs(1.0, 0.0, cost)]
+    alphas = {(0,): 0.4, (0, 3): 0.7}
+    # The second one is worth more after its trial, at either cost, and at the lower one in the end as well.
+    costs = [Costs(1.0, 0.0, 0.2), Costs(1.0, 0.0, cost)]
+    now = [c.worth(alpha, 100.0)[1] for c, alpha in zip(costs, alphas.values(), strict=True)]
+    assert now[0] < now[1]
     pieces = [Piece(cut(target, layers), layers, None, costs=c) for layers, c in zip(alphas, costs, strict=True)]
 
     def taught(piece: Piece, *_: Any, **__: Any) -> None:
