@@ -22,6 +22,7 @@ from osd_hf.drafting.timing import measured_costs
 from osd_hf.errors import ConfigError, DataError, UnsupportedModelError
 from osd_hf.fingerprint import is_fingerprint, target_version
 from osd_hf.learning.lesson import Lesson
+from osd_hf.learning.optimizer import hidden_matrices
 from osd_hf.learning.updater import Updater
 from osd_hf.learning.weights import write_snapshot
 from osd_hf.metrics import AcceptanceStats, Costs, figures_of
@@ -45,6 +46,7 @@ ANSWERING_SHARE, TRYING_SHARE = 0.4, 0.25  # of the time, and of what is left of
 LOOKS = 4  # at held-out acceptance, while the chosen piece is taught
 AT_ONCE = 16  # prompts that the target answers in a batch
 HOPED_FOR = 0.8  # alpha that a draft seldom goes beyond
+WEIGHT, MOST_RATE = 0.05, 4.0  # root mean square of weights that the learning rate suits; times as much at most
 
 
 @dataclass(frozen=True)
@@ -268,7 +270,12 @@ class Piece:
         return shown if self.encoder_layers is None else f"{shown}, {len(self.encoder_layers)} of the encoder"
 
     def begin(self, requests: Sequence[Trace], held_out: Sequence[Trace], config: OnlineConfig) -> None:
-        """Have it learn from these requests from now on."""
+        """Have it learn from these requests from now on, at a rate in proportion to its weights where they are large,
+        as those of pretrained models are: they would hardly move."""
+        matrices = hidden_matrices(self.draft, dict(self.draft.named_parameters()), config)
+        sizes = [float(m.detach().float().square().mean().sqrt()) for m in matrices]
+        factor = float(np.clip(np.median(sizes) / WEIGHT, 1.0, MOST_RATE)) if sizes else 1.0
+        config = replace(config, learning_rate=config.learning_rate * factor)
         self.before = self.stats = sum(replay_each(self.draft, held_out, K), AcceptanceStats())
         tail = None if self.drawn is None else SampledTail(self.drawn, torch.Generator().manual_seed(config.seed))
         ends = {id(self.draft.get_input_embeddings().weight), id(self.draft.get_output_embeddings().weight)}

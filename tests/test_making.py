@@ -549,6 +549,19 @@ def test_the_rate_of_teaching_falls_to_zero_but_not_while_pieces_are_tried() -> 
     assert len(piece.curve) == 1 + making.LOOKS
 
 
+def test_large_weights_learn_in_larger_steps() -> None:
+    target, draft = models.pair(num_hidden_layers=1)
+    requests, rule, first = recorded(target, 8), OnlineConfig(), list[float]()
+    for size in (making.WEIGHT / 2, 2 * making.WEIGHT, 9 * making.WEIGHT):
+        with torch.no_grad():
+            for matrix in (p for p in draft.model.layers.parameters() if p.ndim == 2):
+                matrix.mul_(size / matrix.square().mean().sqrt())
+        piece = Piece(draft, (0,), None)
+        piece.begin(requests, requests, rule)
+        first.append(rates(piece)[0])
+    assert first == [pytest.approx(times * rule.learning_rate) for times in (1, 2, making.MOST_RATE)]
+
+
 @pytest.mark.parametrize(("cost", "wanted"), [(0.21, (0, 3)), (0.4, (0,))])
 def test_a_cheap_piece_that_has_more_to_learn_is_taken_for_a_dear_one(
     cost: float, wanted: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
