@@ -89,7 +89,9 @@ class MadeDraft:
         costs (`Costs`): Measured.
         num_assistant_tokens (`int`), speedup (`float`):
             The best k by these, and how many times as fast as the target alone it is expected to be.
-        trials (`tuple[dict, ...]`): What was tried, each with its layers, costs, alpha and speed-up after the trial.
+        trials (`tuple[dict, ...]`):
+            What was tried, each with its layers, costs, alpha and speed-up after the trial, and the speed-up that it
+            `promised` for the end, by which one was chosen.
         curve (`tuple[tuple[float, float], ...]`):
             Seconds since it all began, and held-out alpha then, while the chosen layers were taught.
         requests (`int`), held_out (`int`), positions (`int`), steps (`int`), seconds (`float`):
@@ -501,19 +503,20 @@ def _tried(
             return candidate, trials
         teach(candidate, held_out, course, course.elapsed + share, steps, looks=1, slows=False)
         k, speedup = candidate.costs.worth(candidate.stats.alpha, new_tokens)
+        # By its end, teaching makes about half of the way that is left; a dear piece is often there already.
+        reached = max((candidate.stats.alpha + HOPED_FOR) / 2, candidate.stats.alpha)
+        promised = candidate.costs.worth(reached, new_tokens)[1]
         trials.append({
             "layers": list(candidate.layers),
             "encoder_layers": None if candidate.encoder_layers is None else list(candidate.encoder_layers),
             "c": candidate.costs.c, "alpha_before": candidate.before.alpha, "alpha": candidate.stats.alpha, "k": k,
-            "speedup": speedup, "steps": candidate.steps,
+            "speedup": speedup, "promised": promised, "steps": candidate.steps,
         })  # fmt: skip
         course.say(
             f"{candidate.name}: alpha {candidate.before.alpha:.3f} before, {candidate.stats.alpha:.3f} after "
-            f"{candidate.steps} steps; expected {speedup:.2f} times as fast as the target alone"
+            f"{candidate.steps} steps; expected {speedup:.2f} times as fast as the target alone, {promised:.2f} in the end"
         )
-        # By its end, teaching makes about half of the way that is left; a dear piece is often there already.
-        reached = max((candidate.stats.alpha + HOPED_FOR) / 2, candidate.stats.alpha)
-        found.append((candidate.costs.worth(reached, new_tokens)[1], candidate))
+        found.append((promised, candidate))
         if len(found) == 2:  # no more than two are held at once
             found.sort(key=lambda one: one[0])
             found.pop(0)[1].forget()
@@ -539,5 +542,5 @@ def teach(
                 return
         course.show(f"teaching {candidate.name}", course.elapsed / course.seconds, candidate.stats.alpha)
         if slows:
-            candidate.updater.slow(1 - share)
+            candidate.updater.slow(max(1 - share, 0.0))
         candidate.step()

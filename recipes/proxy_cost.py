@@ -138,7 +138,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.smoke:
         args.clients, args.shares, args.requests, args.rounds = [1, 2], [0.5], 2, 1
-    if not (args.vllm or args.url or args.paced):
+    if sum(map(bool, (args.vllm, args.url, args.paced))) != 1:
         parser.error("one of --vllm, --url and --paced says which engine")
     torch.set_num_threads(1)
     args.concurrency, args.drafting, started = max(args.clients), True, time.time()

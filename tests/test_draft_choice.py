@@ -213,6 +213,13 @@ def accepted_of(number: int, of: int = 20) -> Trace:
     return replace(bare_trace([1, 2], [1] * of, models.VOCAB), rounds=tuple(rounds))
 
 
+def of_text() -> Trace:
+    """A request all of whose tokens but one past text proposed."""
+    one = np.ones(1, np.int32)
+    rounds = [DraftRound(one, 1, 1, from_text=np.ones(1, bool))] * 8 + [DraftRound(one, 1, 1)]
+    return replace(bare_trace([1, 2], [1] * 9, models.VOCAB), rounds=tuple(rounds))
+
+
 def test_while_little_is_learned_one_request_in_a_few_is_compared() -> None:
     lesson = Lesson(config=OnlineConfig())
     lesson.effort.share = 0.1
@@ -240,12 +247,12 @@ def compared_of(lesson: Lesson, requests: int, trace: Callable[[int], Trace]) ->
 def test_where_the_draft_is_not_used_fewer_are_compared_until_it_is() -> None:
     lesson = Lesson(config=OnlineConfig())
     lesson.effort.share = 0.1
-    compared = compared_of(lesson, 400, lambda _: accepted_of(1, of=1))  # past text has proposed all
+    compared = compared_of(lesson, 400, lambda _: of_text())
     numbers = [stands_for for _, stands_for in compared]
     assert numbers == sorted(numbers) and set(numbers) == {4, 8, 16}
     assert sum(numbers) == compared[-1][0] + 1  # each request is stood for once
     assert all(stands_for == 16 for i, stands_for in compared if i > 144)
-    waiting = [accepted_of(1, of=1) for _ in range(10)] + [accepted_of(16)]
+    waiting = [of_text() for _ in range(10)] + [accepted_of(16)]
     lesson.take_arrived()
     for trace in waiting:
         lesson.observe(trace)
@@ -254,13 +261,19 @@ def test_where_the_draft_is_not_used_fewer_are_compared_until_it_is() -> None:
     assert {stands_for for _, stands_for in compared_of(lesson, 40, lambda _: accepted_of(16))} == {4}
 
 
+def test_short_answers_of_the_draft_are_compared_as_often_as_long_ones() -> None:
+    lesson = Lesson(config=OnlineConfig())
+    lesson.effort.share = 0.1
+    assert {stands_for for _, stands_for in compared_of(lesson, 400, lambda i: accepted_of(1 + i % 2, of=3))} == {4}
+
+
 def test_of_those_that_waited_when_one_is_odd_the_newest_few_are_compared() -> None:
     lesson = Lesson(config=OnlineConfig())
     lesson.effort.share = 0.1
     compared_of(lesson, 40, lambda i: accepted_of(15 + i % 3))
-    compared_of(lesson, 400, lambda _: accepted_of(1, of=1))
+    compared_of(lesson, 400, lambda _: of_text())
     lesson.take_arrived()
-    waiting = [accepted_of(1, of=1) for _ in range(10)] + [accepted_of(4)]
+    waiting = [of_text() for _ in range(10)] + [accepted_of(4)]
     for trace in waiting:
         lesson.observe(trace)
     assert not lesson.may_wait()

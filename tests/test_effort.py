@@ -146,6 +146,18 @@ def test_at_its_least_learning_goes_on_once_requests_have_paid_for_it() -> None:
     assert effort.is_cheap
 
 
+def test_updates_come_however_much_comparing_takes() -> None:
+    effort, updates = Effort(1 / 16), 0
+    effort.share = effort.least
+    for _ in range(1000):
+        effort.served(1.0)
+        effort.took(2 * CHEAP, compared=True)
+        if effort.is_cheap:
+            effort.took(1.0)
+            updates += 1
+    assert updates == pytest.approx(1000 * CHEAP, abs=1)
+
+
 def test_what_all_requests_paid_for_is_not_saved_up() -> None:
     effort = Effort(1 / 16)
     effort.share = effort.least
@@ -168,7 +180,11 @@ def test_all_that_is_asked_for_and_what_serves_in_unknown_time_is_learned(least:
 def test_a_saved_effort_goes_on() -> None:
     one, other = Effort(1 / 16), Effort(1 / 16)
     rising(one, 0.01, 0.1, requests=3 * WINDOW + 5)
+    one.share = one.least
+    one.served(1.0)
+    one.took(5.0)
     other.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    assert one.is_cheap == other.is_cheap is False
     for effort in (one, other):
         rising(effort, 0.01, 0.1, seed=1, requests=2 * WINDOW)
     assert one.state_dict() == other.state_dict()

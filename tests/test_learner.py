@@ -505,7 +505,8 @@ def test_at_the_least_effort_learning_takes_its_share_of_serving(recorded: list[
     requests = stream(recorded, 400)
     assert len(answered(free, requests, None)) > 20
     assert 2 < len(answered(taught, requests, 20.0)) < 10
-    assert taught.seconds <= 1.1 * CHEAP * 400 * 20.0
+    compared = 400 / 4 * 1.0  # one request in four, a second each
+    assert taught.seconds - compared <= 1.1 * CHEAP * 400 * 20.0
 
 
 @pytest.mark.parametrize("seconds", [None, 1e6])

@@ -461,4 +461,4 @@ def test_a_target_may_be_quantized_as_it_is_loaded(folders: list[str], capsys: p
     target = models.pair()[0]
     linear = sum(m.weight.numel() for m in target.model.modules() if isinstance(m, torch.nn.Linear))
     assert weights[0] - weights[1] == 3 * linear
-    assert weights[1] - weights[2] == pytest.approx(linear * (8 - 4.127) / 8, abs=1)
+    assert weights[1] - weights[2] == pytest.approx(linear * (8 - 4.5) / 8, abs=1)

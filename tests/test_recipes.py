@@ -60,6 +60,7 @@ SMOKES = {
     "rising": ["--requests", "2", "--max-new-tokens", "4", "--threads", "1"],
     "proxy_exchanges": ["--url", "{engine}", "--exchanges", "16"],
     "proxy_cost": ["--url", "{engine}", "--smoke"],
+    "proxy_cost --paced": ["--paced", "--smoke"],
     "another_tokenizer": [
         *("--requests", "8", "--live", "2", "--datasets", "gsm8k", "--steps", "2", "--vocab-size", "300"),
         *("--max-new-tokens", "4", "--traces", "{traces}"),
@@ -119,7 +120,7 @@ def test_a_recipe_runs_its_smallest_form(
         pytest.importorskip("lm_eval")
     monkeypatch.setenv("OSD_HF_DATA", str(folder))
     flags = [flag.format(traces=folder / "traces", engine=engine) for flag in SMOKES[name]]
-    report = run(name, flags, tmp_path, monkeypatch)
+    report = run(name.split()[0], flags, tmp_path, monkeypatch)
     if name == "rollouts":
         [row] = report["live"]["compared"]
         assert [way["greedy_identical"] for way in row["ways"].values()] == [True, True]

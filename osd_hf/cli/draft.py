@@ -80,11 +80,13 @@ def draft_command(settings: DraftSettings) -> int:
     facts = replace(facts, command=provenance()["command"], target_version=version)
     save_draft(settings.output_dir, made.draft, tokenizer, facts=facts)
     rows = [
-        [str(t["layers"]), figure(t["c"], 2), figure(t["alpha_before"]), figure(t["alpha"]), figure(t["speedup"], 2)]
+        [str(t["layers"]), figure(t["c"], 2), figure(t["alpha_before"]), figure(t["alpha"]), figure(t["speedup"], 2),
+         figure(t["promised"], 2)]
         for t in made.trials
-    ]
+    ]  # fmt: skip
     if rows:
-        settings.say(text_table(["layers tried", "cost", "alpha before", "after the trial", "expected"], rows) + "\n")
+        header = ["layers tried", "cost", "alpha before", "after the trial", "expected", "in the end"]
+        settings.say(text_table(header, rows) + "\n")
     where = settings.store or settings.prompts or "the bundled pair's domains"
     settings.say(f"alpha (k = 5) on {made.held_out} held-out requests of {where}: {_alphas(made)}; {made.verdict}")
     settings.say(f"Wrote {settings.output_dir}.")

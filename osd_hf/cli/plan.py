@@ -22,7 +22,7 @@ PLACES = ("device", "learner", "host")
 RANK = 16  # of the adapters that are tried where the whole draft does not fit
 
 QUANTIZATIONS = {
-    4: {"load_in_4bit": True, "bnb_4bit_use_double_quant": True},
+    4: {"load_in_4bit": True},
     8: {"load_in_8bit": True},
 }  # fmt: skip
 
@@ -77,9 +77,12 @@ def plan_command(settings: PlanSettings) -> int:
         load_config(settings.target, **settings.fetching), load_config(settings.draft, **settings.draft_fetching)
     )  # fmt: skip
     if settings.target_bits is not None:
+        if getattr(configs[0], "quantization_config", None) is not None:
+            raise ConfigError(f"--target-bits is for targets that are not quantized yet; {settings.target} is.")
         configs[0].quantization_config = QUANTIZATIONS[settings.target_bits]
     plan = _planned(settings, configs, settings.lora_rank, settings.config)
-    report: dict[str, Any] = {"provenance": provenance(), "settings": settings.config.to_dict(), **plan.to_dict()}
+    report: dict[str, Any] = {"provenance": provenance(), "settings": settings.config.to_dict(),
+                              "target_bits": settings.target_bits, **plan.to_dict()}
     rows = [
         [part.name, part.when, part.place, _gigabytes(part.bytes), f"{part.bytes / plan.draft_parameters:.2f}"]
         for part in sorted(plan.parts, key=lambda part: PLACES.index(part.place))

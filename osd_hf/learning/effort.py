@@ -43,8 +43,8 @@ class Effort:
     too little over as many requests again, as in large batches. Where the gain falls, or the draft as it was is the
     better one, traffic has changed, and the most is done again.
 
-    The least is done as far as it is cheap: where it is known what serving takes, learning goes on once the requests
-    since have paid for what it took, 3% of their seconds each.
+    At its least, an update goes on only after the requests since have paid for what it took, 3% of their seconds each,
+    where it is known what serving takes. Comparing both drafts is not waited for: it tells when traffic changes.
 
     Args:
         least (`float`): Above 0 and at most 1.
@@ -104,10 +104,10 @@ class Effort:
         self.share = min(max(self.share * factor, self.least), self.most)
         self._undecided, self._cost = 0, 0.0
 
-    def took(self, seconds: float) -> None:
-        """Learning took so long."""
+    def took(self, seconds: float, *, compared: bool = False) -> None:
+        """Learning took so long, or only to see what both drafts make of requests."""
         self._cost += seconds
-        if self._owed is not None and self.share == self.least < self.most:
+        if self._owed is not None and self.share == self.least < self.most and not compared:
             self._owed += seconds
 
     def served(self, seconds: float) -> None:
@@ -118,7 +118,8 @@ class Effort:
     @property
     def is_cheap(self) -> bool:
         """Whether learning may go on, by what it took and what serving has taken since."""
-        return self.share > self.least or self._owed is None or self._owed <= 0
+        owed = self._owed
+        return self.share > self.least or owed is None or owed <= 0
 
     def renew(self) -> None:
         """Begin again with the most, from what comes from now on."""
@@ -131,14 +132,14 @@ class Effort:
         gains = [[None if math.isnan(value) else value for value in row] for row in self._gains]
         return {
             "share": self.share, "gains": gains, "undecided": self._undecided, "cost": self._cost,
-            "requests": self._requests,
+            "requests": self._requests, "owed": self._owed,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state."""
         self.share = min(max(float(state["share"]), self.least), self.most)
         self._undecided, self._cost = int(state["undecided"]), float(state["cost"])
-        self._requests = int(state["requests"])
+        self._requests, self._owed = int(state["requests"]), state.get("owed")
         self._gains.clear()
         for row in state["gains"]:  # those of before have two values
             gain, saved, could = (math.nan if value is None else float(value) for value in (*row, None)[:3])

@@ -285,7 +285,7 @@ class Learner:
                 try:
                     finish(self._follow(lesson))
                 finally:
-                    spent += self._took(lesson.domain, started)
+                    spent += self._took(lesson.domain, started, compared=True)
                 yield
             if self.config.update_strategy == "spread":
                 return (yield from self._advance())
@@ -333,13 +333,14 @@ class Learner:
         finally:
             self.duty_cycle.worked(self._took(domain, started))
 
-    def _took(self, domain: str | None, started: float) -> float:
+    def _took(self, domain: str | None, started: float, *, compared: bool = False) -> float:
         """Work for a draft has ended, or paused, that began then; the seconds of it."""
         seconds = self._timer() - started
         self.seconds += seconds
         has_price = self.config.gate and self.config.update_strategy != "idle"  # time that nobody needs is free
         if has_price and (lesson := self.lessons.get(domain)) is not None:
-            lesson.effort.took(seconds)
+            with lesson.lock:
+                lesson.effort.took(seconds, compared=compared)
         return seconds
 
     def abandon(self) -> None:
@@ -448,7 +449,7 @@ class Learner:
             with lesson.lock:
                 for trace in arrived:  # both drafts are one
                     stats = AcceptanceStats.from_trace(trace)
-                    lesson.effort.add(stats, stats, 0.0, could_save=self._could_save(trace, stats))
+                    lesson.effort.add(stats, stats, 0.0, stands_for, self._could_save(trace, stats))
             return
         if not arrived:
             return

@@ -177,12 +177,12 @@ class Lesson:
             self.arrived.append(trace)
             served, known = AcceptanceStats.from_trace(trace), np.array(self._live)
             self._to_compare = max(self._to_compare - 1, 0)
-            self._unused += 1
+            is_unused = served.examined < FEWEST and served.text_accepted >= served.examined
+            self._unused = self._unused + 1 if is_unused else 0
             if served.examined >= FEWEST:
                 if len(known) >= LIVE / 2 and served.alpha < known.mean() - ODD * known.std():
                     self._to_compare = NEXT_FEW
                 self._live.append(served.alpha)
-                self._unused = 0
         return is_other
 
     def meet(self, target: str | None) -> bool:

@@ -33,7 +33,8 @@ FASTER = 1.2  # that oneDNN has to be
 WIDTH, TOKENS, LAYERS, REPEATS = 1024, 4, 8, 2  # of the products that are timed, 32 MiB: weights are never in a cache
 PACKED_FOR = 4  # tokens; the order of a packed weight suits others as well
 MOST_PACKED = 0.25  # of the memory that is available
-EXACT_ROWS, SIZES = 16, 8  # rows up to which a product is of these alone; sizes between a power of two and the next
+UNPADDED_ROWS, PADDED_SIZES = 16, 8  # up to so many rows nothing is padded; sizes between a power of two and the next
+LARGEST_STEP = 64  # rows between two sizes
 CGROUP = Path("/sys/fs/cgroup")  # where Linux says what a container may take
 MOST_FOLDED = 64  # tokens whose attention reads keys and values where they are, once for all heads that share them
 
@@ -78,18 +79,17 @@ def _padded(rows: torch.Tensor) -> torch.Tensor:
     """Rows with as many rows of zeros as make one of a few sizes: oneDNN makes a kernel of its own for each size that
     it meets, in about a millisecond, and keeps a thousand of them, half a megabyte each."""
     count = len(rows)
-    if count <= EXACT_ROWS:
-        return rows
-    step = (1 << (count - 1).bit_length()) // (2 * SIZES)
-    return torch.nn.functional.pad(rows, (0, 0, 0, -count % step))
+    step = min((1 << (count - 1).bit_length()) // (2 * PADDED_SIZES), LARGEST_STEP)
+    missing = -count % step if count > UNPADDED_ROWS else 0
+    return torch.nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
 def _by_rows(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, width: int) -> torch.Tensor:
     """The product of states of any shape with a weight, packed or not, of so many outputs."""
-    if states.numel() <= EXACT_ROWS * states.shape[-1]:
+    if states.numel() <= UNPADDED_ROWS * states.shape[-1]:
         return _onednn(states, weight, bias)
-    rows = states.reshape(-1, states.shape[-1])
-    return _onednn(_padded(rows), weight, bias)[: len(rows)].view(*states.shape[:-1], width)
+    product = _onednn(_padded(states.reshape(-1, states.shape[-1])), weight, bias)
+    return product.resize_(*states.shape[:-1], width)  # no view, which a model could not write into
 
 
 def _served(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
