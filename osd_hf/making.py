@@ -514,7 +514,8 @@ def _tried(
         })  # fmt: skip
         course.say(
             f"{candidate.name}: alpha {candidate.before.alpha:.3f} before, {candidate.stats.alpha:.3f} after "
-            f"{candidate.steps} steps; expected {speedup:.2f} times as fast as the target alone, {promised:.2f} in the end"
+            f"{candidate.steps} steps; expected {speedup:.2f} times as fast as the target alone, in the end "
+            f"{promised:.2f}"
         )
         found.append((promised, candidate))
         if len(found) == 2:  # no more than two are held at once

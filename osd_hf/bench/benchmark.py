@@ -315,7 +315,7 @@ def benchmark(
     """
     names = [system.name for system in systems]
     if len(set(names)) < len(names) or sum(system.is_the_target for system in systems) != 1:
-        raise ConfigError(f"Systems need names of their own, and one is the target alone, without `kernels`, got {', '.join(names)}.")
+        raise ConfigError(f"Systems need names of their own, and one the target as it is, got {', '.join(names)}.")
     if not prompts or ALL in prompts or not all(prompts.values()):
         raise ConfigError(f'Each data set needs prompts and a name other than "{ALL}", got {", ".join(prompts)}.')
     if unwrap(target).config.is_encoder_decoder:

@@ -81,8 +81,12 @@ def plan_command(settings: PlanSettings) -> int:
             raise ConfigError(f"--target-bits is for targets that are not quantized yet; {settings.target} is.")
         configs[0].quantization_config = QUANTIZATIONS[settings.target_bits]
     plan = _planned(settings, configs, settings.lora_rank, settings.config)
-    report: dict[str, Any] = {"provenance": provenance(), "settings": settings.config.to_dict(),
-                              "target_bits": settings.target_bits, **plan.to_dict()}
+    report: dict[str, Any] = {
+        "provenance": provenance(),
+        "settings": settings.config.to_dict(),
+        "target_bits": settings.target_bits,
+        **plan.to_dict(),
+    }
     rows = [
         [part.name, part.when, part.place, _gigabytes(part.bytes), f"{part.bytes / plan.draft_parameters:.2f}"]
         for part in sorted(plan.parts, key=lambda part: PLACES.index(part.place))

@@ -110,8 +110,10 @@ class Effort:
         if self._owed is not None and self.share == self.least < self.most and not compared:
             self._owed += seconds
 
-    def served(self, seconds: float) -> None:
-        """Serving a request took so long."""
+    def served(self, seconds: float | None) -> None:
+        """Serving a request took so long, where that is known."""
+        if seconds is None:
+            return
         pays = CHEAP * seconds
         self._owed = max((self._owed or 0.0) - pays, -pays)  # what it does not pay for now is not saved up
 

@@ -160,8 +160,7 @@ class Learner:
             lesson = self.lessons[self.drafts.key(domain)]
             with lesson.lock:
                 is_other = lesson.observe(trace)
-                if seconds is not None:
-                    lesson.effort.served(seconds)
+                lesson.effort.served(seconds)
             if is_other:
                 self.drafts.model_changed(lesson.domain)
 

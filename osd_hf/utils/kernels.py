@@ -86,16 +86,16 @@ def _padded(rows: torch.Tensor) -> torch.Tensor:
 
 def _by_rows(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, width: int) -> torch.Tensor:
     """The product of states of any shape with a weight, packed or not, of so many outputs."""
-    if states.numel() <= UNPADDED_ROWS * states.shape[-1]:
-        return _onednn(states, weight, bias)
     product = _onednn(_padded(states.reshape(-1, states.shape[-1])), weight, bias)
-    return product.resize_(*states.shape[:-1], width)  # no view, which a model could not write into
+    return product.resize_(*states.shape[:-1], width)  # no view: a model that learns could not write into it
 
 
 def _served(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """A product without gradients, with the weight as it was packed, if it was and has not been written to."""
     known = _packs.get(id(weight))
     taken = weight if known is None or not known.is_of(weight) else known.packed
+    if states.numel() <= UNPADDED_ROWS * states.shape[-1]:
+        return _onednn(states, taken, bias)
     return _by_rows(states, taken, bias, len(weight))
 
 
