@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import time
 from typing import Any
@@ -34,7 +35,8 @@ class PacedEngine:
         self.rows = []
         for _ in range(ROWS):
             ids = draw.sample(range(3, vocab_size), num_logprobs)
-            values = sorted((-draw.expovariate(0.2) - 0.1 for _ in ids), reverse=True)
+            weights = sorted((draw.expovariate(1.0) ** 8 for _ in ids), reverse=True)
+            values = [math.log(0.99 * weight / sum(weights) + 1e-9) for weight in weights]  # a hundredth is the others'
             top = {f"token_id:{i}": value for i, value in zip(ids, values, strict=True)}
             shown = {
                 "text_offset": [0], "token_logprobs": values[:1], "tokens": [f"token_id:{ids[0]}"],
