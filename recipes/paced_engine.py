@@ -36,7 +36,7 @@ class PacedEngine:
         for _ in range(ROWS):
             ids = draw.sample(range(3, vocab_size), num_logprobs)
             weights = sorted((draw.expovariate(1.0) ** 8 for _ in ids), reverse=True)
-            values = [math.log(0.99 * weight / sum(weights) + 1e-9) for weight in weights]  # a hundredth is the others'
+            values = [math.log(0.99 * weight / sum(weights) + 1e-9) for weight in weights]  # others have the rest
             top = {f"token_id:{i}": value for i, value in zip(ids, values, strict=True)}
             shown = {
                 "text_offset": [0], "token_logprobs": values[:1], "tokens": [f"token_id:{ids[0]}"],
