@@ -341,7 +341,7 @@ def test_a_failing_learner_costs_no_answer_and_is_heard_of_by_update_and_close(
 def test_attached_requests_are_served_where_learning_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = models.pair()
     assistant = OnlineAssistant(target, draft, config=FAST)
-    monkeypatch.setattr(assistant._learner, "observe", lambda domain, trace: 1 / 0)
+    monkeypatch.setattr(assistant._learner, "observe", lambda domain, trace, seconds: 1 / 0)
     serve(assistant, 1)
     with assistant.attached():
         target.generate(models.prompt(), assistant_model=assistant.draft, max_new_tokens=4)

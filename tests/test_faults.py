@@ -388,9 +388,9 @@ def test_a_request_that_ends_while_a_session_is_saved_is_in_all_of_it_or_in_none
             meanwhile()
             return read()
 
-        def observed(domain: str | None, trace: Trace) -> None:
+        def observed(domain: str | None, trace: Trace, seconds: float) -> None:
             meanwhile()
-            observe(domain, trace)
+            observe(domain, trace, seconds)
 
         with monkeypatch.context() as patch:
             if is_saved_beside:

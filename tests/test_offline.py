@@ -407,11 +407,11 @@ def test_chunks_of_positions_make_no_difference(architecture: str, monkeypatch: 
 def test_no_logits_of_a_whole_batch_exist(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = models.pair(architecture, vocab_size=4096)
     traces = [unanswered(t, range(60)) for t in recorded(target)]
-    monkeypatch.setattr(offline_loss, "CHUNK_LOGITS", 50 * 4096)
+    monkeypatch.setattr(offline_loss, "CHUNK_LOGITS", 48 * 4096)  # a size that kernels compute as it is
     with models.Largest() as largest:
         rows = offline_loss.target_rows(target, traces)
         offline_loss.divergence_sum(draft, traces, rows, DIVERGENCES["jsd"]).backward()
-    assert largest.elements == 50 * 4097  # a chunk, and the tail; of 360 positions
+    assert largest.elements == 48 * 4097  # a chunk, and the tail; of 360 positions
 
 
 @pytest.mark.slow
