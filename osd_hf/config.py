@@ -104,7 +104,7 @@ class OnlineConfig:
             Requests (of one draft, where domains have their own) between two updates.
         min_effort (`float`, *optional*, defaults to 0.0625):
             With a gate, updates come less often once acceptance no longer rises, or its rise saves less time than it
-            takes: after up to `update_interval` divided by this many requests, or more, as learning takes about 3% of
+            takes: after up to `update_interval` divided by this many requests, or more, as updates take about 3% of
             what serving takes by then; as often as before again when traffic changes. 1 does all of them.
         max_effort (`float`, *optional*, defaults to 1.0):
             At first, and again when traffic changes, updates come after `update_interval` divided by this many

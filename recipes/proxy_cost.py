@@ -43,16 +43,8 @@ DIRECT, THROUGH, COLLECTED = "direct", "through", "collected"
 
 
 @contextlib.contextmanager
-def proxy_of(url: str, folder: str, is_thread: bool) -> Iterator[str]:
-    """The address of a proxy that collects all but what opts out."""
-    if is_thread:
-        with CorrectionStore(Path(folder) / "store") as store, proxied(url, store, ProxyCounts()) as front:
-            yield front
-        return
-    command = osd_hf(
-        "proxy", "--url", url, "--store", Path(folder) / "store", "--target", data_folder() / "lab/target",
-        "--port", 0, "--share", 1, "--num-logprobs", NUM_LOGPROBS,
-    )  # fmt: skip
+def server_of(command: list[str]) -> Iterator[str]:
+    """The address that a server says first, which runs inside the block."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -63,16 +55,25 @@ def proxy_of(url: str, folder: str, is_thread: bool) -> Iterator[str]:
 
 
 @contextlib.contextmanager
+def proxy_of(url: str, folder: str, is_thread: bool) -> Iterator[str]:
+    """The address of a proxy that collects all but what opts out."""
+    if is_thread:
+        with CorrectionStore(Path(folder) / "store") as store, proxied(url, store, ProxyCounts()) as front:
+            yield front
+        return
+    command = osd_hf(
+        "proxy", "--url", url, "--store", Path(folder) / "store", "--target", data_folder() / "lab/target",
+        "--port", 0, "--share", 1, "--num-logprobs", NUM_LOGPROBS,
+    )  # fmt: skip
+    with server_of(command) as front:
+        yield front
+
+
+@contextlib.contextmanager
 def paced(args: argparse.Namespace) -> Iterator[str]:
     """The address of an engine that answers at a pace, a process of its own."""
-    command = [sys.executable, str(Path(__file__).with_name("paced_engine.py"))]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        yield process.stdout.readline().strip()
-    finally:
-        process.terminate()
-        process.communicate()
+    with server_of([sys.executable, str(Path(__file__).with_name("paced_engine.py"))]) as url:
+        yield url
 
 
 async def timed(client: httpx2.AsyncClient, url: str, body: dict[str, Any], collect: bool) -> tuple[float, float, int]:
