@@ -38,7 +38,7 @@ from osd_hf.engine.completions import ResponseReader
 from osd_hf.pair import load_config
 from osd_hf.serving.listener import Running
 from osd_hf.serving.proxy import Proxy
-from osd_hf.serving.recorder import Keeper, ProxyCounts
+from osd_hf.serving.recorder import Keeper, ProxyCounts, Reading
 from osd_hf.serving.upstream import Engine
 
 NUM_LOGPROBS = 64
@@ -70,7 +70,7 @@ def engine_of(args: argparse.Namespace) -> Iterator[str]:
 def proxied(url: str, store: CorrectionStore, counts: ProxyCounts) -> Iterator[str]:
     """The address of a proxy before an engine, in a thread of this process."""
     size = load_config(str(data_folder() / "lab/target")).vocab_size
-    keeper = Keeper(ResponseReader(size, NUM_LOGPROBS), store, counts)
+    keeper = Keeper(Reading(ResponseReader(size, NUM_LOGPROBS), store), counts)
     running, ready = Running("127.0.0.1", 0), threading.Event()
     app = Proxy([Engine(url)], counts, keeper).app()
     thread = threading.Thread(target=lambda: running.run(app, shutdown_seconds=10, on_start=ready.set), daemon=True)

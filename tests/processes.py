@@ -87,6 +87,7 @@ class ModuleProcess:
         assert (interpreter, flag, stdout, text) == (sys.executable, "-m", subprocess.PIPE, True)
         output, its_output = multiprocessing.Pipe(duplex=False)
         self._process = process_for(_run_module, module, arguments, dict(env), its_output, stderr.name)
+        self._process.daemon = False  # or it could have no process of its own
         self._process.start()
         its_output.close()
         self.pid: int = self._process.pid
@@ -100,6 +101,10 @@ class ModuleProcess:
     def terminate(self) -> None:
         """Ask it to end."""
         self._process.terminate()
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
 
     def communicate(self) -> None:
         """Wait until it has ended."""

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -38,7 +39,7 @@ from osd_hf.serving.companion import FIRST_PAUSE, Companion
 from osd_hf.serving.events import EventSplitter
 from osd_hf.serving.extra_fields import Shape, edited
 from osd_hf.serving.proxy import METRICS_PATH, Proxy
-from osd_hf.serving.recorder import Keeper, ProxyCounts, Recording
+from osd_hf.serving.recorder import Keeper, ProxyCounts, Reading, ReadingProcess, Recording
 from osd_hf.serving.upstream import DOUBT_SECONDS, Engine
 
 KEPT = 8
@@ -95,7 +96,7 @@ def before(*engines: Any, path: Path, routes: Any = None, **settings: Any) -> It
     }
     by_label = {name: Engine(f"http://{name}", Wire(engine), clock) for name, engine in (routes or {}).items()}
     with CorrectionStore(path / "store") as store:
-        keeper = Keeper(READER, store, counts, clock=clock)
+        keeper = Keeper(Reading(READER, store), counts, clock=clock)
         proxy = Proxy([made[id(e)] for e in engines], counts, keeper, routes=by_label, **settings)
         front = Front(proxy, proxy.app(), counts, keeper, store, clock, lambda: counts.to_dict()["left_out"])
         try:
@@ -753,6 +754,33 @@ def test_each_kind_of_failure_is_told_once_until_it_works_again(tmp_path: Path, 
         assert len(caplog.records) == 3
 
 
+def test_a_process_that_reads_is_started_anew_when_it_dies(tmp_path: Path) -> None:
+    with CorrectionStore(tmp_path / "store", flush_every=1) as store:
+        reading, clock, counts = ReadingProcess(READER, store), Clock(), ProxyCounts()
+    keeper = Keeper(reading, counts, clock=clock)
+    (answer,) = asks(FakeVLLM(), [(CHAT, ASKS[CHAT] | OWN["own of all"][CHAT])])
+
+    def keep() -> None:
+        recording = Recording(keeper, ASKS[CHAT], None)
+        recording.add(answer[2])
+        recording.end()
+        keeper._queue.join()
+
+    keep()
+    assert (counts.collected, counts.dropped) == (1, 0)
+    (pid,) = reading._pool._processes  # type: ignore[union-attr]
+    os.kill(pid, signal.SIGKILL)
+    keep()
+    assert (counts.collected, counts.dropped) == (1, 1) and not keeper.is_taking
+    clock.now = recorder.RETRY_SECONDS
+    assert keeper.is_taking
+    keep()
+    assert (counts.collected, counts.dropped) == (2, 1)
+    keeper.close()
+    reading.close()
+    assert len(CorrectionStore(tmp_path / "store")) == 2
+
+
 def test_requests_under_way_when_an_engine_refuses_do_not_double_the_pause() -> None:
     clock = Clock()
     asking = recorder.Asking("engine", clock)
@@ -862,36 +890,57 @@ def test_what_cannot_be_is_refused(flags: list[str], said: str, tmp_path: Path, 
     assert said in told and "secret" not in told and not (tmp_path / "s").exists()
 
 
-def test_a_signal_lets_answers_end_and_writes_what_was_collected(tmp_path: Path) -> None:
-    engine, go_on = FakeVLLM(), threading.Event()
-    pair = save_pair(tmp_path / "pair")
-    with served(engine) as address, (tmp_path / "log").open("w") as log:
-        flags = ["--url", address, "--store", str(tmp_path / "store"), "--target", str(pair / "target"), "--port", "0",
-                 "--share", "1", "--num-logprobs", str(KEPT)]  # fmt: skip
+@contextlib.contextmanager
+def running(address: str, folder: Path) -> Iterator[tuple[ModuleProcess, str]]:
+    """A proxy before an engine in a process of its own, and its address."""
+    pair = save_pair(folder / "pair")
+    flags = ["--url", address, "--store", str(folder / "store"), "--target", str(pair / "target"), "--port", "0",
+             "--share", "1", "--num-logprobs", str(KEPT)]  # fmt: skip
+    with (folder / "log").open("w") as log:
         process = ModuleProcess(
             [sys.executable, "-m", "osd_hf.cli", "proxy", *flags], stdout=subprocess.PIPE, stderr=log, text=True,
             env=dict(os.environ),
         )  # fmt: skip
         try:
-            front = process.stdout.readline().split()[0]
-            body = ASKS[CHAT] | {"stream": True}
-            assert httpx2.post(front + CHAT, json=body).content == httpx2.post(address + CHAT, json=body).content
-
-            async def hold(number: int) -> None:
-                await asyncio.to_thread(go_on.wait)
-
-            engine.before_piece = hold
-            with httpx2.stream("POST", front + CHAT, json=body) as answer:
-                process.terminate()
-                assert "stopping" in process.stdout.readline()
-                with pytest.raises(httpx2.ConnectError):
-                    httpx2.get(front + "/health")
-                go_on.set()
-                text = answer.read()
-            process.communicate()
+            yield process, process.stdout.readline().split()[0]
         finally:
-            go_on.set()
             process.terminate()
+
+
+def test_what_was_read_of_answers_outlives_a_proxy_that_is_killed(tmp_path: Path) -> None:
+    with served(FakeVLLM()) as address, running(address, tmp_path) as (process, front):
+        for _ in range(2):
+            httpx2.post(front + CHAT, json=ASKS[CHAT])
+        while "collected_total 1.0" not in httpx2.get(front + METRICS_PATH).text:  # another process reads
+            pass
+        assert len(CorrectionStore(tmp_path / "store")) == 0
+        process.kill()
+        assert process.stdout.read() == ""  # by both processes, to their end
+        process.communicate()
+    assert len(CorrectionStore(tmp_path / "store")) == 1
+
+
+def test_a_signal_lets_answers_end_and_writes_what_was_collected(tmp_path: Path) -> None:
+    engine, go_on, body = FakeVLLM(), threading.Event(), ASKS[CHAT] | {"stream": True}
+
+    async def hold(number: int) -> None:
+        await asyncio.to_thread(go_on.wait)
+
+    with served(engine) as address:
+        with running(address, tmp_path) as (process, front):
+            assert httpx2.post(front + CHAT, json=body).content == httpx2.post(address + CHAT, json=body).content
+            engine.before_piece = hold
+            try:
+                with httpx2.stream("POST", front + CHAT, json=body) as answer:
+                    process.terminate()
+                    assert "stopping" in process.stdout.readline()
+                    with pytest.raises(httpx2.ConnectError):
+                        httpx2.get(front + "/health")
+                    go_on.set()
+                    text = answer.read()
+                process.communicate()
+            finally:
+                go_on.set()
         assert text == httpx2.post(address + CHAT, json=body).content
         assert process.poll() == 0, (tmp_path / "log").read_text()
     assert len(CorrectionStore(tmp_path / "store")) == 1

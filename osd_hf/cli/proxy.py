@@ -16,7 +16,7 @@ from osd_hf.errors import ConfigError, StoreError
 from osd_hf.serving.companion import Companion
 from osd_hf.serving.metrics import metrics_route, proxy_metrics
 from osd_hf.serving.proxy import METRICS_PATH, Proxy
-from osd_hf.serving.recorder import Keeper, ProxyCounts
+from osd_hf.serving.recorder import Keeper, ProxyCounts, ReadingProcess
 from osd_hf.serving.upstream import Engine
 from osd_hf.utils.report import provenance
 
@@ -85,8 +85,9 @@ def proxy_command(settings: ProxySettings) -> int:
     module: Any = importlib.import_module("osd_hf.serving.listener")
     running = module.Running(settings.host, settings.port)
     reader = settings.read_target()[1]
-    store = settings.open_store()
-    keeper = Keeper(reader, store, counts)
+    with settings.open_store() as store:  # by which what is wrong with it is told here
+        reading = ReadingProcess(reader, store)
+    keeper = Keeper(reading, counts)
     proxy = Proxy(
         [by_url[url] for url in dict.fromkeys(settings.url)], counts, keeper, share=settings.share,
         routes={domain: by_url[url] for domain, url in settings.routes().items()}, domain=settings.domain,
@@ -106,7 +107,7 @@ def proxy_command(settings: ProxySettings) -> int:
         if learner is not None:
             learner.stop()
         try:
-            store.close()
+            reading.close()
         except StoreError as error:
             failed = error
             print(f"osd-hf: error: {error}", file=sys.stderr)

@@ -71,7 +71,8 @@ class Running:
         )  # fmt: skip
         self._server = _Server(config, on_start, on_stop)
         self._server.should_exit = self._is_stopped
-        asyncio.run(self._server.serve(sockets=[self._socket]))
+        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+            runner.run(self._server.serve(sockets=[self._socket]))
 
     def stop(self) -> None:
         """End as a signal does, from any thread, also before it has begun."""

@@ -1,15 +1,21 @@
-"""What a proxy keeps of the answers that pass it: read and stored by a thread of its own, dropped, or left out."""
+"""What a proxy keeps of the answers that pass it: read and stored by a process of its own, dropped, or left out."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import logging
+import multiprocessing
+import os
 import queue
+import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from osd_hf.engine.collect import CollectionReport
 from osd_hf.engine.completions import WARPERS, ResponseReader
@@ -17,7 +23,7 @@ from osd_hf.errors import DataError, StoreError, first_line
 from osd_hf.serving.events import assembled
 from osd_hf.store.store import CorrectionStore
 
-__all__ = ["Asking", "Keeper", "ProxyCounts", "Recording"]
+__all__ = ["Asking", "Keeper", "ProxyCounts", "Reading", "ReadingProcess", "Recording"]
 
 FLUSH_SECONDS = 5.0  # without an answer, after which what was kept is written
 CLOSE_SECONDS = 1.0  # after which a thread that takes nothing is looked at again
@@ -31,6 +37,7 @@ READ_OF = (
     *(name for name, _, _ in WARPERS),
 )  # fmt: skip
 MOST_BYTES = 256 << 20  # of answers under way, and of those that wait
+NICENESS = 10  # of the process that reads: clients come first
 
 UNREADABLE = "An answer cannot be collected"
 UNWRITABLE = "Answers cannot be stored now, and are dropped"
@@ -173,12 +180,36 @@ class Recording:
             self._keeper.hold(-self._nbytes)
         self.is_open, self._pieces = False, []
 
+    @property
+    def answer(self) -> Answer:
+        """What is to be read of it."""
+        return Answer(self._pieces, self._is_stream, self.request, self.domain)
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answer:
+    """
+    A whole answer, as it came.
+
+    Attributes:
+        pieces (`Sequence[bytes]`), is_stream (`bool`): Its body, or the data of the events of a stream.
+        request (`Mapping[str, Any]`), domain (`str`, *optional*): What it answers, and its label.
+    """
+
+    pieces: Sequence[bytes]
+    is_stream: bool
+    request: Mapping[str, Any]
+    domain: str | None
+
     def response(self) -> Mapping[str, Any]:
-        """The answer as [`ResponseReader`] takes it; raises DataError."""
-        if self._is_stream:
-            return assembled(self._pieces)
+        """It as [`ResponseReader`] takes it; raises DataError."""
+        if self.is_stream:
+            return assembled(self.pieces)
         try:
-            found = json.loads(b"".join(self._pieces))
+            found = json.loads(b"".join(self.pieces))
         except (ValueError, RecursionError) as error:
             raise DataError("an answer is no JSON") from error
         if not isinstance(found, dict) or not isinstance(found.get("choices"), list):
@@ -186,27 +217,156 @@ class Recording:
         return found
 
 
-class Keeper:
+class _Reads(Protocol):
+    """What a keeper lets read and store answers, here or elsewhere."""
+
+    num_logprobs: int
+
+    def keep(self, answer: Answer) -> tuple[list[int], StoreError | None]: ...
+
+    def flush(self) -> None: ...
+
+
+class Reading:
     """
-    Reads answers and appends them to a store, in a thread of its own. It raises nothing: what fails is counted, and
-    each kind of it said once in the log, until it works again.
+    Reads answers and appends them to a store.
 
     Args:
         reader (`ResponseReader`), store (`CorrectionStore`): How answers are read, and where they go.
+    """
+
+    def __init__(self, reader: ResponseReader, store: CorrectionStore) -> None:
+        self.num_logprobs, self._reader, self._store = reader.num_logprobs, reader, store
+
+    def keep(self, answer: Answer) -> tuple[list[int], StoreError | None]:
+        """Read and append an answer: the tokens of each of its choices, and why the store, which has them then, could
+        not be written; raises DataError."""
+        traces, failed = self._reader.traces(answer.response(), answer.request, domain=answer.domain), None
+        for trace in traces:
+            try:
+                self._store.append(trace)
+            except StoreError as error:
+                failed = error
+        return [len(trace) for trace in traces], failed
+
+    def flush(self) -> None:
+        """Write what was appended; raises StoreError."""
+        self._store.flush()
+
+    def close(self) -> None:
+        """Write what was appended, and close the store; raises StoreError."""
+        self._store.close()
+
+
+class ReadingProcess:
+    """
+    A [`Reading`] in a process of its own, as reading takes a processor for some ms an answer, which in this process no
+    event of another answer could use. Where that process dies, what it had not written is lost, and the next call
+    starts another one. When this process dies, the other one writes what it has and ends.
+
+    Args:
+        reader (`ResponseReader`), store (`CorrectionStore`): As of a [`Reading`]; the process writes to the store's
+            folder as another writer.
+
+    Raises:
+        StoreError: no process can be started.
+    """
+
+    def __init__(self, reader: ResponseReader, store: CorrectionStore) -> None:
+        self.num_logprobs = reader.num_logprobs
+        self._of = (reader, store)
+        self._pool: ProcessPoolExecutor | None = None
+        self._call(_nothing)
+
+    def keep(self, answer: Answer) -> tuple[list[int], StoreError | None]:
+        """As [`Reading.keep`]; raises StoreError too, where the process has died."""
+        found: tuple[list[int], StoreError | None] = self._call(Reading.keep, answer)
+        return found
+
+    def flush(self) -> None:
+        """As [`Reading.flush`]."""
+        self._call(Reading.flush)
+
+    def close(self) -> None:
+        """As [`Reading.close`], and end the process."""
+        if self._pool is not None:
+            try:
+                self._call(Reading.close)
+            finally:
+                pool, self._pool = self._pool, None
+                if pool is not None:
+                    pool.shutdown()
+
+    def _call(self, method: Callable[..., Any], *args: Any) -> Any:
+        try:
+            if self._pool is None:
+                spawned = multiprocessing.get_context("spawn")
+                self._pool = ProcessPoolExecutor(1, spawned, initializer=_begin, initargs=self._of)
+            return self._pool.submit(_do, method, *args).result()
+        except (BrokenProcessPool, OSError) as error:
+            pool, self._pool = self._pool, None
+            if pool is not None:
+                pool.shutdown(wait=False)
+            raise StoreError("the process that reads answers has ended, or cannot be started") from error
+
+
+# Of the process that reads.
+_reading: Reading | None = None
+
+
+def _begin(reader: ResponseReader, store: CorrectionStore) -> None:
+    """Make ready for [`_do`], in a new process."""
+    global _reading
+    for number in (signal.SIGINT, signal.SIGTERM):  # it ends when it is told to by the other process
+        signal.signal(number, signal.SIG_IGN)
+    if hasattr(os, "nice"):
+        os.nice(NICENESS)
+    _reading = Reading(reader, store)
+    threading.Thread(target=_end_with_parent, args=(_reading,), name="osd_hf-end-with-parent", daemon=True).start()
+
+
+def _end_with_parent(reading: Reading) -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    try:
+        reading.close()
+    finally:
+        os._exit(1)
+
+
+def _do(method: Callable[..., Any], *args: Any) -> Any:
+    assert _reading is not None
+    return method(_reading, *args)
+
+
+def _nothing(reading: Reading) -> None:
+    """Wait until there is a process."""
+
+
+# --- keeping --------------------------------------------------------------------------------------------------------
+
+
+class Keeper:
+    """
+    Has answers read and stored, one after the other, by a thread of its own. It raises nothing: what fails is counted,
+    and each kind of it said once in the log, until it works again.
+
+    Args:
+        reading (`ReadingProcess` or `Reading`): Reads and stores them.
         counts (`ProxyCounts`): Counts what becomes of them.
         clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`): Seconds.
     """
 
     def __init__(
         self,
-        reader: ResponseReader,
-        store: CorrectionStore,
+        reading: _Reads,
         counts: ProxyCounts,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.num_logprobs, self.counts = reader.num_logprobs, counts
-        self._reader, self._store, self._clock = reader, store, clock
+        self.num_logprobs, self.counts = reading.num_logprobs, counts
+        self._reading, self._clock = reading, clock
         self._queue: queue.Queue[Recording | None] = queue.Queue(MOST_WAITING)
         self._held, self._lock = 0, threading.Lock()
         self._failed_until = -float("inf")
@@ -264,26 +424,27 @@ class Keeper:
                 self._queue.task_done()
 
     def _keep(self, recording: Recording) -> None:
+        if self._is_failing and not self._flush():
+            recording.drop()
+            return
         try:
-            traces = self._reader.traces(recording.response(), recording.request, domain=recording.domain)
+            tokens, failed = self._reading.keep(recording.answer)
         except DataError as error:
             self.counts.leave_out(str(error))
             if recording.asking is not None:
                 recording.asking.was_read(failed=str(error))
             return
-        if recording.asking is not None:
-            recording.asking.was_read()
-        if self._is_failing and not self._flush():
+        except StoreError as error:  # nothing of it is stored
+            self._fail(error)
             recording.drop()
             return
-        for trace in traces:
-            self._is_dirty = True
-            try:
-                self._store.append(trace)
-            except StoreError as error:  # it has the trace, and writes it later
-                self._fail(error)
-            self.counts.collected += 1
-            self.counts.tokens += len(trace)
+        if recording.asking is not None:
+            recording.asking.was_read()
+        self._is_dirty = True
+        if failed is not None:  # the store has the answer, and writes it later
+            self._fail(failed)
+        self.counts.collected += len(tokens)
+        self.counts.tokens += sum(tokens)
         self._told.discard(UNREADABLE)
 
     def _flush(self) -> bool:
@@ -292,7 +453,7 @@ class Keeper:
             return False
         try:
             if self._is_dirty:
-                self._store.flush()
+                self._reading.flush()
         except Exception as error:  # noqa: BLE001  # of whatever kind, the thread lives on
             self._fail(error)
             return False
