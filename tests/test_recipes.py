@@ -83,7 +83,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "data").mkdir()
     for name in ("gsm8k", "spider", "finance_alpaca", "code_search_net_python", "alpaca"):
         row = ROWS["finance_alpaca" if name == "alpaca" else name]
-        rows = [json.dumps(row(f"what is {i} and {i + 1}?")) for i in range(140 if name == "finance_alpaca" else 40)]
+        rows = [json.dumps(row(f"what is {i} and {i + 1}?")) for i in range(640 if name == "finance_alpaca" else 40)]
         (folder / f"data/{name}.jsonl").write_text("\n".join(rows))
     return folder
 
@@ -214,7 +214,7 @@ def test_versions_deploy_themselves_and_a_spoilt_one_is_taken_back(
     monkeypatch.setattr(recipe, "subprocess", processes)
     command, sooner = recipe.osd_hf, {"proxy": ["--flush-every", "1"], "learn": ["--poll-seconds", "0.1"]}
     monkeypatch.setattr(recipe, "osd_hf", lambda name, *rest: command(name, *rest) + sooner.get(name, []))
-    smoke = ["--requests", "8", "--part", "8", "--settle", "0", "--later", "4", "--poison", "120", "--watch", "30"]
+    smoke = ["--requests", "8", "--part", "8", "--settle", "0", "--later", "4", "--poison", "600", "--watch", "30"]
     monkeypatch.setattr(sys, "argv", ["deploy_loop.py", "--vllm", "unused", *smoke])
     with served(DeployedVLLM()) as address:
         engine = object.__new__(recipe.Engine)
