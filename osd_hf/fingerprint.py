@@ -180,6 +180,7 @@ class _Known:
     def __init__(self, model: Any) -> None:
         self.versions: dict[object, str] = {}
         self.look(model)
+        self._merged = tuple(getattr(self._layer, "merged_adapters", ()))
 
     def look(self, model: Any) -> object:
         """Learn which weights there are, and return what is counted now. Weights that are taken out of the model are
@@ -206,6 +207,9 @@ class _Known:
         )  # fmt: skip
 
     def version(self, model: Any) -> str:
+        merged = tuple(getattr(self._layer, "merged_adapters", ()))
+        if merged != self._merged:  # what is merged and taken out again leaves weights that are rounded otherwise
+            self.versions, self._merged = {}, merged
         version = self.versions.get(self._counted(model))
         if version is None:
             before = self._tensors
