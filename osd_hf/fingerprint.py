@@ -180,7 +180,6 @@ class _Known:
     def __init__(self, model: Any) -> None:
         self.versions: dict[object, str] = {}
         self.look(model)
-        self._merged = tuple(getattr(self._layer, "merged_adapters", ()))
 
     def look(self, model: Any) -> object:
         """Learn which weights there are, and return what is counted now. Weights that are taken out of the model are
@@ -191,6 +190,7 @@ class _Known:
         chosen = places[:: max(len(places) // PROBED, 1)]
         self._probes = [(held, name, held[name]) for held, name in chosen]
         self._layer = next((m for m in model.modules() if getattr(m, "adapter_layer_names", None)), None)
+        self._merged = tuple(getattr(self._layer, "merged_adapters", ()))
         return self._counted(model)
 
     def _counted(self, model: Any) -> object:
@@ -207,14 +207,13 @@ class _Known:
         )  # fmt: skip
 
     def version(self, model: Any) -> str:
-        merged = tuple(getattr(self._layer, "merged_adapters", ()))
-        if merged != self._merged:  # what is merged and taken out again leaves weights that are rounded otherwise
-            self.versions, self._merged = {}, merged
         version = self.versions.get(self._counted(model))
         if version is None:
-            before = self._tensors
+            before, merged = self._tensors, self._merged
             counted = self.look(model)
-            known = self.versions if list(map(id, before)) == list(map(id, self._tensors)) else {}  # by other weights
+            # Other weights have other versions; an adapter that is merged and taken out again leaves them rounded.
+            is_same = list(map(id, before)) == list(map(id, self._tensors)) and merged == self._merged
+            known = self.versions if is_same else {}
             version = fingerprint(model)
             if self._counted(model) == counted:  # otherwise it has changed meanwhile
                 self.versions = dict([*known.items(), (counted, version)][-REMEMBERED:])

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from osd_hf.engine.collect import CollectionReport
 from osd_hf.engine.completions import WARPERS, ResponseReader
@@ -217,16 +217,6 @@ class Answer:
         return found
 
 
-class _Reads(Protocol):
-    """What a keeper lets read and store answers, here or elsewhere."""
-
-    num_logprobs: int
-
-    def keep(self, answer: Answer) -> tuple[list[int], StoreError | None]: ...
-
-    def flush(self) -> None: ...
-
-
 class Reading:
     """
     Reads answers and appends them to a store.
@@ -276,7 +266,7 @@ class ReadingProcess:
         self.num_logprobs = reader.num_logprobs
         self._of = (reader, store)
         self._pool: ProcessPoolExecutor | None = None
-        self._call(_nothing)
+        self.flush()  # of nothing yet: it waits until the process is there
 
     def keep(self, answer: Answer) -> tuple[list[int], StoreError | None]:
         """As [`Reading.keep`]; raises StoreError too, where the process has died."""
@@ -310,7 +300,7 @@ class ReadingProcess:
             raise StoreError("the process that reads answers has ended, or cannot be started") from error
 
 
-# Of the process that reads.
+# Set in the process that reads, and nowhere else.
 _reading: Reading | None = None
 
 
@@ -340,10 +330,6 @@ def _do(method: Callable[..., Any], *args: Any) -> Any:
     return method(_reading, *args)
 
 
-def _nothing(reading: Reading) -> None:
-    """Wait until there is a process."""
-
-
 # --- keeping --------------------------------------------------------------------------------------------------------
 
 
@@ -360,7 +346,7 @@ class Keeper:
 
     def __init__(
         self,
-        reading: _Reads,
+        reading: Reading | ReadingProcess,
         counts: ProxyCounts,
         *,
         clock: Callable[[], float] = time.monotonic,
