@@ -63,7 +63,8 @@ class PacedEngine:
 
     async def stream(self, asked: dict[str, Any], send: Any) -> None:
         """Events at times that do not depend on how long each took."""
-        count, loop = int(asked["max_tokens"]), asyncio.get_running_loop()
+        most, loop = int(asked["max_tokens"]), asyncio.get_running_loop()
+        count = random.Random(asked["prompt"]).randint(-(-most // 4), most)  # as answers end, clients are not in step
         begun = loop.time()
         ids = json.dumps(list(range(3, 3 + PROMPT_TOKENS))) if asked.get("return_token_ids") else "null"
         for number in range(count):
@@ -72,7 +73,7 @@ class PacedEngine:
             token, row = self.rows[(number + len(asked["prompt"])) % ROWS]
             logprobs = row if asked.get("logprobs") else "null"
             own = f"[{token}]" if asked.get("return_token_ids") else "null"
-            reason = '"length"' if number == count - 1 else "null"
+            reason = '"stop"' if number == count - 1 else "null"
             event = (
                 f'data: {{"id":"cmpl-1","object":"text_completion","created":{CREATED},"model":"{MODEL}","choices":'
                 f'[{{"index":0,"text":" t{token}","logprobs":{logprobs},"finish_reason":{reason},"stop_reason":null,'

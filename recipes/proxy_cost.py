@@ -39,6 +39,7 @@ from osd_hf import CorrectionStore
 from osd_hf.serving.proxy import METRICS_PATH
 from osd_hf.serving.recorder import ProxyCounts
 
+BETWEEN_SECONDS = 0.05  # after which one client comes behind another
 DIRECT, THROUGH, COLLECTED = "direct", "through", "collected"
 
 
@@ -90,10 +91,11 @@ async def timed(client: httpx2.AsyncClient, url: str, body: dict[str, Any], coll
 
 
 async def served(url: str, texts: list[str], model: str, clients: int, share: float) -> dict[str, Any]:
-    """What came of all texts, asked for by so many clients, each with one request at a time."""
+    """What came of all texts, asked for by so many clients, each with one request at a time, which come one by one."""
     waiting, found = list(enumerate(texts)), list[tuple[float, float, int]]()
 
-    async def ask(client: httpx2.AsyncClient) -> None:
+    async def ask(client: httpx2.AsyncClient, number: int) -> None:
+        await asyncio.sleep(number * BETWEEN_SECONDS)
         while waiting:
             number, text = waiting.pop(0)
             body = {"model": model, "prompt": text, "max_tokens": MAX_NEW_TOKENS, "temperature": 0, "stream": True,
@@ -103,7 +105,7 @@ async def served(url: str, texts: list[str], model: str, clients: int, share: fl
 
     began = time.perf_counter()
     async with httpx2.AsyncClient(timeout=600, limits=httpx2.Limits(max_connections=None)) as client:
-        await asyncio.gather(*(ask(client) for _ in range(clients)))
+        await asyncio.gather(*(ask(client, number) for number in range(clients)))
     seconds, tokens = time.perf_counter() - began, sum(n for _, _, n in found)
     return {
         "first": [f for f, _, _ in found],
@@ -156,8 +158,8 @@ def main() -> None:
         def run(ways: dict[str, tuple[str, float]], clients: int, bar: str) -> dict[str, Any]:
             runs: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
             for number in tqdm(range(args.rounds + 1), desc=bar):
+                asked = draw.sample(texts, args.requests * clients)
                 for way in draw.sample(list(ways), len(ways)):
-                    asked = draw.sample(texts, args.requests * clients)
                     found = asyncio.run(served(ways[way][0], asked, model, clients, ways[way][1]))
                     if number:  # the first round warms up
                         runs[way].append(found)

@@ -11,7 +11,9 @@ from osd_hf.errors import DataError
 
 __all__ = ["EventSplitter", "assembled", "data_span"]
 
-BLANK = re.compile(rb"(?>\r\n|\n|\r){2}")  # a blank line, which ends an event
+# A blank line, which ends an event; `re` looks for what begins with one of two bytes five times as fast as for a group
+# that holds alternatives.
+BLANK = re.compile(rb"(?:\n|\r\n?+)(?:\n|\r\n?+)")
 DATA = re.compile(rb"(?:\A|(?<=[\r\n]))data: ?([^\r\n]*)")
 DONE = b"[DONE]"
 
@@ -39,6 +41,10 @@ class EventSplitter:
 
 def data_span(event: bytes) -> tuple[int, int] | None:
     """Where the data of an event lie in it; `None` where they take no line, or several."""
+    if (
+        event.startswith(b"data: ") and event.find(b"\n") == len(event) - 2 and b"\r" not in event
+    ):  # as engines write it
+        return 6, len(event) - 2
     lines = list(DATA.finditer(event))
     return lines[0].span(1) if len(lines) == 1 else None
 

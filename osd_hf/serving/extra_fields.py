@@ -21,6 +21,8 @@ ASKING = (
     "return_tokens_as_token_ids",
 )  # fmt: skip
 SPACE = re.compile(r"[ \t\n\r]*")
+PLAIN_NAME = re.compile(r'"([^"\\\n]*)"[ \t\n\r]*:[ \t\n\r]*')  # of a member, with what stands before its value
+NEXT = re.compile(r"[ \t\n\r]*([,}\]])[ \t\n\r]*")
 
 Edit = Literal["keep", "null", "drop"]
 _value_at = json.JSONDecoder(strict=False).raw_decode
@@ -156,11 +158,7 @@ class _Editor:
         at = first = self._past_space(opened)
         while text[at] != "}":
             start = at
-            name, at = _value_at(text, start)
-            at = self._past_space(at)
-            if text[at] != ":" or not isinstance(name, str):
-                raise ValueError("an object has no names")
-            value_at = self._past_space(at + 1)
+            name, value_at = self._name(start)
             place = prefix + name
             does: Edit = "keep"
             if place in PLACES:
@@ -182,6 +180,16 @@ class _Editor:
             at = self._next(end, "}")
         return values, at + 1
 
+    def _name(self, at: int) -> tuple[str, int]:
+        """The name of a member, and where its value begins."""
+        if plain := PLAIN_NAME.match(self._text, at):
+            return plain[1], plain.end()
+        name, at = _value_at(self._text, at)
+        at = self._past_space(at)
+        if self._text[at] != ":" or not isinstance(name, str):
+            raise ValueError("an object has no names")
+        return name, self._past_space(at + 1)
+
     def _value(self, at: int, place: str) -> tuple[Any, int]:
         if place != "choices" or self._text[at] != "[":
             return _value_at(self._text, at)
@@ -194,9 +202,9 @@ class _Editor:
 
     def _next(self, at: int, closing: str) -> int:
         """Where the next element begins, or the closing bracket is."""
-        at = self._past_space(at)
-        if self._text[at] == ",":
-            return self._past_space(at + 1)
-        if self._text[at] != closing:
+        found = NEXT.match(self._text, at)
+        if found and found[1] == ",":
+            return found.end()
+        if not found or found[1] != closing:
             raise ValueError("an element does not end")
-        return at
+        return found.start(1)

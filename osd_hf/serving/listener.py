@@ -67,6 +67,7 @@ class Running:
         """
         config = uvicorn.Config(
             app, lifespan="on", ws="none", log_config=None, access_log=False, server_header=False,
+            proxy_headers=False,  # whose client is asked for nowhere
             timeout_graceful_shutdown=math.ceil(shutdown_seconds),
         )  # fmt: skip
         self._server = _Server(config, on_start, on_stop)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import posixpath
 import re
@@ -27,7 +28,7 @@ from osd_hf.errors import ConfigError
 from osd_hf.serving.events import EventSplitter, data_span
 from osd_hf.serving.extra_fields import READ, Shape, asking, edited, edited_event, gives_all, reason_against
 from osd_hf.serving.recorder import Keeper, ProxyCounts, Recording
-from osd_hf.serving.upstream import Engine, Headers, Kind, StaleError, once, reason_of
+from osd_hf.serving.upstream import Engine, Headers, Kind, StaleError, reason_of
 
 __all__ = ["METRICS_PATH", "Proxy"]
 
@@ -247,17 +248,21 @@ class Proxy:
         """Answer a request, until its client leaves."""
         self.counts.requests += 1
         body = _Body(receive, self.max_body_bytes)
-        tasks = answer, left = [
-            asyncio.ensure_future(t) for t in (self._answer(scope, body, send), body.client_left())
-        ]
+        answering = asyncio.current_task()
+        assert answering is not None
+
+        async def end_with_client() -> None:
+            await body.client_left()
+            answering.cancel()
+
+        watch = asyncio.ensure_future(end_with_client())  # which begins when this task waits
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await self._answer(scope, body, send)
+        except asyncio.CancelledError:
+            if not watch.done() or watch.cancelled() or answering.uncancel():
+                raise
         finally:
-            answer.cancel()
-            left.cancel()
-            await asyncio.wait((answer, left))
-        if not answer.cancelled():
-            answer.result()
+            watch.cancel()
 
     async def _answer(self, scope: Message, body: _Body, send: Any) -> None:
         if not self.allow_development and _is_development(scope["path"]):
@@ -422,7 +427,7 @@ class Proxy:
                 text = await self._whole(exchange, await response.aread())
                 headers = [(n, str(len(text)).encode() if n.lower() == b"content-length" else v)
                            for n, v in headers if n.lower() != b"content-encoding"]  # fmt: skip
-                pieces = once(text)
+                pieces = _once(text)
             is_begun = True
             await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
             async for piece in pieces:
@@ -456,13 +461,13 @@ class Proxy:
         splitter = EventSplitter()
         async for piece in response.aiter_bytes():
             events = splitter.feed(piece)
-            for event in events:
-                exchange.record(event, is_event=True)
             if passed := self._passed(exchange, events, is_event=True):
                 yield passed
-        exchange.record(splitter.rest, is_event=True)
+            for event in events:  # after its client has it
+                exchange.record(event, is_event=True)
         if passed := self._passed(exchange, [splitter.rest], is_event=True):
             yield passed
+        exchange.record(splitter.rest, is_event=True)
 
     def _passed(self, exchange: _Exchange, pieces: Sequence[bytes], *, is_event: bool) -> bytes:
         began = time.perf_counter()
@@ -471,6 +476,7 @@ class Proxy:
         return passed
 
 
+@functools.lru_cache(256)
 def _is_development(path: str) -> bool:
     """Whether a path, below whatever prefix and however it is written, is that of a development endpoint."""
     for _ in range(3):  # an engine unquotes once; so may what stands before it
@@ -492,6 +498,11 @@ def _said(response: httpx2.Response) -> str:
         return " ".join(str(response.json()["error"]["message"]).split())[:60]
     except (ValueError, LookupError, TypeError):
         return f"status {response.status_code}"
+
+
+async def _once(text: bytes) -> AsyncIterator[bytes]:
+    """A body in one piece, held until it is taken."""
+    yield text
 
 
 async def _refuse(send: Any, status: int, message: str) -> None:
