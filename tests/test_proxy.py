@@ -30,7 +30,7 @@ from processes import ModuleProcess
 from saved_pair import save_pair
 from table_engine import GROUP, VOCAB, FakeVLLM, Wire, reply, served
 
-from osd_hf import CorrectionStore, StoreError, Trace
+from osd_hf import CorrectionStore, DataError, StoreError, Trace
 from osd_hf.cli.main import main
 from osd_hf.engine.collect import LogReader, collect_log
 from osd_hf.engine.completions import ResponseReader
@@ -779,6 +779,51 @@ def test_a_process_that_reads_is_started_anew_when_it_dies(tmp_path: Path) -> No
     keeper.close()
     reading.close()
     assert len(CorrectionStore(tmp_path / "store")) == 2
+
+
+class Policy:
+    """Says how the thread that reads is scheduled."""
+
+    num_logprobs = KEPT
+
+    def traces(self, *args: Any, **kwargs: Any) -> list[Trace]:
+        raise DataError(str(os.sched_getscheduler(0)))
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="the system has no such policy")
+def test_reading_makes_way_unless_many_answers_wait(tmp_path: Path) -> None:
+    with CorrectionStore(tmp_path / "store") as store:
+        reading = ReadingProcess(Policy(), store)  # type: ignore[arg-type]
+    answer = recorder.Answer([b'{"choices": []}'], False, {}, None)
+    for is_urgent, policy in ((False, os.SCHED_IDLE), (True, os.SCHED_OTHER), (False, os.SCHED_IDLE)):
+        with pytest.raises(DataError, match=f"^{policy}$"):
+            reading.keep(answer, is_urgent=is_urgent)
+    reading.close()
+
+
+def test_what_many_answers_wait_for_is_urgent() -> None:
+    went_on, urgent = threading.Event(), list[bool]()
+
+    class Slow:
+        num_logprobs = KEPT
+
+        def keep(self, answer: Any, *, is_urgent: bool) -> tuple[list[int], None]:
+            went_on.wait()
+            urgent.append(is_urgent)
+            return [1], None
+
+        def flush(self) -> None:
+            pass
+
+    keeper = Keeper(Slow(), ProxyCounts())  # type: ignore[arg-type]
+    for _ in range(recorder.MOST_AT_LEISURE + 3):
+        keeper.put(Recording(keeper, {}, None))
+    while keeper._queue.qsize() > recorder.MOST_AT_LEISURE + 2:  # the first is being read
+        pass
+    went_on.set()
+    keeper._queue.join()
+    keeper.close()
+    assert urgent[1:] == [True] + [False] * (recorder.MOST_AT_LEISURE + 1) and keeper.counts.collected == len(urgent)
 
 
 def test_requests_under_way_when_an_engine_refuses_do_not_double_the_pause() -> None:

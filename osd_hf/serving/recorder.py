@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +37,8 @@ READ_OF = (
     *(name for name, _, _ in WARPERS),
 )  # fmt: skip
 MOST_BYTES = 256 << 20  # of answers under way, and of those that wait
-NICENESS = 10  # of the process that reads: clients come first
+MOST_AT_LEISURE = 16  # answers that wait while others are read when a processor is idle, and only then
+NICENESS = 10  # of the process that reads where more wait
 
 UNREADABLE = "An answer cannot be collected"
 UNWRITABLE = "Answers cannot be stored now, and are dropped"
@@ -228,9 +229,9 @@ class Reading:
     def __init__(self, reader: ResponseReader, store: CorrectionStore) -> None:
         self.num_logprobs, self._reader, self._store = reader.num_logprobs, reader, store
 
-    def keep(self, answer: Answer) -> tuple[list[int], StoreError | None]:
-        """Read and append an answer: the tokens of each of its choices, and why the store, which has them then, could
-        not be written; raises DataError."""
+    def keep(self, answer: Answer, *, is_urgent: bool = True) -> tuple[list[int], StoreError | None]:
+        """Read and append an answer, at once in any case: the tokens of each of its choices, and why the store, which
+        has them then, could not be written; raises DataError."""
         traces, failed = self._reader.traces(answer.response(), answer.request, domain=answer.domain), None
         for trace in traces:
             try:
@@ -251,8 +252,9 @@ class Reading:
 class ReadingProcess:
     """
     A [`Reading`] in a process of its own, as reading takes a processor for some ms an answer, which in this process no
-    event of another answer could use. Where that process dies, what it had not written is lost, and the next call
-    starts another one. When this process dies, the other one writes what it has and ends.
+    event of another answer could use. Where the system can do so (Linux), it reads what is not urgent when a processor
+    is idle, and makes way at once. Where that process dies, what it had not written is lost, and the next call starts
+    another one. When this process dies, the other one writes what it has and ends.
 
     Args:
         reader (`ResponseReader`), store (`CorrectionStore`): As of a [`Reading`]; the process writes to the store's
@@ -268,9 +270,9 @@ class ReadingProcess:
         self._pool: ProcessPoolExecutor | None = None
         self.flush()  # of nothing yet: it waits until the process is there
 
-    def keep(self, answer: Answer) -> tuple[list[int], StoreError | None]:
+    def keep(self, answer: Answer, *, is_urgent: bool = False) -> tuple[list[int], StoreError | None]:
         """As [`Reading.keep`]; raises StoreError too, where the process has died."""
-        found: tuple[list[int], StoreError | None] = self._call(Reading.keep, answer)
+        found: tuple[list[int], StoreError | None] = self._call(Reading.keep, answer, is_put_off=not is_urgent)
         return found
 
     def flush(self) -> None:
@@ -287,12 +289,12 @@ class ReadingProcess:
                 if pool is not None:
                     pool.shutdown()
 
-    def _call(self, method: Callable[..., Any], *args: Any) -> Any:
+    def _call(self, method: Callable[..., Any], *args: Any, is_put_off: bool = False) -> Any:
         try:
             if self._pool is None:
                 spawned = multiprocessing.get_context("spawn")
                 self._pool = ProcessPoolExecutor(1, spawned, initializer=_begin, initargs=self._of)
-            return self._pool.submit(_do, method, *args).result()
+            return self._pool.submit(_do, is_put_off, method, *args).result()
         except (BrokenProcessPool, OSError) as error:
             pool, self._pool = self._pool, None
             if pool is not None:
@@ -302,17 +304,26 @@ class ReadingProcess:
 
 # Set in the process that reads, and nowhere else.
 _reading: Reading | None = None
+_leisure: ThreadPoolExecutor | None = None
 
 
 def _begin(reader: ResponseReader, store: CorrectionStore) -> None:
     """Make ready for [`_do`], in a new process."""
-    global _reading
+    global _reading, _leisure
     for number in (signal.SIGINT, signal.SIGTERM):  # it ends when it is told to by the other process
         signal.signal(number, signal.SIG_IGN)
     if hasattr(os, "nice"):
         os.nice(NICENESS)
     _reading = Reading(reader, store)
+    _leisure = ThreadPoolExecutor(1, "osd_hf-leisure", initializer=_make_way)
     threading.Thread(target=_end_with_parent, args=(_reading,), name="osd_hf-end-with-parent", daemon=True).start()
+
+
+def _make_way() -> None:
+    """Let this thread run when a processor has nothing else to do."""
+    if hasattr(os, "SCHED_IDLE"):
+        with contextlib.suppress(OSError):  # a sandbox may forbid it
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def _end_with_parent(reading: Reading) -> None:
@@ -325,9 +336,9 @@ def _end_with_parent(reading: Reading) -> None:
         os._exit(1)
 
 
-def _do(method: Callable[..., Any], *args: Any) -> Any:
-    assert _reading is not None
-    return method(_reading, *args)
+def _do(is_put_off: bool, method: Callable[..., Any], *args: Any) -> Any:
+    assert _reading is not None and _leisure is not None
+    return _leisure.submit(method, _reading, *args).result() if is_put_off else method(_reading, *args)
 
 
 # --- keeping --------------------------------------------------------------------------------------------------------
@@ -414,7 +425,8 @@ class Keeper:
             recording.drop()
             return
         try:
-            tokens, failed = self._reading.keep(recording.answer)
+            is_urgent = self._queue.qsize() > MOST_AT_LEISURE
+            tokens, failed = self._reading.keep(recording.answer, is_urgent=is_urgent)
         except DataError as error:
             self.counts.leave_out(str(error))
             if recording.asking is not None:
