@@ -6,10 +6,10 @@ What `osd-hf proxy` costs: time to the first token and of whole answers, and tok
     OSD_HF_DATA=... python recipes/proxy_cost.py --paced --name proxy_cost_paced   # before one that computes nothing
     OSD_HF_DATA=... python recipes/proxy_cost.py --url http://localhost:8000 --smoke
 
-Streamed greedy completions by 1, 4 and 16 clients at once: direct, through the proxy without collecting, and with; in
-turns, `--rounds` times after one that warms up, with `--requests` for each client. Then tokens a second of 16 clients
-by the share that is collected. The proxy is a process of its own; clients run in this one, on the same machine. With
-`--smoke` little is asked for, and the proxy is a thread.
+Streamed greedy completions by 1, 4 and 16 clients at once, who come one by one: direct, through the proxy without
+collecting, and with; in turns, `--rounds` times after one that warms up, with `--requests` for each client, the same
+ones each way. Then tokens a second of 16 clients by the share that is collected. The proxy is a process of its own;
+clients run in this one, on the same machine. With `--smoke` little is asked for, and the proxy is a thread.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from osd_hf.serving.proxy import METRICS_PATH
 from osd_hf.serving.recorder import ProxyCounts
 
 BETWEEN_SECONDS = 0.05  # after which one client comes behind another
+LEAST = 24  # requests of a round, however few the clients
 DIRECT, THROUGH, COLLECTED = "direct", "through", "collected"
 
 
@@ -145,6 +146,7 @@ def main() -> None:
         parser.error("one of --vllm, --url and --paced says which engine")
     torch.set_num_threads(1)
     args.concurrency, args.drafting, started = max(args.clients), True, time.time()
+    least = 0 if args.smoke else LEAST
     texts = [TEMPLATES["finance_alpaca"].format(**row) for row in rows("finance_alpaca")]
     draw = random.Random(args.seed)
     report: dict[str, Any] = {"clients": {}, "shares": {}}
@@ -158,7 +160,7 @@ def main() -> None:
         def run(ways: dict[str, tuple[str, float]], clients: int, bar: str) -> dict[str, Any]:
             runs: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
             for number in tqdm(range(args.rounds + 1), desc=bar):
-                asked = draw.sample(texts, args.requests * clients)
+                asked = draw.sample(texts, max(args.requests * clients, least))
                 for way in draw.sample(list(ways), len(ways)):
                     found = asyncio.run(served(ways[way][0], asked, model, clients, ways[way][1]))
                     if number:  # the first round warms up

@@ -225,14 +225,13 @@ class Proxy:
 
     def app(self, routes: Iterable[Any] = ()) -> Any:
         """
-        The Starlette application, with some routes (`starlette.routing.Route`) of its own before those of the engines.
+        The ASGI application, with some routes of Starlette (`starlette.routing.Route`) before those of the engines.
 
         Raises:
             ConfigError: the extra `serve` is not installed.
         """
         try:
             from starlette.applications import Starlette
-            from starlette.routing import Route
         except ImportError as error:
             raise ConfigError('The proxy needs starlette: pip install "osd-hf[serve]".') from error
 
@@ -242,7 +241,14 @@ class Proxy:
             for engine in (*self.engines, *self.routes.values()):
                 await engine.close()
 
-        return Starlette(routes=[*routes, Route("/{path:path}", self)], lifespan=lifespan)
+        own = list(routes)
+        beside, paths = Starlette(routes=own, lifespan=lifespan), {route.path for route in own}
+
+        async def app(scope: Message, receive: Any, send: Any) -> None:  # what is for engines needs no router
+            is_passed = scope["type"] == "http" and scope["path"].startswith("/") and scope["path"] not in paths
+            await (self if is_passed else beside)(scope, receive, send)
+
+        return app
 
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
         """Answer a request, until its client leaves."""
