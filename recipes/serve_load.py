@@ -3,6 +3,7 @@
 answer there sooner with learning than without?
 
     python recipes/serve_load.py                  # half an hour
+    python recipes/serve_load.py --minutes 10 --buffer-size 256 --name serve_load_full   # memory with a full buffer
     python recipes/serve_load.py --smoke
 
 Two servers of processes of their own have the bundled pair, one of which learns. `--clients` clients at once ask one
@@ -188,6 +189,7 @@ def main() -> int:
     parser.add_argument("--block", type=int, default=320, help="requests of one server before the other is asked")
     parser.add_argument("--prompts", type=int, default=100, help="of each domain")
     parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--buffer-size", type=int, help="requests kept to learn from; 2,048 by default")
     parser.add_argument("--smoke", action="store_true", help="one small block of each server")
     args = parser.parse_args()
     if args.smoke:
@@ -204,6 +206,7 @@ def main() -> int:
             keeps = ["--state-dir", str(session)] if side == "learning" else []
             # The clients are more than may wait, were it not for this.
             server = ["serve", "--bundled", "--port", "0", "--threads", "1", "--max-queue", str(args.clients), *flags]
+            server += ["--buffer-size", str(args.buffer_size)] if args.buffer_size else []
             with open(Path(folder) / side, "w") as log:
                 processes[side] = subprocess.Popen(
                     [sys.executable, "-m", "osd_hf.cli", *server, *keeps], stdout=subprocess.PIPE, stderr=log,
