@@ -28,7 +28,7 @@ from osd_hf.errors import ConfigError
 from osd_hf.serving.events import EventSplitter, data_span
 from osd_hf.serving.extra_fields import READ, Shape, asking, edited, edited_event, gives_all, reason_against
 from osd_hf.serving.recorder import Keeper, ProxyCounts, Recording
-from osd_hf.serving.upstream import Engine, Headers, Kind, StaleError, reason_of
+from osd_hf.serving.upstream import Engine, Headers, Kind, StaleError, once, reason_of
 
 __all__ = ["METRICS_PATH", "Proxy"]
 
@@ -257,15 +257,18 @@ class Proxy:
         answering = asyncio.current_task()
         assert answering is not None
 
+        has_left = False
+
         async def end_with_client() -> None:
+            nonlocal has_left
             await body.client_left()
-            answering.cancel()
+            has_left = answering.cancel()
 
         watch = asyncio.ensure_future(end_with_client())  # which begins when this task waits
         try:
             await self._answer(scope, body, send)
         except asyncio.CancelledError:
-            if not watch.done() or watch.cancelled() or answering.uncancel():
+            if not has_left or answering.uncancel():
                 raise
         finally:
             watch.cancel()
@@ -433,7 +436,7 @@ class Proxy:
                 text = await self._whole(exchange, await response.aread())
                 headers = [(n, str(len(text)).encode() if n.lower() == b"content-length" else v)
                            for n, v in headers if n.lower() != b"content-encoding"]  # fmt: skip
-                pieces = _once(text)
+                pieces = once(text)
             is_begun = True
             await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
             async for piece in pieces:
@@ -504,11 +507,6 @@ def _said(response: httpx2.Response) -> str:
         return " ".join(str(response.json()["error"]["message"]).split())[:60]
     except (ValueError, LookupError, TypeError):
         return f"status {response.status_code}"
-
-
-async def _once(text: bytes) -> AsyncIterator[bytes]:
-    """A body in one piece, held until it is taken."""
-    yield text
 
 
 async def _refuse(send: Any, status: int, message: str) -> None:

@@ -367,7 +367,7 @@ class Keeper:
         self._queue: queue.Queue[Recording | None] = queue.Queue(MOST_WAITING)
         self._held, self._lock = 0, threading.Lock()
         self._failed_until = -float("inf")
-        self._is_failing = self._is_dirty = False
+        self._is_failing = self._is_dirty = self._is_closing = False
         self._told = set[str]()  # kinds of failure
         self._thread = threading.Thread(target=self._run, name="osd_hf-proxy-keeper", daemon=True)
         self._thread.start()
@@ -394,6 +394,7 @@ class Keeper:
 
     def close(self) -> None:
         """Store what waits, and write it."""
+        self._is_closing = True
         while self._thread.is_alive():
             with contextlib.suppress(queue.Full):
                 self._queue.put(None, timeout=CLOSE_SECONDS)
@@ -425,7 +426,7 @@ class Keeper:
             recording.drop()
             return
         try:
-            is_urgent = self._queue.qsize() > MOST_AT_LEISURE
+            is_urgent = self._is_closing or self._queue.qsize() > MOST_AT_LEISURE
             tokens, failed = self._reading.keep(recording.answer, is_urgent=is_urgent)
         except DataError as error:
             self.counts.leave_out(str(error))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterable, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Callable
 from typing import Any
 
 import httpx2
@@ -13,9 +13,8 @@ from osd_hf.engine.completions import parse_address
 from osd_hf.errors import ConfigError, first_line
 from osd_hf.serving.extra_fields import Shape
 from osd_hf.serving.recorder import Asking
-from osd_hf.serving.transport import AiohttpTransport
 
-__all__ = ["Engine", "Headers", "Kind", "StaleError", "reason_of"]
+__all__ = ["Engine", "Headers", "Kind", "StaleError", "once", "reason_of"]
 
 CONNECT_SECONDS = 10.0  # an answer may take as long as the client waits
 KEEP_ALIVE_SECONDS = (
@@ -41,7 +40,7 @@ class Engine:
 
     Args:
         url (`str`): Such as `http://localhost:8000`, with or without `/v1`.
-        transport (`httpx2.AsyncBaseTransport`, *optional*): Sends requests to it; aiohttp by default.
+        transport (`httpx2.AsyncBaseTransport`, *optional*): Sends requests to it; HTTP by default.
         clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`): Seconds.
 
     Raises:
@@ -61,7 +60,8 @@ class Engine:
             raise ConfigError(f"{self.name} is given with a user; the proxy passes on the keys of its clients alone.")
         self._url, self._clock = httpx2.URL(self.name), clock
         self._prefix = self._url.raw_path.rstrip(b"/")
-        self._transport = transport or AiohttpTransport(KEEP_ALIVE_SECONDS)
+        limits = httpx2.Limits(max_connections=None, keepalive_expiry=KEEP_ALIVE_SECONDS)
+        self._transport = transport or httpx2.AsyncHTTPTransport(limits=limits)
         self.asking = Asking(self.name, clock)
         self.shapes: dict[Kind, tuple[Shape, float]] = {}  # and when they were seen
         self.busy = 0  # requests under way
@@ -81,6 +81,8 @@ class Engine:
             "timeout": {"connect": CONNECT_SECONDS, "read": None, "write": None, "pool": None}, "trace": trace,
             "target": self._prefix + target,  # as it came; an URL would be written anew
         }  # fmt: skip
+        if isinstance(content, bytes) and content:  # which is not held beyond its sending
+            headers, content = [*headers, (b"content-length", b"%d" % len(content))], once(content)
         request = httpx2.Request(method, self._url, headers=headers, content=content, extensions=extensions)
         try:
             return await self._transport.handle_async_request(request)
@@ -129,3 +131,8 @@ class Engine:
 def reason_of(error: httpx2.TransportError) -> str:
     """Why an engine does not answer, in words that may be logged."""
     return first_line(error) if isinstance(error, httpx2.ConnectError | StaleError) else type(error).__name__
+
+
+async def once(text: bytes) -> AsyncIterator[bytes]:
+    """A body in one piece, held until it is taken."""
+    yield text
