@@ -95,8 +95,8 @@ async def served(url: str, texts: list[str], model: str, clients: int, share: fl
     """What came of all texts, asked for by so many clients, each with one request at a time, which come one by one."""
     waiting, found = list(enumerate(texts)), list[tuple[float, float, int]]()
 
-    async def ask(client: httpx2.AsyncClient, number: int) -> None:
-        await asyncio.sleep(number * BETWEEN_SECONDS)
+    async def ask(client: httpx2.AsyncClient, begins: float) -> None:
+        await asyncio.sleep(begins)
         while waiting:
             number, text = waiting.pop(0)
             body = {"model": model, "prompt": text, "max_tokens": MAX_NEW_TOKENS, "temperature": 0, "stream": True,
@@ -106,7 +106,7 @@ async def served(url: str, texts: list[str], model: str, clients: int, share: fl
 
     began = time.perf_counter()
     async with httpx2.AsyncClient(timeout=600, limits=httpx2.Limits(max_connections=None)) as client:
-        await asyncio.gather(*(ask(client, number) for number in range(clients)))
+        await asyncio.gather(*(ask(client, number * BETWEEN_SECONDS) for number in range(clients)))
     seconds, tokens = time.perf_counter() - began, sum(n for _, _, n in found)
     return {
         "first": [f for f, _, _ in found],

@@ -41,9 +41,7 @@ class EventSplitter:
 
 def data_span(event: bytes) -> tuple[int, int] | None:
     """Where the data of an event lie in it; `None` where they take no line, or several."""
-    if (
-        event.startswith(b"data: ") and event.find(b"\n") == len(event) - 2 and b"\r" not in event
-    ):  # as engines write it
+    if event.startswith(b"data: ") and event.find(b"\n") == len(event) - 2 and b"\r" not in event:  # as most are
         return 6, len(event) - 2
     lines = list(DATA.finditer(event))
     return lines[0].span(1) if len(lines) == 1 else None

@@ -225,13 +225,14 @@ class Proxy:
 
     def app(self, routes: Iterable[Any] = ()) -> Any:
         """
-        The ASGI application, with some routes of Starlette (`starlette.routing.Route`) before those of the engines.
+        The Starlette application, with some routes (`starlette.routing.Route`) of its own before those of the engines.
 
         Raises:
             ConfigError: the extra `serve` is not installed.
         """
         try:
             from starlette.applications import Starlette
+            from starlette.routing import Route
         except ImportError as error:
             raise ConfigError('The proxy needs starlette: pip install "osd-hf[serve]".') from error
 
@@ -241,14 +242,7 @@ class Proxy:
             for engine in (*self.engines, *self.routes.values()):
                 await engine.close()
 
-        own = list(routes)
-        beside, paths = Starlette(routes=own, lifespan=lifespan), {route.path for route in own}
-
-        async def app(scope: Message, receive: Any, send: Any) -> None:  # what is for engines needs no router
-            is_passed = scope["type"] == "http" and scope["path"].startswith("/") and scope["path"] not in paths
-            await (self if is_passed else beside)(scope, receive, send)
-
-        return app
+        return Starlette(routes=[*routes, Route("/{path:path}", self)], lifespan=lifespan)
 
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
         """Answer a request, until its client leaves."""
@@ -256,7 +250,6 @@ class Proxy:
         body = _Body(receive, self.max_body_bytes)
         answering = asyncio.current_task()
         assert answering is not None
-
         has_left = False
 
         async def end_with_client() -> None:

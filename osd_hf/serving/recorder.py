@@ -229,7 +229,7 @@ class Reading:
     def __init__(self, reader: ResponseReader, store: CorrectionStore) -> None:
         self.num_logprobs, self._reader, self._store = reader.num_logprobs, reader, store
 
-    def keep(self, answer: Answer, *, is_urgent: bool = True) -> tuple[list[int], StoreError | None]:
+    def keep(self, answer: Answer, *, is_urgent: bool = False) -> tuple[list[int], StoreError | None]:
         """Read and append an answer, at once in any case: the tokens of each of its choices, and why the store, which
         has them then, could not be written; raises DataError."""
         traces, failed = self._reader.traces(answer.response(), answer.request, domain=answer.domain), None
@@ -272,7 +272,8 @@ class ReadingProcess:
 
     def keep(self, answer: Answer, *, is_urgent: bool = False) -> tuple[list[int], StoreError | None]:
         """As [`Reading.keep`]; raises StoreError too, where the process has died."""
-        found: tuple[list[int], StoreError | None] = self._call(Reading.keep, answer, is_put_off=not is_urgent)
+        method = Reading.keep if is_urgent else _keep_at_leisure
+        found: tuple[list[int], StoreError | None] = self._call(method, answer)
         return found
 
     def flush(self) -> None:
@@ -289,12 +290,12 @@ class ReadingProcess:
                 if pool is not None:
                     pool.shutdown()
 
-    def _call(self, method: Callable[..., Any], *args: Any, is_put_off: bool = False) -> Any:
+    def _call(self, method: Callable[..., Any], *args: Any) -> Any:
         try:
             if self._pool is None:
                 spawned = multiprocessing.get_context("spawn")
                 self._pool = ProcessPoolExecutor(1, spawned, initializer=_begin, initargs=self._of)
-            return self._pool.submit(_do, is_put_off, method, *args).result()
+            return self._pool.submit(_do, method, *args).result()
         except (BrokenProcessPool, OSError) as error:
             pool, self._pool = self._pool, None
             if pool is not None:
@@ -336,9 +337,14 @@ def _end_with_parent(reading: Reading) -> None:
         os._exit(1)
 
 
-def _do(is_put_off: bool, method: Callable[..., Any], *args: Any) -> Any:
-    assert _reading is not None and _leisure is not None
-    return _leisure.submit(method, _reading, *args).result() if is_put_off else method(_reading, *args)
+def _do(method: Callable[..., Any], *args: Any) -> Any:
+    assert _reading is not None
+    return method(_reading, *args)
+
+
+def _keep_at_leisure(reading: Reading, answer: Answer) -> tuple[list[int], StoreError | None]:
+    assert _leisure is not None
+    return _leisure.submit(reading.keep, answer).result()
 
 
 # --- keeping --------------------------------------------------------------------------------------------------------
