@@ -210,6 +210,7 @@ class Reading:
         settled (`int`): So many of them are the same whatever follows.
         tail (`bytes`): What the others stand for, and `cut`, its last bytes: of a character that is not whole yet.
         begins (`bool`): Whether no text stands before the tail.
+        has_lost (`bool`): Whether a space was left out of the tail, which the target's tokenizer puts before all text.
     """
 
     ids: list[int]
@@ -217,6 +218,7 @@ class Reading:
     tail: bytes = b""
     cut: bytes = b""
     begins: bool = True
+    has_lost: bool = False
 
     @property
     def num_open(self) -> int:
@@ -332,7 +334,9 @@ class Translation:
                 before = Reading(known, len(known), begins=begins)
                 continue
             tail = before.tail + b"".join(map(self.piece, group))
-            if before.begins and not before.tail and self.ours.prepends:
+            has_lost = before.has_lost
+            if before.begins and not before.tail and self.ours.prepends and not has_lost:
+                has_lost = tail.startswith(b" ")
                 tail = tail.removeprefix(b" ")
             end = whole_text(tail)
             encoded = self.theirs.encode(tail[:end], begins=before.begins)
@@ -344,7 +348,7 @@ class Translation:
             length = sum(encoded.lengths[:last])
             before = Reading(
                 before.ids[: before.settled] + encoded.ids, before.settled + last, tail[length:], tail[end:],
-                before.begins and last == 0,
+                before.begins and last == 0, has_lost,
             )  # fmt: skip
         return before
 

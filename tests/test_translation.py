@@ -8,7 +8,7 @@ import models
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_lossless import transitions_fit
 from tokenizers import Tokenizer, decoders, pre_tokenizers
@@ -98,6 +98,7 @@ def in_bytes(tokenizer: str, ids: Any) -> bytes:
 
 @every_pair
 @given(text=ids_of_text)
+@example(text="  ")  # token by token: the first is no text, and the second is the first that is
 def test_the_draft_reads_the_text_whatever_the_target_cuts_it_into(ours: str, theirs: str, text: str) -> None:
     made = TRANSLATIONS[ours, theirs]
     ids = TOKENIZERS[ours](text, add_special_tokens=False)["input_ids"]
