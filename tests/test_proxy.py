@@ -38,6 +38,7 @@ from osd_hf.serving import recorder
 from osd_hf.serving.companion import FIRST_PAUSE, Companion
 from osd_hf.serving.events import EventSplitter
 from osd_hf.serving.extra_fields import Shape, edited
+from osd_hf.serving.network import StaleError
 from osd_hf.serving.proxy import METRICS_PATH, Proxy
 from osd_hf.serving.recorder import Keeper, ProxyCounts, Reading, ReadingProcess, Recording
 from osd_hf.serving.upstream import DOUBT_SECONDS, Engine
@@ -92,9 +93,10 @@ def before(*engines: Any, path: Path, routes: Any = None, **settings: Any) -> It
     """A proxy before engines in this process; another name stands for one that cannot be reached."""
     clock, counts = Clock(), ProxyCounts()
     made = {
-        id(e): Engine(f"http://engine{i}", Wire(e) if callable(e) else Dead(), clock) for i, e in enumerate(engines)
+        id(e): Engine(f"http://engine{i}", Wire(e, f"engine{i}") if callable(e) else Dead(), clock)
+        for i, e in enumerate(engines)
     }
-    by_label = {name: Engine(f"http://{name}", Wire(engine), clock) for name, engine in (routes or {}).items()}
+    by_label = {name: Engine(f"http://{name}", Wire(engine, name), clock) for name, engine in (routes or {}).items()}
     with CorrectionStore(path / "store") as store:
         keeper = Keeper(Reading(READER, store), counts, clock=clock)
         proxy = Proxy([made[id(e)] for e in engines], counts, keeper, routes=by_label, **settings)
@@ -105,12 +107,12 @@ def before(*engines: Any, path: Path, routes: Any = None, **settings: Any) -> It
             front.keeper.close()
 
 
-class Dead(httpx2.AsyncBaseTransport):
+class Dead:
     """Nobody is there."""
 
     asked = 0
 
-    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+    async def send(self, *request: Any) -> httpx2.Response:
         self.asked += 1
         raise httpx2.ConnectError("connection refused")
 
@@ -678,14 +680,12 @@ def test_a_connection_that_has_gone_stale_is_made_anew_once(tmp_path: Path) -> N
     class Stale(Wire):
         breaks, connects, seconds = 1, False, 0
 
-        async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        async def send(self, *request: Any) -> httpx2.Response:
             self.breaks -= 1
             if self.breaks >= 0:
-                if self.connects:
-                    await request.extensions["trace"]("connection.connect_tcp.started", {})
                 front.clock.now += self.seconds
-                raise httpx2.RemoteProtocolError("Server disconnected without sending a response.")
-            return await super().handle_async_request(request)
+                raise httpx2.ReadError("it has ended") if self.connects else StaleError("it has ended")
+            return await super().send(*request)
 
     with before(engine, path=tmp_path) as front:
         wire: Any = Stale(engine)

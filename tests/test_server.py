@@ -86,6 +86,38 @@ def test_what_is_served_is_sent_at_once() -> None:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
+def test_what_runs_ends_well_where_nobody_reads_that_the_end_begins() -> None:
+    begun, stopping = threading.Event(), threading.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            for _ in range(2):
+                message = await receive()
+                await send({"type": f"{message['type']}.complete"})
+            return
+        begun.set()
+        await asyncio.to_thread(stopping.wait)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"whole"})
+
+    def stop() -> None:
+        stopping.set()
+        raise BrokenPipeError
+
+    running, answers = Running("127.0.0.1", 0), list[str]()
+    server = threading.Thread(
+        target=running.run, args=(app,), kwargs={"shutdown_seconds": LONG, "on_stop": stop}, daemon=True
+    )
+    server.start()
+    client = threading.Thread(target=lambda: answers.append(httpx2.get(running.address, timeout=LONG).text))
+    client.start()
+    begun.wait(LONG)
+    running.stop()
+    client.join()
+    server.join(LONG)
+    assert answers == ["whole"] and not server.is_alive()
+
+
 def target_of(service: Service) -> Any:
     assert service.assistant is not None
     return service.assistant.target

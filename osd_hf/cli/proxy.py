@@ -78,7 +78,8 @@ class ProxySettings(Collecting):
 def proxy_command(settings: ProxySettings) -> int:
     """Serve until told to stop; returns the exit code."""
     settings.check()
-    if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn", "prometheus_client")):
+    needed = ("starlette", "uvicorn", "aiohappyeyeballs", "prometheus_client")
+    if any(importlib.util.find_spec(name) is None for name in needed):
         raise ConfigError('osd-hf proxy needs the extra serve: pip install "osd-hf[serve]".')
     counts = ProxyCounts()
     by_url = {url: Engine(url) for url in dict.fromkeys([*settings.url, *settings.routes().values()])}

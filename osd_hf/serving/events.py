@@ -11,9 +11,11 @@ from osd_hf.errors import DataError
 
 __all__ = ["EventSplitter", "assembled", "data_span"]
 
-# A blank line, which ends an event; `re` looks for what begins with one of two bytes five times as fast as for a group
-# that holds alternatives.
-BLANK = re.compile(rb"(?:\n|\r\n?+)(?:\n|\r\n?+)")
+# A blank line, which ends an event, where lines end with line feeds alone, and otherwise. `re` looks for a fixed text
+# ten times as fast as for what begins with one of two bytes, and for that five times as fast as for a group that holds
+# alternatives.
+BLANK = re.compile(rb"\n\n")
+ANY_BLANK = re.compile(rb"(?:\n|\r\n?+)(?:\n|\r\n?+)")
 DATA = re.compile(rb"(?:\A|(?<=[\r\n]))data: ?([^\r\n]*)")
 DONE = b"[DONE]"
 
@@ -32,7 +34,7 @@ class EventSplitter:
     def feed(self, piece: bytes) -> list[bytes]:
         """The events that this piece of the stream ends."""
         text, begun, events = self.rest + piece, 0, []
-        for blank in BLANK.finditer(text, max(len(self.rest) - 3, 0)):
+        for blank in (ANY_BLANK if b"\r" in text else BLANK).finditer(text, max(len(self.rest) - 3, 0)):
             events.append(text[begun : blank.end()])
             begun = blank.end()
         self.rest = text[begun:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import math
 import socket
@@ -63,7 +64,8 @@ class Running:
             app (`Any`): An ASGI application, with a lifespan.
             shutdown_seconds (`float`): What running requests have to end.
             on_start (`Callable[[], object]`, *optional*): Called when the address answers, in the event loop.
-            on_stop (`Callable[[], object]`, *optional*): Called when the end begins, in the event loop.
+            on_stop (`Callable[[], object]`, *optional*): Called when the end begins, in the event loop. Should it fail
+                to say so, as nobody reads it any more, requests still have their time.
         """
         config = uvicorn.Config(
             app, lifespan="on", ws="none", log_config=None, access_log=False, server_header=False,
@@ -92,7 +94,8 @@ class _Server(uvicorn.Server):
         self._on_start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._on_stop()
+        with contextlib.suppress(OSError):
+            self._on_stop()
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

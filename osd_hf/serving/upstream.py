@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable
-from typing import Any
 
 import httpx2
 
 from osd_hf.engine.completions import parse_address
 from osd_hf.errors import ConfigError, first_line
 from osd_hf.serving.extra_fields import Shape
+from osd_hf.serving.network import Headers, StaleError, Transport
 from osd_hf.serving.recorder import Asking
 
-__all__ = ["Engine", "Headers", "Kind", "StaleError", "once", "reason_of"]
+__all__ = ["Engine", "Kind", "once", "reason_of"]
 
 CONNECT_SECONDS = 10.0  # an answer may take as long as the client waits
 KEEP_ALIVE_SECONDS = (
@@ -26,12 +26,7 @@ DOUBT_SECONDS = 300.0  # after which it is looked again how an engine writes
 MOST_SHAPES = 256
 
 logger = logging.getLogger(__name__)
-Headers = list[tuple[bytes, bytes]]
 Kind = tuple[str, str, bool]  # the path and the model of an answer, and whether it is a stream
-
-
-class StaleError(httpx2.TransportError):
-    """An engine has closed a connection that it had answered on before."""
 
 
 class Engine:
@@ -40,7 +35,7 @@ class Engine:
 
     Args:
         url (`str`): Such as `http://localhost:8000`, with or without `/v1`.
-        transport (`httpx2.AsyncBaseTransport`, *optional*): Sends requests to it; HTTP by default.
+        transport (`Transport`, *optional*): Sends requests to it; over the network by default.
         clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`): Seconds.
 
     Raises:
@@ -51,17 +46,16 @@ class Engine:
     def __init__(
         self,
         url: str,
-        transport: httpx2.AsyncBaseTransport | None = None,
+        transport: Transport | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         address, user, password = parse_address(url)
         self.name = str(address).rstrip("/").removesuffix("/v1")
         if user or password:
             raise ConfigError(f"{self.name} is given with a user; the proxy passes on the keys of its clients alone.")
-        self._url, self._clock = httpx2.URL(self.name), clock
-        self._prefix = self._url.raw_path.rstrip(b"/")
-        limits = httpx2.Limits(max_connections=None, keepalive_expiry=KEEP_ALIVE_SECONDS)
-        self._transport = transport or httpx2.AsyncHTTPTransport(limits=limits)
+        parsed = httpx2.URL(self.name)
+        self._clock, self._prefix = clock, parsed.raw_path.rstrip(b"/")
+        self._transport = transport or Transport(parsed, CONNECT_SECONDS, KEEP_ALIVE_SECONDS)
         self.asking = Asking(self.name, clock)
         self.shapes: dict[Kind, tuple[Shape, float]] = {}  # and when they were seen
         self.busy = 0  # requests under way
@@ -72,24 +66,13 @@ class Engine:
     ) -> httpx2.Response:
         """Its response, whose body is still to be read; raises `httpx2.TransportError`, which is a [`StaleError`]
         where an old connection was closed just as it was used."""
-        connects, began = list[str](), self._clock()
-
-        async def trace(event: str, info: Any) -> None:
-            connects.extend([event] * (".connect_" in event))
-
-        extensions = {
-            "timeout": {"connect": CONNECT_SECONDS, "read": None, "write": None, "pool": None}, "trace": trace,
-            "target": self._prefix + target,  # as it came; an URL would be written anew
-        }  # fmt: skip
-        if isinstance(content, bytes) and content:  # which is not held beyond its sending
-            headers, content = [*headers, (b"content-length", b"%d" % len(content))], once(content)
-        request = httpx2.Request(method, self._url, headers=headers, content=content, extensions=extensions)
+        began = self._clock()
         try:
-            return await self._transport.handle_async_request(request)
-        except (httpx2.ReadError, httpx2.WriteError, httpx2.RemoteProtocolError) as error:
-            if connects or self._clock() - began > STALE_SECONDS:
-                raise
-            raise StaleError("it has closed a connection") from error
+            return await self._transport.send(method, self._prefix + target, headers, content)
+        except StaleError as error:
+            if self._clock() - began > STALE_SECONDS:
+                raise httpx2.ReadError(str(error)) from error
+            raise
 
     def failed(self, why: str) -> None:
         """Try others first for a while."""
