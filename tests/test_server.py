@@ -113,7 +113,7 @@ def test_what_runs_ends_well_where_nobody_reads_that_the_end_begins() -> None:
     client.start()
     begun.wait(LONG)
     running.stop()
-    client.join()
+    client.join(LONG)
     server.join(LONG)
     assert answers == ["whole"] and not server.is_alive()
 
