@@ -7,6 +7,7 @@ import contextlib
 import socket
 import ssl
 import struct
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,19 @@ async def twice(engine: Engine, reader: asyncio.StreamReader, writer: asyncio.St
 async def once(engine: Engine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     await engine.head(reader)
     writer.write(OK)
+
+
+async def reset(writer: asyncio.StreamWriter) -> None:
+    """End a connection as a process that dies, when all that was written has arrived."""
+    await writer.drain()
+    linger = struct.pack("ii", 1, 0)
+    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    writer.transport.abort()
+
+
+async def until(holds: Callable[[], object]) -> None:
+    while not holds():
+        await asyncio.sleep(0)
 
 
 # --- requests -------------------------------------------------------------------------------------------------------
@@ -232,6 +246,62 @@ def test_an_engine_may_refuse_what_it_has_not_read(run: Any) -> None:
     run(work())
 
 
+def test_an_engine_may_answer_the_head_alone(run: Any) -> None:
+    async def later() -> AsyncIterator[bytes]:
+        await asked.wait()
+        yield b"body"
+
+    async def talk(engine: Engine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            await engine.head(reader)
+            asked.set()
+            await reader.readexactly(4)
+            writer.write(OK)
+
+    async def work() -> None:
+        nonlocal asked
+        asked = asyncio.Event()
+        async with before(talk) as (transport, _):
+            assert await get(transport, b"/", "PUT", later(), [(b"content-length", b"4")]) == (200, b"ok")
+
+    asked: asyncio.Event
+    run(work())
+
+
+@pytest.mark.parametrize("has_more", [True, False])
+def test_a_connection_that_is_reset_while_a_body_comes_is_told(run: Any, has_more: bool) -> None:
+    async def slow() -> AsyncIterator[bytes]:
+        yield b"a"
+        begun.set()
+        await until(lambda: connections[0]._error)
+        if has_more:
+            yield b"b"
+
+    async def talk(engine: Engine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await engine.head(reader)
+        await begun.wait()
+        await reset(writer)
+
+    class Seen(network._Connection):
+        def __init__(self) -> None:
+            super().__init__()
+            connections.append(self)
+
+    async def work() -> None:
+        nonlocal begun
+        begun = asyncio.Event()
+        async with before(talk) as (transport, _):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(network, "_Connection", Seen)
+                with pytest.raises(httpx2.ReadError) as raised:
+                    await get(transport, b"/", "PUT", slow())
+            assert not isinstance(raised.value, StaleError)
+
+    connections = list[Any]()
+    begun: asyncio.Event
+    run(work())
+
+
 # --- answers --------------------------------------------------------------------------------------------------------
 
 ANSWERS = {
@@ -327,17 +397,46 @@ def test_what_comes_unasked_is_nobodys_answer(run: Any, unasked: bytes) -> None:
     run(work())
 
 
-async def reset(writer: asyncio.StreamWriter) -> None:
-    """End a connection as a process that dies, when all that was written has arrived."""
-    await writer.drain()
-    linger = struct.pack("ii", 1, 0)
-    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-    writer.transport.abort()
+@pytest.mark.parametrize("unasked", [b"HTTP/1.1 408 Late\r\ncontent-length: 0\r\nconnection: close\r\n\r\n", b""])
+def test_what_came_unasked_while_others_had_their_turn_is_nobodys_answer(run: Any, unasked: bytes) -> None:
+    def serve(listening: socket.socket) -> None:
+        first, _ = listening.accept()
+        with first:
+            first.recv(1 << 16)
+            first.sendall(OK)
+            go_on.wait(60)
+            first.sendall(unasked)
+        has_ended.set()
+        second, _ = listening.accept()
+        with second:
+            second.recv(1 << 16)
+            second.sendall(OK)
+
+    async def work() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            server = threading.Thread(target=serve, args=(listening,), daemon=True)
+            server.start()
+            transport = Transport(httpx2.URL(f"http://127.0.0.1:{listening.getsockname()[1]}"), 5.0, 60.0)
+            await get(transport)
+            go_on.set()
+            has_ended.wait(60)  # so that the event loop does not see it
+            assert await get(transport, b"/", "PUT") == (200, b"ok")
+            await transport.aclose()
+            server.join(60)
+
+    go_on, has_ended = threading.Event(), threading.Event()
+    run(work())
 
 
-async def until(holds: Callable[[], object]) -> None:
-    while not holds():
-        await asyncio.sleep(0)
+def test_a_closed_transport_keeps_no_connection(run: Any) -> None:
+    async def work() -> None:
+        async with before(twice) as (transport, engine):
+            response = await transport.send("GET", b"/", [], b"")
+            await transport.aclose()
+            assert await response.aread() == b"ok"
+            assert await engine.ended.get() == 0
+
+    run(work())
 
 
 def test_what_came_before_a_break_is_given_first(run: Any) -> None:

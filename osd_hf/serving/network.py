@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import functools
+import select
 from collections.abc import AsyncIterable, AsyncIterator, Callable
 from socket import SOCK_STREAM
 from typing import Any
@@ -14,7 +15,7 @@ import httpx2
 
 from osd_hf.errors import ConfigError
 
-__all__ = ["Headers", "StaleError", "Transport"]
+__all__ = ["EndedError", "Headers", "StaleError", "Transport"]
 
 SECOND_ADDRESS_SECONDS = 0.25  # after which another address of a host is tried beside the first one (RFC 8305)
 MOST_WAITING = 256 << 10  # bytes that have come and are not yet taken, beyond which no more are read
@@ -24,8 +25,12 @@ EMPTY = ("POST", "PUT", "PATCH")  # methods that say so where there is no body (
 Headers = list[tuple[bytes, bytes]]
 
 
-class StaleError(httpx2.TransportError):
-    """An engine has closed a connection that it had answered on before, and no byte of an answer has come."""
+class EndedError(httpx2.ReadError):
+    """A connection has ended before its answer."""
+
+
+class StaleError(EndedError):
+    """A connection has ended that an engine had answered on before, and no byte of an answer has come."""
 
 
 class Transport:
@@ -49,9 +54,13 @@ class Transport:
             raise ConfigError('The proxy needs aiohappyeyeballs: pip install "osd-hf[serve]".') from error
         self._start_connection = start_connection
         self._host, self._port, self._netloc = url.raw_host.decode("ascii"), url.port, url.netloc
-        self._context = httpx2.create_ssl_context() if url.scheme == "https" else None
+        self._context = None
+        if url.scheme == "https":
+            self._context = httpx2.create_ssl_context()
+            self._context.set_alpn_protocols(["http/1.1"])
         self._connect_seconds, self._keep_alive_seconds = connect_seconds, keep_alive_seconds
         self._idle = list[_Connection]()  # the last one that was used is used next
+        self._is_closed = False
 
     async def send(
         self, method: str, target: bytes, headers: Headers, content: bytes | AsyncIterable[bytes]
@@ -63,6 +72,8 @@ class Transport:
         Raises:
             httpx2.TransportError: there is none; a [`StaleError`] where the connection was at fault.
         """
+        while self._idle and not self._idle[-1].is_quiet():
+            self._idle[-1].close()
         connection = self._idle.pop() if self._idle else None
         is_new = connection is None
         connection = connection or await self._connected()
@@ -72,14 +83,15 @@ class Transport:
             head = await connection.head()
         except BaseException as error:
             connection.close()
-            if not (is_new or connection.has_answered) and isinstance(error, _EndedError):
-                raise StaleError("it has closed a connection") from error
+            if not (is_new or connection.has_answered) and isinstance(error, EndedError):
+                raise StaleError(str(error)) from error
             raise
         body = _Body(connection, self._keep)
         return httpx2.Response(head.status_code, headers=head.headers.raw_items(), stream=body)
 
     async def aclose(self) -> None:
-        """Close the connections on which nothing is asked."""
+        """Close the connections on which nothing is asked, and others as soon as that holds for them."""
+        self._is_closed = True
         for connection in [*self._idle]:
             connection.close()
 
@@ -99,18 +111,21 @@ class Transport:
                 port = self._port or (80 if self._context is None else 443)
                 found = await loop.getaddrinfo(self._host, port, type=SOCK_STREAM)
                 made = await self._start_connection(found, happy_eyeballs_delay=SECOND_ADDRESS_SECONDS)
+                name = None if self._context is None else self._host
                 _, connection = await loop.create_connection(
-                    _Connection, sock=made, ssl=self._context,
-                    server_hostname=None if self._context is None else self._host,
-                )  # fmt: skip
+                    _Connection, sock=made, ssl=self._context, server_hostname=name
+                )
         except TimeoutError as error:
             raise httpx2.ConnectTimeout(f"no connection within {self._connect_seconds:g} s") from error
-        except (OSError, UnicodeError) as error:
+        except (OSError, RuntimeError, UnicodeError) as error:  # the second is uvloop's
             raise httpx2.ConnectError(str(error)) from error
         return connection
 
     def _keep(self, connection: _Connection) -> None:
         """Keep a connection for the next request."""
+        if self._is_closed:
+            connection.close()
+            return
         self._idle.append(connection)
         connection.rest(self._keep_alive_seconds, functools.partial(self._idle.remove, connection))
 
@@ -132,10 +147,6 @@ class _Body(httpx2.AsyncByteStream):
         if self._is_open:
             self._connection.close()
             self._is_open = False
-
-
-class _EndedError(httpx2.ReadError):
-    """A connection has ended."""
 
 
 class _Connection(asyncio.Protocol):
@@ -198,17 +209,23 @@ class _Connection(asyncio.Protocol):
     async def send(self, method: str, target: bytes, headers: Headers, content: bytes | AsyncIterable[bytes]) -> None:
         """Send a request, until the connection ends: an engine may answer before it has read all."""
         try:
-            text = self._http.send(h11.Request(method=method, target=target, headers=headers))
-            async for piece in _pieces(content):
-                self._transport.write(text + self._http.send(h11.Data(data=piece)))
-                text = b""
+            head = self._http.send(h11.Request(method=method, target=target, headers=headers))
+            if isinstance(content, bytes):
+                self._write(head, self._http.send(h11.Data(data=content)), self._http.send(h11.EndOfMessage()))
+                return
+            self._write(head)  # which an engine may answer alone
+            async for piece in content:
+                self._write(self._http.send(h11.Data(data=piece)))
                 await self._is_writable.wait()
                 if self._transport.is_closing():
                     return
-            if text := text + self._http.send(h11.EndOfMessage()):
-                self._transport.write(text)
+            self._write(self._http.send(h11.EndOfMessage()))
         except h11.LocalProtocolError as error:
             raise httpx2.LocalProtocolError(str(error)) from error
+
+    def _write(self, *texts: bytes | None) -> None:
+        if not self._transport.is_closing():  # uvloop refuses to write then
+            self._transport.writelines([text for text in texts if text])
 
     async def head(self) -> Any:
         """The head of the answer, an `h11.Response`."""
@@ -236,7 +253,7 @@ class _Connection(asyncio.Protocol):
             await self._has_news.wait()
         if not self._waiting:
             if self._error is not None or not self.has_answered:
-                raise _EndedError(str(self._error or "it has ended without an answer")) from self._error
+                raise EndedError(str(self._error or "it has ended without an answer")) from self._error
             return b""
         data = self._waiting.popleft()
         self._size -= len(data)
@@ -253,6 +270,16 @@ class _Connection(asyncio.Protocol):
             return False
         self._http.start_next_cycle()
         return True
+
+    def is_quiet(self) -> bool:
+        """Whether nothing has happened that the event loop has not told of yet."""
+        if self._transport.is_closing():
+            return False
+        if not hasattr(select, "poll"):  # on Windows
+            return True
+        poll = select.poll()
+        poll.register(self._transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return not poll.poll(0)
 
     def rest(self, seconds: float, on_close: Callable[[], None]) -> None:
         """Wait for the next request, and close after some seconds without one, or where anything else happens."""
@@ -275,11 +302,3 @@ class _Connection(asyncio.Protocol):
         if self._rest is not None:
             self._rest.cancel()
         self._rest = self._on_close = None
-
-
-async def _pieces(content: bytes | AsyncIterable[bytes]) -> AsyncIterator[bytes]:
-    if isinstance(content, bytes):
-        yield content
-    else:
-        async for piece in content:
-            yield piece

@@ -11,7 +11,7 @@ import httpx2
 from osd_hf.engine.completions import parse_address
 from osd_hf.errors import ConfigError, first_line
 from osd_hf.serving.extra_fields import Shape
-from osd_hf.serving.network import Headers, StaleError, Transport
+from osd_hf.serving.network import EndedError, Headers, StaleError, Transport
 from osd_hf.serving.recorder import Asking
 
 __all__ = ["Engine", "Kind", "once", "reason_of"]
@@ -71,7 +71,7 @@ class Engine:
             return await self._transport.send(method, self._prefix + target, headers, content)
         except StaleError as error:
             if self._clock() - began > STALE_SECONDS:
-                raise httpx2.ReadError(str(error)) from error
+                raise EndedError(str(error)) from error
             raise
 
     def failed(self, why: str) -> None:
@@ -113,7 +113,7 @@ class Engine:
 
 def reason_of(error: httpx2.TransportError) -> str:
     """Why an engine does not answer, in words that may be logged."""
-    return first_line(error) if isinstance(error, httpx2.ConnectError | StaleError) else type(error).__name__
+    return first_line(error) if isinstance(error, httpx2.ConnectError | EndedError) else type(error).__name__
 
 
 async def once(text: bytes) -> AsyncIterator[bytes]:
