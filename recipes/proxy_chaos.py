@@ -1,0 +1,361 @@
+"""
+What clients of `osd-hf proxy` notice while what it stands between dies: engine, learner, the process that reads
+answers, the disk; and of each other, where they are slow, leave, or send what no engine takes.
+
+    OSD_HF_DATA=... python recipes/proxy_chaos.py
+    OSD_HF_DATA=... python recipes/proxy_chaos.py --smoke
+
+Before an engine that streams at a pace and says something else to each prompt (a process of its own), eight clients
+ask for streams without a pause, one request after another, while one thing after another goes wrong. Each answer is
+compared with what that engine says to its prompt, so that one that is cut, altered or another client's is seen. At the
+end the proxy is told to stop while answers run, and the store is read: what it has must be what some client was told.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import psutil
+from common import data_folder, make_parser, run_facts, write_report
+from paced_engine import ROWS, PacedEngine
+from proxy_exchanges import COMPLETIONS, NUM_LOGPROBS
+from tqdm import tqdm
+from vllm_loop import osd_hf
+
+from osd_hf import CorrectionStore
+from osd_hf.pair import load_config
+from osd_hf.serving.listener import Running
+
+KEY = "Bearer right"
+OWN, BROKEN, ALTERED = "whole and its own", "broken off", "another's text, or altered"
+CLIENTS, MOST_TOKENS = 8, 24
+LARGE = 10 << 20  # bytes of a body
+FIRST_MS, TOKEN_MS = 20.0, 5.0
+
+
+class Engine(PacedEngine):
+    """Also refuses what an engine refuses, ends when its client leaves, and says at `/busy` how many it answers."""
+
+    busy = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer a request."""
+        if scope["type"] == "lifespan":
+            await super().__call__(scope, receive, send)
+            return
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        if scope["method"] == "GET":
+            await say(send, 200, {"busy": self.busy})
+        elif dict(scope["headers"]).get(b"authorization", b"").decode() != KEY:
+            await say(send, 401, {"error": {"message": "the key is wrong"}})
+        else:
+            try:
+                asked = json.loads(body)
+            except ValueError as error:
+                await say(send, 400, {"error": {"message": str(error)}})
+                return
+            await send({"type": "http.response.start", "status": 200, "headers": STREAM})
+            self.busy += 1
+            answering, leaving = asyncio.ensure_future(self.stream(asked, send)), asyncio.ensure_future(receive())
+            await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+            answering.cancel()
+            leaving.cancel()
+            self.busy -= 1
+
+
+STREAM = [(b"content-type", b"text/event-stream")]
+
+
+async def say(send: Any, status: int, said: Any) -> None:
+    """An answer that is no stream."""
+    head = [(b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": status, "headers": head})
+    await send({"type": "http.response.body", "body": json.dumps(said).encode()})
+
+
+def make_engine() -> Engine:
+    """One of the lab target's vocabulary."""
+    size = load_config(str(data_folder() / "lab/target")).vocab_size
+    return Engine(FIRST_MS / 1000, TOKEN_MS / 1000, size, NUM_LOGPROBS)
+
+
+# --- clients --------------------------------------------------------------------------------------------------------
+
+
+class Clients:
+    """Ask without a pause, and look at each answer. `seen` counts what came of them since it was last emptied."""
+
+    def __init__(self, url: str, engine: PacedEngine) -> None:
+        self.url, self.engine, self.seen = url, engine, Counter[str]()
+        self.number, self.is_asking = 0, True
+        self.whole = 0
+        self.said = set[tuple[int, ...]]()  # in whole answers
+        self.http = httpx2.AsyncClient(timeout=60, headers={"authorization": KEY}, limits=httpx2.Limits())
+
+    def body(self, size: int = 0) -> dict[str, Any]:
+        """Of another prompt each time, whose length makes for an answer of its own."""
+        self.number += 1
+        prompt = f"{self.number:06d} " + "x" * size
+        prompt += "x" * ((self.number - len(prompt)) % ROWS)
+        return {"model": "paced", "prompt": prompt, "max_tokens": MOST_TOKENS, "stream": True}
+
+    def expected(self, prompt: str) -> list[int]:
+        """The tokens that the engine says to a prompt."""
+        count = random.Random(prompt).randint(-(-MOST_TOKENS // 4), MOST_TOKENS)
+        return [self.engine.rows[(number + len(prompt)) % ROWS][0] for number in range(count)]
+
+    async def ask(self, body: dict[str, Any], between: Callable[[int], Awaitable[object]] | None = None) -> None:
+        """One request; `between` is awaited after each event, given its number."""
+        text, status = b"", 0
+        try:
+            async with self.http.stream("POST", self.url + COMPLETIONS, json=body) as answer:
+                status = answer.status_code
+                async for number, piece in numbered(answer.aiter_raw()):
+                    text += piece
+                    if between is not None:
+                        await between(number)
+        except httpx2.TransportError:
+            self.seen[BROKEN if is_begun(text, self.expected(body["prompt"])) else ALTERED] += 1
+            return
+        if status != 200:
+            self.seen[f"status {status}"] += 1
+            return
+        expected, is_plain = self.expected(body["prompt"]), b"token_id:" not in text
+        is_own = tokens_of(text) == expected and text.endswith(b"data: [DONE]\n\n") and is_plain
+        self.seen[OWN if is_own else ALTERED] += 1
+        if is_own:
+            self.said.add(tuple(expected))
+            self.whole += 1
+
+    async def keep_asking(self) -> None:
+        """Until told to stop."""
+        while self.is_asking:
+            whole = self.whole
+            await self.ask(self.body())
+            if self.whole == whole:
+                await asyncio.sleep(0.05)
+
+
+def tokens_of(text: bytes) -> list[int]:
+    """The tokens that a stream says."""
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith(b"data: {")]
+    return [int(choice["text"][2:]) for event in events for choice in event["choices"]]
+
+
+def is_begun(text: bytes, expected: list[int]) -> bool:
+    """Whether a stream that broke off says what it should so far."""
+    whole = text[: text.rfind(b"\n\n") + 2] if b"\n\n" in text else b""
+    said = tokens_of(whole)
+    return said == expected[: len(said)]
+
+
+async def numbered(pieces: AsyncIterator[bytes]) -> AsyncIterator[tuple[int, bytes]]:
+    """Pieces with their numbers."""
+    number = 0
+    async for piece in pieces:
+        yield number, piece
+        number += 1
+
+
+# --- what goes wrong ------------------------------------------------------------------------------------------------
+
+
+class World:
+    """An engine, a proxy that learns before it, and a store."""
+
+    def __init__(self, folder: Path, seconds: float) -> None:
+        self.folder, self.seconds = folder, seconds
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.engine = self.started_engine()
+        lab = data_folder() / "lab"
+        self.log = (folder / "proxy.log").open("w")
+        self.proxy = subprocess.Popen(
+            osd_hf("proxy", "--url", self.url, "--store", folder / "store", "--target", lab / "target", "--draft",
+                   lab / "draft", "--port", 0, "--share", 1, "--num-logprobs", NUM_LOGPROBS, "--learn",
+                   "--output-dir", folder / "versions", "--flush-every", 8),
+            stdout=subprocess.PIPE, stderr=self.log, text=True,
+        )  # fmt: skip
+        assert self.proxy.stdout is not None
+        self.front = self.proxy.stdout.readline().split()[0]
+
+    def started_engine(self) -> subprocess.Popen[str]:
+        """An engine that answers."""
+        command = [sys.executable, __file__, "--engine", str(self.port)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        process.stdout.readline()
+        return process
+
+    def child(self, has: str) -> psutil.Process:
+        """The process of the proxy's whose command has a word."""
+        children = psutil.Process(self.proxy.pid).children(recursive=True)
+        return next(child for child in children if has in " ".join(child.cmdline()))
+
+    @property
+    def reading(self) -> psutil.Process:
+        """The process that reads answers and writes the store."""
+        return self.child("multiprocessing.spawn")
+
+    async def nothing(self, clients: Clients) -> None:
+        """Nothing goes wrong."""
+        await asyncio.sleep(self.seconds)
+
+    async def engine_dies(self, clients: Clients) -> None:
+        """The engine is killed, and comes back after some seconds."""
+        self.engine.kill()
+        self.engine.wait()
+        await asyncio.sleep(self.seconds / 2)
+        self.engine = await asyncio.to_thread(self.started_engine)
+
+    async def learner_dies(self, clients: Clients) -> None:
+        """The learner is killed."""
+        killed = self.child("osd_hf.cli learn")
+        killed.kill()
+        while True:  # until another one runs
+            await asyncio.sleep(0.1)
+            with contextlib.suppress(StopIteration, psutil.NoSuchProcess):
+                if self.child("osd_hf.cli learn").pid != killed.pid:
+                    return
+
+    async def reading_dies(self, clients: Clients) -> None:
+        """The process that reads answers is killed."""
+        self.reading.kill()
+        await asyncio.sleep(self.seconds)
+
+    async def disk_is_full(self, clients: Clients) -> None:
+        """No file can be written beyond its first bytes."""
+        process = self.reading
+        limits = process.rlimit(psutil.RLIMIT_FSIZE)
+        process.rlimit(psutil.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
+        await asyncio.sleep(self.seconds)
+        process.rlimit(psutil.RLIMIT_FSIZE, limits)
+
+    async def store_is_away(self, clients: Clients) -> None:
+        """A file stands where the store's folder was, which comes back."""
+        store, away = self.folder / "store", self.folder / "away"
+        store.rename(away)
+        store.write_text("no store")
+        await asyncio.sleep(self.seconds)
+        store.unlink()
+        away.rename(store)
+
+    async def slow_client(self, clients: Clients) -> None:
+        """A client takes an event a second."""
+        await clients.ask(clients.body(), lambda number: asyncio.sleep(1.0 if number < self.seconds else 0.0))
+
+    async def clients_leave(self, clients: Clients) -> None:
+        """Twenty clients leave in the middle of an answer; the engine is told."""
+
+        class Leaves(Exception):
+            pass
+
+        async def leave(number: int) -> None:
+            raise Leaves
+
+        for _ in range(20):
+            with contextlib.suppress(Leaves):
+                await clients.ask(clients.body(), leave)
+        async with httpx2.AsyncClient() as direct:
+            busy = (await direct.get(f"{self.url}/busy")).json()["busy"]
+        clients.seen[f"{busy} answered by the engine afterwards, of {CLIENTS} clients that stay"] += 1
+
+    async def large_bodies(self, clients: Clients) -> None:
+        """Four requests of 10 MB at once."""
+        await asyncio.gather(*(clients.ask(clients.body(LARGE)) for _ in range(4)))
+
+    async def refused(self, clients: Clients) -> None:
+        """Malformed JSON and a wrong key, through the proxy and direct."""
+        for body, key in ((b'{"prompt": "a', KEY), (b"{}", "Bearer wrong"), (b"\xff" * 99, KEY)):
+            told = []
+            for url in (self.url, clients.url):
+                answer = await clients.http.post(url + COMPLETIONS, content=body, headers={"authorization": key})
+                headers = [(n, v) for n, v in answer.headers.multi_items() if n != "date"]
+                told.append((answer.status_code, headers, answer.content))
+            clients.seen[f"status {told[0][0]}, {'as direct' if told[0] == told[1] else 'not as direct'}"] += 1
+
+    def close(self) -> None:
+        """End what runs."""
+        for process in (self.proxy, self.engine):
+            process.kill()
+            process.wait()
+        self.log.close()
+
+
+async def chaos(world: World) -> tuple[list[dict[str, Any]], Clients]:
+    """What clients saw during each fault and as long after it."""
+    clients, table = Clients(world.front, make_engine()), list[dict[str, Any]]()
+    asking = [asyncio.ensure_future(clients.keep_asking()) for _ in range(CLIENTS)]
+    faults = [
+        world.nothing, world.engine_dies, world.learner_dies, world.reading_dies, world.disk_is_full,
+        world.store_is_away, world.slow_client, world.clients_leave, world.large_bodies, world.refused,
+    ]  # fmt: skip
+    for fault in tqdm(faults, desc="faults"):
+        clients.seen.clear()
+        await fault(clients)
+        during = dict(clients.seen)
+        clients.seen.clear()
+        await asyncio.sleep(world.seconds)
+        table.append({"fault": fault.__doc__, "during": during, "after": dict(clients.seen)})
+    clients.seen.clear()
+    world.proxy.send_signal(signal.SIGTERM)
+    clients.is_asking = False
+    await asyncio.gather(*asking)
+    await clients.http.aclose()
+    table.append({"fault": "The proxy is told to end.", "during": dict(clients.seen), "after": {}})
+    return table, clients
+
+
+def main() -> None:
+    parser = make_parser(__doc__, "proxy_chaos", traces=False)
+    parser.add_argument("--seconds", type=float, default=6.0, help="that most faults last")
+    parser.add_argument("--smoke", action="store_true", help="its smallest form")
+    parser.add_argument("--engine", type=int, metavar="PORT", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.engine:
+        running = Running("127.0.0.1", args.engine)
+        running.run(make_engine(), shutdown_seconds=2, on_start=lambda: print(running.address, flush=True))
+        return
+    started = time.time()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        world = World(folder, 1.0 if args.smoke else args.seconds)
+        try:
+            table, clients = asyncio.run(chaos(world))
+            said = world.proxy.communicate(timeout=120)[0]
+        finally:
+            world.close()
+        with CorrectionStore(folder / "store") as store:
+            kept = [tuple(trace.completion_ids.tolist()) for trace in store]
+        log = (folder / "proxy.log").read_text()
+    report = {
+        "table": table, "whole": clients.whole, "kept": len(kept),
+        "kept_as_said": sum(ids in clients.said for ids in kept), "exit_code": world.proxy.returncode,
+        "proxy_said": said.splitlines()[-8:], "log": log.splitlines()[-40:],
+    }  # fmt: skip
+    print(json.dumps(report, indent=1))
+    write_report(args.name, report, seed=args.seed, **run_facts(started))
+
+
+if __name__ == "__main__":
+    main()
