@@ -47,6 +47,7 @@ OWN, BROKEN, ALTERED = "whole and its own", "broken off", "another's text, or al
 CLIENTS, MOST_TOKENS = 8, 24
 LARGE = 10 << 20  # bytes of a body
 FIRST_MS, TOKEN_MS = 20.0, 5.0
+LEARNER, READER = "osd_hf.cli learn", "multiprocessing.spawn"  # in commands of the proxy's processes
 
 
 class Engine(PacedEngine):
@@ -180,22 +181,22 @@ async def numbered(pieces: AsyncIterator[bytes]) -> AsyncIterator[tuple[int, byt
 
 
 class World:
-    """An engine, a proxy that learns before it, and a store."""
+    """An engine, a proxy before it, that learns or not, and a store."""
 
-    def __init__(self, folder: Path, seconds: float) -> None:
-        self.folder, self.seconds = folder, seconds
+    def __init__(self, folder: Path, seconds: float, learns: bool) -> None:
+        self.folder, self.seconds, self.learns = folder, seconds, learns
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.engine = self.started_engine()
         lab = data_folder() / "lab"
-        self.log = (folder / "proxy.log").open("w")
-        self.proxy = subprocess.Popen(
-            osd_hf("proxy", "--url", self.url, "--store", folder / "store", "--target", lab / "target", "--draft",
-                   lab / "draft", "--port", 0, "--share", 1, "--num-logprobs", NUM_LOGPROBS, "--learn",
-                   "--output-dir", folder / "versions", "--flush-every", 8),
-            stdout=subprocess.PIPE, stderr=self.log, text=True,
+        learning = ("--learn", "--draft", lab / "draft", "--output-dir", folder / "versions")
+        command = osd_hf(
+            "proxy", "--url", self.url, "--store", folder / "store", "--target", lab / "target", "--port", 0,
+            "--share", 1, "--num-logprobs", NUM_LOGPROBS, "--flush-every", 8, *(learning if learns else ()),
         )  # fmt: skip
+        self.log = (folder / "proxy.log").open("w")
+        self.proxy = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.log, text=True)
         assert self.proxy.stdout is not None
         self.front = self.proxy.stdout.readline().split()[0]
 
@@ -204,18 +205,25 @@ class World:
         command = [sys.executable, __file__, "--engine", str(self.port)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
-        process.stdout.readline()
+        with process.stdout:  # it says no more than that it is there
+            process.stdout.readline()
         return process
 
-    def child(self, has: str) -> psutil.Process:
+    def child(self, has: str) -> psutil.Process | None:
         """The process of the proxy's whose command has a word."""
-        children = psutil.Process(self.proxy.pid).children(recursive=True)
-        return next(child for child in children if has in " ".join(child.cmdline()))
+        for child in psutil.Process(self.proxy.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if has in " ".join(child.cmdline()):
+                    return child
+        return None
 
-    @property
-    def reading(self) -> psutil.Process:
-        """The process that reads answers and writes the store."""
-        return self.child("multiprocessing.spawn")
+    async def another(self, has: str) -> None:
+        """Kill such a process, and wait until another one runs."""
+        killed = self.child(has)
+        assert killed is not None
+        killed.kill()
+        while (child := self.child(has)) is None or child.pid == killed.pid:
+            await asyncio.sleep(0.1)
 
     async def nothing(self, clients: Clients) -> None:
         """Nothing goes wrong."""
@@ -230,22 +238,16 @@ class World:
 
     async def learner_dies(self, clients: Clients) -> None:
         """The learner is killed."""
-        killed = self.child("osd_hf.cli learn")
-        killed.kill()
-        while True:  # until another one runs
-            await asyncio.sleep(0.1)
-            with contextlib.suppress(StopIteration, psutil.NoSuchProcess):
-                if self.child("osd_hf.cli learn").pid != killed.pid:
-                    return
+        await self.another(LEARNER)
 
     async def reading_dies(self, clients: Clients) -> None:
         """The process that reads answers is killed."""
-        self.reading.kill()
-        await asyncio.sleep(self.seconds)
+        await self.another(READER)
 
     async def disk_is_full(self, clients: Clients) -> None:
         """No file can be written beyond its first bytes."""
-        process = self.reading
+        process = self.child(READER)
+        assert process is not None
         limits = process.rlimit(psutil.RLIMIT_FSIZE)
         process.rlimit(psutil.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
         await asyncio.sleep(self.seconds)
@@ -299,6 +301,8 @@ class World:
         for process in (self.proxy, self.engine):
             process.kill()
             process.wait()
+        assert self.proxy.stdout is not None
+        self.proxy.stdout.close()
         self.log.close()
 
 
@@ -306,10 +310,10 @@ async def chaos(world: World) -> tuple[list[dict[str, Any]], Clients]:
     """What clients saw during each fault and as long after it."""
     clients, table = Clients(world.front, make_engine()), list[dict[str, Any]]()
     asking = [asyncio.ensure_future(clients.keep_asking()) for _ in range(CLIENTS)]
-    faults = [
-        world.nothing, world.engine_dies, world.learner_dies, world.reading_dies, world.disk_is_full,
-        world.store_is_away, world.slow_client, world.clients_leave, world.large_bodies, world.refused,
-    ]  # fmt: skip
+    faults = [world.nothing, world.engine_dies]
+    if world.learns:
+        faults += [world.learner_dies, world.reading_dies, world.disk_is_full, world.store_is_away]
+    faults += [world.slow_client, world.clients_leave, world.large_bodies, world.refused]
     for fault in tqdm(faults, desc="faults"):
         clients.seen.clear()
         await fault(clients)
@@ -329,7 +333,7 @@ async def chaos(world: World) -> tuple[list[dict[str, Any]], Clients]:
 def main() -> None:
     parser = make_parser(__doc__, "proxy_chaos", traces=False)
     parser.add_argument("--seconds", type=float, default=6.0, help="that most faults last")
-    parser.add_argument("--smoke", action="store_true", help="its smallest form")
+    parser.add_argument("--smoke", action="store_true", help="its smallest form, without a learner")
     parser.add_argument("--engine", type=int, metavar="PORT", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.engine:
@@ -339,7 +343,7 @@ def main() -> None:
     started = time.time()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        world = World(folder, 1.0 if args.smoke else args.seconds)
+        world = World(folder, 0.2 if args.smoke else args.seconds, learns=not args.smoke)
         try:
             table, clients = asyncio.run(chaos(world))
             said = world.proxy.communicate(timeout=120)[0]

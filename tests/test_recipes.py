@@ -61,6 +61,7 @@ SMOKES = {
     "proxy_exchanges": ["--url", "{engine}", "--exchanges", "16"],
     "proxy_cost": ["--url", "{engine}", "--smoke"],
     "proxy_cost --paced": ["--paced", "--smoke"],
+    "proxy_chaos": ["--smoke"],
     "another_tokenizer": [
         *("--requests", "8", "--live", "2", "--datasets", "gsm8k", "--steps", "2", "--vocab-size", "300"),
         *("--max-new-tokens", "4", "--traces", "{traces}"),
@@ -128,6 +129,13 @@ def test_a_recipe_runs_its_smallest_form(
     if name == "proxy_exchanges":
         assert report["summed"] == {"through the proxy": {"identical": 16}, "direct twice": {"identical": 16}}
         assert report["proxy"]["collected"] == 16 - 4
+    if name == "proxy_chaos":
+        assert (report["exit_code"], report["kept"]) == (0, report["kept_as_said"])
+        seen = {what for row in report["table"] for when in ("during", "after") for what in row[when]}
+        assert not any("altered" in what or "not as direct" in what for what in seen)
+        assert all(
+            row["during"].get("whole and its own") for row in report["table"] if "engine is" not in row["fault"]
+        )
     if name == "harness":
         assert [row["identical"] for row in report["measured"]] == [2, 2]
     if name == "another_tokenizer":
