@@ -47,6 +47,7 @@ OWN, BROKEN, ALTERED = "whole and its own", "broken off", "another's text, or al
 CLIENTS, MOST_TOKENS = 8, 24
 LARGE = 10 << 20  # bytes of a body
 FIRST_MS, TOKEN_MS = 20.0, 5.0
+STREAM = [(b"content-type", b"text/event-stream")]
 LEARNER, READER = "osd_hf.cli learn", "multiprocessing.spawn"  # in commands of the proxy's processes
 
 
@@ -81,9 +82,6 @@ class Engine(PacedEngine):
             answering.cancel()
             leaving.cancel()
             self.busy -= 1
-
-
-STREAM = [(b"content-type", b"text/event-stream")]
 
 
 async def say(send: Any, status: int, said: Any) -> None:
@@ -307,7 +305,7 @@ class World:
 
 
 async def chaos(world: World) -> tuple[list[dict[str, Any]], Clients]:
-    """What clients saw during each fault and as long after it."""
+    """What clients saw during each fault, and in the `world.seconds` after it."""
     clients, table = Clients(world.front, make_engine()), list[dict[str, Any]]()
     asking = [asyncio.ensure_future(clients.keep_asking()) for _ in range(CLIENTS)]
     faults = [world.nothing, world.engine_dies]
@@ -351,7 +349,7 @@ def main() -> None:
             world.close()
         with CorrectionStore(folder / "store") as store:
             kept = [tuple(trace.completion_ids.tolist()) for trace in store]
-        log = (folder / "proxy.log").read_text()
+        said, log = (text.replace(name, "...") for text in (said, (folder / "proxy.log").read_text()))
     report = {
         "table": table, "whole": clients.whole, "kept": len(kept),
         "kept_as_said": sum(ids in clients.said for ids in kept), "exit_code": world.proxy.returncode,

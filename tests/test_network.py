@@ -373,6 +373,20 @@ def test_an_answer_to_head_has_no_body(run: Any) -> None:
     run(work())
 
 
+def test_an_engine_that_begins_to_speak_otherwise_is_left(run: Any) -> None:
+    async def talk(engine: Engine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await engine.head(reader)
+        writer.write(b"HTTP/1.1 101 Switching\r\nupgrade: other\r\nconnection: upgrade\r\n\r\n")
+
+    async def work() -> None:
+        async with before(talk) as (transport, engine):
+            with pytest.raises(httpx2.RemoteProtocolError):
+                await get(transport, headers=[(b"upgrade", b"other"), (b"connection", b"upgrade")])
+            assert await engine.ended.get() == 0
+
+    run(work())
+
+
 @pytest.mark.parametrize("unasked", [OK, b"x", b""], ids=["answer", "byte", "end"])
 def test_what_comes_unasked_is_nobodys_answer(run: Any, unasked: bytes) -> None:
     async def talk(engine: Engine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

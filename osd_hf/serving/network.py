@@ -26,7 +26,7 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class EndedError(httpx2.ReadError):
-    """A connection has ended before its answer."""
+    """A connection has ended before its answer has."""
 
 
 class StaleError(EndedError):
@@ -224,13 +224,20 @@ class _Connection(asyncio.Protocol):
             raise httpx2.LocalProtocolError(str(error)) from error
 
     def _write(self, *texts: bytes | None) -> None:
-        if not self._transport.is_closing():  # uvloop refuses to write then
-            self._transport.writelines([text for text in texts if text])
+        given = [text for text in texts if text]
+        if not given or self._transport.is_closing():  # uvloop refuses to write then
+            return
+        if len(given) == 1:  # what is written in lines does not hold up its writer in Python 3.12.1 (CVE-2024-12254)
+            self._transport.write(given[0])
+        else:
+            self._transport.writelines(given)
 
     async def head(self) -> Any:
         """The head of the answer, an `h11.Response`."""
-        while not isinstance(event := await self._event(), h11.Response):  # such as 100 Continue
+        while isinstance(event := await self._event(), h11.InformationalResponse):  # such as 100 Continue
             pass
+        if not isinstance(event, h11.Response):
+            raise httpx2.RemoteProtocolError("it has begun to speak another protocol")
         return event
 
     async def piece(self) -> bytes | None:

@@ -29,7 +29,7 @@ from osd_hf.serving.events import EventSplitter, data_span
 from osd_hf.serving.extra_fields import READ, Shape, asking, edited, edited_event, gives_all, reason_against
 from osd_hf.serving.network import Headers, StaleError
 from osd_hf.serving.recorder import Keeper, ProxyCounts, Recording
-from osd_hf.serving.upstream import Engine, Kind, once, reason_of
+from osd_hf.serving.upstream import Engine, Kind, reason_of
 
 __all__ = ["METRICS_PATH", "Proxy"]
 
@@ -385,7 +385,10 @@ class Proxy:
         if exchange.asked is None or response.status_code not in REFUSED:
             return response, exchange
         exchange.close()
-        await response.aread()
+        try:
+            await response.aread()
+        finally:
+            await response.aclose()
         again = await engine.send(request.method, request.target, request.headers, request.content)
         self.counts.retries += 1
         if again.status_code < 400:
@@ -430,7 +433,7 @@ class Proxy:
                 text = await self._whole(exchange, await response.aread())
                 headers = [(n, str(len(text)).encode() if n.lower() == b"content-length" else v)
                            for n, v in headers if n.lower() != b"content-encoding"]  # fmt: skip
-                pieces = once(text)
+                pieces = _once(text)
             is_begun = True
             await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
             async for piece in pieces:
@@ -493,6 +496,11 @@ def _end_to_end(headers: Iterable[tuple[bytes, bytes]], *, but: Sequence[bytes])
     given = [(name.lower(), name, value) for name, value in headers]
     named = {word.strip().lower() for name, _, value in given if name == b"connection" for word in value.split(b",")}
     return [(name, value) for lower, name, value in given if lower not in OF_CONNECTION | named | {*but}]
+
+
+async def _once(text: bytes) -> AsyncIterator[bytes]:
+    """A body in one piece."""
+    yield text
 
 
 def _said(response: httpx2.Response) -> str:

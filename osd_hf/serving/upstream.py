@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Callable
+from collections.abc import AsyncIterable, Callable
 
 import httpx2
 
@@ -14,7 +14,7 @@ from osd_hf.serving.extra_fields import Shape
 from osd_hf.serving.network import EndedError, Headers, StaleError, Transport
 from osd_hf.serving.recorder import Asking
 
-__all__ = ["Engine", "Kind", "once", "reason_of"]
+__all__ = ["Engine", "Kind", "reason_of"]
 
 CONNECT_SECONDS = 10.0  # an answer may take as long as the client waits
 KEEP_ALIVE_SECONDS = (
@@ -114,8 +114,3 @@ class Engine:
 def reason_of(error: httpx2.TransportError) -> str:
     """Why an engine does not answer, in words that may be logged."""
     return first_line(error) if isinstance(error, httpx2.ConnectError | EndedError) else type(error).__name__
-
-
-async def once(text: bytes) -> AsyncIterator[bytes]:
-    """A body in one piece, held until it is taken."""
-    yield text
