@@ -50,27 +50,28 @@ class PacedEngine:
                 message = await receive()
                 await send({"type": f"{message['type']}.complete"})
             return
-        body, more = b"", True
-        while more:
-            message = await receive()
-            body, more = body + message.get("body", b""), message.get("more_body", False)
-        kind = b"application/json" if scope["method"] == "GET" else b"text/event-stream"
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
+        body = await body_of(receive)
         if scope["method"] == "GET":
-            await send({"type": "http.response.body", "body": json.dumps({"data": [{"id": MODEL}]}).encode()})
+            await say(send, 200, {"data": [{"id": MODEL}]})
         else:
             await self.stream(json.loads(body), send)
 
+    def rows_of(self, prompt: str, most: int) -> list[tuple[int, str]]:
+        """The tokens that are said to a prompt, and their log-probs. As answers end, clients are not in step."""
+        count = random.Random(prompt).randint(-(-most // 4), most)
+        return [self.rows[(number + len(prompt)) % ROWS] for number in range(count)]
+
     async def stream(self, asked: dict[str, Any], send: Any) -> None:
-        """Events at times that do not depend on how long each took."""
-        most, loop = int(asked["max_tokens"]), asyncio.get_running_loop()
-        count = random.Random(asked["prompt"]).randint(-(-most // 4), most)  # as answers end, clients are not in step
-        begun = loop.time()
+        """A whole answer of events, at times that do not depend on how long each took."""
+        loop = asyncio.get_running_loop()
+        rows, begun = self.rows_of(asked["prompt"], int(asked["max_tokens"])), loop.time()
+        count = len(rows)
+        head = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": head})
         ids = json.dumps(list(range(3, 3 + PROMPT_TOKENS))) if asked.get("return_token_ids") else "null"
-        for number in range(count):
+        for number, (token, row) in enumerate(rows):
             due = begun + self.first_seconds + number * self.token_seconds
             await asyncio.sleep(due - loop.time())
-            token, row = self.rows[(number + len(asked["prompt"])) % ROWS]
             logprobs = row if asked.get("logprobs") else "null"
             own = f"[{token}]" if asked.get("return_token_ids") else "null"
             reason = '"stop"' if number == count - 1 else "null"
@@ -85,6 +86,22 @@ class PacedEngine:
                 "usage": usage}  # fmt: skip
         end = f"data: {json.dumps(last, separators=(',', ':'))}\n\ndata: [DONE]\n\n"
         await send({"type": "http.response.body", "body": end.encode(), "more_body": False})
+
+
+async def body_of(receive: Any) -> bytes:
+    """The whole body of a request."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message.get("body", b""), message.get("more_body", False)
+    return body
+
+
+async def say(send: Any, status: int, said: Any) -> None:
+    """An answer that is no stream."""
+    head = [(b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": status, "headers": head})
+    await send({"type": "http.response.body", "body": json.dumps(said).encode()})
 
 
 def main() -> None:

@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import random
 import resource
 import signal
 import socket
@@ -33,7 +32,7 @@ from typing import Any
 import httpx2
 import psutil
 from common import data_folder, make_parser, run_facts, write_report
-from paced_engine import ROWS, PacedEngine
+from paced_engine import ROWS, PacedEngine, body_of, say
 from proxy_exchanges import COMPLETIONS, NUM_LOGPROBS
 from tqdm import tqdm
 from vllm_loop import osd_hf
@@ -45,9 +44,9 @@ from osd_hf.serving.listener import Running
 KEY = "Bearer right"
 OWN, BROKEN, ALTERED = "whole and its own", "broken off", "another's text, or altered"
 CLIENTS, MOST_TOKENS = 8, 24
+AGAIN_SECONDS = 60  # within which answers are whole again after a fault
 LARGE = 10 << 20  # bytes of a body
 FIRST_MS, TOKEN_MS = 20.0, 5.0
-STREAM = [(b"content-type", b"text/event-stream")]
 LEARNER, READER = "osd_hf.cli learn", "multiprocessing.spawn"  # in commands of the proxy's processes
 
 
@@ -61,10 +60,7 @@ class Engine(PacedEngine):
         if scope["type"] == "lifespan":
             await super().__call__(scope, receive, send)
             return
-        body, more = b"", True
-        while more:
-            message = await receive()
-            body, more = body + message.get("body", b""), message.get("more_body", False)
+        body = await body_of(receive)
         if scope["method"] == "GET":
             await say(send, 200, {"busy": self.busy})
         elif dict(scope["headers"]).get(b"authorization", b"").decode() != KEY:
@@ -75,20 +71,12 @@ class Engine(PacedEngine):
             except ValueError as error:
                 await say(send, 400, {"error": {"message": str(error)}})
                 return
-            await send({"type": "http.response.start", "status": 200, "headers": STREAM})
             self.busy += 1
             answering, leaving = asyncio.ensure_future(self.stream(asked, send)), asyncio.ensure_future(receive())
             await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
             answering.cancel()
             leaving.cancel()
             self.busy -= 1
-
-
-async def say(send: Any, status: int, said: Any) -> None:
-    """An answer that is no stream."""
-    head = [(b"content-type", b"application/json")]
-    await send({"type": "http.response.start", "status": status, "headers": head})
-    await send({"type": "http.response.body", "body": json.dumps(said).encode()})
 
 
 def make_engine() -> Engine:
@@ -119,8 +107,7 @@ class Clients:
 
     def expected(self, prompt: str) -> list[int]:
         """The tokens that the engine says to a prompt."""
-        count = random.Random(prompt).randint(-(-MOST_TOKENS // 4), MOST_TOKENS)
-        return [self.engine.rows[(number + len(prompt)) % ROWS][0] for number in range(count)]
+        return [token for token, _ in self.engine.rows_of(prompt, MOST_TOKENS)]
 
     async def ask(self, body: dict[str, Any], between: Callable[[int], Awaitable[object]] | None = None) -> None:
         """One request; `between` is awaited after each event, given its number."""
@@ -305,7 +292,7 @@ class World:
 
 
 async def chaos(world: World) -> tuple[list[dict[str, Any]], Clients]:
-    """What clients saw during each fault, and in the `world.seconds` after it."""
+    """What clients saw during each fault, and in the `world.seconds` after it, or until there were whole answers."""
     clients, table = Clients(world.front, make_engine()), list[dict[str, Any]]()
     asking = [asyncio.ensure_future(clients.keep_asking()) for _ in range(CLIENTS)]
     faults = [world.nothing, world.engine_dies]
@@ -318,6 +305,9 @@ async def chaos(world: World) -> tuple[list[dict[str, Any]], Clients]:
         during = dict(clients.seen)
         clients.seen.clear()
         await asyncio.sleep(world.seconds)
+        async with asyncio.timeout(AGAIN_SECONDS):
+            while not clients.seen[OWN]:
+                await asyncio.sleep(0.01)
         table.append({"fault": fault.__doc__, "during": during, "after": dict(clients.seen)})
     clients.seen.clear()
     world.proxy.send_signal(signal.SIGTERM)

@@ -6,10 +6,11 @@ What `osd-hf proxy` costs: time to the first token and of whole answers, and tok
     OSD_HF_DATA=... python recipes/proxy_cost.py --paced --name proxy_cost_paced   # before one that computes nothing
     OSD_HF_DATA=... python recipes/proxy_cost.py --url http://localhost:8000 --smoke
 
-Streamed greedy completions by 1, 4 and 16 clients at once, who come one by one: direct, through the proxy without
-collecting, and with; in turns, `--rounds` times after one that warms up, with `--requests` for each client, the same
-ones each way. Then tokens a second of 16 clients by the share that is collected. The proxy is a process of its own;
-clients run in this one, on the same machine. With `--smoke` little is asked for, and the proxy is a thread.
+Streamed greedy completions by 1, 4 and 16 clients at once, who come one by one: direct, direct with the log-probs
+that collecting asks for, through the proxy without collecting, and with; in turns, `--rounds` times after one that
+warms up, with `--requests` for each client, the same ones each way. Then tokens a second of 16 clients by the share
+that is collected. The proxy is a process of its own; clients run in this one, on the same machine. With `--smoke`
+little is asked for, and the proxy is a thread.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ from osd_hf.serving.recorder import ProxyCounts
 
 BETWEEN_SECONDS = 0.05  # after which one client comes behind another
 LEAST = 24  # requests of a round, however few the clients
-DIRECT, THROUGH, COLLECTED = "direct", "through", "collected"
+ASKED_FOR = {"logprobs": NUM_LOGPROBS, "return_token_ids": True, "return_tokens_as_token_ids": True}
+DIRECT, ASKED, THROUGH, COLLECTED = "direct", "direct with log-probs", "through", "collected"
 
 
 @contextlib.contextmanager
@@ -91,7 +93,7 @@ async def timed(client: httpx2.AsyncClient, url: str, body: dict[str, Any], coll
     return first, time.perf_counter() - began, tokens
 
 
-async def served(url: str, texts: list[str], model: str, clients: int, share: float) -> dict[str, Any]:
+async def served(url: str, texts: list[str], asked: dict[str, Any], clients: int, share: float) -> dict[str, Any]:
     """What came of all texts, asked for by so many clients, each with one request at a time, which come one by one."""
     waiting, found = list(enumerate(texts)), list[tuple[float, float, int]]()
 
@@ -99,8 +101,8 @@ async def served(url: str, texts: list[str], model: str, clients: int, share: fl
         await asyncio.sleep(begins)
         while waiting:
             number, text = waiting.pop(0)
-            body = {"model": model, "prompt": text, "max_tokens": MAX_NEW_TOKENS, "temperature": 0, "stream": True,
-                    "stream_options": {"include_usage": True}}  # fmt: skip
+            body = {"prompt": text, "max_tokens": MAX_NEW_TOKENS, "temperature": 0, "stream": True,
+                    "stream_options": {"include_usage": True}, **asked}  # fmt: skip
             is_collected = int((number + 1) * share) > int(number * share)
             found.append(await timed(client, url, body, is_collected))
 
@@ -155,22 +157,26 @@ def main() -> None:
         (paced if args.paced else engine_of)(args) as url,
         proxy_of(url, folder, args.smoke) as front,
     ):
-        model = httpx2.get(f"{url}/v1/models").json()["data"][0]["id"]
+        model = {"model": httpx2.get(f"{url}/v1/models").json()["data"][0]["id"]}
 
-        def run(ways: dict[str, tuple[str, float]], clients: int, bar: str) -> dict[str, Any]:
+        def run(ways: dict[str, tuple[str, dict[str, Any], float]], clients: int, bar: str) -> dict[str, Any]:
             runs: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
             for number in tqdm(range(args.rounds + 1), desc=bar):
-                asked = draw.sample(texts, max(args.requests * clients, least))
+                those = draw.sample(texts, max(args.requests * clients, least))
                 for way in draw.sample(list(ways), len(ways)):
-                    found = asyncio.run(served(ways[way][0], asked, model, clients, ways[way][1]))
+                    where, asked, share = ways[way]
+                    found = asyncio.run(served(where, those, asked, clients, share))
                     if number:  # the first round warms up
                         runs[way].append(found)
-            return {way: summary(those) for way, those in runs.items()}
+            return {way: summary(of_way) for way, of_way in runs.items()}
 
         for clients in args.clients:
-            ways = {DIRECT: (url, 0.0), THROUGH: (front, 0.0), COLLECTED: (front, 1.0)}
+            ways = {
+                DIRECT: (url, model, 0.0), ASKED: (url, model | ASKED_FOR, 0.0),
+                THROUGH: (front, model, 0.0), COLLECTED: (front, model, 1.0),
+            }  # fmt: skip
             report["clients"][clients] = run(ways, clients, f"{clients} clients")
-        by_share = {str(share): (front, share) for share in args.shares}
+        by_share = {str(share): (front, model, share) for share in args.shares}
         report["shares"] = run(by_share, max(args.clients), "shares")
         if not args.smoke:
             report["proxy"] = httpx2.get(front + METRICS_PATH).text.splitlines()
