@@ -132,7 +132,7 @@ def targets(args: argparse.Namespace) -> dict[str, Any]:
     for name, folder in folders.items():
         target, tokenizer = load(name, folder)
         traces = answers(name, target, tokenizer, args)
-        config = MakingConfig(max_seconds=args.seconds, max_steps=args.steps, seed=args.seed)
+        config = MakingConfig(args.num_layers, max_seconds=args.seconds, max_steps=args.steps, seed=args.seed)
         begun = time.process_time()
         try:
             made = taught_draft(target, tokenizer, config, traces=traces)
@@ -193,6 +193,7 @@ def main() -> None:
     parser.add_argument("--also", nargs="*", default=[], metavar="NAME=DIR", help="targets beside the lab's")
     parser.add_argument("--dataset", default="gsm8k")
     parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--num-layers", type=int, help="of the drafts of `targets`; chosen by measurement without")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--seconds", type=float, default=300.0, help="for each draft")
     parser.add_argument("--steps", type=int, help="for each draft, at most")
