@@ -2,15 +2,15 @@
 A draft for any target: what a piece of it learns beside a model of the same shape from scratch, and which piece.
 
     OSD_HF_DATA=... python recipes/making.py                       # lab pair: which layers, and what they are worth
-    OSD_HF_DATA=... python recipes/making.py --parts targets --also smollm2=DIR t5=runs/t5_pair/target gemma3=
-    OSD_HF_DATA=... python recipes/making.py --parts targets --dataset everyday --also smollm2=DIR
+    OSD_HF_DATA=... python recipes/making.py --parts targets --targets lab= smollm2=DIR t5=runs/t5_pair/target gemma3=
+    OSD_HF_DATA=... python recipes/making.py --parts targets --dataset everyday --targets lab= smollm2=DIR
     OSD_HF_DATA=... python recipes/making.py --steps 400           # bounded by steps: machines do not matter
     OSD_HF_DATA=... python recipes/making.py --requests 24 --steps 4 --parts targets pieces ways     # smoke
 
 targets  `taught_draft` on each target: which piece was chosen, its acceptance on held-out requests before and after,
          bytes, time; and a model of the same shape with random weights, taught on the same requests for as long.
-         `gemma3=` and `t5=`, without a folder, are tiny ones with random weights, for their shape alone; `curve` is
-         held-out acceptance after so many seconds
+         `lab=` is the lab's, `gemma3=` and `t5=`, without a folder, are tiny ones with random weights, for their shape
+         alone; `curve` is held-out acceptance after so many seconds
 pieces   which layers, and how many: held-out acceptance after the same steps, cost, expected speed
 ways     what learns: everything, or all but embeddings and head; over all tokens, or some drawn ones
 """
@@ -72,6 +72,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def load(name: str, folder: str) -> tuple[Any, Any]:
     """A target and its tokenizer; those with random weights have none."""
+    if name == "lab":
+        folder = folder or str(data_folder() / "lab/target")
     if folder:
         return load_model(folder, dtype="float32", device="cpu"), load_tokenizer(folder)
     torch.manual_seed(0)
@@ -128,11 +130,11 @@ def shown(stats: AcceptanceStats) -> dict[str, Any]:
 def targets(args: argparse.Namespace) -> dict[str, Any]:
     """A made draft of each target, and one from scratch."""
     found = {}
-    folders = {"lab": str(data_folder() / "lab/target"), **dict(also.split("=", 1) for also in args.also)}
-    for name, folder in folders.items():
+    for name, folder in (named.split("=", 1) for named in args.targets):
         target, tokenizer = load(name, folder)
         traces = answers(name, target, tokenizer, args)
-        config = MakingConfig(args.num_layers, max_seconds=args.seconds, max_steps=args.steps, seed=args.seed)
+        layers = None if args.layers is None else tuple(args.layers)
+        config = MakingConfig(layers=layers, max_seconds=args.seconds, max_steps=args.steps, seed=args.seed)
         begun = time.process_time()
         try:
             made = taught_draft(target, tokenizer, config, traces=traces)
@@ -155,7 +157,7 @@ def targets(args: argparse.Namespace) -> dict[str, Any]:
 
 def pieces(args: argparse.Namespace) -> dict[str, Any]:
     """Which layers of the lab target."""
-    target, tokenizer = load("lab", str(data_folder() / "lab/target"))
+    target, tokenizer = load("lab", "")
     traces, count = answers("lab", target, tokenizer, args), depth(target)
     found, rows = {}, []
     for size in args.sizes:
@@ -176,7 +178,7 @@ def pieces(args: argparse.Namespace) -> dict[str, Any]:
 
 def ways(args: argparse.Namespace) -> dict[str, Any]:
     """What of the lab target's first and last layer learns."""
-    target, tokenizer = load("lab", str(data_folder() / "lab/target"))
+    target, tokenizer = load("lab", "")
     traces, found, rows = answers("lab", target, tokenizer, args), {}, []
     for name, way in WAYS.items():
         piece = Piece(cut(target, (0, 7)), (0, 7), None, **way)
@@ -190,10 +192,12 @@ def ways(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = make_parser(__doc__, "making")
     parser.add_argument("--parts", nargs="+", default=["targets", "pieces", "ways"])
-    parser.add_argument("--also", nargs="*", default=[], metavar="NAME=DIR", help="targets beside the lab's")
+    parser.add_argument("--targets", nargs="+", default=["lab="], metavar="NAME=DIR", help="of the part `targets`")
     parser.add_argument("--dataset", default="gsm8k")
     parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--num-layers", type=int, help="of the drafts of `targets`; chosen by measurement without")
+    parser.add_argument(
+        "--layers", type=int, nargs="+", help="of the drafts of `targets`, chosen by measurement otherwise"
+    )
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--seconds", type=float, default=300.0, help="for each draft")
     parser.add_argument("--steps", type=int, help="for each draft, at most")
