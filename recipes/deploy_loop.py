@@ -105,15 +105,15 @@ class Loop:
 
     @contextmanager
     def running(self) -> Iterator[str]:
-        """Both commands run inside; yields the proxy's address."""
-        with (
-            command(self._folder / "proxy.log", *self._proxy) as proxy,
-            command(self._folder / "learn.log", *self._learn) as self._learner,
-        ):
-            line = proxy.stdout.readline()
-            if " stands before " not in line:
-                sys.exit(f"The proxy does not start; see {self._folder / 'proxy.log'}.")
-            yield line.split()[0]
+        """Both commands run inside; yields the proxy's address. What the proxy has read by its end is learned from."""
+        with command(self._folder / "learn.log", *self._learn) as self._learner:
+            with command(self._folder / "proxy.log", *self._proxy) as proxy:
+                line = proxy.stdout.readline()
+                if " stands before " not in line:
+                    sys.exit(f"The proxy does not start; see {self._folder / 'proxy.log'}.")
+                yield line.split()[0]
+            collected = float(json.loads((self._folder / "proxy.json").read_text())["collected"])
+            self._wait(lambda: collected)
 
     def versions(self, domain: str) -> Path:
         """Where those of a domain are."""
@@ -178,12 +178,14 @@ class Loop:
         )
 
     def wait(self, front: str) -> None:
-        """Until all that was collected is learned from."""
+        """Until all that was collected so far is learned from."""
+        self._wait(lambda: scraped(front + METRICS_PATH, "osd_hf_proxy_collected_total"))
+
+    def _wait(self, collected: Callable[[], float]) -> None:
         until = time.monotonic() + LEARN_SECONDS
         while time.monotonic() < until and self._learner.poll() is None:
             with suppress(httpx2.HTTPError):
-                collected = scraped(front + METRICS_PATH, "osd_hf_proxy_collected_total")
-                if scraped(f"http://127.0.0.1:{self._port}/metrics", LEARNED) >= collected:
+                if scraped(f"http://127.0.0.1:{self._port}/metrics", LEARNED) >= collected():
                     return
             time.sleep(0.2)
         sys.exit(f"Not all was learned from; see {self._folder / 'learn.log'}.")
