@@ -135,6 +135,8 @@ def test_a_recipe_runs_its_smallest_form(
         assert not any("altered" in what or "not as direct" in what for what in seen)
         *faults, end = report["table"]
         assert all(row["after"].get("whole and its own") for row in faults) and end["during"]["whole and its own"]
+        last = ("A client takes", "Twenty clients", "Four requests")  # they last as long as answers do
+        assert all(row["during"].get("whole and its own") for row in faults if row["fault"].startswith(last))
     if name == "harness":
         assert [row["identical"] for row in report["measured"]] == [2, 2]
     if name == "another_tokenizer":
