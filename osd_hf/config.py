@@ -69,11 +69,14 @@ class OnlineConfig:
         drafting (`str`, *optional*, defaults to `"lean"`):
             `"lean"`: by the draft's own forward; `"stock"`: by transformers' candidate generator, the reference.
         compile_draft (`bool` or `"auto"`, *optional*, defaults to `"auto"`):
-            Compile the draft's forward over a static cache; `"auto"`: where the draft lies on an accelerator, on which
-            starting the kernels of an eager forward takes longer than what they compute. Compiling takes some seconds
-            at the first request and for each doubling of the longest sequence ([`~OnlineAssistant.warm_up`] does it
-            before), and once more for each size of draft vocabulary. What a sequence has beyond 8,192 tokens is
-            drafted eagerly. Where it cannot be done, the log says so and the draft runs eagerly.
+            On an accelerator, starting the kernels of an eager forward takes longer than what they compute. `"auto"`:
+            where the draft lies on a CUDA device, they are captured as graphs, over static caches, which takes some
+            hundredths of a second; on other accelerators as `True`. `True`, also on a CPU: the forward is compiled,
+            which makes a token faster still. Compiling takes from some seconds to a minute, by the size of the draft
+            (less where the compiler's own cache has it already), at the first request, for each doubling of the
+            longest sequence ([`~OnlineAssistant.warm_up`] does it before), and once more for each size of draft
+            vocabulary. `False`: eager forwards. What a sequence has beyond 8,192 tokens is drafted eagerly. Where it
+            cannot be done, the log says so and the draft runs eagerly.
         compile_target (`bool`, *optional*, defaults to `False`):
             Compile the target's verification of drafts over a static cache: once, for any number of drafted tokens,
             for each doubling of the longest sequence; it takes some 20 seconds each, less where the compiler's own
@@ -182,7 +185,7 @@ class OnlineConfig:
     draft_vocabulary: Literal["auto", "full"] = setting("auto", "tokens of the draft's head; auto = those in use")
     drafting: Literal["lean", "stock"] = setting("lean", "what generates candidates; stock = transformers' generator")
     compile_draft: bool | Literal["auto"] = setting(
-        "auto", "compile the draft's forward (lean drafting); auto = on accelerators"
+        "auto", "compile the draft's forward (lean drafting); auto = on accelerators, as graphs of its kernels"
     )
     compile_target: bool = setting(False, "compile the target's verification of drafts")
     divergence: str = setting("forward_kl", "loss between target and draft: " + ", ".join(DIVERGENCES))

@@ -1,6 +1,6 @@
 """
-What only an accelerator can show: exactness, memory beside its plan, latency while learning, compiled drafts beside
-eager ones, the cost model, and draft vocabularies, in shapes that are served there.
+What only an accelerator can show: exactness, memory beside its plan, latency while learning, captured and compiled
+drafts beside eager ones, the cost model, and draft vocabularies, in shapes that are served there.
 
     python recipes/accelerator.py              # within ten minutes on one H100; shapes of 8B take 35 GB
     python recipes/accelerator.py --smoke      # tiny shapes on the CPU: nothing is compiled, no time is set
@@ -9,8 +9,8 @@ exactness   bundled pair, learning between requests, in float32 and bfloat16: ho
             how little the target preferred its token where others part from it
 memory      a draft that learns beside a large target: bytes between updates and at most, beside `memory_plan`
 latency     requests to a middle-sized pair, by `update_strategy`: seconds of a request, and until its first token
-speed       large shapes at controlled acceptance: drafts eager and compiled, the target compiled as well, beside the
-            target alone and the cost model
+speed       large shapes at controlled acceptance: drafts eager, captured as graphs and compiled, the target compiled
+            as well, beside the target alone, eager and as transformers compiles it, and the cost model
 vocabulary  a token through the large pair's draft, with its whole head and with restricted ones
 
 No data set and no network is needed. Each part has a time of its own; one that fails, or runs out of it, is reported
@@ -41,7 +41,9 @@ from osd_hf import OnlineAssistant, OnlineConfig
 from osd_hf.bench.benchmark import System, benchmark, compare_outputs
 from osd_hf.bench.controlled import answer_greedily, controlled_acceptance, random_pair
 from osd_hf.bundled import DOMAINS, bundled_prompts
-from osd_hf.drafting.forward import CompiledDraft, DraftForward
+from osd_hf.drafting import forward
+from osd_hf.drafting.forward import DraftForward
+from osd_hf.drafting.graphs import CapturedDraft
 from osd_hf.drafting.vocabulary import RestrictedDraft
 from osd_hf.pair import load_pair
 from osd_hf.prompts import encode_turn
@@ -60,14 +62,15 @@ class Sizes:
     dtype: torch.dtype = torch.bfloat16
     answers: int = 32
     new_tokens: int = 64
-    requests: int = 48  # of each strategy
+    requests: int = 24  # of each strategy
+    waited_tokens: int = 32  # of their answers
     timed: int = 3  # of each acceptance
     heads: tuple[int, ...] = (2048, 8192, 32768)
     compiles: bool = True
 
 
 TINY = ("tiny-target", "tiny-draft")
-SMOKE = Sizes(TINY, TINY, torch.float32, 2, 6, 9, 1, (128,), compiles=False)
+SMOKE = Sizes(TINY, TINY, torch.float32, 2, 6, 9, 6, 1, (128,), compiles=False)
 
 
 def prompts(number: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
@@ -76,9 +79,9 @@ def prompts(number: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
     return [[draw.randrange(vocab_size) for _ in range(PROMPT)] for _ in range(number)]
 
 
-def asked(ids: list[int], device: str, sizes: Sizes) -> dict[str, Any]:
+def asked(ids: list[int], device: str, new_tokens: int) -> dict[str, Any]:
     """The arguments of `generate`."""
-    tensor, settings = greedy(ids, sizes.new_tokens)
+    tensor, settings = greedy(ids, new_tokens)
     return {"inputs": tensor.to(device), **settings, "attention_mask": settings["attention_mask"].to(device)}
 
 
@@ -99,7 +102,7 @@ def exactness(device: str, sizes: Sizes) -> Found:
             for number, text in enumerate(texts):
                 ids = encode_turn(pair.tokenizer, text)
                 alone, _ = answer_greedily(target, ids, sizes.new_tokens)
-                ours = assistant.generate(**asked(ids, device, sizes))[0, len(ids) :].tolist()
+                ours = assistant.generate(**asked(ids, device, sizes.new_tokens))[0, len(ids) :].tolist()
                 outcomes.append(compare_outputs(target, ids, alone, ours))
                 if outcomes[-1] != "identical":
                     parted.append({"request": number, **parting(target, ids, alone, ours)})
@@ -127,7 +130,7 @@ def memory(device: str, sizes: Sizes) -> Found:
     with OnlineAssistant(target, draft, None, config) as assistant:
         plan = assistant.memory_plan(prompt_tokens=PROMPT, new_tokens=sizes.new_tokens)
         for number, ids in enumerate(prompts(12, target.config.vocab_size)):
-            assistant.generate(**asked(ids, device, sizes))
+            assistant.generate(**asked(ids, device, sizes.new_tokens))
             if number % 4 == 3:  # the third version comes while one serves and one is kept
                 assistant.update(1)
             if is_measured and number == 7:
@@ -163,10 +166,10 @@ def latency(device: str, sizes: Sizes) -> Found:
         config = OnlineConfig(num_assistant_tokens=K, update_strategy=strategy, min_effort=1.0)
         seconds, waits = [], []
         with OnlineAssistant(target, draft, None, config) as assistant:
-            assistant.warm_up(PROMPT + sizes.new_tokens)
+            assistant.warm_up(PROMPT + sizes.waited_tokens)
             for ids in prompts(sizes.requests, target.config.vocab_size):
                 first, began = FirstToken(), time.perf_counter()
-                assistant.generate(**asked(ids, device, sizes), streamer=first)
+                assistant.generate(**asked(ids, device, sizes.waited_tokens), streamer=first)
                 seconds.append(time.perf_counter() - began)
                 waits.append(first.times[1] - began)
                 if strategy == "idle":
@@ -189,14 +192,17 @@ def speed(device: str, sizes: Sizes) -> Found:
     drawn = iter(prompts(len(ALPHAS) * sizes.timed, target.config.vocab_size))
     groups = {alpha: [next(drawn) for _ in range(sizes.timed)] for alpha in ALPHAS}
     acceptance = controlled_acceptance(target, groups, sizes.new_tokens)
-    compiled: dict[str, dict[str, Any]] = {
-        "eager draft": {},
-        "compiled draft": {"compile_draft": sizes.compiles},
-        "both compiled": {"compile_draft": sizes.compiles, "compile_target": sizes.compiles},
+    compiles = sizes.compiles
+    ways: dict[str, dict[str, Any]] = {
+        "eager draft": {"compile_draft": False},
+        "default": {},  # captured
+        "compiled draft": {"compile_draft": compiles},
+        "both compiled": {"compile_draft": compiles, "compile_target": compiles},
     }
-    lean = [System(name, "lean", draft, K, acceptance=acceptance, **how) for name, how in compiled.items()]
+    lean = [System(name, "lean", draft, K, acceptance=acceptance, **how) for name, how in ways.items()]
     named = {f"alpha {alpha:g}": group for alpha, group in groups.items()}
-    systems = [System("target alone", "alone"), *lean]
+    systems = [System("target alone", "alone"), System("target compiled", "alone", compile_target=compiles), *lean]
+    systems = systems if compiles else [systems[0], *lean]
     report = benchmark(target, systems, named, max_new_tokens=sizes.new_tokens, watched_requests=1)
     kept = ("tokens_per_second", "first_token_seconds", "alpha", "outputs", "peak_bytes", "times_alone", "predicted",
             "round", "measured_over_predicted", "measured_over_predicted_wide")  # fmt: skip
@@ -206,33 +212,34 @@ def speed(device: str, sizes: Sizes) -> Found:
         }
         for dataset in report.answers
     }
-    eager, quick = (report.rounds_of(name).to_dict()["draft_seconds"] for name in ("eager draft", "compiled draft"))
+    drafts = ("eager draft", "default", "compiled draft")
+    eager, captured, compiled = (report.rounds_of(name).to_dict()["draft_seconds"] for name in drafts)
     differing = sum(a.outcome == "differing" for s in report.systems for a in report.answers_of(s.name))
     is_exact = sizes.dtype != torch.float32 or differing == 0
-    return {"holds": is_exact and (quick < eager or not sizes.compiles), "differing": differing, **found}
+    return {"holds": is_exact and (compiled < captured < eager or not compiles), "differing": differing, **found}
 
 
 @torch.inference_mode()
 def vocabulary(device: str, sizes: Sizes) -> Found:
     draft, _ = random_pair(sizes.large[1], sizes.large[1], device=device, dtype=sizes.dtype)
     drafts = {draft.config.vocab_size: draft} | {n: RestrictedDraft(draft, np.arange(n)).model for n in sizes.heads}
-    compiled = CompiledDraft(draft) if sizes.compiles else None
+    captured = CapturedDraft(draft) if sizes.compiles else None
     context = torch.tensor(prompts(1, draft.config.vocab_size), device=device)
     found: Found = {}
-    for way in ("eager", "compiled") if compiled is not None else ("eager",):
+    for way in ("eager", "captured") if captured is not None else ("eager",):
         forwards = {
-            size: DraftForward(d) if way == "eager" or compiled is None else compiled.forward(d, PROMPT, PROMPT + 8)
+            size: DraftForward(d) if way == "eager" or captured is None else captured.forward(d, PROMPT, PROMPT + 8)
             for size, d in drafts.items()
         }
         times: dict[int, list[float]] = {size: [] for size in forwards}
-        for forward in forwards.values():
-            forward.feed(context)
+        for one in forwards.values():
+            one.feed(context)
         for _ in range(4 + 8 * sizes.timed):
-            for size, forward in forwards.items():
+            for size, one in forwards.items():
                 began = time.perf_counter()
-                float(forward.feed(context[:, :1]).max())  # waits for the device
+                float(one.feed(context[:, :1]).max())  # waits for the device
                 times[size].append(time.perf_counter() - began)
-                forward.crop(PROMPT)
+                one.crop(PROMPT)
         found[way] = {str(size): float(np.median(those[4:])) for size, those in times.items()}
     whole, *few = next(reversed(found.values())).values()
     return {"holds": device == "cpu" or min(few) < 1.05 * whole, "seconds": found}
@@ -240,8 +247,8 @@ def vocabulary(device: str, sizes: Sizes) -> Found:
 
 # Each with the seconds that it may take.
 PARTS: dict[str, tuple[Callable[[str, Sizes], Found], int]] = {
-    "exactness": (exactness, 100), "memory": (memory, 90), "latency": (latency, 130), "speed": (speed, 190),
-    "vocabulary": (vocabulary, 70),
+    "exactness": (exactness, 100), "memory": (memory, 90), "latency": (latency, 130), "speed": (speed, 230),
+    "vocabulary": (vocabulary, 40),
 }  # fmt: skip
 
 
@@ -266,21 +273,22 @@ def within(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-class Warnings(logging.Handler):
-    """Keeps what the package warns of."""
+class Said(logging.Handler):
+    """Keeps what the package warns of, and what it has captured and compiled."""
 
     def __init__(self) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__(logging.INFO)
         self.said: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
+        if record.levelno >= logging.WARNING or record.name == forward.__name__:
+            self.said.append(record.getMessage())
 
 
 def attempt(name: str, device: str, sizes: Sizes) -> Found:
     """What a part has found, or its error; and what the log said meanwhile."""
     part, seconds = PARTS[name]
-    log, began = Warnings(), time.perf_counter()
+    log, began = Said(), time.perf_counter()
     logging.getLogger("osd_hf").addHandler(log)
     try:
         with within(seconds) if device != "cpu" else contextlib.nullcontext():
@@ -308,6 +316,8 @@ def main() -> None:
     args = parser.parse_args()
     if not args.smoke and not torch.cuda.is_available():
         sys.exit("There is no accelerator here: torch.cuda.is_available() is false. --smoke runs on the CPU.")
+    logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.WARNING)
+    logging.getLogger("osd_hf").setLevel(logging.INFO)  # tells what is compiled, and how long that took
     device, sizes, started = ("cpu", SMOKE, time.time()) if args.smoke else ("cuda", Sizes(), time.time())
     found = {name: attempt(name, device, sizes) for name in args.parts}
     facts = {"device": "cpu" if args.smoke else torch.cuda.get_device_name(), "cuda": torch.version.cuda}

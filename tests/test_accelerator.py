@@ -19,6 +19,7 @@ from test_lossless import transitions_fit
 
 from osd_hf import GateDecision, LearnerError, OnlineAssistant, OnlineConfig
 from osd_hf.bench.benchmark import compare_outputs
+from osd_hf.drafting.graphs import CapturedDraft
 from osd_hf.learning import learner
 from osd_hf.learning.updater import Updater
 
@@ -35,6 +36,8 @@ pytestmark = [
     # The compilers' own: of what they import, and of settings that would be quicker and less exact.
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*TensorFloat32.*:UserWarning"),
+    # Of the graph without kernels by which torch reserves memory for those to come.
+    pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning"),
 ]
 
 LEARNS: dict[str, Any] = {
@@ -105,11 +108,15 @@ def test_sampled_answers_have_the_targets_distribution_while_the_draft_learns() 
     assert transitions_fit(answers, table) > 1e-3
 
 
-@pytest.mark.parametrize("what", ["compile_draft", "compile_target"])
-def test_what_is_compiled_answers_and_counts_as_the_eager_one(what: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "what", [{"compile_draft": "auto"}, {"compile_draft": True}, {"compile_target": True}], ids=str
+)
+def test_what_is_compiled_answers_and_counts_as_the_eager_one(
+    what: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     target, draft = pair(noise=0.1, max_position_embeddings=512)
     prompts, learned = [*models.prompts(3), models.prompt(300)], None
-    with assistant_of(target, draft, update_strategy="manual", **{what: True}) as compiled:
+    with assistant_of(target, draft, update_strategy="manual", **what) as compiled:
         for _ in range(2):  # the second time with weights that were written where the first ones lay
             with assistant_of(
                 target, draft if learned is None else learned, update_strategy="manual", compile_draft=False
@@ -123,11 +130,27 @@ def test_what_is_compiled_answers_and_counts_as_the_eager_one(what: str, caplog:
     assert "eagerly" not in caplog.text
 
 
-def test_a_default_draft_is_compiled_where_there_is_an_accelerator() -> None:
+def test_a_default_draft_is_captured_where_there_is_an_accelerator() -> None:
     with assistant_of(*pair()) as assistant:
         drafting = assistant.drafting
         assert drafting is not None
-        assert (drafting._compiled is not None) == IS_CUDA
+        assert isinstance(drafting._compiled, CapturedDraft) == IS_CUDA
+
+
+def test_graphs_follow_weights_that_move() -> None:
+    target, draft = pair()
+    other = models.pair(noise=0.6)[1].to(DEVICE)
+    ids = models.prompt()
+    with assistant_of(target, draft, update_strategy="manual") as assistant:
+        for weights in (draft, other):
+            moved = {name: weight.detach().clone() for name, weight in weights.named_parameters()}
+            for name, weight in assistant.draft.named_parameters():
+                weight.data = moved[name]
+            assistant.reset_stats()
+            assert same(target, ids, answer(assistant.generate, ids))
+            with assistant_of(target, weights, update_strategy="manual", compile_draft=False) as eager:
+                answer(eager.generate, ids)
+                assert assistant.stats.accepted_length_histogram == eager.stats.accepted_length_histogram
 
 
 def promoted(version: int, serving: int, domain: Any, *_: Any) -> GateDecision:

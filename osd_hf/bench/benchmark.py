@@ -55,7 +55,11 @@ class System:
         draft (`PreTrainedModel`, *optional*): The draft of `"stock"` and `"lean"`; left as it is.
         num_assistant_tokens (`int` or `"auto"`, *optional*, defaults to 5):
             k, at threshold 0 and a constant schedule; only `"lean"` takes `"auto"`.
-        compile_draft, compile_target (`bool`, *optional*): Of `"lean"`: what is compiled.
+        compile_draft (`bool` or `"auto"`, *optional*, defaults to `"auto"`):
+            Of `"lean"`, as [`OnlineConfig`] has it.
+        compile_target (`bool`, *optional*, defaults to `False`):
+            Of `"lean"` as well. Of `"alone"`: `generate` with a static cache, which transformers compiles on
+            accelerators by itself.
         candidates (`str`, *optional*, defaults to `"both"`):
             Of `"auto"`: from the `"draft"`, from past `"text"`, or from `"both"`.
         earlier (`Sequence[Trace]`, *optional*):
@@ -73,7 +77,7 @@ class System:
     kind: Literal["alone", "prompt_lookup", "stock", "lean"]
     draft: Any = None
     num_assistant_tokens: int | Literal["auto"] = 5
-    compile_draft: bool = False
+    compile_draft: bool | Literal["auto"] = "auto"
     compile_target: bool = False
     candidates: Literal["both", "draft", "text"] = "both"
     earlier: Sequence[Trace] = ()
@@ -89,8 +93,10 @@ class System:
                 f"The system {self.name!r} of kind {self.kind} {'needs a' if drafts else 'has no'} draft."
             )
         k = self.num_assistant_tokens
-        if (k == "auto" or self.compile_draft or self.compile_target) and self.kind != "lean":
+        if (k == "auto" or self.compile_draft is True) and self.kind != "lean":
             raise ConfigError(f'Only a lean system drafts "auto" or compiled, got {self.name!r} of kind {self.kind}.')
+        if self.compile_target and self.kind not in ("lean", "alone"):
+            raise ConfigError(f"`compile_target` is for lean systems and the target alone, got it for {self.name!r}.")
         if self.kernels and self.kind == "lean":
             raise ConfigError(f"A lean system has our kernels by itself, got `kernels` for {self.name!r}.")
         if k != "auto" and k < 1:
@@ -99,7 +105,7 @@ class System:
     @property
     def is_the_target(self) -> bool:
         """Whether it is the target alone, as transformers has it, which the others are compared with."""
-        return self.kind == "alone" and not self.kernels
+        return self.kind == "alone" and not self.kernels and not self.compile_target
 
     def to_dict(self) -> dict[str, Any]:
         """What the system is, ready for JSON."""
@@ -108,7 +114,7 @@ class System:
             "kind": self.kind,
             "num_assistant_tokens": None if self.kind == "alone" else self.num_assistant_tokens,
             "kernels": self.kernels or self.kind == "lean",
-            "compile_draft": self.compile_draft,
+            "compile_draft": self.kind == "lean" and self.compile_draft,
             "compile_target": self.compile_target,
             "candidates": self.candidates if self.num_assistant_tokens == "auto" else None,
             "earlier_requests": len(self.earlier),
@@ -323,7 +329,7 @@ def benchmark(
     requests = [_Request(name, tuple(ids)) for name, group in prompts.items() for ids in group]
     watched = [r for name in prompts for r in [r for r in requests if r.dataset == name][:watched_requests]]
     # One of each length where something is compiled, which is done anew up to each doubling of it.
-    compiles = any(system.compile_draft or system.compile_target for system in systems)
+    compiles = any(system.compile_draft is True or system.compile_target for system in systems)
     lengths = {r: (len(r.ids) + max_new_tokens - 1).bit_length() if compiles else 0 for r in requests}
     first = {(r.dataset, lengths[r]): r for r in reversed(requests)}
     tokenizers = {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}
@@ -514,7 +520,9 @@ class _Way:
         self.model = unwrap(target)
         self.kwargs: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens, **pad_setting(self.model)}
         k = system.num_assistant_tokens
-        if system.kind == "prompt_lookup":
+        if system.kind == "alone" and system.compile_target:
+            self.kwargs["cache_implementation"] = "static"
+        elif system.kind == "prompt_lookup":
             self.kwargs["prompt_lookup_num_tokens"] = k
         elif system.kind == "stock":
             self.draft = self.kwargs["assistant_model"] = copy.deepcopy(system.draft).eval()

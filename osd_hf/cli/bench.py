@@ -170,9 +170,12 @@ def _systems(
     drafts: Mapping[str, Any], ks: Sequence[int], *, compiles: bool, earlier: Sequence[Trace] = (),
     acceptance: ControlledAcceptance | None = None,
 ) -> list[System]:  # fmt: skip
-    """The target alone, prompt lookup, stock with the first draft, lean with each; the last also at its own pace, with
-    candidates of its own, of past text, and of both."""
+    """The target alone (as transformers compiles it, too, where drafts are compiled), prompt lookup, stock with the
+    first draft, lean with each; the last also at its own pace, with candidates of its own, of past text, and of
+    both."""
     systems = [System("target alone", "alone")]
+    if compiles:
+        systems.append(System("target alone, compiled", "alone", compile_target=True))
     if acceptance is None:
         systems.append(System("prompt lookup", "prompt_lookup", num_assistant_tokens=ks[0]))
 
@@ -188,7 +191,7 @@ def _systems(
                 kind,
                 drafts[name],
                 k,
-                compile_draft=is_compiled,
+                compile_draft=is_compiled or "auto",
                 compile_target=is_compiled and k == "auto",
                 candidates=candidates,
                 earlier=earlier if k == "auto" else (),

@@ -147,7 +147,7 @@ def static_sizes(begins: int, ends: int) -> list[int]:
 
 
 def compiles_draft(config: OnlineConfig, device_type: str) -> bool:
-    """Whether a draft on a device of this type, such as `"cuda"`, is to be compiled."""
+    """Whether a draft on a device of this type, such as `"cuda"`, is to be compiled, or captured as graphs."""
     if config.compile_draft == "auto":
         return config.drafting == "lean" and device_type not in ("cpu", "meta")
     return config.compile_draft
@@ -182,6 +182,7 @@ class CompiledForward:
     """
 
     whose = "draft"
+    doing, done = "compiling", "compiled"
     counts: tuple[int, ...] = (1, 3)  # of tokens that it is compiled for: one alone, and any number of several
     mark = staticmethod(torch._dynamo.mark_dynamic)  # where it can only be for so many, compiling fails
 
@@ -200,10 +201,10 @@ class CompiledForward:
     def failed(self, error: Exception) -> None:
         """Say why compiling failed."""
         cause = getattr(error, "inner_exception", error)  # what the compiler itself said
-        self._tell(f"compiling failed with {type(cause).__name__}: {first_line(cause)}")
+        self._tell(f"{self.doing} failed with {type(cause).__name__}: {first_line(cause)}")
 
     def _tell(self, why: str) -> None:
-        logger.warning("The %s is not compiled and runs eagerly: %s.", self.whose, why)
+        logger.warning("The %s is not %s and runs eagerly: %s.", self.whose, self.done, why)
 
     def give_up(self, compiled: _Compiled, error: Exception) -> None:
         """What was compiled has failed, or could not be compiled anew: requests under way go on eagerly, as those to
@@ -321,7 +322,8 @@ class CompiledForward:
             # Launching the kernels of a small model takes longer than running them: they are captured as one graph.
             options["triton.cudagraphs"] = True
         started = time.perf_counter()
-        logger.info("Compiling the %s's forward for up to %d tokens, which takes some seconds.", self.whose, size)
+        what = f"the {self.whose}'s forward for up to {size} tokens"
+        logger.info("%s %s.", self.doing.capitalize(), what)
         _compiling.threads.add(threading.get_ident())
         try:
             cache, steps = self._cache(model, size, free), []
@@ -337,7 +339,7 @@ class CompiledForward:
             return None
         finally:
             _compiling.threads.discard(threading.get_ident())
-        logger.info("Compiled the %s's forward in %.1f s.", self.whose, time.perf_counter() - started)
+        logger.info("%s %s in %.1f s.", self.done.capitalize(), what, time.perf_counter() - started)
         free.append(cache)
         return _Compiled(steps[0], steps[-1], size, free)
 

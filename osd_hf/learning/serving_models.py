@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from osd_hf.config import OnlineConfig
-from osd_hf.drafting.forward import CompiledDraft, compiles_draft
 from osd_hf.drafting.generator import LeanDrafting
+from osd_hf.drafting.graphs import static_draft
 from osd_hf.drafting.pacing import Pacer
 from osd_hf.learning.weights import Snapshot, learning_context, served_weights, sharing, write_snapshot
 from osd_hf.translation import Translation
@@ -60,8 +60,7 @@ class Copies:
         self, base: Any, template: Any, config: OnlineConfig, pacer: Pacer, translation: Translation | None = None
     ) -> None:
         self.template, self.config, self.pacer, self.translation = template, config, pacer, translation
-        compiled = CompiledDraft(base) if compiles_draft(config, base.device.type) else None
-        self.compiled = compiled if compiled is not None and compiled.can_be_compiled else None
+        self.compiled = static_draft(base, config)
         # Not where a compiled forward has captured where its weights lie, or some of them do not learn.
         is_part = getattr(base, "_hf_peft_config_loaded", False)
         self.shares = not is_part and self.compiled is None

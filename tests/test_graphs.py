@@ -1,0 +1,150 @@
+"""Captured drafts. Without an accelerator a stand-in for graphs computes again what was captured, with the weights
+that lay there then."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import models
+import pytest
+import torch
+from test_draft_forward import COMPILABLE, feed_and_crop, same_as_eager, served_eagerly
+
+from osd_hf import OnlineConfig
+from osd_hf.drafting import graphs
+from osd_hf.drafting.forward import CompiledDraft, StaticForward
+from osd_hf.drafting.graphs import CapturedDraft, places, static_draft
+from osd_hf.learning import serving_models
+
+
+class Recorder:
+    """In place of `capture`: a graph reads the memory that it was captured with, whatever the model's weights are by
+    then, and runs nothing while it is made."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+        self.replays = 0
+
+    def __call__(self, run: Callable[[], torch.Tensor], device: Any, pool: Any) -> Callable[[], torch.Tensor]:
+        self.graphs += 1
+        model = next(cell.cell_contents for cell in run.__closure__ if isinstance(cell.cell_contents, torch.nn.Module))
+        memory = [weight.data for weight in model.parameters()]
+
+        def replay() -> torch.Tensor:
+            self.replays += 1
+            now = [weight.data for weight in model.parameters()]
+            for weight, then in zip(model.parameters(), memory, strict=True):
+                weight.data = then
+            try:
+                return run()
+            finally:
+                for weight, given in zip(model.parameters(), now, strict=True):
+                    weight.data = given
+
+        return replay
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    made = Recorder()
+    monkeypatch.setattr(graphs, "capture", made)
+    return made
+
+
+def logits_of(captured: CapturedDraft, model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
+    """Of a request: behind a prompt, a token, three, and another one."""
+    with torch.inference_mode():
+        forward = captured.forward(model, 40, 40)
+        assert type(forward) is StaticForward
+        found = [forward.feed(part) for part in ids.split([ids.shape[1] - 5, 1, 3, 1], dim=1)]
+        forward.close()
+    return found
+
+
+@pytest.mark.parametrize("architecture", COMPILABLE)
+def test_captured_drafts_are_the_eager_ones(
+    architecture: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(serving_models, "static_draft", lambda base, config: CapturedDraft(base))
+    same_as_eager(*served_eagerly(architecture))
+    assert recorder.replays > 3 * recorder.graphs > 0
+    assert "eagerly" not in caplog.text
+
+
+def test_rounds_of_any_length_are_what_forwards_without_a_cache_are(recorder: Recorder) -> None:
+    model = models.double(models.build())
+    with torch.inference_mode():
+        feed_and_crop(model, CapturedDraft(model).forward(model, 40, 40))
+    assert recorder.replays > recorder.graphs > 0
+
+
+def test_each_copy_cache_and_number_of_tokens_is_captured_once(recorder: Recorder) -> None:
+    model, copy = models.build(), models.build()
+    captured, ids = CapturedDraft(model), models.prompt(9)
+    for _ in range(2):
+        logits_of(captured, model, ids)
+        assert recorder.graphs == 2  # of one token, and of three
+    logits_of(captured, copy, ids)
+    assert recorder.graphs == 4
+    with torch.inference_mode():
+        kept = captured.forward(model, 40, 40)  # whose cache the next request does not get
+        logits_of(captured, model, ids)
+        kept.close()
+    assert recorder.graphs == 6
+
+
+def test_graphs_follow_weights_that_are_written_and_weights_that_move(recorder: Recorder) -> None:
+    model, other, ids = models.build(), models.build(), models.prompt(9)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(1.5)
+    captured = CapturedDraft(model)
+    before, theirs = (logits_of(captured, one, ids) for one in (model, other))
+    made = recorder.graphs
+
+    def compare(expected: list[torch.Tensor]) -> None:
+        for ours, others in zip(logits_of(captured, model, ids), expected, strict=True):
+            torch.testing.assert_close(ours, others)
+
+    own = [weight.detach().clone() for weight in model.parameters()]
+    with torch.no_grad():
+        for weight, given in zip(model.parameters(), other.parameters(), strict=True):
+            weight.copy_(given)
+    compare(theirs)
+    assert recorder.graphs == made
+    for weight, moved in zip(model.parameters(), own, strict=True):
+        weight.data = moved
+    compare(before)
+    assert recorder.graphs == made + 2
+    assert places(model) != places(other)
+
+
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_what_cannot_be_captured_runs_eagerly(
+    fails_at: int, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def capture(*args: Any) -> Any:
+        if recorder.graphs + 1 == fails_at:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return recorder(*args)
+
+    monkeypatch.setattr(graphs, "capture", capture)
+    monkeypatch.setattr(serving_models, "static_draft", lambda base, config: CapturedDraft(base))
+    caplog.set_level(logging.WARNING)
+    same_as_eager(*served_eagerly("llama"))
+    assert caplog.text.count("The draft is not captured and runs eagerly: capturing failed with RuntimeError") == 1
+
+
+def test_by_default_a_draft_on_cuda_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = {"auto": OnlineConfig(), True: OnlineConfig(compile_draft=True), False: OnlineConfig(compile_draft=False)}
+
+    def made(device: str) -> list[Any]:
+        monkeypatch.setattr(type(model), "device", torch.device(device))
+        return [type(static_draft(model, config)) for config in ways.values()]
+
+    model = models.build(num_hidden_layers=1)
+    assert made("cuda") == [CapturedDraft, CompiledDraft, type(None)]
+    assert made("xpu") == [CompiledDraft, CompiledDraft, type(None)]
+    assert made("cpu") == [type(None), CompiledDraft, type(None)]
