@@ -127,12 +127,15 @@ def memory(device: str, sizes: Sizes) -> Found:
     target, draft = random_pair(*sizes.large, device=device, dtype=sizes.dtype)
     config = OnlineConfig(num_assistant_tokens=K, update_strategy="manual", gate=False)
     found: Found = {}
+    updates = []
     with OnlineAssistant(target, draft, None, config) as assistant:
         plan = assistant.memory_plan(prompt_tokens=PROMPT, new_tokens=sizes.new_tokens)
         for number, ids in enumerate(prompts(12, target.config.vocab_size)):
             assistant.generate(**asked(ids, device, sizes.new_tokens))
             if number % 4 == 3:  # the third version comes while one serves and one is kept
+                began = time.perf_counter()
                 assistant.update(1)
+                updates.append(time.perf_counter() - began)
             if is_measured and number == 7:
                 torch.cuda.reset_peak_memory_stats()
                 found["between_bytes"] = torch.cuda.memory_allocated() - before
@@ -143,7 +146,8 @@ def memory(device: str, sizes: Sizes) -> Found:
     planned = {"between_bytes": plan.bytes() - parts["target: cache"], "peak_bytes": plan.peak_bytes}
     over = {name: found[name] / planned[name] for name in found}
     holds = all(0.8 < ratio < 1.2 for ratio in over.values())
-    return {"holds": holds, "measured": found, "planned": planned, "measured_over_planned": over, "parts": parts}
+    return {"holds": holds, "measured": found, "planned": planned, "measured_over_planned": over, "parts": parts,
+            "update_seconds": updates}  # fmt: skip
 
 
 class FirstToken(BaseStreamer):

@@ -15,6 +15,7 @@ from osd_hf.drafting.forward import CompiledDraft, CroppableCache, compiles_draf
 Run = Callable[[], torch.Tensor]
 
 _capturing = threading.Lock()
+_streams: dict[Any, Any] = {}  # by device; libraries keep memory for each stream that they ever computed in
 
 
 def capture(run: Run, device: Any, pool: Any) -> Run:
@@ -22,11 +23,12 @@ def capture(run: Run, device: Any, pool: Any) -> Run:
     tensors, and into the result, that the function had then. What it needs in between is taken from `pool`, which
     graphs share that never run at once."""
     graph = torch.cuda.CUDAGraph()
-    # Other threads may learn, and take memory, meanwhile.
-    how: dict[str, Any] = {"capture_error_mode": "thread_local"}
-    how["stream"] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    with _capturing, torch.cuda.device(device), torch.cuda.graph(graph, pool=pool, **how):
-        result = run()
+    with _capturing, torch.cuda.device(device):
+        if device not in _streams:
+            _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Other threads may learn, and take memory, meanwhile.
+        with torch.cuda.graph(graph, pool=pool, stream=_streams[device], capture_error_mode="thread_local"):
+            result = run()
 
     def replay() -> torch.Tensor:
         graph.replay()
