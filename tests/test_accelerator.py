@@ -19,7 +19,7 @@ from test_lossless import transitions_fit
 
 from osd_hf import GateDecision, LearnerError, OnlineAssistant, OnlineConfig
 from osd_hf.bench.benchmark import compare_outputs
-from osd_hf.drafting.graphs import CapturedDraft
+from osd_hf.drafting.graphs import CapturedDraft, capture
 from osd_hf.learning import learner
 from osd_hf.learning.updater import Updater
 
@@ -165,6 +165,10 @@ def test_a_plan_is_what_the_device_gives(monkeypatch: pytest.MonkeyPatch) -> Non
         of_graphs = sum(s["active_size"] for s in torch.cuda.memory_snapshot() if s["segment_pool_id"] != (0, 0))
         return torch.cuda.memory_allocated() - of_graphs  # which no plan counts
 
+    if IS_CUDA:  # what libraries keep of their own, of each stream that they ever computed in
+        some = torch.ones(8, 8, device=DEVICE)
+        capture(lambda: some @ some, some.device, None)
+        assert (some @ some).sum() == 512
     before = taken()
     monkeypatch.setattr(learner, "judge", promoted)
     size = {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 8192} if IS_CUDA else {"hidden_size": 96}

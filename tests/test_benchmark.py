@@ -474,3 +474,21 @@ def test_a_number_of_threads_that_is_given_is_taken(monkeypatch, given, device, 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
     assert choose_threads(SimpleNamespace(device=torch.device(device)), pytest.fail, given) == (chosen, {})
+
+
+def test_the_target_alone_is_compiled_over_a_static_cache_as_transformers_has_it(models, monkeypatch):
+    target, _ = models
+    seen, generate = [], type(target).generate
+
+    def noted(self, *args, **kwargs):
+        seen.append(kwargs.get("cache_implementation"))
+        return generate(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(target), "generate", noted)
+    systems = [System("alone", "alone"), System("compiled", "alone", compile_target=True)]
+    report = benchmark(target, systems, {"a": [[1, 5, 7]]}, max_new_tokens=6, watched_requests=1)
+    assert set(seen) == {None, "static"}
+    assert [answer.outcome for answer in report.answers_of("compiled")] == ["identical"]
+    assert report.alone == "alone"
+    with pytest.raises(ConfigError, match="Only a lean system"):
+        System("a", "prompt_lookup", compile_target=True)

@@ -55,11 +55,8 @@ class System:
         draft (`PreTrainedModel`, *optional*): The draft of `"stock"` and `"lean"`; left as it is.
         num_assistant_tokens (`int` or `"auto"`, *optional*, defaults to 5):
             k, at threshold 0 and a constant schedule; only `"lean"` takes `"auto"`.
-        compile_draft (`bool` or `"auto"`, *optional*, defaults to `"auto"`):
-            Of `"lean"`, as [`OnlineConfig`] has it.
-        compile_target (`bool`, *optional*, defaults to `False`):
-            Of `"lean"` as well. Of `"alone"`: `generate` with a static cache, which transformers compiles on
-            accelerators by itself.
+        compile_draft, compile_target (*optional*):
+            Of `"lean"`, as in [`OnlineConfig`]; `compile_target` of `"alone"`: transformers' own, over a static cache.
         candidates (`str`, *optional*, defaults to `"both"`):
             Of `"auto"`: from the `"draft"`, from past `"text"`, or from `"both"`.
         earlier (`Sequence[Trace]`, *optional*):
@@ -89,14 +86,11 @@ class System:
             raise ConfigError(f"`kind` must be one of {', '.join(KINDS)}, got {self.kind!r}.")
         drafts = self.kind in ("stock", "lean")
         if drafts != (self.draft is not None):
-            raise ConfigError(
-                f"The system {self.name!r} of kind {self.kind} {'needs a' if drafts else 'has no'} draft."
-            )
-        k = self.num_assistant_tokens
-        if (k == "auto" or self.compile_draft is True) and self.kind != "lean":
+            wants = "needs a" if drafts else "has no"
+            raise ConfigError(f"The system {self.name!r} of kind {self.kind} {wants} draft.")
+        k, is_compiled = self.num_assistant_tokens, self.compile_target and self.kind != "alone"
+        if (k == "auto" or self.compile_draft is True or is_compiled) and self.kind != "lean":
             raise ConfigError(f'Only a lean system drafts "auto" or compiled, got {self.name!r} of kind {self.kind}.')
-        if self.compile_target and self.kind not in ("lean", "alone"):
-            raise ConfigError(f"`compile_target` is for lean systems and the target alone, got it for {self.name!r}.")
         if self.kernels and self.kind == "lean":
             raise ConfigError(f"A lean system has our kernels by itself, got `kernels` for {self.name!r}.")
         if k != "auto" and k < 1:
@@ -315,8 +309,7 @@ def benchmark(
         show_progress (`bool`, *optional*, defaults to `False`): Whether to show bars on the standard error.
 
     Raises:
-        ConfigError: systems that share a name, no or several that are the target alone, a data set without prompts
-            or named `"all"`.
+        ConfigError: names that are shared, no or several systems that are the target alone, no prompts, or `"all"`.
         UnsupportedModelError: an encoder-decoder.
     """
     names = [system.name for system in systems]
@@ -513,8 +506,7 @@ class _Way:
     """A system, ready to answer."""
 
     def __init__(self, target: Any, system: System, tokenizers: Mapping[str, Any], max_new_tokens: int) -> None:
-        self.system = system
-        self.target = target
+        self.system, self.target = system, target
         self.draft: Any = None
         self.assistant: OnlineAssistant | None = None
         self.model = unwrap(target)
