@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -137,10 +138,10 @@ def test_a_default_draft_is_captured_where_there_is_an_accelerator() -> None:
         assert isinstance(drafting._compiled, CapturedDraft) == IS_CUDA
 
 
-def test_graphs_follow_weights_that_move() -> None:
+def test_graphs_follow_weights_that_move(caplog: pytest.LogCaptureFixture) -> None:
     target, draft = pair()
     other = models.pair(noise=0.6)[1].to(DEVICE)
-    ids = models.prompt()
+    ids, counts = models.prompt(), []
     with assistant_of(target, draft, update_strategy="manual") as assistant:
         for weights in (draft, other):
             moved = {name: weight.detach().clone() for name, weight in weights.named_parameters()}
@@ -151,6 +152,47 @@ def test_graphs_follow_weights_that_move() -> None:
             with assistant_of(target, weights, update_strategy="manual", compile_draft=False) as eager:
                 answer(eager.generate, ids)
                 assert assistant.stats.accepted_length_histogram == eager.stats.accepted_length_histogram
+            counts.append(assistant.stats.accepted_length_histogram)
+    assert counts[0] != counts[1]
+    assert "eagerly" not in caplog.text
+
+
+@pytest.mark.skipif(not IS_CUDA, reason="nothing is captured on a CPU")
+def test_a_capture_that_fails_leaves_the_stream_and_what_was_captured_as_they_were() -> None:
+    some = torch.ones(4, device=DEVICE)
+    stream, doubled = torch.cuda.current_stream(), capture(lambda: some * 2, some.device)
+
+    def fail_within() -> torch.Tensor:
+        return some * float(some.sum())  # reads what is not computed yet
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            capture(fail_within, some.device)
+        assert torch.cuda.current_stream() == stream
+        some += 1
+        assert doubled().tolist() == (some * 2).tolist()
+
+
+@pytest.mark.skipif(not IS_CUDA, reason="nothing is captured on a CPU")
+def test_others_sample_while_a_thread_captures() -> None:
+    some, stop, errors = torch.ones(64, device=DEVICE), threading.Event(), list[Exception]()
+
+    def sample() -> None:
+        while not stop.is_set():
+            try:
+                torch.multinomial(some, 1)
+            except Exception as error:  # noqa: BLE001 - told below
+                errors.append(error)
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        found = [capture(lambda: some.softmax(0), some.device)().sum().item() for _ in range(50)]
+    finally:
+        stop.set()
+        thread.join(60)
+    assert found == pytest.approx([1.0] * 50)
+    assert errors == []
 
 
 def promoted(version: int, serving: int, domain: Any, *_: Any) -> GateDecision:
@@ -167,7 +209,7 @@ def test_a_plan_is_what_the_device_gives(monkeypatch: pytest.MonkeyPatch) -> Non
 
     if IS_CUDA:  # what libraries keep of their own, of each stream that they ever computed in
         some = torch.ones(8, 8, device=DEVICE)
-        capture(lambda: some @ some, some.device, None)
+        capture(lambda: some @ some, some.device)
         assert (some @ some).sum() == 512
     before = taken()
     monkeypatch.setattr(learner, "judge", promoted)

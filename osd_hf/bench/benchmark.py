@@ -321,8 +321,8 @@ def benchmark(
         raise UnsupportedModelError("The benchmark needs a decoder-only target, got an encoder-decoder.")
     requests = [_Request(name, tuple(ids)) for name, group in prompts.items() for ids in group]
     watched = [r for name in prompts for r in [r for r in requests if r.dataset == name][:watched_requests]]
-    # One of each length where something is compiled, which is done anew up to each doubling of it.
-    compiles = any(system.compile_draft is True or system.compile_target for system in systems)
+    # One of each length where something is compiled or captured, which is done anew up to each doubling of it.
+    compiles = unwrap(target).device.type != "cpu" or any(s.compile_draft is True or s.compile_target for s in systems)
     lengths = {r: (len(r.ids) + max_new_tokens - 1).bit_length() if compiles else 0 for r in requests}
     first = {(r.dataset, lengths[r]): r for r in reversed(requests)}
     tokenizers = {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,71 +15,109 @@ from osd_hf.config import OnlineConfig
 from osd_hf.drafting.forward import CompiledDraft, CroppableCache, compiles_draft
 
 Run = Callable[[], torch.Tensor]
+Step = Callable[[Any, torch.Tensor, CroppableCache], torch.Tensor]
 
-_capturing = threading.Lock()
-_streams: dict[Any, Any] = {}  # by device; libraries keep memory for each stream that they ever computed in
+OFTEN = 3  # forwards of several tokens that are eager before so many are captured, which takes as long as some of them
+MOST_FAILURES = 3  # captures that fail before all is eager: what other threads do may break one
 
 
-def capture(run: Run, device: Any, pool: Any) -> Run:
-    """Capture the kernels that a function starts, which do not run meanwhile; returns what runs them, each time on the
-    tensors, and into the result, that the function had then. What it needs in between is taken from `pool`, which
-    graphs share that never run at once."""
-    graph = torch.cuda.CUDAGraph()
-    with _capturing, torch.cuda.device(device):
-        if device not in _streams:
-            _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # Other threads may learn, and take memory, meanwhile.
-        with torch.cuda.graph(graph, pool=pool, stream=_streams[device], capture_error_mode="thread_local"):
+class _Place:
+    """What the graphs of a device share: the stream that they are captured in, as libraries keep memory for each; the
+    memory that they compute in, which is never given back, as those libraries go on using it; and a lock, as one of
+    them is captured, or runs, at a time."""
+
+    def __init__(self, device: Any) -> None:
+        self.device, self.lock = device, threading.Lock()
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.pool = torch.cuda.graph_pool_handle()
+        self.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.first = self.capture(lambda: torch.zeros(1, device=device))  # memory without a graph would be given back
+
+    def capture(self, run: Run) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        graph, now = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        # The outer stream is the one to go on with, which a capture that fails does not see to. Other threads may
+        # learn, and take memory, meanwhile.
+        with (
+            torch.cuda.device(self.device),
+            torch.cuda.stream(now),
+            torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"),
+        ):
             result = run()
+        return graph, result
 
-    def replay() -> torch.Tensor:
-        graph.replay()
-        return result
+    def replay(self, graph: torch.cuda.CUDAGraph, result: torch.Tensor) -> torch.Tensor:
+        """What a graph computes, after those before it, in whatever stream these ran."""
+        now = torch.cuda.current_stream(self.device)
+        with self.lock:
+            self.done.wait(now)
+            graph.replay()
+            found = result.clone()
+            self.done.record(now)
+        return found
 
-    return replay
+
+_places: dict[Any, _Place] = {}
+_making = threading.Lock()
+
+
+def capture(run: Run, device: Any) -> Run:
+    """Capture the kernels that a function starts, which do not run meanwhile; returns what runs them, on the tensors
+    that the function had then, and gives a result of its own each time."""
+    with _making:
+        place = _places.get(device) or _places.setdefault(device, _Place(device))
+    with place.lock:
+        captured = place.capture(run)
+    return lambda: place.replay(*captured)
+
+
+@dataclass
+class _OfCache:
+    """Graphs over a cache by their number of tokens, with the tensor that each reads; forwards of so many tokens."""
+
+    graphs: dict[int, tuple[torch.Tensor, Run]] = field(default_factory=dict)
+    calls: Counter[int] = field(default_factory=Counter)
 
 
 class CapturedStep:
     """
-    A forward of few tokens over static caches. The first one of a model over a cache and for a number of tokens is
-    eager, and its kernels are captured then, in some hundredths of a second; those after it are graphs. It is called
-    by one thread at a time, and its result is overwritten by the next call.
+    A forward of few tokens over static caches. The first ones of a model over a cache and for a number of tokens are
+    eager, then its kernels are captured, in a tenth of a second, and those after it are graphs. One thread calls it at
+    a time.
 
     Args:
         step (`Callable[[Any, torch.Tensor, CroppableCache], torch.Tensor]`): The forward.
     """
 
-    def __init__(self, step: Callable[[Any, torch.Tensor, CroppableCache], torch.Tensor]) -> None:
+    def __init__(self, step: Step) -> None:
         self._step = step
-        self._graphs: WeakKeyDictionary[Any, _Graphs] = WeakKeyDictionary()  # of each model
-        self._pool: Any = None
+        self._graphs: WeakKeyDictionary[Any, WeakKeyDictionary[CroppableCache, _OfCache]] = WeakKeyDictionary()
+        self._places: WeakKeyDictionary[Any, tuple[int, ...]] = WeakKeyDictionary()  # of a model's weights
+        self._failures = 0
 
     def begins(self, model: Any) -> None:
         """A request begins: graphs that read where the model's weights no longer lie are let go."""
-        if model in self._graphs and self._graphs[model].places != places(model):
+        if model in self._graphs and self._places[model] != places(model):
             del self._graphs[model]
 
     def __call__(self, model: Any, ids: torch.Tensor, cache: CroppableCache) -> torch.Tensor:
         if model not in self._graphs:
-            self._graphs[model] = _Graphs(places(model), WeakKeyDictionary())
-        graphs, count = self._graphs[model].by_cache.setdefault(cache, {}), ids.shape[1]
-        if count in graphs:
-            read, replay = graphs[count]
+            self._graphs[model], self._places[model] = WeakKeyDictionary(), places(model)
+        known, count = self._graphs[model].setdefault(cache, _OfCache()), ids.shape[1]
+        if count in known.graphs:
+            read, replay = known.graphs[count]
             read.copy_(ids)
             return replay()
         logits = self._step(model, ids, cache)  # before: libraries choose their kernels in it
-        if self._pool is None and model.device.type == "cuda":
-            self._pool = torch.cuda.graph_pool_handle()
-        read = ids.clone()
-        graphs[count] = read, capture(lambda: self._step(model, read, cache), model.device, self._pool)
+        known.calls[count] += 1
+        if count == 1 or known.calls[count] >= OFTEN:
+            read = ids.clone()
+            try:
+                known.graphs[count] = read, capture(lambda: self._step(model, read, cache), model.device)
+            except RuntimeError:
+                self._failures += 1
+                if self._failures == MOST_FAILURES:
+                    raise
         return logits
-
-
-class _Graphs(NamedTuple):
-    """Where a model's weights lie; by cache and number of tokens, the tokens that a graph reads, and what runs it."""
-
-    places: tuple[int, ...]
-    by_cache: WeakKeyDictionary[CroppableCache, dict[int, tuple[torch.Tensor, Run]]]
 
 
 def places(model: Any) -> tuple[int, ...]:
@@ -87,10 +127,10 @@ def places(model: Any) -> tuple[int, ...]:
 
 class CapturedDraft(CompiledDraft):
     """A draft and its copies as [`CompiledDraft`] has them, with graphs of the eager forward's kernels in place of
-    compiled code: nothing is to be waited for, and a token takes longer."""
+    compiled code: hardly anything is to be waited for, and a token takes longer."""
 
     doing, done = "capturing", "captured"
-    counts = (1,)  # any number of tokens is captured when it comes
+    counts = (1,)  # other numbers of tokens are captured where they come often
 
     def traced(self, options: dict[str, Any]) -> Any:
         return CapturedStep(self.step)
