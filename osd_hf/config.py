@@ -70,8 +70,8 @@ class OnlineConfig:
             `"lean"`: by the draft's own forward; `"stock"`: by transformers' candidate generator, the reference.
         compile_draft (`bool` or `"auto"`, *optional*, defaults to `"auto"`):
             On an accelerator, starting the kernels of an eager forward takes longer than what they compute. `"auto"`:
-            where the draft lies on a CUDA device, they are captured as graphs, over static caches, which takes some
-            hundredths of a second; on other accelerators as `True`. `True`, also on a CPU: the forward is compiled,
+            where the draft lies on a CUDA device, they are captured as graphs, over static caches, which takes a
+            tenth of a second; on other accelerators as `True`. `True`, also on a CPU: the forward is compiled,
             which makes a token faster still. Compiling takes from some seconds to a minute, by the size of the draft
             (less where the compiler's own cache has it already), at the first request, for each doubling of the
             longest sequence ([`~OnlineAssistant.warm_up`] does it before), and once more for each size of draft

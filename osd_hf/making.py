@@ -466,7 +466,7 @@ def _judge(candidates: list[Piece], costs: Sequence[Costs], new_tokens: float, c
         return able
     least = min(candidates, key=lambda c: c.costs.c)
     if compiles_draft(OnlineConfig(), least.draft.device.type):
-        course.say("with eager forwards no draft pays; captured as graphs, as they serve here, drafts take less")
+        course.say("with eager forwards no draft pays; captured or compiled, as they serve here, drafts take less")
         return candidates
     best = max(c.costs.worth(HOPED_FOR, new_tokens)[1] for c in candidates)
     raise UnsupportedModelError(

@@ -139,9 +139,8 @@ def memory_plan(
             Prompts that are answered at once. Their caches have room for tokens to come, and no windows.
         drafts (`int`, *optional*, defaults to 1): Drafts of domains that have learned.
         device_type (`str`, *optional*, defaults to `"cuda"`):
-            Where the draft lies, as `compile_draft="auto"` compiles it on an accelerator. What is compiled has static
-            caches, whose sizes are powers of two. Versions of a whole draft that no model serves with lie in main
-            memory there.
+            Where the draft lies. On an accelerator `compile_draft="auto"` captures or compiles it, over static caches
+            whose sizes are powers of two, and versions of a whole draft that no model serves with lie in main memory.
 
     Raises:
         UnsupportedModelError: a model that cannot be built from its configuration, or adapters that do not fit it.

@@ -407,7 +407,7 @@ class LeanDrafting(Drafting):
         sources (`str`, *optional*, defaults to `"both"`):
             Where the candidates come from with `"auto"`: `"draft"`, `"text"` or `"both"`.
         compiled (`CompiledDraft`, *optional*):
-            Compiles the single-token forward, at the first request; shared with other copies of the draft.
+            Compiles or captures forwards of few tokens, at the first request; shared with other copies of the draft.
         pacer (`Pacer`, *optional*): Shared with other drafts of the same size; what `"auto"` decides from.
         translation (`Translation`, *optional*): To the tokens of the draft, where it has a tokenizer of its own.
     """
