@@ -14,11 +14,11 @@ import torch
 from osd_hf.config import OnlineConfig
 from osd_hf.drafting.forward import CompiledDraft, CroppableCache, compiles_draft
 
-Run = Callable[[], torch.Tensor]
+Replay = Callable[[torch.Tensor], torch.Tensor]
 Step = Callable[[Any, torch.Tensor, CroppableCache], torch.Tensor]
 
 OFTEN = 3  # forwards of several tokens that are eager before so many are captured, which takes as long as some of them
-MOST_FAILURES = 3  # captures that fail before all is eager: what other threads do may break one
+MOST_FAILURES = 3  # captures in turn that fail before all is eager: what other threads do may break one
 
 
 class _Place:
@@ -33,23 +33,30 @@ class _Place:
         self.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.first = self.capture(lambda: torch.zeros(1, device=device))  # memory without a graph would be given back
 
-    def capture(self, run: Run) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         graph, now = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         # The outer stream is the one to go on with, which a capture that fails does not see to. Other threads may
         # learn, and take memory, meanwhile.
-        with (
-            torch.cuda.device(self.device),
-            torch.cuda.stream(now),
-            torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"),
-        ):
-            result = run()
+        try:
+            with (
+                torch.cuda.device(self.device),
+                torch.cuda.stream(now),
+                torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"),
+            ):
+                result = run()
+        except RuntimeError as error:  # of the end of a capture that was broken before
+            raise error.__context__ or error from None
         return graph, result
 
-    def replay(self, graph: torch.cuda.CUDAGraph, result: torch.Tensor) -> torch.Tensor:
-        """What a graph computes, after those before it, in whatever stream these ran."""
+    def replay(
+        self, graph: torch.cuda.CUDAGraph, result: torch.Tensor, read: torch.Tensor, given: torch.Tensor
+    ) -> torch.Tensor:
+        """What a graph that reads from `read` computes of what is given, after those before it, in whatever stream
+        these ran."""
         now = torch.cuda.current_stream(self.device)
         with self.lock:
             self.done.wait(now)
+            read.copy_(given)
             graph.replay()
             found = result.clone()
             self.done.record(now)
@@ -60,21 +67,22 @@ _places: dict[Any, _Place] = {}
 _making = threading.Lock()
 
 
-def capture(run: Run, device: Any) -> Run:
-    """Capture the kernels that a function starts, which do not run meanwhile; returns what runs them, on the tensors
-    that the function had then, and gives a result of its own each time."""
+def capture(run: Callable[[torch.Tensor], torch.Tensor], example: torch.Tensor) -> Replay:
+    """Capture the kernels that a function of a tensor such as `example` starts, which do not run meanwhile; returns
+    what runs them on another one and gives a result of its own each time. Other tensors are read where they lay."""
+    device, read = example.device, example.clone()
     with _making:
         place = _places.get(device) or _places.setdefault(device, _Place(device))
     with place.lock:
-        captured = place.capture(run)
-    return lambda: place.replay(*captured)
+        graph, result = place.capture(lambda: run(read))
+    return lambda given: place.replay(graph, result, read, given)
 
 
 @dataclass
 class _OfCache:
-    """Graphs over a cache by their number of tokens, with the tensor that each reads; forwards of so many tokens."""
+    """Graphs over a cache by their number of tokens; eager forwards of so many tokens."""
 
-    graphs: dict[int, tuple[torch.Tensor, Run]] = field(default_factory=dict)
+    graphs: dict[int, Replay] = field(default_factory=dict)
     calls: Counter[int] = field(default_factory=Counter)
 
 
@@ -104,15 +112,13 @@ class CapturedStep:
             self._graphs[model], self._places[model] = WeakKeyDictionary(), places(model)
         known, count = self._graphs[model].setdefault(cache, _OfCache()), ids.shape[1]
         if count in known.graphs:
-            read, replay = known.graphs[count]
-            read.copy_(ids)
-            return replay()
+            return known.graphs[count](ids)
         logits = self._step(model, ids, cache)  # before: libraries choose their kernels in it
         known.calls[count] += 1
         if count == 1 or known.calls[count] >= OFTEN:
-            read = ids.clone()
             try:
-                known.graphs[count] = read, capture(lambda: self._step(model, read, cache), model.device)
+                known.graphs[count] = capture(lambda read: self._step(model, read, cache), ids)
+                self._failures = 0
             except RuntimeError:
                 self._failures += 1
                 if self._failures == MOST_FAILURES:
