@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import K, greedy, make_parser, run_facts, write_report
+from common import K, greedy, make_parser, parting, run_facts, write_report
 from transformers.generation.streamers import BaseStreamer
 
 from osd_hf import OnlineAssistant, OnlineConfig
@@ -110,15 +110,6 @@ def exactness(device: str, sizes: Sizes) -> Found:
         counts = {name: outcomes.count(name) for name in ("identical", "tied", "differing")}
         found[str(dtype).removeprefix("torch.")] = {**counts, "versions": versions, "parted": parted}
     return {"holds": found["float32"]["differing"] == 0 and found["float32"]["versions"] > 0, **found}
-
-
-@torch.no_grad()
-def parting(target: Any, ids: list[int], alone: list[int], ours: list[int]) -> Found:
-    """Where two answers part, and by how much the target prefers the likeliest token there to the next one."""
-    at = next((i for i, (a, b) in enumerate(zip(alone, ours, strict=False)) if a != b), min(len(alone), len(ours)))
-    logits = target(torch.tensor([[*ids, *alone[:at]]], device=target.device)).logits[0, -1].float()
-    top = logits.topk(2).values
-    return {"token": at, "gap": float(top[0] - top[1]), "of": float(top[0])}
 
 
 def memory(device: str, sizes: Sizes) -> Found:

@@ -12,7 +12,7 @@ request; an assistant's time holds what it learns after the answer. Drafting is 
 target's verification are compiled, before the first request, which is reported as the start. The target alone is
 `target.generate`. The rule "not learning" tells what compiling alone does. Of each assistant: requests until its total
 time is below the target's for good, the ratio of the totals (with an interval over blocks of 50 requests), of the last
-fifth, the learner's share, the latencies' p50 and p99, and how many answers are the target's own.
+fifth, the learner's share, the latencies' p50 and p99, and how many answers are the target's own, or part from it at a tie.
 
 The same run is also put to a **model** of an 8B target with a 0.6B draft on one H100, with k = 5: bf16 weights are
 read once a forward at 3.35 TB/s, and 400 TFLOP/s are reached where that takes longer; a step of learning reads and
@@ -23,6 +23,7 @@ the lab pair's own: how a pair of that size would learn is not known from it.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -39,6 +40,7 @@ from common import (
     last_share,
     load_pair,
     make_parser,
+    parting,
     prompts,
     run_facts,
     write_report,
@@ -47,6 +49,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from osd_hf import AcceptanceStats, DomainDrafts, OnlineAssistant, OnlineConfig, Trace, simulate
+from osd_hf.bench.benchmark import compare_outputs
 from osd_hf.learning.learner import Learner
 from osd_hf.metrics import expected_block_efficiency
 from osd_hf.replay import replay_each
@@ -75,7 +78,8 @@ class Served:
         self.learning: list[float] = []
         self.effort: list[float] = []
         self.traces: list[Trace] = []
-        self.same = 0
+        self.outcomes = Counter[str]()
+        self.parted: list[dict[str, Any]] = []
 
     def answer(self, ids: torch.Tensor, settings: dict[str, Any]) -> torch.Tensor:
         before, started = self.assistant.learning_seconds, time.perf_counter()
@@ -167,7 +171,7 @@ def report_on(
         "saved_seconds": found.assistant.saved_seconds,
         "alpha": ends.alpha if ends.examined else None, "static": last_share([*static]).alpha,
         "alpha_all": sum(stats, AcceptanceStats()).alpha, "effort": found.effort[::BLOCK],
-        "p50": float(p50), "p99": float(p99), "identical": found.same,
+        "p50": float(p50), "p99": float(p99), "outputs": dict(found.outcomes), "parted": found.parted,
         "model": {
             **account(model[0], model[2], seed), "static_times_alone": float(model[0].sum() / model[1].sum()),
         },
@@ -181,7 +185,7 @@ def report_on(
         f"{row['alpha'] or 0:.3f}; a request alone {row['alone_seconds']:.3f} s, served {row['served_seconds']:.3f}, "
         f"learning {row['learning_seconds']:.3f}; {times:.3f} [{low:.3f}, {high:.3f}] times alone, last fifth "
         f"{row['times_alone_last_fifth']:.3f} (learning {row['learning_share_last_fifth']:.1%} of serving); paid "
-        f"after {paid['here']}; p50 {p50:.3f}, p99 {p99:.3f} s; {found.same}/{len(alone)} identical; H100 model "
+        f"after {paid['here']}; p50 {p50:.3f}, p99 {p99:.3f} s; {dict(found.outcomes)}; H100 model "
         f"{row['model']['times_alone'][0]:.2f}, last fifth {row['model']['times_alone_last_fifth']:.2f}, static "
         f"{row['model']['static_times_alone']:.2f}, paid after {paid['model']}",
         flush=True,
@@ -220,7 +224,11 @@ def main() -> None:
                 else:
                     answers[place] = ways[place].answer(ids, settings)
             for place, way in enumerate(ways):
-                way.same += int(torch.equal(answers[place], answers[-1]))
+                both = [answers[which][0, len(prompt) :].tolist() for which in (-1, place)]
+                outcome = compare_outputs(pair.target, prompt, *both)
+                way.outcomes[outcome] += 1
+                if outcome != "identical":
+                    way.parted.append({"request": i, "outcome": outcome, **parting(pair.target, prompt, *both)})
         static = replay_each(pair.draft, ways[0].traces, K)
         rows += [report_on(way, np.array(alone), pair.draft, static, name, args.seed) for way in ways]
         for way in ways:

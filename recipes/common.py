@@ -272,6 +272,15 @@ def report_parts(args: argparse.Namespace, find: Callable[[str], Any], **facts: 
     return report
 
 
+@torch.no_grad()
+def parting(target: Any, ids: list[int], alone: list[int], ours: list[int]) -> dict[str, Any]:
+    """Where two answers part, and by how much the target prefers the likeliest token there to the next one."""
+    at = next((i for i, (a, b) in enumerate(zip(alone, ours, strict=False)) if a != b), min(len(alone), len(ours)))
+    logits = target(torch.tensor([[*ids, *alone[:at]]], device=target.device)).logits[0, -1].float()
+    top = logits.topk(2).values
+    return {"token": at, "gap": float(top[0] - top[1]), "of": float(top[0])}
+
+
 def processor_seconds(work: Callable[[], object]) -> float:
     """Of this process, over what is done."""
     started = time.process_time()
