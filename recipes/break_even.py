@@ -12,7 +12,8 @@ request; an assistant's time holds what it learns after the answer. Drafting is 
 target's verification are compiled, before the first request, which is reported as the start. The target alone is
 `target.generate`. The rule "not learning" tells what compiling alone does. Of each assistant: requests until its total
 time is below the target's for good, the ratio of the totals (with an interval over blocks of 50 requests), of the last
-fifth, the learner's share, the latencies' p50 and p99, and how many answers are the target's own, or part from it at a tie.
+fifth, the learner's share, the latencies' p50 and p99, and how many answers are the target's own, or part from it at
+a tie.
 
 The same run is also put to a **model** of an 8B target with a 0.6B draft on one H100, with k = 5: bf16 weights are
 read once a forward at 3.35 TB/s, and 400 TFLOP/s are reached where that takes longer; a step of learning reads and
