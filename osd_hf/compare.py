@@ -96,7 +96,8 @@ class DraftComparison:
         begun = {"yes": f"Yes, {name} is", "no": f"No, {name} is not", "not sure": f"Not sure of {name}"}[worth.answer]
         more = "; more prompts would tell" if worth.answer == "not sure" else ""
         if worth.answer != "yes" and self.facts.get("compiles_drafts"):
-            more += "; captured or compiled, as it drafts on this device by default, it takes less: osd-hf bench tells"
+            more += "; captured or compiled, as it drafts on this device by default, it takes less time: "
+            more += "osd-hf bench tells"
         alphas = " to ".join(f"{alpha:.0%}" for alpha in stats.alpha_interval)
         return (
             f"Worth it? {begun}: expected {worth.speedup:.2f} [{low:.2f}, {high:.2f}] times as fast as "
