@@ -72,7 +72,9 @@ def capture(run: Callable[[torch.Tensor], torch.Tensor], example: torch.Tensor) 
     what runs them on another one and gives a result of its own each time. Other tensors are read where they lay."""
     device, read = example.device, example.clone()
     with _making:
-        place = _places.get(device) or _places.setdefault(device, _Place(device))
+        if device not in _places:
+            _places[device] = _Place(device)
+        place = _places[device]
     with place.lock:
         graph, result = place.capture(lambda: run(read))
     return lambda given: place.replay(graph, result, read, given)
@@ -99,17 +101,17 @@ class CapturedStep:
     def __init__(self, step: Step) -> None:
         self._step = step
         self._graphs: WeakKeyDictionary[Any, WeakKeyDictionary[CroppableCache, _OfCache]] = WeakKeyDictionary()
-        self._places: WeakKeyDictionary[Any, tuple[int, ...]] = WeakKeyDictionary()  # of a model's weights
+        self._addresses: WeakKeyDictionary[Any, tuple[int, ...]] = WeakKeyDictionary()  # of a model's weights
         self._failures = 0
 
     def begins(self, model: Any) -> None:
         """A request begins: graphs that read where the model's weights no longer lie are let go."""
-        if model in self._graphs and self._places[model] != places(model):
+        if model in self._graphs and self._addresses[model] != addresses(model):
             del self._graphs[model]
 
     def __call__(self, model: Any, ids: torch.Tensor, cache: CroppableCache) -> torch.Tensor:
         if model not in self._graphs:
-            self._graphs[model], self._places[model] = WeakKeyDictionary(), places(model)
+            self._graphs[model], self._addresses[model] = WeakKeyDictionary(), addresses(model)
         known, count = self._graphs[model].setdefault(cache, _OfCache()), ids.shape[1]
         if count in known.graphs:
             return known.graphs[count](ids)
@@ -126,7 +128,7 @@ class CapturedStep:
         return logits
 
 
-def places(model: Any) -> tuple[int, ...]:
+def addresses(model: Any) -> tuple[int, ...]:
     """Where the weights of a model lie."""
     return tuple(tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
 
