@@ -2,7 +2,7 @@
 What only an accelerator can show: exactness, memory beside its plan, latency while learning, captured and compiled
 drafts beside eager ones, the cost model, and draft vocabularies, in shapes that are served there.
 
-    python recipes/accelerator.py              # within ten minutes on one H100; shapes of 8B take 35 GB
+    python recipes/accelerator.py              # some ten minutes on one H100; shapes of 8B take 35 GB
     python recipes/accelerator.py --smoke      # tiny shapes on the CPU: nothing is compiled, no time is set
 
 exactness   bundled pair, learning between requests, in float32 and bfloat16: how many answers are the target's own; by
