@@ -4,13 +4,15 @@ What `osd-hf proxy` costs: time to the first token and of whole answers, and tok
     bash recipes/vllm_env.sh .venv-vllm
     OSD_HF_DATA=... python recipes/proxy_cost.py --vllm .venv-vllm
     OSD_HF_DATA=... python recipes/proxy_cost.py --paced --name proxy_cost_paced   # before one that computes nothing
+    OSD_HF_DATA=... python recipes/proxy_cost.py --vllm .venv-vllm --target DIR --chats --own-core --max-new-tokens 32
     OSD_HF_DATA=... python recipes/proxy_cost.py --url http://localhost:8000 --smoke
 
 Streamed greedy completions by 1, 4 and 16 clients at once, who come one by one: direct, direct with the log-probs
 that collecting asks for, through the proxy without collecting, and with; in turns, `--rounds` times after one that
-warms up, with `--requests` for each client, the same ones each way. Then tokens a second of 16 clients by the share
-that is collected. The proxy is a process of its own; clients run in this one, on the same machine. With `--smoke`
-little is asked for, and the proxy is a thread.
+warms up, with `--requests` for each client, the same ones each way, which end at lengths of their own. Then tokens a
+second of 16 clients by the share that is collected. The proxy is a process of its own; clients run in this one, on the
+same machine. `--own-core` keeps the first core for the engine and the others for proxy and clients, direct calls too;
+`--chats` asks for chats instead of completions. With `--smoke` little is asked for, and the proxy is a thread.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import random
 import subprocess
 import sys
@@ -31,18 +34,18 @@ from typing import Any
 import httpx2
 import numpy as np
 import torch
-from common import MAX_NEW_TOKENS, TEMPLATES, data_folder, make_parser, rows, run_facts, write_report
-from proxy_exchanges import COMPLETIONS, NUM_LOGPROBS, engine_of, proxied
+from common import MAX_NEW_TOKENS, TEMPLATES, make_parser, rows, run_facts, write_report
+from proxy_exchanges import CHAT, COMPLETIONS, NUM_LOGPROBS, engine_of, proxied
 from tqdm import tqdm
-from vllm_loop import osd_hf
+from vllm_loop import osd_hf, target_of
 
 from osd_hf import CorrectionStore
+from osd_hf.serving.extra_fields import asking
 from osd_hf.serving.proxy import METRICS_PATH
 from osd_hf.serving.recorder import ProxyCounts
 
 BETWEEN_SECONDS = 0.05  # after which one client comes behind another
 LEAST = 24  # requests of a round, however few the clients
-ASKED_FOR = {"logprobs": NUM_LOGPROBS, "return_token_ids": True, "return_tokens_as_token_ids": True}
 DIRECT, ASKED, THROUGH, COLLECTED = "direct", "direct with log-probs", "through", "collected"
 
 
@@ -59,14 +62,14 @@ def server_of(command: list[str]) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def proxy_of(url: str, folder: str, is_thread: bool) -> Iterator[str]:
+def proxy_of(url: str, folder: str, args: argparse.Namespace) -> Iterator[str]:
     """The address of a proxy that collects all but what opts out."""
-    if is_thread:
+    if args.smoke:
         with CorrectionStore(Path(folder) / "store") as store, proxied(url, store, ProxyCounts()) as front:
             yield front
         return
     command = osd_hf(
-        "proxy", "--url", url, "--store", Path(folder) / "store", "--target", data_folder() / "lab/target",
+        "proxy", "--url", url, "--store", Path(folder) / "store", "--target", target_of(args),
         "--port", 0, "--share", 1, "--num-logprobs", NUM_LOGPROBS,
     )  # fmt: skip
     with server_of(command) as front:
@@ -80,11 +83,31 @@ def paced(args: argparse.Namespace) -> Iterator[str]:
         yield url
 
 
+@contextlib.contextmanager
+def on_cores(cores: set[int], is_asked: bool) -> Iterator[None]:
+    """This process and what it starts meanwhile on these cores, if that is asked for."""
+    before = os.sched_getaffinity(0)
+    if is_asked:
+        os.sched_setaffinity(0, cores)
+    yield
+    os.sched_setaffinity(0, before)
+
+
+def body_of(text: str, max_new_tokens: int, is_chat: bool) -> dict[str, Any]:
+    """A request for a streamed answer; chats, which would all go on to the end, have lengths of their own."""
+    how = {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+    if not is_chat:
+        return {"prompt": text, "max_tokens": max_new_tokens, **how}
+    length = random.Random(text).randint(-(-max_new_tokens // 2), max_new_tokens)
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": length, **how}
+
+
 async def timed(client: httpx2.AsyncClient, url: str, body: dict[str, Any], collect: bool) -> tuple[float, float, int]:
     """Seconds to the first token and to the end, and how many tokens came."""
     began, first, tokens = time.perf_counter(), 0.0, 0
     headers = {} if collect else {"x-osd-collect": "false"}
-    async with client.stream("POST", url + COMPLETIONS, json=body, headers=headers) as answer:
+    path = CHAT if "messages" in body else COMPLETIONS
+    async with client.stream("POST", url + path, json=body, headers=headers) as answer:
         assert answer.status_code == 200, await answer.aread()
         async for line in answer.aiter_lines():
             first = first or time.perf_counter() - began
@@ -93,16 +116,14 @@ async def timed(client: httpx2.AsyncClient, url: str, body: dict[str, Any], coll
     return first, time.perf_counter() - began, tokens
 
 
-async def served(url: str, texts: list[str], asked: dict[str, Any], clients: int, share: float) -> dict[str, Any]:
-    """What came of all texts, asked for by so many clients, each with one request at a time, which come one by one."""
-    waiting, found = list(enumerate(texts)), list[tuple[float, float, int]]()
+async def served(url: str, bodies: list[dict[str, Any]], clients: int, share: float) -> dict[str, Any]:
+    """What came of all requests by so many clients, each with one at a time, who come one by one."""
+    waiting, found = list(enumerate(bodies)), list[tuple[float, float, int]]()
 
     async def ask(client: httpx2.AsyncClient, begins: float) -> None:
         await asyncio.sleep(begins)
         while waiting:
-            number, text = waiting.pop(0)
-            body = {"prompt": text, "max_tokens": MAX_NEW_TOKENS, "temperature": 0, "stream": True,
-                    "stream_options": {"include_usage": True}, **asked}  # fmt: skip
+            number, body = waiting.pop(0)
             is_collected = int((number + 1) * share) > int(number * share)
             found.append(await timed(client, url, body, is_collected))
 
@@ -129,11 +150,16 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return result | {"tokens_per_second": {"all": float(np.mean(rates)), "rounds": [min(rates), max(rates)]}}
 
 
-def main() -> None:
+def parsed() -> argparse.Namespace:
+    """The flags, and what follows from them."""
     parser = make_parser(__doc__, "proxy_cost", traces=False)
     parser.add_argument("--vllm", help="folder of vLLM's environment")
     parser.add_argument("--url", help="of an engine that runs already")
     parser.add_argument("--paced", action="store_true", help="an engine that waits like one on a GPU")
+    parser.add_argument("--target", help="folder of the model that vLLM serves; by default the lab's target")
+    parser.add_argument("--chats", action="store_true", help="chats instead of completions")
+    parser.add_argument("--own-core", action="store_true", help="the engine on the first core, all else on the others")
+    parser.add_argument("--max-new-tokens", type=int, default=MAX_NEW_TOKENS)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--shares", type=float, nargs="+", default=[0.0, 0.1, 0.2, 0.5, 1.0])
     parser.add_argument("--requests", type=int, default=8, help="of each client in a round")
@@ -146,33 +172,44 @@ def main() -> None:
         args.clients, args.shares, args.requests, args.rounds = [1, 2], [0.5], 2, 1
     if sum(map(bool, (args.vllm, args.url, args.paced))) != 1:
         parser.error("one of --vllm, --url and --paced says which engine")
+    if args.own_core and len(os.sched_getaffinity(0)) < 2:
+        parser.error("--own-core needs two cores at least, and here is one")
+    args.concurrency, args.drafting = max(args.clients), args.target is None
+    return args
+
+
+def main() -> None:
+    args, started = parsed(), time.time()
     torch.set_num_threads(1)
-    args.concurrency, args.drafting, started = max(args.clients), True, time.time()
-    least = 0 if args.smoke else LEAST
+    least, cores = 0 if args.smoke else LEAST, sorted(os.sched_getaffinity(0))
+    added = json.loads(asking(b"{}", {}, is_chat=args.chats, num_logprobs=NUM_LOGPROBS))
     texts = [TEMPLATES["finance_alpaca"].format(**row) for row in rows("finance_alpaca")]
     draw = random.Random(args.seed)
     report: dict[str, Any] = {"clients": {}, "shares": {}}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        (paced if args.paced else engine_of)(args) as url,
-        proxy_of(url, folder, args.smoke) as front,
-    ):
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
+        with on_cores(set(cores[:1]), args.own_core):
+            url = running.enter_context((paced if args.paced else engine_of)(args))
+        running.enter_context(on_cores(set(cores[1:]), args.own_core))
+        front = running.enter_context(proxy_of(url, folder, args))
         model = {"model": httpx2.get(f"{url}/v1/models").json()["data"][0]["id"]}
 
         def run(ways: dict[str, tuple[str, dict[str, Any], float]], clients: int, bar: str) -> dict[str, Any]:
             runs: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
             for number in tqdm(range(args.rounds + 1), desc=bar):
-                those = draw.sample(texts, max(args.requests * clients, least))
+                those = [
+                    body_of(text, args.max_new_tokens, args.chats)
+                    for text in draw.sample(texts, max(args.requests * clients, least))
+                ]
                 for way in draw.sample(list(ways), len(ways)):
                     where, asked, share = ways[way]
-                    found = asyncio.run(served(where, those, asked, clients, share))
+                    found = asyncio.run(served(where, [body | asked for body in those], clients, share))
                     if number:  # the first round warms up
                         runs[way].append(found)
             return {way: summary(of_way) for way, of_way in runs.items()}
 
         for clients in args.clients:
             ways = {
-                DIRECT: (url, model, 0.0), ASKED: (url, model | ASKED_FOR, 0.0),
+                DIRECT: (url, model, 0.0), ASKED: (url, model | added, 0.0),
                 THROUGH: (front, model, 0.0), COLLECTED: (front, model, 1.0),
             }  # fmt: skip
             report["clients"][clients] = run(ways, clients, f"{clients} clients")

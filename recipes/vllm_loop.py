@@ -50,6 +50,11 @@ WARM_UP = 8  # prompts
 RELOAD = "osd_hf.engine.vllm_reload.DraftReload"
 
 
+def target_of(args: argparse.Namespace) -> Path:
+    """The target's folder: the lab's, where no other one is named."""
+    return Path(getattr(args, "target", None) or data_folder() / "lab/target")
+
+
 class Engine:
     """vLLM with a draft, where there is one, on a port of this machine."""
 
@@ -59,7 +64,7 @@ class Engine:
         # The CPU package lacks the metadata that the command `vllm` looks for; this is what it starts.
         command = [
             str(Path(args.vllm).absolute() / "bin/python"), "-m", "vllm.entrypoints.openai.api_server",
-            *("--model", str(data_folder() / "lab/target"), "--port", str(args.port), "--host", "127.0.0.1"),
+            *("--model", str(target_of(args)), "--port", str(args.port), "--host", "127.0.0.1"),
             *("--dtype", "float32", "--max-model-len", "768", "--max-num-seqs", str(args.concurrency)),
             *("--max-logprobs", str(NUM_LOGPROBS), "--generation-config", "vllm", "--enforce-eager"),
             *("--gpu-memory-utilization", "0.3"),  # which means the memory of the machine here
