@@ -4,7 +4,7 @@ What `osd-hf proxy` costs: time to the first token and of whole answers, and tok
     bash recipes/vllm_env.sh .venv-vllm
     OSD_HF_DATA=... python recipes/proxy_cost.py --vllm .venv-vllm
     OSD_HF_DATA=... python recipes/proxy_cost.py --paced --name proxy_cost_paced   # before one that computes nothing
-    OSD_HF_DATA=... python recipes/proxy_cost.py --vllm .venv-vllm --target DIR --chats --own-core --max-new-tokens 32
+    OSD_HF_DATA=... python recipes/proxy_cost.py --vllm .venv-vllm --target DIR --chats --own-core --name own_core
     OSD_HF_DATA=... python recipes/proxy_cost.py --url http://localhost:8000 --smoke
 
 Streamed greedy completions by 1, 4 and 16 clients at once, who come one by one: direct, direct with the log-probs
@@ -89,8 +89,10 @@ def on_cores(cores: set[int], is_asked: bool) -> Iterator[None]:
     before = os.sched_getaffinity(0)
     if is_asked:
         os.sched_setaffinity(0, cores)
-    yield
-    os.sched_setaffinity(0, before)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def body_of(text: str, max_new_tokens: int, is_chat: bool) -> dict[str, Any]:
@@ -156,7 +158,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--vllm", help="folder of vLLM's environment")
     parser.add_argument("--url", help="of an engine that runs already")
     parser.add_argument("--paced", action="store_true", help="an engine that waits like one on a GPU")
-    parser.add_argument("--target", help="folder of the model that vLLM serves; by default the lab's target")
+    parser.add_argument(
+        "--target", help="folder of the model that vLLM serves, without a draft; by default the lab's pair"
+    )
     parser.add_argument("--chats", action="store_true", help="chats instead of completions")
     parser.add_argument("--own-core", action="store_true", help="the engine on the first core, all else on the others")
     parser.add_argument("--max-new-tokens", type=int, default=MAX_NEW_TOKENS)
@@ -172,6 +176,10 @@ def parsed() -> argparse.Namespace:
         args.clients, args.shares, args.requests, args.rounds = [1, 2], [0.5], 2, 1
     if sum(map(bool, (args.vllm, args.url, args.paced))) != 1:
         parser.error("one of --vllm, --url and --paced says which engine")
+    if args.own_core and args.url:
+        parser.error("--own-core is for an engine that is started here, and --url names one that runs already")
+    if args.paced and (args.chats or args.target):
+        parser.error("the paced engine answers completions alone and has no model: leave --chats and --target out")
     if args.own_core and len(os.sched_getaffinity(0)) < 2:
         parser.error("--own-core needs two cores at least, and here is one")
     args.concurrency, args.drafting = max(args.clients), args.target is None
