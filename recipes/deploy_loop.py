@@ -178,14 +178,16 @@ class Loop:
         )
 
     def wait(self, front: str) -> None:
-        """Until all that was collected so far is learned from."""
+        """Until there is a version of each draft, and all that was collected so far is learned from."""
         self._wait(lambda: scraped(front + METRICS_PATH, "osd_hf_proxy_collected_total"))
 
     def _wait(self, collected: Callable[[], float]) -> None:
         until = time.monotonic() + LEARN_SECONDS
         while time.monotonic() < until and self._learner.poll() is None:
             with suppress(httpx2.HTTPError):
-                if scraped(f"http://127.0.0.1:{self._port}/metrics", LEARNED) >= collected():
+                learned = scraped(f"http://127.0.0.1:{self._port}/metrics", LEARNED)
+                begun = all((self.versions(name) / LATEST).exists() for name in self._engines)
+                if begun and learned >= collected():
                     return
             time.sleep(0.2)
         sys.exit(f"Not all was learned from; see {self._folder / 'learn.log'}.")
