@@ -6,7 +6,7 @@ import io
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import closing, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,13 @@ def other_page(other_open_page: Page) -> Page:
     return cleared(other_open_page)
 
 
+@pytest.fixture
+def new_page(page: Page, address: str) -> Iterator[Page]:
+    """Another tab of the same visitor, scrolled nowhere; it is closed where the test fails, too."""
+    with closing(opened(page.context, address)) as page:
+        yield page
+
+
 def cleared(page: Page) -> Page:
     page.locator("#clear").click()
     expect(page.locator("#chat .osd-you, #chat [role=alert]")).to_have_count(0)
@@ -153,8 +160,8 @@ def places_of(page: Page, *names: str) -> list[tuple[float, ...]]:
 # --- one visitor ----------------------------------------------------------------------------------------------------
 
 
-def test_acceptance_rises_while_one_chats(page: Page, address: str) -> None:
-    page = opened(page.context, address)  # scrolled nowhere
+def test_acceptance_rises_while_one_chats(new_page: Page) -> None:
+    page = new_page
     for _ in range(2):
         page.locator("#suggest").click()
         expect(page.locator("#prompt textarea")).not_to_have_value("")
@@ -196,7 +203,6 @@ def test_acceptance_rises_while_one_chats(page: Page, address: str) -> None:
     page.locator("#clear").click()
     expect(page.locator("#chat .osd-you")).to_have_count(0)
     assert page.errors == []  # type: ignore[attr-defined]
-    page.close()
 
 
 def test_a_reload_keeps_the_chat(page: Page) -> None:
@@ -284,34 +290,33 @@ def test_save_and_push_say_what_came_of_it(page: Page) -> None:
 
 
 def test_phone_dark_and_keyboard(page: Page, address: str) -> None:
-    page = page.context.new_page()
-    page.set_viewport_size({"width": 390, "height": 844})
-    page.emulate_media(color_scheme="dark")
-    page.context.new_cdp_session(page).send("Emulation.setTouchEmulationEnabled", {"enabled": True})
-    page.goto(f"{address}?__theme=dark")
-    known(page)
-    assert page.evaluate("navigator.maxTouchPoints") > 0
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    assert "dark" in (page.locator("body").get_attribute("class") or "")
-    # By keyboard alone: type, tab to Send, press it, tab on to what was corrected.
-    page.locator("#prompt textarea").focus()
-    page.keyboard.type("What is 3 + 4?")
-    page.keyboard.press("Tab")
-    assert page.evaluate("document.activeElement.id") == "send"
-    page.keyboard.press("Enter")
-    expect(page.locator("#chat .osd-figures", has_text="target pass")).to_have_count(1)
-    answered(page)
-    page.locator("#chat .osd-corrected").first.focus()
-    shown = "getComputedStyle(document.activeElement, '::after').content"
-    assert "the draft said" in page.evaluate(shown)
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    # Every control has a name that a screen reader says.
-    nameless = page.evaluate(
-        """() => [...document.querySelectorAll('input, textarea, button')].filter(e => e.offsetParent !== null
-        && !e.labels?.length && !e.ariaLabel && !e.innerText.trim() && !e.title).map(e => e.outerHTML)"""
-    )
-    assert nameless == []
-    page.close()
+    with closing(page.context.new_page()) as page:
+        page.set_viewport_size({"width": 390, "height": 844})
+        page.emulate_media(color_scheme="dark")
+        page.context.new_cdp_session(page).send("Emulation.setTouchEmulationEnabled", {"enabled": True})
+        page.goto(f"{address}?__theme=dark")
+        known(page)
+        assert page.evaluate("navigator.maxTouchPoints") > 0
+        narrow = "document.documentElement.scrollWidth <= 390"
+        page.wait_for_function(narrow)
+        expect(page.locator("body")).to_have_class(re.compile("dark"))
+        # By keyboard alone: type, tab to Send, press it, tab on to what was corrected.
+        page.locator("#prompt textarea").focus()
+        page.keyboard.type("What is 3 + 4?")
+        page.keyboard.press("Tab")
+        expect(page.locator("#send")).to_be_focused()
+        page.keyboard.press("Enter")
+        expect(page.locator("#chat .osd-figures", has_text="target pass")).to_have_count(1)
+        answered(page)
+        shown = "token => { token.focus(); return getComputedStyle(token, '::after').content }"
+        assert "the draft said" in page.locator("#chat .osd-corrected").first.evaluate(shown)
+        page.wait_for_function(narrow)
+        # Every control has a name that a screen reader says.
+        nameless = page.evaluate(
+            """() => [...document.querySelectorAll('input, textarea, button')].filter(e => e.offsetParent !== null
+            && !e.labels?.length && !e.ariaLabel && !e.innerText.trim() && !e.title).map(e => e.outerHTML)"""
+        )
+        assert nameless == []
 
 
 # --- two visitors ---------------------------------------------------------------------------------------------------
@@ -411,8 +416,10 @@ def test_a_program_chats_and_reads_the_statistics(address: str) -> None:
 
 
 def test_a_public_page_serves_visitors_and_shows_no_owners_controls(open_page: Page, tmp_path: Path) -> None:
-    with app_server(tmp_path, "--public", steps_per_update=1) as address:
-        page = opened(open_page.context, address)
+    with (
+        app_server(tmp_path, "--public", steps_per_update=1) as address,
+        closing(opened(open_page.context, address)) as page,
+    ):
         ask(page, "What is 3 + 4?")
         kept = page.evaluate("JSON.stringify(localStorage)")
         page.evaluate("localStorage.clear()")  # another visitor then
@@ -431,4 +438,3 @@ def test_a_public_page_serves_visitors_and_shows_no_owners_controls(open_page: P
         page.locator("#private input").check()
         expect(page.locator("#state")).to_contain_text("your own", timeout=PATIENCE)
         assert page.errors == []  # type: ignore[attr-defined]
-        page.close()
