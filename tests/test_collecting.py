@@ -9,6 +9,7 @@ import gc
 import json
 import logging
 import os
+import shutil
 import socket
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from urllib.parse import quote
 import httpx2
 import numpy as np
 import pytest
+from fake_buckets import FakeBuckets
 from fake_engine import FakeEngine, completion, fake_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -410,6 +412,33 @@ def test_the_command_collects(
     written = sum(p.stat().st_size for p in (tmp_path / "store").glob("*/*.parquet"))
     assert (found["bytes"], found["bytes_per_token"]) == (written, written / size)
     assert f"9 requests with {size} tokens" in capsys.readouterr().out
+
+
+def test_what_is_collected_goes_to_a_bucket_which_may_be_away(
+    run: Any, engine: FakeEngine, rows: Path, recorded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: Any, caplog: Any,
+) -> None:  # fmt: skip
+    hub = FakeBuckets()
+    hub.patch(monkeypatch)
+    flags = ["--url", engine.address, "--prompts", rows, "--column", "question"]
+    flags += ["--bucket", "hf://buckets/me/corrections"]
+
+    def away(name: str, given: Any) -> None:
+        raise ConnectionError("the network is down")
+
+    hub.before = away
+    assert run(*flags) == 0  # what comes of a bucket ends no collection
+    assert_recorded(CorrectionStore(tmp_path / "store"), recorded)
+    assert "warning: 'hf://buckets/me/corrections' could not be reached" in capsys.readouterr().err
+    assert "It is tried again. The store stays in" in caplog.text
+    hub.before = lambda name, given: None
+    assert run(*flags, "--resume") == 0  # which asks nothing, and copies what there is
+    for path, data in hub.files["me/corrections"].items():
+        (tmp_path / "copy" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "copy" / path).write_bytes(data)
+    shutil.copy(tmp_path / "store" / shards.MARKER_NAME, tmp_path / "copy")
+    assert_recorded(CorrectionStore(tmp_path / "copy"), recorded)
+    assert run(*flags[:-2], "--bucket-seconds", "3") == 2
 
 
 @pytest.mark.parametrize(

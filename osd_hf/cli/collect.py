@@ -80,7 +80,7 @@ def collect_command(settings: CollectSettings) -> int:
         log = LogReader(settings.log, LogReader.place_in(settings.store, settings.log))
     report, failed = CollectionReport(), None
     try:
-        with store:
+        with settings.copying(), store:
             if encoded is not None:
                 _from_server(settings, key, encoded, reader, store, report)
             if log is not None:

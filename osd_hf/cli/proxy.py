@@ -87,6 +87,7 @@ def proxy_command(settings: ProxySettings) -> int:
     running = module.Running(settings.host, settings.port)
     reader = settings.read_target()[1]
     with settings.open_store() as store:  # by which what is wrong with it is told here
+        copying = settings.copying()
         reading = ReadingProcess(reader, store)
     keeper = Keeper(reading, counts)
     proxy = Proxy(
@@ -96,24 +97,30 @@ def proxy_command(settings: ProxySettings) -> int:
     )  # fmt: skip
     app = proxy.app([metrics_route(lambda: proxy_metrics(counts.to_dict()), path=METRICS_PATH)])
     learner = Companion("osd-hf learn", settings.learner()) if settings.learn else None
-    failed = None
-    try:
-        running.run(
-            app, shutdown_seconds=settings.shutdown_seconds,
-            on_start=lambda: settings.say(f"{running.address} stands before {', '.join(by_url)}"),
-            on_stop=lambda: settings.say("stopping as soon as running answers have ended"),
-        )  # fmt: skip
-    finally:
-        keeper.close()
-        if learner is not None:
-            learner.stop()
+    with copying:
         try:
-            reading.close()
-        except StoreError as error:
-            failed = error
-            print(f"osd-hf: error: {error}", file=sys.stderr)
+            running.run(
+                app, shutdown_seconds=settings.shutdown_seconds,
+                on_start=lambda: settings.say(f"{running.address} stands before {', '.join(by_url)}"),
+                on_stop=lambda: settings.say("stopping as soon as running answers have ended"),
+            )  # fmt: skip
+        finally:
+            failed = _stored(keeper, learner, reading)
     _report(settings, counts)
-    return FAILED if failed is not None else 0
+    return FAILED if failed else 0
+
+
+def _stored(keeper: Keeper, learner: Companion | None, reading: ReadingProcess) -> bool:
+    """Store what waits, and end the learner; whether not all could be written."""
+    keeper.close()
+    if learner is not None:
+        learner.stop()
+    try:
+        reading.close()
+    except StoreError as error:
+        print(f"osd-hf: error: {error}", file=sys.stderr)
+        return True
+    return False
 
 
 def _report(settings: ProxySettings, counts: ProxyCounts) -> None:

@@ -223,22 +223,21 @@ def push_folder(
 
 
 @contextlib.contextmanager
-def telling(repo_id: str, kept: str) -> Iterator[None]:
-    """What fails inside the block, as it writes to the Hub, is raised as a ConfigError or HubError that says why, and
-    what is still there."""
+def telling(repo_id: str, kept: str, *, again: str = "Push again, it goes on where it can.") -> Iterator[None]:
+    """What fails inside the block, at the Hub, is raised as a ConfigError or HubError that says why, what is still
+    there, and what comes next."""
     try:
         yield
     except ConfigError as error:
         raise ConfigError(f"{error} {kept}") from error
     except OfflineModeIsEnabled as error:
-        raise ConfigError(f"HF_HUB_OFFLINE is set: nothing can be pushed. Unset it and push again. {kept}") from error
+        raise ConfigError(
+            f"HF_HUB_OFFLINE is set: {repo_id!r} cannot be reached. Unset it, and try again. {kept}"
+        ) from error
     except HfHubHTTPError as error:
         raise HubError(f"{_refusal(error, repo_id)} {kept}") from error
     except (NetworkError, OSError, RuntimeError, ValueError) as error:  # no network, and one that drops
-        raise HubError(
-            f"{repo_id!r} could not be reached to the end: {first_line(error)}. Push again, it goes on where it can. "
-            f"{kept}"
-        ) from error
+        raise HubError(f"{repo_id!r} could not be reached to the end: {first_line(error)}. {again} {kept}") from error
 
 
 def check_push(repo_id: str, token: str | None = None) -> str:
