@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import tempfile
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fake_buckets import FakeBuckets
+from huggingface_hub.errors import BucketBatchError
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -18,8 +21,9 @@ from test_following import make_trace
 from waiting import LONG
 
 from osd_hf import ConfigError, CorrectionStore, HubError, StoreError, Trace
-from osd_hf.hub.buckets import RECORD_NAME, StoreBucket, kept_alike
+from osd_hf.hub.buckets import AT_ONCE, LOCK_NAME, RECORD_NAME, StoreBucket, kept_alike
 from osd_hf.store.folder import StoreFollower, list_shards
+from osd_hf.utils.disk import lock_file
 
 URI = "hf://buckets/me/corrections/qwen"
 
@@ -121,6 +125,7 @@ class Machines(RuleBasedStateMachine):
         except HubError as error:
             assert "could not be reached to the end" in str(error)
             assert "It is tried again. The store stays in" in str(error)
+            assert calls < 10**9
 
     @rule()
     def take(self) -> None:
@@ -145,14 +150,78 @@ def test_what_a_store_deletes_goes_from_the_bucket_and_from_its_copies(
     own = written(here.folder, 1, 2, 3)
     copy = StoreBucket(tmp_path / "copy", URI, api=hub)  # type: ignore[arg-type]
     assert (here.upload(), copy.download()) == (3, 3)
-    mine = written(copy.folder, 9)  # of this machine's own
-    assert (here.upload(), copy.download()) == (0, 0)
+    beside = written(copy.folder, 9)  # by a collector that has no bucket
     oldest = next(iter(own._folder.shards.values()))  # type: ignore[union-attr]
     own._folder.delete(oldest)  # type: ignore[union-attr]
-    assert (here.upload(), copy.upload(), copy.download()) == (0, 1, 0)  # what came from others is not sent back
-    assert len(hub.files["me/corrections"]) == 3
+    again = [StoreBucket(bucket.folder, URI + "/", api=hub) for bucket in (here, copy)]  # type: ignore[arg-type]
+    assert (again[0].upload(), again[1].download()) == (0, 0)  # another process, which writes the place otherwise
+    assert len(hub.files["me/corrections"]) == 2
     assert {trace.draft_version for trace in CorrectionStore(copy.folder)} == {2, 3, 9}
-    mine.close()
+    beside.close()
+
+
+def test_a_store_is_copied_in_one_direction(tmp_path: Path, here: StoreBucket, hub: FakeBuckets) -> None:
+    written(here.folder, 1)
+    copy = StoreBucket(tmp_path / "copy", URI, api=hub)  # type: ignore[arg-type]
+    here.upload()
+    copy.download()
+    before = dict(hub.files["me/corrections"])
+    with pytest.raises(ConfigError, match="here is copied to a bucket. Copy it in one direction"):
+        here.download()
+    with pytest.raises(ConfigError, match="copy is a copy of what a bucket has"):
+        copy.upload()
+    assert hub.files["me/corrections"] == before and shards(copy.folder) == shards(here.folder)
+
+
+def test_room_is_made_before_more_is_copied(here: StoreBucket, hub: FakeBuckets) -> None:
+    own = written(here.folder, 1, 2)
+    here.upload()
+    own.append(make_trace("here", 3))
+    own._folder.delete(next(iter(own._folder.shards.values())))  # type: ignore[union-attr]
+
+    def full(name: str, given: Any) -> None:
+        if given.get("add") and len(hub.files["me/corrections"]) >= 2:
+            raise OSError(28, "no space left")
+
+    hub.before = full
+    assert here.upload() == 1
+    assert len(hub.files["me/corrections"]) == 2
+
+
+def test_what_is_deleted_while_others_are_copied_holds_nothing_up(here: StoreBucket, hub: FakeBuckets) -> None:
+    own = written(here.folder, 1, 2)
+    [first, second] = own._folder.shards.values()  # type: ignore[union-attr]
+
+    def delete_the_other(name: str, given: Any) -> None:
+        if name == "batch_bucket_files":
+            Path(second.path).unlink(missing_ok=True)
+
+    hub.before = delete_the_other
+    here.upload()
+    assert list(hub.files["me/corrections"].values()) == [Path(first.path).read_bytes()]
+
+
+def test_what_has_come_of_a_long_copy_stays(tmp_path: Path, here: StoreBucket, hub: FakeBuckets) -> None:
+    written(here.folder, *range(AT_ONCE + 3))
+    here.upload()
+    copy = StoreBucket(tmp_path / "copy", URI, api=hub)  # type: ignore[arg-type]
+
+    def drop(name: str, given: Any) -> None:
+        if name == "download_bucket_files" and len(given["files"]) < AT_ONCE:
+            raise ConnectionError("the network is down")
+
+    hub.before = drop
+    with pytest.raises(HubError):
+        copy.download()
+    assert [trace.draft_version for trace in StoreFollower([copy.folder]).take(100)] == list(range(AT_ONCE))
+
+
+def test_one_process_copies_a_store_at_a_time(here: StoreBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("osd_hf.hub.buckets.LAST_SECONDS", 0.0)
+    lock = lock_file(here.folder / LOCK_NAME, wait=True)
+    with contextlib.closing(lock), pytest.raises(StoreError, match="another process holds"):  # type: ignore[type-var]
+        here.upload()
+    assert here.upload() == 0
 
 
 def test_a_copy_that_is_emptied_leaves_no_folders(tmp_path: Path, here: StoreBucket, hub: FakeBuckets) -> None:
@@ -176,6 +245,10 @@ def test_no_path_in_a_bucket_leads_out_of_the_folder(here: StoreBucket, hub: Fak
     assert here.download() == 0
     hub.files["me/corrections"][f"qwen/{name}"] = data
     assert here.download() == 1 and shards(here.folder) == {name: data}
+    # The Hub looks for letters: of a folder that a writer's name begins with it lists that writer, too.
+    hub.files["me/corrections"][name] = data
+    beside = StoreBucket(here.folder.with_name("beside"), f"hf://buckets/me/corrections/{writer[:4]}", api=hub)  # type: ignore[arg-type]
+    assert beside.download() == 0
 
 
 def test_what_comes_cut_short_is_not_taken(here: StoreBucket, hub: FakeBuckets, tmp_path: Path) -> None:
@@ -215,30 +288,42 @@ def test_without_a_token_nothing_begins(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_bucket_is_private_or_refused(here: StoreBucket, hub: FakeBuckets) -> None:
     hub.files.clear()
-    with pytest.raises(HubError, match=f"There is no place for '{URI}'"):
-        here.check(make=False)
-    here.check(make=True)
+    with pytest.raises(HubError, match="There is no bucket 'me/corrections', or this token cannot see it"):
+        here.download()
+    (here.folder / RECORD_NAME).unlink(missing_ok=True)
+    here.upload()
     assert hub.files == {"me/corrections": {}}
-    hub.public.add("me/corrections")
-    for make in (True, False):
-        with pytest.raises(ConfigError, match="is open to everybody"):
-            here.check(make=make)
-    other = StoreBucket(here.folder, URI, api=hub)  # type: ignore[arg-type]
+    hub.public.add("me/corrections")  # meanwhile
     written(here.folder, 1)
-    for _ in range(2):  # nor does anything go there from who could not look before
+    for _ in range(2):
         with pytest.raises(ConfigError, match="is open to everybody"):
-            other.upload()
+            here.upload()
     assert hub.files == {"me/corrections": {}}
+
+
+def test_what_the_hub_does_not_take_is_said(here: StoreBucket, hub: FakeBuckets) -> None:
+    def refuse(name: str, given: Any) -> None:
+        if name == "batch_bucket_files":
+            response: Any = SimpleNamespace(status_code=422, headers={}, request=None)
+            error = BucketBatchError("Failed", response=response)
+            error.failures = [{"path": "x", "error": "the quota is reached"}]
+            raise error
+
+    hub.before = refuse
+    written(here.folder, 1)
+    with pytest.raises(HubError, match="the quota is reached"):
+        here.upload()
 
 
 def test_the_hub_switched_off_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set"):
-        StoreBucket(tmp_path / "store", URI, token="hf_fake").check(make=True)
+        StoreBucket(tmp_path / "store", URI, token="hf_fake").upload()
 
 
-def test_a_record_that_cannot_be_read_is_said(here: StoreBucket) -> None:
-    (here.folder / RECORD_NAME).write_text("{")
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"direction": "upload", "writers": 1}'])
+def test_a_record_that_cannot_be_read_is_said(here: StoreBucket, text: str) -> None:
+    (here.folder / RECORD_NAME).write_text(text)
     with pytest.raises(StoreError, match="Move it away"):
         here.upload()
 
@@ -260,9 +345,28 @@ def test_copies_go_on_after_a_failure_which_is_said_once(caplog: Any) -> None:
     assert [record.getMessage() for record in caplog.records] == ["away", "away again"]
 
 
-@pytest.mark.parametrize("is_last", [True, False])
-def test_what_came_last_is_copied_at_the_end(is_last: bool) -> None:
-    copies = []
-    with kept_alike(lambda: copies.append(1) or 1, seconds=LONG, is_last=is_last):  # type: ignore[func-returns-value]
-        assert copies == []
-    assert copies == [1] * is_last
+def test_what_came_last_is_copied_at_the_end_and_a_failure_told(caplog: Any) -> None:
+    first, copies = threading.Event(), []
+
+    def copy() -> int:
+        copies.append(1)
+        first.set()
+        raise HubError("away")
+
+    with caplog.at_level(logging.WARNING), kept_alike(copy, seconds=LONG, is_last=True):
+        assert first.wait(LONG)
+    assert len(copies) == 2
+    assert [record.getMessage() for record in caplog.records] == ["away", "away"]
+
+
+def test_a_copy_that_nobody_needs_any_more_is_not_waited_for() -> None:
+    begun, end = threading.Event(), threading.Event()
+
+    def copy() -> int:
+        begun.set()
+        end.wait(LONG)
+        return 0
+
+    with kept_alike(copy, seconds=LONG):
+        assert begun.wait(LONG)
+    end.set()  # after the block has ended

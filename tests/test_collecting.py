@@ -415,9 +415,14 @@ def test_the_command_collects(
 
 
 def test_what_is_collected_goes_to_a_bucket_which_may_be_away(
-    run: Any, engine: FakeEngine, rows: Path, recorded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: Any, caplog: Any,
-) -> None:  # fmt: skip
+    run: Any,
+    engine: FakeEngine,
+    rows: Path,
+    recorded: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: Any,
+) -> None:
     hub = FakeBuckets()
     hub.patch(monkeypatch)
     flags = ["--url", engine.address, "--prompts", rows, "--column", "question"]
@@ -429,8 +434,7 @@ def test_what_is_collected_goes_to_a_bucket_which_may_be_away(
     hub.before = away
     assert run(*flags) == 0  # what comes of a bucket ends no collection
     assert_recorded(CorrectionStore(tmp_path / "store"), recorded)
-    assert "warning: 'hf://buckets/me/corrections' could not be reached" in capsys.readouterr().err
-    assert "It is tried again. The store stays in" in caplog.text
+    assert "'hf://buckets/me/corrections' could not be reached to the end: the network is down" in caplog.text
     hub.before = lambda name, given: None
     assert run(*flags, "--resume") == 0  # which asks nothing, and copies what there is
     for path, data in hub.files["me/corrections"].items():
@@ -438,7 +442,8 @@ def test_what_is_collected_goes_to_a_bucket_which_may_be_away(
         (tmp_path / "copy" / path).write_bytes(data)
     shutil.copy(tmp_path / "store" / shards.MARKER_NAME, tmp_path / "copy")
     assert_recorded(CorrectionStore(tmp_path / "copy"), recorded)
-    assert run(*flags[:-2], "--bucket-seconds", "3") == 2
+    for wrong in (["--bucket-seconds", "3"], ["--bucket", "me/corrections"], [*flags[-2:], "--bucket-seconds", "0"]):
+        assert run(*flags[:-2], *wrong) == 2
 
 
 @pytest.mark.parametrize(

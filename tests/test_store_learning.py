@@ -949,19 +949,22 @@ def test_the_command_ends_after_so_many_requests(flags: list[str], tmp_path: Pat
 
 
 def test_the_command_learns_what_a_bucket_has(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    flags: list[str], recorded: list[Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     hub = FakeBuckets()
     hub.patch(monkeypatch)
     flags += ["--bucket", "hf://buckets/me/corrections/qwen"]
-    assert main([*flags, "--once"]) == 1  # there is none, and it is not the learner that makes one
-    assert "There is no place for" in capsys.readouterr().err
-    hub.files["me/corrections"] = {}
     collected = StoreBucket(tmp_path / "collected", flags[-1])
-    assert collected.upload() == 3
     flags[flags.index(str(collected.folder))] = str(tmp_path / "copied")
+    assert main([*flags, "--once"]) == 1  # there is none, and it is not the learner that makes one
+    assert "There is no bucket 'me/corrections'" in capsys.readouterr().err
+    assert collected.upload() == 3
     assert main([*flags, "--once", "--json", str(tmp_path / "report.json")]) == 0
     assert json.loads((tmp_path / "report.json").read_text())["requests"] == 8
+    written(tmp_path / "collected", recorded[8:])
+    assert collected.upload() == 1
+    assert main([*flags, "--num-requests", "4", "--json", str(tmp_path / "report.json")]) == 0  # comes meanwhile
+    assert json.loads((tmp_path / "report.json").read_text())["requests"] == 12
     assert main([*flags, "--once", "--store", str(tmp_path / "second")]) == 2
     assert "--bucket is copied to one --store" in capsys.readouterr().err
 

@@ -20,7 +20,7 @@ from osd_hf.bundled import DOMAINS, bundled_prompts, load_bundled
 from osd_hf.cli.arguments import flag, in_groups, option, part
 from osd_hf.config import OnlineConfig
 from osd_hf.engine.completions import CompletionClient, ResponseReader, environment_key, parse_address
-from osd_hf.errors import ConfigError, HubError, StoreError
+from osd_hf.errors import ConfigError, StoreError
 from osd_hf.hub.buckets import StoreBucket, kept_alike
 from osd_hf.hub.cards import EvaluationSet, hub_id
 from osd_hf.pair import Quantization, eos_ids, load_config, load_eos_ids
@@ -415,6 +415,8 @@ class Bucket(Settings):
         self.check_not_negative("bucket_seconds")
         if self.bucket is None and self.changed("bucket_seconds"):
             raise ConfigError("--bucket-seconds is for --bucket.")
+        if not self.bucket_seconds:
+            raise ConfigError("--bucket-seconds must be more than 0.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -456,16 +458,10 @@ class Collecting(TargetRevision, Bucket, Reporting):
         )  # fmt: skip
 
     def copying(self) -> contextlib.AbstractContextManager[None]:
-        """Copy finished files to the bucket, if any, inside the block; it is made, private, where it is missing. A
-        bucket that cannot be reached ends nothing."""
+        """Copy finished files to the bucket, if there is one, inside the block and at its end."""
         if self.bucket is None:
             return contextlib.nullcontext()
-        bucket = StoreBucket(self.store, self.bucket)
-        try:
-            bucket.check(make=True)
-        except HubError as error:
-            print(f"osd-hf: warning: {error}", file=sys.stderr)
-        return kept_alike(bucket.upload, seconds=self.bucket_seconds, is_last=True)
+        return kept_alike(StoreBucket(self.store, self.bucket).upload, seconds=self.bucket_seconds, is_last=True)
 
 
 # --- long runs ------------------------------------------------------------------------------------------------------

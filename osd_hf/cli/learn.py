@@ -123,8 +123,10 @@ def learn_command(settings: LearnSettings) -> int:
         settings.check_changed(OF_DOMAINS, "they are for --by-domain")
     elif settings.repo_id is not None:
         raise ConfigError("--repo-id takes one draft. Push the newest versions of --by-domain with `osd-hf push`.")
-    if (of_push := settings.changed("public", "token")) and settings.repo_id is None:
-        raise ConfigError(f"{of_push[0]} is for --repo-id, which says where versions are pushed.")
+    if settings.public and settings.repo_id is None:
+        raise ConfigError("--public is for --repo-id, which says where versions are pushed.")
+    if settings.token is not None and settings.repo_id is None and settings.bucket is None:
+        raise ConfigError("--token is for --repo-id, which says where versions are pushed, and for --bucket.")
     of_weights = settings.changed("device_map", "quantization")
     if of_weights and not settings.rescore:
         raise ConfigError(f"{of_weights[0]} is of the target's weights, which --rescore alone loads.")
@@ -197,13 +199,14 @@ def _learner(settings: LearnSettings) -> tuple[StoreLearner, Path]:
 
 
 def _copying(settings: LearnSettings) -> contextlib.AbstractContextManager[None]:
-    """Bring the store what the bucket has, if there is one, and what comes there inside the block; raises ConfigError,
-    HubError."""
+    """Bring the store what the bucket has, if there is one, inside the block; with --once before it, when what
+    fails is raised."""
     if settings.bucket is None:
         return contextlib.nullcontext()
-    bucket = StoreBucket(settings.store[0], settings.bucket)
-    bucket.check(make=False)
-    bucket.download()
+    bucket = StoreBucket(settings.store[0], settings.bucket, token=settings.token)
+    if settings.once:
+        bucket.download()
+        return contextlib.nullcontext()
     return kept_alike(bucket.download, seconds=settings.bucket_seconds)
 
 

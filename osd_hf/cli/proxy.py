@@ -106,7 +106,7 @@ def proxy_command(settings: ProxySettings) -> int:
             )  # fmt: skip
         finally:
             failed = _stored(keeper, learner, reading)
-    _report(settings, counts)
+        _report(settings, counts)
     return FAILED if failed else 0
 
 

@@ -8,23 +8,27 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from huggingface_hub import HfApi, parse_hf_uri
+from huggingface_hub.errors import BucketBatchError, BucketNotFoundError
 
 from osd_hf.errors import ConfigError, HubError, StoreError, first_line
 from osd_hf.hub.push import check_push, telling
 from osd_hf.store.folder import SHARD, UNFINISHED, WRITER, list_shards, open_store, store_errors
-from osd_hf.utils.disk import make_private_folder, sync_folder, write_whole
+from osd_hf.utils.disk import make_private_folder, sync_folder, wait_for_lock, write_whole
 
 __all__ = ["StoreBucket", "kept_alike"]
 
-RECORD_NAME = ".osd_hf_store-buckets.json"
-LAST_SECONDS = 60.0  # that the last copy may take when a command ends
+RECORD_NAME, LOCK_NAME = ".osd_hf_store-bucket.json", ".osd_hf_store-bucket.lock"
+AT_ONCE = 16  # shards that are asked for together
+LAST_SECONDS = 60.0  # that the last copy may take when a command ends, or another process that copies the same store
 AGAIN = "It is tried again."
 
+Direction = Literal["upload", "download"]
+Name = tuple[str, str]  # of a shard: its writer's folder, its file
 logger = logging.getLogger(__name__)
 
 
@@ -32,7 +36,7 @@ class StoreBucket:
     """
     The finished shards of a store, in a folder of a Storage Bucket as in a folder of the disk: a subfolder for each
     process that writes. Many machines may copy to one place, and from it; a shard is never changed, and one that its
-    store has deleted goes here, too.
+    store has deleted goes here, too. A store is copied in one direction alone.
 
     Args:
         folder (`Path`): Folder of the store, made where it is missing.
@@ -53,107 +57,114 @@ class StoreBucket:
         if not parsed.is_bucket:
             raise ConfigError(f"A bucket is named as hf://buckets/USER/NAME/FOLDER, got {uri!r}.")
         self.folder, self.uri = folder.expanduser().absolute(), uri
-        self._id, self._prefix = parsed.id, parsed.path_in_repo.strip("/")
+        self._id, self._prefix = parsed.id, f"{parsed.path_in_repo.strip('/')}/".lstrip("/")
         self._api = api or HfApi(token=check_push(self._id, token))
-        self._is_checked = False
         open_store(self.folder)
-
-    def check(self, *, make: bool) -> None:
-        """
-        Look at the bucket, which is made, private, where it is missing and `make` asks for it.
-
-        Raises:
-            ConfigError: everybody can read it, and a store holds the text of its requests; or the Hub is switched off.
-            HubError: there is none, or the Hub refused, or could not be reached.
-        """
-        with self._telling():
-            if make:
-                self._api.create_bucket(self._id, private=True, exist_ok=True)
-            if self._api.bucket_info(self._id).private is not True:
-                raise ConfigError(f"{self._id!r} is open to everybody, and a store holds the text of its requests.")
-        self._is_checked = True
 
     def upload(self) -> int:
         """
-        Copy to the bucket the shards that it lacks, oldest first, and delete there what this store had and has no
-        more; returns how many were copied. Before anything goes to a bucket, [`check`] looks at it.
+        Delete in the bucket what this store had and has no more, and copy there the shards that it lacks, oldest
+        first; returns how many. The bucket is made, private, where it is missing.
 
         Raises:
-            ConfigError, HubError: as of [`check`]. What has been copied stays there.
-            StoreError: the folder cannot be read.
+            ConfigError: everybody can read the bucket, and a store holds the text of its requests; the store is copied
+                from a bucket; or the Hub is switched off.
+            HubError: the Hub refused, or could not be reached to the end. What has been copied stays there.
+            StoreError: the folder cannot be read or written.
         """
-        if not self._is_checked:
-            self.check(make=True)
-        record = self._record()
-        with self._telling():
-            remote = self._remote()
-        local = {name: path for name, path in self._local().items() if name[0] not in record["fetched"]}
-        missing = [name for name in local if name not in remote]
-        self._note(record, "sent", {writer for writer, _ in missing})
-        for name in missing:  # one after the other: who learns takes the shards of a writer in their order
-            with self._telling():
-                self._api.batch_bucket_files(self._id, add=[(local[name], self._place(name))])
-        if gone := [name for name in remote if name[0] in record["sent"] and name not in local]:
-            with self._telling():
-                self._api.batch_bucket_files(self._id, delete=[self._place(name) for name in gone])
+        with self._copying("upload") as sent:
+            self._make_private()
+            remote, local = self._remote(), self._local()
+            missing = [name for name in local if name not in remote]
+            self._note("upload", sent, missing)
+            if gone := [name for name in remote if name[0] in sent and name not in local]:
+                with self._telling():
+                    self._api.batch_bucket_files(self._id, delete=[self._place(name) for name in gone])
+            for name in missing:  # one after the other: who learns takes the shards of a writer in their order
+                if local[name].exists():  # it may have been deleted meanwhile
+                    with self._telling():
+                        self._api.batch_bucket_files(self._id, add=[(local[name], self._place(name))])
         return len(missing)
 
     def download(self) -> int:
         """
         Copy from the bucket the shards that the store lacks, each of which appears whole, in the order of its writer,
-        and delete what came from there and is there no more; returns how many were copied. Errors as of [`upload`];
-        StoreError too where the disk cannot be written.
+        and delete what came from there and is there no more; returns how many were copied.
+
+        Raises:
+            ConfigError: the store is copied to a bucket, and has all that it could get from there; or the Hub is
+                switched off.
+            HubError: there is no such bucket, the Hub refused, or could not be reached to the end. What came stays.
+            StoreError: the folder cannot be read or written.
         """
-        record = self._record()
-        with self._telling():
-            remote = {name: file for name, file in self._remote().items() if name[0] not in record["sent"]}
-        local = self._local()
-        self._note(record, "fetched", {writer for writer, _ in remote} - {writer for writer, _ in local})
-        missing = [name for name in remote if name not in local and name[0] in record["fetched"]]
-        with store_errors("write to the store", self.folder):
-            self._tidy(record["fetched"])
-            coming = {name: self._unfinished(name) for name in missing}
-            if missing:
-                with self._telling():
-                    self._api.download_bucket_files(self._id, [(remote[name], coming[name]) for name in missing])
-            for name in missing:
-                if not coming[name].exists() or coming[name].stat().st_size != remote[name].size:
-                    raise HubError(f"{self._place(name)} of {self.uri} did not come whole. {AGAIN}")
-                os.replace(coming[name], self._path(name))
+        with self._copying("download") as fetched:
+            remote, local = self._remote(), self._local()
+            self._note("download", fetched, remote)
+            self._tidy(fetched)
+            missing = [name for name in remote if name not in local]
+            for begin in range(0, len(missing), AT_ONCE):
+                self._fetch({name: remote[name] for name in missing[begin : begin + AT_ONCE]})
             for name, path in local.items():
-                if name[0] in record["fetched"] and name not in remote:
+                if name[0] in fetched and name not in remote:
                     path.unlink(missing_ok=True)
                     with contextlib.suppress(OSError):  # others are there
                         path.parent.rmdir()
-            for writer in {writer for writer, _ in missing}:
-                sync_folder(self.folder / writer)
         return len(missing)
 
-    def _remote(self) -> dict[tuple[str, str], Any]:
-        """The shards in the bucket, by writer and name, in their order."""
-        begin = f"{self._prefix}/" if self._prefix else ""
-        found: dict[tuple[str, str], Any] = {}
-        for file in self._api.list_bucket_tree(self._id, prefix=self._prefix or None, recursive=True):
-            writer, _, name = file.path.removeprefix(begin).partition("/")
-            if WRITER.fullmatch(writer) and SHARD.fullmatch(name):  # no path leads out
-                found[writer, name] = file
+    @contextlib.contextmanager
+    def _copying(self, direction: Direction) -> Iterator[set[str]]:
+        """The writers that were copied before, while no other process copies this store."""
+        with store_errors("copy the store", self.folder):
+            lock = wait_for_lock(self.folder / LOCK_NAME, LAST_SECONDS)
+            try:
+                yield set(self._record(direction).get(self._id + "/" + self._prefix, ()))
+            finally:
+                if lock is not None:
+                    lock.close()
+
+    def _make_private(self) -> None:
+        """Make the bucket where it is missing; raises ConfigError for one that is open to everybody."""
+        with self._telling():
+            self._api.create_bucket(self._id, private=True, exist_ok=True)
+            is_private = self._api.bucket_info(self._id).private
+        if is_private is not True:
+            raise ConfigError(f"{self._id!r} is open to everybody, and a store holds the text of its requests.")
+
+    def _fetch(self, files: dict[Name, Any]) -> None:
+        """Bring some shards, which appear whole and in this order."""
+        for writer in {writer for writer, _ in files}:
+            make_private_folder(self.folder / writer)
+        paths = {name: self.folder.joinpath(*name) for name in files}
+        coming = {name: path.with_name(f".{path.stem}-{secrets.token_hex(4)}.tmp") for name, path in paths.items()}
+        with self._telling():
+            self._api.download_bucket_files(self._id, [(file, coming[name]) for name, file in files.items()])
+        for name, file in files.items():
+            if not coming[name].exists() or coming[name].stat().st_size != file.size:
+                raise HubError(f"{self._place(name)} of {self.uri} did not come whole. {AGAIN}")
+            with coming[name].open("rb") as whole:
+                os.fsync(whole.fileno())
+            os.replace(coming[name], paths[name])
+            sync_folder(paths[name].parent)
+
+    def _remote(self) -> dict[Name, Any]:
+        """The shards in the bucket, in their order."""
+        found: dict[Name, Any] = {}
+        with self._telling():
+            for file in self._api.list_bucket_tree(self._id, prefix=self._prefix.rstrip("/") or None, recursive=True):
+                writer, _, name = file.path.removeprefix(self._prefix).partition("/")
+                is_here = file.path.startswith(self._prefix)  # the Hub has looked for letters, not for a folder
+                if is_here and WRITER.fullmatch(writer) and SHARD.fullmatch(name):  # no path leads out
+                    found[writer, name] = file
         return dict(sorted(found.items()))
 
-    def _local(self) -> dict[tuple[str, str], Path]:
+    def _local(self) -> dict[Name, Path]:
         """The shards in the folder that a store wrote, likewise."""
         paths = [Path(path) for path in list_shards(self.folder)]
         named = [((path.parent.name, path.name), path) for path in paths]
         return {name: path for name, path in named if WRITER.fullmatch(name[0]) and SHARD.fullmatch(name[1])}
 
-    def _place(self, name: tuple[str, str]) -> str:
-        return "/".join((*filter(None, [self._prefix]), *name))
-
-    def _path(self, name: tuple[str, str]) -> Path:
-        return self.folder.joinpath(*name)
-
-    def _unfinished(self, name: tuple[str, str]) -> Path:
-        make_private_folder(self.folder / name[0])
-        return self._path(name).with_name(f".{Path(name[1]).stem}-{secrets.token_hex(4)}.tmp")
+    def _place(self, name: Name) -> str:
+        return self._prefix + "/".join(name)
 
     def _tidy(self, writers: set[str]) -> None:
         """Delete what a copy that was broken off left."""
@@ -163,63 +174,78 @@ class StoreBucket:
                     if UNFINISHED.fullmatch(path.name):
                         path.unlink()
 
-    def _record(self) -> dict[str, set[str]]:
-        """The writers whose shards this folder has `sent` to the bucket, and `fetched` from it."""
-        with store_errors("read the store", self.folder):
-            known = self._records().get(self.uri, {})
-        return {way: set(known.get(way, ())) for way in ("sent", "fetched")}
-
-    def _records(self) -> dict[str, dict[str, list[str]]]:
+    def _record(self, direction: Direction) -> dict[str, list[str]]:
+        """By place, the writers whose shards were copied, so that it is known whose are deleted; raises ConfigError
+        where they went the other way."""
+        path = self.folder / RECORD_NAME
         try:
-            found: dict[str, dict[str, list[str]]] = json.loads((self.folder / RECORD_NAME).read_bytes())
+            found = json.loads(path.read_bytes())
+            before = str(found["direction"])
+            writers = {str(place): list(those) for place, those in found["writers"].items()}
         except FileNotFoundError:
             return {}
-        except ValueError as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise StoreError(
-                f"{self.folder / RECORD_NAME} cannot be read: {error}. Move it away to go on; what the store has "
-                "deleted then stays in the bucket"
+                f"{path} cannot be read: {first_line(error)}. Move it away to go on; what was copied before and is "
+                "deleted since then stays"
             ) from error
-        return found
+        if before != direction:
+            told = "is copied to a bucket" if direction == "download" else "is a copy of what a bucket has"
+            raise ConfigError(
+                f"The store in {self.folder} {told}. Copy it in one direction: give who learns from a bucket a folder "
+                "of its own, and no bucket where it reads the store itself."
+            )
+        return writers
 
-    def _note(self, record: dict[str, set[str]], way: str, writers: set[str]) -> None:
-        """Remember writers before anything of them is copied, so that it is known whose it was wherever that ends."""
-        if writers <= record[way]:
-            return
-        record[way] |= writers
-        with store_errors("write to the store", self.folder):
-            records = self._records() | {self.uri: {way: sorted(those) for way, those in record.items()}}
-            write_whole(self.folder / RECORD_NAME, json.dumps(records).encode())
+    def _note(self, direction: Direction, writers: set[str], names: Sequence[Name] | dict[Name, Any]) -> None:
+        """Add writers to those of this place, before anything of them is copied."""
+        if (new := {writer for writer, _ in names} - writers) or not (self.folder / RECORD_NAME).exists():
+            writers |= new
+            record = self._record(direction) | {self._id + "/" + self._prefix: sorted(writers)}
+            write_whole(self.folder / RECORD_NAME, json.dumps({"direction": direction, "writers": record}).encode())
 
-    def _telling(self) -> contextlib.AbstractContextManager[None]:
-        return telling(self.uri, f"The store stays in {self.folder}.", again=AGAIN)
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        kept = f"The store stays in {self.folder}."
+        try:
+            with telling(self.uri, kept, again=AGAIN):
+                yield
+        except HubError as error:
+            if isinstance(why := error.__cause__, BucketNotFoundError):
+                told = f"There is no bucket {self._id!r}, or this token cannot see it; who collects makes it. {kept}"
+                raise HubError(told) from why
+            if isinstance(why, BucketBatchError):
+                raise HubError(f"{self.uri!r} has not taken all: {why.failures}. {AGAIN} {kept}") from why
+            raise
 
 
 @contextlib.contextmanager
 def kept_alike(copy: Callable[[], int], *, seconds: float, is_last: bool = False) -> Iterator[None]:
     """
-    Call [`~StoreBucket.upload`] or [`~StoreBucket.download`] every so many seconds inside the block, in a thread. What
-    fails is said once in the log, until it works again; nothing else comes of it.
+    Call [`~StoreBucket.upload`] or [`~StoreBucket.download`] at once and every so many seconds inside the block, in a
+    thread. What fails is said once in the log, until it works again; nothing else comes of it.
 
     Args:
         copy (`Callable[[], int]`): What is called.
         seconds (`float`): Between the end of a call and the next one.
-        is_last (`bool`, *optional*, defaults to `False`): Whether it is called once more at the end.
+        is_last (`bool`, *optional*, defaults to `False`): Whether it is called once more, and waited for, at the end.
     """
     stop, is_failing = threading.Event(), False
 
-    def once() -> None:
+    def once(*, is_told: bool = True) -> None:
         nonlocal is_failing
         try:
             copy()
             is_failing = False
         except Exception as error:  # noqa: BLE001  # of whatever kind, those who are served do not notice
-            if not is_failing:
+            if is_told or not is_failing:
                 logger.warning("%s", first_line(error))
             is_failing = True
 
     def run() -> None:
-        while not stop.wait(seconds):
-            once()
+        while not stop.is_set():
+            once(is_told=False)
+            stop.wait(seconds)
         if is_last:
             once()
 
@@ -229,6 +255,7 @@ def kept_alike(copy: Callable[[], int], *, seconds: float, is_last: bool = False
         yield
     finally:
         stop.set()
-        thread.join(LAST_SECONDS)
-        if thread.is_alive():
-            logger.warning("The bucket has not got all after %.0f s; the next run goes on.", LAST_SECONDS)
+        if is_last:
+            thread.join(LAST_SECONDS)
+            if thread.is_alive():
+                logger.warning("The bucket has not got all after %.0f s; the next run goes on.", LAST_SECONDS)
