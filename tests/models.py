@@ -396,3 +396,6 @@ class ForwardTime:
 
     def __call__(self) -> float:
         return self.now
+
+    def __deepcopy__(self, memo: Any) -> ForwardTime:
+        return self  # a copy of a model takes its time on the same clock

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import shutil
+import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -13,7 +15,8 @@ from typing import Any
 
 import pytest
 from fake_buckets import FakeBuckets
-from huggingface_hub.errors import BucketBatchError
+from huggingface_hub.errors import BucketBatchError, HfHubHTTPError
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -188,17 +191,105 @@ def test_room_is_made_before_more_is_copied(here: StoreBucket, hub: FakeBuckets)
     assert len(hub.files["me/corrections"]) == 2
 
 
-def test_what_is_deleted_while_others_are_copied_holds_nothing_up(here: StoreBucket, hub: FakeBuckets) -> None:
+def test_a_copy_makes_room_before_more_comes(tmp_path: Path, here: StoreBucket, hub: FakeBuckets) -> None:
     own = written(here.folder, 1, 2)
-    [first, second] = own._folder.shards.values()  # type: ignore[union-attr]
-
-    def delete_the_other(name: str, given: Any) -> None:
-        if name == "batch_bucket_files":
-            Path(second.path).unlink(missing_ok=True)
-
-    hub.before = delete_the_other
+    copy = StoreBucket(tmp_path / "copy", URI, api=hub)  # type: ignore[arg-type]
     here.upload()
-    assert list(hub.files["me/corrections"].values()) == [Path(first.path).read_bytes()]
+    copy.download()
+    own.append(make_trace("here", 3))
+    own._folder.delete(next(iter(own._folder.shards.values())))  # type: ignore[union-attr]
+    here.upload()
+
+    def full(name: str, given: Any) -> None:
+        if name == "download_bucket_files":
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    hub.before = full
+    with pytest.raises(StoreError, match="cannot copy the store in .*copy: .*No space left on device"):
+        copy.download()
+    assert {trace.draft_version for trace in CorrectionStore(copy.folder)} == {2}
+
+
+def test_a_copy_that_could_not_be_deleted_is_deleted_later(
+    tmp_path: Path, here: StoreBucket, hub: FakeBuckets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = written(here.folder, 1, 2)
+    copy = StoreBucket(tmp_path / "copy", URI, api=hub)  # type: ignore[arg-type]
+    here.upload()
+    copy.download()
+    own._folder.delete(next(iter(own._folder.shards.values())))  # type: ignore[union-attr]
+    here.upload()
+
+    def refuse(self: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patch, pytest.raises(StoreError, match="Permission denied"):
+        patch.setattr(Path, "unlink", refuse)
+        copy.download()
+    copy.download()
+    assert shards(copy.folder) == shards(here.folder)
+
+
+def test_a_folder_that_was_copied_deletes_nothing_of_the_other(here: StoreBucket, hub: FakeBuckets) -> None:
+    own = written(here.folder, 1)
+    here.upload()
+    shutil.copytree(here.folder, here.folder.with_name("twin"))
+    own.append(make_trace("here", 2))
+    here.upload()
+    twin = StoreBucket(here.folder.with_name("twin"), URI, api=hub)  # type: ignore[arg-type]
+    assert twin.upload() == 0
+    assert len(hub.files["me/corrections"]) == 2
+
+
+@pytest.mark.parametrize("said", [None, False])  # by `HF_HUB_DISABLE_PROGRESS_BARS`
+def test_bars_of_the_hub_are_not_shown_for_each_shard(
+    here: StoreBucket, hub: FakeBuckets, monkeypatch: pytest.MonkeyPatch, said: bool | None
+) -> None:
+    monkeypatch.setattr(sys.modules["huggingface_hub.utils.tqdm"], "HF_HUB_DISABLE_PROGRESS_BARS", said)
+    monkeypatch.setattr(sys.modules["huggingface_hub.utils.tqdm"], "progress_bar_states", {})
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_PROGRESS_BARS", said)
+    written(here.folder, 1)
+    shown: list[bool] = []
+    hub.before = lambda name, given: shown.append(not are_progress_bars_disabled())
+    here.upload()
+    assert set(shown) == {said is False}
+    assert not are_progress_bars_disabled()
+    if said is None:
+        disable_progress_bars()
+        here.upload()
+        assert are_progress_bars_disabled()
+
+
+@pytest.mark.parametrize("gone", [0, 1])  # the one that is copied just then, or another one
+def test_what_is_deleted_while_others_are_copied_holds_nothing_up(
+    here: StoreBucket, hub: FakeBuckets, gone: int
+) -> None:
+    own = written(here.folder, 1, 2)
+    paths = [Path(shard.path) for shard in own._folder.shards.values()]  # type: ignore[union-attr]
+    data = [path.read_bytes() for path in paths]
+
+    def delete(name: str, given: Any) -> None:
+        if name == "batch_bucket_files":
+            paths[gone].unlink(missing_ok=True)
+
+    hub.before = delete
+    assert here.upload() == 1
+    assert list(hub.files["me/corrections"].values()) == [data[1 - gone]]
+
+
+def test_what_its_store_deletes_while_it_comes_is_told(tmp_path: Path, here: StoreBucket, hub: FakeBuckets) -> None:
+    written(here.folder, 1)
+    here.upload()
+    copy = StoreBucket(tmp_path / "copy", URI, api=hub)  # type: ignore[arg-type]
+
+    def gone(name: str, given: Any) -> None:
+        if name == "download_bucket_files":
+            response: Any = SimpleNamespace(status_code=404, headers={}, request=None)
+            raise HfHubHTTPError("no such file", response=response)
+
+    hub.before = gone
+    with pytest.raises(HubError, match="is there no more: its store has deleted it meanwhile. It is tried again"):
+        copy.download()
 
 
 def test_what_has_come_of_a_long_copy_stays(tmp_path: Path, here: StoreBucket, hub: FakeBuckets) -> None:
@@ -290,7 +381,7 @@ def test_a_bucket_is_private_or_refused(here: StoreBucket, hub: FakeBuckets) -> 
     hub.files.clear()
     with pytest.raises(HubError, match="There is no bucket 'me/corrections', or this token cannot see it"):
         here.download()
-    (here.folder / RECORD_NAME).unlink(missing_ok=True)
+    assert not (here.folder / RECORD_NAME).exists()  # which way it goes is not known yet
     here.upload()
     assert hub.files == {"me/corrections": {}}
     hub.public.add("me/corrections")  # meanwhile
@@ -321,7 +412,7 @@ def test_the_hub_switched_off_is_said(tmp_path: Path, monkeypatch: pytest.Monkey
         StoreBucket(tmp_path / "store", URI, token="hf_fake").upload()
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"direction": "upload", "writers": 1}'])
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"direction": "upload", "shards": 1}'])
 def test_a_record_that_cannot_be_read_is_said(here: StoreBucket, text: str) -> None:
     (here.folder / RECORD_NAME).write_text(text)
     with pytest.raises(StoreError, match="Move it away"):
@@ -329,12 +420,12 @@ def test_a_record_that_cannot_be_read_is_said(here: StoreBucket, text: str) -> N
 
 
 def test_copies_go_on_after_a_failure_which_is_said_once(caplog: Any) -> None:
-    outcomes = iter([HubError("away"), HubError("away"), RuntimeError("odd"), None, HubError("away again"), None])
+    outcomes = iter([HubError("away"), HubError("away"), BaseException("odd"), None, HubError("away again"), None])
     has_come = threading.Event()
 
     def copy() -> int:
         outcome = next(outcomes, "all")
-        if isinstance(outcome, Exception):
+        if isinstance(outcome, BaseException):  # as errors of Rust are
             raise outcome
         if outcome == "all":
             has_come.set()
@@ -353,9 +444,10 @@ def test_what_came_last_is_copied_at_the_end_and_a_failure_told(caplog: Any) -> 
         first.set()
         raise HubError("away")
 
-    with caplog.at_level(logging.WARNING), kept_alike(copy, seconds=LONG, is_last=True):
+    with caplog.at_level(logging.WARNING), kept_alike(copy, seconds=LONG, is_last=True) as copying:
         assert first.wait(LONG)
     assert len(copies) == 2
+    assert copying.is_behind
     assert [record.getMessage() for record in caplog.records] == ["away", "away"]
 
 

@@ -422,6 +422,7 @@ def test_what_is_collected_goes_to_a_bucket_which_may_be_away(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: Any,
+    capsys: Any,
 ) -> None:
     hub = FakeBuckets()
     hub.patch(monkeypatch)
@@ -432,8 +433,9 @@ def test_what_is_collected_goes_to_a_bucket_which_may_be_away(
         raise ConnectionError("the network is down")
 
     hub.before = away
-    assert run(*flags) == 0  # what comes of a bucket ends no collection
+    assert run(*flags) == 1  # what comes of a bucket ends no collection, and is not passed over
     assert_recorded(CorrectionStore(tmp_path / "store"), recorded)
+    assert "hf://buckets/me/corrections has not got all: run it again, or keep" in capsys.readouterr().err
     assert "'hf://buckets/me/corrections' could not be reached to the end: the network is down" in caplog.text
     hub.before = lambda name, given: None
     assert run(*flags, "--resume") == 0  # which asks nothing, and copies what there is

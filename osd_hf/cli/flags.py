@@ -21,7 +21,7 @@ from osd_hf.cli.arguments import flag, in_groups, option, part
 from osd_hf.config import OnlineConfig
 from osd_hf.engine.completions import CompletionClient, ResponseReader, environment_key, parse_address
 from osd_hf.errors import ConfigError, StoreError
-from osd_hf.hub.buckets import StoreBucket, kept_alike
+from osd_hf.hub.buckets import Copying, StoreBucket, kept_alike
 from osd_hf.hub.cards import EvaluationSet, hub_id
 from osd_hf.pair import Quantization, eos_ids, load_config, load_eos_ids
 from osd_hf.prompts import EncodedPrompts, Prompt, PromptSource, encode_prompts, read_prompts
@@ -457,10 +457,10 @@ class Collecting(TargetRevision, Bucket, Reporting):
             max_age_seconds=None if self.max_age_days is None else self.max_age_days * 86400,
         )  # fmt: skip
 
-    def copying(self) -> contextlib.AbstractContextManager[None]:
+    def copying(self) -> contextlib.AbstractContextManager[Copying]:
         """Copy finished files to the bucket, if there is one, inside the block and at its end."""
         if self.bucket is None:
-            return contextlib.nullcontext()
+            return contextlib.nullcontext(Copying())
         return kept_alike(StoreBucket(self.store, self.bucket).upload, seconds=self.bucket_seconds, is_last=True)
 
 

@@ -198,7 +198,7 @@ def _learner(settings: LearnSettings) -> tuple[StoreLearner, Path]:
     return learner, folder
 
 
-def _copying(settings: LearnSettings) -> contextlib.AbstractContextManager[None]:
+def _copying(settings: LearnSettings) -> contextlib.AbstractContextManager[object]:
     """Bring the store what the bucket has, if there is one, inside the block; with --once before it, when what
     fails is raised."""
     if settings.bucket is None:

@@ -122,6 +122,8 @@ class Copies:
         self._write(weights, model)
         if serving.model is None:
             serving.drafting, serving.model = self._draft_with(model), model
+            if serving.drafting is not None and self.base.drafting is not None:
+                serving.drafting.clock = self.base.drafting.clock  # they share what is known of costs
 
     def filled(self, serving: ServingDraft, version: Version | None) -> None:
         """It holds this version now, or none after an error; what could not be made is let go."""
