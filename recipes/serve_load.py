@@ -3,7 +3,7 @@
 answer there sooner with learning than without?
 
     python recipes/serve_load.py                  # half an hour
-    python recipes/serve_load.py --minutes 10 --buffer-size 256 --name serve_load_full   # memory with a full buffer
+    python recipes/serve_load.py --minutes 20 --buffer-size 256 --name serve_load_full   # memory with a full buffer
     python recipes/serve_load.py --smoke
 
 Two servers of processes of their own have the bundled pair, one of which learns. `--clients` clients at once ask one
