@@ -288,8 +288,21 @@ def test_what_its_store_deletes_while_it_comes_is_told(tmp_path: Path, here: Sto
             raise HfHubHTTPError("no such file", response=response)
 
     hub.before = gone
-    with pytest.raises(HubError, match="is there no more: its store has deleted it meanwhile. It is tried again"):
+    with pytest.raises(HubError, match="^A file of .* is there no more: its store has deleted it meanwhile. It is"):
         copy.download()
+
+
+@pytest.mark.parametrize("asked", ["create_bucket", "batch_bucket_files"])
+def test_who_copies_to_an_unknown_user_is_told(asked: str, here: StoreBucket, hub: FakeBuckets) -> None:
+    def unknown(name: str, given: Any) -> None:
+        if name == asked:
+            response: Any = SimpleNamespace(status_code=404, headers={}, request=None)
+            raise HfHubHTTPError("no such user", response=response)
+
+    hub.before = unknown
+    written(here.folder, 1)
+    with pytest.raises(HubError, match="There is no place for 'hf://buckets/me/corrections.*': the user or organiza"):
+        here.upload()
 
 
 def test_what_has_come_of_a_long_copy_stays(tmp_path: Path, here: StoreBucket, hub: FakeBuckets) -> None:

@@ -148,8 +148,17 @@ class StoreBucket:
         for folder in {path.parent for path in paths.values()}:
             make_private_folder(folder)
         coming = {name: path.with_name(f".{path.stem}-{secrets.token_hex(4)}.tmp") for name, path in paths.items()}
-        with self._telling():
-            self._api.download_bucket_files(self._id, [(file, coming[name]) for name, file in files.items()])
+        try:
+            with self._telling():
+                self._api.download_bucket_files(self._id, [(file, coming[name]) for name, file in files.items()])
+        except HubError as error:
+            why = error.__cause__
+            if isinstance(why, BucketNotFoundError) or not isinstance(why, HfHubHTTPError):
+                raise
+            if why.response.status_code != 404:
+                raise
+            told = f"A file of {self.uri!r} is there no more: its store has deleted it meanwhile. {AGAIN}"
+            raise HubError(told) from why
         for name, file in files.items():
             if not coming[name].exists() or coming[name].stat().st_size != file.size:
                 raise HubError(f"{name} of {self.uri} did not come whole. {AGAIN}")
@@ -224,9 +233,6 @@ class StoreBucket:
                 raise HubError(told) from why
             if isinstance(why, BucketBatchError):
                 raise HubError(f"{self.uri!r} has not taken all: {why.failures}. {AGAIN} {kept}") from why
-            if isinstance(why, HfHubHTTPError) and why.response.status_code == 404:
-                told = f"A file of {self.uri!r} is there no more: its store has deleted it meanwhile. {AGAIN} {kept}"
-                raise HubError(told) from why
             raise
 
 
