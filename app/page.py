@@ -42,6 +42,19 @@ make the answer faster, wrong ones are replaced: what you read is always the tar
 **learns from its mistakes between answers**, and more and more of its guesses are accepted: compare the two curves.
 """
 
+# Gradio's own scrolling stays where it is once more than 100 pixels come at once, as with a long prompt.
+FOLLOW = """
+const sent = () => element.querySelectorAll(".osd-you").length;
+let box = element, before = sent(), follows = true;
+while (box.parentElement && !/auto|scroll/.test(getComputedStyle(box).overflowY)) box = box.parentElement;
+box.addEventListener("scroll", () => { follows = box.scrollTop + box.clientHeight > box.scrollHeight - 40; });
+new MutationObserver(() => {
+    if (sent() > before) follows = true;
+    before = sent();
+    if (follows) box.scrollTop = box.scrollHeight;
+}).observe(box, {childList: true, subtree: true, characterData: true});
+"""
+
 
 def build(service: Service, *, output_dir: Path = Path("osd_hf_app")) -> gr.Blocks:
     """The page, not launched. Where the service is public, nobody loads models, saves, pushes or resets what is
@@ -89,7 +102,7 @@ def build(service: Service, *, output_dir: Path = Path("osd_hf_app")) -> gr.Bloc
 def _chat(service: Service) -> tuple[gr.HTML, gr.Textbox, gr.Button, gr.Button]:
     """The chat, the prompt, and the buttons beside it."""
     empty = view.transcript(service.visitors.guest())
-    chat = gr.HTML(empty, elem_id="chat", autoscroll=True, min_height=CHAT_PIXELS, max_height=CHAT_PIXELS)
+    chat = gr.HTML(empty, elem_id="chat", js_on_load=FOLLOW, min_height=CHAT_PIXELS, max_height=CHAT_PIXELS)
     with gr.Row(equal_height=True):
         # Not interactive until the visitor is known: nothing that is typed gets lost.
         prompt = gr.Textbox(

@@ -438,3 +438,18 @@ def test_a_public_page_serves_visitors_and_shows_no_owners_controls(open_page: P
         page.locator("#private input").check()
         expect(page.locator("#state")).to_contain_text("your own", timeout=PATIENCE)
         assert page.errors == []  # type: ignore[attr-defined]
+
+
+def test_the_newest_answer_is_in_sight(browser: Browser, address: str) -> None:
+    long = " Think of it." * 40
+    with window(browser) as context:
+        page = opened(context, address)
+        for i in range(3):
+            ask(page, f"Say {i}.{long}")  # higher than what Gradio follows by itself
+            expect(page.locator("#chat .osd-figures").last).to_be_in_viewport()
+        page.locator("#chat .osd-you").first.scroll_into_view_if_needed()  # who reads an older one is left there
+        page.evaluate("() => new Promise(requestAnimationFrame)")
+        expect(page.locator("#chat .osd-figures").last).not_to_be_in_viewport()
+        ask(page, f"Say more.{long}")
+        expect(page.locator("#chat .osd-figures").last).to_be_in_viewport()
+        assert page.errors == []  # type: ignore[attr-defined]
