@@ -288,7 +288,8 @@ def test_what_its_store_deletes_while_it_comes_is_told(tmp_path: Path, here: Sto
             raise HfHubHTTPError("no such file", response=response)
 
     hub.before = gone
-    with pytest.raises(HubError, match="^A file of .* is there no more: its store has deleted it meanwhile. It is"):
+    told = "^A file of .* is there no more: its store has deleted it meanwhile. It is tried again. The store stays in "
+    with pytest.raises(HubError, match=told):
         copy.download()
 
 

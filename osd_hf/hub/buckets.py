@@ -148,17 +148,8 @@ class StoreBucket:
         for folder in {path.parent for path in paths.values()}:
             make_private_folder(folder)
         coming = {name: path.with_name(f".{path.stem}-{secrets.token_hex(4)}.tmp") for name, path in paths.items()}
-        try:
-            with self._telling():
-                self._api.download_bucket_files(self._id, [(file, coming[name]) for name, file in files.items()])
-        except HubError as error:
-            why = error.__cause__
-            if isinstance(why, BucketNotFoundError) or not isinstance(why, HfHubHTTPError):
-                raise
-            if why.response.status_code != 404:
-                raise
-            told = f"A file of {self.uri!r} is there no more: its store has deleted it meanwhile. {AGAIN}"
-            raise HubError(told) from why
+        with self._telling(missing=f"A file of {self.uri!r} is there no more: its store has deleted it meanwhile."):
+            self._api.download_bucket_files(self._id, [(file, coming[name]) for name, file in files.items()])
         for name, file in files.items():
             if not coming[name].exists() or coming[name].stat().st_size != file.size:
                 raise HubError(f"{name} of {self.uri} did not come whole. {AGAIN}")
@@ -220,7 +211,9 @@ class StoreBucket:
             write_whole(self.folder / RECORD_NAME, json.dumps(whole).encode())
 
     @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _telling(self, *, missing: str | None = None) -> Iterator[None]:
+        """What fails inside is raised with what became of the store; `missing` is what status 404 means there, where
+        that is not an unknown user."""
         kept = f"The store stays in {self.folder}."
         try:
             with telling(self.uri, kept, again=AGAIN):
@@ -233,6 +226,8 @@ class StoreBucket:
                 raise HubError(told) from why
             if isinstance(why, BucketBatchError):
                 raise HubError(f"{self.uri!r} has not taken all: {why.failures}. {AGAIN} {kept}") from why
+            if missing is not None and isinstance(why, HfHubHTTPError) and why.response.status_code == 404:
+                raise HubError(f"{missing} {AGAIN} {kept}") from why
             raise
 
 
