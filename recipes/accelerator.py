@@ -81,8 +81,8 @@ def prompts(number: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
 
 def asked(ids: list[int], device: str, new_tokens: int) -> dict[str, Any]:
     """The arguments of `generate`."""
-    tensor, settings = greedy(ids, new_tokens)
-    return {"inputs": tensor.to(device), **settings, "attention_mask": settings["attention_mask"].to(device)}
+    tensor, settings = greedy(ids, new_tokens, device)
+    return {"inputs": tensor, **settings}
 
 
 # --- the parts ------------------------------------------------------------------------------------------------------

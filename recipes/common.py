@@ -202,9 +202,9 @@ def kept(path: Path, find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 Counts = tuple[float, float, float]  # of one request: examined, accepted, emitted
 
 
-def greedy(prompt: Sequence[int], max_new_tokens: int) -> tuple[torch.Tensor, dict[str, Any]]:
+def greedy(prompt: Sequence[int], max_new_tokens: int, device: str = "cpu") -> tuple[torch.Tensor, dict[str, Any]]:
     """The arguments of `generate` for a prompt (token ids), answered greedily."""
-    ids = torch.as_tensor(prompt)[None].long()
+    ids = torch.as_tensor(prompt, device=device)[None].long()
     return ids, {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": max_new_tokens}
 
 

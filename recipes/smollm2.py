@@ -4,6 +4,7 @@ after that draft has learned from each data set, beside the model alone and tran
 
     make smollm2                                             # fetches the model; prompts of the bundled domains
     OSD_HF_DATA=... python recipes/smollm2.py --timed 40     # four data sets, all later requests timed; hours
+    python recipes/smollm2.py --device cuda --make-seconds 60                # a GPU: minutes
     python recipes/smollm2.py --smoke --target FOLDER --traces FOLDER      # any small model, in seconds
 
 The draft is made once, taught on everyday questions, and then learns from each data set by the default rule: from
@@ -45,7 +46,7 @@ from osd_hf.replay import redraft, replay_each
 from osd_hf.smollm2 import MAKE_SECONDS, NAME, SAMPLING, everyday_prompts, kept_draft, smollm2
 
 SETS = ("gsm8k", "finance_alpaca", "code_search_net_python", "mt_bench")
-ALONE, STOCK, OURS = "target alone", "stock as made", "ours learned"
+ALONE, COMPILED, STOCK, OURS = "target alone", "target compiled", "stock as made", "ours learned"
 KERNELS, LOOKUP = "our kernels, no drafting", "prompt lookup, our kernels"
 TEXT, DRAFT = "ours, past text alone", "ours, learned draft alone"
 SMOKE: dict[str, Any] = {
@@ -60,9 +61,9 @@ SMOKE: dict[str, Any] = {
 def made(args: argparse.Namespace) -> tuple[Pair, dict[str, Any]]:
     """The target with the draft that is made of its layers, and how that went."""
     if args.target is None:
-        target, tokenizer = smollm2()
+        target, tokenizer = smollm2(device=args.device)
     else:
-        target, tokenizer = load_model(args.target, dtype="float32", device="cpu"), load_tokenizer(args.target)
+        target, tokenizer = load_model(args.target, dtype="float32", device=args.device), load_tokenizer(args.target)
     how = (args.seed, args.layers, args.make_steps, args.make_seconds, args.max_new_tokens)
     place = args.traces / "-".join(map(str, ("draft", Path(args.target).name if args.target else NAME, *how)))
     told = place.with_name(f"{place.name}.json")
@@ -76,7 +77,7 @@ def made(args: argparse.Namespace) -> tuple[Pair, dict[str, Any]]:
         told.write_text(json.dumps(found.to_dict()))
         return found.draft
 
-    draft = kept_draft(place, tokenizer, make)
+    draft = kept_draft(place, tokenizer, make, device=args.device)
     return Pair(target, draft, tokenizer), json.loads(told.read_text())
 
 
@@ -103,8 +104,8 @@ def traffic(name: str, args: argparse.Namespace, pair: Pair) -> tuple[list[Trace
 # --- learning -------------------------------------------------------------------------------------------------------
 
 
-def compiled(args: argparse.Namespace) -> dict[str, bool]:
-    return {"compile_draft": args.compile, "compile_target": args.compile}
+def compiled(args: argparse.Namespace) -> dict[str, Any]:
+    return {"compile_draft": args.compile or "auto", "compile_target": args.compile}
 
 
 def learned(name: str, args: argparse.Namespace, pair: Pair, traces: Sequence[Trace]) -> tuple[Any, dict[str, Any]]:
@@ -118,7 +119,7 @@ def learned(name: str, args: argparse.Namespace, pair: Pair, traces: Sequence[Tr
         told.write_text(json.dumps(found))
         return report.draft
 
-    draft = kept_draft(place, pair.tokenizer, learn)
+    draft = kept_draft(place, pair.tokenizer, learn, device=args.device)
     return draft, json.loads(told.read_text())
 
 
@@ -128,7 +129,7 @@ def served(args: argparse.Namespace, pair: Pair, traces: Sequence[Trace]) -> dic
     with OnlineAssistant(*pair, OnlineConfig(**compiled(args))) as assistant:
         assistant.warm_up(max(len(t.prompt_ids) for t in traces) + args.max_new_tokens)
         for trace in tqdm(traces, desc="serve live", leave=False):
-            ids, settings = common.greedy(trace.prompt_ids, args.max_new_tokens)
+            ids, settings = common.greedy(trace.prompt_ids, args.max_new_tokens, args.device)
             started = time.perf_counter()
             output = assistant.generate(ids, **settings)
             seconds += time.perf_counter() - started
@@ -153,15 +154,18 @@ def greedily(
     k = pair.draft.generation_config.num_assistant_tokens
     systems = [
         System(ALONE, "alone"),
-        System(KERNELS, "alone", kernels=True),
         System("prompt lookup", "prompt_lookup", num_assistant_tokens=10),
-        System(LOOKUP, "prompt_lookup", num_assistant_tokens=10, kernels=True),
         System(STOCK, "stock", pair.draft, k),
         System("ours as made", "lean", pair.draft, "auto", **compiled(args)),
         System(TEXT, "lean", draft, "auto", candidates="text", earlier=traces, **compiled(args)),
         System(DRAFT, "lean", draft, "auto", candidates="draft", earlier=traces, **compiled(args)),
         System(OURS, "lean", draft, "auto", earlier=traces, **compiled(args)),
     ]
+    if args.device == "cpu":  # what our kernels bring there
+        systems[1:1] = [System(KERNELS, "alone", kernels=True)]
+        systems[3:3] = [System(LOOKUP, "prompt_lookup", num_assistant_tokens=10, kernels=True)]
+    elif args.compile:
+        systems[1:1] = [System(COMPILED, "alone", compile_target=True)]
     report = benchmark(
         pair.target, systems, {name: asked}, max_new_tokens=args.max_new_tokens, watched_requests=args.watched,
         tokenizer=pair.tokenizer, show_progress=True,
@@ -187,7 +191,7 @@ def sampled(
 
         def answer(way: str, request: tuple[int, list[int]]) -> tuple[int, float]:
             number, prompt = request
-            ids, given = common.greedy(prompt, args.max_new_tokens)
+            ids, given = common.greedy(prompt, args.max_new_tokens, args.device)
             torch.manual_seed(number)
             started = time.perf_counter()
             output = ways[way](ids, **given | {"do_sample": True, **settings})
@@ -313,6 +317,7 @@ def settings() -> argparse.Namespace:
     parser.add_argument("--make-steps", type=int, help="of its learning, at most")
     parser.add_argument("--layers", type=int, help="of the draft; by default chosen by measurement")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="cpu", help="such as cuda, where the draft is captured as graphs")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--smoke", action="store_true", help="tiny sizes by default")
     if parser.parse_known_args()[0].smoke:
