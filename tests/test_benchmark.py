@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -490,5 +491,9 @@ def test_the_target_alone_is_compiled_over_a_static_cache_as_transformers_has_it
     assert set(seen) == {None, "static"}
     assert [answer.outcome for answer in report.answers_of("compiled")] == ["identical"]
     assert report.alone == "alone"
+    # A compiled forward runs no hooks, so that it takes no time that could be seen.
+    unseen = replace(report, rounds={"a": report.rounds["a"] | {"compiled": RoundTimes(rounds=5, seconds=1.0)}})
+    assert unseen.predicted("compiled") is None
+    assert "measured_over_predicted" not in unseen.figures("compiled")
     with pytest.raises(ConfigError, match="Only a lean system"):
         System("a", "prompt_lookup", compile_target=True)

@@ -202,8 +202,8 @@ class BenchmarkReport:
 
     def predicted(self, system: str, dataset: str | None = None) -> dict[str, float] | None:
         """
-        What the cost model makes of the measured acceptance and costs; `None` for the target alone, or where answers
-        are too short to tell.
+        What the cost model makes of the measured acceptance and costs; `None` where nothing is drafted, as by the
+        target alone, compiled or not, or where answers are too short to tell.
 
         Returns:
             `dict[str, float]`: `c`, the time of a drafted token over that of the target's one-token forward;
@@ -212,9 +212,9 @@ class BenchmarkReport:
             fixed, the measured tokens per forward and drafted tokens per round stand in for the expected ones.
         """
         own, alone = self.rounds_of(system, dataset), self.rounds_of(self.alone, dataset)
-        if system == self.alone or not own.rounds or not alone.rounds:
+        kind, draft, k = next((s.kind, s.draft, s.num_assistant_tokens) for s in self.systems if s.name == system)
+        if kind == "alone" or not own.rounds or not alone.rounds:
             return None
-        draft, k = next((s.draft, s.num_assistant_tokens) for s in self.systems if s.name == system)
         stats = self.stats_of(system, dataset)
         one_token = alone.target_seconds / alone.rounds
         c = own.draft_seconds / own.drafted / one_token if own.drafted else 0.0
