@@ -76,10 +76,11 @@ def _answer(answer: Answer, is_newest: bool) -> str:
 
 def _token(token: ShownToken, is_newest: bool) -> str:
     """A token; in the newest answer the tab key stops at corrections, in older ones only the pointer does."""
-    if token.said is None:
+    if token.origin != "corrected":
         return f'<span class="osd-t osd-{token.origin}">{escape(token.text)}</span>'
     sure = "" if token.prob is None else f" ({token.prob:.0%})"
-    said = escape(f"the draft said {visible(token.said)}{sure}")
+    # What past text had said is not kept.
+    said = escape("past text said another" if token.said is None else f"the draft said {visible(token.said)}{sure}")
     return (
         f'<span class="osd-t osd-corrected"{STOP if is_newest else ""} data-said="{said}" '
         f'aria-label="{escape(token.text)}, corrected: {said}">{escape(token.text)}</span>'

@@ -109,7 +109,7 @@ ROOM: Any = SimpleNamespace(pair=SimpleNamespace(about="<Ask> what you like."))
 def session_of(prompt: str, token: str, said: str, error: str, notice: str, domain: str) -> Session:
     """A chat with everything in it that the page can show of a chat."""
     tokens = [ShownToken(token, o) for o in ("accepted", "bonus", "plain", "target")]
-    tokens += [ShownToken(token, "corrected", said, 0.25), ShownToken(token, "corrected", said)]
+    tokens += [ShownToken(token, "corrected", *what) for what in ((said, 0.25), (said,), ())]
     whole = Answer(prompt, Settings(check=True), domain, tokens, is_done=True, stats=STATS, seconds=0.5)
     whole.alone_seconds, whole.is_identical, whole.stopped = 1.0, True, True
     failed = Answer(prompt, Settings(), domain, error=error, is_done=True)
@@ -125,13 +125,14 @@ def test_the_chat_shows_any_text_as_text(
     read = Read(view.transcript(session_of(*texts)))
     assert read.skeleton == Read(view.transcript(session_of(*["x"] * 6))).skeleton
     assert read.inside("osd-you") == f"{prompt}{prompt}2 prompts of {domain}{prompt}"
-    assert read.inside("osd-answer") == token * 6
+    assert read.inside("osd-answer") == token * 7
     assert read.inside("osd-error") == f"{error}{error}{error}{notice}"
     assert read.inside("osd-figures").startswith(f"{domain} · 5 tokens · 10 tokens/s · α 0.75 · ")
-    shown = f"the draft said {view.visible(said)}"
-    assert read.values("data-said") == [f"{shown} (25%)", shown]
+    draft = f"the draft said {view.visible(said)}"
+    shown = [f"{draft} (25%)", draft, "past text said another"]
+    assert read.values("data-said") == shown
     labels = [label for label in read.values("aria-label") if label != "Chat"]
-    assert labels == [f"{token}, corrected: {shown} (25%)", f"{token}, corrected: {shown}"]
+    assert labels == [f"{token}, corrected: {told}" for told in shown]
 
 
 @given(st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=12))
