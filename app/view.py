@@ -80,7 +80,8 @@ def _token(token: ShownToken, is_newest: bool) -> str:
         return f'<span class="osd-t osd-{token.origin}">{escape(token.text)}</span>'
     sure = "" if token.prob is None else f" ({token.prob:.0%})"
     # What past text had said is not kept.
-    said = escape("past text said another" if token.said is None else f"the draft said {visible(token.said)}{sure}")
+    said = "past text said another token" if token.said is None else f"the draft said {visible(token.said)}{sure}"
+    said = escape(said)
     return (
         f'<span class="osd-t osd-corrected"{STOP if is_newest else ""} data-said="{said}" '
         f'aria-label="{escape(token.text)}, corrected: {said}">{escape(token.text)}</span>'

@@ -64,7 +64,7 @@ def made(args: argparse.Namespace) -> tuple[Pair, dict[str, Any]]:
         target, tokenizer = smollm2(device=args.device)
     else:
         target, tokenizer = load_model(args.target, dtype="float32", device=args.device), load_tokenizer(args.target)
-    how = (args.seed, args.layers, args.make_steps, args.make_seconds, args.max_new_tokens)
+    how = (args.seed, args.layers, args.make_steps, args.make_seconds, args.max_new_tokens, *elsewhere(args))
     place = args.traces / "-".join(map(str, ("draft", Path(args.target).name if args.target else NAME, *how)))
     told = place.with_name(f"{place.name}.json")
 
@@ -249,8 +249,13 @@ def sizes_of(args: argparse.Namespace) -> str:
 def learning_sizes(args: argparse.Namespace) -> str:
     """The same for what is learned."""
     sizes = (args.seed, args.requests, args.later, args.max_new_tokens, args.layers, args.make_steps,
-             args.make_seconds)  # fmt: skip
+             args.make_seconds, *elsewhere(args))  # fmt: skip
     return "-".join(map(str, sizes))
+
+
+def elsewhere(args: argparse.Namespace) -> list[str]:
+    """The device, where it is not the CPU."""
+    return [] if args.device == "cpu" else [args.device]
 
 
 # --- what is shown --------------------------------------------------------------------------------------------------

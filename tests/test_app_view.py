@@ -129,7 +129,7 @@ def test_the_chat_shows_any_text_as_text(
     assert read.inside("osd-error") == f"{error}{error}{error}{notice}"
     assert read.inside("osd-figures").startswith(f"{domain} · 5 tokens · 10 tokens/s · α 0.75 · ")
     draft = f"the draft said {view.visible(said)}"
-    shown = [f"{draft} (25%)", draft, "past text said another"]
+    shown = [f"{draft} (25%)", draft, "past text said another token"]
     assert read.values("data-said") == shown
     labels = [label for label in read.values("aria-label") if label != "Chat"]
     assert labels == [f"{token}, corrected: {told}" for told in shown]

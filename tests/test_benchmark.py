@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ from osd_hf import AcceptanceStats, ConfigError, UnsupportedModelError, capture_
 from osd_hf.bench.benchmark import BenchmarkReport, RoundTimes, System, TimedAnswer, _Notes, benchmark, in_turns
 from osd_hf.bench.controlled import LABEL, ControlledAcceptance, controlled_acceptance, random_pair
 from osd_hf.bench.display import plot_speedups
-from osd_hf.cli.bench import _tables
+from osd_hf.cli.bench import _speed_row, _tables
 from osd_hf.cli.main import main
 from osd_hf.utils import threads
 from osd_hf.utils.threads import choose_threads
@@ -486,14 +487,17 @@ def test_the_target_alone_is_compiled_over_a_static_cache_as_transformers_has_it
         return generate(self, *args, **kwargs)
 
     monkeypatch.setattr(type(target), "generate", noted)
-    systems = [System("alone", "alone"), System("compiled", "alone", compile_target=True)]
+    systems = [
+        System("alone", "alone"), System("compiled", "alone", compile_target=True), System("k", "alone", kernels=True)
+    ]  # fmt: skip
     report = benchmark(target, systems, {"a": [[1, 5, 7]]}, max_new_tokens=6, watched_requests=1)
     assert set(seen) == {None, "static"}
     assert [answer.outcome for answer in report.answers_of("compiled")] == ["identical"]
     assert report.alone == "alone"
     # A compiled forward runs no hooks, so that it takes no time that could be seen.
     unseen = replace(report, rounds={"a": report.rounds["a"] | {"compiled": RoundTimes(rounds=5, seconds=1.0)}})
-    assert unseen.predicted("compiled") is None
+    assert unseen.predicted("compiled") is None and report.predicted("k") is None
     assert "measured_over_predicted" not in unseen.figures("compiled")
+    assert re.match(r"\d+\.\d\d \[", _speed_row("compiled", unseen.figures("compiled"))[5])
     with pytest.raises(ConfigError, match="Only a lean system"):
         System("a", "prompt_lookup", compile_target=True)

@@ -310,7 +310,7 @@ def test_phone_dark_and_keyboard(page: Page, address: str) -> None:
         answered(page)
         shown = "token => { token.focus(); return getComputedStyle(token, '::after').content }"
         told = page.locator("#chat .osd-corrected").first.evaluate(shown)
-        assert "the draft said" in told or "past text said another" in told
+        assert "the draft said" in told or "past text said another token" in told
         page.wait_for_function(narrow)
         # Every control has a name that a screen reader says.
         nameless = page.evaluate(

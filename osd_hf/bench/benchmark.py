@@ -202,8 +202,8 @@ class BenchmarkReport:
 
     def predicted(self, system: str, dataset: str | None = None) -> dict[str, float] | None:
         """
-        What the cost model makes of the measured acceptance and costs; `None` where nothing is drafted, as by the
-        target alone, compiled or not, or where answers are too short to tell.
+        What the cost model makes of the measured acceptance and costs; `None` for the target alone,
+        by whatever kernels or compiled, or where answers are too short to tell.
 
         Returns:
             `dict[str, float]`: `c`, the time of a drafted token over that of the target's one-token forward;

@@ -376,7 +376,7 @@ def _speed_row(name: str, part: dict[str, Any]) -> list[str]:
     )
     return [
         name, f"{part['tokens_per_second']:.0f}", f"{part['first_token_seconds'] * 1e3:.1f}", figure(part["alpha"]),
-        figure(part["block_efficiency"], 2), ratio_text(part["times_alone"]) if model else "-",
+        figure(part["block_efficiency"], 2), ratio_text(part["times_alone"]),
         figure(part["times_stock"]["median"], 2) if "times_stock" in part else "-", figure(model.get("speedup"), 2),
         over, figure(model.get("speedup_wide"), 2), over_wide, figure(model.get("bound"), 2),
     ]  # fmt: skip
