@@ -151,21 +151,19 @@ def greedily(
     name: str, args: argparse.Namespace, pair: Pair, draft: Any, traces: Sequence[Trace], asked: list[list[int]]
 ) -> dict[str, Any]:
     """All systems in turns: the figures of each, with what the cost model makes of its acceptance and costs."""
-    k = pair.draft.generation_config.num_assistant_tokens
+    k, on_cpu = pair.draft.generation_config.num_assistant_tokens, args.device == "cpu"
     systems = [
         System(ALONE, "alone"),
+        *[System(KERNELS, "alone", kernels=True)] * on_cpu,
+        *[System(COMPILED, "alone", compile_target=True)] * (args.compile and not on_cpu),
         System("prompt lookup", "prompt_lookup", num_assistant_tokens=10),
+        *[System(LOOKUP, "prompt_lookup", num_assistant_tokens=10, kernels=True)] * on_cpu,
         System(STOCK, "stock", pair.draft, k),
         System("ours as made", "lean", pair.draft, "auto", **compiled(args)),
         System(TEXT, "lean", draft, "auto", candidates="text", earlier=traces, **compiled(args)),
         System(DRAFT, "lean", draft, "auto", candidates="draft", earlier=traces, **compiled(args)),
         System(OURS, "lean", draft, "auto", earlier=traces, **compiled(args)),
     ]
-    if args.device == "cpu":  # what our kernels bring there
-        systems[1:1] = [System(KERNELS, "alone", kernels=True)]
-        systems[3:3] = [System(LOOKUP, "prompt_lookup", num_assistant_tokens=10, kernels=True)]
-    elif args.compile:
-        systems[1:1] = [System(COMPILED, "alone", compile_target=True)]
     report = benchmark(
         pair.target, systems, {name: asked}, max_new_tokens=args.max_new_tokens, watched_requests=args.watched,
         tokenizer=pair.tokenizer, show_progress=True,
