@@ -36,6 +36,7 @@ pytestmark = pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise
 def faster_for_all_layers(monkeypatch):
     monkeypatch.setattr(kernels, "_timed", lambda: True)
     monkeypatch.setattr(kernels, "LEAST_WEIGHTS", 1)
+    monkeypatch.setattr(kernels, "LEAST_PRODUCTS", 1)
 
 
 @pytest.fixture
@@ -95,10 +96,11 @@ def test_states_that_do_not_lie_in_one_piece(products):
 
 
 @pytest.mark.parametrize("learns", ["states weight bias", "states weight", "bias", "weight", "states"])
+@pytest.mark.parametrize("features", [16, 40])
 @pytest.mark.parametrize("tokens", [5, 13])
-def test_gradients_are_those_of_torch(tokens, learns):
-    layer = torch.nn.Linear(24, 16, "bias" in learns)
-    states, weights = torch.randn(2, tokens, 24, requires_grad="states" in learns), torch.randn(2, tokens, 16)
+def test_gradients_are_those_of_torch(tokens, features, learns):
+    layer = torch.nn.Linear(24, features, "bias" in learns)
+    states, weights = torch.randn(2, tokens, 24, requires_grad="states" in learns), torch.randn(2, tokens, features)
     layer.weight.requires_grad_("weight" in learns)
     ours = with_fast_products(copy.deepcopy(layer))
     assert is_exchanged(ours)
@@ -129,6 +131,7 @@ def test_what_is_left_to_torch(state, products, monkeypatch):
         model, states = model.bfloat16(), states.bfloat16()
     elif state == "small":
         monkeypatch.setattr(kernels, "LEAST_WEIGHTS", 24 * 16 + 1)
+        monkeypatch.setattr(kernels, "LEAST_PRODUCTS", 2 * 24 * 16 + 1)
     elif state == "disabled":
         monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     elif state == "another":
@@ -141,6 +144,52 @@ def test_what_is_left_to_torch(state, products, monkeypatch):
     with fast_kernels(model), torch.autocast("cpu", enabled=state == "cast"):
         model(states)
     assert products == []
+
+
+def test_many_rows_are_worth_it_for_a_small_layer(products, monkeypatch):
+    monkeypatch.setattr(kernels, "LEAST_WEIGHTS", 24 * 16 + 1)
+    monkeypatch.setattr(kernels, "LEAST_PRODUCTS", 8 * 24 * 16)
+    layer = torch.nn.Linear(24, 16)
+    with fast_kernels(layer):
+        for rows in (7, 8):
+            states = torch.randn(rows, 24)
+            torch.testing.assert_close(layer(states), linear(states, layer.weight, layer.bias), rtol=1e-5, atol=1e-6)
+    assert products == [(8, 24)]
+
+
+@pytest.mark.parametrize("is_added", [True, False])
+@pytest.mark.parametrize("shape", [(3, 6, 8, 6), (2, 5, 5, 9), (0, 4, 4, 4)])
+def test_products_of_matrices_are_those_of_torch(shape, is_added, products):
+    n, rows, inner, columns = shape
+    added = torch.randn(n, rows, columns) if is_added else None
+    first, second = torch.randn(n, rows, inner), torch.randn(n, columns, inner).mT
+    ours = kernels.baddbmm(added, first, second, beta=0.5, alpha=-2.0)
+    plain = -2.0 * (first @ second) + (0.5 * added if is_added else 0.0)
+    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
+    assert products == n * [(rows, inner)]
+
+
+@pytest.mark.parametrize("state", ["half", "small", "slower"])
+def test_products_of_matrices_that_are_left_to_torch(state, products, monkeypatch):
+    first, second = torch.randn(2, 4, 6), torch.randn(2, 6, 5)
+    if state == "half":
+        first, second = first.bfloat16(), second.bfloat16()
+    elif state == "small":
+        monkeypatch.setattr(kernels, "LEAST_PRODUCTS", 4 * 6 * 5 + 1)
+    elif state == "slower":
+        monkeypatch.setattr(kernels, "_timed", lambda: False)
+    for added in (None, torch.ones_like(first @ second)):
+        plain = 3.0 * (first @ second) + (0 if added is None else added)
+        rounding = 0.2 if state == "half" else 1e-5
+        torch.testing.assert_close(kernels.baddbmm(added, first, second, alpha=3.0), plain, rtol=0, atol=rounding)
+    assert products == []
+
+
+@pytest.mark.parametrize(("half_seconds", "is_faster"), [(0.5, True), (0.9, False), (2.0, False)])
+def test_bfloat16_is_faster_where_a_product_took_clearly_less_time(half_seconds, is_faster):
+    took = itertools.chain([0, 9.0, 0, 0.1], itertools.cycle([0, 1.0, 0, half_seconds]))  # the first ones warm up
+    ticks = itertools.accumulate(took)
+    assert kernels.bf16_is_faster(lambda: next(ticks)) is is_faster
 
 
 def test_a_model_is_afterwards_as_it_was():
@@ -191,6 +240,7 @@ def test_a_layer_whose_weight_is_no_parameter_any_more():
 
 def test_a_small_layer_is_called_at_once(monkeypatch):
     monkeypatch.setattr(kernels, "LEAST_WEIGHTS", 24 * 16 + 1)
+    monkeypatch.setattr(kernels, "LEAST_PRODUCTS", 2 * 24 * 16 + 1)
     layer, states = torch.nn.Linear(24, 16), torch.randn(2, 24)
 
     def steps():

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from osd_hf import OnlineConfig
+from osd_hf.learning import optimizer
 from osd_hf.learning.optimizer import EMBEDDING_RATE, Muon, make_optimizers, orthogonal
 
 
@@ -27,6 +28,26 @@ def test_zeros_stay_zeros() -> None:
     assert not orthogonal(torch.zeros(1, 3, 5)).any()
 
 
+@pytest.mark.parametrize(("rows", "is_faster", "is_half"), [(8, True, True), (8, False, False), (7, True, False)])
+def test_cpus_that_are_faster_in_bfloat16_iterate_in_it(
+    rows: int, is_faster: bool, is_half: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizer, "LEAST_HALF_ROWS", 8)
+    monkeypatch.setattr(optimizer, "bf16_is_faster", lambda: is_faster)
+    dtypes, own = set(), optimizer.baddbmm
+
+    def noted(added: torch.Tensor | None, *factors: torch.Tensor, **scales: float) -> torch.Tensor:
+        dtypes.update(factor.dtype for factor in factors)
+        return own(added, *factors, **scales)
+
+    monkeypatch.setattr(optimizer, "baddbmm", noted)
+    found = orthogonal(torch.randn(3, rows, 20))
+    assert dtypes == {torch.bfloat16 if is_half else torch.float32}
+    assert found.dtype == torch.float32
+    values = torch.linalg.svdvals(found)
+    assert bool(((values > 0.55) & (values < 1.35)).all())
+
+
 @pytest.mark.parametrize("shape", [(24, 24), (16, 40), (40, 16)])
 def test_steps_are_those_of_torch_s_own(shape: tuple[int, int]) -> None:
     ours, theirs = torch.nn.Parameter(torch.randn(shape)), torch.nn.Parameter(torch.zeros(shape))
@@ -38,9 +59,9 @@ def test_steps_are_those_of_torch_s_own(shape: tuple[int, int]) -> None:
     start = ours.detach().clone()
     for _ in range(4):
         gradient = torch.randn(shape)
-        for p, optimizer in zip((ours, theirs), optimizers, strict=True):
+        for p, stepping in zip((ours, theirs), optimizers, strict=True):
             p.grad = gradient.clone()
-            optimizer.step()
+            stepping.step()
     moved = (ours.detach() - start).norm()
     assert float((ours - theirs).detach().norm()) < 0.03 * float(moved)  # theirs goes through bfloat16
 

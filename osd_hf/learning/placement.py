@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,13 +9,12 @@ import torch
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, first_line
 from osd_hf.pair import unwrap
+from osd_hf.utils.kernels import bf16_is_faster
 
-__all__ = ["bf16_is_faster", "is_half_only", "learner_device", "learns_in_bf16", "with_own_attention"]
+__all__ = ["is_half_only", "learner_device", "learns_in_bf16", "with_own_attention"]
 
 HALF = (torch.bfloat16, torch.float16)
 LEAST_WIDTH = 256  # of a draft that bf16 is tried for on a CPU; below, starting takes longer than computing
-FASTER = 1.3  # that products have to be in bf16, as weights are cast for them
-TOKENS, REPEATS = 64, 3  # of a product that is timed
 
 
 def learner_device(config: OnlineConfig) -> torch.device | None:
@@ -52,23 +48,8 @@ def learns_in_bf16(config: OnlineConfig, dtype: torch.dtype, device: torch.devic
     if dtype not in HALF:
         return False
     if device.type == "cpu":
-        return width >= LEAST_WIDTH and bf16_is_faster(width)
+        return width >= LEAST_WIDTH and bf16_is_faster()
     return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
-
-
-@functools.cache
-def bf16_is_faster(width: int, timer: Callable[[], float] = time.perf_counter) -> bool:
-    """Whether this CPU multiplies matrices of this width faster in bf16 than in fp32: timed at the first call."""
-    least = dict.fromkeys((torch.float32, torch.bfloat16), float("inf"))
-    for attempt in range(REPEATS + 1):  # the first one warms up
-        for dtype in least:
-            states, weights = torch.ones(TOKENS, width, dtype=dtype), torch.ones(width, width, dtype=dtype)
-            started = timer()
-            states @ weights
-            seconds = timer() - started
-            if attempt:
-                least[dtype] = min(least[dtype], seconds)
-    return least[torch.bfloat16] * FASTER < least[torch.float32]
 
 
 def is_half_only(attention: str | None) -> bool:

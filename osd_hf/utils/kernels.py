@@ -24,17 +24,19 @@ from torch.nn.modules.module import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 __all__ = [
-    "fast_kernels", "is_linear", "leave_others", "linear_of", "onednn_is_faster", "packed_bytes", "unpack",
-    "with_fast_products",
+    "baddbmm", "bf16_is_faster", "fast_kernels", "is_linear", "leave_others", "linear_of", "onednn_is_faster",
+    "packed_bytes", "unpack", "with_fast_products",
 ]  # fmt: skip
 
-LEAST_WEIGHTS = 1 << 17  # of a layer; below, calling the other kernel takes longer than it saves
-FASTER = 1.2  # that oneDNN has to be
+# Below, calling the other kernel takes longer than it saves: weights of a layer, and multiplications of a product.
+LEAST_WEIGHTS, LEAST_PRODUCTS = 1 << 17, 1 << 23
+FASTER, HALF_FASTER = 1.2, 1.3  # that oneDNN has to be, and products in bfloat16, as what they multiply is cast
 WIDTH, TOKENS, LAYERS, REPEATS = 1024, 4, 8, 2  # of the products that are timed, 32 MiB: weights are never in a cache
 PACKED_FOR = 4  # tokens; the order of a packed weight suits others as well
 MOST_PACKED = 0.25  # of the memory that is available
 UNPADDED_ROWS, PADDED_SIZES = 16, 8  # up to so many rows nothing is padded; sizes between a power of two and the next
 LARGEST_STEP = 64  # rows between two sizes
+HALF_WIDTH, HALF_ROWS, HALF_REPEATS = 512, 64, 3  # of the product that is timed in both precisions
 CGROUP = Path("/sys/fs/cgroup")  # where Linux says what a container may take
 MOST_FOLDED = 64  # tokens whose attention reads keys and values where they are, once for all heads that share them
 
@@ -138,9 +140,47 @@ def _timed(timer: Callable[[], float] = time.perf_counter) -> bool:
     return ours * FASTER < theirs
 
 
-def _fits(weight: Any) -> bool:
+@functools.cache
+def bf16_is_faster(timer: Callable[[], float] = time.perf_counter) -> bool:
+    """Whether this CPU multiplies matrices faster in bfloat16 than in float32: timed at the first call, which takes
+    some milliseconds."""
+    least = dict.fromkeys((torch.float32, torch.bfloat16), float("inf"))
+    for attempt in range(HALF_REPEATS + 1):  # the first one warms up
+        for dtype in least:
+            states, weight = (torch.ones(n, HALF_WIDTH, dtype=dtype) for n in (HALF_ROWS, HALF_WIDTH))
+            started = timer()
+            states @ weight
+            seconds = timer() - started
+            if attempt:
+                least[dtype] = min(least[dtype], seconds)
+    return least[torch.bfloat16] * HALF_FASTER < least[torch.float32]
+
+
+def baddbmm(
+    added: torch.Tensor | None, first: torch.Tensor, second: torch.Tensor, *, beta: float = 1.0, alpha: float = 1.0
+) -> torch.Tensor:
+    """`beta * added + alpha * first @ second` of matrices `(n, rows, columns)`, without gradients, by oneDNN where
+    that is faster; nothing is added where it is `None`."""
+    (n, rows, inner), columns = first.shape, second.shape[-1]
+    is_plain = first.dtype == torch.float32 and first.device.type == "cpu"
+    if not is_plain or rows * inner * columns < LEAST_PRODUCTS or not onednn_is_faster():
+        if added is None:
+            return torch.bmm(first, second).mul_(alpha)
+        return torch.baddbmm(added, first, second, beta=beta, alpha=alpha)
+    product = first.new_empty(n, rows, columns)
+    for i in range(n):
+        product[i] = _onednn(first[i], second[i].t())
+    product.mul_(alpha)
+    return product if added is None else product.add_(added, alpha=beta)
+
+
+def _is_plain(weight: Any) -> bool:
     plain = type(weight) in (torch.Tensor, torch.nn.Parameter) and weight.layout == torch.strided
-    return plain and weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.numel() >= LEAST_WEIGHTS
+    return plain and weight.dtype == torch.float32 and weight.device.type == "cpu"
+
+
+def _fits(weight: Any) -> bool:
+    return _is_plain(weight) and weight.numel() >= LEAST_WEIGHTS
 
 
 class _Product(torch.autograd.Function):
@@ -161,7 +201,10 @@ class _Product(torch.autograd.Function):
             count = states.numel() // states.shape[-1]
             of_states = _onednn(rows, weight.t())[:count].view_as(states)
         if ctx.needs_input_grad[1]:
-            of_weight = _onednn(rows.t(), _padded(states.reshape(-1, states.shape[-1])).t())
+            read = _padded(states.reshape(-1, states.shape[-1]))
+            # oneDNN takes the second as it lies, and copies the first: the smaller one.
+            is_wide = rows.shape[-1] > read.shape[-1]
+            of_weight = _onednn(read.t(), rows.t()).t() if is_wide else _onednn(rows.t(), read.t())
         if ctx.needs_input_grad[2]:
             of_bias = rows.sum(0)
         return of_states, of_weight, of_bias
@@ -169,8 +212,12 @@ class _Product(torch.autograd.Function):
 
 def _linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     if (
-        weight.numel() < LEAST_WEIGHTS  # asked first: most layers of a small model are
-        or not _fits(weight)
+        # Asked first: most products of a small model are. What is compiled should do for any number of rows.
+        (
+            weight.numel() < LEAST_WEIGHTS
+            and (states.numel() * len(weight) < LEAST_PRODUCTS or torch.compiler.is_compiling())
+        )
+        or not _is_plain(weight)
         or states.dtype != torch.float32
         or not states.numel()
         or torch.is_autocast_enabled("cpu")
@@ -228,7 +275,7 @@ def linear_of(module: Any) -> Callable[..., torch.Tensor]:
 def with_fast_products(model: Any) -> Any:
     """The model itself, of our own, whose linear layers compute by oneDNN from now on where that is faster."""
     if onednn_is_faster():
-        _exchange([layer for layer in _layers(model) if _fits(layer.weight)], Linear)
+        _exchange([layer for layer in _layers(model) if _is_plain(layer.weight)], Linear)
     return model
 
 
