@@ -141,10 +141,11 @@ class OnlineConfig:
             torch names it, such as `"cpu"` or `"cuda:1"`. A new version is cast and copied to where the draft serves;
             there it is tried by the gate, as what will serve. `None` is the device that the draft serves on.
         mixed_precision (`str`, *optional*, defaults to `"auto"`):
-            What forwards and backwards of learning compute in, by autocast; master and steps are in fp32 in any case.
-            `"bf16"`, `"no"` (fp32), or `"auto"`: bf16 for a draft that serves in half precision, on an accelerator
-            that has it, and on a CPU that multiplies matrices of the draft's width faster in it, which is timed once
-            in a process. Settings of Accelerate are not looked at.
+            What forwards and backwards of learning compute in, by autocast; master and optimizer states are in fp32
+            in any case. `"bf16"`, `"no"` (fp32), or `"auto"`: bf16 for a draft that serves in half precision, on an
+            accelerator that has it, and for a wide one on a CPU that multiplies matrices faster in it, which is timed
+            once in a process. Muon's iterations are in bf16 on accelerators, and on such a CPU unless this is `"no"`.
+            Settings of Accelerate are not looked at.
         max_grad_norm (`float`, *optional*, defaults to 1.0): Gradients are clipped to this norm.
         weight_average (`float`, *optional*, defaults to 0.98):
             What serves is the exponential average of the learned weights over steps, with this decay; 0 serves the

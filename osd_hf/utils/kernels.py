@@ -30,13 +30,14 @@ __all__ = [
 
 # Below, calling the other kernel takes longer than it saves: weights of a layer, and multiplications of a product.
 LEAST_WEIGHTS, LEAST_PRODUCTS = 1 << 17, 1 << 23
-FASTER, HALF_FASTER = 1.2, 1.3  # that oneDNN has to be, and products in bfloat16, as what they multiply is cast
+FASTER = 1.2  # that oneDNN has to be
 WIDTH, TOKENS, LAYERS, REPEATS = 1024, 4, 8, 2  # of the products that are timed, 32 MiB: weights are never in a cache
 PACKED_FOR = 4  # tokens; the order of a packed weight suits others as well
 MOST_PACKED = 0.25  # of the memory that is available
 UNPADDED_ROWS, PADDED_SIZES = 16, 8  # up to so many rows nothing is padded; sizes between a power of two and the next
 LARGEST_STEP = 64  # rows between two sizes
-HALF_WIDTH, HALF_ROWS, HALF_REPEATS = 512, 64, 3  # of the product that is timed in both precisions
+HALF_FASTER = 1.3  # that products in bfloat16 have to be, as what they multiply is cast
+HALF_WIDTH, HALF_ROWS, HALF_REPEATS = 512, 64, 8  # of the product that is timed in both precisions
 CGROUP = Path("/sys/fs/cgroup")  # where Linux says what a container may take
 MOST_FOLDED = 64  # tokens whose attention reads keys and values where they are, once for all heads that share them
 
@@ -113,20 +114,23 @@ def _compiled_linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Ten
     return product
 
 
+def _has_onednn() -> bool:
+    has_it = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return bool(torch.backends.mkldnn.enabled and has_it) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
 def onednn_is_faster() -> bool:
     """Whether this CPU multiplies a few rows with fp32 weights faster by oneDNN than by what torch takes: timed at
-    the first call, which takes some milliseconds. Not where `torch.backends.mkldnn` is disabled."""
-    has_it = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    the first call, which takes some milliseconds. It is taken to be so for many rows as well. Not where
+    `torch.backends.mkldnn` is disabled."""
     try:
-        return bool(torch.backends.mkldnn.enabled and has_it) and _timed()
+        return _has_onednn() and _timed()
     except RuntimeError:  # a product failed, or there was no memory: no answer is lost by it
         return False
 
 
 @functools.cache
 def _timed(timer: Callable[[], float] = time.perf_counter) -> bool:
-    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return False
     kernels = (torch.nn.functional.linear, _onednn)
     with torch.inference_mode():
         states, weights = torch.ones(TOKENS, WIDTH), torch.ones(LAYERS, WIDTH, WIDTH)
@@ -140,38 +144,50 @@ def _timed(timer: Callable[[], float] = time.perf_counter) -> bool:
     return ours * FASTER < theirs
 
 
+def bf16_is_faster() -> bool:
+    """Whether this CPU multiplies matrices clearly faster in bfloat16 than in float32 by the kernel that is faster
+    there: timed at the first call, which takes some milliseconds. Not where `torch.backends.mkldnn` is disabled."""
+    try:
+        return _has_onednn() and _half_timed()
+    except RuntimeError:
+        return False
+
+
 @functools.cache
-def bf16_is_faster(timer: Callable[[], float] = time.perf_counter) -> bool:
-    """Whether this CPU multiplies matrices faster in bfloat16 than in float32: timed at the first call, which takes
-    some milliseconds."""
-    least = dict.fromkeys((torch.float32, torch.bfloat16), float("inf"))
-    for attempt in range(HALF_REPEATS + 1):  # the first one warms up
-        for dtype in least:
-            states, weight = (torch.ones(n, HALF_WIDTH, dtype=dtype) for n in (HALF_ROWS, HALF_WIDTH))
-            started = timer()
-            states @ weight
-            seconds = timer() - started
-            if attempt:
-                least[dtype] = min(least[dtype], seconds)
-    return least[torch.bfloat16] * HALF_FASTER < least[torch.float32]
+def _half_timed(timer: Callable[[], float] = time.perf_counter) -> bool:
+    kernels = {
+        torch.float32: _onednn if onednn_is_faster() else torch.nn.functional.linear,
+        torch.bfloat16: torch.nn.functional.linear,
+    }
+    seconds: dict[torch.dtype, list[float]] = {dtype: [] for dtype in kernels}
+    with torch.inference_mode():
+        for _ in range(HALF_REPEATS + 1):
+            for dtype, kernel in kernels.items():
+                states, weight = (torch.ones(n, HALF_WIDTH, dtype=dtype) for n in (HALF_ROWS, HALF_WIDTH))
+                started = timer()
+                kernel(states, weight)
+                seconds[dtype].append(timer() - started)
+    full, half = (min(taken[1:]) for taken in seconds.values())  # the first one warms up
+    return half * HALF_FASTER < full
 
 
 def baddbmm(
     added: torch.Tensor | None, first: torch.Tensor, second: torch.Tensor, *, beta: float = 1.0, alpha: float = 1.0
 ) -> torch.Tensor:
     """`beta * added + alpha * first @ second` of matrices `(n, rows, columns)`, without gradients, by oneDNN where
-    that is faster; nothing is added where it is `None`."""
+    that is faster; without `added`, `first @ second`."""
     (n, rows, inner), columns = first.shape, second.shape[-1]
-    is_plain = first.dtype == torch.float32 and first.device.type == "cpu"
-    if not is_plain or rows * inner * columns < LEAST_PRODUCTS or not onednn_is_faster():
+    if not _is_plain(first) or rows * inner * columns < LEAST_PRODUCTS or not onednn_is_faster():
         if added is None:
-            return torch.bmm(first, second).mul_(alpha)
+            return torch.bmm(first, second)
         return torch.baddbmm(added, first, second, beta=beta, alpha=alpha)
-    product = first.new_empty(n, rows, columns)
-    for i in range(n):
-        product[i] = _onednn(first[i], second[i].t())
-    product.mul_(alpha)
-    return product if added is None else product.add_(added, alpha=beta)
+    if n == 1:  # large ones come one by one: no second copy
+        product = _onednn(first[0], second[0].t())[None]
+    else:
+        product = first.new_empty(n, rows, columns)
+        for i in range(n):
+            product[i] = _onednn(first[i], second[i].t())
+    return product if added is None else product.mul_(alpha).add_(added, alpha=beta)
 
 
 def _is_plain(weight: Any) -> bool:
@@ -215,7 +231,7 @@ def _linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
         # Asked first: most products of a small model are. What is compiled should do for any number of rows.
         (
             weight.numel() < LEAST_WEIGHTS
-            and (states.numel() * len(weight) < LEAST_PRODUCTS or torch.compiler.is_compiling())
+            and (torch.compiler.is_compiling() or states.numel() * weight.shape[0] < LEAST_PRODUCTS)
         )
         or not _is_plain(weight)
         or states.dtype != torch.float32
