@@ -154,11 +154,7 @@ def test_many_rows_are_worth_it_for_a_small_layer(how, products, monkeypatch):
     monkeypatch.setattr(kernels, "LEAST_WEIGHTS", 24 * 16 + 1)
     monkeypatch.setattr(kernels, "LEAST_PRODUCTS", 8 * 24 * 16)
     layer = torch.nn.Linear(24, 16, bias=False)
-    with contextlib.ExitStack() as stack:
-        if how is fast_kernels:
-            stack.enter_context(how(layer))
-        else:
-            how(layer)
+    with fast_kernels(layer) if how is fast_kernels else contextlib.nullcontext(with_fast_products(layer)):
         for rows in (7, 8):
             states = torch.randn(rows, 24)
             product = layer(states)

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -131,17 +131,25 @@ def onednn_is_faster() -> bool:
 
 @functools.cache
 def _timed(timer: Callable[[], float] = time.perf_counter) -> bool:
-    kernels = (torch.nn.functional.linear, _onednn)
-    with torch.inference_mode():
-        states, weights = torch.ones(TOKENS, WIDTH), torch.ones(LAYERS, WIDTH, WIDTH)
-        seconds: dict[Any, list[float]] = {kernel: [] for kernel in kernels}
-        for weight in (*weights[-2:], *[*weights] * REPEATS):
-            for kernel in kernels:
-                started = timer()
-                kernel(states, weight)
-                seconds[kernel].append(timer() - started)
-    theirs, ours = (min(taken[2:]) for taken in seconds.values())  # the first two warm up
+    states, weights = torch.ones(TOKENS, WIDTH), torch.ones(LAYERS, WIDTH, WIDTH)
+    order = (*weights[-2:], *[*weights] * REPEATS)  # the first two warm up
+    calls = [[functools.partial(kernel, states, w) for w in order] for kernel in (torch.nn.functional.linear, _onednn)]
+    theirs, ours = _least_seconds(calls, 2, timer)
     return ours * FASTER < theirs
+
+
+def _least_seconds(
+    calls: Sequence[Sequence[Callable[[], Any]]], warm_up: int, timer: Callable[[], float]
+) -> list[float]:
+    """The least that a call of each took, made in turns; the first ones warm up."""
+    seconds: list[list[float]] = [[] for _ in calls]
+    with torch.inference_mode():
+        for turn in zip(*calls, strict=True):
+            for call, taken in zip(turn, seconds, strict=True):
+                started = timer()
+                call()
+                taken.append(timer() - started)
+    return [min(taken[warm_up:]) for taken in seconds]
 
 
 def bf16_is_faster() -> bool:
@@ -155,19 +163,12 @@ def bf16_is_faster() -> bool:
 
 @functools.cache
 def _half_timed(timer: Callable[[], float] = time.perf_counter) -> bool:
-    kernels = {
-        torch.float32: _onednn if onednn_is_faster() else torch.nn.functional.linear,
-        torch.bfloat16: torch.nn.functional.linear,
-    }
-    seconds: dict[torch.dtype, list[float]] = {dtype: [] for dtype in kernels}
-    with torch.inference_mode():
-        for _ in range(HALF_REPEATS + 1):
-            for dtype, kernel in kernels.items():
-                states, weight = (torch.ones(n, HALF_WIDTH, dtype=dtype) for n in (HALF_ROWS, HALF_WIDTH))
-                started = timer()
-                kernel(states, weight)
-                seconds[dtype].append(timer() - started)
-    full, half = (min(taken[1:]) for taken in seconds.values())  # the first one warms up
+    states, weight = torch.ones(HALF_ROWS, HALF_WIDTH), torch.ones(HALF_WIDTH, HALF_WIDTH)
+    calls = [
+        functools.partial(_onednn if onednn_is_faster() else torch.nn.functional.linear, states, weight),
+        functools.partial(torch.nn.functional.linear, states.bfloat16(), weight.bfloat16()),
+    ]
+    full, half = _least_seconds([[call] * (1 + HALF_REPEATS) for call in calls], 1, timer)
     return half * HALF_FASTER < full
 
 
