@@ -41,14 +41,15 @@ def models(pair):
 def arguments(pair, folder, **changes):
     sizes = [part for name, n in {**SIZES, **changes}.items() for part in (f"--{name.replace('_', '-')}", str(n))]
     models = ["--target", str(pair / "target"), "--draft", str(pair / "draft")]
-    return ["quickstart", *models, *sizes, "--threads", "1", "--output-dir", str(folder)]
+    return ["quickstart", *models, *sizes, "--threads", "1", "--output-dir", str(folder), "--no-compile-target"]
 
 
 @pytest.fixture(scope="module")
 def finished(pair, tmp_path_factory):
     folder = tmp_path_factory.mktemp("out") / "quickstart"
     threads = torch.get_num_threads()
-    assert main([*arguments(pair, folder), "--json", str(folder.with_suffix(".json"))]) == 0
+    compiled = ["--compile-target", "--json", str(folder.with_suffix(".json"))]
+    assert main([*arguments(pair, folder), *compiled]) == 0
     assert torch.get_num_threads() == threads
     return folder
 
@@ -62,10 +63,11 @@ def test_the_report_has_each_domain_and_all_of_them(finished):
         assert sum(part["examined"] for part in parts) == every[name]["examined"]
         assert {part["emitted"] for part in parts} == {24}
     assert every["answers"] == 12
-    assert report["outputs"] == {"identical": 24, "tied": 0, "differing": 0}
+    assert report["outputs"] == {"identical": 32, "tied": 0, "differing": 0}
     assert report["updates"] == 1  # the second was spread over requests that did not come any more
     assert report["learning_seconds"] > 0
-    assert set(every["tokens_per_second"]) == {"target alone", "prompt lookup", "static draft", "learned draft"}
+    ways = ["target alone", "prompt lookup", "static draft", "learned draft", "learned draft, target compiled"]
+    assert list(every["tokens_per_second"]) == ways
     assert report["provenance"]["seed"] == 0
     assert OnlineConfig(**report["defaults"]) == OnlineConfig()
 
@@ -77,7 +79,7 @@ def test_plots_and_json_are_written(finished):
 
 
 def test_it_is_overwritten_and_the_table_is_narrow(finished, pair, capsys):
-    assert main(arguments(pair, finished, **SMALLER)) == 0
+    assert main([*arguments(pair, finished, **SMALLER), "--compile-target"]) == 0
     lines = capsys.readouterr().out.splitlines()
     table = [line for line in lines if line.startswith((*DOMAINS, "all ", "domain"))]
     assert len(table) == 12
@@ -87,8 +89,16 @@ def test_it_is_overwritten_and_the_table_is_narrow(finished, pair, capsys):
     summary = (
         r"Your draft now guesses \d+ of 100 tokens right instead of \d+, and answers come [\d.]+ times as fast as "
     )
-    own = "from the target alone; every answer was the target's own, token for token."
-    assert re.fullmatch(summary + re.escape(own), lines[-1])
+    compiled = r"from the target alone, [\d.]+ times with the target compiled; "
+    own = "every answer was the target's own, token for token."
+    assert re.fullmatch(summary + compiled + re.escape(own), lines[-1])
+
+
+def test_nothing_is_compiled_where_that_is_asked_for(pair, tmp_path, capsys):
+    assert main(arguments(pair, tmp_path / "out", **SMALLER)) == 0
+    shown = capsys.readouterr().out
+    assert "times as fast as from the target alone; every answer" in shown
+    assert "with the target compiled" not in shown and "compiled x" not in shown
 
 
 def test_a_differing_output_exits_with_1(pair, tmp_path, monkeypatch, capsys):

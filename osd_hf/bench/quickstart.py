@@ -31,7 +31,9 @@ from osd_hf.utils.report import make_folder, provenance, write_report
 from osd_hf.utils.threads import choose_threads
 
 K = 5
-WAYS = ("target alone", "prompt lookup", "static draft", "learned draft")
+WAYS = ("target alone", "prompt lookup", "static draft", "learned draft", "learned draft, target compiled")
+COLUMNS = ("alone", "lookup x", "static x", "learned x", "compiled x")  # of the ways
+COMPILING_SECONDS = 30  # about, of the bundled target's forward
 
 
 def _size(default: int, help: str, least: int = 1) -> Any:
@@ -65,7 +67,7 @@ class QuickstartSizes:
 
 def quickstart(
     pair: Pair, sizes: QuickstartSizes, *, seed: int, threads: int | None, output_dir: Path,
-    write: Callable[[str], object],
+    write: Callable[[str], object], compile_target: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """
     Serve a shuffled stream of all domains with one draft that learns, then measure it on later prompts against the
@@ -77,6 +79,8 @@ def quickstart(
         threads (`int`, *optional*): Threads of torch; `None` leaves them to [`choose_threads`].
         output_dir (`Path`), write (`Callable[[str], object]`):
             The folder gets `report.json`, `alpha.png` and `domains.png`; `write` takes the lines that are shown.
+        compile_target (`bool`, *optional*, defaults to `True`):
+            Also time the learned draft with the target's forward compiled, which needs a C++ compiler.
 
     Returns:
         `dict[str, Any]`: what `report.json` holds.
@@ -94,14 +98,14 @@ def quickstart(
         [(example.domain, encode_turn(pair.tokenizer, example.prompt)) for example in examples]
         for examples in (learned_from, later)
     )
-    threads_before = torch.get_num_threads()
+    threads_before, ways = torch.get_num_threads(), WAYS if compile_target else WAYS[:-1]
     try:
-        found = _measured(pair, config, sizes, stream, asked, threads, write)
+        found = _measured(pair, config, sizes, stream, asked, threads, ways, write)
     finally:
         torch.set_num_threads(threads_before)
     answers = [pair.tokenizer.decode(t.completion_ids.tolist(), skip_special_tokens=True) for t in found.later]
     right = [(e.domain, check_answer(e, a)) for e, a in zip(later, answers, strict=True)]
-    outcomes = [answer.outcome for way in WAYS[1:] for answer in found.timed.answers_of(way)]
+    outcomes = [answer.outcome for way in ways[1:] for answer in found.timed.answers_of(way)]
     report: dict[str, Any] = {
         "provenance": provenance(seed=seed, device=str(pair.target.device), threads=found.threads),
         "defaults": OnlineConfig().to_dict(),  # by which a table of an older report is known to be old
@@ -136,7 +140,7 @@ class _Measured(NamedTuple):
 
 def _measured(
     pair: Pair, config: OnlineConfig, sizes: QuickstartSizes, stream: Sequence[tuple[str, list[int]]],
-    asked: Sequence[tuple[str, list[int]]], threads: int | None, write: Callable[[str], object],
+    asked: Sequence[tuple[str, list[int]]], threads: int | None, ways: Sequence[str], write: Callable[[str], object],
 ) -> _Measured:  # fmt: skip
     """Serve and learn, replay the later prompts, and time the ways to answer."""
     seconds, clocks = dict[str, dict[str, float]](), [(time.perf_counter(), time.process_time())]
@@ -147,7 +151,7 @@ def _measured(
         seconds[phase] = {"wall": wall, "processor": processor}
 
     used, thread_seconds = choose_threads(pair.target, lambda: answer_greedily(pair.target, asked[0][1], 4), threads)
-    for line in _announced(pair, sizes, asked[0][1], used):
+    for line in _announced(pair, sizes, asked[0][1], used, ways):
         write(line)
     done("threads")
     with OnlineAssistant(*pair, config) as assistant:
@@ -160,7 +164,7 @@ def _measured(
         frozen, static = (replay_each(pair.draft, traces, K) for traces in (served, later))
         learned = replay_each(assistant.draft, later, K)
         done("replay")
-        timed = _timed(pair, assistant.draft, served, asked, sizes)
+        timed = _timed(pair, assistant.draft, served, asked, sizes, ways)
         done("timing")
     while_serving = {"frozen": frozen, "learned": [AcceptanceStats.from_trace(t) for t in served]}
     serving = Comparison([t.domain for t in served], while_serving)
@@ -207,18 +211,20 @@ def serve_stream(
 
 
 def _timed(
-    pair: Pair, learned: Any, earlier: Sequence[Trace], asked: Sequence[tuple[str, list[int]]], sizes: QuickstartSizes
-) -> BenchmarkReport:
+    pair: Pair, learned: Any, earlier: Sequence[Trace], asked: Sequence[tuple[str, list[int]]],
+    sizes: QuickstartSizes, ways: Sequence[str],
+) -> BenchmarkReport:  # fmt: skip
     """The target alone, transformers' prompt lookup and assisted generation with the draft as it was, and ours with
-    the learned one and the text of what it was learned from."""
+    the learned one and the text of what it was learned from, verified eagerly and compiled."""
     prompts = {domain: [ids for name, ids in asked if name == domain][: sizes.timed_requests] for domain in DOMAINS}
-    alone, lookup, static, ours = WAYS
+    alone, lookup, static, ours, compiled = WAYS
     systems = [
         System(alone, "alone"), System(lookup, "prompt_lookup", num_assistant_tokens=K),
         System(static, "stock", pair.draft, K), System(ours, "lean", learned, "auto", earlier=earlier),
+        System(compiled, "lean", learned, "auto", earlier=earlier, compile_target=True),
     ]  # fmt: skip
     return benchmark(
-        pair.target, systems, prompts, max_new_tokens=sizes.max_new_tokens, watched_requests=0,
+        pair.target, systems[: len(ways)], prompts, max_new_tokens=sizes.max_new_tokens, watched_requests=0,
         tokenizer=pair.tokenizer, show_progress=True,
     )  # fmt: skip
 
@@ -228,13 +234,13 @@ def _domain_report(
 ) -> dict[str, Any]:
     """The figures of a domain, or of all."""
     answered = [is_right for domain, is_right in right if name in (domain, "all")]
-    ways = {way: timed.figures(way, None if name == "all" else name) for way in WAYS}
-    outputs = [ways[way]["outputs"] for way in WAYS[1:]]
+    ways = {s.name: timed.figures(s.name, None if name == "all" else name) for s in timed.systems}
+    outputs = [ways[way]["outputs"] for way in [*ways][1:]]
     return {
         **{side: figures_of(stats) for side, stats in part.totals.items()},
         "gain": part.gain,
         "tokens_per_second": {way: figures["tokens_per_second"] for way, figures in ways.items()},
-        "times_as_fast": {way: ways[way]["times_alone"] for way in WAYS[1:]},
+        "times_as_fast": {way: ways[way]["times_alone"] for way in [*ways][1:]},
         "outputs": sum(sum(counts.values()) for counts in outputs),
         "outputs_identical": sum(counts["identical"] for counts in outputs),
         "answers": len(answered),
@@ -254,7 +260,12 @@ def _shown(report: dict[str, Any], sample: Example, answer: str) -> list[str]:
             name, f"{part['tokens_per_second'][WAYS[0]]:.0f}", *map(ratio_text, part["times_as_fast"].values()),
             f"{part['outputs_identical']}/{part['outputs']}",
         ])  # fmt: skip
-    sizes = report["sizes"]
+    sizes, columns = report["sizes"], COLUMNS[: len(report["by_domain"]["all"]["tokens_per_second"])]
+    compiled = (
+        ";\ncompiled: the same, with the target's forwards compiled by torch, which takes half a minute once"
+        if columns == COLUMNS
+        else ""
+    )
     prompt, answer = (textwrap.indent(text, "    ") for text in (sample.prompt, answer))
     return [
         f"\nLater prompts, never learned from ({sizes['later_requests']} per domain, k = {K}, threshold 0):\n",
@@ -262,8 +273,8 @@ def _shown(report: dict[str, Any], sample: Example, answer: str) -> list[str]:
         f"\nTokens per second of the target alone, and times as fast ({sizes['timed_requests']} of these requests per "
         f"domain in turns,\nmedian of the ratios, torch threads: {report['provenance']['threads']}). Lookup: "
         f"transformers' prompt lookup; static: its assisted\ngeneration with the draft as it was, k = {K}; learned: "
-        "lean drafting with the learned draft, at its own pace.\n",
-        text_table(["domain", "alone", "lookup x", "static x", "learned x", "identical"], speeds),
+        f"with the learned draft and past text, at its own pace{compiled}.\n",
+        text_table(["domain", *columns, "identical"], speeds),
         f"\nWhile the {len(DOMAINS) * sizes['learn_requests']} requests were served, learning took "
         f"{report['learning_seconds']:.1f} s and saved {report['saved_seconds'] or 0:.1f} s: rounds that the static "
         "draft would have needed more.",
@@ -276,25 +287,29 @@ def _alpha(part: dict[str, Any]) -> str:
     return figure(part["alpha"]) if interval is None else f"{part['alpha']:.3f} [{interval[0]:.3f}, {interval[1]:.3f}]"
 
 
-def _announced(pair: Pair, sizes: QuickstartSizes, prompt_ids: list[int], threads: int) -> list[str]:
+def _announced(
+    pair: Pair, sizes: QuickstartSizes, prompt_ids: list[int], threads: int, ways: Sequence[str]
+) -> list[str]:
     """What is about to happen, and how long it takes."""
     answer, seconds = answer_greedily(pair.target, prompt_ids, sizes.max_new_tokens)
     served, later, timed = (
         len(DOMAINS) * count for count in (sizes.learn_requests, sizes.later_requests, sizes.timed_requests)
     )
-    # In answers of the target alone: serving with the learning; batches; four ways and their first answers.
-    answers = 1.4 * served + 0.2 * later + 3.6 * (timed + 2 * len(DOMAINS))
+    # In answers of the target alone: serving with the learning; batches; the ways and their first answers.
+    answers = 1.4 * served + 0.2 * later + 0.9 * len(ways) * (timed + 2 * len(DOMAINS))
+    compiling = COMPILING_SECONDS if len(ways) == len(WAYS) else 0
     return [
         f"1. A small draft guesses ahead while its target answers {served} prompts, and learns from the answers.",
         f"2. {later} later prompts show how many guesses are right, before and after.",
-        f"3. {timed} of them are answered {len(WAYS)} ways in turns, to see how fast each one is.",
-        f"About {max(1, round(answers * seconds / 60))} min on this machine as busy as it is now; torch threads: "
-        f"{threads}.\n",
+        f"3. {timed} of them are answered {len(ways)} ways in turns, to see how fast each one is.",
+        f"About {max(1, round((answers * seconds + compiling) / 60))} min on this machine as busy as it is now; torch "
+        f"threads: {threads}.\n",
     ]
 
 
 def _summary(report: dict[str, Any]) -> str:
     every, outputs = report["by_domain"]["all"], report["outputs"]
+    learned, *compiled = (f"{of['median']:.1f}" for way, of in every["times_as_fast"].items() if way in WAYS[3:])
     now, before = (figure(100 * every[draft]["alpha"], 0) for draft in ("learned", "static"))
     if outputs["tied"] or outputs["differing"]:
         own = (
@@ -305,5 +320,7 @@ def _summary(report: dict[str, Any]) -> str:
         own = "every answer was the target's own, token for token"
     return (
         f"Your draft now guesses {now} of 100 tokens right instead of {before}, and answers come "
-        f"{every['times_as_fast'][WAYS[-1]]['median']:.1f} times as fast as from the target alone; {own}."
+        f"{learned} times as fast as from the target alone"
+        + "".join(f", {times} times with the target compiled" for times in compiled)
+        + f"; {own}."
     )

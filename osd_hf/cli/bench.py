@@ -138,6 +138,7 @@ class QuickstartSettings(TargetRevision, DraftRevision, Reporting):
     threads: int | None = flag(THREADS, metavar="N")
     target: str | None = flag("another target for the same prompts", metavar="ID|PATH")
     draft: str | None = flag("another draft for the same prompts", metavar="ID|PATH")
+    compile_target: bool = flag("also time it with the target compiled, which needs a C++ compiler", True)
     output_dir: Path = flag(
         "folder of report and plots, which are overwritten", Path("osd_hf_quickstart"), metavar="DIR"
     )
@@ -150,7 +151,7 @@ def quickstart_command(settings: QuickstartSettings) -> int:
     pair = load_pair(settings.target, settings.draft, dtype="float32", device="cpu", **versions)
     report = quickstart(
         pair, settings.sizes, seed=settings.seed, threads=settings.threads, output_dir=settings.output_dir,
-        write=settings.say,
+        write=settings.say, compile_target=settings.compile_target,
     )  # fmt: skip
     settings.write_json(report)
     return FAILED if report["outputs"]["differing"] else 0
