@@ -11,7 +11,7 @@ import models
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessor, LogitsProcessorList
 
@@ -117,6 +117,7 @@ def test_the_oldest_text_gives_way(text: list[int], capacity: int, tail: list[in
     st.sampled_from([64, 256, 1024]),
     tokens.filter(bool),
 )
+@example([[1] * 32 + [3]], 256, [1])  # 1 and 3 share a place in a table that has not grown yet
 def test_many_tokens_are_indexed_at_once_as_one_by_one(parts: list[list[int]], size: int, tail: list[int]) -> None:
     at_once, in_turn = TextIndex(size, expected=size), TextIndex(size, expected=size)
     grown = TextIndex(size, expected=1)

@@ -17,7 +17,8 @@ __all__ = ["EarlierText", "Guess", "RequestText", "TextIndex", "TokenIndex"]
 
 ORDERS = (1, 2, 4, 8)  # lengths of the endings that are looked up
 LONGEST = 32  # tokens of a match; longer ones are as good
-CANDIDATES = 32  # newest places that are looked at
+CANDIDATES = 32  # newest places with the same ending that are looked at
+MOST_LOOKED_AT = 256  # places, those of other endings with the same hash included
 SEPARATOR = -1  # between texts that do not follow each other
 AHEAD = 1024  # tokens of an answer that memory is taken for at once
 BYTES_PER_TOKEN = 4 + len(ORDERS) * (4 + 4)
@@ -155,13 +156,15 @@ class TokenIndex:
         for i in range(len(codes) - 1, -1, -1):
             found: list[int] = []
             longest, place, earlier = ORDERS[i], self._heads[i][codes[i] & mask], self._earlier[i]
-            for _ in range(CANDIDATES):
-                if place < oldest:
+            candidates = 0
+            for _ in range(MOST_LOOKED_AT):
+                if place < oldest or candidates == CANDIDATES:
                     break
                 if place < newest:  # something follows
                     length, most = 0, min(len(known), place - oldest + 1)
                     while length < most and tokens[place - length & mask] == known[length]:
                         length += 1
+                    candidates += length >= ORDERS[i]
                     if length > longest:
                         found, longest = [], length
                     if length == longest:
