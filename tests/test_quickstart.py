@@ -20,6 +20,8 @@ from osd_hf.bundled import DOMAINS
 from osd_hf.cli.main import main
 from osd_hf.metrics import Comparison
 
+# What the compiler itself imports.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 SIZES = {
     "learn_requests": 4, "later_requests": 3, "timed_requests": 2, "max_new_tokens": 8,
 }  # fmt: skip
@@ -99,6 +101,18 @@ def test_nothing_is_compiled_where_that_is_asked_for(pair, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "times as fast as from the target alone; every answer" in shown
     assert "with the target compiled" not in shown and "compiled x" not in shown
+
+
+def test_a_target_that_cannot_be_compiled_is_not_said_to_be(pair, tmp_path, monkeypatch, capsys, caplog):
+    def without_a_compiler(*args, **kwargs):
+        raise RuntimeError("no working C++ compiler")
+
+    monkeypatch.setattr("osd_hf.drafting.forward.GuardedStep.inductor", staticmethod(without_a_compiler))
+    assert main([*arguments(pair, tmp_path / "out", **SMALLER), "--compile-target"]) == 0
+    shown = capsys.readouterr().out
+    assert "with the target compiled" not in shown and "compiled x" not in shown
+    assert "The target is not compiled and runs eagerly" in caplog.text
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["outputs"]["identical"] == 12
 
 
 def test_a_differing_output_exits_with_1(pair, tmp_path, monkeypatch, capsys):

@@ -169,7 +169,7 @@ class BenchmarkReport:
         answers (`Mapping[str, Mapping[str, Sequence[TimedAnswer]]]`):
             Data set -> system -> answers, in the order of the prompts.
         rounds (`Mapping[str, Mapping[str, RoundTimes]]`): The same for the watched answers.
-        facts (`Mapping[str, Any]`): Device, dtype, memory of weights.
+        facts (`Mapping[str, Any]`): Device, dtype, memory of weights, systems whose target could not be compiled.
     """
 
     systems: tuple[System, ...]
@@ -351,7 +351,9 @@ def benchmark(
                 rounds[request.dataset][name] += one_times
     own = unwrap(target).get_memory_footprint()
     weights = {w.system.name: own + (0 if w.draft is None else w.draft.get_memory_footprint()) for w in ways}
-    return BenchmarkReport(tuple(systems), answers, rounds, _facts(unwrap(target), max_new_tokens, weights))
+    eager = [w.system.name for w in ways if w.assistant and (c := w.assistant.compiled_target) and c.is_eager]
+    facts = _facts(unwrap(target), max_new_tokens, weights) | {"target_not_compiled": eager}
+    return BenchmarkReport(tuple(systems), answers, rounds, facts)
 
 
 def in_turns(ways: Sequence[Callable[[Request], Answer]], requests: Iterable[Request]) -> Iterator[tuple[Answer, ...]]:
@@ -414,8 +416,7 @@ class _Notes(BaseStreamer):
     def __init__(self, clock: Clock = time.perf_counter) -> None:
         self.clock = clock
         self.moments: list[float] = []
-        self.delivered: list[torch.Tensor] = []
-        self.fed: list[torch.Tensor] = []
+        self.delivered, self.fed = list[torch.Tensor](), list[torch.Tensor]()
         self.spans: dict[str, list[tuple[float, float]]] = {"draft": [], "target": []}
 
     def put(self, value: torch.Tensor) -> None:
@@ -552,8 +553,7 @@ class _Way:
 
     def answer(self, request: _Request) -> tuple[list[int], TimedAnswer]:
         """The tokens of an answer, and how long it took; nothing is known of the outcome yet."""
-        notes, device = _Notes(), self.model.device
-        before = 0
+        notes, device, before = _Notes(), self.model.device, 0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)

@@ -105,7 +105,7 @@ def quickstart(
         torch.set_num_threads(threads_before)
     answers = [pair.tokenizer.decode(t.completion_ids.tolist(), skip_special_tokens=True) for t in found.later]
     right = [(e.domain, check_answer(e, a)) for e, a in zip(later, answers, strict=True)]
-    outcomes = [answer.outcome for way in ways[1:] for answer in found.timed.answers_of(way)]
+    outcomes = [answer.outcome for way in _shown_ways(found.timed)[1:] for answer in found.timed.answers_of(way)]
     report: dict[str, Any] = {
         "provenance": provenance(seed=seed, device=str(pair.target.device), threads=found.threads),
         "defaults": OnlineConfig().to_dict(),  # by which a table of an older report is known to be old
@@ -229,12 +229,17 @@ def _timed(
     )  # fmt: skip
 
 
+def _shown_ways(timed: BenchmarkReport) -> list[str]:
+    """All ways but one that could not be compiled: it would be the one before it once more."""
+    return [s.name for s in timed.systems if s.name not in timed.facts["target_not_compiled"]]
+
+
 def _domain_report(
     name: str, part: Comparison, right: Sequence[tuple[str, bool]], timed: BenchmarkReport
 ) -> dict[str, Any]:
     """The figures of a domain, or of all."""
     answered = [is_right for domain, is_right in right if name in (domain, "all")]
-    ways = {s.name: timed.figures(s.name, None if name == "all" else name) for s in timed.systems}
+    ways = {way: timed.figures(way, None if name == "all" else name) for way in _shown_ways(timed)}
     outputs = [ways[way]["outputs"] for way in [*ways][1:]]
     return {
         **{side: figures_of(stats) for side, stats in part.totals.items()},

@@ -198,6 +198,11 @@ class CompiledForward:
         if why:
             self._tell(why)
 
+    @property
+    def is_eager(self) -> bool:
+        """Whether requests have run eagerly, as nothing could be compiled for them."""
+        return not self.can_be_compiled or None in self._compiled.values()
+
     def failed(self, error: Exception) -> None:
         """Say why compiling failed."""
         cause = getattr(error, "inner_exception", error)  # what the compiler itself said
