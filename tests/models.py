@@ -50,6 +50,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 VOCAB = 64
 WINDOW = 8  # of the sliding models; answers in tests are longer
@@ -341,13 +342,14 @@ def code_of_repos_in(folder: Path) -> Iterator[None]:
     def forgotten() -> dict[str, Any]:
         return {module: sys.modules.pop(module) for module in list(sys.modules) if module.split(".")[0] == name}
 
-    before = forgotten()
+    before, attention = forgotten(), ALL_ATTENTION_FUNCTIONS["sdpa"]
     sys.path[:] = [place for place in path if not (Path(place) / name).exists()]
     try:
         with mock.patch("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder)):
             yield
     finally:
         forgotten()
+        ALL_ATTENTION_FUNCTIONS.register("sdpa", attention)  # that code's own would outlive it
         sys.modules.update(before)
         sys.path[:] = path
 

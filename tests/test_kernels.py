@@ -26,7 +26,7 @@ from osd_hf import OnlineAssistant, OnlineConfig
 from osd_hf.drafting import vocabulary
 from osd_hf.drafting.timing import measured_costs
 from osd_hf.memory_plan import memory_plan
-from osd_hf.utils import kernels
+from osd_hf.utils import attention, kernels
 from osd_hf.utils.kernels import fast_kernels, is_linear, with_fast_products
 
 TIMED, HALF_TIMED = kernels._timed, kernels._half_timed
@@ -374,14 +374,14 @@ def test_attention_over_shared_keys_is_that_of_copies(family, padding, monkeypat
     model = models.build(family).eval()
     ids, mask = torch.randint(3, models.VOCAB, (2, 12)), torch.ones(2, 12, dtype=torch.long)
     mask[1, :padding] = 0
-    copies, own = [], kernels._SDPA
+    copies, own = [], attention._SDPA
 
     def noted(module, query, key, value, attention_mask, **kwargs):
         copies.append(query.shape[2])
         return own(module, query, key, value, attention_mask, **kwargs)
 
-    monkeypatch.setattr(kernels._folded, "over", noted)
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", kernels._folded)
+    monkeypatch.setattr(attention._folded, "over", noted)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", attention._folded)
     alone = forwards(model, ids, mask, fast=False)
     assert 3 in copies
     copies.clear()
@@ -431,13 +431,13 @@ def test_a_mask_for_all_tokens_at_once_is_transformers_own():
     module, mask = torch.nn.Module(), torch.tensor([0, 1, 1, 1, 1]).bool()[None, None, None]
     module.num_key_value_groups = 2
     with fast_kernels(torch.nn.Linear(2, 2)), torch.inference_mode():
-        ours, _ = kernels._folded(module, query, key, key, mask)
-        assert torch.equal(ours, kernels._SDPA(module, query, key, key, mask)[0])
+        ours, _ = attention._folded(module, query, key, key, mask)
+        assert torch.equal(ours, attention._SDPA(module, query, key, key, mask)[0])
 
 
 def test_two_copies_of_the_module_fold_side_by_side(monkeypatch):
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", kernels._SDPA)
-    monkeypatch.setattr(kernels._folded, "over", kernels._SDPA)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", attention._SDPA)
+    monkeypatch.setattr(attention._folded, "over", attention._SDPA)
 
     def copied():
         spec = importlib.util.spec_from_file_location("copied", kernels.__file__)
@@ -696,6 +696,224 @@ def test_an_assistant_serves_with_packed_weights_until_it_is_closed(used):
         drafted = [*assistant.draft.parameters()]
         assert any(id(p) in kernels._packs for p in drafted)
     assert not any(id(p) in kernels._packs for p in (*target.parameters(), *drafted))
+
+
+class Attention(torch.nn.Module):
+    """Three products of the same states, as attention has them; `between` is called before the second."""
+
+    def __init__(self, width=24, between=None, is_encoder_decoder=False):
+        super().__init__()
+        self.q_proj, self.k_proj = torch.nn.Linear(width, 16), torch.nn.Linear(width, 8)
+        self.v_proj, self.between = torch.nn.Linear(width, 8, bias=False), between or (lambda states: states)
+        self.config = SimpleNamespace(is_encoder_decoder=is_encoder_decoder)
+
+    def forward(self, states):
+        query = self.q_proj(states)
+        states = self.between(states)
+        return query, self.k_proj(states), self.v_proj(states)
+
+    def alone(self, states):
+        """The products one by one, by torch."""
+        query = linear(states, self.q_proj.weight, self.q_proj.bias).detach()
+        states = self.between(states)
+        key = linear(states, self.k_proj.weight, self.k_proj.bias).detach()
+        return query, key, linear(states, self.v_proj.weight).detach()
+
+
+@pytest.fixture
+def widths(monkeypatch):
+    """Outputs of each product that oneDNN computes."""
+    seen, own = [], kernels._onednn
+
+    def noted(states, weight, bias=None):
+        product = own(states, weight, bias)
+        seen.append(product.shape[-1])
+        return product
+
+    monkeypatch.setattr(kernels, "_onednn", noted)
+    return seen
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("shape", [(1, 1, 24), (1, 5, 24), (2, 3, 24), (1, 40, 24), (7, 24)], ids=str)
+def test_products_of_the_same_states_are_computed_as_one(shape, mode, widths):
+    attention = Attention()
+    asked(attention, torch.randn(1, 1, 24))
+    asked(attention, torch.randn(1, 1, 24))
+    states, before = torch.randn(shape), len(widths)
+    with mode(), fast_kernels(attention, is_request=True):
+        products = attention(states)
+    assert widths[before:] == [32]
+    for ours, alone in zip(products, attention.alone(states), strict=True):
+        torch.testing.assert_close(ours, alone)
+        assert ours.is_contiguous()
+
+
+def test_a_prompt_alone_packs_nothing_together(widths):
+    attention, prompt = Attention(), torch.randn(1, 40, 24)
+    for _ in range(3):
+        torch.testing.assert_close(asked(attention, prompt), attention.alone(prompt))
+    assert widths == [16, 8, 8] * 3
+    asked(attention, prompt[:, :2])
+    asked(attention, prompt)
+    assert widths[9:] == [32, 32]
+
+
+def test_learning_computes_each_product_by_itself(widths):
+    attention, states = Attention(), torch.randn(1, 5, 24)
+    for _ in range(2):
+        asked(attention, states)
+    with fast_kernels(attention):
+        products = attention(states)
+    assert widths[-3:] == [16, 8, 8]
+    assert all(product.requires_grad for product in products)
+    torch.testing.assert_close([product.detach() for product in products], [*attention.alone(states)])
+
+
+WRITES = {
+    "others": lambda states: states.clone(),
+    "written to": lambda states: states.mul_(2.0),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_states_that_are_others_by_then_are_not_taken_for_the_same(write, widths):
+    attention = Attention(between=WRITES[write])
+    for _ in range(kernels.MOST_UNTAKEN + 3):
+        with torch.no_grad(), fast_kernels(attention, is_request=True):
+            states = torch.randn(1, 2, 24)
+            torch.testing.assert_close(attention(states.clone()), attention.alone(states.clone()))
+    # Some are in vain, until it is known that they are.
+    assert widths == [16, 8, 8] + [32, 8, 8] * kernels.MOST_UNTAKEN + [16, 8, 8] * 2
+
+
+def test_whoever_listens_to_a_layer_may_write_into_its_states(widths):
+    attention, states = Attention(), torch.randn(1, 2, 24)
+    for _ in range(2):
+        asked(attention, states)
+    with torch.inference_mode():
+        attention.k_proj.register_forward_pre_hook(lambda module, args: (args[0].mul_(2.0),))
+        with fast_kernels(attention, is_request=True):
+            _, key, value = attention(states.clone())
+    torch.testing.assert_close(key, linear(2 * states, attention.k_proj.weight, attention.k_proj.bias).detach())
+    torch.testing.assert_close(value, linear(2 * states, attention.v_proj.weight).detach())
+
+
+@pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj"])
+@pytest.mark.parametrize("change", ["dense", "row", "storage", "parameter"])
+def test_what_was_packed_together_is_never_older_than_a_weight(change, name, widths):
+    attention, states = Attention(), torch.randn(1, 2, 24)
+    for _ in range(2):
+        asked(attention, states)
+    with torch.no_grad():
+        CHANGES[change](getattr(attention, name))
+    for _ in range(3):
+        torch.testing.assert_close(asked(attention, states), attention.alone(states))
+    assert widths == [16, 8, 8, 32, 16, 8, 8, 32, 32]
+
+
+def test_a_sibling_that_is_written_to_in_a_request():
+    attention, states = Attention(), torch.randn(1, 2, 24)
+    for _ in range(2):
+        asked(attention, states)
+    with torch.no_grad(), fast_kernels(attention, is_request=True):
+        attention.k_proj.weight.mul_(2.0)
+        torch.testing.assert_close(attention(states), attention.alone(states))
+
+
+def test_siblings_may_be_asked_in_another_order():
+    attention, states = Attention(), torch.randn(1, 2, 24)
+    for _ in range(2):
+        asked(attention, states)
+    names = ["q_proj", "v_proj", "k_proj"]
+    with torch.inference_mode(), fast_kernels(attention, is_request=True):
+        products = [getattr(attention, name)(states) for name in names]
+    alone = [linear(states, getattr(attention, name).weight, getattr(attention, name).bias).detach() for name in names]
+    torch.testing.assert_close(products, alone)
+
+
+def test_a_sibling_that_learns_beside_a_frozen_one_has_a_gradient():
+    attention, states = Attention(), torch.randn(1, 2, 24)
+    attention.q_proj.requires_grad_(False)
+    for _ in range(2):
+        asked(attention, states)
+    with fast_kernels(attention):
+        query, key, value = attention(states)
+    assert not query.requires_grad
+    assert key.requires_grad and value.requires_grad
+
+
+def test_a_bias_may_change_at_any_time():
+    attention, states = Attention(), torch.randn(1, 2, 24)
+    for _ in range(3):
+        with torch.no_grad():
+            attention.k_proj.bias.add_(1.0)
+        torch.testing.assert_close(asked(attention, states), attention.alone(states))
+
+
+def test_layers_of_a_model_with_an_encoder_are_packed_one_by_one(widths):
+    attention, states = Attention(is_encoder_decoder=True), torch.randn(1, 2, 24)
+    for _ in range(3):
+        torch.testing.assert_close(asked(attention, states), attention.alone(states))
+    assert widths == [16, 8, 8] * 3
+
+
+def test_no_answer_is_lost_where_memory_does_not_suffice_for_weights_together(widths, monkeypatch):
+    attention, states, own = Attention(), torch.randn(1, 2, 24), kernels._reordered
+
+    def reordered(weight):
+        if len(weight) == 32:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return own(weight)
+
+    monkeypatch.setattr(kernels, "_reordered", reordered)
+    for _ in range(3):
+        torch.testing.assert_close(asked(attention, states), attention.alone(states))
+    assert widths == [16, 8, 8] * 3
+    monkeypatch.setattr(kernels, "_reordered", mock.Mock(side_effect=MemoryError))
+    again = Attention()
+    for _ in range(3):
+        torch.testing.assert_close(asked(again, states), again.alone(states))
+
+
+def test_threads_take_their_own_products():
+    attention, failures = Attention(), []
+    for _ in range(2):
+        asked(attention, torch.randn(1, 2, 24))
+
+    def ask(seed):
+        states = torch.randn(1, 2, 24, generator=torch.Generator().manual_seed(seed))
+        for _ in range(50):
+            with torch.no_grad(), fast_kernels(attention, is_request=True):
+                if not all(map(torch.allclose, attention(states), attention.alone(states))):
+                    failures.append(seed)
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_a_compiled_forward_computes_each_product_by_itself(widths):
+    attention, states = Attention(), torch.randn(1, 2, 24)
+    forward = torch.compile(lambda states: attention(states), backend="aot_eager", fullgraph=True)
+    for _ in range(3):
+        with torch.inference_mode(), fast_kernels(attention, is_request=True):
+            products = forward(states)
+    torch.testing.assert_close(products, attention.alone(states))
+    assert widths == [16, 8, 8] * 3
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3", "mixtral", "opt", "gpt2"])
+def test_answers_are_the_targets_where_products_are_computed_as_one(family, widths):
+    target, ids = models.build(family), torch.randint(3, models.VOCAB, (1, 9))
+    alone = target.generate(ids, max_new_tokens=16, do_sample=False)
+    with OnlineAssistant(target, models.build(family, seed=1), config=OnlineConfig(seed=0)) as assistant:
+        for _ in range(3):
+            assert torch.equal(assistant.generate(ids, max_new_tokens=16, do_sample=False), alone)
+    assert widths
 
 
 def test_a_call_whose_layer_is_put_back_meanwhile_is_answered() -> None:

@@ -1,14 +1,15 @@
-"""Kernels on CPUs: products of linear layers, and attention over a few tokens, by the ones that are fastest here."""
+"""Kernels on CPUs: products of linear layers by the ones that are fastest here."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -21,7 +22,8 @@ from torch.nn.modules.module import (
     _global_forward_hooks,
     _global_forward_pre_hooks,
 )
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from osd_hf.utils.attention import fold, this_thread
 
 __all__ = [
     "baddbmm", "bf16_is_faster", "fast_kernels", "is_linear", "leave_others", "linear_of", "onednn_is_faster",
@@ -34,16 +36,15 @@ FASTER = 1.2  # that oneDNN has to be
 WIDTH, TOKENS, LAYERS, REPEATS = 1024, 4, 8, 2  # of the products that are timed, 32 MiB: weights are never in a cache
 PACKED_FOR = 4  # tokens; the order of a packed weight suits others as well
 MOST_PACKED = 0.25  # of the memory that is available
+# Layers of a module that get the same states, one right after the other.
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+MOST_UNTAKEN = 8  # products for siblings that nobody took, until no more are made
 UNPADDED_ROWS, PADDED_SIZES = 16, 8  # up to so many rows nothing is padded; sizes between a power of two and the next
 LARGEST_STEP = 64  # rows between two sizes
 HALF_FASTER = 1.3  # that products in bfloat16 have to be, as what they multiply is cast
 HALF_WIDTH, HALF_ROWS, HALF_REPEATS = 512, 64, 8  # of the product that is timed in both precisions
 CGROUP = Path("/sys/fs/cgroup")  # where Linux says what a container may take
-MOST_FOLDED = 64  # tokens whose attention reads keys and values where they are, once for all heads that share them
 
-_asked = ALL_ATTENTION_FUNCTIONS["sdpa"]
-_SDPA = getattr(_asked, "own", _asked)  # a copy of this module may have been first
-_this = threading.local()  # `blocks`: the layers of each `fast_kernels` that this thread is inside
 _used = Counter[torch.nn.Linear]()  # in how many blocks a layer is exchanged
 _exchanging = threading.RLock()
 
@@ -52,7 +53,7 @@ def leave_others() -> None:
     """In a forked child: it has the blocks of the thread that forked alone, and nobody holds a lock there."""
     global _exchanging
     _exchanging = threading.RLock()
-    ours = Counter(layer for layers in getattr(_this, "blocks", ()) for layer in layers)
+    ours = Counter(layer for layers in getattr(this_thread, "blocks", ()) for layer in layers)
     for layer in list(_used):
         if layer in ours:
             _used[layer] = ours[layer]
@@ -95,11 +96,44 @@ def _by_rows(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 def _served(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """A product without gradients, with the weight as it was packed, if it was and has not been written to."""
+    known, are_few = _packs.get(id(weight)), states.numel() <= UNPADDED_ROWS * states.shape[-1]
+    taken = weight if known is None or not known.is_of(weight) else known.packed(weight, are_few)
+    return _onednn(states, taken, bias) if are_few else _by_rows(states, taken, bias, len(weight))
+
+
+def _served_with_siblings(
+    states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The same; together with those of the next layers, where these are known to get the same states."""
     known = _packs.get(id(weight))
-    taken = weight if known is None or not known.is_of(weight) else known.packed
-    if states.numel() <= UNPADDED_ROWS * states.shape[-1]:
-        return _onednn(states, taken, bias)
-    return _by_rows(states, taken, bias, len(weight))
+    products = None
+    if known is not None and known.siblings is not None and not torch.is_grad_enabled():
+        products = known.siblings.products(states, weight)
+    if products is None:
+        return _served(states, weight, bias)
+    this_thread.left = known.siblings, states, _count_of(states), products  # type: ignore[union-attr]
+    return _with_bias(products.pop(0)[1], bias)
+
+
+def _left(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """The product, if it was computed together with the last one of this thread; otherwise nothing of that is kept."""
+    siblings, known, count, products = this_thread.left
+    if known is not states or products[0][0] is not weight or torch.is_grad_enabled() or count != _count_of(states):
+        this_thread.left = None
+        return None
+    product = products.pop(0)[1]
+    if not products:
+        this_thread.left, siblings.untaken = None, 0
+    return _with_bias(product, bias)
+
+
+def _count_of(states: torch.Tensor) -> int | None:
+    """Torch's count of what was written to states, where it counts."""
+    return None if states.is_inference() else states._version
+
+
+def _with_bias(product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return product if bias is None else product.add_(bias)
 
 
 # The compiler has oneDNN's product for constant weights alone; it takes one by another name as it is.
@@ -228,11 +262,16 @@ class _Product(torch.autograd.Function):
 
 
 def _linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    is_compiled = torch.compiler.is_compiling()
+    if not is_compiled and getattr(this_thread, "left", None) is not None:
+        product = _left(states, weight, bias)
+        if product is not None:
+            return product
     if (
         # Asked first: most products of a small model are. What is compiled should do for any number of rows.
         (
             weight.numel() < LEAST_WEIGHTS
-            and (torch.compiler.is_compiling() or states.numel() * weight.shape[0] < LEAST_PRODUCTS)
+            and (is_compiled or (states.numel() * weight.shape[0] < LEAST_PRODUCTS and id(weight) not in _packs))
         )
         or not _is_plain(weight)
         or states.dtype != torch.float32
@@ -241,11 +280,9 @@ def _linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     ):
         return torch.nn.functional.linear(states, weight, bias)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (states, weight, bias)):
-        product: torch.Tensor = _Product.apply(states, weight, bias)  # type: ignore[no-untyped-call]
-        return product
-    if torch.compiler.is_compiling():
-        return _compiled_linear(states, weight, bias)
-    return _served(states, weight, bias)
+        learned: torch.Tensor = _Product.apply(states, weight, bias)  # type: ignore[no-untyped-call]
+        return learned
+    return (_compiled_linear if is_compiled else _served_with_siblings)(states, weight, bias)
 
 
 class Linear(torch.nn.Linear):
@@ -272,6 +309,7 @@ class Linear(torch.nn.Linear):
             or _global_backward_pre_hooks
             or _global_backward_hooks
         ):
+            this_thread.left = None  # whoever listens may write into the states
             return torch.nn.Module.__call__(self, *args, **kwargs)  # another thread may have changed the class back
         return _linear(args[0], own["weight"], own["bias"])
 
@@ -317,17 +355,25 @@ def _exchange(layers: list[torch.nn.Linear], kind: type[torch.nn.Linear]) -> Non
 
 
 class _Pack:
-    """A weight in the order of oneDNN's kernels, and by what it is known that the weight is still the same."""
+    """A weight in the order of oneDNN's kernels, and by what it is known that the weight is still the same. One that
+    has `siblings` is packed with them or, where it is needed by itself, later."""
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, weight: torch.Tensor, siblings: _Siblings | None = None) -> None:
         self._weight = ref(weight, functools.partial(_forget, id(weight)))
         self._version, self._address = weight._version, weight.data_ptr()
         rows, columns = weight.shape
         # A value of each row: what writes past torch's own count of changes writes rows, at the least.
         places = torch.arange(rows)
         self._places = places * columns + places * 31 % columns
-        self._values = self._sampled(weight)
-        self.packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight.default(weight.detach(), PACKED_FOR)
+        self._values, self.siblings = self._sampled(weight), siblings
+        self._packed: torch.Tensor | None = None if siblings else _reordered(weight)
+
+    def packed(self, weight: torch.Tensor, are_few: bool) -> torch.Tensor:
+        """The weight as it was packed or, for many rows or where memory does not suffice, perhaps as it is."""
+        if self._packed is None and are_few:
+            with contextlib.suppress(RuntimeError, MemoryError):
+                self._packed = _reordered(weight)
+        return weight if self._packed is None else self._packed
 
     def _sampled(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.detach().view(-1)[self._places]
@@ -340,6 +386,51 @@ class _Pack:
     def is_same(self, weight: torch.Tensor) -> bool:
         """Whether the weight has still its values, as far as a look at each row tells."""
         return self.is_of(weight) and torch.equal(self._sampled(weight), self._values)
+
+
+def _reordered(weight: torch.Tensor) -> torch.Tensor:
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight.default(weight.detach(), PACKED_FOR)
+    return packed
+
+
+class _Siblings:
+    """Weights that the same states are multiplied with, one right after the other: packed as one, as a call for each
+    takes about as long as the product of a small weight. They are packed when few rows come."""
+
+    def __init__(self, weights: Sequence[torch.Tensor]) -> None:
+        self._weights = [ref(weight) for weight in weights]
+        self._sizes = [len(weight) for weight in weights]
+        self._packed: torch.Tensor | None = None
+        self.untaken = 0  # times in a row that not all products were taken
+
+    def products(self, states: torch.Tensor, first: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+        """Each weight and the product with it; `None` where they are not computed together: `first` is not the first
+        weight, one has been written to, too many products were in vain, or there are many rows."""
+        weights = [weight for known in self._weights if (weight := known()) is not None]
+        packs = [_packs.get(id(weight)) for weight in weights]
+        are_few = states.numel() <= UNPADDED_ROWS * states.shape[-1]
+        if (
+            weights[0] is not first
+            or len(weights) < len(self._weights)
+            or self.untaken >= MOST_UNTAKEN
+            or not all(
+                p is not None and p.siblings is self and p.is_of(w) for p, w in zip(packs, weights, strict=True)
+            )
+            or (self._packed is None and not are_few)
+        ):
+            return None
+        if self._packed is None:
+            try:
+                self._packed = _reordered(torch.cat([weight.detach() for weight in weights]))
+            except (RuntimeError, MemoryError):  # no answer is lost by it
+                self.untaken = MOST_UNTAKEN
+                return None
+        self.untaken += 1
+        width = sum(self._sizes)
+        product = _onednn(states, self._packed) if are_few else _by_rows(states, self._packed, None, width)
+        ends = itertools.accumulate(self._sizes)
+        parts = [product[..., end - size : end] for size, end in zip(self._sizes, ends, strict=True)]
+        return [(weight, part.contiguous()) for weight, part in zip(weights, parts, strict=True)]
 
 
 _packs: dict[int, _Pack] = {}  # by the `id` of the weight
@@ -371,8 +462,15 @@ def _look_at(model: Any, layers: list[torch.nn.Linear], *, is_request: bool) -> 
     """Let go of the packed weights of a model that are no longer the same. For a request, pack what is the same as at
     the model's last one, as far as there is memory: what is trained between requests never is."""
     found = {id(layer.weight): layer.weight for layer in layers}
-    weights = [w for w in found.values() if _fits(w) and w.is_contiguous() and not w.is_inference()]
+    together = [[layer.weight for layer in group] for group in _siblings(model, set(layers))]
+    of_group = {id(weight): group for group in together for weight in group}
+    weights = [
+        w
+        for w in found.values()
+        if (_fits(w) or (id(w) in of_group and _is_plain(w))) and w.is_contiguous() and not w.is_inference()
+    ]
     same = {id(weight) for weight in weights if id(weight) in _packs and _packs[id(weight)].is_same(weight)}
+    same = {key for key in same if all(id(weight) in same for weight in of_group.get(key, ()))}
     stale = [key for key in found if key in _packs and key not in same]
     for key in stale:
         _forget(key)
@@ -384,12 +482,37 @@ def _look_at(model: Any, layers: list[torch.nn.Linear], *, is_request: bool) -> 
     if not missing or stale or before != now or sum(w.nbytes for w in missing) > MOST_PACKED * _available():
         return
     try:
+        for group in together:
+            if all(any(weight is other for other in missing) for weight in group):
+                siblings = _Siblings(group)
+                _packs.update((id(weight), _Pack(weight, siblings)) for weight in group)
         for weight in missing:
-            _packs[id(weight)] = _Pack(weight)
+            if id(weight) not in _packs:
+                _packs[id(weight)] = _Pack(weight)
     except (RuntimeError, MemoryError):  # no answer is lost by it
         _refused.add(model)
         for weight in missing:
             _forget(id(weight))
+
+
+def _siblings(model: Any, layers: Container[torch.nn.Linear]) -> list[list[torch.nn.Linear]]:
+    """Layers of a model, among these, that are packed together. Decoders with an encoder are left out: layers of these
+    names get other states there."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return []
+    groups = [
+        [module._modules[name] for name in names]
+        for module in model.modules()
+        for names in SIBLINGS
+        if all(module._modules.get(name) in layers for name in names)
+    ]
+    return [
+        group
+        for group in groups
+        if len({id(layer.weight) for layer in group}) == len(group)
+        and len({(layer.in_features, layer.weight.dtype) for layer in group}) == 1
+        and sum(layer.weight.numel() for layer in group) >= LEAST_WEIGHTS
+    ]
 
 
 def packed_bytes(model: Any) -> int:
@@ -397,11 +520,10 @@ def packed_bytes(model: Any) -> int:
     the model may be without weights, on the meta device."""
     if not onednn_is_faster():
         return 0
-    weights = {
-        id(m.weight): m.weight.nbytes
-        for m in model.modules()
-        if is_linear(m) and m.weight.dtype == torch.float32 and m.weight.numel() >= LEAST_WEIGHTS
-    }
+    layers = [m for m in model.modules() if is_linear(m) and m.weight.dtype == torch.float32]
+    found = [m for m in layers if m.weight.numel() >= LEAST_WEIGHTS]
+    found += itertools.chain(*_siblings(model, set(layers)))
+    weights = {id(m.weight): m.weight.nbytes for m in found}
     size = sum(weights.values())
     return size if size <= MOST_PACKED * _available() else 0
 
@@ -416,66 +538,7 @@ def unpack(*models: Any) -> None:
                 _forget(id(weight))
 
 
-# --- attention ------------------------------------------------------------------------------------------------------
-
-
-class _Folded:
-    """transformers' own attention. Over several tokens with a mask it copies keys and values for all heads that share
-    them, at each layer; a few tokens are laid side by side with the heads instead, which changes nothing else."""
-
-    def __init__(self) -> None:
-        self.own = self.over = _SDPA
-
-    def __call__(
-        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
-        **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        if torch.compiler.is_compiling():
-            return self.own(module, query, key, value, attention_mask, **kwargs)
-        groups, (rows, heads, tokens, _) = getattr(module, "num_key_value_groups", 1), query.shape
-        if (
-            not getattr(_this, "blocks", ())
-            or groups == 1
-            or not 1 < tokens <= MOST_FOLDED
-            or attention_mask is None
-            or attention_mask.ndim != 4
-            or attention_mask.shape[1] not in (1, heads)
-            or attention_mask.shape[2] != tokens
-            or query.device.type != "cpu"
-            or torch.is_grad_enabled()
-            or kwargs.get("position_bias") is not None
-            or kwargs.get("cache") is not None
-            or kwargs.get("softcap") is not None
-            or heads != groups * key.shape[1]
-        ):
-            return self.over(module, query, key, value, attention_mask, **kwargs)
-        shared = key.shape[1]
-        if attention_mask.shape[1] == 1:
-            attention_mask = attention_mask.repeat(1, 1, groups, 1)
-        else:
-            attention_mask = attention_mask.reshape(len(attention_mask), shared, groups * tokens, -1)
-        output = torch.nn.functional.scaled_dot_product_attention(
-            query.reshape(rows, shared, groups * tokens, -1), key, value, attn_mask=attention_mask,
-            dropout_p=kwargs.get("dropout", 0.0), scale=kwargs.get("scaling"),
-        )  # fmt: skip
-        return output.reshape(rows, heads, tokens, -1).transpose(1, 2).contiguous(), None
-
-
-_folded = _Folded()
-
-
-def _fold() -> None:
-    """Have transformers ask `_folded`. A copy of this module, as drafts carry one, that is asked now is asked by it in
-    turn; what others have put there stays."""
-    asked = below = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    while below is not _folded and hasattr(below, "over"):
-        below = below.over
-    if below is _SDPA:
-        _folded.over = asked
-        ALL_ATTENTION_FUNCTIONS.register("sdpa", _folded)
-
-
-# --- both -----------------------------------------------------------------------------------------------------------
+# --- inside a block --------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -487,9 +550,9 @@ def fast_kernels(*models: Any, is_request: bool = False) -> Iterator[None]:
     if not found:
         yield
         return
-    _fold()
+    fold()
     layers: list[torch.nn.Linear] = []
-    _this.blocks = [*getattr(_this, "blocks", ()), layers]
+    this_thread.blocks = [*getattr(this_thread, "blocks", ()), layers]
     try:
         if onednn_is_faster():
             with _exchanging:
@@ -501,7 +564,7 @@ def fast_kernels(*models: Any, is_request: bool = False) -> Iterator[None]:
                     _look_at(model, theirs, is_request=is_request)
         yield
     finally:
-        _this.blocks = [block for block in getattr(_this, "blocks", ()) if block is not layers]
+        this_thread.blocks = [block for block in getattr(this_thread, "blocks", ()) if block is not layers]
         with _exchanging:
             _used.subtract(layers)
             last = [layer for layer in layers if _used[layer] <= 0]
