@@ -169,7 +169,7 @@ class BenchmarkReport:
         answers (`Mapping[str, Mapping[str, Sequence[TimedAnswer]]]`):
             Data set -> system -> answers, in the order of the prompts.
         rounds (`Mapping[str, Mapping[str, RoundTimes]]`): The same for the watched answers.
-        facts (`Mapping[str, Any]`): Device, dtype, memory of weights, systems whose target could not be compiled.
+        facts (`Mapping[str, Any]`): Device, dtype, memory of weights, systems whose target was not compiled for all.
     """
 
     systems: tuple[System, ...]

@@ -200,7 +200,7 @@ class CompiledForward:
 
     @property
     def is_eager(self) -> bool:
-        """Whether requests have run eagerly, as nothing could be compiled for them."""
+        """Whether some requests run eagerly, as nothing could be compiled for them, or not yet."""
         return not self.can_be_compiled or None in self._compiled.values()
 
     def failed(self, error: Exception) -> None:

@@ -106,30 +106,38 @@ def _served_with_siblings(
 ) -> torch.Tensor:
     """The same; together with those of the next layers, where these are known to get the same states."""
     known = _packs.get(id(weight))
+    siblings = None if known is None else known.siblings
     products = None
-    if known is not None and known.siblings is not None and not torch.is_grad_enabled():
-        products = known.siblings.products(states, weight)
+    # Torch counts no writes to states of inference mode.
+    if siblings is not None and not (torch.is_grad_enabled() or states.is_inference()):
+        products = siblings.products(states, weight)
     if products is None:
         return _served(states, weight, bias)
-    this_thread.left = known.siblings, states, _count_of(states), products  # type: ignore[union-attr]
+    this_thread.left = siblings, states, states._version, products
     return _with_bias(products.pop(0)[1], bias)
 
 
 def _left(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
     """The product, if it was computed together with the last one of this thread; otherwise nothing of that is kept."""
-    siblings, known, count, products = this_thread.left
-    if known is not states or products[0][0] is not weight or torch.is_grad_enabled() or count != _count_of(states):
+    left: tuple[_Siblings, torch.Tensor, int, list[tuple[torch.Tensor, torch.Tensor]]] = this_thread.left
+    siblings, known, count, products = left
+    pack = _packs.get(id(weight))
+    if (
+        known is not states
+        or products[0][0] is not weight
+        or count != states._version
+        or pack is None
+        or pack.siblings is not siblings
+        or not pack.is_of(weight)
+        or torch.is_grad_enabled()
+        or torch.is_autocast_enabled("cpu")
+    ):
         this_thread.left = None
         return None
     product = products.pop(0)[1]
     if not products:
         this_thread.left, siblings.untaken = None, 0
     return _with_bias(product, bias)
-
-
-def _count_of(states: torch.Tensor) -> int | None:
-    """Torch's count of what was written to states, where it counts."""
-    return None if states.is_inference() else states._version
 
 
 def _with_bias(product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -271,7 +279,13 @@ def _linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
         # Asked first: most products of a small model are. What is compiled should do for any number of rows.
         (
             weight.numel() < LEAST_WEIGHTS
-            and (is_compiled or (states.numel() * weight.shape[0] < LEAST_PRODUCTS and id(weight) not in _packs))
+            and (
+                is_compiled
+                or (
+                    states.numel() * weight.shape[0] < LEAST_PRODUCTS
+                    and (id(weight) not in _packs or torch.is_grad_enabled() or states.is_inference())
+                )
+            )
         )
         or not _is_plain(weight)
         or states.dtype != torch.float32
@@ -351,7 +365,8 @@ def _exchange(layers: list[torch.nn.Linear], kind: type[torch.nn.Linear]) -> Non
 #
 # With a weight in the order that oneDNN computes in, a product of several rows takes as long as one of a single row: a
 # round of drafting is hardly longer than a token. Packing takes as long as some ten products, and a copy takes the
-# memory of the weight; the numbers are the same to the last bit.
+# memory of the weight. The numbers of a weight that is packed by itself are the same to the last bit; several that are
+# packed as one may be rounded otherwise.
 
 
 class _Pack:
@@ -367,12 +382,12 @@ class _Pack:
         self._places = places * columns + places * 31 % columns
         self._values, self.siblings = self._sampled(weight), siblings
         self._packed: torch.Tensor | None = None if siblings else _reordered(weight)
+        self._is_tried = False  # to pack it by itself, later
 
     def packed(self, weight: torch.Tensor, are_few: bool) -> torch.Tensor:
         """The weight as it was packed or, for many rows or where memory does not suffice, perhaps as it is."""
-        if self._packed is None and are_few:
-            with contextlib.suppress(RuntimeError, MemoryError):
-                self._packed = _reordered(weight)
+        if self._packed is None and are_few and not self._is_tried:
+            self._packed, self._is_tried = _reordered_if_room([weight]), True
         return weight if self._packed is None else self._packed
 
     def _sampled(self, weight: torch.Tensor) -> torch.Tensor:
@@ -393,6 +408,16 @@ def _reordered(weight: torch.Tensor) -> torch.Tensor:
     return packed
 
 
+def _reordered_if_room(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The weights as one, packed; `None` where memory does not suffice, by which no answer is lost."""
+    if sum(weight.nbytes for weight in weights) > MOST_PACKED * _available():
+        return None
+    try:
+        return _reordered(torch.cat([weight.detach() for weight in weights]) if len(weights) > 1 else weights[0])
+    except (RuntimeError, MemoryError):
+        return None
+
+
 class _Siblings:
     """Weights that the same states are multiplied with, one right after the other: packed as one, as a call for each
     takes about as long as the product of a small weight. They are packed when few rows come."""
@@ -409,21 +434,16 @@ class _Siblings:
         weights = [weight for known in self._weights if (weight := known()) is not None]
         packs = [_packs.get(id(weight)) for weight in weights]
         are_few = states.numel() <= UNPADDED_ROWS * states.shape[-1]
-        if (
-            weights[0] is not first
-            or len(weights) < len(self._weights)
-            or self.untaken >= MOST_UNTAKEN
-            or not all(
-                p is not None and p.siblings is self and p.is_of(w) for p, w in zip(packs, weights, strict=True)
-            )
-            or (self._packed is None and not are_few)
-        ):
+        known = [p is not None and p.siblings is self and p.is_of(w) for p, w in zip(packs, weights, strict=True)]
+        if self.untaken >= MOST_UNTAKEN:
+            self._packed = None
+            return None
+        if len(weights) < len(self._weights) or weights[0] is not first or not all(known):
             return None
         if self._packed is None:
-            try:
-                self._packed = _reordered(torch.cat([weight.detach() for weight in weights]))
-            except (RuntimeError, MemoryError):  # no answer is lost by it
-                self.untaken = MOST_UNTAKEN
+            self._packed = _reordered_if_room(weights) if are_few else None
+            if self._packed is None:
+                self.untaken = MOST_UNTAKEN if are_few else self.untaken
                 return None
         self.untaken += 1
         width = sum(self._sizes)
@@ -462,13 +482,11 @@ def _look_at(model: Any, layers: list[torch.nn.Linear], *, is_request: bool) -> 
     """Let go of the packed weights of a model that are no longer the same. For a request, pack what is the same as at
     the model's last one, as far as there is memory: what is trained between requests never is."""
     found = {id(layer.weight): layer.weight for layer in layers}
-    together = [[layer.weight for layer in group] for group in _siblings(model, set(layers))]
+    able = {key for key, w in found.items() if _is_plain(w) and w.is_contiguous() and not w.is_inference()}
+    groups = [[layer.weight for layer in group] for group in _siblings(model, set(layers))]
+    together = [group for group in groups if all(id(weight) in able for weight in group)]
     of_group = {id(weight): group for group in together for weight in group}
-    weights = [
-        w
-        for w in found.values()
-        if (_fits(w) or (id(w) in of_group and _is_plain(w))) and w.is_contiguous() and not w.is_inference()
-    ]
+    weights = [w for key, w in found.items() if key in able and (_fits(w) or key in of_group)]
     same = {id(weight) for weight in weights if id(weight) in _packs and _packs[id(weight)].is_same(weight)}
     same = {key for key in same if all(id(weight) in same for weight in of_group.get(key, ()))}
     stale = [key for key in found if key in _packs and key not in same]
@@ -552,7 +570,7 @@ def fast_kernels(*models: Any, is_request: bool = False) -> Iterator[None]:
         return
     fold()
     layers: list[torch.nn.Linear] = []
-    this_thread.blocks = [*getattr(this_thread, "blocks", ()), layers]
+    this_thread.blocks, this_thread.left = [*getattr(this_thread, "blocks", ()), layers], None
     try:
         if onednn_is_faster():
             with _exchanging:
@@ -564,6 +582,7 @@ def fast_kernels(*models: Any, is_request: bool = False) -> Iterator[None]:
                     _look_at(model, theirs, is_request=is_request)
         yield
     finally:
+        this_thread.left = None
         this_thread.blocks = [block for block in getattr(this_thread, "blocks", ()) if block is not layers]
         with _exchanging:
             _used.subtract(layers)
