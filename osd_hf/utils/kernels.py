@@ -97,7 +97,7 @@ def _by_rows(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 def _served(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """A product without gradients, with the weight as it was packed, if it was and has not been written to."""
     known, are_few = _packs.get(id(weight)), states.numel() <= UNPADDED_ROWS * states.shape[-1]
-    taken = weight if known is None or not known.is_of(weight) else known.packed(weight, are_few)
+    taken = weight if known is None or not known.is_of(weight) else known.packed(weight)
     return _onednn(states, taken, bias) if are_few else _by_rows(states, taken, bias, len(weight))
 
 
@@ -371,7 +371,8 @@ def _exchange(layers: list[torch.nn.Linear], kind: type[torch.nn.Linear]) -> Non
 
 class _Pack:
     """A weight in the order of oneDNN's kernels, and by what it is known that the weight is still the same. One that
-    has `siblings` is packed with them or, where it is needed by itself, later."""
+    has `siblings` is packed with them and, where it is asked for by itself, for the next request: packing takes a
+    while, and rounds are timed."""
 
     def __init__(self, weight: torch.Tensor, siblings: _Siblings | None = None) -> None:
         self._weight = ref(weight, functools.partial(_forget, id(weight)))
@@ -382,13 +383,19 @@ class _Pack:
         self._places = places * columns + places * 31 % columns
         self._values, self.siblings = self._sampled(weight), siblings
         self._packed: torch.Tensor | None = None if siblings else _reordered(weight)
-        self._is_tried = False  # to pack it by itself, later
+        self._is_wanted = False
 
-    def packed(self, weight: torch.Tensor, are_few: bool) -> torch.Tensor:
-        """The weight as it was packed or, for many rows or where memory does not suffice, perhaps as it is."""
-        if self._packed is None and are_few and not self._is_tried:
-            self._packed, self._is_tried = _reordered_if_room([weight]), True
+    def packed(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight by itself, as it was packed, or as it is."""
+        self._is_wanted = self._packed is None
         return weight if self._packed is None else self._packed
+
+    def pack_if_wanted(self, weight: torch.Tensor) -> None:
+        """Pack the weight by itself, if it was asked for and there is memory."""
+        if self._is_wanted and self._packed is None and weight.nbytes <= MOST_PACKED * _available():
+            with contextlib.suppress(RuntimeError, MemoryError):  # no answer is lost by it
+                self._packed = _reordered(weight)
+        self._is_wanted = False
 
     def _sampled(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.detach().view(-1)[self._places]
@@ -408,43 +415,27 @@ def _reordered(weight: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-def _reordered_if_room(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The weights as one, packed; `None` where memory does not suffice, by which no answer is lost."""
-    if sum(weight.nbytes for weight in weights) > MOST_PACKED * _available():
-        return None
-    try:
-        return _reordered(torch.cat([weight.detach() for weight in weights]) if len(weights) > 1 else weights[0])
-    except (RuntimeError, MemoryError):
-        return None
-
-
 class _Siblings:
     """Weights that the same states are multiplied with, one right after the other: packed as one, as a call for each
-    takes about as long as the product of a small weight. They are packed when few rows come."""
+    takes about as long as the product of a small weight."""
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
         self._weights = [ref(weight) for weight in weights]
         self._sizes = [len(weight) for weight in weights]
-        self._packed: torch.Tensor | None = None
+        self._packed: torch.Tensor | None = _reordered(torch.cat([weight.detach() for weight in weights]))
         self.untaken = 0  # times in a row that not all products were taken
 
     def products(self, states: torch.Tensor, first: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
         """Each weight and the product with it; `None` where they are not computed together: `first` is not the first
-        weight, one has been written to, too many products were in vain, or there are many rows."""
+        weight, one has been written to, or too many products were in vain."""
         weights = [weight for known in self._weights if (weight := known()) is not None]
         packs = [_packs.get(id(weight)) for weight in weights]
         are_few = states.numel() <= UNPADDED_ROWS * states.shape[-1]
         known = [p is not None and p.siblings is self and p.is_of(w) for p, w in zip(packs, weights, strict=True)]
         if self.untaken >= MOST_UNTAKEN:
             self._packed = None
+        if self._packed is None or len(weights) < len(self._weights) or weights[0] is not first or not all(known):
             return None
-        if len(weights) < len(self._weights) or weights[0] is not first or not all(known):
-            return None
-        if self._packed is None:
-            self._packed = _reordered_if_room(weights) if are_few else None
-            if self._packed is None:
-                self.untaken = MOST_UNTAKEN if are_few else self.untaken
-                return None
         self.untaken += 1
         width = sum(self._sizes)
         product = _onednn(states, self._packed) if are_few else _by_rows(states, self._packed, None, width)
@@ -494,6 +485,9 @@ def _look_at(model: Any, layers: list[torch.nn.Linear], *, is_request: bool) -> 
         _forget(key)
     if not is_request or model in _refused:
         return
+    for weight in weights:
+        if id(weight) in _packs:
+            _packs[id(weight)].pack_if_wanted(weight)
     now = [(id(weight), weight._version, weight.data_ptr()) for weight in weights]
     before, _stood[model] = _stood.get(model), now
     missing = [weight for weight in weights if id(weight) not in _packs]
