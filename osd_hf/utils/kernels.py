@@ -96,9 +96,15 @@ def _by_rows(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 def _served(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """A product without gradients, with the weight as it was packed, if it was and has not been written to."""
-    known, are_few = _packs.get(id(weight)), states.numel() <= UNPADDED_ROWS * states.shape[-1]
+    known = _packs.get(id(weight))
     taken = weight if known is None or not known.is_of(weight) else known.packed(weight)
-    return _onednn(states, taken, bias) if are_few else _by_rows(states, taken, bias, len(weight))
+    return _unlearned(states, taken, bias, len(weight))
+
+
+def _unlearned(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, width: int) -> torch.Tensor:
+    """[`_by_rows`], for few rows at once: what comes of them may be a view, as nobody learns from it."""
+    are_few = states.numel() <= UNPADDED_ROWS * states.shape[-1]
+    return _onednn(states, weight, bias) if are_few else _by_rows(states, weight, bias, width)
 
 
 def _served_with_siblings(
@@ -106,7 +112,7 @@ def _served_with_siblings(
 ) -> torch.Tensor:
     """The same; together with those of the next layers, where these are known to get the same states."""
     known = _packs.get(id(weight))
-    siblings = None if known is None else known.siblings
+    siblings = None if known is None or not known.is_of(weight) else known.siblings
     products = None
     # Torch counts no writes to states of inference mode.
     if siblings is not None and not (torch.is_grad_enabled() or states.is_inference()):
@@ -119,12 +125,12 @@ def _served_with_siblings(
 
 def _left(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
     """The product, if it was computed together with the last one of this thread; otherwise nothing of that is kept."""
-    left: tuple[_Siblings, torch.Tensor, int, list[tuple[torch.Tensor, torch.Tensor]]] = this_thread.left
+    left: tuple[_Siblings, torch.Tensor, int, _Products] = this_thread.left
     siblings, known, count, products = left
     pack = _packs.get(id(weight))
     if (
         known is not states
-        or products[0][0] is not weight
+        or products[0][0]() is not weight
         or count != states._version
         or pack is None
         or pack.siblings is not siblings
@@ -425,25 +431,23 @@ class _Siblings:
         self._packed: torch.Tensor | None = _reordered(torch.cat([weight.detach() for weight in weights]))
         self.untaken = 0  # times in a row that not all products were taken
 
-    def products(self, states: torch.Tensor, first: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-        """Each weight and the product with it; `None` where they are not computed together: `first` is not the first
-        weight, one has been written to, or too many products were in vain."""
-        weights = [weight for known in self._weights if (weight := known()) is not None]
-        packs = [_packs.get(id(weight)) for weight in weights]
-        are_few = states.numel() <= UNPADDED_ROWS * states.shape[-1]
-        known = [p is not None and p.siblings is self and p.is_of(w) for p, w in zip(packs, weights, strict=True)]
+    def products(self, states: torch.Tensor, first: torch.Tensor) -> _Products | None:
+        """Each weight and the product with it; `None` where `first` is not the first weight, or too many of the others
+        were in vain. Whoever takes one looks whether its weight is still the same."""
+        packed = self._packed  # another thread may give it up meanwhile
+        if packed is None or self._weights[0]() is not first:
+            return None
         if self.untaken >= MOST_UNTAKEN:
             self._packed = None
-        if self._packed is None or len(weights) < len(self._weights) or weights[0] is not first or not all(known):
             return None
         self.untaken += 1
-        width = sum(self._sizes)
-        product = _onednn(states, self._packed) if are_few else _by_rows(states, self._packed, None, width)
+        product = _unlearned(states, packed, None, sum(self._sizes))
         ends = itertools.accumulate(self._sizes)
         parts = [product[..., end - size : end] for size, end in zip(self._sizes, ends, strict=True)]
-        return [(weight, part.contiguous()) for weight, part in zip(weights, parts, strict=True)]
+        return [(weight, part.contiguous()) for weight, part in zip(self._weights, parts, strict=True)]
 
 
+_Products = list[tuple[ref[torch.Tensor], torch.Tensor]]
 _packs: dict[int, _Pack] = {}  # by the `id` of the weight
 _stood: WeakKeyDictionary[Any, list[tuple[int, int, int]]] = WeakKeyDictionary()  # weights at the last request
 _refused: WeakSet[Any] = WeakSet()  # models that there was no memory for in the end
@@ -495,7 +499,7 @@ def _look_at(model: Any, layers: list[torch.nn.Linear], *, is_request: bool) -> 
         return
     try:
         for group in together:
-            if all(any(weight is other for other in missing) for weight in group):
+            if not any(id(weight) in _packs for weight in group):
                 siblings = _Siblings(group)
                 _packs.update((id(weight), _Pack(weight, siblings)) for weight in group)
         for weight in missing:
