@@ -96,6 +96,52 @@ class World:
         return (self.emitted - emitted) / (self.seconds - seconds)
 
 
+class TextWorld:
+    """A machine and a target, whose next token past text guesses right with probability `right`; a spell of its rounds
+    takes some times as long, as where another program uses the cores."""
+
+    def __init__(self, right: float, spell: range = range(0), times: float = 1.0) -> None:
+        self.right, self.spell, self.times = right, spell, times
+        self.random = random.Random(0)
+        self.rounds = 0
+
+    def _takes(self, seconds: float) -> float:
+        return seconds * self.random.uniform(0.95, 1.05)
+
+    def serve(self, pace: Pace, length: int = 60) -> float:
+        """Seconds of a request, were the machine not busy."""
+        if pace.is_plain():
+            times = [self._takes(TARGET) for _ in range(length)]
+            pace.timed(RoundTime(seconds=sum(times) / length, rounds=length))
+            pace.ended()
+            return sum(times)
+        left, before, total = length, None, 0.0
+        while left > 0:
+            if before is not None:
+                pace.timed(before)
+            pace.begin(0)
+            guesses: list[bool] = []
+            while len(guesses) < left - 1 and pace.next([GUESS] if self.random.random() < 0.9 else [], False):
+                guesses.append(self.random.random() < self.right)
+            taken = self._takes(TARGET + PER_TOKEN * len(guesses))
+            accepted = sum(1 for _ in itertools.takewhile(bool, guesses))
+            total, self.rounds = total + taken, self.rounds + 1
+            taken *= self.times if self.rounds in self.spell else 1.0
+            before = RoundTime(len(guesses), seconds=taken if before is not None else None)
+            pace.judged(accepted, [GUESS.token] * (accepted + 1))
+            left -= accepted + 1
+        assert before is not None
+        pace.timed(before)
+        pace.ended()
+        return total
+
+    def later_rate(self) -> float:
+        """Tokens a second of some requests after the first, which had the spell."""
+        pacer = Pacer()
+        seconds = [self.serve(pacer.pace(sources="text")) for _ in range(60)]
+        return 60 * 20 / sum(seconds[-20:])
+
+
 def rate(alpha: float, draft: float, k: int) -> float:
     """Tokens a second by the cost model."""
     return expected_block_efficiency(alpha, k) / (TARGET + k * (PER_TOKEN + draft))
@@ -206,6 +252,21 @@ def test_a_busy_machine_does_not_spoil_the_costs(alpha: float) -> None:
     assert plan.draft_seconds == pytest.approx(0.15, rel=0.3)
     assert plan.plain_seconds == pytest.approx(TARGET, rel=0.3)
     assert plan.verify_seconds == pytest.approx(TARGET + plan.k * PER_TOKEN, rel=0.3)
+
+
+@pytest.mark.parametrize("right", [0.5, 0.8])
+@pytest.mark.parametrize(("rounds", "times"), [(1, 10.0), (1, 30.0), (5, 10.0), (5, 30.0), (20, 3.0), (20, 30.0)])
+def test_past_text_is_not_given_up_for_a_busy_spell(right: float, rounds: int, times: float) -> None:
+    usual = TextWorld(right).later_rate()
+    assert usual > 1.4 / TARGET
+    found = {first: TextWorld(right, range(first, first + rounds), times).later_rate() / usual for first in range(1, 40)}
+    print(f"at worst {min(found.values()):.2f} of the usual rate, where it begins at {min(found, key=found.__getitem__)}")
+    assert min(found.values()) > 0.85
+
+
+@pytest.mark.parametrize("right", [0.0, 0.05])
+def test_text_that_is_never_right_costs_little(right: float) -> None:
+    assert TextWorld(right).later_rate() * TARGET > 0.97
 
 
 # --- when speculation loses -----------------------------------------------------------------------------------------

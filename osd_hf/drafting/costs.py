@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ PRIOR_SLOPE = 0.02  # what one more candidate adds to a round, over a plain one,
 PROMPT = 64  # tokens that the draft is fed at once, from which on it reads a prompt
 FED = 2  # tokens that a round's first forward of the draft is fed where it drafted in the round before
 SPIKE = 8.0  # times as long as usual
+FAR = 3.0  # times what was expected, from which on a round says little, or what was expected was wrong
+NEAR = 2.0  # times the quickest of the first few rounds, which nothing is expected of, that any of them counts for
 LEVEL_MEMORY = 16  # rounds in which a machine that slows down, or a context that grows, is followed
 # Confidences between two edges share one estimate of acceptance.
 EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
@@ -92,6 +95,10 @@ class Line:
         self.weight = self._k = self._kk = self._y = self._ky = 0.0
 
     def add(self, k: int, value: float) -> None:
+        if self.weight:
+            base, slope = self.fit(0.0)
+            if value * FAR < base + slope * k:  # values before were of a machine that did something else
+                self.weight = self._k = self._kk = self._y = self._ky = 0.0
         fade = 1 - 1 / MEMORY
         self.weight = self.weight * fade + 1
         self._k, self._kk = self._k * fade + k, self._kk * fade + k * k
@@ -121,6 +128,7 @@ class Costs:
         # Forwards of the draft: the first of a round, the first after rounds without it, and each other one.
         self.first, self.catching_up, self.next = Cost(), Cost(), Cost()
         self.reading = Cost()  # a prompt's token, by the draft
+        self._quickest = math.inf  # seconds of the target's part of a round, until costs are known
 
     @property
     def are_known(self) -> bool:
@@ -178,7 +186,7 @@ class Costs:
         if self.are_known and (self.first.weight or not time.forwards):
             # A round far above expectation is a machine that was busy elsewhere, and counts as less.
             expected = self.level * self.round(time.candidates, time.forwards, time.fed)
-            excess = max(time.seconds / (3 * expected), 1.0)
+            excess = max(time.seconds / (FAR * expected), 1.0)
             # Costs are taken over the level of before, and averaged as it is: otherwise noise drives both apart.
             unit *= excess
             self.level *= 1 + min(time.rounds / LEVEL_MEMORY, 1.0) * (time.seconds / excess / expected - 1)
@@ -187,8 +195,11 @@ class Costs:
             if time.forwards > 1:
                 self.next.add(time.next_seconds / (time.forwards - 1) / unit)
         if time.candidates:
-            line = self.verify_drafted if time.forwards else self.verify
-            line.add(time.candidates, (time.seconds - time.draft_seconds) / unit)
+            line, verifying = (self.verify_drafted if time.forwards else self.verify), time.seconds - time.draft_seconds
+            if not self.are_known:
+                self._quickest = min(self._quickest, verifying)
+                verifying = min(verifying, NEAR * self._quickest)
+            line.add(time.candidates, verifying / unit)
         elif not time.forwards:
             self.plain.add(time.seconds / unit, time.rounds)
         return time.seconds / excess

@@ -369,6 +369,7 @@ class AutoPace:
             looks_up = self.reads_text and not refreshes
             self._start(MAX_K if drafts and not refreshes else 0, MAX_K if looks_up else 0)
             self._explores = number % EXPLORE == 0
+            self._times_text = number % EXPLORE == EXPLORE // 2
             # What the target's part of a round takes more than a plain round, and what each candidate adds to it.
             base, self._slope = costs.verifying()
             self._more = max(base - costs.plain.mean, 0.0)
@@ -396,6 +397,8 @@ class AutoPace:
             if self._guess is not None and (
                 count >= self._most_guessed or (count == 0 and self._is_timed and not self._text_gains())
             ):
+                if count < self._most_guessed and self._times_text:
+                    return self._taken(self._guess[1].mean)
                 self._guess = None
             if may_draft and (not self._is_timed or (count == 0 and self._guess is None)):  # as planned
                 return DRAFT
