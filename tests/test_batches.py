@@ -688,6 +688,24 @@ def test_a_plain_round_behind_a_drafted_one_is_no_measure_of_others() -> None:
     assert drafting.pacer.of_batches(2).plain.mean == 1.0
 
 
+def test_what_text_takes_in_a_batch_is_measured_again_where_it_looked_too_dear() -> None:
+    drafting = LeanDrafting(pair()[1], "auto", sources="text")
+    costs, texts = drafting.pacer.of_batches(2), {0: [0.9, 0.8], 1: [0.9, 0.8]}
+    for _ in range(6):
+        costs.add(RoundTime(seconds=1.0))
+    for _ in range(6):  # beside another program
+        costs.add(RoundTime(2, seconds=30.0))
+    costs.level = 1.0
+    pace = drafting_batch.BatchPace(drafting, None, 2, do_sample=False)
+    proposes = []
+    for _ in range(300):
+        planned = pace.begin(2, texts)
+        proposes.append(planned.k > 0 and not planned.drafts)
+        pace.timed(RoundTime(planned.k, seconds=1.1 if planned.k else 1.0), 2)
+    assert not any(proposes[:8])
+    assert sum(proposes[-100:]) > 90
+
+
 @pytest.mark.parametrize("rows", [2, 16])
 def test_the_more_rows_a_batch_has_the_more_drafting_has_to_promise(rows: int) -> None:
     pacer = Pacer()

@@ -16,7 +16,10 @@ PROMPT = 64  # tokens that the draft is fed at once, from which on it reads a pr
 FED = 2  # tokens that a round's first forward of the draft is fed where it drafted in the round before
 SPIKE = 8.0  # times as long as usual
 FAR = 3.0  # times what was expected, from which on a round says little, or what was expected was wrong
-NEAR = 2.0  # times the quickest of the first few rounds, which nothing is expected of, that any of them counts for
+NEAR = 2.0  # times the quickest of the first few rounds, of which nothing is expected yet, that one counts for at most
+LEAST_ROUND = 0.7  # of a plain round that one with candidates takes at least
+RETRY = 32  # rounds after which past text is proposed although it looks too dear
+LIKELY = 0.25  # tokens that it has to be expected to bring then
 LEVEL_MEMORY = 16  # rounds in which a machine that slows down, or a context that grows, is followed
 # Confidences between two edges share one estimate of acceptance.
 EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
@@ -89,20 +92,32 @@ class Rate:
 
 
 class Line:
-    """Straight line through recent values over k; its slope is never negative."""
+    """Straight line through recent values over k; its slope is never negative. It begins anew where a value is far
+    below it: the machine did something else meanwhile."""
 
     def __init__(self) -> None:
         self.weight = self._k = self._kk = self._y = self._ky = 0.0
 
-    def add(self, k: int, value: float) -> None:
-        if self.weight:
-            base, slope = self.fit(0.0)
-            if value * FAR < base + slope * k:  # values before were of a machine that did something else
-                self.weight = self._k = self._kk = self._y = self._ky = 0.0
+    def add(self, k: int, value: float, least: float = 0.0) -> None:
+        """A value; one below `least` tells that the machine is faster, not that the line was wrong."""
         fade = 1 - 1 / MEMORY
+        if self.weight and least <= value:
+            base, slope = self.fit(0.0)
+            if value * FAR < base + slope * k:
+                weight = min(self.weight, COSTS_KNOWN - 1)  # what is known stays known
+                self.weight, self._k, self._y = weight, weight * k, weight * value
+                self._kk, self._ky = self._k * k, self._k * value
+                fade = 1.0
         self.weight = self.weight * fade + 1
         self._k, self._kk = self._k * fade + k, self._kk * fade + k * k
         self._y, self._ky = self._y * fade + value, self._ky * fade + k * value
+
+    def doubt(self) -> None:
+        """Let what was seen count no more than a few values do."""
+        share = min((COSTS_KNOWN + 1) / self.weight, 1.0) if self.weight else 1.0
+        self.weight, self._k, self._kk, self._y, self._ky = (
+            share * x for x in (self.weight, self._k, self._kk, self._y, self._ky)
+        )
 
     def fit(self, prior_slope: float) -> tuple[float, float]:
         """Its value at k = 0, and its slope. Where all rounds drafted nearly as many tokens, noise would decide on the
@@ -128,7 +143,7 @@ class Costs:
         # Forwards of the draft: the first of a round, the first after rounds without it, and each other one.
         self.first, self.catching_up, self.next = Cost(), Cost(), Cost()
         self.reading = Cost()  # a prompt's token, by the draft
-        self._quickest = math.inf  # seconds of the target's part of a round, until costs are known
+        self._quickest = math.inf  # of the target's part in the first rounds with candidates
 
     @property
     def are_known(self) -> bool:
@@ -195,11 +210,12 @@ class Costs:
             if time.forwards > 1:
                 self.next.add(time.next_seconds / (time.forwards - 1) / unit)
         if time.candidates:
-            line, verifying = (self.verify_drafted if time.forwards else self.verify), time.seconds - time.draft_seconds
-            if not self.are_known:
+            line = self.verify_drafted if time.forwards else self.verify
+            verifying = (time.seconds - time.draft_seconds) / unit
+            if self.verified < COSTS_KNOWN:
                 self._quickest = min(self._quickest, verifying)
                 verifying = min(verifying, NEAR * self._quickest)
-            line.add(time.candidates, verifying / unit)
+            line.add(time.candidates, verifying, LEAST_ROUND * self.plain.mean)
         elif not time.forwards:
             self.plain.add(time.seconds / unit, time.rounds)
         return time.seconds / excess
@@ -224,6 +240,7 @@ class Acceptance:
         self.draft_gain, self.length = Average(1.0, PRIOR_WEIGHT), Average(32.0, PRIOR_WEIGHT)
         self.rate = Rate()
         self.rounds = self.requests = 0
+        self.text_round = 0  # the last one of past text alone
         self.plain_seconds = 0.0
         self.probe_seconds = 0.0  # lost by drafting where it does not pay
 
@@ -271,6 +288,15 @@ class Acceptance:
         """The number of the round that begins, from 1 on."""
         self.rounds += 1
         return self.rounds
+
+    def retries_text(self, tokens: float, costs: Costs) -> bool:
+        """Whether a round is to be of past text alone, of which so many tokens are expected, although that looks too
+        dear: what it takes was perhaps measured beside another program, and is never measured again otherwise."""
+        if tokens < LIKELY or self.rounds - self.text_round < RETRY:
+            return False
+        self.text_round = self.rounds
+        costs.verify.doubt()
+        return True
 
     def spend(self, *, plain_seconds: float = 0.0, probe_seconds: float = 0.0) -> None:
         """Time went by in plain rounds, or was lost by drafting where it does not pay."""

@@ -369,7 +369,6 @@ class AutoPace:
             looks_up = self.reads_text and not refreshes
             self._start(MAX_K if drafts and not refreshes else 0, MAX_K if looks_up else 0)
             self._explores = number % EXPLORE == 0
-            self._times_text = number % EXPLORE == EXPLORE // 2
             # What the target's part of a round takes more than a plain round, and what each candidate adds to it.
             base, self._slope = costs.verifying()
             self._more = max(base - costs.plain.mean, 0.0)
@@ -397,8 +396,10 @@ class AutoPace:
             if self._guess is not None and (
                 count >= self._most_guessed or (count == 0 and self._is_timed and not self._text_gains())
             ):
-                if count < self._most_guessed and self._times_text:
-                    return self._taken(self._guess[1].mean)
+                chance, costs = self._guess[1].mean, self._pacer.costs
+                if count < self._most_guessed and domain.retries_text(chance * (1 + domain.follow.mean), costs):
+                    self._left = 0
+                    return self._taken(chance)
                 self._guess = None
             if may_draft and (not self._is_timed or (count == 0 and self._guess is None)):  # as planned
                 return DRAFT
@@ -528,6 +529,8 @@ class AutoPace:
             if time.seconds is not None:
                 for rate in (domain.rate, self._own_rate):
                     rate.add(emitted, time.rounds * time.seconds / costs.level, time.rounds)
+            if time.candidates and time.forwards == 0:
+                domain.text_round = domain.rounds
             if time.forwards == 0:
                 domain.spend(plain_seconds=(time.seconds or 0.0) * time.rounds)
             elif not self._plan.speculates:
