@@ -469,7 +469,8 @@ class BatchPace:
             self._probes = known.drafts_to_learn(plan.examined, PROBE_BURST * (plan.plain_seconds or 0.0))
         self._plan, self._rows = plan, rows
         self.reads_text = is_auto and drafting.sources != "draft" and may_repeat and looks_up
-        self._drafts, self._own = drafting.sources != "text", Average(memory=OWN_MEMORY)
+        self._drafts = drafting.sources != "text"
+        self._own = Average(memory=OWN_MEMORY)
         self._is_steady = False  # after a round without the draft, whose weights have left the processor's caches
 
     @property
@@ -511,9 +512,8 @@ class BatchPace:
         better = frozenset(row for row, chances in texts.items() if sum(chances[:k]) > drafted)
         gained = (rows - len(better)) * drafted + sum(sum(texts[row][:k]) for row in better)
         other = (rows + gained) / costs.round(k) if k else least_speedup(rows) * rows / costs.plain.mean
-        if alone > other or domain.retries_text(sum(sum(c[:1]) for c in texts.values()) / rows, costs):
-            return BatchRound(columns, frozenset(texts), False)
-        return BatchRound(k, better if k else frozenset())
+        is_text = alone > other or costs.retry_text(sum(sum(c[:1]) for c in texts.values()), other, rows)
+        return BatchRound(columns, frozenset(texts), False) if is_text else BatchRound(k, better if k else frozenset())
 
     def likeliest(self, guesses: Sequence[Guess]) -> tuple[Guess, float]:
         """The guess that is right most often, and how often."""

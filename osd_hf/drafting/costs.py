@@ -10,6 +10,7 @@ from osd_hf.drafting.text import Guess
 
 COSTS_KNOWN = 4  # rounds of either kind
 MEMORY = 128  # observations after which an old one counts a third
+FEW = MEMORY / 4  # observations of a line that they may all be given up after
 RIDGE = 0.25  # variance of candidates at which their slope is half the prior one
 PRIOR_SLOPE = 0.02  # what one more candidate adds to a round, over a plain one, until rounds of several were seen
 PROMPT = 64  # tokens that the draft is fed at once, from which on it reads a prompt
@@ -19,7 +20,7 @@ FAR = 3.0  # times what was expected, from which on a round says little, or what
 NEAR = 2.0  # times the quickest of the first few rounds, of which nothing is expected yet, that one counts for at most
 LEAST_ROUND = 0.7  # of a plain round that one with candidates takes at least
 RETRY = 32  # rounds after which past text is proposed although it looks too dear
-LIKELY = 0.25  # tokens that it has to be expected to bring then
+LEAST_TOKENS = 0.25  # that it has to be expected to bring then
 LEVEL_MEMORY = 16  # rounds in which a machine that slows down, or a context that grows, is followed
 # Confidences between two edges share one estimate of acceptance.
 EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
@@ -92,8 +93,8 @@ class Rate:
 
 
 class Line:
-    """Straight line through recent values over k; its slope is never negative. It begins anew where a value is far
-    below it: the machine did something else meanwhile."""
+    """Straight line through recent values over k; its slope is never negative. While it rests on few values, it begins
+    anew where another one is far below it: the machine did something else meanwhile."""
 
     def __init__(self) -> None:
         self.weight = self._k = self._kk = self._y = self._ky = 0.0
@@ -101,7 +102,7 @@ class Line:
     def add(self, k: int, value: float, least: float = 0.0) -> None:
         """A value; one below `least` tells that the machine is faster, not that the line was wrong."""
         fade = 1 - 1 / MEMORY
-        if self.weight and least <= value:
+        if 0 < self.weight <= FEW and least <= value:
             base, slope = self.fit(0.0)
             if value * FAR < base + slope * k:
                 weight = min(self.weight, COSTS_KNOWN - 1)  # what is known stays known
@@ -144,6 +145,7 @@ class Costs:
         self.first, self.catching_up, self.next = Cost(), Cost(), Cost()
         self.reading = Cost()  # a prompt's token, by the draft
         self._quickest = math.inf  # of the target's part in the first rounds with candidates
+        self._since_text = 0  # rounds since one of past text alone
 
     @property
     def are_known(self) -> bool:
@@ -190,6 +192,17 @@ class Costs:
         drafting = self.drafting(fed) + (forwards - 1) * self.draft if forwards else 0.0
         return base + slope * candidates + drafting
 
+    def retry_text(self, tokens: float, rate: float, rows: int = 1) -> bool:
+        """Whether a round of so many rows is to be of past text alone, of which so many tokens are expected, although
+        tokens come at a better `rate` otherwise, by what is known: that was perhaps measured beside another program,
+        and is not measured again while text looks too dear. What is known counts little then."""
+        pays = tokens >= LEAST_TOKENS * rows and rows + tokens > rate * self.plain.mean
+        if not pays or self._since_text < RETRY:
+            return False
+        self._since_text = 0
+        self.verify.doubt()
+        return True
+
     def add(self, time: RoundTime) -> float:
         """Take in what rounds took; returns the seconds of each that count: less of one that was far above
         expectation, and none where they are not known."""
@@ -198,6 +211,7 @@ class Costs:
             self.reading.add(time.first_seconds / time.fed / unit)
         if time.seconds is None:
             return 0.0
+        self._since_text = 0 if time.candidates and not time.forwards else self._since_text + time.rounds
         if self.are_known and (self.first.weight or not time.forwards):
             # A round far above expectation is a machine that was busy elsewhere, and counts as less.
             expected = self.level * self.round(time.candidates, time.forwards, time.fed)
@@ -212,7 +226,7 @@ class Costs:
         if time.candidates:
             line = self.verify_drafted if time.forwards else self.verify
             verifying = (time.seconds - time.draft_seconds) / unit
-            if self.verified < COSTS_KNOWN:
+            if self.verified < COSTS_KNOWN and verifying > 0:
                 self._quickest = min(self._quickest, verifying)
                 verifying = min(verifying, NEAR * self._quickest)
             line.add(time.candidates, verifying, LEAST_ROUND * self.plain.mean)
@@ -240,7 +254,6 @@ class Acceptance:
         self.draft_gain, self.length = Average(1.0, PRIOR_WEIGHT), Average(32.0, PRIOR_WEIGHT)
         self.rate = Rate()
         self.rounds = self.requests = 0
-        self.text_round = 0  # the last one of past text alone
         self.plain_seconds = 0.0
         self.probe_seconds = 0.0  # lost by drafting where it does not pay
 
@@ -288,15 +301,6 @@ class Acceptance:
         """The number of the round that begins, from 1 on."""
         self.rounds += 1
         return self.rounds
-
-    def retries_text(self, tokens: float, costs: Costs) -> bool:
-        """Whether a round is to be of past text alone, of which so many tokens are expected, although that looks too
-        dear: what it takes was perhaps measured beside another program, and is never measured again otherwise."""
-        if tokens < LIKELY or self.rounds - self.text_round < RETRY:
-            return False
-        self.text_round = self.rounds
-        costs.verify.doubt()
-        return True
 
     def spend(self, *, plain_seconds: float = 0.0, probe_seconds: float = 0.0) -> None:
         """Time went by in plain rounds, or was lost by drafting where it does not pay."""

@@ -396,10 +396,9 @@ class AutoPace:
             if self._guess is not None and (
                 count >= self._most_guessed or (count == 0 and self._is_timed and not self._text_gains())
             ):
-                chance, costs = self._guess[1].mean, self._pacer.costs
-                if count < self._most_guessed and domain.retries_text(chance * (1 + domain.follow.mean), costs):
+                if count < self._most_guessed and self._retries_text():
                     self._left = 0
-                    return self._taken(chance)
+                    return self._taken(self._guess[1].mean)
                 self._guess = None
             if may_draft and (not self._is_timed or (count == 0 and self._guess is None)):  # as planned
                 return DRAFT
@@ -431,6 +430,12 @@ class AutoPace:
         gain = chance * length - self._rate * (self._more + self._slope * length)
         domain.text_gain.add(max(gain, 0.0))
         return gain > 0
+
+    def _retries_text(self) -> bool:
+        """Whether to propose the guess at the first token although it is not worth it."""
+        assert self._guess is not None
+        tokens = self._guess[1].mean * (1 + self._domain.follow.mean)
+        return self._rounds > 1 and self._pacer.costs.retry_text(tokens, self._rate)  # the first one is not timed
 
     def _draft_gains(self) -> bool:
         """Whether what the draft adds to past text is worth that it reads the prompt, if it has not yet."""
@@ -529,8 +534,6 @@ class AutoPace:
             if time.seconds is not None:
                 for rate in (domain.rate, self._own_rate):
                     rate.add(emitted, time.rounds * time.seconds / costs.level, time.rounds)
-            if time.candidates and time.forwards == 0:
-                domain.text_round = domain.rounds
             if time.forwards == 0:
                 domain.spend(plain_seconds=(time.seconds or 0.0) * time.rounds)
             elif not self._plan.speculates:
