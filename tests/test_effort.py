@@ -103,6 +103,21 @@ def test_where_no_draft_could_save_enough_little_is_done_at_once(
     assert (effort.share == 1 / 256) == (requests is not None)
 
 
+def test_all_is_done_once_a_draft_could_save_what_it_takes() -> None:
+    effort = Effort(1 / 16)
+    for _ in range(SOON):
+        effort.took(0.1)
+        effort.add(of(0.3), of(0.4), 0.0, could_save=0.01)
+    assert effort.share == 1 / 16
+    effort.load_state_dict(json.loads(json.dumps(effort.state_dict())))
+    for _ in range(4 * SOON):
+        effort.add(of(0.3), of(0.4), 0.0, could_save=0.05)
+    assert effort.share == 1 / 16  # less than it would take
+    for _ in range(SOON):
+        effort.add(of(0.3), of(0.4), 0.0, could_save=0.2)
+    assert effort.share == 1
+
+
 def test_what_no_draft_could_save_soon_may_be_much_in_time() -> None:
     effort = Effort(1 / 16)
     effort._requests = 40 * SOON

@@ -637,6 +637,24 @@ def test_a_token_takes_what_the_best_way_to_it_takes() -> None:
     assert found == pytest.approx(best, rel=0.05)
 
 
+def test_no_draft_could_save_what_past_text_saves() -> None:
+    pacer = Pacer()
+    for _ in range(40):
+        for k in (1, 4, 8):  # 10 ms a plain round, 12 and 1 a drafted token otherwise
+            pacer.costs.add(RoundTime(seconds=0.010))
+            pacer.costs.add(RoundTime(k, k, 1, 0.001, 0.001 * (k - 1), 0.012 + 0.001 * k))
+    best = pacer.token_seconds(0.9)
+    assert best is not None
+    with pacer.lock:
+        for _ in range(400):  # ten tokens a round, all of past text
+            pacer.took(RoundTime(9, seconds=0.012), 10)
+    assert pacer.could_save(30, 0.5, None) == 0
+    with pacer.lock:
+        for _ in range(400):
+            pacer.took(RoundTime(1, 1, 1, 0.001, 0.0, 0.013), 1)
+    assert pacer.could_save(30, 0.5, None) > 0  # type: ignore[operator]
+
+
 def test_a_token_of_a_batch_takes_its_share_of_the_round() -> None:
     pacer = Pacer()
     costs = pacer.of_batches(8)

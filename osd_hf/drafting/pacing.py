@@ -191,6 +191,7 @@ class Pacer:
         in_child(self, renewing(lock=threading.Lock))
         self.costs = Costs()
         self.timed: tuple[float, ...] = UNTIMED  # as in `AcceptanceStats`
+        self._served = Rate()  # seconds of recent rounds, wherever their candidates came from
         self._of_batches: dict[int, Costs] = {}  # by the power of two that their rows come to
         self._emitted = Counter[int]()  # tokens, by the same; 0: by requests alone
         self._domains: dict[Any, Acceptance] = {}
@@ -205,6 +206,7 @@ class Pacer:
         if time.seconds is None:
             return
         self._emitted[0 if costs is self.costs else _bucket(rows)] += emitted
+        self._served.add(emitted, counted, time.rounds)
         is_plain = time.candidates == 0 and time.forwards == 0
         alone = counted if is_plain else costs.level * costs.plain.mean * emitted / rows
         compared = (counted, alone) if costs.plain.weight else (0.0, 0.0)
@@ -256,10 +258,15 @@ class Pacer:
             return costs.level / max(1 / costs.plain.mean, best_rate(costs, alpha)[0]) / rows
 
     def could_save(self, tokens: int, alpha: float, k: int | None) -> float | None:
-        """Seconds that so many tokens take longer at this acceptance than with a draft that is nearly always right: k
-        drafted a round, or as many as are best; `None` until that was measured."""
+        """Seconds that so many tokens take longer at this acceptance, or as they are served where past text makes that
+        quicker, than with a draft that is nearly always right: k drafted a round, or as many as are best; `None` until
+        that was measured."""
         if k is None:
             before, after = (self.token_seconds(each) for each in (alpha, NEARLY_ALWAYS))
+            with self.lock:
+                served = self._served
+                if before is not None and served.weight > MEMORY / 4 and served.tokens:
+                    before = min(before, served.time / served.tokens)
         else:
             seconds = self.round_seconds(k)
             before, after = (

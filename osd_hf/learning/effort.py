@@ -40,7 +40,8 @@ class Effort:
     again as there were, less two standard errors, is more than what learning took meanwhile, both in seconds; it is
     halved where it is not, and the least is done at once where even at best it saves next to nothing, as where past
     text proposes all. Nor is more done, from a few requests on, where a draft that is nearly always right would save
-    too little over as many requests again, as in large batches. Where the gain falls, or the draft as it was is the
+    too little over as many requests again, as in large batches or beside past text, until one would save what it takes
+    at each request. Where the gain falls, or the draft as it was is the
     better one, traffic has changed, and the most is done again.
 
     At its least, an update goes on only after the requests since have paid for what it took, 3% of their seconds each,
@@ -61,6 +62,7 @@ class Effort:
         self._cost = 0.0  # seconds of learning since the last decision
         self._requests = 0  # since traffic was another
         self._owed: float | None = None  # seconds of learning, at its least, that requests have not paid for yet
+        self._price: float | None = None  # of a request at more effort, where that was too dear for any draft
 
     def add(
         self, original: AcceptanceStats, learned: AcceptanceStats, saved_seconds: float | None = None,
@@ -85,7 +87,11 @@ class Effort:
                 return
         most_saved = self._requests * could[-self._undecided :].mean()
         if self.share > self.least and self._undecided >= SOON and most_saved < TOO_DEAR * self._cost:
+            self._price = self._cost / self._undecided
             self.share, self._undecided, self._cost = self.least, 0, 0.0
+            return
+        if self._price is not None and self._undecided >= SOON and could[-SOON:].mean() > self._price:
+            self.renew()  # past text proposed what it does not any more
             return
         known = WINDOW if np.isfinite(saved).all() else 2 * WINDOW  # where nothing has a price, there is time to look
         if len(gains) < known or self._undecided < STRIDE:
@@ -126,7 +132,7 @@ class Effort:
     def renew(self) -> None:
         """Begin again with the most, from what comes from now on."""
         self.share, self._undecided, self._cost, self._requests = self.most, 0, 0.0, 0
-        self._owed = None
+        self._owed = self._price = None
         self._gains.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -134,7 +140,7 @@ class Effort:
         gains = [[None if math.isnan(value) else value for value in row] for row in self._gains]
         return {
             "share": self.share, "gains": gains, "undecided": self._undecided, "cost": self._cost,
-            "requests": self._requests, "owed": self._owed,
+            "requests": self._requests, "owed": self._owed, "price": self._price,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -142,6 +148,7 @@ class Effort:
         self.share = min(max(float(state["share"]), self.least), self.most)
         self._undecided, self._cost = int(state["undecided"]), float(state["cost"])
         self._requests, self._owed = int(state["requests"]), state.get("owed")
+        self._price = state.get("price")
         self._gains.clear()
         for row in state["gains"]:  # those of before have two values
             gain, saved, could = (math.nan if value is None else float(value) for value in (*row, None)[:3])

@@ -149,8 +149,8 @@ class Learner:
         return None if seconds is None else more * len(trace.rounds) * seconds
 
     def _could_save(self, trace: Trace, original: AcceptanceStats) -> float | None:
-        """Seconds that one request would have taken longer with the draft as it was than with one that is nearly
-        always right, were there no past text."""
+        """Seconds that one request would have taken longer with the draft as it was, or with past text, than with a
+        draft that is nearly always right and no past text."""
         k = None if self.config.num_assistant_tokens == "auto" else self._k
         return self.drafts.pacer.could_save(len(trace), original.alpha, k) if original.examined else None
 
