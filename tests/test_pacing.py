@@ -111,8 +111,9 @@ class TextWorld:
     def _takes(self, seconds: float) -> float:
         return seconds * self.random.uniform(0.95, 1.05)
 
-    def serve(self, pace: Pace, length: int = 60) -> float:
+    def serve(self, pacer: Pacer, length: int = 60) -> float:
         """Seconds of a request, were the machine not busy."""
+        pace = pacer.pace(sources="both" if self.draft else "text")
         if pace.is_plain():
             times = [self._takes(TARGET) for _ in range(length)]
             pace.timed(RoundTime(seconds=sum(times) / length, rounds=length))
@@ -158,8 +159,7 @@ class TextWorld:
     def later_rate(self, pacer: Pacer | None = None, requests: int = 60) -> float:
         """Tokens a second of the last third of some requests, of which the first have the spell."""
         pacer = pacer or Pacer()
-        sources = "both" if self.draft else "text"
-        seconds = [self.serve(pacer.pace(sources=sources)) for _ in range(requests)]
+        seconds = [self.serve(pacer) for _ in range(requests)]
         return 60 * (requests // 3) / sum(seconds[-(requests // 3) :])
 
 
@@ -341,12 +341,12 @@ def test_text_is_tried_again_where_it_might_be_better_than_what_is_done() -> Non
 def test_a_machine_that_gets_faster_looks_no_other(draft: float, per_token: float) -> None:
     world, pacer = TextWorld(0.5, range(10_000), 5.0, per_token, draft), Pacer()
     for _ in range(30):
-        world.serve(pacer.pace(sources="both" if draft else "text"))
+        world.serve(pacer)
     with pacer.lock:
         before = pacer.costs.round(2, 0) / pacer.costs.plain.mean
     world.spell = range(0)
     for _ in range(10):
-        world.serve(pacer.pace(sources="both" if draft else "text"))
+        world.serve(pacer)
     with pacer.lock:
         after = pacer.costs.round(2, 0) / pacer.costs.plain.mean
     assert after == pytest.approx(before, rel=0.15)

@@ -101,14 +101,13 @@ class Line:
 
     def add(self, k: int, value: float, least: float = 0.0) -> None:
         """A value; one below `least` tells that the machine is faster, not that the line was wrong."""
-        fade = 1 - 1 / MEMORY
         if 0 < self.weight <= FEW and least <= value:
             base, slope = self.fit(0.0)
             if value * FAR < base + slope * k:
-                weight = min(self.weight, COSTS_KNOWN - 1)  # what is known stays known
-                self.weight, self._k, self._y = weight, weight * k, weight * value
-                self._kk, self._ky = self._k * k, self._k * value
-                fade = 1.0
+                weight = self.weight = min(self.weight + 1, COSTS_KNOWN)  # what is known stays known
+                self._k, self._kk, self._y, self._ky = weight * k, weight * k * k, weight * value, weight * k * value
+                return
+        fade = 1 - 1 / MEMORY
         self.weight = self.weight * fade + 1
         self._k, self._kk = self._k * fade + k, self._kk * fade + k * k
         self._y, self._ky = self._y * fade + value, self._ky * fade + k * value

@@ -41,8 +41,8 @@ class Effort:
     halved where it is not, and the least is done at once where even at best it saves next to nothing, as where past
     text proposes all. Nor is more done, from a few requests on, where a draft that is nearly always right would save
     too little over as many requests again, as in large batches or beside past text, until one would save what it takes
-    at each request. Where the gain falls, or the draft as it was is the
-    better one, traffic has changed, and the most is done again.
+    at each request. Where the gain falls, or the draft as it was is the better one, traffic has changed, and the most
+    is done again.
 
     At its least, an update goes on only after the requests since have paid for what it took, 3% of their seconds each,
     where it is known what serving takes. Comparing both drafts is not waited for: it tells when traffic changes.
