@@ -27,7 +27,7 @@ from osd_hf import (
 from osd_hf.bundled import DOMAINS
 from osd_hf.replay import replay_each
 from osd_hf.utils.streaming import Pieces, Rounds, Stop, text_of
-from osd_hf.utils.threads import choose_threads
+from osd_hf.utils.threads import choose_threads, release_team
 from osd_hf_app.pair import NO_DOMAIN, ServedPair
 from osd_hf_app.rooms import OTHER, Room, domain_router
 from osd_hf_app.sharing import MAX_BEGUN, Turn, Turns
@@ -87,6 +87,7 @@ class Service:
             for count in (2, 24):
                 ids = pair.encode(WARM_UP, count)
                 seconds, emitted = _timed_alone(pair, ids, {"do_sample": False, "max_new_tokens": count})
+            release_team()  # others answer
         except BaseException:
             room.close()
             raise

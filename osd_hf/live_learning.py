@@ -30,6 +30,7 @@ from osd_hf.routing import RoutedPrompt, Router
 from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace
 from osd_hf.utils.disk import in_child
+from osd_hf.utils.threads import release_team
 from osd_hf.utils.yielding import clock, give_way, giving_way
 
 __all__ = ["Traffic", "LiveLearning"]
@@ -84,6 +85,7 @@ class Traffic:
             self._own.began = time.perf_counter()
             yield
         finally:
+            release_team()
             with self.changed:
                 self.requests -= 1
                 self._own.requests -= 1
@@ -137,6 +139,7 @@ class LiveLearning:
         self._is_timed = self._had_long_part = False
         self._renew_locks()
         in_child(self, LiveLearning._begin_in_child)
+        release_team()  # of the thread that has loaded the models, and may not be the one that serves
         self._wake()
 
     def _renew_locks(self) -> None:
@@ -331,6 +334,7 @@ class LiveLearning:
             yield is_mine
         finally:
             if is_mine:
+                release_team()
                 lock.release()
             self._wake()
 
@@ -358,6 +362,7 @@ class LiveLearning:
         """Let an answer wait while the learner takes its share of an update, or goes on with one that an earlier
         answer has waited long enough for: so long for each part or, after one that took longer, for all."""
         traffic = self.traffic
+        release_team()
         with traffic.changed:
             is_begun, now = self._sharing is not None, time.perf_counter()
             if self._is_stopped or (is_begun and (self.learner.is_paused or now < self._until)):
@@ -469,6 +474,7 @@ class LiveLearning:
         traffic = self.traffic
         if not self._must_wait():
             return
+        release_team()
         with traffic.changed:
             traffic.gives_way = True
             traffic.changed.notify_all()

@@ -6,23 +6,28 @@ import asyncio
 import contextvars
 import copy
 import gc
+import json
 import pickle
 import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import models
 import pytest
 import torch
+from processes import run_python
 from transformers import GenerationMixin
 
 from osd_hf import OnlineAssistant, OnlineConfig, capture_traces
 from osd_hf.trace import Trace
 
 LONG = 120  # seconds; only ends a test that hangs
+MAPS = Path("/proc/self/maps")
+OPENMP = MAPS.read_text() if MAPS.exists() else ""  # what is loaded, where that can be seen
 
 MANUAL = OnlineConfig(update_strategy="manual", num_assistant_tokens=5)
 
@@ -426,3 +431,108 @@ def storm(threads: int, requests: int, *, architecture: str = "llama", new_token
 
 def test_eight_threads_on_one_target_bound_and_unbound_get_the_targets_answers() -> None:
     print(storm(threads=8, requests=48))
+
+
+# A process of its own, in which no other threads come and go.
+TEAMS = """
+import json, os, sys, threading, time
+from dataclasses import replace
+import models
+import test_faults
+import torch
+from osd_hf import OnlineAssistant
+from osd_hf.learning.updater import Updater
+from osd_hf.utils.threads import release_team
+from osd_hf.utils.yielding import give_way
+
+LONG = 20
+torch.set_num_threads(3)
+large = torch.zeros(1 << 20)
+release_team()
+before = len(os.listdir("/proc/self/task"))
+said = {}
+
+def more(other, expected=0, seconds=LONG):  # threads than before and others, once those that have ended are gone
+    end = time.monotonic() + seconds
+    while (found := len(os.listdir("/proc/self/task")) - before - other) != expected and time.monotonic() < end:
+        os.sched_yield()
+    return found
+
+large.add_(1)
+said["team"] = more(0, 2)
+release_team()
+said["released"] = more(0)
+large.add_(1)
+said["again"] = [more(0, 2), float(large.min()), float(large.max())]
+pid = os.fork()  # with a team
+if pid == 0:
+    large.add_(1)
+    release_team()
+    os._exit(0 if float(large.sum()) == 3 * large.numel() else 1)
+said["child"] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+said["after the fork"] = more(0)
+
+def serve(assistant):
+    large.add_(1)
+    test_faults.answers(assistant.generate, range(4))
+    assert assistant.wait_until_idle(LONG)
+    others = assistant.config.update_strategy == "idle", threading.current_thread() is not threading.main_thread()
+    left.append(more(sum(others)))
+
+for strategy in ("manual", "interval", "spread", "idle"):
+    target, draft = models.pair()
+    large.add_(1)
+    assistant = OnlineAssistant(target, draft, config=replace(test_faults.CONFIG, update_strategy=strategy))
+    left = [more(strategy == "idle")]
+    serve(assistant)
+    thread = threading.Thread(target=serve, args=(assistant,))
+    thread.start()
+    thread.join(4 * LONG)
+    said[strategy] = [*left, assistant.version > 0]
+    assistant.close()
+
+average = Updater._average
+
+def share(self):  # while its answer waits, a second at most
+    large.add_(1)
+    waited_for.append(more(1, 2, 0.1))
+    average(self)
+
+def step(self):  # in the middle of which a request arrives
+    large.add_(1)
+    stepping.set()
+    while not (traffic.requests or waited_for):
+        os.sched_yield()
+    give_way()
+    average(self)
+
+def ask():
+    stepping.wait(LONG)
+    with traffic.request():
+        waited_for.append(more(2))
+
+for strategy, Updater._average in (("spread", share), ("idle", step)):
+    config = replace(test_faults.CONFIG, update_strategy=strategy)
+    assistant, waited_for, stepping = OnlineAssistant(*models.pair(), config=config), [], threading.Event()
+    traffic = assistant._live.traffic
+    if strategy == "idle":
+        threading.Thread(target=ask).start()
+    for i in range(2 * config.update_interval):
+        large.add_(1)
+        test_faults.answers(assistant.generate, [i])
+    assert assistant.wait_until_idle(LONG)
+    assistant.close()
+    said["in the middle, " + strategy] = waited_for[:1]
+print(json.dumps(said))
+"""
+
+
+@pytest.mark.skipif("libgomp" not in OPENMP, reason="of GNU's OpenMP")
+def test_who_stops_computing_gives_the_threads_of_its_team_back() -> None:
+    done = run_python(TEAMS)
+    assert done.returncode == 0, done.stderr
+    served = {name: [0, 0, 0, name != "manual"] for name in ("manual", "interval", "spread", "idle")}
+    assert json.loads(done.stdout) == {
+        "team": 2, "released": 0, "again": [2, 2.0, 2.0], "child": 0, "after the fork": 0, **served,
+        "in the middle, spread": [2], "in the middle, idle": [0],
+    }  # fmt: skip
