@@ -463,6 +463,30 @@ def test_a_batch_of_one_long_answer_is_new_as_often_as_its_share_says(recorded: 
     assert 0.15 < np.mean([any(batch[0] is trace for trace in new) for batch in drawn]) < 0.4
 
 
+def test_each_answer_waits_for_the_same_share_of_an_update(
+    recorded: list[Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(CONFIG, gate=True, update_strategy="spread", update_interval=8, steps_per_update=12)
+    taught, take_step, steps, by_answer = learner(config), Updater._take_step, 0, []
+
+    def counted(updater: Updater) -> None:
+        nonlocal steps
+        steps += 1
+        take_step(updater)
+
+    monkeypatch.setattr(Updater, "_take_step", counted)
+    for trace in stream(recorded, 7 + 5 * 8):
+        steps = 0
+        taught.observe(None, trace)
+        taught.after_answer()
+        by_answer.append(steps)
+    assert by_answer[:7] == [0] * 7  # the update begins after the eighth
+    for first in range(7, len(by_answer), 8):
+        *others, last = by_answer[first : first + 8]
+        assert set(others) == {1, 2} and last <= 1  # which has the new version judged
+    assert sum(by_answer) == 5 * 12
+
+
 # --- at the least effort --------------------------------------------------------------------------------------------
 
 SPREAD = replace(CONFIG, update_strategy="spread", min_effort=0.25)

@@ -88,7 +88,8 @@ def test_a_simulated_gate_decides_as_the_live_one(strategy: str) -> None:
     assert [(d.outcome, d.version, d.serving, d.requests) for d in report.decisions] == outcomes
     # One that is spread ends with the answer before the next is due: the last is not at its end.
     assert len(outcomes) == (6 if strategy == "interval" else 5)
-    assert [outcome for outcome, *_ in outcomes[:2]] == ["kept back"] * 2  # 3 requests were held back by then
+    few = [outcome for outcome, *_, requests in outcomes if requests < 4]  # were held back by then
+    assert few == ["kept back"] * (2 if strategy == "interval" else 1)
     assert "promoted" in [outcome for outcome, *_ in outcomes]
     assert report.drafts.serving_version() == assistant.version > 0
     assert sum(report.stats, AcceptanceStats()).accepted == assistant.stats.accepted

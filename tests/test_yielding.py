@@ -419,7 +419,7 @@ def test_a_part_goes_on_after_later_answers_where_one_would_wait_too_long_and_le
 ) -> None:
     target, draft = models.pair(num_hidden_layers=1)
     learned, waited = [], []
-    for most in (1000, 100, 7):
+    for most in (1000, 70, 7):
         monkeypatch.setattr(live_module, "LEAST_SHARE_SECONDS", most)
         with OnlineAssistant(target, draft, config=SPREAD) as assistant:
             waited.append(until_learned(assistant, stops))
@@ -428,8 +428,9 @@ def test_a_part_goes_on_after_later_answers_where_one_would_wait_too_long_and_le
     assert len(whole) < 9
     # Each part is short enough: all is as if there were no bound, however long they take together.
     assert fitting == whole
-    assert max(whole) > 100
-    assert max(cut) == 7
+    assert max(whole) > 70
+    assert sorted(set(cut), reverse=True)[:2] == [9, 7]  # the first came to two stops before a part that was too long
+    assert cut.count(9) == 1
     assert sum(cut) == sum(whole)
     for others in learned[1:]:
         assert all(map(torch.equal, others, learned[0]))
@@ -451,7 +452,8 @@ def test_what_held_a_machine_up_once_is_forgotten_after_an_update_without_it(
 
     usual = waits(70, 5)
     assert min(map(max, usual)) > 70  # many parts, none of which is long
-    assert [max(found) for found in waits(7, 2)] == [7, 7]  # there is a long one in each update
+    # There is a long one in each update; the first answer that waits for one comes to two stops before it.
+    assert [max(found) for found in waits(7, 2)] == [9, 7]
     stops.at[5] = held_up
     _, bounded, *others = waits(70, 5)
     assert max(bounded) == 70

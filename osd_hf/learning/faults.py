@@ -20,7 +20,8 @@ from osd_hf.translation import Translation
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Parts = Generator[None, None, T]  # of work that others may come between
+# Of work that others may come between; after each it says how much of an optimizer step it was, if it took any time.
+Parts = Generator[float | None, None, T]
 Work = Callable[[Sequence[Trace]], Sequence[T] | Parts[Sequence[T]]]
 
 MOST_KEYS = 4096  # traces remembered
@@ -187,9 +188,7 @@ class SetAside:
         new, self._reported = self.counts - self._reported, self.counts.copy()
         return dict(new)
 
-    def isolate(
-        self, work: Work[T], traces: Sequence[Trace], readable: Readable
-    ) -> Generator[None, None, list[T | None]]:
+    def isolate(self, work: Work[T], traces: Sequence[Trace], readable: Readable) -> Parts[list[T | None]]:
         """
         Do work on traces; where it fails, on halves and then on single ones, so that those at fault are found and set
         aside. Yields between two attempts, and where the work does.
@@ -216,7 +215,7 @@ class SetAside:
         _, is_general = yield from _attempt(work, [readable.simplest(traces[0])])
         if is_general is not None:
             raise failure
-        yield
+        yield None
         outcomes = yield from _halved(work, traces, failure)
         failed = [(t, o) for t, o in zip(traces, outcomes, strict=True) if isinstance(o, Exception)]
         in_a_row = self._in_a_row + len(failed) if len(failed) == len(traces) else 0
@@ -272,6 +271,6 @@ def _halved(work: Work[T], traces: Sequence[Trace], failure: Exception) -> Parts
     outcomes: list[T | Exception] = []
     for part in (traces[:middle], traces[middle:]):
         found, again = yield from _attempt(work, part)
-        yield
+        yield None
         outcomes += found if again is None else (yield from _halved(work, part, again))
     return outcomes

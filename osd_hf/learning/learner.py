@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from inspect import GEN_RUNNING, getgeneratorstate
 from typing import Any
@@ -16,9 +16,10 @@ from osd_hf.config import OnlineConfig
 from osd_hf.errors import StateError
 from osd_hf.learning.activations import layers_of
 from osd_hf.learning.drafts import DomainDrafts
+from osd_hf.learning.faults import Parts
 from osd_hf.learning.gate import DROPPED_IN_A_ROW, LEAST_HELD_BACK, GateDecision, judge, regressed
-from osd_hf.learning.lesson import Lesson
-from osd_hf.learning.updater import Updater, UpdateReport, finish, make_accelerator
+from osd_hf.learning.lesson import HELD_BACK, Lesson
+from osd_hf.learning.updater import BACKWARD, Updater, UpdateReport, finish, make_accelerator
 from osd_hf.learning.weights import FALLBACK_K, Snapshot, is_finite
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.replay import replay_each
@@ -32,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 MOST_DECISIONS = 4096
 SCORED_AT_ONCE = {"idle": 1, "spread": 4, "interval": 32, "manual": 32}  # requests that are replayed
-Work = Generator[None, None, UpdateReport | None]
+REPLAY = 0.04  # of an optimizer step, about, that a request's replay is
+Work = Parts[UpdateReport | None]
 
 
 class DutyCycle:
@@ -85,8 +87,9 @@ class Learner:
         self._saved = 0.0  # seconds that the draft as it was would have needed more
         self._work: tuple[str | None, Work] | None = None
         self._spent = 0.0
-        # Parts that the last update had and that the one under way has had, and the requests that it is spread over.
-        self._parts_before, self._parts, self._requests_left = 2 * config.steps_per_update, 0, 0
+        # Of the update under way, in optimizer steps: what has been done, and what falls to the requests so far.
+        self._done = self._fallen_due = 0.0
+        self._whole = config.steps_per_update + 2 * HELD_BACK * REPLAY * config.gate
         self._scored_at_once = SCORED_AT_ONCE[config.update_strategy]
         self._k = config.compared_k or FALLBACK_K
         # Answers wait a second for a part: a replay by a smaller draft takes less, and a copy to stop in some of it.
@@ -239,23 +242,20 @@ class Learner:
                 self._work = lesson.domain, self._follow(lesson)
             elif (lesson := self.due()) is not None:
                 self._work = lesson.domain, self._update(lesson.domain, None)
-                self._parts = 0
-                self._requests_left = lesson.update_interval
+                self._done = self._fallen_due = 0.0
             else:
                 return None
             self._spent = 0.0
         domain, work = self._work
         self.whose = domain
-        self._parts += 1
         started = self._timer()
         try:
-            next(work)
+            self._done += next(work) or 0.0
         except StopIteration as done:
             self._work = None
             report: UpdateReport | None = done.value
             if report is None:
                 return None
-            self._parts_before = max(self._parts, self.config.steps_per_update)
             return replace(report, seconds=self._spent + self._timer() - started)
         except BaseException:
             self._work = None
@@ -285,7 +285,7 @@ class Learner:
                     finish(self._follow(lesson))
                 finally:
                     spent += self._took(lesson.domain, started, compared=True)
-                yield
+                yield None
             if self.config.update_strategy == "spread":
                 return (yield from self._advance())
             due = self.due()
@@ -294,30 +294,29 @@ class Learner:
             self.duty_cycle.worked(spent)
 
     def _advance(self) -> Work:
-        """The micro-steps of an update are spread over as many requests as lie between two; there are about as many
-        as the last one had. Returns the report where they were the last."""
+        """Of an update as many requests as lie between two take the same share each, in whole micro-steps. Returns the
+        report where one took the last of it."""
         if self.is_paused or self.duty_cycle.rest_seconds() > 0:
             return None
         if self._due() is None and (self._work is None or not self.lessons[self._work[0]].effort.is_cheap):
             return None  # another draft does not wait until this one's requests have paid
         started = self._timer()
-        report = self.step()
-        if self._work is None:  # done, or paused meanwhile
-            return report
-        # Traffic may have changed since the update began.
-        self._requests_left = min(self._requests_left, self.lessons[self._work[0]].update_interval)
-        missing = max(self._parts_before - self._parts + 1, 1)
-        share = -(-missing // self._requests_left)
-        is_last = self._requests_left == 1
+        report = self.step() if self._work is None else None  # begins, or compares
+        if self._work is not None:  # traffic may have changed since the update began
+            self._fallen_due += self._whole / self.lessons[self._work[0]].update_interval
         try:
-            while self._work is not None and (is_last or share > 1):
-                yield
-                share -= 1
+            while self._work is not None and self._is_behind():
+                yield None
                 report = self.step()
-            self._requests_left -= 1
         finally:
             self.duty_cycle.worked(self._timer() - started)
         return report
+
+    def _is_behind(self) -> bool:
+        """Whether a part of the update under way is to be done, to come as close to what has fallen due as it may;
+        the last request takes all that is left."""
+        is_last = self._fallen_due > self._whole - 1e-6
+        return is_last or self._fallen_due - self._done > BACKWARD / 2
 
     def update(self, domain: str | None = None, steps: int | None = None) -> UpdateReport:
         """One update of a draft, at once; that of an update under way comes first."""
@@ -354,7 +353,7 @@ class Learner:
         for domain in self.drafts.learning:
             self.updater(domain).restart(self.drafts.serving_snapshot(domain))
 
-    def _update(self, domain: str | None, steps: int | None) -> Generator[None, None, UpdateReport]:
+    def _update(self, domain: str | None, steps: int | None) -> Parts[UpdateReport]:
         lesson = self.lessons[domain]
         newest = lesson.begin_update()  # those that arrive meanwhile are for the next update
         updater = self.updater(domain)
@@ -398,7 +397,7 @@ class Learner:
 
     def _judge(
         self, lesson: Lesson, version: int, snapshot: Snapshot
-    ) -> Generator[None, None, tuple[GateDecision, dict[Trace, AcceptanceStats]]]:
+    ) -> Parts[tuple[GateDecision, dict[Trace, AcceptanceStats]]]:
         """Whether a version may serve, by what it and the one that serves make of the requests held back; and what it
         makes of each of them."""
         domain, updater, scores = lesson.domain, self.updater(lesson.domain), lesson.scores
@@ -429,7 +428,7 @@ class Learner:
                     lesson.choice.add(trace, original, original)
         return judge(version, serving, domain, list(after), before, list(after.values())), after
 
-    def _follow(self, lesson: Lesson) -> Generator[None, None, None]:
+    def _follow(self, lesson: Lesson) -> Parts[None]:
         """Compare what has arrived and, after as many requests as lie between two updates at full effort, watch: also
         where updates are rare."""
         if lesson.may_wait():
@@ -439,7 +438,7 @@ class Learner:
         if len(lesson.unwatched) >= self.config.update_interval:
             yield from self._watch(lesson)
 
-    def _compare(self, lesson: Lesson) -> Generator[None, None, None]:
+    def _compare(self, lesson: Lesson) -> Parts[None]:
         """Score the requests that have arrived by the draft as it was and by the one that serves, for the choice
         between the two."""
         domain, version = lesson.domain, self.drafts.serving_version(lesson.domain)
@@ -474,7 +473,7 @@ class Learner:
         is_usual = "num_assistant_tokens" not in trace.sampling and self.drafts.translation is None
         return is_plain and is_usual and self._k == self.config.num_assistant_tokens
 
-    def _watch(self, lesson: Lesson) -> Generator[None, None, None]:
+    def _watch(self, lesson: Lesson) -> Parts[None]:
         """Let an earlier version serve again where the one that serves is accepted less, on what it has served."""
         domain, version = lesson.domain, self.drafts.serving_version(lesson.domain)
         if not self.config.gate or version == 0:
@@ -514,9 +513,7 @@ class Learner:
             lesson.effort.renew()
         self._decided(decision)
 
-    def _scored(
-        self, lesson: Lesson, draft: Any, traces: Sequence[Trace]
-    ) -> Generator[None, None, list[AcceptanceStats | None]]:
+    def _scored(self, lesson: Lesson, draft: Any, traces: Sequence[Trace]) -> Parts[list[AcceptanceStats | None]]:
         """What a draft, or a version's weights, make of each trace; `None` for one that cannot be replayed and was set
         aside."""
         updater = self.updater(lesson.domain)
@@ -528,7 +525,7 @@ class Learner:
                     traces[first : first + self._scored_at_once],
                     updater.readable,
                 )
-                yield
+                yield REPLAY * len(traces[first : first + self._scored_at_once])
         finally:
             self.drafts.end_trial()
         if None in scores:

@@ -7,7 +7,7 @@ import logging
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from osd_hf.drafting.vocabulary import TrafficVocabulary
 from osd_hf.errors import StateError
 from osd_hf.learning.draft_choice import Choice
 from osd_hf.learning.effort import Effort
-from osd_hf.learning.faults import SetAside
+from osd_hf.learning.faults import Parts, SetAside
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.trace import Trace
 from osd_hf.utils.disk import in_child, renewing
@@ -300,7 +300,7 @@ class Lesson:
                     self.pending.remove(trace)
         self.buffer.extend(self.still_good(learned))
 
-    def sound(self, traces: Iterable[Trace], accepts: Callable[[Trace], object]) -> Generator[None, None, list[Trace]]:
+    def sound(self, traces: Iterable[Trace], accepts: Callable[[Trace], object]) -> Parts[list[Trace]]:
         """Those of the lesson's traces that `accepts` does not set aside; the others are let go. Yields after each
         that is looked at for the first time: all of its rows, which never change, are read then."""
         with self.lock:
@@ -309,7 +309,7 @@ class Lesson:
             if trace not in self.looked_at:
                 accepts(trace)
                 self.looked_at.add(trace)
-                yield
+                yield None
         sound = self.still_good(found)
         if len(sound) < len(found):
             self.forget_set_aside()

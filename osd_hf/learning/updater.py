@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Container, Generator, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from osd_hf.chunked_loss import SampledTail, divergence_sum, stored_rows
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, StateError, UnsupportedModelError, is_out_of_memory
 from osd_hf.learning.activations import LEAST_TOKENS, Activations, computed_again, layers_of, num_tokens, shortened
-from osd_hf.learning.faults import Readable
+from osd_hf.learning.faults import Parts, Readable
 from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.lesson import Lesson
 from osd_hf.learning.optimizer import make_optimizers
@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 NOT_FINITE = "loss or gradient is not finite"
+BACKWARD = 0.85  # of an optimizer step, about, that forwards and backwards of its batch are
 
 
 @dataclass(frozen=True)
@@ -174,12 +175,11 @@ class Updater:
         steps (`config.steps_per_update` by default); raises ConfigError if `steps` is below 1."""
         return finish(self.micro_steps(steps))
 
-    def micro_steps(
-        self, steps: int | None = None, newest: Sequence[Trace] | None = None
-    ) -> Generator[None, None, UpdateReport]:
-        """[`~Updater.update`] in parts: yields after the backward of each micro-batch and after each optimizer step,
-        in whatever mode the caller is; whoever stops in between, or a failure, leaves the weights of the last whole
-        step, and all requests. Learns from `newest` of the pending requests, by default from all."""
+    def micro_steps(self, steps: int | None = None, newest: Sequence[Trace] | None = None) -> Parts[UpdateReport]:
+        """[`~Updater.update`] in parts: yields after the backward of each micro-batch and after each optimizer step
+        how much of such a step that was, in whatever mode the caller is; whoever stops in between, or a failure,
+        leaves the weights of the last whole step, and all requests. Learns from `newest` of the pending requests, by
+        default from all."""
         if steps is not None and steps < 1:
             raise ConfigError(f"`steps` must be at least 1, got {steps}.")
         newest = self.lesson.still_good(list(self.lesson.pending) if newest is None else newest)
@@ -239,7 +239,7 @@ class Updater:
         ends = np.cumsum([min(len(trace), self.most_tokens) for trace in ordered])
         return ordered[: max(int(np.searchsorted(ends, most, side="right")), 1)]
 
-    def _step(self, traces: Sequence[Trace]) -> Generator[None, None, tuple[float | None, int]]:
+    def _step(self, traces: Sequence[Trace]) -> Parts[tuple[float | None, int]]:
         """
         One optimizer step; the loss (`None` if the step was dropped) and the number of positions.
 
@@ -259,14 +259,14 @@ class Updater:
                     self._take_step()
                 if size < min(self.micro_batch, len(traces)):
                     self.micro_batch = size  # more are too much
-                yield
+                yield 1 - BACKWARD
                 return value, total
             traceback.clear_frames(failure.__traceback__)  # they hold the memory that was too little
             with self._at_work():
                 self._zero_grad()
             suspects = traces
             if is_out_of_memory(failure):
-                yield
+                yield None
                 if len(under_way) > 1:
                     size = len(under_way) // 2
                     continue
@@ -306,9 +306,7 @@ class Updater:
                 optimizer.state.clear()
             raise
 
-    def _gradients(
-        self, traces: Sequence[Trace], total: int, size: int, under_way: list[Trace]
-    ) -> Generator[None, None, float]:
+    def _gradients(self, traces: Sequence[Trace], total: int, size: int, under_way: list[Trace]) -> Parts[float]:
         """Loss and clipped gradients of a batch with `total` positions, `size` requests at once at most, those
         `under_way`; raises FloatingPointError if they are not finite."""
         with self._at_work():
@@ -324,7 +322,7 @@ class Updater:
                 loss.backward()  # type: ignore[no-untyped-call]
                 value += float(loss.detach())
             self._backward_seconds = clock() - started
-            yield
+            yield BACKWARD * count / total
         under_way.clear()
         with self._at_work():
             if not (np.isfinite(value) and self._clip()):
@@ -345,7 +343,7 @@ class Updater:
         for indices in batches(traces, traces[0].vocab_size, min(size, len(traces)), self.activations.fit):
             yield [traces[i] for i in indices]
 
-    def _sound(self, traces: Sequence[Trace], seen: Mapping[Trace, Trace]) -> Generator[None, None, dict[Trace, bool]]:
+    def _sound(self, traces: Sequence[Trace], seen: Mapping[Trace, Trace]) -> Parts[dict[Trace, bool]]:
         """Which requests can be learned from, as they are `seen`; the others are set aside."""
         try:
             sound = yield from self.set_aside.isolate(
@@ -360,7 +358,7 @@ class Updater:
             self.lesson.forget_set_aside()
         return {trace: bool(is_sound) for trace, is_sound in zip(traces, sound, strict=True)}
 
-    def _tried(self, traces: Sequence[Trace]) -> Generator[None, None, list[bool]]:
+    def _tried(self, traces: Sequence[Trace]) -> Parts[list[bool]]:
         """Whether traces can be learned from: raises what a step on them would. Yields after each micro-batch."""
         for part in self._micro_batches(traces, self.micro_batch):
             with self._at_work(), computing():
@@ -371,7 +369,7 @@ class Updater:
                 if not all(bool(torch.isfinite(tensor).all()) for tensor in found):
                     raise FloatingPointError(NOT_FINITE)
                 self._zero_grad()
-            yield
+            yield None
         return [True] * len(traces)
 
     def _bounded_loss(self, traces: Sequence[Trace]) -> tuple[torch.Tensor, int]:
@@ -547,7 +545,7 @@ def trainable_parameters(model: Any, frozen: Container[str] = ()) -> dict[str, t
     return found
 
 
-def finish(work: Generator[None, None, T]) -> T:
+def finish(work: Parts[T]) -> T:
     """Run work that comes in parts to its end."""
     while True:
         try:
