@@ -118,6 +118,20 @@ def test_all_is_done_once_a_draft_could_save_what_it_takes() -> None:
     assert effort.share == 1
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_chance_does_not_bring_all_of_it_back(seed: int) -> None:
+    effort, rng = Effort(1 / 16), np.random.default_rng(seed)
+    for _ in range(SOON):
+        effort.took(0.1)
+        effort.add(of(0.3), of(0.3), 0.0, could_save=0.01)
+    for could_save in rng.exponential(0.07, size=20 * SOON):
+        effort.add(of(0.3), of(0.3), 0.0, could_save=float(could_save))
+    assert effort.share == 1 / 16
+    for could_save in rng.exponential(0.4, size=2 * SOON):
+        effort.add(of(0.3), of(0.3), 0.0, could_save=float(could_save))
+    assert effort.share == 1
+
+
 def test_what_no_draft_could_save_soon_may_be_much_in_time() -> None:
     effort = Effort(1 / 16)
     effort._requests = 40 * SOON

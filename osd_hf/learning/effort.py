@@ -19,7 +19,7 @@ STRIDE = 64  # requests between two decisions
 RECENT = 12  # requests by which a change of traffic shows
 FELL = 3.0  # standard errors
 WORSE = 4.0  # standard errors below the draft as it was
-SURELY = 2.0  # standard errors of what a rise saves
+SURELY = 2.0  # standard errors of what is saved, or could be
 HOPELESS = 0.25  # of what learning takes, that it has to save at best
 SOON = 16  # requests after which it may be seen that no draft could save enough
 TOO_DEAR = 0.5  # of what learning takes, that a draft which is nearly always right has to save
@@ -32,6 +32,11 @@ def _rise(values: NDArray[np.float64]) -> tuple[float, float]:
     return float(newer.mean() - older.mean()), math.sqrt((older.var() + newer.var()) / len(newer))
 
 
+def _surely(values: NDArray[np.float64]) -> float:
+    """What their mean is at least, but for chance."""
+    return float(values.mean() - SURELY * values.std() / math.sqrt(len(values)))
+
+
 class Effort:
     """
     Share of the configured updates that are done, between `least` and `most`. What learning has gained is known by
@@ -40,9 +45,9 @@ class Effort:
     again as there were, less two standard errors, is more than what learning took meanwhile, both in seconds; it is
     halved where it is not, and the least is done at once where even at best it saves next to nothing, as where past
     text proposes all. Nor is more done, from a few requests on, where a draft that is nearly always right would save
-    too little over as many requests again, as in large batches or beside past text, until one would save what it takes
-    at each request. Where the gain falls, or the draft as it was is the better one, traffic has changed, and the most
-    is done again.
+    too little over as many requests again, as in large batches or beside past text, until one would surely save what
+    it takes at each request. Where the gain falls, or the draft as it was is the better one, traffic has changed, and
+    the most is done again.
 
     At its least, an update goes on only after the requests since have paid for what it took, 3% of their seconds each,
     where it is known what serving takes. Comparing both drafts is not waited for: it tells when traffic changes.
@@ -90,7 +95,7 @@ class Effort:
             self._price = self._cost / self._undecided
             self.share, self._undecided, self._cost = self.least, 0, 0.0
             return
-        if self._price is not None and self._undecided >= SOON and could[-SOON:].mean() > self._price:
+        if self._price is not None and self._undecided >= SOON and _surely(could[-SOON:]) > self._price:
             self.renew()  # past text proposed what it does not any more
             return
         known = WINDOW if np.isfinite(saved).all() else 2 * WINDOW  # where nothing has a price, there is time to look
