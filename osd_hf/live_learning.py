@@ -85,11 +85,13 @@ class Traffic:
             self._own.began = time.perf_counter()
             yield
         finally:
-            release_team()
-            with self.changed:
-                self.requests -= 1
-                self._own.requests -= 1
-                self.changed.notify_all()
+            try:
+                release_team()
+            finally:
+                with self.changed:
+                    self.requests -= 1
+                    self._own.requests -= 1
+                    self.changed.notify_all()
 
 
 class LiveLearning:
@@ -149,7 +151,7 @@ class LiveLearning:
         self._telling = threading.Lock()  # held by who calls `on_update`
 
     def _begin_in_child(self) -> None:
-        if torch.get_num_threads() > 1:  # those of the parent's team are not here, and would be waited for
+        if torch.get_num_threads() > 1:  # those of a team that the parent could not end are not here to be waited for
             torch.set_num_threads(1)
         # A thread that is not here may have been in the middle of a step; what it left is not learned on from.
         self._is_torn = self._is_torn or self._learning.locked()
@@ -333,9 +335,11 @@ class LiveLearning:
                 self._is_torn = False
             yield is_mine
         finally:
-            if is_mine:
+            try:
                 release_team()
-                lock.release()
+            finally:
+                if is_mine:
+                    lock.release()
             self._wake()
 
     def _hurry(self, threads: int) -> None:
@@ -474,7 +478,8 @@ class LiveLearning:
         traffic = self.traffic
         if not self._must_wait():
             return
-        release_team()
+        if not (self._hurrying or self._is_stopped):
+            release_team()
         with traffic.changed:
             traffic.gives_way = True
             traffic.changed.notify_all()

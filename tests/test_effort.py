@@ -132,6 +132,18 @@ def test_chance_does_not_bring_all_of_it_back(seed: int) -> None:
     assert effort.share == 1
 
 
+def test_few_requests_that_a_draft_could_save_much_on_bring_all_of_it_back() -> None:
+    effort = Effort(1 / 16)
+    for _ in range(SOON):
+        effort.took(0.1)
+        effort.add(of(0.3), of(0.3), 0.0, could_save=0.01)
+    shares = []
+    for number in range(WINDOW):
+        effort.add(of(0.3), of(0.3), 0.0, could_save=3.2 * (number % 8 == 0))
+        shares.append(effort.share)
+    assert 1 in shares
+
+
 def test_what_no_draft_could_save_soon_may_be_much_in_time() -> None:
     effort = Effort(1 / 16)
     effort._requests = 40 * SOON

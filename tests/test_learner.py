@@ -558,6 +558,14 @@ def test_at_little_effort_updates_are_spread_over_all_requests_between_two(
     assert most <= 4
 
 
+def test_however_rare_updates_are_one_that_has_begun_comes_to_its_end(recorded: list[Trace]) -> None:
+    taught = at_least(replace(SPREAD, min_effort=1 / 256))
+    lesson = taught.lessons[None]
+    lesson.requests_waiting = lesson.update_interval - 8
+    assert lesson.update_interval == 1024
+    assert 16 < answered(taught, stream(recorded, 64), None)[0] < 40
+
+
 def test_an_update_that_has_begun_goes_on_at_once_when_traffic_changes(recorded: list[Trace]) -> None:
     taught = at_least(SPREAD, timer=Ticks())
     requests = stream(recorded, 60)

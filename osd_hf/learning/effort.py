@@ -95,7 +95,8 @@ class Effort:
             self._price = self._cost / self._undecided
             self.share, self._undecided, self._cost = self.least, 0, 0.0
             return
-        if self._price is not None and self._undecided >= SOON and _surely(could[-SOON:]) > self._price:
+        newest = (could[-SOON:], could[-self._undecided :])
+        if self._price is not None and self._undecided >= SOON and max(map(_surely, newest)) > self._price:
             self.renew()  # past text proposed what it does not any more
             return
         known = WINDOW if np.isfinite(saved).all() else 2 * WINDOW  # where nothing has a price, there is time to look

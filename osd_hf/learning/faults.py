@@ -20,7 +20,8 @@ from osd_hf.translation import Translation
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-# Of work that others may come between; after each it says how much of an optimizer step it was, if it took any time.
+# Of work that others may come between. After each it says how much of an optimizer step it was; `None`: next to
+# nothing, or what no update takes as a rule.
 Parts = Generator[float | None, None, T]
 Work = Callable[[Sequence[Trace]], Sequence[T] | Parts[Sequence[T]]]
 

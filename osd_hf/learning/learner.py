@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 MOST_DECISIONS = 4096
 SCORED_AT_ONCE = {"idle": 1, "spread": 4, "interval": 32, "manual": 32}  # requests that are replayed
 REPLAY = 0.04  # of an optimizer step, about, that a request's replay is
+LEAST_SHARE = 0.2  # of an optimizer step: what an answer takes of an update under way, however rare they are
 Work = Parts[UpdateReport | None]
 
 
@@ -300,11 +301,13 @@ class Learner:
             return None
         if self._due() is None and (self._work is None or not self.lessons[self._work[0]].effort.is_cheap):
             return None  # another draft does not wait until this one's requests have paid
-        started = self._timer()
-        report = self.step() if self._work is None else None  # begins, or compares
-        if self._work is not None:  # traffic may have changed since the update began
-            self._fallen_due += self._whole / self.lessons[self._work[0]].update_interval
+        started, report = self._timer(), None
         try:
+            if self._work is None:
+                report = self.step()  # begins
+            if self._work is not None:  # traffic may have changed since then
+                share = self._whole / self.lessons[self._work[0]].update_interval
+                self._fallen_due += max(share, LEAST_SHARE)
             while self._work is not None and self._is_behind():
                 yield None
                 report = self.step()

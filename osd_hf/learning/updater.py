@@ -369,7 +369,7 @@ class Updater:
                 if not all(bool(torch.isfinite(tensor).all()) for tensor in found):
                     raise FloatingPointError(NOT_FINITE)
                 self._zero_grad()
-            yield None
+            yield BACKWARD * len(part) / len(traces)
         return [True] * len(traces)
 
     def _bounded_loss(self, traces: Sequence[Trace]) -> tuple[torch.Tensor, int]:

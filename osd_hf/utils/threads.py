@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -73,8 +74,8 @@ def release_team() -> None:
     threads than there are cores, every team falls asleep between two operations, and small models are served at half
     their speed. So whoever stops computing gives its team back: a request, a part of an update, loading.
 
-    Of GNU's OpenMP, which torch comes with on Linux, by `omp_pause_resource_all` (OpenMP 5.0, section 3.2.44); nothing
-    happens with another one.
+    Of GNU's OpenMP (of GCC 9 or newer), which torch comes with on Linux, by `omp_pause_resource_all` (OpenMP 5.0,
+    section 3.2.44); nothing happens with another one.
     """
     for pause in _pauses():
         pause(SOFT)
@@ -83,13 +84,13 @@ def release_team() -> None:
 @functools.cache
 def _pauses() -> tuple[Callable[[int], int], ...]:
     """`omp_pause_resource_all` of each GNU OpenMP that this process has loaded."""
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return ()
-    found = {line.split(maxsplit=5)[-1] for line in lines if "/libgomp" in line}
-    loaded = (ctypes.CDLL(path) for path in sorted(found))
-    return tuple(library.omp_pause_resource_all for library in loaded if hasattr(library, "omp_pause_resource_all"))
+    pauses = []
+    with contextlib.suppress(OSError):  # not on Linux
+        lines = Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines()
+        for path in sorted({line.split(maxsplit=5)[-1] for line in lines if "/libgomp" in line}):
+            with contextlib.suppress(OSError, AttributeError):  # no library, or one of before; a file that is gone
+                pauses.append(ctypes.CDLL(path, os.RTLD_NOW | os.RTLD_NOLOAD).omp_pause_resource_all)
+    return tuple(pauses)
 
 
 if hasattr(os, "register_at_fork"):
