@@ -22,8 +22,9 @@ import torch
 from processes import run_python
 from transformers import GenerationMixin
 
-from osd_hf import OnlineAssistant, OnlineConfig, capture_traces
+from osd_hf import OnlineAssistant, OnlineConfig, capture_traces, live_learning
 from osd_hf.trace import Trace
+from osd_hf.utils import threads
 
 LONG = 120  # seconds; only ends a test that hangs
 
@@ -537,3 +538,20 @@ def test_who_stops_computing_gives_the_threads_of_its_team_back() -> None:
         "team": 2, "released": 0, "again": [2, 2.0, 2.0], "child": 0, "after the fork": 0, **served,
         "in the middle, spread": [2], "in the middle, idle": [0],
     }  # fmt: skip
+
+
+def test_a_library_that_cannot_be_loaded_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped = "7f00-7f01 r-xp 00000000 08:01 17 /nowhere/libgomp.so.1 (deleted)\n7f02-7f03 rw-p 00000000 00:00 0\n"
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: mapped)
+    assert threads._pauses.__wrapped__() == ()
+
+
+def test_no_request_counts_on_where_its_team_cannot_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise OSError
+
+    monkeypatch.setattr(live_learning, "release_team", fail)
+    traffic = live_learning.Traffic()
+    with pytest.raises(OSError), traffic.request():
+        assert traffic.requests == 1
+    assert (traffic.requests, traffic.own_requests) == (0, 0)
