@@ -20,8 +20,8 @@ from osd_hf.translation import Translation
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-# Of work that others may come between. After each it says how much of an optimizer step it was; `None`: next to
-# nothing, or what no update takes as a rule.
+# Work in parts, between which other work may run. After each part it yields how much of an optimizer step that was, or
+# `None` if it was next to nothing, or is seldom part of an update.
 Parts = Generator[float | None, None, T]
 Work = Callable[[Sequence[Trace]], Sequence[T] | Parts[Sequence[T]]]
 

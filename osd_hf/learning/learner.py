@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 MOST_DECISIONS = 4096
 SCORED_AT_ONCE = {"idle": 1, "spread": 4, "interval": 32, "manual": 32}  # requests that are replayed
 REPLAY = 0.04  # of an optimizer step, about, that a request's replay is
-LEAST_SHARE = 0.2  # of an optimizer step: what an answer takes of an update under way, however rare they are
+LEAST_SHARE = 0.2  # optimizer steps: an answer takes at least so much of an update under way
 Work = Parts[UpdateReport | None]
 
 
@@ -88,7 +88,7 @@ class Learner:
         self._saved = 0.0  # seconds that the draft as it was would have needed more
         self._work: tuple[str | None, Work] | None = None
         self._spent = 0.0
-        # Of the update under way, in optimizer steps: what has been done, and what falls to the requests so far.
+        # The progress of the update under way, in optimizer steps: how much is done, and how much is due by now.
         self._done = self._fallen_due = 0.0
         self._whole = config.steps_per_update + 2 * HELD_BACK * REPLAY * config.gate
         self._scored_at_once = SCORED_AT_ONCE[config.update_strategy]
@@ -295,8 +295,8 @@ class Learner:
             self.duty_cycle.worked(spent)
 
     def _advance(self) -> Work:
-        """Of an update as many requests as lie between two take the same share each, in whole micro-steps. Returns the
-        report where one took the last of it."""
+        """Take an answer's share of an update, in whole micro-steps. All requests between two updates have the same
+        share. Returns the report if the update has ended."""
         if self.is_paused or self.duty_cycle.rest_seconds() > 0:
             return None
         if self._due() is None and (self._work is None or not self.lessons[self._work[0]].effort.is_cheap):
@@ -316,8 +316,7 @@ class Learner:
         return report
 
     def _is_behind(self) -> bool:
-        """Whether a part of the update under way is to be done, to come as close to what has fallen due as it may;
-        the last request takes all that is left."""
+        """Whether the next part of the update under way is due. The last request takes all that is left."""
         is_last = self._fallen_due > self._whole - 1e-6
         return is_last or self._fallen_due - self._done > BACKWARD / 2
 

@@ -63,7 +63,6 @@ def choose_threads(
         threads = most if all_cores < CLEARLY * one else 1
         times = {"1": round(one, 4), str(most): round(all_cores, 4)}
     torch.set_num_threads(threads or 1)
-    release_team()
     return threads or 1, times
 
 
