@@ -1,43 +1,69 @@
-"""Streams of prompts: read from a file or the Hub, made into user turns, encoded."""
+"""Read prompts from a file or the Hub, put them into the chat template, and encode them."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import logging
+import re
 import string
-import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
+import pyarrow as pa
 from pyarrow import parquet
 
 from osd_hf.errors import ConfigError, DataError, first_line
 
-BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+logger = logging.getLogger(__name__)
+
+FILES = (".json", ".jsonl", ".parquet")
+MAX_LISTED_ROWS, MAX_LISTED_REASONS = 5, 4
+# Arguments of `apply_chat_template` that are set here, so they cannot be among a caller's `chat_template_kwargs`.
+OF_CHAT = {
+    "conversation", "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation",
+    "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+}  # fmt: skip
+NO_TEXT = "no text"
+
+
+class RowError(DataError):
+    """A row that cannot be used. The message is the reason, without the number of the row."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One user turn: the row of its source, the text without chat template, and a label."""
+    """
+    One user turn.
+
+    Args:
+        index (`int`): The row of its source, from 0.
+        text (`str`): The text without chat template.
+        domain (`str`, *optional*): A label.
+        problem (`str`, *optional*): Why the row cannot be used; the text is empty then.
+    """
 
     index: int
     text: str
     domain: str | None = None
+    problem: str | None = None
 
 
 @dataclass(frozen=True)
 class PromptSource:
     """
-    Where prompts come from and how a row becomes one.
+    A source of prompts, and how a row becomes a prompt.
 
     Args:
         location (`str`):
             A `.json`, `.jsonl` or `.parquet` file, a folder that `datasets.load_dataset` reads, or a Hub data set id.
         column (`str`, *optional*), template (`str`, *optional*):
-            Column of the prompt text; or a format string over the columns, in which a written `\\n` or `\\t` is a line
-            break or a tab.
+            Column of the prompt text; or a format string over the columns, such as `"db: {db}\\n{question}"` or
+            `"{messages[-1][content]}"`. A written `\\n` or `\\t` is a line break or a tab. Other braces, such as those
+            of JSON, are text.
         domain (`str`, *optional*), domain_column (`str`, *optional*):
             Label of all prompts; or the column that holds it.
         split (`str`, *optional*, defaults to `"train"`), subset (`str`, *optional*):
@@ -67,160 +93,415 @@ class PromptSource:
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """What is served: prompts with their token ids, in order, and how many were left out, as they have no text or
-    leave no room for an answer."""
+    """Prompts with their token ids, in order; and the rows that were left out, by reason."""
 
     prompts: tuple[tuple[Prompt, list[int]], ...]
-    skipped_empty: int
-    skipped_long: int
+    skipped: Mapping[str, Sequence[int]]
 
     @property
     def domains(self) -> list[str | None]:
         return [prompt.domain for prompt, _ in self.prompts]
 
 
+def list_skipped(skipped: Mapping[str, Sequence[int]]) -> str:
+    """List rows that are left out by reason, in a bounded length: a few row numbers for each of a few reasons."""
+    parts = []
+    for reason, rows in itertools.islice(skipped.items(), MAX_LISTED_REASONS):
+        more = len(rows) - MAX_LISTED_ROWS
+        numbers = ", ".join(map(str, rows[:MAX_LISTED_ROWS])) + (f" and {more} more" if more > 0 else "")
+        parts.append(f"row{'s' if len(rows) > 1 else ''} {numbers}: {reason}")
+    if others := sum(len(rows) for rows in itertools.islice(skipped.values(), MAX_LISTED_REASONS, None)):
+        parts.append(f"{others} more for other reasons")
+    return "; ".join(parts)
+
+
+# --- prompts of a source --------------------------------------------------------------------------------------------
+
+
 def read_prompts(source: PromptSource) -> Iterator[Prompt]:
     """
-    The prompts of a source in the order of its rows; a prompt of a row without text is empty.
+    Read the prompts of a source in the order of its rows. A row that cannot be used becomes a prompt with a `problem`.
 
-    The source is opened and its columns are checked by the call, rows are read as they are asked for.
+    The call opens the source and checks the columns. Only the columns that are needed are read.
 
     Raises:
-        DataError: a missing or unreadable file, an unknown data set or split, a missing column, no rows, a prompt that
-            is not text.
+        ConfigError: a template without a column.
+        DataError: a missing or unreadable file, an unknown data set or split, a missing column, no rows.
     """
-    rows = open_rows(source)
     template = source.template and source.template.replace("\\n", "\n").replace("\\t", "\t")
-    columns = [str(source.column)] if template is None else _columns(template)
+    named = [str(source.column)] if template is None else [n for f in FIELD.findall(template) for n in _names(f)]
     label = [] if source.domain_column is None else [source.domain_column]
-    wanted = dict.fromkeys([*columns, *label])
-    if missing := [name for name in wanted if name not in rows.column_names]:
+    known, rows = open_rows(source, {*named, *label})
+    form = None if template is None else _Template(template, known)
+    wanted = dict.fromkeys([*(named if form is None else form.columns), *label])
+    if missing := [name for name in wanted if name not in known]:
         raise DataError(
-            f"{source.location} has no column {', '.join(map(repr, missing))}; "
-            f"its columns are {', '.join(rows.column_names)}."
+            f"{source.location} has no column {', '.join(map(repr, missing))}; its columns are {', '.join(known)}."
         )
-    if len(rows) == 0:
-        raise DataError(f"{source.location} has no rows.")
-    return _prompts(rows.select_columns(list(wanted)), source, template, columns)
+    return _prompts(rows, source, form)
 
 
-def _prompts(rows: Iterable[Any], source: PromptSource, template: str | None, columns: list[str]) -> Iterator[Prompt]:
+def _prompts(rows: Iterable[Any], source: PromptSource, form: _Template | None) -> Iterator[Prompt]:
     for index, row in enumerate(rows):
-        values = [row[name] for name in columns]
-        if template is None and not isinstance(values[0], str | None):
-            raise DataError(
-                f"Row {index} of {source.location}: column {source.column!r} holds a {type(values[0]).__name__}, not "
-                "text. Name another column, or pick the text out with a template."
-            )
-        if None in values or not any(str(value).strip() for value in values):
-            text = ""
-        elif template is None:
-            text = values[0]
-        else:
-            try:
-                text = template.format(**row)
-            except (LookupError, ValueError, AttributeError) as error:
-                raise DataError(f"Row {index} of {source.location} does not fit the template: {error!r}.") from error
-        label = row[source.domain_column] if source.domain_column is not None else source.domain
-        yield Prompt(index, text, None if label is None else str(label))
+        text, problem, label = "", None, source.domain
+        try:
+            if isinstance(row, RowError):
+                raise row
+            label = source.domain if source.domain_column is None else row.get(source.domain_column)
+            text = prompt_text(row.get(source.column), source.column) if form is None else form.fill(row)
+        except RowError as error:
+            problem = str(error)
+        yield Prompt(index, text, None if label is None else str(label), problem)
 
 
-def _columns(template: str) -> list[str]:
-    """The columns that a format string names."""
+def prompt_text(value: Any, name: str | None) -> str:
+    """Return the text of a column or field, which may be a list of text parts; raises RowError."""
+    if value is None:
+        raise RowError(f"`{name}` is null")
+    if not isinstance(value, str):
+        try:
+            value = content_text(value)
+        except RowError:
+            raise RowError(f"`{name}` holds a {type(value).__name__}, not text") from None
+    if not is_text(value):
+        raise RowError(f"`{name}` holds half a character (a surrogate that stands alone)")
+    if not value.strip():
+        raise RowError(NO_TEXT)
+    return value
+
+
+FIELD = re.compile(r"\{([^{}]+)\}")
+PATH = re.compile(r"([^.\[\]]+)((?:\.\w+|\[[^\[\]]+\])*)")
+STEP = re.compile(r"[\w-]+|(?<=\[)[^\[\]]+")
+
+
+def _names(field: str) -> list[str]:
+    """Return the column names that the text between two braces could mean: `a.b:>3` may be a column or its part."""
+    path = re.split("[!:]", field, maxsplit=1)[0]
+    return list(dict.fromkeys([field, path, re.split(r"[.\[]", path, maxsplit=1)[0]]))
+
+
+class _Template:
+    """
+    A prompt template over columns. `{name}` is a field where a column has this name or the name is an identifier; all
+    other braces are text. Doubled braces stand for single ones if the whole template is a Python format string over
+    columns; otherwise they are text too, so that JSON can be written as it is.
+
+    Raises:
+        ConfigError: the template has no field.
+    """
+
+    def __init__(self, template: str, known: Collection[str]) -> None:
+        self._text, self._known = template, known
+        try:
+            named = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+            is_format = all(name and self._field(name) for name in named)
+        except ValueError:
+            is_format = False
+        fields = [self._field(field) for field in (named if is_format else FIELD.findall(template))]
+        self.columns = list(dict.fromkeys(field[0] for field in fields if field is not None))
+        if not self.columns:
+            raise ConfigError(f"The prompt template {template!r} must name columns, such as '{{question}}'.")
+        self._pattern = re.compile((r"\{\{|\}\}|" if is_format else "") + FIELD.pattern)
+
+    def _field(self, field: str) -> tuple[str, list[str], str | None, str] | None:
+        """Split a field into column, steps inside of its value, conversion and format; `None` for other text."""
+        if field in self._known:
+            return field, [], None, ""
+        path, mark, rest = re.fullmatch(r"([^!:]*)([!:]?)(.*)", field, re.DOTALL).groups()  # type: ignore[union-attr]
+        conversion, _, spec = rest.partition(":") if mark == "!" else ("", "", rest)
+        if path in self._known:
+            return path, [], conversion or None, spec
+        found = PATH.fullmatch(path)
+        if found is None or not (found[1] in self._known or found[1].isidentifier()):
+            return None
+        return found[1], STEP.findall(found[2]), conversion or None, spec
+
+    def fill(self, row: Mapping[str, Any]) -> str:
+        """Return the prompt of a row; raises RowError."""
+        texts = list[str]()
+
+        def written(found: re.Match[str]) -> str:
+            if found[0] in ("{{", "}}"):
+                return found[0][0]
+            field = self._field(found[1])
+            if field is None:
+                return found[0]
+            texts.append(_written(row, *field))
+            return texts[-1]
+
+        text = self._pattern.sub(written, self._text)
+        return prompt_text(text if any(map(str.strip, texts)) else "", "template")
+
+
+def _written(row: Mapping[str, Any], column: str, steps: list[str], conversion: str | None, spec: str) -> str:
+    value = row.get(column)
     try:
-        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
-    except ValueError as error:
-        raise ConfigError(f"The prompt template {template!r} is no format string: {error}.") from error
-    columns = [name.split(".")[0].split("[")[0] for name in names]
-    if not columns or not all(columns):
-        raise ConfigError(f"The prompt template {template!r} must name columns, such as '{{question}}'.")
-    return list(dict.fromkeys(columns))
+        for step in steps:
+            value = value[int(step) if isinstance(value, list | tuple) else step]  # type: ignore[index]
+        if value is None:
+            raise RowError(f"`{column}` is null")
+        if isinstance(value, list | dict) and conversion is None:
+            value = prompt_text(value, column)
+        return format(string.Formatter().convert_field(value, conversion), spec)
+    except (LookupError, ValueError, TypeError) as error:
+        if isinstance(error, RowError):
+            raise
+        raise RowError(f"it does not fit the template ({type(error).__name__}: {first_line(error)})") from error
 
 
-def open_rows(source: PromptSource) -> Any:
-    """The rows of a file or Hub data set, a `datasets.Dataset`; raises DataError where they cannot be read."""
-    import datasets
+# --- rows of a source -----------------------------------------------------------------------------------------------
 
+
+def open_rows(source: PromptSource, columns: Collection[str]) -> tuple[list[str], Iterable[Any]]:
+    """
+    Open a file or Hub data set.
+
+    Args:
+        source (`PromptSource`): Where the rows are.
+        columns (`Collection[str]`): What is read of each row, as far as it is there.
+
+    Returns:
+        `tuple[list[str], Iterable[Any]]`: the names of all columns, and the rows as mappings. A row of a JSON file
+        that cannot be parsed is a `RowError`.
+
+    Raises:
+        DataError: the source cannot be read, or has no rows.
+    """
     path = Path(source.location)
-    builder = BUILDERS.get(path.suffix.lower())
-    if builder is not None and not path.is_file():
+    kind = path.suffix.lower()
+    if kind in FILES and not path.is_file():
         raise DataError(f"There is no file {source.location}.")
-    if path.is_file() and builder is None:
-        raise DataError(f"{source.location} is none of {', '.join(BUILDERS)}.")
-    if builder is not None and path.stat().st_size == 0:
+    if path.is_file() and kind not in FILES:
+        raise DataError(f"{source.location} is none of {', '.join(FILES)}.")
+    if kind in FILES and path.stat().st_size == 0:
         raise DataError(f"{source.location} is empty.")
     try:
-        if builder is None:
-            return datasets.load_dataset(source.location, source.subset, split=source.split)
-        return _open_file(path, builder)
-    except (OSError, ValueError, LookupError, RuntimeError, ImportError, datasets.exceptions.DatasetsError) as error:
+        if kind not in FILES:
+            names, count, rows = _hub_rows(source, columns)
+        elif kind == ".parquet":
+            file = parquet.ParquetFile(path)
+            names, count = file.schema_arrow.names, file.metadata.num_rows
+            rows = _parquet_rows(file, source.location, [name for name in names if name in columns])
+        else:
+            names, rows = _json_rows(path, columns)
+            count = len(rows)
+    except (OSError, ValueError, LookupError, RuntimeError, ImportError, pa.ArrowException) as error:
         raise DataError(f"{source.location} cannot be read: {first_line(error.__cause__ or error)}.") from error
+    if not count:
+        raise DataError(f"{source.location} has no rows.")
+    return names, rows
 
 
-def _open_file(path: Path, builder: str) -> Any:
+def _hub_rows(source: PromptSource, columns: Collection[str]) -> tuple[list[str], int, Iterable[Any]]:
     import datasets
 
-    shows_bars, verbosity = not datasets.utils.are_progress_bars_disabled(), datasets.logging.get_verbosity()
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what is wrong is said once, by the error raised
     try:
-        if builder == "parquet" and parquet.read_metadata(path).num_rows == 0:
-            return datasets.Dataset(parquet.read_table(path))  # which the builder takes for broken
-        # A cache of its own: prompts are users' words, and a changed file must not be answered from an old copy.
-        with tempfile.TemporaryDirectory() as cache:
-            return datasets.load_dataset(
-                builder, data_files=str(path), split="train", cache_dir=cache, keep_in_memory=True
-            )
-    finally:
-        datasets.logging.set_verbosity(verbosity)
-        if shows_bars:
-            datasets.enable_progress_bars()
+        rows = datasets.load_dataset(source.location, source.subset, split=source.split)
+    except datasets.exceptions.DatasetsError as error:
+        raise ValueError(first_line(error)) from error.__cause__
+    names = list(rows.column_names)
+    return names, len(rows), rows.select_columns([name for name in names if name in columns])
 
 
-def encode_turn(tokenizer: Any, text: str, *, chat_template: bool = True) -> list[int]:
-    """Token ids of a user turn: through the chat template where the target's tokenizer has one, otherwise, and with
-    `chat_template=False`, of the plain text."""
+def _parquet_rows(file: parquet.ParquetFile, location: str, columns: list[str]) -> Iterator[Any]:
+    try:
+        for batch in file.iter_batches(columns=columns):
+            yield from batch.to_pylist()
+    except (OSError, ValueError, OverflowError, pa.ArrowException) as error:
+        raise DataError(f"{location} cannot be read: {first_line(error)}.") from error
+
+
+def _json_rows(path: Path, columns: Collection[str]) -> tuple[list[str], list[Any]]:
+    """Parse a JSON file without guessing types: a column may change its type, and text that looks like a date is text.
+    Raises ValueError if nothing in it is a JSON object."""
+    names, rows = dict[str, None](), list[Any]()
+    for value in _json_values(path):
+        row = {"text": value} if isinstance(value, str) else value
+        if isinstance(row, dict):
+            names |= dict.fromkeys(row)
+            row = {name: row.get(name) for name in columns}
+        elif not isinstance(row, RowError):
+            row = RowError(f"it is a {type(row).__name__}, not a JSON object")
+        rows.append(row)
+    if rows and not names:
+        raise ValueError(str(rows[0]))
+    return list(names), rows
+
+
+def _json_values(path: Path) -> Iterator[Any]:
+    """Yield the values of a list, or of one value a line; a RowError in place of what cannot be parsed."""
+    with path.open("rb") as lines:
+        document = _parsed(lines.read()) if _is_document(path) else None
+        if isinstance(document, list):
+            yield from document
+        elif isinstance(document, dict):
+            yield document
+        else:
+            lines.seek(0)
+            yield from (_parsed(line) for line in lines if line.strip())
+
+
+def _is_document(path: Path) -> bool:
+    """Return whether a file begins as one JSON value rather than a value a line."""
+    with path.open("rb") as file:
+        return path.suffix.lower() == ".json" or file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
+
+
+def _parsed(text: bytes) -> Any:
+    try:
+        return json.loads(text.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        return RowError("it is no UTF-8 text")
+    except json.JSONDecodeError as error:
+        return RowError(f"it is no JSON: {error.msg}")
+    except (ValueError, RecursionError) as error:  # an endless number; brackets in brackets
+        return RowError(f"it is no JSON: {first_line(error)}")
+
+
+# --- chats ----------------------------------------------------------------------------------------------------------
+
+
+def is_text(value: Any) -> TypeGuard[str]:
+    """Return whether a value is text that can be encoded: JSON can hold halves of characters."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
+
+
+def content_text(content: Any) -> str:
+    """Return the text of a message's content: a text, or a list of parts of the type `text`; raises RowError."""
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+        if not all(map(is_text, parts)):
+            raise RowError("may hold parts of the type `text` alone")
+        content = "".join(map(str, parts))
+    if not is_text(content):
+        raise RowError("must be a text, or a list of parts of the type `text`")
+    return content
+
+
+def chat_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    Return a message as chat templates read it: without null fields, the content in one text, and the arguments of tool
+    calls parsed. The content of an assistant or a tool may be null.
+
+    Raises:
+        RowError: the content is no text. The message of the error continues "`content` ...".
+    """
+    turn = {name: value for name, value in message.items() if value is not None}
+    turn["content"] = content_text(turn.get("content", "" if turn.get("role") in ("assistant", "tool") else None))
+    calls = turn.pop("tool_calls", None)
+    if calls:
+        turn["tool_calls"] = [_parsed_call(call) for call in calls] if isinstance(calls, list) else calls
+    return turn
+
+
+def _parsed_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    arguments = _parsed(function["arguments"].encode(errors="replace"))
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def render_chat(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None,
+    **how: Any,
+) -> str:  # fmt: skip
+    """
+    Return the text of messages in the tokenizer's chat template.
+
+    Raises:
+        ConfigError: `chat_template_kwargs` holds an argument that is set here.
+        RowError: the template cannot take the messages.
+    """
+    if fixed := OF_CHAT.intersection(chat_template_kwargs or ()):
+        raise ConfigError(f"`chat_template_kwargs` must not hold `{min(fixed)}`, which is set already. Leave it out.")
+    try:
+        text: str = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, **how, **(chat_template_kwargs or {})
+        )
+    except Exception as error:  # templates raise errors of any type
+        raise RowError(f"the chat template cannot take it ({type(error).__name__}: {first_line(error)})") from error
+    return text
+
+
+def encode_turn(
+    tokenizer: Any, text: str, *, chat_template: bool = True, chat_template_kwargs: Mapping[str, Any] | None = None
+) -> list[int]:
+    """
+    Return the token ids of a user turn.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`), text (`str`): The target's tokenizer, and what the user says.
+        chat_template (`bool`, *optional*, defaults to `True`):
+            Put the text into the chat template if the tokenizer has one; otherwise encode the plain text.
+        chat_template_kwargs (`Mapping[str, Any]`, *optional*):
+            What the chat template reads, such as `enable_thinking`.
+
+    Raises:
+        ConfigError: `chat_template_kwargs` without a chat template, or with what is set here.
+        RowError: the template cannot take the text.
+    """
     if chat_template and getattr(tokenizer, "chat_template", None):
         turn = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+        text = render_chat(tokenizer, turn, chat_template_kwargs, add_generation_prompt=True)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if chat_template_kwargs:
+        why = "the tokenizer has none" if chat_template else "prompts are plain text here"
+        raise ConfigError(f"`chat_template_kwargs` are for a chat template, and {why}. Leave them out.")
     return list(tokenizer(text)["input_ids"])
 
 
 def encode_prompts(
     prompts: Iterable[Prompt], tokenizer: Any, *, limit: int | None = None, max_prompt_tokens: int | None = None,
-    chat_template: bool = True,
+    chat_template: bool = True, chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> EncodedPrompts:  # fmt: skip
     """
-    Encode prompts until there are enough of them; those without text or too long are left out and counted.
+    Encode prompts until there are enough of them. Prompts that cannot be used or are too long are left out, and the
+    log lists them once.
 
     Args:
         prompts (`Iterable[Prompt]`): Read only as far as needed.
-        tokenizer (`PreTrainedTokenizerBase`), chat_template (`bool`, *optional*, defaults to `True`):
+        tokenizer (`PreTrainedTokenizerBase`), chat_template (`bool`, *optional*, defaults to `True`),
+        chat_template_kwargs (`Mapping[str, Any]`, *optional*):
             As for [`encode_turn`].
         limit (`int`, *optional*), max_prompt_tokens (`int`, *optional*):
             How many prompts are wanted, and the tokens of the longest one.
 
     Raises:
-        DataError: nothing is left.
+        ConfigError: as [`encode_turn`] does.
+        DataError: no prompt can be used.
     """
     encoded: list[tuple[Prompt, list[int]]] = []
-    empty = long = 0
+    skipped: dict[str, list[int]] = {}
     for prompt in prompts:
         if limit is not None and len(encoded) == limit:
             break
-        ids = encode_turn(tokenizer, prompt.text, chat_template=chat_template) if prompt.text.strip() else []
-        if not ids:
-            empty += 1
-        elif max_prompt_tokens is not None and len(ids) > max_prompt_tokens:
-            long += 1
+        try:
+            if prompt.problem is not None:
+                raise RowError(prompt.problem)
+            ids = []
+            if prompt.text.strip():
+                ids = encode_turn(
+                    tokenizer, prompt.text, chat_template=chat_template, chat_template_kwargs=chat_template_kwargs
+                )
+            if not ids:
+                raise RowError(NO_TEXT)
+            if max_prompt_tokens is not None and len(ids) > max_prompt_tokens:
+                raise RowError(f"more than the {max_prompt_tokens} tokens that there is room for")
+        except RowError as error:
+            skipped.setdefault(str(error), []).append(prompt.index)
         else:
             encoded.append((prompt, ids))
     if not encoded:
-        raise DataError(
-            f"There is nothing to serve: {empty} prompts without text, {long} longer than {max_prompt_tokens} tokens."
-        )
-    return EncodedPrompts(tuple(encoded), empty, long)
+        raise DataError(f"No prompt can be used: {list_skipped(skipped) or 'there is none'}.")
+    if skipped:
+        count = sum(map(len, skipped.values()))
+        logger.warning("Skipped %d prompt%s: %s.", count, "s" if count > 1 else "", list_skipped(skipped))
+    return EncodedPrompts(tuple(encoded), skipped)
 
 
 def fingerprint(prompts: Sequence[tuple[Prompt, list[int]]]) -> str:

@@ -106,7 +106,7 @@ def run_arguments(pair, rows, folder):
         ({"--domain-column": "kind"}, "no column 'kind'"),
         ({"--domain": "x", "--domain-column": "n"}, "one of them"),
         ({"--max-new-tokens": "256"}, "leave no room for a prompt: the models have 256 positions"),
-        ({"--max-new-tokens": "250"}, "There is nothing to serve: 0 prompts without text, 2 longer than 6 tokens"),
+        ({"--max-new-tokens": "250"}, "No prompt can be used: rows 0, 1: more than the 6 tokens"),
         ({"--max-new-tokens": "0"}, "--max-new-tokens must be at least 1"),
         ({"--save-every": "0"}, "--save-every must be at least 1"),
         ({"--max-grad-norm": "inf"}, "`max_grad_norm` must be a positive number"),

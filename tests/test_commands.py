@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import models
 import pytest
 import yaml
 from saved_pair import save_pair
@@ -20,10 +21,11 @@ from starlette.testclient import TestClient
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from waiting import LONG
 
-from osd_hf import CorrectionStore, OnlineAssistant, OnlineConfig, record_traces
+from osd_hf import ConfigError, CorrectionStore, OnlineAssistant, OnlineConfig, record_traces
 from osd_hf.cli import arguments as read
 from osd_hf.cli import flags
 from osd_hf.cli.arguments import GONE, RENAMED, add_flags, read_arguments
+from osd_hf.cli.distill import read_settings
 from osd_hf.cli.main import COMMANDS, MODULES, _asked, main
 from osd_hf.prompts import PromptSource, encode_turn, read_prompts
 from osd_hf.serving.listener import Running
@@ -45,6 +47,7 @@ NEEDED = {  # by commands that name something in any case
 VALUES = {  # where a number plus one or a word will not do
     "divergence": "reverse_kl", "json": "-", "learner_device": "cpu", "max_effort": 2.0, "api_key": "k",
     "num_assistant_tokens": 3, "num_layers": 2, "max_steps": 2, "max_draft_bytes": 9,
+    "chat_template_kwargs": '{"enable_thinking": false}',
 }  # fmt: skip
 # What one command makes of the settings of a whole class: all flags but those of trl, whose parser is `distill`'s.
 KINDS = {
@@ -113,6 +116,32 @@ def test_every_flag_changes_the_settings_by_both_spellings_and_by_a_file(command
             file = tmp_path / f"{name}.yaml"
             file.write_text(yaml.safe_dump({name: value}))
             assert settings_of(command, *rest, "--config", str(file)) == settings, name
+
+
+def test_settings_of_the_chat_template_are_a_json_object_or_a_mapping_of_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, known = tmp_path / "settings.yaml", {"enable_thinking": False, "depth": [1]}
+    file.write_text(yaml.safe_dump({"chat_template_kwargs": known}))
+    for given in (["--chat-template-kwargs", json.dumps(known)], ["--config", str(file)]):
+        assert settings_of("run", *given).chat_template_kwargs == known
+        assert read_settings(given).chat_template_kwargs == known
+    for wrong in ("enable_thinking", "[1]"):
+        with pytest.raises(SystemExit):
+            settings_of("run", "--chat-template-kwargs", wrong)
+        assert "--chat-template-kwargs: it must be a JSON object, got" in capsys.readouterr().err
+        with pytest.raises(ConfigError, match="it must be a JSON object, got"):
+            read_settings(["--chat-template-kwargs", wrong])
+
+
+@pytest.mark.parametrize("command", ["collect", "doctor", "draft", "run"])
+def test_settings_of_the_chat_template_change_the_prompts(command: str, tmp_path: Path) -> None:
+    path, tokenizer = tmp_path / "rows.jsonl", models.tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }}{{ mark }}"
+    path.write_text('{"question": "abc"}\n')
+    given = ["--prompts", str(path), "--column", "question", "--chat-template-kwargs", '{"mark": "M"}']
+    encoded = settings_of(command, *NEEDED.get(command, ()), *given).encode_prompts(tokenizer, None, limit=None)
+    assert [tokenizer.decode(ids) for _, ids in encoded.prompts] == ["abcM"]
 
 
 def test_a_shell_completes_every_command_and_flag(

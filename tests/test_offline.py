@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import string
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -786,28 +788,134 @@ def test_a_chat_answer_ends_where_the_target_ends_it() -> None:
     assert completion == [*tokenizer("de")["input_ids"], tokenizer.eos_token_id]
 
 
+USER, ANSWER = {"role": "user", "content": "abc"}, {"role": "assistant", "content": "de"}
+UNUSABLE: list[tuple[Any, str]] = [
+    ({"messages": "abc"}, "must both be text, token ids or messages, got str"),
+    ({"messages": ["hello"]}, "must both be .*, got list of str"),
+    ({"messages": []}, "there is no message"),
+    ({"messages": None}, "needs the columns `prompt`.*with a value are none"),
+    ({"messages": [ANSWER]}, "there is no message before the answer"),
+    ({"messages": [{"role": "system", "content": "a"}]}, "only a system message"),
+    ({"messages": [{"role": "system", "content": "a"}, ANSWER]}, "only a system message"),
+    ({"messages": [USER, {"role": "assistant", "content": None}]}, "the answer is empty"),
+    ({"messages": [USER, {"role": "assistant", "content": ""}]}, "the answer is empty"),
+    ({"messages": [{"role": "user", "content": None}]}, "`content` of message 0 must be a text"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "the type `text` alone"),
+    ({"messages": [{"from": "human", "value": "a"}]}, "message 0 needs a `role` and `content`; it has from, value"),
+    ({"messages": [USER], "tools": "{"}, "`tools` is no JSON"),
+    ({"messages": [USER], "tools": 5}, "`tools` must be a list, got int"),
+    ({"messages": [USER], "chat_template_kwargs": []}, "`chat_template_kwargs` must be a dict"),
+    ({"messages": [USER], "chat_template_kwargs": {"fail": 1}}, "chat template cannot take it .*no way"),
+    ({"messages": [USER], "chat_template_kwargs": {"other": 1}}, "chat template cannot take it .UndefinedError"),
+    ({"text": "abc"}, "needs the columns `prompt`.*with a value are text"),
+    ("abc", "it is a str"),
+    ({"prompt": [5], "completion": []}, "the completion is empty"),
+    ({"prompt": "a", "completion": ""}, "the completion is empty"),
+    ({"prompt": []}, "the prompt is empty"),
+    ({"prompt": ""}, "the prompt is empty"),
+    ({"prompt": "a\ud83d"}, "`prompt` holds half a character"),
+    ({"prompt": "a", "completion": [5]}, "must both be text, token ids or messages"),
+    ({"prompt": [5], "completion": "a"}, "must both be text, token ids or messages"),
+    ({"prompt": [USER], "completion": "a"}, "got list of dict and str"),
+    ({"prompt": 5}, "must both be text, token ids or messages"),
+    ({"prompt": [5, None]}, "must both be text, token ids or messages"),
+]
+
+
+@pytest.mark.parametrize(("row", "reason"), UNUSABLE)
+def test_a_row_that_cannot_be_used_costs_no_other_row(row: Any, reason: str, caplog: Any) -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template += "{{ raise_exception('no way') if fail }}{{ other.a.b if other }}"
+    fine: list[Any] = [{"prompt": "abc"}, {"messages": [USER, ANSWER]}]
+    assert read([fine[0], row, fine[1]], tokenizer) == read(fine, tokenizer)
+    (message,) = caplog.messages
+    assert re.search(f"Skipped 1 of 3 rows: row 1: .*{reason}", message)
+    with pytest.raises(DataError, match=f"No row of the data set can be used: rows 0, 1: .*{reason}"):
+        read([row, row], tokenizer)
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
         ([], "no rows"),
-        ([{"messages": "abc"}], "Row 0: prompt and completion must both be .*, got str and"),
-        ([{"messages": ["hello"]}], "must both be .*, got list of str and"),
-        ([{"text": "abc"}], "Row 0 needs the columns `prompt`.*its columns are text"),
-        (["abc"], "it is a str"),
-        ([{"prompt": [5]}, {"prompt": [5], "completion": []}], "Row 1 has an empty completion"),
-        ([{"prompt": "a", "completion": ""}], "Row 0 has an empty completion"),
-        ([{"prompt": []}], "Row 0 has an empty prompt"),
-        ([{"prompt": ""}], "Row 0 has an empty prompt"),
         ([{"prompt": [64]}], "outside of the vocabulary of 64"),
-        ([{"prompt": "a", "completion": [5]}], "must both be text, token ids or messages"),
-        ([{"prompt": [5], "completion": "a"}], "must both be text, token ids or messages"),
-        ([{"prompt": 5}], "must both be text, token ids or messages"),
-        ([{"messages": [{"role": "user", "content": "a"}]}], "no chat template"),
+        ([{"messages": [USER]}], "no chat template"),
+        ({"train": [{"prompt": [5]}], "test": []}, "is a dict of 'train', 'test'. Pass one split"),
     ],
 )
-def test_rows_that_cannot_be_learned_from_are_refused(rows: Any, message: str) -> None:
+def test_data_sets_that_cannot_be_learned_from_are_refused(rows: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         read(rows)
+
+
+def test_rows_that_are_too_long_are_left_out(tmp_path: Any, pair: Any, caplog: Any) -> None:
+    run(pair, tmp_path, [{"prompt": [5] * 251}, *ROWS, {"prompt": [5] * 400}], max_steps=1)
+    assert f"rows 0, {len(ROWS) + 1}: prompt and completion do not fit into the models' 256 positions" in caplog.text
+
+
+def test_data_sets_of_every_kind_are_read_alike(caplog: Any) -> None:
+    tokenizer, ids = chat_tokenizer(), [{"prompt": [5, 6], "completion": [7], "unused": None}]
+    chats = [{"messages": [USER, ANSWER], "unused": 1}, {"messages": [{**USER, "name": "bob"}, ANSWER], "unused": 2}]
+    for rows in (ids, chats):
+        plain, expected = datasets.Dataset.from_list(rows), read(rows, tokenizer)
+        for kind in (None, "numpy", "torch", "pandas", "arrow"):
+            assert read(plain.with_format(kind), tokenizer) == expected
+        for kind in (None, "numpy", "torch"):
+            assert read(plain.to_iterable_dataset().with_format(kind), tokenizer) == expected
+        assert read(datasets.DatasetDict({"train": plain}), tokenizer) == expected
+    arrays = [{"prompt": np.array([5, 6]), "completion": torch.tensor([7])}]
+    assert read(arrays) == read(ids)
+    shouted = datasets.Dataset.from_list([{"text": "abc"}]).with_transform(lambda rows: {"prompt": rows["text"]})
+    assert read(shouted, tokenizer) == read([{"prompt": "abc"}], tokenizer)
+    assert not caplog.messages
+
+
+def test_a_stream_that_breaks_is_told_in_one_line() -> None:
+    def broken() -> Iterator[Any]:
+        yield {"prompt": [5]}
+        raise TypeError("Couldn't cast array")
+
+    with pytest.raises(DataError, match="cannot be read to its end: Couldn't cast array"):
+        read(broken())
+
+
+def test_content_of_several_parts_is_read_as_its_text_in_chats() -> None:
+    parts = [{"type": "text", "text": "ab"}, {"type": "text", "text": "c"}]
+    rows = [{"messages": [{**USER, "content": parts}, {**ANSWER, "content": parts[:1]}]}]
+    expected = [{"messages": [{**USER, "content": "abc"}, {**ANSWER, "content": "ab"}]}]
+    assert read(rows, chat_tokenizer()) == read(expected, chat_tokenizer())
+
+
+def test_tools_and_settings_of_a_row_reach_the_chat_template() -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template += "{% for tool in tools or [] %}{{ tool['x'] }}{% endfor %}{{ mark }}"
+
+    def prompt(**columns: Any) -> str:
+        ((ids, _),) = read([{"prompt": [USER], **columns}], tokenizer)
+        return str(tokenizer.decode(ids))
+
+    assert prompt() == "u:abca:"
+    for tools in ([{"x": "T"}], '[{"x": "T"}]'):
+        assert prompt(tools=tools) == "u:abca:T"
+    for kwargs in ({"mark": "M", "fail": None}, '{"mark": "M"}'):
+        assert prompt(chat_template_kwargs=kwargs, tools=None) == "u:abca:M"
+
+
+THINKING = (
+    "{% for m in messages %}{{ m['role'][0] }}:{% if m['role'] == 'assistant' and loop.last and shown %}TUV{% endif %}"
+    "{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}a:{{ 'T' if think else 'TUV' }}{% endif %}"
+)
+
+
+def test_an_answer_is_what_follows_the_start_that_the_template_writes() -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = THINKING
+    for think, expected in ((True, ("u:abca:T", "UVde")), (False, ("u:abca:TUV", "de"))):
+        row = {"messages": [USER, ANSWER], "chat_template_kwargs": {"think": think, "shown": True}}
+        ((prompt, completion),) = read([row], tokenizer)
+        assert (tokenizer.decode(prompt), tokenizer.decode(completion)) == expected
+    with pytest.raises(DataError, match="begins an answer in another way.*set `chat_template_kwargs`"):
+        read([{"messages": [USER, ANSWER], "chat_template_kwargs": {"think": True, "shown": False}}], tokenizer)
 
 
 def test_text_without_a_tokenizer_is_refused(t5_pair: Any, tmp_path: Any) -> None:
@@ -963,9 +1071,12 @@ def test_what_is_missing_or_does_not_fit_is_refused(tmp_path: Any, pair: Any) ->
         run((None, draft), tmp_path, [replace(t, vocab_size=48) for t in recorded(target)])
     with pytest.raises(UnsupportedModelError, match="must be of one kind"):
         run((models.build("t5"), draft), tmp_path)
-    with pytest.raises(DataError, match="Row 0 is too long: a prompt of 251 tokens"):
+    with pytest.raises(DataError, match="row 0: prompt and completion do not fit into the models' 256 positions"):
         run(pair, tmp_path, [{"prompt": [5] * 251}])
-    with pytest.raises(DataError, match="a completion of 6 do not fit"):  # where the draft may answer, too
+    with pytest.raises(DataError, match="Request 0 cannot be used: prompt and completion do not fit"):
+        long = replace(recorded(target, 1)[0], prompt_ids=np.full(255, 5, np.int32))
+        run((None, draft), tmp_path, [long])
+    with pytest.raises(DataError, match="completion do not fit"):  # where the draft may answer, too
         run(pair, tmp_path, [{"prompt": [5] * 251, "completion": [5]}], sample_source="mix_request")
     with pytest.raises(DataError, match="All 2 requests were recorded without"):
         run(pair, tmp_path, [unanswered(trace, [5]) for trace in recorded(target, 2)])

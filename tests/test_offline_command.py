@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from osd_hf import (
 )
 from osd_hf.cli.distill import distill_command, read_settings
 from osd_hf.cli.main import main
+from osd_hf.distillation import data as offline_data
 from osd_hf.prompts import encode_turn
 
 SMALL = ["--max-steps", "2", "--per-device-train-batch-size", "2", "--max-new-tokens", "5", "--save-strategy", "no"]
@@ -113,6 +115,37 @@ def test_prompts_are_the_target_s_and_the_draft_keeps_its_tokenizer(
     assert AutoTokenizer.from_pretrained(tmp_path / "out" / "draft").chat_template is None
 
 
+def test_settings_of_the_chat_template_and_rows_that_cannot_be_used(
+    tmp_path: Path, pair: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, caplog: Any
+) -> None:
+    target = tmp_path / "target"
+    shutil.copytree(pair / "target", target)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ mark }}{{ tools[0].x if tools }}"
+    )
+    tokenizer.save_pretrained(target)
+    chat, path = [{"role": "user", "content": "a"}], tmp_path / "rows.jsonl"
+    lines: list[Any] = [
+        {"prompt": chat, "tools": [{"x": "T"}], "text": "a", "n": 1}, {"prompt": [], "text": None, "n": "2"},
+        {"prompt": chat, "chat_template_kwargs": {"mark": "own"}, "text": "b", "n": {"three": 3}},
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"prompt": [cut')
+    seen = list[Any]()
+    real = offline_data.read_rows
+    monkeypatch.setattr(offline_data, "read_rows", lambda *args, **kw: seen.append(real(*args, **kw)) or seen[-1])
+    flags = ["--target", target, "--draft", pair / "draft", "--prompts", path]
+    flags += ["--chat-template-kwargs", '{"mark": "M"}', *SMALL]
+    for columns, expected in (([], ["aMT", "aown"]), (["--column", "text"], ["aM", "bM"])):
+        assert command(tmp_path / f"out{len(columns)}", *flags, *columns) == 0
+        assert [tokenizer.decode(trace.prompt_ids) for trace in seen[-1]] == expected
+    assert "Skipped 2 of 4 rows: row 1: the prompt is empty; row 3: it is no JSON: " in caplog.text
+    assert "Skipped 2 prompts: row 1: `text` is null; row 3: it is no JSON: " in caplog.text
+    path.write_text('{"text": "a"}\n')
+    assert main(["distill", *map(str, flags), "--output-dir", str(tmp_path / "none")]) == 2
+    assert "has no column 'prompt' or 'messages'; its columns are text." in capsys.readouterr().err
+
+
 def test_tokenizers_that_differ_are_refused(tmp_path: Path, pair: Path, rows: Path) -> None:
     draft = tmp_path / "other"
     AutoModelForCausalLM.from_pretrained(pair / "draft").save_pretrained(draft)
@@ -144,13 +177,13 @@ def test_no_more_is_read_than_asked_for(
     assert read[2:] == ["a trace"] * 2
 
 
-def test_prompts_without_room_for_an_answer_are_left_out(tmp_path: Path, pair: Path, capsys: Any) -> None:
+def test_prompts_without_room_for_an_answer_are_left_out(tmp_path: Path, pair: Path, caplog: Any) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"question": text}) + "\n" for text in ("a", "b" * 300, "", "c")))
     flags = ["--target", pair / "target", "--draft", pair / "draft", "--prompts", path, "--column", "question"]
     assert command(tmp_path / "out", *flags, "--num-requests", 2, *SMALL) == 0
     assert report(tmp_path / "out")["num_requests"] == 2
-    assert "skipped 1 prompts without text and 1 that leave no room" in capsys.readouterr().err
+    assert "Skipped 2 prompts: row 1: more than the 251 tokens that there is room for; row 2: no text." in caplog.text
 
 
 @pytest.mark.parametrize(

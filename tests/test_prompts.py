@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import datetime
 import json
 
 import pyarrow as pa
@@ -11,7 +13,16 @@ from saved_pair import save_pair
 from transformers import AutoTokenizer
 
 from osd_hf.errors import ConfigError, DataError
-from osd_hf.prompts import Prompt, PromptSource, encode_prompts, encode_turn, fingerprint, read_prompts
+from osd_hf.prompts import (
+    Prompt,
+    PromptSource,
+    chat_message,
+    encode_prompts,
+    encode_turn,
+    fingerprint,
+    read_prompts,
+    render_chat,
+)
 
 ROWS = [{"db": "a", "question": "How many?", "n": 1}, {"db": "b", "question": "Which?", "n": 2}]
 
@@ -72,12 +83,6 @@ def test_a_missing_column_names_those_found(tmp_path):
         read_prompts(PromptSource(location, template="{text} {db}", domain_column="label"))
 
 
-def test_a_column_that_is_no_text_is_refused(tmp_path):
-    prompts = read_prompts(PromptSource(write_rows(tmp_path / "rows.jsonl", ROWS), column="n"))
-    with pytest.raises(DataError, match="column 'n' holds a int, not text"):
-        next(prompts)
-
-
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(DataError, match="There is no file"):
         read_prompts(PromptSource(str(tmp_path / "rows.jsonl"), column="a"))
@@ -131,17 +136,11 @@ def test_a_source_says_once_where_things_are(settings, message):
         PromptSource("rows.jsonl", **settings)
 
 
-@pytest.mark.parametrize("template", ["no column", "{}", "{a", "{0"])
+@pytest.mark.parametrize("template", ["no column", "{}", "{a", "{0", "{{a}}", '{"a": 1}'])
 def test_a_template_without_columns_is_refused(tmp_path, template):
     location = write_rows(tmp_path / "rows.jsonl", [{"a": "x"}])
     with pytest.raises(ConfigError, match="prompt template"):
         read_prompts(PromptSource(location, template=template))
-
-
-def test_a_template_that_does_not_fit_names_the_row(tmp_path):
-    location = write_rows(tmp_path / "rows.jsonl", [{"a": "x"}])
-    with pytest.raises(DataError, match="Row 0"):
-        list(read_prompts(PromptSource(location, template="{a:d}")))
 
 
 def test_a_turn_goes_through_the_chat_template(tokenizer, plain_tokenizer):
@@ -150,20 +149,190 @@ def test_a_turn_goes_through_the_chat_template(tokenizer, plain_tokenizer):
     assert plain_tokenizer.decode(encode_turn(plain_tokenizer, "Hi")) == "Hi"
 
 
-def test_empty_and_long_prompts_are_skipped_and_counted(plain_tokenizer):
-    stream = iter([Prompt(0, "ab"), Prompt(1, " "), Prompt(2, "abcdef"), Prompt(3, "cd"), Prompt(4, "ef")])
-    encoded = encode_prompts(stream, plain_tokenizer, limit=2, max_prompt_tokens=4)
-    assert [prompt.index for prompt, _ in encoded.prompts] == [0, 3]
-    assert (encoded.skipped_empty, encoded.skipped_long) == (1, 1)
-
-
-def test_nothing_to_serve_is_refused(plain_tokenizer):
-    with pytest.raises(DataError, match="1 prompts without text, 1 longer than 2 tokens"):
-        encode_prompts([Prompt(0, ""), Prompt(1, "long")], plain_tokenizer, max_prompt_tokens=2)
-
-
 def test_a_fingerprint_tells_streams_apart():
     base = [(Prompt(0, "a", "x"), [1, 2])]
     assert fingerprint(base) == fingerprint([(Prompt(0, "a", "x"), [1, 2])])
     assert fingerprint(base) != fingerprint([(Prompt(0, "a", "y"), [1, 2])])
     assert fingerprint(base) != fingerprint([(Prompt(0, "a", "x"), [1, 3])])
+
+
+# --- rows that cannot be used ---------------------------------------------------------------------------------------
+
+
+def texts(path, **source):
+    return [prompt.text for prompt in read_prompts(PromptSource(str(path), **source))]
+
+
+def problems(path, **source):
+    return [prompt.problem for prompt in read_prompts(PromptSource(str(path), **source))]
+
+
+def test_empty_and_long_prompts_are_skipped_and_listed_once(plain_tokenizer, caplog):
+    stream = iter([Prompt(0, "ab"), Prompt(1, " "), Prompt(2, "abcdef"), Prompt(3, "cd"), Prompt(4, "ef")])
+    encoded = encode_prompts(stream, plain_tokenizer, limit=2, max_prompt_tokens=4)
+    assert [prompt.index for prompt, _ in encoded.prompts] == [0, 3]
+    assert encoded.skipped == {"no text": [1], "more than the 4 tokens that there is room for": [2]}
+    (message,) = caplog.messages
+    assert message == "Skipped 2 prompts: row 1: no text; row 2: more than the 4 tokens that there is room for."
+
+
+def test_the_list_of_skipped_prompts_is_bounded(plain_tokenizer, caplog):
+    bad = [Prompt(i, "", problem=f"reason {i % 50}") for i in range(10_000)]
+    encoded = encode_prompts([*bad, Prompt(10_000, "a")], plain_tokenizer)
+    assert len(encoded.prompts) == 1
+    assert "rows 0, 50, 100, 150, 200 and 195 more: reason 0" in caplog.text
+    assert "9200 more for other reasons" in caplog.text
+    assert len(caplog.messages[0]) < 400
+
+
+def test_one_line_says_that_no_prompt_can_be_used(plain_tokenizer):
+    with pytest.raises(
+        DataError,
+        match=r"No prompt can be used: row 0: no text; row 1: more than the 2 tokens that there is room for\.$",
+    ):
+        encode_prompts([Prompt(0, ""), Prompt(1, "long")], plain_tokenizer, max_prompt_tokens=2)
+    with pytest.raises(DataError, match="No prompt can be used: there is none"):
+        encode_prompts([], plain_tokenizer)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_a_row_that_is_no_text_costs_no_other_row(tmp_path, name):
+    rows = [
+        {"a": "x"},
+        {"a": None},
+        {"b": 1},
+        {"a": 5},
+        {"a": []},
+        {"a": {"b": "c"}},
+        {"a": "half \ud83d"},
+        {"a": "y"},
+    ]
+    path = write_rows(tmp_path / name, rows)
+    assert texts(path, column="a") == ["x", "", "", "", "", "", "", "y"]
+    found = problems(path, column="a")
+    assert found[1:4] == ["`a` is null", "`a` is null", "`a` holds a int, not text"]
+    assert found[4:6] == ["no text", "`a` holds a dict, not text"]
+    assert found[6] == "`a` holds half a character (a surrogate that stands alone)"
+    assert found[0] is found[7] is None
+
+
+def test_a_line_that_is_no_json_object_costs_no_other_row(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"a": "x"}\n\n  \n[1]\n{"a": "\xff"}\n{"a": "y"}\n{"a": ' + b"9" * 5000 + b'}\n{"a": "cut')
+    assert texts(path, column="a") == ["x", "", "", "y", "", ""]
+    said = problems(path, column="a")
+    assert said[1:3] == ["it is a list, not a JSON object", "it is no UTF-8 text"]
+    assert all(problem.startswith("it is no JSON: ") for problem in said[4:])
+
+
+def test_columns_that_nobody_asked_for_never_make_a_file_unreadable(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    for unused in ([None] * 1000 + ["text"], [1] * 1000 + [{"e": 2**70}]):
+        rows = [{"a": "x", "pad": "p" * 12_000, "unused": value} for value in unused]
+        assert texts(write_rows(path, rows), column="a") == ["x"] * 1001
+    path.write_text('{"a": "x", "b": 1, "b": NaN}\n{"a": "y", "b": "\\ud83d"}\n')
+    assert texts(path, column="a") == ["x", "y"]
+
+
+def test_a_column_may_begin_with_nulls(tmp_path):
+    rows = [{"a": None, "pad": "p" * 12_000}] * 1000 + [{"a": "x"}]
+    assert texts(write_rows(tmp_path / "rows.jsonl", rows), column="a")[-2:] == ["", "x"]
+
+
+def test_text_that_looks_like_a_date_is_text(tmp_path):
+    dates = ["2024-01-01T00:00:00", "2024-01-02T10:00:00"]
+    assert texts(write_rows(tmp_path / "rows.jsonl", [{"a": date} for date in dates]), column="a") == dates
+    path = write_rows(tmp_path / "rows.parquet", [{"a": datetime.date(2024, 1, 2), "b": "x"}])
+    assert texts(path, template="{a} {b}") == ["2024-01-02 x"]
+
+
+def test_content_of_several_parts_is_read_as_its_text(tmp_path):
+    parts = [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]
+    rows = [{"m": [{"content": "a"}]}, {"m": [{"content": parts}]}, {"m": [{"content": [{"type": "image"}]}]}]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    assert texts(path, template="{m[0][content]}") == ["a", "bc", ""]
+    assert problems(path, template="{m[0][content]}")[2] == "`m` holds a list, not text"
+    path = write_rows(tmp_path / "parts.jsonl", [{"c": "a"}, {"c": parts}])
+    assert texts(path, column="c") == ["a", "bc"]
+
+
+# --- templates ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_a_row_that_does_not_fit_the_template_costs_no_other_row(tmp_path, name):
+    rows = [{"m": [{"c": "x"}]}, {"m": []}, {"m": None}, {"m": [{"c": None}]}, {"m": [{"c": "y"}, {"c": "z"}]}]
+    path = write_rows(tmp_path / name, rows)
+    assert texts(path, template="{m[0][c]}") == ["x", "", "", "", "y"]
+    assert "does not fit the template (IndexError" in problems(path, template="{m[0][c]}")[1]
+    assert texts(path, template="{m[-1][c]}") == ["x", "", "", "", "z"]
+    for template in ("{m[c]}", "{m[0][d]}", "{m[0][c]:d}", "{m.c}"):
+        assert all(problems(path, template=template))
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ('{"q": "{q}"}', '{"q": "why?"}'),
+        ('Answer as {"a": [1, {}]}: {q}', 'Answer as {"a": [1, {}]}: why?'),
+        ('{"a": {"b": "{q}"}}', '{"a": {"b": "why?"}}'),
+        ('{{"a": "{q}"}}', '{"a": "why?"}'),
+        ("{{{q}}}", "{why?}"),
+        ("{q:.3} } {q!r}", "why } 'why?'"),
+        ("{a b} {c.d} {e[f]} {e.f}", "1 2 3 3"),
+    ],
+)
+def test_braces_that_name_no_column_are_text(tmp_path, template, text):
+    row = {"q": "why?", "a b": "1", "c.d": "2", "e": {"f": "3"}, "a": "unused"}
+    assert texts(write_rows(tmp_path / "rows.jsonl", [row]), template=template) == [text]
+
+
+def test_an_identifier_in_braces_that_is_no_column_is_refused(tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", [{"q": "why?"}])
+    with pytest.raises(DataError, match="no column 'question'; its columns are q"):
+        texts(path, template='{"q": "{question}"}')
+
+
+# --- chat templates -------------------------------------------------------------------------------------------------
+
+
+def test_settings_reach_the_chat_template(tokenizer, plain_tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}{% if think is defined %}{{ think }}{% endif %}"
+    ids = encode_turn(tokenizer, "Hi", chat_template_kwargs={"think": "!"})
+    assert tokenizer.decode(ids) == "Hi!"
+    encoded = encode_prompts([Prompt(0, "Hi")], tokenizer, chat_template_kwargs={"think": "!"})
+    assert encoded.prompts[0][1] == ids
+    with pytest.raises(ConfigError, match="must not hold `tokenize`"):
+        encode_turn(tokenizer, "Hi", chat_template_kwargs={"tokenize": True})
+    for one, chat_template in ((plain_tokenizer, True), (tokenizer, False)):
+        with pytest.raises(ConfigError, match="`chat_template_kwargs` are for a chat template"):
+            encode_turn(one, "Hi", chat_template=chat_template, chat_template_kwargs={"think": "!"})
+
+
+def test_what_a_chat_template_raises_is_the_reason_of_the_row(tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = (
+        "{% if messages[0]['content'] == 'a' %}{{ raise_exception('no a') }}{% endif %}{{ messages[0]['content'] }}"
+    )
+    encoded = encode_prompts([Prompt(0, "a"), Prompt(1, "b")], tokenizer)
+    assert [prompt.index for prompt, _ in encoded.prompts] == [1]
+    assert "no a" in next(iter(encoded.skipped))
+    tokenizer.chat_template = "{{ messages[0].content.nothing.more }}"
+    with pytest.raises(DataError, match="the chat template cannot take it .UndefinedError"):
+        render_chat(tokenizer, [{"role": "user", "content": "a"}])
+
+
+def test_a_message_is_given_to_the_template_without_nulls_and_with_parsed_arguments():
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "reasoning_content": "r"}
+    parsed = {**call, "function": {"name": "f", "arguments": {"x": 1}}}
+    assert chat_message(message) == {
+        "role": "assistant", "content": "", "tool_calls": [parsed], "reasoning_content": "r"
+    }  # fmt: skip
+    plain = {"role": "assistant", "content": "a"}
+    assert chat_message({**plain, "tool_calls": []}) == plain
+    odd = {**call, "function": {"name": "f", "arguments": "x: 1"}}
+    assert chat_message({"role": "assistant", "tool_calls": [odd]})["tool_calls"] == [odd]
+    with pytest.raises(DataError, match="must be a text"):
+        chat_message({"role": "user", "content": None})

@@ -308,15 +308,18 @@ def test_a_store_gets_every_request_with_its_domain(pair, prompts, tmp_path):
     assert [trace.domain for trace in CorrectionStore(tmp_path / "store")] == ["a"] * 7 + ["b"] * 2
 
 
-def test_skipped_prompts_are_counted_and_said(pair, tmp_path, capsys):
+def test_skipped_prompts_are_counted_and_listed(pair, tmp_path, caplog):
     path = tmp_path / "prompts.jsonl"
-    texts = ["one", "", "x" * 300, None, "two"]
+    texts = ["one", "", "x" * 300, None, "two", "", 5]
     path.write_text("".join(json.dumps({"question": text, "kind": "a"}) + "\n" for text in texts))
     assert main(arguments(pair, path, tmp_path / "run")) == 0
     report = json.loads((tmp_path / "run" / "report.json").read_text())
-    assert report["skipped"] == {"empty": 2, "long": 1}
+    long = "more than the 248 tokens that there is room for"
+    wrong = "`question` holds a int, not text"
+    assert report["skipped"] == {"no text": 2, long: 1, "`question` is null": 1, wrong: 1}
     assert report["overall"]["requests"] == 2
-    assert "skipped 2 prompts without text and 1 that leave no room for 8 new tokens" in capsys.readouterr().err
+    said = f"Skipped 5 prompts: rows 1, 5: no text; row 2: {long}; row 3: `question` is null; row 6: {wrong}."
+    assert said in caplog.messages
 
 
 def test_a_draft_that_differs_in_padding_is_aligned(pair, prompts, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import json
 import re
 import sys
 import types
@@ -145,8 +146,21 @@ def _of_type(hint: Any, metavar: str | None = None) -> dict[str, Any]:
         return {"type": _optional_number if types.NoneType in args else hint, "metavar": metavar}
     if types.NoneType in args:  # for a flag that is not given
         return _of_type(args[0])
+    if typing.get_origin(hint) is dict:
+        return {"type": json_object}
     # One value each time that it is given.
     return {"action": "extend", "nargs": 1, "type": args[0]} if typing.get_origin(hint) is list else {"type": hint}
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Read the value of a flag that takes a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"it must be a JSON object, got {text!r}: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"it must be a JSON object, got {text!r}")
+    return value
 
 
 def _optional_number(text: str) -> float | str | None:
@@ -286,7 +300,7 @@ def _of_file(parser: argparse.ArgumentParser, path: Path, actions: Mapping[str, 
         if (action := actions.get(name.replace("-", "_"))) is None:
             meant = nearest(name.replace("-", "_"), actions)
             raise ConfigError(f"The configuration {path} sets `{name}`, which is no flag of {parser.prog}.{meant}")
-        if isinstance(value, dict):
+        if isinstance(value, dict) and action.type is not json_object:
             raise ConfigError(f"The configuration {path} sets `{name}` to a mapping; one value or a list is needed.")
         arguments += _as_given(action, value)
     try:
@@ -302,6 +316,8 @@ def _as_given(action: argparse.Action, value: Any) -> list[str]:
         return [name if value else f"--no-{name.removeprefix('--')}"]
     if value is None:
         return [f"{name}=none"] if action.type is _optional_number else []
+    if action.type is json_object:
+        return [f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
     values = value if isinstance(value, list) else [value]
     texts = [{True: "yes", False: "no"}[one] if isinstance(one, bool) else str(one) for one in values]
     if action.nargs == 1:  # of a flag that is given several times

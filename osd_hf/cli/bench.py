@@ -27,7 +27,16 @@ from osd_hf.bench.quickstart import QuickstartSizes, learned_and_later, quicksta
 from osd_hf.bundled import DOMAINS
 from osd_hf.cli import FAILED
 from osd_hf.cli.arguments import flag, in_groups, part
-from osd_hf.cli.flags import CHAT_TEMPLATE, THREADS, DraftRevision, Reporting, Rows, TargetLoading, TargetRevision
+from osd_hf.cli.flags import (
+    CHAT_TEMPLATE,
+    CHAT_TEMPLATE_KWARGS,
+    THREADS,
+    DraftRevision,
+    Reporting,
+    Rows,
+    TargetLoading,
+    TargetRevision,
+)
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, DataError
 from osd_hf.pair import load_pair, prompt_room, vocab_size_of
@@ -60,6 +69,7 @@ class BenchSettings(Rows, DraftRevision, TargetLoading, Reporting):
                                          "of the bundled domains (repeat for several)", metavar="ID|FILE")  # fmt: skip
     column: str | None = _prompts("column of the prompt, a user's turn; prompt by default")
     chat_template: bool = _prompts(CHAT_TEMPLATE, True)
+    chat_template_kwargs: dict[str, Any] | None = _prompts(CHAT_TEMPLATE_KWARGS, metavar="JSON")
     num_requests: int = _sizes("requests that are timed, per data set", 16, metavar="N")
     watched_requests: int = _sizes("requests per data set that are answered again, to time the parts of a round", 3,
                                    metavar="N")  # fmt: skip
@@ -82,8 +92,8 @@ class BenchSettings(Rows, DraftRevision, TargetLoading, Reporting):
         shapes = ("target_shape", "draft_shape", "prompt_tokens")
         named = (
             "target", "draft", "prompts", "split", "subset", "column", "prompt_template", "chat_template",
-            "learn_requests", "attn_implementation", "device_map", "quantization", "revision", "draft_revision",
-            "trust_remote_code",
+            "chat_template_kwargs", "learn_requests", "attn_implementation", "device_map", "quantization",
+            "revision", "draft_revision", "trust_remote_code",
         )  # fmt: skip
         if given := self.changed(*(named if is_controlled else shapes)):
             without = "cannot be given with" if is_controlled else "can only be given with"
@@ -245,7 +255,10 @@ def _bundled_prompts(settings: BenchSettings, tokenizer: Any) -> tuple[Stream, P
     count = settings.num_requests
     sizes = QuickstartSizes(max(settings.learn_requests, 2), max(count, 2), timed_requests=1)
     learned, later = learned_and_later(sizes, settings.seed)
-    encoded = functools.partial(encode_turn, tokenizer, chat_template=settings.chat_template)
+    encoded = functools.partial(
+        encode_turn, tokenizer, chat_template=settings.chat_template,
+        chat_template_kwargs=settings.chat_template_kwargs,
+    )  # fmt: skip
     stream = [(e.domain, encoded(e.prompt)) for e in learned] if settings.learn_requests else []
     asked = {domain: [e.prompt for e in later if e.domain == domain][:count] for domain in DOMAINS}
     return stream, {domain: [*map(encoded, texts)] for domain, texts in asked.items()}
@@ -265,7 +278,7 @@ def _read_prompts(
         source = settings.source(location, default_column="prompt")
         encoded = encode_prompts(
             read_prompts(source), tokenizer, limit=wanted, max_prompt_tokens=room,
-            chat_template=settings.chat_template,
+            chat_template=settings.chat_template, chat_template_kwargs=settings.chat_template_kwargs,
         )  # fmt: skip
         ids = [ids for _, ids in encoded.prompts]
         if len(ids) < wanted:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from osd_hf.bundled import load_bundled
 from osd_hf.cli import FAILED, INTERRUPTED
 from osd_hf.cli.arguments import in_groups, option
-from osd_hf.cli.flags import SERVER, Collecting, Prompts, Server, encode, stopping
+from osd_hf.cli.flags import SERVER, Collecting, Prompts, Server, stopping
 from osd_hf.engine.collect import CollectionReport, LogReader, collect, collect_log
 from osd_hf.engine.completions import ResponseReader
 from osd_hf.errors import ConfigError, DataError, HubError, ServerError, StoreError
@@ -117,12 +117,8 @@ def _report(settings: CollectSettings, report: CollectionReport, written: int) -
 
 def _encoded(settings: CollectSettings, config: Any) -> EncodedPrompts:
     tokenizer = load_tokenizer(settings.target, **settings.fetching) if settings.target else load_bundled()[2]
-    prompts = settings.read_prompts(settings.seed or 0)
-    new_tokens = settings.max_new_tokens
-    encoded = encode(
-        prompts, tokenizer, prompt_room(config, config, new_tokens), new_tokens, limit=settings.num_requests,
-        chat_template=settings.chat_template,
-    )  # fmt: skip
+    room = prompt_room(config, config, settings.max_new_tokens)
+    encoded = settings.encode_prompts(tokenizer, room, limit=settings.num_requests, seed=settings.seed or 0)
     if not settings.resume or not settings.store.exists():
         return encoded
     known = {trace.prompt_ids.tobytes() for trace in CorrectionStore(settings.store)}

@@ -16,18 +16,19 @@ from osd_hf.bench.display import figure, text_table
 from osd_hf.cli.arguments import add_flags, flag, in_groups, settings_from
 from osd_hf.cli.flags import (
     CHAT_TEMPLATE,
+    CHAT_TEMPLATE_KWARGS,
     DraftRevision,
     Dtype,
     Reporting,
     Rows,
     TargetLoading,
     adapters,
-    encode,
     recorded,
 )
+from osd_hf.distillation.data import ROW_COLUMNS
 from osd_hf.errors import ConfigError, DataError, first_line, nearest, shown_settings
 from osd_hf.pair import check_tokenizers, load_model, load_tokenizer, prompt_room
-from osd_hf.prompts import open_rows, read_prompts
+from osd_hf.prompts import encode_prompts, open_rows, read_prompts
 from osd_hf.utils.report import make_folder, provenance, read_config, write_report
 
 __all__ = ["DistillSettings", "distill_command"]
@@ -53,6 +54,7 @@ class DistillSettings(Rows, DraftRevision, TargetLoading, Reporting):
                                    "--prompt-template, its columns are prompt and perhaps completion, or messages",
                                    metavar="ID|FILE")  # fmt: skip
     chat_template: bool = _prompts(CHAT_TEMPLATE, True)
+    chat_template_kwargs: dict[str, Any] | None = _prompts(CHAT_TEMPLATE_KWARGS, metavar="JSON")
     store: str | None = _prompts("folder of captured requests, in place of prompts", metavar="DIR")
     num_requests: int | None = _prompts("first N requests of the data; all by default", metavar="N")
     eval_prompts: str | None = _prompts("held-out prompts, read like --prompts", metavar="ID|FILE")
@@ -78,7 +80,7 @@ class DistillSettings(Rows, DraftRevision, TargetLoading, Reporting):
         if self.prompts is None and self.store is None:
             raise ConfigError("Say what is learned from: --prompts or --store.")
         if self.prompts is None and self.eval_prompts is None:
-            self.check_rows("chat_template")
+            self.check_rows("chat_template", "chat_template_kwargs")
         if self.changed("eval_split") and self.eval_prompts is None:
             raise ConfigError("--eval-split is for --eval-prompts.")
         if self.num_held_out and (self.eval_prompts is not None or self.eval_store is not None):
@@ -196,10 +198,16 @@ def _read(
             return None
         source = settings.source(prompts, default_column="prompt", split=split)
         if settings.column is None and settings.prompt_template is None:  # no user's turns, but rows as TRL has them
-            return list(itertools.islice(open_rows(source), limit))
-        encoded = encode(
-            read_prompts(source), tokenizer, prompt_room(*configs, new_tokens), new_tokens, limit=limit,
-            chat_template=settings.chat_template,
+            names, rows = open_rows(source, ROW_COLUMNS)
+            if not {"prompt", "messages"} & set(names):
+                raise DataError(
+                    f"{prompts} has no column 'prompt' or 'messages'; its columns are {', '.join(names)}. Name the "
+                    "column of the prompt by --column."
+                )
+            return [_with_kwargs(row, settings.chat_template_kwargs) for row in itertools.islice(rows, limit)]
+        encoded = encode_prompts(
+            read_prompts(source), tokenizer, limit=limit, max_prompt_tokens=prompt_room(*configs, new_tokens),
+            chat_template=settings.chat_template, chat_template_kwargs=settings.chat_template_kwargs,
         )  # fmt: skip
         return [{"prompt": ids} for _, ids in encoded.prompts]
 
@@ -210,3 +218,11 @@ def _read(
     if settings.num_held_out >= len(data):
         raise DataError(f"--num-held-out {settings.num_held_out} leaves nothing of {len(data)} requests.")
     return data[: -settings.num_held_out], data[-settings.num_held_out :]
+
+
+def _with_kwargs(row: Any, kwargs: dict[str, Any] | None) -> Any:
+    """Return a row with these settings of the chat template; the row's own settings go before them."""
+    own = row.get("chat_template_kwargs") if isinstance(row, dict) else None
+    if not kwargs or not isinstance(row, dict) or not isinstance(own, dict | None):
+        return row
+    return {**row, "chat_template_kwargs": kwargs | {n: v for n, v in (own or {}).items() if v is not None}}

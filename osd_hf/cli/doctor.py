@@ -21,7 +21,6 @@ from osd_hf.cli.flags import (
     Reporting,
     Server,
     TargetLoading,
-    encode,
     recorded,
 )
 from osd_hf.engine.completions import ResponseReader
@@ -193,10 +192,7 @@ def _encoded(settings: DoctorSettings, config: Any, draft_config: Any, room: int
     tokenizer = load_tokenizer(settings.target, **settings.fetching)
     rooms = [room, prompt_room(config, draft_config, settings.max_new_tokens)]
     limit = min((r for r in rooms if r is not None), default=None)
-    encoded = encode(
-        settings.read_prompts(0), tokenizer, limit, settings.max_new_tokens, limit=2 * settings.num_requests,
-        chat_template=settings.chat_template,
-    )  # fmt: skip
+    encoded = settings.encode_prompts(tokenizer, limit, limit=2 * settings.num_requests)
     return [ids for _, ids in encoded.prompts]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from osd_hf.bench.display import figure, stats_interval, text_table
 from osd_hf.cli.arguments import flag, in_groups, part
-from osd_hf.cli.flags import Prompts, Reporting, TargetLoading, encode, recorded
+from osd_hf.cli.flags import Prompts, Reporting, TargetLoading, recorded
 from osd_hf.errors import ConfigError, DataError
 from osd_hf.fingerprint import target_version
 from osd_hf.hub.cards import facts_of
@@ -39,7 +39,7 @@ class DraftSettings(Prompts, TargetLoading, Reporting):
         if self.store is not None and self.prompts is not None:
             raise ConfigError("Give one of --prompts and --store.")
         if self.store is not None:
-            self.check_rows("chat_template")
+            self.check_rows("chat_template", "chat_template_kwargs")
         self.check_one_place()
 
     def making(self) -> MakingConfig:
@@ -67,11 +67,8 @@ def draft_command(settings: DraftSettings) -> int:
         what = {"traces": held[-(settings.num_requests or 0) :]}
         domains = sorted({trace.domain for trace in what["traces"] if trace.domain is not None})
     else:
-        encoded = encode(
-            settings.read_prompts(config.seed), tokenizer,
-            prompt_room(target.config, target.config, config.max_new_tokens), config.max_new_tokens,
-            limit=settings.num_requests, chat_template=settings.chat_template,
-        )  # fmt: skip
+        room = prompt_room(target.config, target.config, config.max_new_tokens)
+        encoded = settings.encode_prompts(tokenizer, room, limit=settings.num_requests, seed=config.seed)
         what = {"prompts": [ids for _, ids in encoded.prompts]}
         domains = sorted({domain for domain in encoded.domains if domain is not None})
     version = target_version(target)

@@ -32,6 +32,7 @@ BUNDLED_REQUESTS = 200
 THREADS = "threads of torch; by default OMP_NUM_THREADS, or one, unless all cores are clearly faster"
 
 CHAT_TEMPLATE = "put prompts into the tokenizer's chat template, where it has one; plain text otherwise"
+CHAT_TEMPLATE_KWARGS = "settings that the chat template reads, such as '{\"enable_thinking\": false}'"
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -340,12 +341,21 @@ class Prompts(Rows):
     prompts: str | None = _prompts("Hub id or folder of a data set, or a json, jsonl or parquet file",
                                    metavar="ID|FILE")  # fmt: skip
     chat_template: bool = _prompts(CHAT_TEMPLATE, True)
+    chat_template_kwargs: dict[str, Any] | None = _prompts(CHAT_TEMPLATE_KWARGS, metavar="JSON")
     domain: list[str] | None = _prompts("label of all prompts; of bundled ones, domains to serve (repeat for several)",
                                         metavar="NAME")  # fmt: skip
     domain_column: str | None = _prompts("column of each prompt's label", metavar="COLUMN")
     num_requests: int | None = _prompts(
         f"first N prompts; by default all, or {BUNDLED_REQUESTS} bundled ones", metavar="N"
     )
+
+    def encode_prompts(self, tokenizer: Any, room: int | None, *, limit: int | None, seed: int = 0) -> EncodedPrompts:
+        """Return the prompts of at most `room` tokens, encoded; the log lists those that are left out. Raises as
+        [`~osd_hf.prompts.encode_prompts`] does."""
+        return encode_prompts(
+            self.read_prompts(seed), tokenizer, limit=limit, max_prompt_tokens=room, chat_template=self.chat_template,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )  # fmt: skip
 
     def read_prompts(self, seed: int) -> Iterator[Prompt]:
         """The prompts in their order, mixed by the seed where they are bundled; raises ConfigError and DataError."""
@@ -381,22 +391,6 @@ def recorded(folder: str) -> CorrectionStore:
     if not Path(folder).is_dir():
         raise StoreError(f"There is no store at {folder}. `osd-hf run --store DIR` writes one.")
     return CorrectionStore(folder)
-
-
-def encode(
-    prompts: Iterable[Prompt], tokenizer: Any, room: int | None, new_tokens: int, *, limit: int | None,
-    chat_template: bool,
-) -> EncodedPrompts:  # fmt: skip
-    """[`~osd_hf.prompts.encode_prompts`], which says what is left out, as it has no text or more tokens than there is
-    room for beside an answer."""
-    encoded = encode_prompts(prompts, tokenizer, limit=limit, max_prompt_tokens=room, chat_template=chat_template)
-    if encoded.skipped_empty or encoded.skipped_long:
-        print(
-            f"osd-hf: warning: skipped {encoded.skipped_empty} prompts without text and {encoded.skipped_long} that "
-            f"leave no room for {new_tokens} new tokens.",
-            file=sys.stderr,
-        )
-    return encoded
 
 
 _store = functools.partial(flag, group="store")

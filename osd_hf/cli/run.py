@@ -30,7 +30,6 @@ from osd_hf.cli.flags import (
     Prompts,
     Reporting,
     TargetLoading,
-    encode,
     learning,
 )
 from osd_hf.config import OnlineConfig
@@ -130,7 +129,6 @@ def run_command(settings: RunSettings) -> int:
     """Serve, learn and report; returns the exit code."""
     settings.check()
     generate_kwargs, folder, new_tokens = settings.generate_kwargs, settings.output_dir, settings.max_new_tokens
-    prompts = settings.read_prompts(settings.config.seed)
     pair = load_pair(**settings.loading) if settings.bundled else None
     if pair is not None:
         configs, tokenizer = (pair.target.config, pair.draft.config), pair.tokenizer
@@ -140,10 +138,9 @@ def run_command(settings: RunSettings) -> int:
             load_config(str(settings.draft), **settings.draft_fetching),
         )
         tokenizer = load_tokenizer(str(settings.target), **settings.fetching)
-    encoded = encode(
-        prompts, tokenizer, prompt_room(*configs, new_tokens), new_tokens, limit=settings.num_requests,
-        chat_template=settings.chat_template,
-    )  # fmt: skip
+    encoded = settings.encode_prompts(
+        tokenizer, prompt_room(*configs, new_tokens), limit=settings.num_requests, seed=settings.config.seed
+    )
     identity = settings.identity(encoded)
     _check_folder(folder, identity, resume=settings.resume)
     # The weights come last, when everything else is known to be right.
@@ -182,7 +179,7 @@ def _report(
     report = {
         "provenance": provenance(device=str(target.device), dtype=str(target.dtype), seed=settings.config.seed),
         "settings": {**identity, **places},
-        "skipped": {"empty": encoded.skipped_empty, "long": encoded.skipped_long},
+        "skipped": {reason: len(rows) for reason, rows in encoded.skipped.items()},
         "frozen_is": frozen_is,
         **report_on(served, window=rolling_window(len(served))),
     }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +18,15 @@ from transformers import LogitsProcessor
 
 from osd_hf.capture.hook import capture_traces, record_traces
 from osd_hf.capture.request import NO_WARPING, sampling_settings
-from osd_hf.errors import ConfigError, DataError, StateError, UnsupportedModelError, VocabularyMismatchError
+from osd_hf.errors import (
+    ConfigError,
+    DataError,
+    OSDError,
+    StateError,
+    UnsupportedModelError,
+    VocabularyMismatchError,
+    first_line,
+)
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.pair import (
     check_draft,
@@ -29,16 +39,21 @@ from osd_hf.pair import (
     unwrap,
     vocab_size_of,
 )
+from osd_hf.prompts import RowError, chat_message, list_skipped, prompt_text, render_chat
 from osd_hf.replay import padded, replay
 from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace, bare_trace
 
-__all__ = ["SAMPLE_SOURCES", "Data", "HeldOut", "Sampler", "read_data", "read_rows", "read_traces", "unanswered"]
+__all__ = [
+    "ROW_COLUMNS", "SAMPLE_SOURCES", "Data", "HeldOut", "Sampler", "read_data", "read_rows", "read_traces",
+    "unanswered",
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
 SAMPLE_SOURCES = ("teacher", "student", "mix_request", "mix_token")
 COLUMNS = "`prompt`, with or without `completion`, or `messages`"
+ROW_COLUMNS = ("prompt", "completion", "messages", "tools", "chat_template_kwargs")
 
 
 def unanswered(trace: Trace, completion_ids: Any = ()) -> Trace:
@@ -89,8 +104,9 @@ class HeldOut:
             for prompt in prompts:
                 ids, mask = padded([prompt.prompt_ids], "right", self.target.device)
                 self.target.generate(
-                    ids, attention_mask=mask, assistant_model=draft, do_sample=True, pad_token_id=0, **settings
-                )
+                    ids, attention_mask=mask, assistant_model=draft, do_sample=True, pad_token_id=0,
+                    stop_strings=None, **settings,
+                )  # fmt: skip
         return sum(map(AcceptanceStats.from_trace, traces), AcceptanceStats())
 
 
@@ -127,13 +143,20 @@ def read_data(target: Any, draft: Any, dataset: Any, eval_dataset: Any, tokenize
     dataset, eval_dataset = (list(d) if isinstance(d, Iterator) else d for d in (dataset, eval_dataset))
     is_stored = _is_recorded(dataset) and config.sample_source == "teacher"
 
-    def read(data: Any, *, needs_rows: bool, prompts_only: bool) -> list[Trace]:
+    positions = prompt_room(draft.config if target is None else target.config, draft.config, 0)
+    prompts_only = config.sample_source in ("student", "mix_token")
+    sampled = config.max_new_tokens if config.sample_source == "mix_request" else 0
+    too_long = functools.partial(_too_long, positions=positions, max_new_tokens=config.max_new_tokens)
+
+    def read(data: Any, *, needs_rows: bool, prompts_only: bool, at_least: int = 0) -> list[Trace]:
         if _is_recorded(data):
             return read_traces(data, vocab_size, needs_rows=needs_rows, is_encoder_decoder=is_encoder_decoder)
-        return read_rows(data, tokenizer, vocab_size=vocab_size, decoder_start=start, prompts_only=prompts_only)
+        return read_rows(
+            data, tokenizer, vocab_size=vocab_size, decoder_start=start, prompts_only=prompts_only,
+            too_long=functools.partial(too_long, at_least=at_least),
+        )  # fmt: skip
 
-    prompts_only = config.sample_source in ("student", "mix_token")
-    requests = read(dataset, needs_rows=is_stored, prompts_only=prompts_only)
+    requests = read(dataset, needs_rows=is_stored, prompts_only=prompts_only, at_least=sampled)
     if not is_stored:
         if target is None:
             raise ConfigError("`target` must be given: only recorded requests bring its distributions along.")
@@ -141,16 +164,14 @@ def read_data(target: Any, draft: Any, dataset: Any, eval_dataset: Any, tokenize
             requests = [unanswered(t, () if prompts_only else t.completion_ids) for t in requests]
         if config.sample_source != "student" and not all(len(t) for t in requests):
             _check_answers(target)
-    positions = prompt_room(draft.config if target is None else target.config, draft.config, 0)
-    sampled = config.max_new_tokens if config.sample_source == "mix_request" else 0
-    _check_lengths(requests, positions, config.max_new_tokens, at_least=sampled)
+    _check_recorded(requests, functools.partial(too_long, at_least=sampled))
     rows_of = None if is_stored else target
     if eval_dataset is None:
         if config.eval_strategy != "no":
             raise ConfigError(f"`eval_strategy` is {config.eval_strategy.value!r}: pass `eval_dataset=`.")
         return Data(requests, rows_of, None)
     held_out = read(eval_dataset, needs_rows=False, prompts_only=True)
-    _check_lengths(held_out, positions, config.max_new_tokens)
+    _check_recorded(held_out, too_long)
     if not _is_recorded(eval_dataset):
         if target is None:
             raise ConfigError("Held-out prompts need a `target` to answer them. Pass it, or recorded requests.")
@@ -177,19 +198,21 @@ def _check_answers(target: Any) -> None:
         )
 
 
-def _check_lengths(traces: Iterable[Trace], positions: int | None, max_new_tokens: int, *, at_least: int = 0) -> None:
-    """Raises DataError for a prompt that leaves no room for its completion. The positions of an encoder-decoder hold
-    prompt and completion each, those of a decoder both together."""
-    if positions is None:
-        return
+def _check_recorded(traces: Iterable[Trace], too_long: Callable[[Trace], str]) -> None:
+    """Raise DataError for a recorded request that is too long; rows that are too long have been left out."""
     for number, trace in enumerate(traces):
-        prompt, answer = len(trace.prompt_ids), max(len(trace) or max_new_tokens, at_least)
-        needed = max(prompt, answer) if trace.is_encoder_decoder else prompt + answer
-        if needed > positions:
-            raise DataError(
-                f"Row {number} is too long: a prompt of {prompt} tokens and a completion of {answer} do not fit into "
-                f"the models' {positions} positions. Shorten it, leave it out, or lower `max_new_tokens`."
-            )
+        if reason := too_long(trace):
+            raise DataError(f"Request {number} cannot be used: {reason}. Leave it out, or lower `max_new_tokens`.")
+
+
+def _too_long(trace: Trace, positions: int | None, max_new_tokens: int, at_least: int = 0) -> str:
+    """Return why a prompt leaves no room for its completion, or an empty text. The positions of an encoder-decoder
+    hold prompt and completion each, those of a decoder both together."""
+    prompt, answer = len(trace.prompt_ids), max(len(trace) or max_new_tokens, at_least)
+    needed = max(prompt, answer) if trace.is_encoder_decoder else prompt + answer
+    if positions is None or needed <= positions:
+        return ""
+    return f"prompt and completion do not fit into the models' {positions} positions"
 
 
 def read_traces(
@@ -242,86 +265,177 @@ def read_traces(
 
 
 def read_rows(
-    dataset: Iterable[Any], tokenizer: Any, *, vocab_size: int, decoder_start: int | None, prompts_only: bool = False
-) -> list[Trace]:
+    dataset: Iterable[Any], tokenizer: Any, *, vocab_size: int, decoder_start: int | None, prompts_only: bool = False,
+    too_long: Callable[[Trace], str] = lambda trace: "",
+) -> list[Trace]:  # fmt: skip
     """
-    Rows in the columns that TRL names: `prompt` and perhaps `completion`, each text, token ids or messages, or
-    `messages` alone, whose last turn is the completion if it is the assistant's. Text is taken as it is, and a
-    completion ends with EOS; messages go through the chat template. The decoder of an encoder-decoder begins with
-    `decoder_start`.
+    Read rows with the columns that TRL names. Rows that cannot be used are left out, and the log lists them once.
+
+    `prompt` and perhaps `completion` are each text, token ids or messages; or there are `messages` alone, where a last
+    message of the assistant is the completion. Text is taken as it is, and a completion ends with EOS. Messages go
+    through the chat template, with the columns `tools` and `chat_template_kwargs` of the row.
+
+    Args:
+        dataset (`Iterable[Any]`): Rows, or a `datasets.Dataset` of any format, streamed or not.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's; not needed for token ids.
+        vocab_size (`int`), decoder_start (`int`, *optional*):
+            Of the models. The decoder of an encoder-decoder begins with `decoder_start`.
+        prompts_only (`bool`, *optional*, defaults to `False`): Leave out completions.
+        too_long (`Callable[[Trace], str]`, *optional*): Says why a request does not fit; an empty text if it does.
+
+    Raises:
+        DataError: there is no row, or none can be used; a token id outside of the vocabulary; text without a
+            tokenizer, or messages without a chat template.
     """
     start = None if decoder_start is None else np.asarray([decoder_start], np.int32)
-    traces = []
-    for number, row in enumerate(dataset):
-        if not isinstance(row, Mapping) or not ("prompt" in row or "messages" in row):
-            columns = ", ".join(row) if isinstance(row, Mapping) else f"none, it is a {type(row).__name__}"
-            raise DataError(f"Row {number} needs the columns {COLUMNS}; its columns are {columns}.")
-        prompt, completion = _encoded(row, tokenizer, number, is_encoder_decoder=decoder_start is not None)
-        if not prompt:
-            raise DataError(f"Row {number} has an empty prompt; leave it out.")
-        if completion is not None and not completion:
-            raise DataError(f"Row {number} has an empty completion; leave it out, or drop the column to generate.")
-        ids = [*prompt, *(completion or ())]
-        if min(ids) < 0 or max(ids) >= vocab_size:
-            raise DataError(f"Row {number} has token ids outside of the vocabulary of {vocab_size} tokens.")
-        traces.append(bare_trace(prompt, () if prompts_only else completion or (), vocab_size, start))
-    if not traces:
+    traces, skipped, number = list[Trace](), dict[str, list[int]](), -1
+    for number, row in enumerate(_rows(dataset)):
+        try:
+            prompt, completion = _encoded(row, tokenizer, is_encoder_decoder=decoder_start is not None)
+            ids = [*prompt, *(completion or ())]
+            if min(ids) < 0 or max(ids) >= vocab_size:
+                raise DataError(f"Row {number} has token ids outside of the vocabulary of {vocab_size} tokens.")
+            trace = bare_trace(prompt, () if prompts_only else completion or (), vocab_size, start)
+            if reason := too_long(trace):
+                raise RowError(reason)
+        except RowError as error:
+            skipped.setdefault(str(error), []).append(number)
+        else:
+            traces.append(trace)
+    if number < 0:
         raise DataError("The data set has no rows.")
+    if not traces:
+        raise DataError(f"No row of the data set can be used: {list_skipped(skipped)}.")
+    if skipped:
+        logger.warning("Skipped %d of %d rows: %s.", number + 1 - len(traces), number + 1, list_skipped(skipped))
     return traces
 
 
-def _encoded(
-    row: Mapping[str, Any], tokenizer: Any, number: int, *, is_encoder_decoder: bool
-) -> tuple[list[int], list[int] | None]:
-    """Token ids of a row's prompt and completion; the latter is `None` where the row has none."""
-    prompt: Any = row.get("prompt")
-    completion: Any = row.get("completion")
-    of_messages = prompt is None
-    if of_messages:
-        prompt, completion = row.get("messages") or [], None
+def _rows(dataset: Any) -> Iterator[Any]:
+    """Yield the rows of a data set as plain Python objects, with the columns of [`read_rows`] alone."""
+    if isinstance(dataset, Mapping):
+        if len(dataset) != 1:
+            raise DataError(
+                f"The data set is a {type(dataset).__name__} of {', '.join(map(repr, dataset))}. Pass one split, such "
+                'as `dataset["train"]`, or a list of rows.'
+            )
+        (dataset,) = dataset.values()
+    has_transform = getattr(dataset, "format", {"type": None})["type"] == "custom"
+    if hasattr(dataset, "with_format") and not has_transform:  # of `datasets`, which may give arrays
+        dataset = dataset.with_format(None)
+        if kept := [name for name in dataset.column_names or () if name in ROW_COLUMNS]:
+            dataset = dataset.select_columns(kept)
+    try:
+        yield from dataset
+    except OSDError:
+        raise
+    except Exception as error:  # a generator of the caller's, or a file that is streamed
+        raise DataError(f"The data set cannot be read to its end: {first_line(error)}.") from error
+
+
+def _encoded(row: Any, tokenizer: Any, *, is_encoder_decoder: bool) -> tuple[list[int], list[int] | None]:
+    """Return the token ids of a row's prompt and completion; `None` for a row without one. Raises RowError."""
+    if isinstance(row, RowError):
+        raise row
+    if not isinstance(row, Mapping):
+        raise RowError(f"it is a {type(row).__name__}, not an object with the columns {COLUMNS}")
+    prompt, completion, messages = (_listed(row.get(name)) for name in ("prompt", "completion", "messages"))
+    is_chat = prompt is None
+    if is_chat:
+        if messages is None:
+            raise RowError(
+                f"it needs the columns {COLUMNS}; those with a value are {', '.join(_given(row)) or 'none'}"
+            )
+        prompt, completion = messages, None
+        if messages and _are(Mapping, messages) and messages[-1].get("role") == "assistant":
+            prompt, completion = messages[:-1], messages[-1:]
         if not prompt:
-            return [], None
-        if _are(Mapping, prompt) and prompt[-1].get("role") == "assistant":
-            prompt, completion = prompt[:-1], prompt[-1:]
+            raise RowError("there is no message" + ("" if completion is None else " before the answer"))
+    if not prompt or completion in ("", []):
+        raise RowError(f"the {'completion' if prompt else 'prompt'} is empty")
     parts = [prompt] if completion is None else [prompt, completion]
-    if _are(int, *parts) and not of_messages:
+    if _are(int, *parts) and not is_chat:
         return prompt, completion
-    is_text = all(isinstance(part, str) for part in parts) and not of_messages
+    is_text = all(isinstance(part, str) for part in parts) and not is_chat
     if not is_text and not _are(Mapping, *parts):
-        raise DataError(
-            f"Row {number}: prompt and completion must both be text, token ids or messages, got {_kind(prompt)} and "
-            f"{_kind(completion)}."
+        raise RowError(
+            f"prompt and completion must both be text, token ids or messages, got {' and '.join(map(_kind, parts))}"
         )
     if tokenizer is None:
         kind = "text" if is_text else "messages"
         raise DataError(f"The data set holds {kind}, and no tokenizer was found with the models. Pass `tokenizer=`.")
     if not is_text:
-        return _encoded_messages(prompt, completion, tokenizer, number)
-    answer: list[int] | None = None if completion is None else []
-    if completion:
-        answer = list(tokenizer(completion, add_special_tokens=is_encoder_decoder)["input_ids"])
+        return _encoded_messages(prompt, completion, tokenizer, row)
+    prompt, *rest = (prompt_text(part, name) for part, name in zip(parts, ("prompt", "completion"), strict=False))
+    answer: list[int] | None = None
+    if rest:
+        answer = list(tokenizer(rest[0], add_special_tokens=is_encoder_decoder)["input_ids"])
         if tokenizer.eos_token_id not in (None, *answer[-1:]):
             answer.append(tokenizer.eos_token_id)
     return list(tokenizer(prompt)["input_ids"]), answer
 
 
 def _encoded_messages(
-    prompt: list[Any], completion: list[Any] | None, tokenizer: Any, number: int
+    prompt: list[Any], completion: list[Any] | None, tokenizer: Any, row: Mapping[str, Any]
 ) -> tuple[list[int], list[int] | None]:
     if not getattr(tokenizer, "chat_template", None):
-        raise DataError(f"Row {number} holds messages, but the tokenizer has no chat template. Give text instead.")
-    head = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False) if prompt else ""
+        raise DataError("The data set holds messages, but the tokenizer has no chat template. Give text instead.")
+    prompt, answers = _turns(prompt), None if completion is None else _turns(completion)
+    if all(turn["role"] in ("system", "developer") for turn in prompt):
+        raise RowError("there is only a system message")
+    if answers is not None and not any(turn["content"] or turn.get("tool_calls") for turn in answers):
+        raise RowError("the answer is empty")
+    settings = {
+        name: value for name, value in _setting(row, "chat_template_kwargs", dict).items() if value is not None
+    }
+    if tools := _setting(row, "tools", list):
+        settings["tools"] = tools
+    head = render_chat(tokenizer, prompt, settings, add_generation_prompt=True)
     ids = list(tokenizer(head, add_special_tokens=False)["input_ids"])
-    if completion is None:
+    if answers is None:
         return ids, None
-    whole = tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
+    whole = render_chat(tokenizer, [*prompt, *answers], settings)
     if not whole.startswith(head):
-        raise DataError(
-            f"Row {number}: the chat template renders the prompt otherwise when an answer follows. Give text instead."
+        raise RowError(
+            "the chat template begins an answer in another way than it writes a given one, as templates of thinking "
+            "models do; set `chat_template_kwargs`, such as `enable_thinking`, or give text"
         )
     answer = list(tokenizer(whole[len(head) :], add_special_tokens=False)["input_ids"])
-    # Some templates write more after the end of a turn, which no target ever says.
+    # Some templates write more after the end of a turn, which no target generates.
     return ids, answer[: answer.index(tokenizer.eos_token_id) + 1] if tokenizer.eos_token_id in answer else answer
+
+
+def _turns(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    turns = []
+    for number, message in enumerate(messages):
+        if not isinstance(message.get("role"), str):
+            raise RowError(f"message {number} needs a `role` and `content`; it has {', '.join(_given(message))}")
+        try:
+            turns.append(chat_message(message))
+        except RowError as error:
+            raise RowError(f"`content` of message {number} {error}") from None
+    return turns
+
+
+def _setting(row: Mapping[str, Any], name: str, kind: type) -> Any:
+    """Return a column that holds a setting of the chat template, or its JSON; an empty one for null."""
+    value = _listed(row.get(name))
+    try:
+        value = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        raise RowError(f"`{name}` is no JSON") from None
+    if value is not None and not isinstance(value, kind):
+        raise RowError(f"`{name}` must be a {kind.__name__}, got {_kind(value)}")
+    return kind() if value is None else value
+
+
+def _given(row: Mapping[str, Any]) -> list[str]:
+    return [str(name) for name, value in row.items() if value is not None]
+
+
+def _listed(value: Any) -> Any:
+    """Return an array as a list."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _are(kind: type, *parts: Any) -> bool:
@@ -393,7 +507,7 @@ class Sampler:
         sequences = model.generate(
             input_ids=ids, attention_mask=mask, do_sample=False, num_beams=1, use_cache=True,
             eos_token_id=target.generation_config.eos_token_id, pad_token_id=0, max_new_tokens=self.max_new_tokens,
-            logits_processor=processors,
+            logits_processor=processors, stop_strings=None,
         )  # fmt: skip
         return [
             unanswered(request, until_end(answer, target.generation_config))
