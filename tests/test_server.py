@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import gc
 import json
 import os
@@ -571,7 +572,7 @@ CHAT: dict[str, Any] = {"messages": user("a"), "max_tokens": 2}
         ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
         ({"presence_penalty": 0.5}, "presence_penalty", "not supported"),
         ({"messages": []}, "messages", "at least one"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0]", "whose `role` is one of"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0]", "whose `role` is one of"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "`text` alone"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "must be a text"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "itself reads"),
@@ -583,7 +584,7 @@ CHAT: dict[str, Any] = {"messages": user("a"), "max_tokens": 2}
         ({"temperature": True}, "temperature", "must be a number"),
         ({"temperature": float("nan")}, "temperature", "must be a number"),
         ({"temperature": 10**400}, "temperature", "must be a number"),
-        ({"top_p": 0}, "top_p", "above 0"),
+        ({"top_p": -0.1}, "top_p", "from 0 to 1"),
         ({"top_p": 1.5}, "top_p", "from 0 to 1"),
         ({"top_k": 1.5}, "top_k", "an integer"),
         ({"seed": "a"}, "seed", "an integer"),
@@ -592,6 +593,10 @@ CHAT: dict[str, Any] = {"messages": user("a"), "max_tokens": 2}
         ({"stop": ["a" * 257]}, "stop", "each of 1 to 256"),
         ({"stop": 3}, "stop", "must be a text"),
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"max_tokens": -2}, "max_tokens", "at least 1"),
+        ({"max_tokens": 1.5}, "max_tokens", "an integer"),
+        ({"add_generation_prompt": False}, "add_generation_prompt", "opposite of `continue_final_message`"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "add_generation_prompt", "opposite"),
         ({"max_completion_tokens": True}, "max_completion_tokens", "an integer"),
         ({"stream": "yes"}, "stream", "true or false"),
         ({"stream_options": {}}, "stream_options", "needs `stream: true`"),
@@ -635,6 +640,84 @@ def test_what_changes_nothing_is_passed_over(service: Service, client: TestClien
     response = client.post("/v1/chat/completions", json=body)
     expected = alone(service, TOKENIZER("<s>sbcM")["input_ids"], max_new_tokens=2)
     assert response.json()["choices"][0]["message"]["content"] == expected
+
+
+def test_one_model_can_be_asked_for_by_name(sdk: openai.OpenAI, client: TestClient) -> None:
+    assert sdk.models.retrieve("tiny") == sdk.models.list().data[0]
+    with pytest.raises(openai.NotFoundError) as unknown:
+        sdk.models.retrieve("org/other")
+    assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
+    assert client.get("/v1/models/").json() == client.get("/v1/models").json()
+    assert client.get("/v1/models/tiny", headers={"authorization": "Bearer K"}).status_code == 401
+
+
+def test_a_model_of_an_organization_can_be_asked_for_by_name() -> None:
+    client = TestClient(make_app(Service("org/name", max_queue=1, max_new_tokens=TOKENS)))
+    for path in ("org/name", "org%2Fname"):
+        assert client.get(f"/v1/models/{path}").json()["id"] == "org/name"
+
+
+def test_a_chat_may_hold_tool_calls_and_null_content(service: Service, client: TestClient) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    turns = [
+        *user("a"), {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "audio": None},
+        {"role": "tool", "tool_call_id": "c", "content": "b"}, {"role": "assistant", "tool_calls": []}, *user("d"),
+    ]  # fmt: skip
+    body = {"messages": turns, "temperature": 0, "max_tokens": 2}
+    response = client.post("/v1/chat/completions", json=body)
+    expected = alone(service, TOKENIZER("<s>uaatbaud")["input_ids"], max_new_tokens=2)
+    assert response.json()["choices"][0]["message"]["content"] == expected
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.chat_template = "{{ messages[1].tool_calls[0].function.arguments.x }}{{ messages[2].tool_call_id }}"
+    asked = Reader("tools", target_of(service), tokenizer, TOKENS).chat(body)
+    assert tokenizer.decode(asked.prompt_ids) == "1c"
+
+
+def test_minus_one_and_null_are_no_length(service: Service) -> None:
+    reader = service.reader
+    assert reader is not None
+    for name in ("max_tokens", "max_completion_tokens"):
+        for value in (-1, None, -1.0):
+            assert reader.chat({"messages": user("a"), name: value}).max_new_tokens == TOKENS
+        assert reader.chat({"messages": user("a"), name: 5.0}).max_new_tokens == 5
+    for value in (-1, None):
+        assert reader.completion({"prompt": "a", "max_tokens": value}).max_new_tokens == TOKENS
+    assert reader.completion({"prompt": "a"}).max_new_tokens == 16
+    assert reader.completion({"prompt": "a" * 250, "max_tokens": -1}).max_new_tokens == 256 - 250
+
+
+def test_settings_that_ask_for_nothing_are_taken(service: Service) -> None:
+    reader = service.reader
+    assert reader is not None
+    assert reader.chat(CHAT | {"top_logprobs": 0, "logprobs": False}).logprobs is None
+    assert reader.chat(CHAT | {"top_p": 0, "temperature": 1.0}).sampling == {"do_sample": False}
+    assert reader.chat(CHAT | {"add_generation_prompt": None, "continue_final_message": None}) == reader.chat(CHAT)
+
+
+def test_a_last_message_of_the_assistant_is_continued_if_asked(service: Service) -> None:
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}e{% endfor %}{{ 'P' if add_generation_prompt }}"
+    )
+    reader = Reader("tiny", target_of(service), tokenizer, TOKENS)
+    body = CHAT | {"messages": [*user("a"), {"role": "assistant", "content": "b"}]}
+    for more, expected in (({}, "aebeP"), ({"continue_final_message": True, "add_generation_prompt": False}, "aeb")):
+        assert TOKENIZER.decode(reader.chat(body | more).prompt_ids) == expected
+
+
+def test_the_server_has_settings_of_the_chat_template_that_a_request_can_change(service: Service) -> None:
+    other = Service("tiny", max_queue=0, max_new_tokens=TOKENS, chat_template_kwargs={"mark": "M"})
+    assert service.assistant is not None
+    other.open(service.assistant)
+    assert other.reader is not None
+    for more, expected in (({}, "uaM"), ({"chat_template_kwargs": {"mark": "N"}}, "uaN")):
+        assert other.reader.chat(CHAT | more).prompt_ids == tuple(TOKENIZER(f"<s>{expected}")["input_ids"])
+    for tokenizer, kwargs, said in (
+        (TOKENIZER, {"tokenize": True}, "what the chat template itself reads"),
+        (models.tokenizer(), {"mark": "M"}, "has no chat template"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            Reader("tiny", target_of(service), tokenizer, TOKENS, chat_template_kwargs=kwargs)
 
 
 def test_values_that_change_nothing_hold_whatever_the_target_says_by_itself(
@@ -877,7 +960,13 @@ def test_who_stops_it_does_not_wait_until_all_is_loaded(monkeypatch: pytest.Monk
 
 def test_a_pair_that_cannot_be_loaded_ends_the_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--target", str(tmp_path), "--draft", str(tmp_path), "--port", "0"]) == 2
-    assert "without a `config.json`" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "without a `config.json`" in said
+    assert "stopping" not in said
+    assert main(["serve", "--bundled", "--port", "0", "--chat-template-kwargs", '{"tokenize": true}']) == 2
+    said = capsys.readouterr().err
+    assert "`chat_template_kwargs` must hold what the chat template itself reads" in said
+    assert "stopping" not in said
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = str(taken.getsockname()[1])
         assert main(["serve", "--bundled", "--port", port]) == 2

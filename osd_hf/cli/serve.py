@@ -18,7 +18,7 @@ import torch
 from osd_hf.assistant import OnlineAssistant
 from osd_hf.bench.benchmark import pad_setting
 from osd_hf.cli.arguments import flag, in_groups
-from osd_hf.cli.flags import ONE_DRAFT, THREADS, DraftRevision, Learning, TargetLoading, learning
+from osd_hf.cli.flags import CHAT_TEMPLATE_KWARGS, ONE_DRAFT, THREADS, DraftRevision, Learning, TargetLoading, learning
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError
 from osd_hf.learning.session import check_pointer, has_session
@@ -53,6 +53,9 @@ class ServeSettings(DraftRevision, TargetLoading, Learning):
     shutdown_seconds: float = _server("seconds that requests are given to end, once the server is told to stop",
                                       30.0, metavar="S")  # fmt: skip
     max_new_tokens: int = _answers("most tokens of an answer to a chat that names no most", 1024, metavar="N")
+    chat_template_kwargs: dict[str, Any] | None = _answers(
+        f"{CHAT_TEMPLATE_KWARGS}; those of a request go before", metavar="JSON"
+    )
     learn: bool = flag("let the draft learn; without it, serve and count only", True)
     state_dir: Path | None = flag("session to go on with, which is saved there every --autosave-interval updates and "
                                   "in the end; it holds tokens of requests", metavar="DIR")  # fmt: skip
@@ -108,8 +111,9 @@ def serve_command(settings: ServeSettings) -> int:
     metrics: Any = importlib.import_module("osd_hf.serving.metrics")
     key = settings.key
     service = server.Service(
-        settings.name, max_queue=settings.max_queue, max_new_tokens=settings.max_new_tokens, learn=settings.learn
-    )
+        settings.name, max_queue=settings.max_queue, max_new_tokens=settings.max_new_tokens, learn=settings.learn,
+        chat_template_kwargs=settings.chat_template_kwargs,
+    )  # fmt: skip
     address = running.Running(settings.host, settings.port)
     if key is None and not address.is_local:
         logger.warning(
@@ -131,7 +135,8 @@ def serve_command(settings: ServeSettings) -> int:
             print(f"{settings.name} is served at {address.address}/v1", flush=True)
 
     def stop() -> None:
-        print("osd-hf: stopping", file=sys.stderr)
+        if not failed:
+            print("osd-hf: stopping", file=sys.stderr)
         service.stop(settings.shutdown_seconds)
 
     loading = threading.Thread(target=load, name="osd_hf-loading", daemon=True)
@@ -157,6 +162,7 @@ def opened(settings: ServeSettings) -> OnlineAssistant:
     ids = torch.tensor([pair.tokenizer(WARM_UP)["input_ids"]], device=input_device(pair.target))
     how: dict[str, Any] = {
         "attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": WARM_UP_TOKENS,
+        "stop_strings": None,
         **pad_setting(pair.target),
     }  # fmt: skip
     choose_threads(pair.target, lambda: pair.target.generate(ids, **how), settings.threads)

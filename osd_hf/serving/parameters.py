@@ -8,10 +8,11 @@ import json
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, NoReturn
 
-from osd_hf.errors import first_line
+from osd_hf.errors import ConfigError
 from osd_hf.pair import prompt_room, vocab_size_of
+from osd_hf.prompts import RowError, chat_message, is_text, render_chat
 
 MOST_LOGPROBS = 20  # alternatives per token
 MOST_LOGIT_BYTES = 1 << 30  # that the rows of one answer with log-probs take, until it is sent
@@ -19,7 +20,8 @@ MOST_STOPS, MOST_STOP_CHARACTERS = 16, 256
 MOST_USER_CHARACTERS = 256
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-5, 1e5  # below, sampling is greedy but for rounding
 COMPLETION_TOKENS = 16  # of `/v1/completions` by default, as OpenAI's
-ROLES = ("system", "developer", "user", "assistant")
+NO_LIMIT = -1  # value of `max_tokens` in clients of llama.cpp and LM Studio
+ROLES = ("system", "developer", "user", "assistant", "tool")
 # What would change the answer and is not there, by the values under which it changes nothing, besides null. Other
 # parameters that are unknown here are passed over, as other servers do.
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -30,8 +32,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},), "structured_outputs": (), "guided_json": (), "guided_regex": (),
     "guided_choice": (), "guided_grammar": (), "reasoning_effort": (), "verbosity": (), "modalities": (["text"],),
-    "audio": (), "web_search_options": (), "documents": ([],), "chat_template": (), "add_generation_prompt": (True,),
-    "continue_final_message": (False,), "generation_config": (),
+    "audio": (), "web_search_options": (), "documents": ([],), "chat_template": (), "generation_config": (),
 }  # fmt: skip
 # What these values say to `generate`, where the target's generation config says otherwise.
 NEUTRAL: dict[str, dict[str, Any]] = {
@@ -62,6 +63,13 @@ class ApiError(Exception):
 def refuse(param: str, rule: str, value: Any, code: str | None = None) -> NoReturn:
     """Raise the ApiError of a parameter that breaks a rule."""
     raise ApiError(400, f"`{param}` {rule}, got {shown(value)}.", param=param, code=code)
+
+
+def check_model(asked: Any, name: str) -> None:
+    """Raise the ApiError of a client that asks for another model than `name`."""
+    if asked != name:
+        message = f"The model {shown(asked)} is not served here; `{name}` is."
+        raise ApiError(404, message, param="model", code="model_not_found")
 
 
 def shown(value: Any) -> str:
@@ -136,10 +144,24 @@ class Reader:
         tokenizer (`PreTrainedTokenizerBase`): Its own, of which a copy is used: answers are decoded meanwhile.
         max_new_tokens (`int`): Of an answer to a chat that says nothing of it.
         has_seeds (`bool`, *optional*, defaults to `True`): Whether sampled answers can be had from a seed.
+        chat_template_kwargs (`Mapping[str, Any]`, *optional*):
+            Settings of the chat template; those of a request go before them.
+
+    Raises:
+        ConfigError: `chat_template_kwargs` without a chat template, or with arguments of `apply_chat_template`.
     """
 
-    def __init__(self, name: str, target: Any, tokenizer: Any, max_new_tokens: int, *, has_seeds: bool = True) -> None:
-        self._has_seeds = has_seeds
+    def __init__(
+        self, name: str, target: Any, tokenizer: Any, max_new_tokens: int, *, has_seeds: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        self._has_seeds, self._template_kwargs = has_seeds, chat_template_kwargs or {}
+        has_template = getattr(tokenizer, "chat_template", None)
+        if self._template_kwargs and (not has_template or self._template_kwargs.keys() & _arguments(tokenizer)):
+            raise ConfigError(
+                f"`chat_template_kwargs` must hold what the chat template itself reads, got {self._template_kwargs}"
+                + ("." if has_template else ", and the tokenizer has no chat template.")
+            )
         self.name, self._config, self._tokenizer = name, target.config, copy.deepcopy(tokenizer)
         self._usual, self._max_new_tokens = target.generation_config, max_new_tokens
         self._vocab_size = vocab_size_of(target)
@@ -153,10 +175,10 @@ class Reader:
         logprobs = None
         if _flag(body, "logprobs"):
             logprobs = _whole(body, "top_logprobs", 0, MOST_LOGPROBS) or 0
-        elif body.get("top_logprobs") is not None:
+        elif body.get("top_logprobs") not in (None, 0):
             refuse("top_logprobs", "needs `logprobs: true`", body["top_logprobs"])
         name = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
-        return self._asked(body, prompt, name, logprobs, is_chat=True)
+        return self._asked(body, prompt, name, self._max_new_tokens, logprobs, is_chat=True)
 
     def completion(self, body: Mapping[str, Any]) -> Asked:
         """What a body for `/v1/completions` asks for; raises ApiError."""
@@ -165,22 +187,20 @@ class Reader:
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]
         if isinstance(prompt, str):
-            prompt = self._ids(prompt, "prompt") if _is_text(prompt) else None
+            prompt = self._ids(prompt, "prompt") if is_text(prompt) else None
         rule = "must be one text, or one list of token ids, and not empty; send a request for each"
         if not isinstance(prompt, list) or not prompt or not all(type(token) is int for token in prompt):
             refuse("prompt", rule, body.get("prompt"))
         if odd := [token for token in prompt if not 0 <= token < self._vocab_size]:
             refuse("prompt", f"must hold token ids from 0 to {self._vocab_size - 1}", odd[0])
-        return self._asked(body, prompt, "max_tokens", _whole(body, "logprobs", 0, MOST_LOGPROBS), is_chat=False)
+        usual = self._max_new_tokens if "max_tokens" in body else COMPLETION_TOKENS
+        logprobs = _whole(body, "logprobs", 0, MOST_LOGPROBS)
+        return self._asked(body, prompt, "max_tokens", usual, logprobs, is_chat=False)
 
     def _check(self, body: Mapping[str, Any]) -> None:
         """Raises ApiError for another model, and for what cannot be given."""
-        model = body.get("model")
-        if model is not None and model != self.name:
-            raise ApiError(
-                404, f"The model {shown(model)} is not served here; `{self.name}` is.", param="model",
-                code="model_not_found",
-            )  # fmt: skip
+        if body.get("model") is not None:
+            check_model(body["model"], self.name)
         for name, harmless in REFUSED.items():
             value = body.get(name)
             if value is not None and value not in harmless:
@@ -198,16 +218,18 @@ class Reader:
             refuse("messages", "must be a list of at least one message", messages)
         turns = [_turn(message, f"messages[{i}]") for i, message in enumerate(messages)]
         kwargs = body.get("chat_template_kwargs") or {}
-        apply = self._tokenizer.apply_chat_template
-        if not isinstance(kwargs, dict) or kwargs.keys() & inspect.signature(apply).parameters.keys():
+        if not isinstance(kwargs, dict) or kwargs.keys() & _arguments(self._tokenizer):
             refuse("chat_template_kwargs", "must be an object with what the chat template itself reads", kwargs)
+        is_continued = _flag(body, "continue_final_message")
+        if body.get("add_generation_prompt") is not None and _flag(body, "add_generation_prompt") == is_continued:
+            rule = "must be the opposite of `continue_final_message`"
+            refuse("add_generation_prompt", rule, body["add_generation_prompt"], "unsupported_parameter")
+        how = {"add_generation_prompt": not is_continued, "continue_final_message": is_continued}
         try:
-            text = apply(turns, add_generation_prompt=True, tokenize=False, **kwargs)
-        except Exception as error:  # whatever a template fails with
-            raise ApiError(
-                400, f"The chat template cannot take these messages: {first_line(error)}.", param="messages"
-            ) from error
-        if not _is_text(text):
+            text = render_chat(self._tokenizer, turns, {**self._template_kwargs, **kwargs}, **how)
+        except RowError as error:
+            raise ApiError(400, f"These messages are refused: {error}.", param="messages") from error
+        if not is_text(text):
             refuse("chat_template_kwargs", "must hold whole characters (a surrogate stands alone)", kwargs)
         return self._ids(text, "messages", add_special_tokens=False)
 
@@ -225,8 +247,9 @@ class Reader:
         return list(self._tokenizer(text, **how)["input_ids"])
 
     def _asked(
-        self, body: Mapping[str, Any], prompt: list[int], length: str, logprobs: int | None, *, is_chat: bool
-    ) -> Asked:
+        self, body: Mapping[str, Any], prompt: list[int], length: str, usual: int, logprobs: int | None, *,
+        is_chat: bool,
+    ) -> Asked:  # fmt: skip
         stream = _flag(body, "stream")
         options = body.get("stream_options")
         if options is not None and (not stream or not isinstance(options, dict)):
@@ -234,7 +257,8 @@ class Reader:
         if stream and logprobs is not None:
             rule = "is not supported in streams (leave `stream` out)"
             refuse("logprobs", rule, body["logprobs"], "unsupported_parameter")
-        most = self._most(prompt, _whole(body, length, 1), length, is_chat=is_chat)
+        asked = None if body.get(length) == NO_LIMIT else _whole(body, length, 1)
+        most = self._most(prompt, asked, usual, length, is_chat=is_chat)
         if logprobs is not None and most * self._vocab_size * 4 > MOST_LOGIT_BYTES:
             fit = MOST_LOGIT_BYTES // (4 * self._vocab_size)
             refuse(length, f"may be {fit} at most with `logprobs`", most)
@@ -251,11 +275,11 @@ class Reader:
             is_stream=stream, with_usage=bool((options or {}).get("include_usage")), owner=user,
         )  # fmt: skip
 
-    def _most(self, prompt: list[int], asked: int | None, name: str, *, is_chat: bool) -> int:
+    def _most(self, prompt: list[int], asked: int | None, usual: int, name: str, *, is_chat: bool) -> int:
         """Tokens that the answer may have; raises ApiError where prompt and answer do not fit."""
         if not prompt:
             raise ApiError(400, "The prompt is empty.", param="messages" if is_chat else "prompt")
-        most = asked or (self._max_new_tokens if is_chat else COMPLETION_TOKENS)
+        most = asked or usual
         room = self._room
         if room is None:
             return most
@@ -274,12 +298,11 @@ class Reader:
         temperature = _number(body, "temperature", 0.0, MOST_TEMPERATURE)
         top_p = _number(body, "top_p", 0.0, 1.0)
         top_k = _whole(body, "top_k", -1)
-        if top_p == 0:
-            refuse("top_p", "must be above 0", top_p)
         usual, plain = self._usual, dict[str, Any]()
         for name in NEUTRAL.keys() & body.keys():
             plain |= NEUTRAL[name] if body[name] is not None else {}
-        if not (bool(usual.do_sample) if temperature is None else temperature >= LEAST_TEMPERATURE):
+        samples = bool(usual.do_sample) if temperature is None else temperature >= LEAST_TEMPERATURE
+        if not samples or top_p == 0:  # the likeliest token alone
             return {"do_sample": False, **plain}
         # Where the target names no k, transformers would take 50 of the tokens: not what clients of this API expect.
         k = usual.top_k if top_k is None else max(top_k, 0)
@@ -306,16 +329,10 @@ def _number(body: Mapping[str, Any], name: str, least: float, most: float) -> fl
     return float(value)
 
 
-def _is_text(value: Any) -> TypeGuard[str]:
-    """Whether it is text that tokens can stand for: JSON has halves of characters, too."""
-    try:
-        return isinstance(value, str) and value.encode() is not None
-    except UnicodeEncodeError:
-        return False
-
-
 def _whole(body: Mapping[str, Any], name: str, least: int, most: int | None = None) -> int | None:
     value = body.get(name)
+    if isinstance(value, float) and value.is_integer():  # as some languages write whole numbers
+        value = int(value)
     if value is not None and (type(value) is not int or value < least or (most is not None and value > most)):
         refuse(name, f"must be an integer of at least {least}" + ("" if most is None else f", at most {most}"), value)
     return None if value is None else int(value)
@@ -324,24 +341,24 @@ def _whole(body: Mapping[str, Any], name: str, least: int, most: int | None = No
 def _stops(value: Any) -> tuple[str, ...]:
     stops = () if value is None else (value,) if isinstance(value, str) else value
     is_fine = isinstance(stops, list | tuple) and len(stops) <= MOST_STOPS
-    if not is_fine or not all(_is_text(stop) and 0 < len(stop) <= MOST_STOP_CHARACTERS for stop in stops):
+    if not is_fine or not all(is_text(stop) and 0 < len(stop) <= MOST_STOP_CHARACTERS for stop in stops):
         rule = f"must be a text, or a list of at most {MOST_STOPS}, each of 1 to {MOST_STOP_CHARACTERS} characters"
         refuse("stop", rule, value)
     return tuple(stops)
 
 
-def _turn(message: Any, name: str) -> dict[str, str]:
-    """A message with its text in one piece, as chat templates take it."""
+def _turn(message: Any, name: str) -> dict[str, Any]:
+    """Return a message as chat templates read it; raises ApiError."""
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         refuse(name, f"must be an object whose `role` is one of {', '.join(ROLES)}", message)
-    content = message.get("content")
-    if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        if not all(map(_is_text, parts)):
-            refuse(f"{name}.content", "may hold parts of the type `text` alone", content)
-        content = "".join(map(str, parts))
-    if not _is_text(content):
-        refuse(f"{name}.content", "must be a text, or a list of parts of the type `text`", content)
+    try:
+        turn = chat_message(message)
+    except RowError as error:
+        refuse(f"{name}.content", str(error), message.get("content"))
     # Templates of open models know no other name for it.
-    role = "system" if message["role"] == "developer" else message["role"]
-    return {"role": role, "content": content}
+    return {**turn, "role": "system" if turn["role"] == "developer" else turn["role"]}
+
+
+def _arguments(tokenizer: Any) -> set[str]:
+    """Return the arguments of `apply_chat_template`, which a client must not set."""
+    return set(inspect.signature(tokenizer.apply_chat_template).parameters)

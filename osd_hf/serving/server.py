@@ -9,7 +9,7 @@ import json
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -29,7 +29,7 @@ from osd_hf.bench.benchmark import pad_setting
 from osd_hf.errors import OSDError
 from osd_hf.pair import unwrap
 from osd_hf.serving.answers import Answer, StopText, server_sent
-from osd_hf.serving.parameters import ApiError, Asked, Reader, refuse, shown
+from osd_hf.serving.parameters import ApiError, Asked, Reader, check_model, refuse, shown
 from osd_hf.utils.streaming import Rounds, Stop
 
 logger = logging.getLogger(__name__)
@@ -86,10 +86,16 @@ class Service:
         max_queue (`int`): Requests that may wait; further ones are refused.
         max_new_tokens (`int`): Of an answer to a chat that says nothing of it.
         learn (`bool`, *optional*, defaults to `True`): Whether the draft learns from requests.
+        chat_template_kwargs (`Mapping[str, Any]`, *optional*):
+            Settings of the chat template; those of a request go before them.
     """
 
-    def __init__(self, name: str, *, max_queue: int, max_new_tokens: int, learn: bool = True) -> None:
+    def __init__(
+        self, name: str, *, max_queue: int, max_new_tokens: int, learn: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         self.name, self.max_queue, self.learn = name, max_queue, learn
+        self._template_kwargs = chat_template_kwargs
         self._max_new_tokens = max_new_tokens
         self.assistant: OnlineAssistant | None = None
         self.reader: Reader | None = None
@@ -104,7 +110,7 @@ class Service:
         """Serve this assistant, which has a tokenizer, from now on."""
         self.reader = Reader(
             self.name, unwrap(assistant.target), assistant.tokenizer, self._max_new_tokens,
-            has_seeds=assistant.config.drafting == "lean",
+            has_seeds=assistant.config.drafting == "lean", chat_template_kwargs=self._template_kwargs,
         )  # fmt: skip
         self.assistant = assistant
 
@@ -244,8 +250,11 @@ class _Api:
 
     async def models(self, request: Request) -> Response:
         self._check_key(request)
+        asked = request.path_params.get("name")
+        if asked:
+            check_model(asked, self.service.name)
         model = {"id": self.service.name, "object": "model", "created": 0, "owned_by": "osd_hf"}
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse(model if asked else {"object": "list", "data": [model]})
 
     async def chat(self, request: Request) -> Response:
         return await self._answered(request, lambda reader, body: reader.chat(body))
@@ -382,7 +391,8 @@ def make_app(
         routes=[
             Route("/v1/chat/completions", api.chat, methods=["POST"]),
             Route("/v1/completions", api.completion, methods=["POST"]),
-            Route("/v1/models", api.models), Route("/health", api.health), Route("/ready", api.ready), *routes,
+            Route("/v1/models", api.models), Route("/v1/models/{name:path}", api.models),
+            Route("/health", api.health), Route("/ready", api.ready), *routes,
         ],
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)] if hosts else [],
         exception_handlers={ApiError: told, HTTPException: unknown, ClientDisconnect: gone, Exception: failed},
