@@ -217,16 +217,20 @@ class OnlineAssistant:
 
     def chat(
         self, messages: str | Sequence[Mapping[str, Any]], *, chat_template_kwargs: Mapping[str, Any] | None = None,
-        **generate_kwargs: Any,
+        continue_final_message: bool | None = None, **generate_kwargs: Any,
     ) -> str:  # fmt: skip
         """
-        The text of the target's answer to a chat, without special tokens.
+        Return the text of the target's answer to a chat, without special tokens.
 
         Args:
             messages (`str` or `Sequence[Mapping[str, Any]]`):
                 `{"role": ..., "content": ...}` of each turn, or the text of a single one of the user's.
             chat_template_kwargs (`Mapping[str, Any]`, *optional*):
                 Passed on to `tokenizer.apply_chat_template`, such as `tools` or `enable_thinking`.
+            continue_final_message (`bool`, *optional*):
+                Continue the last message instead of beginning a new one. By default a last message of the assistant
+                is continued, as by transformers' pipelines. Only the new text is returned. It may also be given in
+                `chat_template_kwargs`.
             generate_kwargs (`Any`):
                 As for [`~OnlineAssistant.generate`], such as `streamer=TextStreamer(tokenizer, skip_prompt=True)`.
                 Without a length here or in the target's generation config, an answer has at most 256 new tokens.
@@ -250,9 +254,14 @@ class OnlineAssistant:
             )
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
+        template_kwargs = dict(chat_template_kwargs or {})
+        given = template_kwargs.pop("continue_final_message", None)
+        is_continued = given if continue_final_message is None else continue_final_message
+        if is_continued is None:
+            is_continued = bool(messages) and messages[-1].get("role") == "assistant"
         prompt = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, return_dict=True, return_tensors="pt",
-            **(chat_template_kwargs or {}),
+            list(messages), add_generation_prompt=not is_continued, continue_final_message=is_continued,
+            return_dict=True, return_tensors="pt", **template_kwargs,
         )  # fmt: skip
         ids = prompt["input_ids"]
         usual = unwrap(self.target).generation_config

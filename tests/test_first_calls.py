@@ -323,6 +323,30 @@ def test_a_chat_is_answered_in_text(assistant: OnlineAssistant, capsys: Any) -> 
     assert assistant.stats.num_requests == 5
 
 
+def test_a_last_message_of_the_assistant_is_continued(assistant: OnlineAssistant) -> None:
+    messages = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "de"}]
+    tokenizer, settings = assistant.tokenizer, {"do_sample": False, "max_new_tokens": 9}
+
+    def asked(*args: Any, **kwargs: Any) -> tuple[str, str]:
+        seen: list[Any] = []
+        text = assistant.chat(*args, on_trace=seen.append, **kwargs, **settings)
+        return tokenizer.decode(seen[0].prompt_ids), text
+
+    def prompt(continued: bool, turns: Any = messages) -> str:
+        how = {"continue_final_message": continued, "add_generation_prompt": not continued}
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, **how))
+
+    pipe = pipeline("text-generation", model=assistant.target, tokenizer=tokenizer)
+    answers = pipe(messages, return_full_text=True, **settings)[0]["generated_text"]
+    expected = prompt(True), answers[-1]["content"].removeprefix("de")
+    assert expected[0].endswith("de")
+    assert asked(messages) == asked(messages, continue_final_message=True) == expected
+    assert asked(messages, chat_template_kwargs={"continue_final_message": True}) == expected
+    assert asked(messages, continue_final_message=False)[0] == prompt(False)
+    assert asked(messages[:1])[0] == prompt(False, messages[:1])
+    assert asked(messages[:1], continue_final_message=True)[0] == prompt(True, messages[:1])
+
+
 def test_a_chat_has_room_for_an_answer(assistant: OnlineAssistant, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int | None] = []
 
