@@ -1021,7 +1021,7 @@ def test_requests_are_taken_as_they_are_recorded(tmp_path: Any, pair: Any) -> No
 
 def test_an_encoder_decoder_has_positions_for_source_and_answer_each(tmp_path: Any, t5_pair: Any) -> None:
     bart = models.pair("bart", noise=0.5)
-    with pytest.raises(DataError, match="Row 0 is too long: a prompt of 257 tokens"):
+    with pytest.raises(DataError, match="row 0: prompt and completion do not fit into the models' 256 positions"):
         run(bart, tmp_path, [{"prompt": [5] * 257}])
     with pytest.raises(DataError, match="a completion of 257 do not fit"):
         run(bart, tmp_path, [{"prompt": [5], "completion": [5] * 257}])

@@ -690,6 +690,7 @@ def test_settings_that_ask_for_nothing_are_taken(service: Service) -> None:
     reader = service.reader
     assert reader is not None
     assert reader.chat(CHAT | {"top_logprobs": 0, "logprobs": False}).logprobs is None
+    assert reader.chat(CHAT | {"model": ""}) == reader.chat(CHAT)
     assert reader.chat(CHAT | {"top_p": 0, "temperature": 1.0}).sampling == {"do_sample": False}
     assert reader.chat(CHAT | {"add_generation_prompt": None, "continue_final_message": None}) == reader.chat(CHAT)
 

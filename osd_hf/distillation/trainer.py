@@ -205,9 +205,11 @@ def distill(
             The model that learning starts from; it is not changed. A copy learns, in fp32; only its adapters do if it
             is a `PeftModel` or `peft_config` is given.
         dataset (`datasets.Dataset`, iterable of rows or of [`Trace`], or [`CorrectionStore`]):
-            Rows with the columns `prompt` and perhaps `completion` (text, token ids or messages), or `messages`;
-            missing completions are sampled as `config.sample_source` says. From recorded requests the stored rows of
-            the target are learned; with another source than `"teacher"`, only their prompts are used.
+            Rows with the columns `prompt` and perhaps `completion` (text, token ids or messages), or `messages`, and
+            perhaps `tools` and `chat_template_kwargs` for the chat template. Rows that cannot be used are skipped and
+            listed in the log. Missing completions are sampled as `config.sample_source` says. From recorded requests
+            the stored rows of the target are learned; with another source than `"teacher"`, only their prompts are
+            used.
         config (`DistillConfig`):
             Training arguments. With `resume_from_checkpoint` the run goes on from there; `True` is the last checkpoint
             in `output_dir` that was written whole.
@@ -226,8 +228,8 @@ def distill(
         ConfigError: a target or a tokenizer is needed and missing; one process sees several GPUs; the adapters cannot
             be merged; the target would have to answer under logits processors.
         StateError: there is no checkpoint to resume from, or recordings keep rows of several widths.
-        DataError: there are no rows, a column is missing, a prompt or completion is empty, a request is too long for
-            the models, or recordings come from another kind of model.
+        DataError: no row can be used, a recorded request is too long for the models, a token id is outside of the
+            vocabulary, or recordings come from another kind of model.
         UnsupportedModelError: the models are no pair, their logits cannot be computed in parts, the adapters do not
             fit, or the draft has nothing to train.
         VocabularyMismatchError: models, tokenizers or recordings have different vocabularies.

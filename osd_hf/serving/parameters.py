@@ -199,7 +199,7 @@ class Reader:
 
     def _check(self, body: Mapping[str, Any]) -> None:
         """Raises ApiError for another model, and for what cannot be given."""
-        if body.get("model") is not None:
+        if body.get("model"):  # some clients send an empty name
             check_model(body["model"], self.name)
         for name, harmless in REFUSED.items():
             value = body.get(name)
