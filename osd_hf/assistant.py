@@ -48,6 +48,7 @@ from osd_hf.routing import Router, as_router
 from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace
 from osd_hf.translation import joined
+from osd_hf.utils.context import neutral_context
 from osd_hf.utils.kernels import unpack
 from osd_hf.utils.plots import svg
 
@@ -259,10 +260,11 @@ class OnlineAssistant:
         is_continued = given if continue_final_message is None else continue_final_message
         if is_continued is None:
             is_continued = bool(messages) and messages[-1].get("role") == "assistant"
-        prompt = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=not is_continued, continue_final_message=is_continued,
-            return_dict=True, return_tensors="pt", **template_kwargs,
-        )  # fmt: skip
+        with neutral_context():  # ids on the meta device, for one, could not be read
+            prompt = tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=not is_continued, continue_final_message=is_continued,
+                return_dict=True, return_tensors="pt", **template_kwargs,
+            )  # fmt: skip
         ids = prompt["input_ids"]
         usual = unwrap(self.target).generation_config
         if usual.max_new_tokens is None and usual.max_length is None and not LENGTHS & generate_kwargs.keys():

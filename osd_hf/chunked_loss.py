@@ -96,7 +96,7 @@ class SampledTail:
         as one with an adapter, of which some rows alone cannot be taken."""
         is_plain = is_linear(unwrap(draft).get_output_embeddings())
         is_large = is_plain and vocab_size_of(unwrap(draft)) >= LARGE_VOCABULARY
-        return cls(DRAWN, torch.Generator().manual_seed(seed)) if is_large else None
+        return cls(DRAWN, torch.Generator("cpu").manual_seed(seed)) if is_large else None
 
     def in_place_of(self, draft: Any, rows: Rows, vocab_size: int) -> tuple[Callable[[Tensor], Tensor], Rows, int]:
         """The head and the rows of a batch over kept and drawn tokens alone, and how many these are; whole rows stay
@@ -105,12 +105,13 @@ class SampledTail:
         if top_ids is None:
             return output_head(draft), rows, vocab_size
         kept, places = torch.unique(top_ids, return_inverse=True)
-        is_other = torch.ones(vocab_size, dtype=torch.bool)
+        is_other = torch.ones(vocab_size, dtype=torch.bool, device="cpu")
         is_other[kept] = False
         others = is_other.nonzero()[:, 0]
         stands_for = len(others) / self.size
         if stands_for > 1:
-            others = others[torch.randint(len(others), (self.size,), generator=self.generator)]
+            drawn = torch.randint(len(others), (self.size,), generator=self.generator, device="cpu")
+            others = others[drawn]
         ids = torch.cat([kept, others]).to(draft.device)
         shift = torch.zeros(len(ids), dtype=torch.float64, device=draft.device)
         shift[len(kept) :] = math.log(max(stands_for, 1.0))

@@ -224,7 +224,7 @@ def _error(inner: Any, draft: Any, chosen: dict[str, tuple[int, ...]]) -> float:
     """By how much the logits of the draft differ from those of the target without its other layers, over the largest
     one."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocab_size_of(draft), (1, PROBED), generator=generator).to(inner.device)
+    ids = torch.randint(vocab_size_of(draft), (1, PROBED), generator=generator, device="cpu").to(inner.device)
     inputs = {"input_ids": ids, "use_cache": False}
     if inner.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = ids

@@ -15,6 +15,7 @@ import torch
 
 from osd_hf.errors import first_line
 from osd_hf.pair import unwrap
+from osd_hf.utils.context import neutral_context
 
 __all__ = [
     "TAUGHT_FOR", "fingerprint", "is_fingerprint", "look_closely", "taught_for", "target_changed", "target_version",
@@ -37,6 +38,7 @@ _changes = operator.attrgetter("_version")
 # --- the fingerprint ------------------------------------------------------------------------------------------------
 
 
+@neutral_context()
 @torch.no_grad()
 def fingerprint(model: Any) -> str:
     """
@@ -113,7 +115,8 @@ def _adapters(path: str, module: Any, renamed: dict[str, str | None]) -> Iterato
     renamed.setdefault(f"{path}.original_module", path)
     scaling = getattr(module, "scaling", None)
     if isinstance(scaling, dict) and active:
-        yield f"{path}.scaling", torch.tensor([float(scaling.get(adapter, 1.0)) for adapter in active])
+        scales = [float(scaling.get(adapter, 1.0)) for adapter in active]
+        yield f"{path}.scaling", torch.tensor(scales, dtype=torch.float32)
 
 
 def _name(name: str, renamed: dict[str, str | None]) -> str | None:

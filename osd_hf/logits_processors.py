@@ -323,7 +323,7 @@ class _TargetRows:
         stored = self.stored
         odd = stored.unstored[where]
         whole = [self._whole(where.start + int(i), device) for i in np.flatnonzero(odd)]
-        none = torch.empty(0, self.trace.vocab_size, device=device)
+        none = torch.empty(0, self.trace.vocab_size, dtype=torch.float32, device=device)
         arrays = (stored.ids[where].astype(np.int64), stored.logprobs[where], stored.rest[where], odd)
         ids, logprobs, rest, is_whole = (torch.from_numpy(a).to(device) for a in arrays)
         return Outcomes(ids, logprobs, rest, is_whole, torch.cat(whole) if whole else none)
@@ -358,7 +358,8 @@ class _TargetRows:
         values = torch.from_numpy(trace.kept_logprobs())
         ids = torch.from_numpy(trace.top_ids.astype(np.int64))
         tail = torch.from_numpy(_each_of_tail(trace))[:, None].repeat(1, 2)  # tokens as they were, and those penalized
-        counts = torch.tensor([float(trace.vocab_size - trace.num_kept), 0.0]).repeat(count, 1)
+        num_cut = trace.vocab_size - trace.num_kept
+        counts = torch.tensor([num_cut, 0], dtype=torch.float32, device="cpu").repeat(count, 1)
         for processor in processors.before:
             if type(processor) is known.TemperatureLogitsWarper:
                 values, tail = values / processor.temperature, tail / processor.temperature

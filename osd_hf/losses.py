@@ -173,7 +173,7 @@ def divergence_loss(
     if divergence not in DIVERGENCES:
         raise ConfigError(f"divergence must be one of {', '.join(DIVERGENCES)}, got {divergence!r}")
     q = outcome_logprobs(draft_logits, top_ids)
-    p = torch.cat([top_logprobs, tail_logprob[:, None]], -1).to(q)
+    p = torch.cat([top_logprobs.to(q), tail_logprob[:, None].to(q)], -1)
     losses = DIVERGENCES[divergence](p, q)
     weights = torch.ones_like(losses) if weights is None else weights.to(losses)
     total = weights.sum()

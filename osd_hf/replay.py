@@ -30,6 +30,7 @@ from osd_hf.metrics import AcceptanceStats
 from osd_hf.pair import eos_ids, evaluating, uncompiled, unwrap, vocab_size_of
 from osd_hf.trace import DraftRound, Trace, bare_trace
 from osd_hf.translation import Translated, Translation
+from osd_hf.utils.context import neutral_context
 from osd_hf.utils.kernels import fast_kernels, linear_of
 from osd_hf.utils.yielding import computing, give_way
 
@@ -81,6 +82,7 @@ def replay(
     return sum(each, AcceptanceStats())
 
 
+@neutral_context()
 @torch.inference_mode()
 def replay_each(
     draft: Any, traces: Sequence[Trace], num_assistant_tokens: int = 5, *, batch_size: int = 32,
@@ -107,6 +109,7 @@ def replay_each(
     return stats
 
 
+@neutral_context()
 @torch.inference_mode()
 def redraft(
     draft: Any, traces: Sequence[Trace], num_assistant_tokens: int = 5, *, batch_size: int = 32,
@@ -268,6 +271,7 @@ class EmittedToken:
     source: Literal["draft", "text", "target"] = "target"
 
 
+@neutral_context()
 def emitted_tokens(trace: Trace, draft: Any = None) -> list[EmittedToken]:
     """
     The tokens of a request's answer, each with its origin.
@@ -474,6 +478,7 @@ def output_head(model: Any, ids: torch.Tensor | None = None) -> Callable[[torch.
     return logits_of
 
 
+@neutral_context()
 def check_head(model: Any) -> None:
     """Refuse a model whose logits are not what its head computes from its inputs; raises UnsupportedModelError."""
     start = np.zeros(1, np.int32) if model.config.is_encoder_decoder else None

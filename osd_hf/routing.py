@@ -409,7 +409,7 @@ def _embeddings(target: Any) -> torch.Tensor:
 def _shared_part(weight: torch.Tensor) -> tuple[Vectors, Vectors]:
     """The mean `(d,)` of the embeddings and their first d / 100 principal directions `(directions, d)`, orthonormal,
     from a sample of the rows. They say how frequent a token is rather than what it means."""
-    rows = torch.linspace(0, len(weight) - 1, min(len(weight), 2048)).long()
+    rows = torch.linspace(0, len(weight) - 1, min(len(weight), 2048), dtype=torch.float32, device="cpu").long()
     sample: Vectors = weight[rows.to(weight.device)].float().cpu().numpy()
     mean, d = sample.mean(0), sample.shape[1]
     sample = sample - mean

@@ -339,7 +339,7 @@ class _Rounds:
         tokens = torch.zeros(len(rows), k, dtype=torch.long, device=device)
         live, logits = tokens.bool(), None
         if self.do_sample and k:
-            logits = torch.zeros(len(rows), k, vocab_size_of(self.model), device=device)
+            logits = torch.zeros(len(rows), k, vocab_size_of(self.model), dtype=torch.float32, device=device)
         place = {number: i for i, number in enumerate(self.live)}
         for draft, part in parts:
             at, width = [place[number] for number in draft.rows], part.tokens.shape[1]
@@ -414,7 +414,7 @@ class _Rounds:
             if row.past is not None:
                 self._look_back(row, emitted, len(drafted) if is_text else 1)
             if self.processors:
-                self.processors.write([number], [row.length], torch.tensor([emitted]))
+                self.processors.write([number], [row.length], self.input_ids.new_tensor([emitted], dtype=torch.long))
             row.text += emitted
             self.processors.lengths[number] = row.length
             if is_over and row.end is None:
@@ -457,7 +457,9 @@ class _Rounds:
             self.pace.judged(accepted, examined)
         p, q = (None if part is None or not drafted else part[i, : len(drafted)] for part in (verdict.p, verdict.q))
         request, from_text = row.request, [True] * len(drafted) if is_text else []
-        request.rounds.append(Round(torch.tensor(drafted, dtype=torch.long), len(emitted), from_text, p, q))
+        request.rounds.append(
+            Round(torch.tensor(drafted, dtype=torch.long, device="cpu"), len(emitted), from_text, p, q)
+        )
         if request.rows.parts:
             request.rows.add(raw[: len(emitted)].clone())
 

@@ -141,7 +141,7 @@ def check_request(
         if begun is None:
             names = ("decoder_start_token_id", "bos_token_id")
             start = next((value for name in names if (value := setting(sources, name)) is not None), 0)
-            begun = prompt.new_full((1, 1), int(torch.as_tensor(start).reshape(-1)[0]))
+            begun = prompt.new_full((1, 1), int(torch.as_tensor(start, device="cpu").reshape(-1)[0]))
         prompt = begun
     check_criteria(criteria, prompt, vocab_size_of(target))
     return check_processors(processors, prompt, vocab_size_of(target))

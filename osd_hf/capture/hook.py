@@ -30,6 +30,7 @@ from osd_hf.fingerprint import target_version
 from osd_hf.pair import input_device, until_end, unwrap, vocab_size_of
 from osd_hf.replay import padded, raw_rows
 from osd_hf.trace import Trace, ids_dtype
+from osd_hf.utils.context import default_device, neutral_context
 from osd_hf.utils.kernels import fast_kernels
 from osd_hf.utils.yielding import breathe, computing, held_by_forks
 
@@ -226,6 +227,7 @@ class _Recorder(LogitsProcessor):
         self.steps.append(compress_rows(scores, self.num_logprobs))
         return scores
 
+    @neutral_context()
     def rows(self, vocab_size: int) -> tuple[NDArray[Any], ...]:
         """`top_logits`, `top_ids` and `tail_logprob` of [`Trace`]s, `(batch, steps, ...)`."""
         top_logits, top_ids, tail = (torch.stack(c, 1).cpu().numpy() for c in zip(*self.steps, strict=True))
@@ -361,7 +363,8 @@ def _listened_to(decode: Callable[..., Any]) -> Callable[..., Any]:
                 elif request.pace is not None and request.verification is None and request.pace.is_plain():
                     output = request.decode_plainly()
                 else:
-                    output = request.returned(decode(_WatchedModel(self, request), input_ids, **kwargs))
+                    with default_device(input_ids.device):  # transformers' sampling looks p and q up by an `arange`
+                        output = request.returned(decode(_WatchedModel(self, request), input_ids, **kwargs))
             except Exception as error:
                 if isinstance(error, OSDError | MemoryError | torch.OutOfMemoryError) or all(
                     map(forgets, (*given, *kwargs["stopping_criteria"]))

@@ -28,6 +28,7 @@ from osd_hf.errors import UnsupportedGenerationError, UnsupportedModelError
 from osd_hf.fingerprint import target_version
 from osd_hf.pair import unwrap, vocab_size_of
 from osd_hf.trace import DraftRound, Trace, ids_dtype, num_accepted
+from osd_hf.utils.context import neutral_context
 from osd_hf.utils.kernels import fast_kernels
 
 logger = logging.getLogger(__name__)
@@ -139,6 +140,7 @@ def _prompt_ids(
     return prompt, input_ids[0].to(torch.int32).cpu().numpy() if is_encoder_decoder else None
 
 
+@neutral_context()
 def compress_rows(logits: torch.Tensor, num_logprobs: int | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Cut raw target rows, `(rows, vocab)`, down to what a [`Trace`] keeps of them: logits of the K largest entries
     (float16, `(rows, K)`, relative to the largest), their ids (int64, `(rows, K)`) and the tail (float32, `(rows,)`).
@@ -168,6 +170,7 @@ class Rows:
         if self.num_pending > PENDING_LOGITS:
             self._compress()
 
+    @neutral_context()
     def _compress(self) -> None:
         if self.pending:
             rows = torch.cat(self.pending)
@@ -175,6 +178,7 @@ class Rows:
             for width, parts in self.parts.items():
                 parts.append(compress_rows(rows, width))
 
+    @neutral_context()
     def stored(
         self, width: int | None, num_tokens: int, vocab_size: int
     ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
@@ -402,7 +406,7 @@ class Request(Decoding):
         if self.settings.get("do_sample") and len(self.drafted):
             examined = self.drafted[:count].to(scores.device)[:, None]
             p, q = (
-                torch.ones(len(examined))  # all of past text
+                torch.ones(len(examined), dtype=torch.float32, device=scores.device)  # all of past text
                 if rows is None
                 else rows[0, : len(examined)].to(scores.device).softmax(-1).gather(-1, examined)[:, 0]
                 for rows in (scores, self.draft_logits)

@@ -33,6 +33,7 @@ from osd_hf.errors import first_line
 from osd_hf.logits_processors import RowProcessors
 from osd_hf.metrics import expected_block_efficiency
 from osd_hf.pair import vocab_size_of
+from osd_hf.utils.context import neutral_context
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # the kinds of layers, as configurations name them
 GROWTH = 1.5  # of a cache that is full: copying it costs as much as a forward's reading of it
@@ -232,6 +233,7 @@ def _unfit(model: Any) -> str | None:
     return None
 
 
+@neutral_context()
 @torch.no_grad()  # in inference mode, what a model keeps of its first forward could not be trained with
 def _is_right(model: Any) -> bool:
     """Whether two rows of different lengths get the logits that they get alone."""

@@ -225,7 +225,7 @@ class LeanCandidateGenerator(CandidateGenerator):
 
     def _certain(self, token: int) -> torch.Tensor:
         """Logits of a distribution that is this token, float32, `(1, vocab)`."""
-        row = torch.full((1, self.vocab_size), -torch.inf)
+        row = torch.full((1, self.vocab_size), -torch.inf, dtype=torch.float32, device="cpu")
         row[0, token] = 0.0
         return row
 

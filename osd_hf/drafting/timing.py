@@ -37,7 +37,7 @@ def measured_costs(
     translations = translations or [None] * len(drafts)
     models = [unwrap(target)]
     models += [_restricted(d) if made is None else d for d, made in zip(drafts, translations, strict=True)]
-    prompt = torch.as_tensor(np.asarray(prompt_ids, np.int64))[None].to(models[0].device)
+    prompt = torch.from_numpy(np.asarray(prompt_ids, np.int64))[None].to(models[0].device)
     with fast_kernels(*models, is_request=True):  # the second time weights are packed, as they are where they serve
         ends = [
             _Forward(model, prompt, clock) if made is None else _Rounds(model, prompt, clock, made, answer)

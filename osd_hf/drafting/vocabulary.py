@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from osd_hf.errors import UnsupportedModelError
 from osd_hf.replay import completion_logits
 from osd_hf.trace import Trace, bare_trace
+from osd_hf.utils.context import neutral_context
 from osd_hf.utils.kernels import is_linear, with_fast_products
 
 SIZES = (2048, 8192, 32768)  # of draft vocabularies: few, as each is compiled for itself
@@ -168,6 +169,7 @@ class RestrictedDraft:
         self._chosen = token_ids  # held, so that no other array gets its id
         self._is_of = self._source(token_ids)
 
+    @neutral_context()
     def _check(self, draft: Any) -> None:
         """Some models do more with their logits than their head does."""
         start = np.zeros(1, np.int32) if draft.config.is_encoder_decoder else None

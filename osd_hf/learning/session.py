@@ -19,6 +19,7 @@ import torch
 
 from osd_hf.errors import StateError
 from osd_hf.learning.learner import Learner
+from osd_hf.learning.weights import learning_context
 from osd_hf.store.arrow import table_to_traces, traces_to_table
 from osd_hf.utils.disk import FileLock, make_private_folder, new_private_file, sync_folder, wait_for_lock, write_whole
 
@@ -160,6 +161,7 @@ def check_pointer(directory: Path) -> None:
         )
 
 
+@learning_context()  # what is loaded in inference mode could not learn
 def load_session(directory: Path, learner: Learner, router: Any = None) -> dict[str, Any]:
     """
     Bring a learner, and a router where there is one, to a saved state; both or neither.

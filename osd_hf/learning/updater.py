@@ -319,7 +319,7 @@ class Updater:
             with self._at_work(), computing():
                 loss, count = self._bounded_loss(part)
                 loss = loss * (count / total)
-                loss.backward()  # type: ignore[no-untyped-call]
+                _backward(loss)
                 value += float(loss.detach())
             self._backward_seconds = clock() - started
             yield BACKWARD * count / total
@@ -364,7 +364,7 @@ class Updater:
             with self._at_work(), computing():
                 self._zero_grad()
                 loss, _ = self._bounded_loss(part)
-                loss.backward()  # type: ignore[no-untyped-call]
+                _backward(loss)
                 found = [loss.detach(), *(p.grad for p in self.parameters.values() if p.grad is not None)]
                 if not all(bool(torch.isfinite(tensor).all()) for tensor in found):
                     raise FloatingPointError(NOT_FINITE)
@@ -543,6 +543,16 @@ def trainable_parameters(model: Any, frozen: Container[str] = ()) -> dict[str, t
             "`is_trainable=True`, or use a draft in full or half precision."
         )
     return found
+
+
+def _backward(loss: torch.Tensor) -> None:
+    """Compute the gradients of a loss; raises FloatingPointError where torch's anomaly detection finds NaN in them."""
+    try:
+        loss.backward()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        if torch.is_anomaly_enabled() and "returned nan values" in str(error):
+            raise FloatingPointError(NOT_FINITE) from error
+        raise
 
 
 def finish(work: Parts[T]) -> T:

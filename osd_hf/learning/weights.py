@@ -13,6 +13,7 @@ import torch
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.pair import is_peft, merged, set_fixed_k, untie
+from osd_hf.utils.context import neutral_context
 from osd_hf.utils.threads import Seeded
 from osd_hf.utils.yielding import computing, give_way, in_pieces
 
@@ -39,9 +40,12 @@ FALLBACK_K = 5  # where the draft's own configuration says how many tokens are d
 
 @contextmanager
 def learning_context() -> Iterator[None]:
-    """Gradients on, whatever mode the caller is in: answers are often made under `no_grad` or `inference_mode`."""
-    with torch.inference_mode(False), torch.enable_grad():
-        yield
+    """Compute gradients, in the [`neutral_context`]: answers are often made under `no_grad` or `inference_mode`."""
+    try:
+        with neutral_context(), torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        torch.clear_autocast_cache()  # a caller's autocast keeps casts of weights that may have changed inside
 
 
 def ready_to_serve(draft: Any, config: OnlineConfig) -> Any:
@@ -164,7 +168,8 @@ def adapted(model: Any, peft_config: Any, adapter: str, seed: int) -> Any:
     except ImportError as error:
         raise ConfigError('`peft_config` needs peft: pip install "osd-hf[distill]".') from error
     try:
-        with Seeded(seed):
+        with Seeded(seed), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # which PEFT 0.21 reads
             # A copy: PEFT writes into the configuration which model it belongs to.
             return get_peft_model(model, copy.deepcopy(peft_config), adapter_name=adapter).eval()
     except (ValueError, TypeError, AttributeError) as error:  # the last: it is no configuration

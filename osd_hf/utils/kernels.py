@@ -24,6 +24,7 @@ from torch.nn.modules.module import (
 )
 
 from osd_hf.utils.attention import fold, this_thread
+from osd_hf.utils.context import neutral_context
 
 __all__ = [
     "baddbmm", "bf16_is_faster", "fast_kernels", "is_linear", "leave_others", "linear_of", "onednn_is_faster",
@@ -178,8 +179,10 @@ def onednn_is_faster() -> bool:
 
 
 @functools.cache
+@neutral_context()
 def _timed(timer: Callable[[], float] = time.perf_counter) -> bool:
-    states, weights = torch.ones(TOKENS, WIDTH), torch.ones(LAYERS, WIDTH, WIDTH)
+    states = torch.ones(TOKENS, WIDTH, dtype=torch.float32)
+    weights = torch.ones(LAYERS, WIDTH, WIDTH, dtype=torch.float32)
     order = (*weights[-2:], *[*weights] * REPEATS)  # the first two warm up
     calls = [[functools.partial(kernel, states, w) for w in order] for kernel in (torch.nn.functional.linear, _onednn)]
     theirs, ours = _least_seconds(calls, 2, timer)
@@ -210,8 +213,10 @@ def bf16_is_faster() -> bool:
 
 
 @functools.cache
+@neutral_context()
 def _half_timed(timer: Callable[[], float] = time.perf_counter) -> bool:
-    states, weight = torch.ones(HALF_ROWS, HALF_WIDTH), torch.ones(HALF_WIDTH, HALF_WIDTH)
+    states = torch.ones(HALF_ROWS, HALF_WIDTH, dtype=torch.float32)
+    weight = torch.ones(HALF_WIDTH, HALF_WIDTH, dtype=torch.float32)
     calls = [
         functools.partial(_onednn if onednn_is_faster() else torch.nn.functional.linear, states, weight),
         functools.partial(torch.nn.functional.linear, states.bfloat16(), weight.bfloat16()),
@@ -385,7 +390,7 @@ class _Pack:
         self._version, self._address = weight._version, weight.data_ptr()
         rows, columns = weight.shape
         # A value of each row: what writes past torch's own count of changes writes rows, at the least.
-        places = torch.arange(rows)
+        places = torch.arange(rows, device="cpu")
         self._places = places * columns + places * 31 % columns
         self._values, self.siblings = self._sampled(weight), siblings
         self._packed: torch.Tensor | None = None if siblings else _reordered(weight)

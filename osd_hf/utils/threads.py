@@ -20,6 +20,8 @@ HOPELESS = 4.0  # likewise: what needs no second look, as others keep the cores 
 LONG_SECONDS = 1.0  # with one thread: a large model, which is not timed again
 ROUNDS = 5
 SOFT = 1  # `omp_pause_soft`: what was set for threads stays
+_ATEN = torch.ops.aten
+OF_DEFAULT_DTYPE = (_ATEN.empty, _ATEN.zeros, _ATEN.ones, _ATEN.rand, _ATEN.randn)  # what they make, unless told
 
 
 def cores() -> int:
@@ -97,8 +99,12 @@ if hasattr(os, "register_at_fork"):
 
 
 class Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, this thread draws from generators of this seed: torch's own, which requests in other threads sample by,
-    stay as they are."""
+    """
+    Draw from generators with this seed, and create float32 tensors where no dtype is given.
+
+    Modules made inside are the same in every thread, with every default dtype. Torch's own generators, by which
+    requests in other threads sample, stay as they are.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -106,6 +112,8 @@ class Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, seeded = dict(kwargs or {}), _with_generator(func)
+        if func.overloadpacket in OF_DEFAULT_DTYPE:
+            kwargs.setdefault("dtype", torch.float32)
         if seeded is not None and kwargs.get("generator") is None:
             func = seeded
             found = (value.device for value in args if isinstance(value, torch.Tensor))

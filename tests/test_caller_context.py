@@ -1,0 +1,447 @@
+"""What the caller has set in its thread or process changes neither answers, nor traces, nor what is learned."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import models
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from osd_hf import OnlineAssistant, OnlineConfig, Trace, capture_traces, replay
+from osd_hf.fingerprint import fingerprint
+from osd_hf.learning.drafts import DomainDrafts
+from osd_hf.learning.learner import Learner
+from osd_hf.losses import divergence_loss
+from osd_hf.utils.context import neutral_context
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+CONFIG = OnlineConfig(
+    num_assistant_tokens=4, update_strategy="manual", update_interval=2, steps_per_update=2, batch_size=4,
+    learning_rate=1e-3, num_logprobs=16, min_effort=1.0, gate=False, micro_step_seconds=60.0,
+)  # fmt: skip
+PROMPTS = [(ids, torch.ones_like(ids)) for ids in models.prompts(3)]
+BATCH = (models.prompt(5, seed=7).repeat(2, 1), torch.ones(2, 5, dtype=torch.long))
+TEXTS = ("abc", "hello")
+NEW = 6
+
+
+# --- contexts -------------------------------------------------------------------------------------------------------
+
+
+class SeesFunctions(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class SeesOperators(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def set_by(setter: Callable[[Any], object], value: Any, before: Any) -> Iterator[None]:
+    setter(value)
+    try:
+        yield
+    finally:
+        setter(before)
+
+
+@contextlib.contextmanager
+def strict_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+HALF: dict[str, Context] = {
+    "autocast-bf16": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast-fp16": lambda: torch.autocast("cpu", torch.float16),
+}
+EXACT: dict[str, Context] = {
+    "inference-mode": torch.inference_mode,
+    "no-grad": torch.no_grad,
+    "grad-disabled": lambda: set_by(torch.set_grad_enabled, False, True),
+    "dtype-float64": lambda: set_by(torch.set_default_dtype, torch.float64, torch.float32),
+    "dtype-bfloat16": lambda: set_by(torch.set_default_dtype, torch.bfloat16, torch.float32),
+    "device-meta": lambda: torch.device("meta"),
+    "default-device-meta": lambda: set_by(torch.set_default_device, "meta", None),
+    "deterministic": lambda: set_by(torch.use_deterministic_algorithms, True, False),
+    "anomaly": lambda: torch.autograd.set_detect_anomaly(True),
+    "strict-warnings": strict_warnings,
+    "function-mode": SeesFunctions,
+    "dispatch-mode": SeesOperators,
+    "module-hooks": lambda: _global_hook(),
+}
+
+
+@contextlib.contextmanager
+def _global_hook() -> Iterator[None]:
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+CONTEXTS = {**HALF, **EXACT}
+
+
+def cases(arguments: str, *named: str) -> Any:
+    """Parametrize a test by cases, each of which names the value of every argument; the last one is the context."""
+    values = [[*case.split()[:-1], CONTEXTS[case.split()[-1]]] for case in named]
+    return pytest.mark.parametrize(arguments.split(), values, ids=[case.replace(" ", "-") for case in named])
+
+
+# --- requests -------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def pair() -> tuple[Any, Any]:
+    """A target and a draft, which nobody changes."""
+    return models.pair(num_hidden_layers=1)
+
+
+@functools.cache
+def tokenizer() -> Any:
+    made = models.tokenizer()
+    made.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    return made
+
+
+@functools.cache
+def chat_ids(text: str) -> torch.Tensor:
+    return torch.tensor([tokenizer()(text)["input_ids"]], device="cpu")
+
+
+def by_generate(on_trace: Callable[[Trace], object], **settings: Any) -> list[Any]:
+    assistant = OnlineAssistant(*pair(), tokenizer(), CONFIG)
+    return [
+        assistant.generate(ids, attention_mask=mask, max_new_tokens=NEW, on_trace=on_trace, **settings).tolist()
+        for ids, mask in PROMPTS
+    ]
+
+
+def by_attached(on_trace: Callable[[Trace], object], **settings: Any) -> list[Any]:
+    assistant, (target, _) = OnlineAssistant(*pair(), tokenizer(), CONFIG), pair()
+    with assistant.attached(), capture_traces(target, on_trace, num_logprobs=16):
+        return alone(assistant_model=assistant.draft, **settings)
+
+
+def by_capture(on_trace: Callable[[Trace], object], **settings: Any) -> list[Any]:
+    target, draft = pair()
+    with capture_traces(target, on_trace, num_logprobs=16):
+        return alone(assistant_model=draft, **settings)
+
+
+def by_batch(on_trace: Callable[[Trace], object], **settings: Any) -> list[Any]:
+    assistant, (ids, mask) = OnlineAssistant(*pair(), tokenizer(), CONFIG), BATCH
+    return assistant.generate(ids, attention_mask=mask, max_new_tokens=NEW, on_trace=on_trace, **settings).tolist()  # type: ignore[no-any-return]
+
+
+def by_chat(on_trace: Callable[[Trace], object], **settings: Any) -> list[Any]:
+    assistant = OnlineAssistant(*pair(), tokenizer(), CONFIG)
+    return [assistant.chat(text, max_new_tokens=NEW, on_trace=on_trace, **settings) for text in TEXTS]
+
+
+def alone(**settings: Any) -> list[Any]:
+    """The target's answers to each prompt."""
+    target, _ = pair()
+    return [
+        target.generate(ids, attention_mask=mask, max_new_tokens=NEW, **settings).tolist() for ids, mask in PROMPTS
+    ]
+
+
+def batch_alone(**settings: Any) -> list[Any]:
+    answer: list[Any] = pair()[0].generate(BATCH[0], attention_mask=BATCH[1], max_new_tokens=NEW, **settings).tolist()
+    return answer
+
+
+def chat_alone(**settings: Any) -> list[Any]:
+    answers = []
+    for ids in map(chat_ids, TEXTS):
+        answer = pair()[0].generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, **settings)
+        answers.append(tokenizer().decode(answer[0, ids.shape[1] :], skip_special_tokens=True))
+    return answers
+
+
+ENTRIES = {
+    "generate": (by_generate, alone), "attached": (by_attached, alone), "capture": (by_capture, alone),
+    "batch": (by_batch, batch_alone), "chat": (by_chat, chat_alone),
+}  # fmt: skip
+
+
+@functools.cache
+def outside(entry: str) -> list[Trace]:
+    """The traces of requests in no context."""
+    traces: list[Trace] = []
+    ENTRIES[entry][0](traces.append, do_sample=False)
+    return traces
+
+
+def same_traces(ours: list[Trace], theirs: list[Trace]) -> None:
+    assert len(ours) == len(theirs) > 0
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.target == other.target
+        for name in ("completion_ids", "top_logits", "top_ids", "tail_logprob"):
+            assert getattr(one, name).dtype == getattr(other, name).dtype
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name), name)
+
+
+def nothing_failed(caplog: pytest.LogCaptureFixture) -> None:
+    own = [record for record in caplog.records if record.name.startswith("osd_hf")]
+    assert [record.getMessage() for record in own if record.levelno >= logging.WARNING] == []
+
+
+@cases(
+    "entry context",
+    *(f"generate {name}" for name in EXACT),
+    *(f"{entry} device-meta" for entry in ENTRIES if entry != "generate"),
+)
+def test_answers_and_traces_are_those_outside_the_context(
+    entry: str, context: Context, caplog: pytest.LogCaptureFixture
+) -> None:
+    (ours, target_alone), traces, expected = ENTRIES[entry], list[Trace](), outside(entry)
+    with context():
+        answers = ours(traces.append, do_sample=False)
+        assert answers == target_alone(do_sample=False)
+    same_traces(traces, expected)
+    nothing_failed(caplog)
+
+
+@cases("entry context", *(f"{entry} autocast-bf16" for entry in ENTRIES))
+def test_half_precision_requests_are_recorded(entry: str, context: Context, caplog: pytest.LogCaptureFixture) -> None:
+    traces, expected = list[Trace](), outside(entry)
+    with context():
+        ENTRIES[entry][0](traces.append, do_sample=False)
+    assert len(traces) == len(expected)
+    for trace, other in zip(traces, expected, strict=True):
+        assert trace.top_logits.dtype == np.float16 and trace.top_logits.shape == (len(trace), 16)
+        assert trace.target == other.target
+    nothing_failed(caplog)
+
+
+@cases("context", *HALF)
+def test_half_precision_rows_are_the_targets_own(context: Context) -> None:
+    target, traces = pair()[0], list[Trace]()
+    with context():
+        by_generate(traces.append, do_sample=False)
+        for (ids, mask), trace in zip(PROMPTS, traces, strict=True):
+            own = target.generate(
+                ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, output_logits=True,
+                return_dict_in_generate=True,
+            )  # fmt: skip
+            assert own.sequences[0, ids.shape[1] :].tolist() == trace.completion_ids.tolist()
+            rows = torch.cat(own.logits).float()
+            kept = rows.gather(1, torch.from_numpy(trace.top_ids.astype(np.int64)))
+            # A forward over several tokens may round otherwise than one over a single token, in half precision too.
+            np.testing.assert_allclose(trace.top_logits, kept - rows.amax(-1, keepdim=True), atol=0.02)
+
+
+@cases(
+    "entry context",
+    "generate device-meta",
+    "capture default-device-meta",
+    "batch device-meta",
+    "generate dtype-float64",
+)
+def test_sampled_answers_are_those_outside_the_context(entry: str, context: Context) -> None:
+    found = []
+    for around in (contextlib.nullcontext, context):
+        traces: list[Trace] = []
+        with around():
+            torch.manual_seed(3)
+            found.append((ENTRIES[entry][0](traces.append, do_sample=True, top_k=0), traces))
+    (expected, before), (answers, after) = found
+    assert answers == expected
+    same_traces(after, before)
+
+
+# --- learning -------------------------------------------------------------------------------------------------------
+
+
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def same_weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def adapters(lora: bool) -> LoraConfig | None:
+    return LoraConfig(r=2, target_modules="all-linear") if lora else None
+
+
+def served(config: OnlineConfig, *, lora: bool = False) -> dict[str, torch.Tensor]:
+    """The weights that serve after some requests to an assistant that is made here."""
+    assistant = OnlineAssistant(*pair(), tokenizer(), config, peft_config=adapters(lora))
+    for ids, mask in PROMPTS:
+        assistant.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
+        assistant.wait_until_idle()
+    if config.update_strategy == "manual":
+        assistant.update()
+    assistant.close()
+    assert assistant.version > 0
+    return weights(assistant.draft)
+
+
+@functools.cache
+def served_outside(strategy: str, lora: bool) -> dict[str, torch.Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of PEFT
+        return served(of(strategy), lora=lora)
+
+
+def of(strategy: str) -> OnlineConfig:
+    return OnlineConfig(**{**CONFIG.to_dict(), "update_strategy": strategy})
+
+
+@cases(
+    "strategy kind context",
+    "interval lora dtype-float64", "interval lora dtype-bfloat16", "interval lora device-meta",
+    "interval lora strict-warnings", "interval whole inference-mode", "interval whole device-meta",
+    "interval whole dispatch-mode", "manual lora device-meta", "spread lora device-meta", "idle lora device-meta",
+)  # fmt: skip
+def test_updates_are_those_outside_the_context(strategy: str, kind: str, context: Context) -> None:
+    expected = served_outside(strategy, kind == "lora")
+    with context():
+        found = served(of(strategy), lora=kind == "lora")
+    same_weights(found, expected)
+
+
+def learned(traces: list[Trace], precision: str, lora: bool) -> dict[str, torch.Tensor]:
+    """The weights that serve after two updates from these requests."""
+    config = OnlineConfig(**{**CONFIG.to_dict(), "mixed_precision": precision})
+    drafts = DomainDrafts(pair()[1], config, peft_config=adapters(lora), per_domain=False)
+    learner = Learner(drafts, config)
+    for half in (traces[:2], traces[2:]):
+        for trace in half:
+            learner.observe(None, trace)
+        learner.update()
+    return weights(drafts.model())
+
+
+@cases(
+    "precision kind context",
+    "no whole autocast-bf16",
+    "no lora autocast-fp16",
+    "bf16 whole autocast-fp16",
+    "bf16 lora autocast-bf16",
+)
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
+def test_what_is_learned_from_a_request_is_the_same_under_autocast(
+    precision: str, kind: str, context: Context
+) -> None:
+    traces = outside("generate")
+    expected = learned(traces, precision, kind == "lora")
+    with context():
+        found = learned(traces, precision, kind == "lora")
+    same_weights(found, expected)
+
+
+def test_a_new_version_serves_at_once_under_autocast() -> None:
+    assistant = OnlineAssistant(*pair(), tokenizer(), CONFIG)
+    with torch.autocast("cpu", torch.float16):  # which keeps casts of the weights that it has met
+        for ids, mask in PROMPTS * 2:
+            assistant.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
+            assistant.draft(ids)
+            assistant.update()
+        found, expected = (draft(PROMPTS[0][0]).logits for draft in (assistant.draft, copy.deepcopy(assistant.draft)))
+    assert torch.equal(found, expected)
+
+
+def test_a_session_that_is_loaded_in_inference_mode_learns_on(tmp_path: Path) -> None:
+    found = []
+    for mode in (contextlib.nullcontext, torch.inference_mode):
+        saved, loaded = (OnlineAssistant(*pair(), tokenizer(), CONFIG) for _ in range(2))
+        for ids, mask in PROMPTS:
+            saved.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
+        saved.update()
+        saved.save_state(tmp_path)
+        with mode():
+            loaded.load_state(tmp_path)
+            loaded.update()
+        found.append(weights(loaded.draft))
+    same_weights(*found)
+
+
+def test_steps_that_are_not_finite_are_dropped_under_anomaly_detection() -> None:
+    target, draft = pair()
+    draft = copy.deepcopy(draft)
+    with torch.no_grad():
+        draft.model.norm.weight.fill_(torch.inf)
+    found = []
+    for around in (contextlib.nullcontext, lambda: torch.autograd.set_detect_anomaly(True)):
+        assistant = OnlineAssistant(target, draft, tokenizer(), CONFIG)
+        for ids, mask in PROMPTS:
+            assistant.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
+        with around(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says where it found NaN
+            report = assistant.update()
+        found.append((report.steps, report.dropped_steps, dict(report.set_aside)))
+    assert found[0] == found[1]
+    assert found[0][1] == CONFIG.steps_per_update
+
+
+# --- measures -------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def sampled() -> list[Trace]:
+    traces: list[Trace] = []
+    torch.manual_seed(5)
+    by_generate(traces.append, do_sample=True, repetition_penalty=1.2)
+    return traces
+
+
+@cases("context", "autocast-bf16", "autocast-fp16", "device-meta", "dtype-bfloat16")
+def test_replay_counts_the_same_in_the_context(context: Context) -> None:
+    traces = [*outside("generate"), *sampled()]
+    expected = replay(pair()[1], traces)
+    fresh = [copy.copy(trace) for trace in traces]  # of which nothing is known
+    with context():
+        assert replay(pair()[1], fresh) == expected
+
+
+@cases("context", "dtype-float64", "dtype-bfloat16", "device-meta")
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
+def test_the_version_of_a_target_with_adapters_is_the_same(context: Context) -> None:
+    target = get_peft_model(copy.deepcopy(pair()[0]), LoraConfig(r=2, target_modules="all-linear"))
+    expected = fingerprint(target)
+    with context():
+        assert fingerprint(target) == expected
+
+
+def test_half_precision_rows_can_be_compared_under_autocast() -> None:
+    logits = torch.randn(3, 8)
+    rows = {"top_logprobs": logits.log_softmax(-1).half(), "tail_logprob": torch.full((3,), -torch.inf).half()}
+    expected = divergence_loss(logits, top_ids=None, **rows)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(divergence_loss(logits, top_ids=None, **rows), expected)
+
+
+@cases("context", "autocast-bf16", "device-meta", "default-device-meta", "function-mode")
+def test_the_neutral_context_leaves_the_callers_as_it_was(context: Context) -> None:
+    def seen() -> tuple[Any, ...]:
+        return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.get_default_device()
+
+    neutral = (False, torch.device("cpu"))
+    with context():
+        before = seen()
+        with neutral_context():
+            assert (torch.is_autocast_enabled("cpu"), torch.get_default_device()) == neutral
+        assert seen() == before
